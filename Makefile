@@ -1,0 +1,149 @@
+# Each target sets itself up: it makes .venv, installs the project into it with what the target
+# needs, and does so again only when the metadata, the pins, the C sources or the switches changed.
+#
+#   PYTHON   the interpreter that .venv is made with (after a change: make clean)
+#   ARGS     passed on to what demo, test and bench run
+#   CC, SHMBUS_DEBUG, SHMBUS_SANITIZE, SHMBUS_WERROR   how the extension is compiled; see setup.py
+
+PYTHON ?= python3
+ARGS ?=
+export SHMBUS_DEBUG SHMBUS_SANITIZE SHMBUS_WERROR
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+
+C_SOURCES := $(sort $(wildcard shmbus_ext/*.c))
+C_HEADERS := $(sort $(wildcard shmbus_ext/*.h))
+# The ring alone: what knows neither Python nor its headers.
+RING_SOURCES := $(filter-out shmbus_ext/module.c shmbus_ext/py_%.c,$(C_SOURCES))
+# A C test is one file with a main of its own, linked with the ring; exit status 0 is success.
+C_TESTS := $(patsubst tests/c/%.c,%,$(sort $(wildcard tests/c/*.c)))
+C_STRICT := -std=c11 -Wall -Wextra -Wconversion -Werror -pthread -Ishmbus_ext
+C_TEST_SECONDS := 300
+comma := ,
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Two targets that install into one environment must not do it at once.
+.NOTPARALLEL:
+.PHONY: help demo test check bench sanitize clean FORCE
+
+help: ## Show this list
+	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
+
+demo: $(VENV)/.demo ## Train a small policy over the bus, workers and trainer on this machine
+	@$(BIN)/shmbus demo $(ARGS)
+
+test: $(VENV)/.dev ## Run the whole test suite
+	$(BIN)/pytest $(ARGS)
+
+check: $(VENV)/.dev check-c ## Lint, formatting, strict types, warnings-as-errors C, C tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench ## Measure, and compare with other ways to move a trajectory
+	$(BIN)/python -m bench.run $(ARGS)
+
+sanitize: $(VENV)/.dev sanitize-c sanitize-python ## C and Python tests under ASan, UBSan and TSan
+
+clean: ## Remove the environment and everything that was built
+	rm -rf $(VENV) build dist *.egg-info shmbus_ext/*.so
+	rm -rf .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- the environment
+
+$(VENV)/.created:
+	@sh .ci/requirements.sh $(PYTHON)
+	@echo 'making $(VENV) with $(PYTHON)'
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# Rewritten only where the switches differ from those of the last build.
+$(VENV)/.switches: $(VENV)/.created FORCE
+	@echo '$(CC) $(SHMBUS_DEBUG) $(SHMBUS_SANITIZE) $(SHMBUS_WERROR)' | cmp -s - $@ || \
+	    echo '$(CC) $(SHMBUS_DEBUG) $(SHMBUS_SANITIZE) $(SHMBUS_WERROR)' > $@
+
+INSTALL_INPUTS := pyproject.toml setup.py constraints.txt $(VENV)/.switches \
+    $(C_SOURCES) $(C_HEADERS)
+
+$(VENV)/.demo: EXTRAS := demo
+$(VENV)/.dev: EXTRAS := dev,train
+$(VENV)/.bench: EXTRAS := bench,train
+
+# Editable, so that the sources here are what runs. The build requirements go into the environment
+# first, and not into a throwaway one, so that a changed C file needs no network.
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench: $(INSTALL_INPUTS)
+	@echo 'installing shmbus[$(EXTRAS)] into $(VENV) (the first time downloads PyTorch: minutes)'
+	@$(PIP) 'setuptools>=77' 'numpy>=2.0'
+	@$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# --- the C sources, and the ring's own tests
+
+.PHONY: check-c sanitize-c sanitize-python strict-c
+check-c: strict-c
+
+# Through setup.py, which owns the flags, with every compiler that is here and with the debug code
+# in and out.
+strict-c: $(VENV)/.dev
+	@for cc in $(or $(strip $(foreach cc,gcc clang,$(if $(shell command -v $(cc)),$(cc)))),$(CC)); do \
+	    for debug in 0 1; do \
+	        echo "compiling with $$cc, warnings as errors, SHMBUS_DEBUG=$$debug"; \
+	        CC=$$cc SHMBUS_WERROR=1 SHMBUS_SANITIZE= SHMBUS_DEBUG=$$debug $(BIN)/python setup.py \
+	            --quiet build_ext --force --build-temp build/strict/$$cc-$$debug/objects \
+	            --build-lib build/strict/$$cc-$$debug || exit 1; \
+	    done; \
+	done
+
+# $(1): the name of a variant; $(2): its flags; $(3): the target that runs its tests.
+define c_test_rules
+build/c/$(1)/%: tests/c/%.c $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
+	@mkdir -p $$(@D)
+	$$(CC) $$(C_STRICT) $(2) -o $$@ $$< $$(RING_SOURCES) -Wl,--as-needed -lrt
+
+.PHONY: run-c-$(1)
+run-c-$(1): $(addprefix build/c/$(1)/,$(C_TESTS))
+	@for test in $$^; do \
+	    echo "running $$$$test"; \
+	    timeout $$(C_TEST_SECONDS) $$$$test < /dev/null || \
+	        { status=$$$$?; echo "$$$$test: exit status $$$$status" >&2; exit 1; }; \
+	done
+
+$(3): run-c-$(1)
+endef
+
+$(eval $(call c_test_rules,plain,-O2,check-c))
+$(eval $(call c_test_rules,asan,-O1 -g -DSHMBUS_DEBUG=1 -fno-omit-frame-pointer \
+    -fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined,sanitize-c))
+$(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,sanitize-c))
+
+# The suite in a copy of the tree, so that the extension in use here stays a plain one. The
+# sanitizer's library has to be the first one in a process, and libstdc++ there when it starts;
+# leaks are not looked for, since the interpreter leaves much to the end of the process. ASan
+# reports to files, so that what a child process did counts too; UBSan knows stderr only, which
+# pytest therefore leaves alone.
+SANITIZED := build/sanitized
+SANITIZED_TREE := $(wildcard shmbus shmbus_ext trainer_adapter bench tests examples docs .ci \
+    setup.py pyproject.toml MANIFEST.in Makefile constraints.txt LICENSE *.md)
+SANITIZER_REPORTS := $(CURDIR)/$(SANITIZED)/sanitizer-report
+sanitize-python: $(VENV)/.dev
+	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	@cp -R $(SANITIZED_TREE) $(SANITIZED)/ && rm -f $(SANITIZED)/shmbus_ext/*.so
+	cd $(SANITIZED) && SHMBUS_SANITIZE=address,undefined SHMBUS_DEBUG=1 \
+	    $(BIN)/python setup.py --quiet build_ext --inplace
+	cd $(SANITIZED) && status=0; \
+	    LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so.6)" \
+	    ASAN_OPTIONS=detect_leaks=0:log_path=$(SANITIZER_REPORTS) \
+	    UBSAN_OPTIONS=print_stacktrace=1 \
+	    PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED) \
+	    $(BIN)/pytest -p no:cacheprovider --capture=sys -o timeout=600 \
+	        -o faulthandler_timeout=1200 $(ARGS) || status=1; \
+	    for report in $(SANITIZER_REPORTS).*; do \
+	        [ -e "$$report" ] || continue; \
+	        cat "$$report" >&2; status=1; \
+	    done; \
+	    exit $$status

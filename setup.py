@@ -1,0 +1,80 @@
+"""Builds the one extension module, ``shmbus_ext._core``; all other metadata is in pyproject.toml.
+
+Environment switches:
+
+- ``SHMBUS_DEBUG=1``: no optimisation, debug symbols, ``assert`` and the consistency checks on.
+- ``SHMBUS_SANITIZE=address,undefined``: those sanitizers, compiled and linked in.
+- ``SHMBUS_WERROR=1``: stricter warnings, each an error.
+"""
+
+import os
+import sysconfig
+from glob import glob
+
+import numpy
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+DEBUG = os.environ.get("SHMBUS_DEBUG", "") not in ("", "0")
+WERROR = os.environ.get("SHMBUS_WERROR", "") not in ("", "0")
+SANITIZE = os.environ.get("SHMBUS_SANITIZE", "")
+
+# System headers, so that a warning is always about a line of ours: a directory given by -isystem
+# is no longer searched as a plain -I directory, where setuptools puts it too.
+system_headers = [sysconfig.get_path("include"), sysconfig.get_path("platinclude")]
+system_headers = list(dict.fromkeys([*system_headers, numpy.get_include()]))
+
+compile_args = ["-std=c11", "-O3", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+for directory in system_headers:
+    compile_args += ["-isystem", directory]
+# shm_open and friends lived in librt until glibc 2.34; the linker drops it where it is not needed.
+link_args = ["-pthread", "-Wl,--as-needed", "-lrt"]
+macros = [
+    # Built against NumPy 2, runs with 1.26 (whose C API is that of 1.25).
+    ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION"),
+    ("NPY_NO_DEPRECATED_API", "NPY_1_25_API_VERSION"),
+]
+undefined_macros = []
+
+if DEBUG:
+    compile_args += ["-O0", "-g"]
+    macros.append(("SHMBUS_DEBUG", "1"))
+    # The interpreter's own flags carry NDEBUG, which would silence assert.
+    undefined_macros.append("NDEBUG")
+if SANITIZE:
+    sanitize_args = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-g"]
+    if "undefined" in SANITIZE:
+        sanitize_args.append("-fno-sanitize-recover=undefined")
+    compile_args += sanitize_args
+    link_args += sanitize_args
+if WERROR:
+    compile_args += ["-Wconversion", "-Werror"]
+
+
+class BuildExtension(build_ext):
+    """Compiles without the interpreter's own flags where each warning has to count."""
+
+    def build_extensions(self) -> None:
+        """Compile and link, under SHMBUS_WERROR by our flags alone."""
+        if WERROR:
+            # Some of the inherited flags switch warnings off; others only gcc understands.
+            cc = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+            self.compiler.set_executables(compiler_so=f"{cc} -fPIC")
+        super().build_extensions()
+
+
+setup(
+    cmdclass={"build_ext": BuildExtension},
+    ext_modules=[
+        Extension(
+            "shmbus_ext._core",
+            sources=sorted(glob("shmbus_ext/*.c")),
+            depends=sorted(glob("shmbus_ext/*.h")),
+            include_dirs=[numpy.get_include()],
+            define_macros=macros,
+            undef_macros=undefined_macros,
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
+        )
+    ],
+)

@@ -1,0 +1,69 @@
+"""shmbus: trajectories from many rollout workers to one GRPO trainer, through shared memory.
+
+Importing this loads no torch; what a trainer needs of it is in ``trainer_adapter``.
+"""
+
+from shmbus import _codec, _segments, errors
+from shmbus._segments import unlink
+from shmbus.bus import Bus, BusStats, ProducerInfo
+from shmbus.consumer import Consumer
+from shmbus.errors import (
+    BusBusyError,
+    BusClosedError,
+    BusExistsError,
+    BusFullError,
+    BusNotFoundError,
+    CapacityError,
+    DaemonUnavailableError,
+    LayoutMismatchError,
+    ProtocolError,
+    RecordTooLargeError,
+    ShmbusError,
+)
+from shmbus.group import Group
+from shmbus.ledger import Ledger
+from shmbus.producer import Producer, ProducerStats
+from shmbus_ext import _core
+from shmbus_ext._core import Slot, Trajectory
+
+__all__ = [
+    "Bus",
+    "BusBusyError",
+    "BusClosedError",
+    "BusExistsError",
+    "BusFullError",
+    "BusNotFoundError",
+    "BusStats",
+    "CapacityError",
+    "Consumer",
+    "DaemonUnavailableError",
+    "Group",
+    "LayoutMismatchError",
+    "Ledger",
+    "Producer",
+    "ProducerInfo",
+    "ProducerStats",
+    "ProtocolError",
+    "RecordTooLargeError",
+    "ShmbusError",
+    "Slot",
+    "Trajectory",
+    "__version__",
+    "unlink",
+]
+
+__version__ = "0.1.0"
+
+_core.install(
+    closed_error=errors.BusClosedError,
+    too_large_error=errors.RecordTooLargeError,
+    full_error=_segments.full_error,
+    busy_error=_segments.busy_error,
+    layout_error=_segments.layout_error,
+    space_error=_segments.space_error,
+    encode_meta=_codec.encode_meta,
+    decode_meta=_codec.decode_meta,
+    encode_dtype=_codec.encode_dtype,
+    decode_dtype=_codec.decode_dtype,
+    as_array=_codec.as_array,
+)

@@ -1,0 +1,87 @@
+"""The exception tree, and the messages that need to look at a bus to be helpful.
+
+::
+
+    ShmbusError
+     +-- BusNotFoundError        no segment of that name
+     +-- BusExistsError          create() found one
+     +-- BusFullError            no space within the timeout; says who holds it
+     +-- BusBusyError            a second collector, or no producer slot left; names the holder
+     +-- BusClosedError          a closed handle, one from before a fork, a released trajectory
+     +-- LayoutMismatchError     not a segment of this layout, or a damaged one
+     +-- CapacityError           does not fit /dev/shm (also a ValueError)
+     +-- RecordTooLargeError     larger than any record of this bus (also a ValueError)
+     +-- ProtocolError           a producer broke the rules, e.g. a duplicate under duplicate="error"
+     +-- DaemonUnavailableError  the daemon that serves the bus does not answer
+
+Wrong argument types and values are ``TypeError`` and ``ValueError``. Each message says what failed,
+what was expected, what came, and what to do next.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BusBusyError",
+    "BusClosedError",
+    "BusExistsError",
+    "BusFullError",
+    "BusNotFoundError",
+    "CapacityError",
+    "DaemonUnavailableError",
+    "LayoutMismatchError",
+    "ProtocolError",
+    "RecordTooLargeError",
+    "ShmbusError",
+]
+
+
+class ShmbusError(Exception):
+    """What every error of shmbus is."""
+
+
+class BusNotFoundError(ShmbusError):
+    """There is no bus of that name."""
+
+
+class BusExistsError(ShmbusError):
+    """A bus of that name exists already."""
+
+
+class BusFullError(ShmbusError):
+    """The ring had no space for the record within the timeout; the message says who holds it.
+
+    Attributes
+    ----------
+    accepted : int
+        How many items of ``put_many`` were committed before this; 0 for ``put``.
+    """
+
+    accepted: int = 0
+
+
+class BusBusyError(ShmbusError):
+    """Another process is what this one wants to be: the collector, or the last free slot's owner."""
+
+
+class BusClosedError(ShmbusError):
+    """The handle is closed or from before a fork, or the trajectory has been released."""
+
+
+class LayoutMismatchError(ShmbusError):
+    """The segment is not of this layout, or its header is damaged."""
+
+
+class CapacityError(ShmbusError, ValueError):
+    """The segment does not fit into /dev/shm."""
+
+
+class RecordTooLargeError(ShmbusError, ValueError):
+    """The trajectory is larger than any record of this bus may be."""
+
+
+class ProtocolError(ShmbusError):
+    """A producer broke the rules of grouping."""
+
+
+class DaemonUnavailableError(ShmbusError):
+    """The daemon that serves this bus does not answer."""

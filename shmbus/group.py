@@ -1,0 +1,133 @@
+"""A delivered group: what the trainer holds under lease until it acknowledges it.
+
+Invariant: a group is leased, acknowledged, given back or dropped; it changes from leased to one of
+the others exactly once, and only the Consumer changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from shmbus import errors
+from shmbus.stash import OpenGroup
+from shmbus_ext._core import Trajectory
+
+if TYPE_CHECKING:
+    from shmbus.consumer import Consumer
+
+__all__ = ["Group"]
+
+GroupState = Literal["leased", "acknowledged", "given_back", "dropped"]
+
+
+class Group:
+    """All samples of one prompt, ordered by index.
+
+    As a context manager it acknowledges on success and gives itself back on an exception.
+
+    Attributes
+    ----------
+    instance_id : str
+        The prompt's key.
+    epoch : int | None
+        The producers' epoch, where they gave one.
+    size : int
+        Samples in a complete group; ``len(group)`` is how many are here, which is fewer only under
+        ``on_timeout="partial"``.
+    state : "leased" | "acknowledged" | "given_back" | "dropped"
+        Where the lease stands.
+    trajectories : list[Trajectory]
+        The samples, ordered by index.
+    """
+
+    __slots__ = ("_consumer", "_open", "epoch", "instance_id", "size", "state", "trajectories")
+
+    def __init__(self, consumer: Consumer, group: OpenGroup[Trajectory]) -> None:
+        self._consumer = consumer
+        self._open = group
+        key = group.key
+        if type(key) is tuple:
+            self.instance_id, self.epoch = key
+        else:
+            self.instance_id, self.epoch = key, None
+        self.size = group.size
+        self.trajectories: list[Trajectory] = group.present()
+        self.state: GroupState = "leased"
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample is here."""
+        return len(self.trajectories) == self.size
+
+    def ack(self) -> None:
+        """Acknowledge: the group is done with, and its space goes back to the ring.
+
+        All of its samples are acknowledged, or, if this process dies now, none.
+
+        Raises
+        ------
+        ProtocolError
+            It was acknowledged, dropped or given back before.
+        BusClosedError
+            The consumer is closed; the next one gets the group again.
+        """
+        self._consumer.ack(self)
+
+    def give_back(self) -> None:
+        """End the lease without acknowledging: this group is the next to be delivered.
+
+        Raises
+        ------
+        ProtocolError, BusClosedError
+            As for `ack`.
+        """
+        self._consumer.give_back(self)
+
+    def drop(self) -> None:
+        """End the lease and discard the group; the ledger counts it as malformed.
+
+        Raises
+        ------
+        ProtocolError, BusClosedError
+            As for `ack`.
+        """
+        self._consumer.drop(self)
+
+    def require_leased(self, verb: str) -> None:
+        """Raise ProtocolError unless the group is under lease."""
+        if self.state != "leased":
+            raise errors.ProtocolError(
+                f"group {self.instance_id!r}: cannot {verb} it, since it is {self.state} already; "
+                "each delivered group ends once"
+            )
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return iter(self.trajectories)
+
+    def __getitem__(self, position: int) -> Trajectory:
+        return self.trajectories[position]
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.state != "leased":
+            return
+        if kind is None:
+            self.ack()
+        else:
+            self.give_back()
+
+    def __repr__(self) -> str:
+        epoch = "" if self.epoch is None else f" epoch={self.epoch}"
+        return f"<Group {self.instance_id!r}{epoch} {len(self)}/{self.size} {self.state}>"

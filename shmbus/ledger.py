@@ -1,0 +1,102 @@
+"""The ledger: where every committed trajectory is. It must balance at every instant.
+
+committed = acknowledged + leased + stashed + in_ring + dropped, each counted in its own way:
+committed by the producers' numbers, in_ring by walking the lanes, stashed and leased by the stash,
+acknowledged and dropped by counters in the segment that survive any process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from shmbus_ext import _core
+
+__all__ = ["Ledger"]
+
+#: Names of the ways out of the bus, by their number in the segment.
+REASONS: tuple[str, ...] = (
+    "acknowledged",
+    "duplicate",
+    "size_mismatch",
+    "surplus",
+    "timeout",
+    "stale",
+    "zero_variance",
+    "overflow",
+    "malformed",
+    "corrupt",
+)
+assert REASONS[_core.DROP_DUPLICATE] == "duplicate" and REASONS[_core.DROP_CORRUPT] == "corrupt"
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories by where they are, and the numbers that go with them.
+
+    Attributes
+    ----------
+    committed : int
+        Trajectories that producers have committed since the bus was created.
+    acknowledged : int
+        Delivered, and acknowledged by a trainer.
+    leased : int
+        Delivered, and not acknowledged yet.
+    stashed : int
+        Read, and in an incomplete group or in a complete one that nobody has taken.
+    in_ring : int
+        Committed, and not read yet.
+    dropped : dict[str, int]
+        Gone for another reason, by reason.
+    groups_open, groups_ready, groups_leased : int
+        Incomplete groups; complete ones that nobody has taken; delivered ones.
+    groups_timed_out, stash_overflows : int
+        How often a deadline or the stash's bound took effect, in this consumer.
+    moved : int
+        Stragglers that this consumer wrote again, to free the space around them.
+    producers : int
+        Attached now.
+    policy_version : int
+        The trainer's current one.
+    capacity, free : int
+        Bytes for records, and how many of them are in extents that nobody holds.
+    """
+
+    committed: int
+    acknowledged: int
+    leased: int
+    stashed: int
+    in_ring: int
+    dropped: dict[str, int]
+    groups_open: int = 0
+    groups_ready: int = 0
+    groups_leased: int = 0
+    groups_timed_out: int = 0
+    stash_overflows: int = 0
+    moved: int = 0
+    producers: int = 0
+    policy_version: int = 0
+    capacity: int = 0
+    free: int = 0
+
+    @classmethod
+    def from_counts(cls, released: tuple[int, ...], **counts: Any) -> Ledger:
+        """Build it from the segment's counters of releases and the other counts."""
+        dropped = {name: n for name, n in zip(REASONS[1:], released[1:], strict=True) if n}
+        return cls(acknowledged=released[0], dropped=dropped, **counts)
+
+    @property
+    def accounted(self) -> int:
+        """The sum of the right-hand side: what `committed` must be."""
+        return (
+            self.acknowledged
+            + self.leased
+            + self.stashed
+            + self.in_ring
+            + sum(self.dropped.values())
+        )
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every committed trajectory is accounted for exactly once."""
+        return self.committed == self.accounted

@@ -1,0 +1,272 @@
+"""Producer: what a rollout worker writes trajectories with.
+
+`put` and `put_many` are C from end to end (shmbus_ext/py_writer.c); this file adds what needs no
+speed: attaching, reservations by field names, and waiting without blocking an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import DTypeLike
+
+from shmbus import _segments, errors, limits
+from shmbus_ext import _core
+
+__all__ = ["Producer", "ProducerStats"]
+
+FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]]"
+
+_RESERVED = frozenset(
+    {"instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout"}
+)
+
+
+class ProducerStats(msgspec.Struct, frozen=True):
+    """What a Producer has done since it attached.
+
+    Attributes
+    ----------
+    producer_id : int
+        Its number, unique on the bus.
+    committed : int
+        Trajectories committed.
+    aborted : int
+        Reservations ended without a commit.
+    bytes : int
+        Ring bytes of what was committed, headers and padding included.
+    full_waits : int
+        How often it found the bus full.
+    """
+
+    producer_id: int
+    committed: int
+    aborted: int
+    bytes: int
+    full_waits: int
+
+
+def process_label() -> str:
+    """Name this process for the messages of others: the script and the host."""
+    script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
+    return f"{script}@{os.uname().nodename}"
+
+
+class Producer(_core.Writer):
+    """Writes trajectories into a bus. Safe from several threads; one handle a process.
+
+    A handle pickles by name, so it can be sent to a spawned process or a Ray actor, where it
+    attaches anew. After a fork the child's copy raises BusClosedError; make a new one there.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    checksum : bool
+        Also protect the payload by a CRC-32C, which the consumer verifies; the header always is.
+    label : str, optional
+        How messages of other processes name this one; the script's name by default.
+
+    Raises
+    ------
+    BusNotFoundError
+        There is no such bus.
+    BusBusyError
+        All producer slots are taken.
+    LayoutMismatchError
+        The segment is of another layout, or damaged.
+    """
+
+    def __init__(self, name: str, *, checksum: bool = False, label: str | None = None) -> None:
+        self.name = _segments.check_name(name)
+        self._checksum = bool(checksum)
+        self._label = label
+        self._space: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
+        segment = _segments.open_segment(name)
+        try:
+            super().__init__(segment, label or process_label(), self._checksum)
+        except BaseException:
+            segment.close()
+            raise
+
+    def reserve(
+        self,
+        instance_id: str,
+        *,
+        group_size: int,
+        index: int,
+        fields: Mapping[str, FieldSpec],
+        score: float = 0.0,
+        policy_version: int = 0,
+        epoch: int | None = None,
+        meta: Any = None,
+        meta_room: int = limits.META_ROOM_BYTES,
+        timeout: float | None = None,
+    ) -> _core.Slot:
+        """Reserve a record whose arrays are filled in place, for as long as that takes.
+
+        Nobody waits for an open reservation: not this producer's other records, nor anybody
+        else's. Leaving the ``with`` block commits; an exception aborts.
+
+        Parameters
+        ----------
+        instance_id, group_size, index, policy_version, epoch
+            As for `put`.
+        fields : mapping of str to (dtype, shape)
+            The arrays; shape is an int or a tuple of int. Their content starts uninitialised.
+            ``slot.resize(name, n)`` cuts the first dimension to what was really written.
+        score : float
+            The reward; ``slot.score = ...`` sets it later.
+        meta : object, optional
+            As for `put`; ``slot.meta = ...`` sets it later.
+        meta_room : int
+            Bytes kept for a meta that is set later.
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        Slot
+            ``slot[name]`` is a writable view of the ring, until the commit.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A field's dtype holds objects, a size is negative, or an argument is out of range.
+        BusFullError
+            No space within the timeout.
+        RecordTooLargeError
+            Larger than any record of this bus.
+        """
+        head = {
+            "instance_id": instance_id,
+            "group_size": group_size,
+            "index": index,
+            "score": score,
+            "policy_version": policy_version,
+            "epoch": epoch,
+            "meta": meta,
+            "timeout": timeout,
+        }
+        if not isinstance(fields, Mapping):
+            raise TypeError(
+                f"fields: expected a mapping of names to (dtype, shape), got "
+                f"{type(fields).__name__}"
+            )
+        if isinstance(meta_room, bool) or not isinstance(meta_room, int):
+            raise TypeError(f"meta_room: expected bytes as an int, got {type(meta_room).__name__}")
+        if not 0 <= meta_room < 2**31:
+            raise ValueError(f"meta_room: expected 0 to 2 GiB, got {meta_room}")
+        parsed = [_parse_field(field, spec) for field, spec in fields.items()]
+        return self._reserve(
+            head,
+            tuple(fields),
+            tuple(dtype for dtype, _ in parsed),
+            tuple(shape for _, shape in parsed),
+            meta_room,
+        )
+
+    async def aput(
+        self, instance_id: str, *, timeout: float | None = None, **arguments: Any
+    ) -> None:
+        """Put without blocking the event loop: where the bus is full, other tasks run.
+
+        Parameters
+        ----------
+        instance_id, **arguments
+            As for `put`.
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever.
+
+        Raises
+        ------
+        BusFullError
+            No space within the timeout.
+        """
+        await self._retry(lambda: self.put(instance_id, timeout=0, **arguments), timeout)
+
+    async def _retry(self, attempt: Callable[[], Any], timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                attempt()
+                return
+            except errors.BusFullError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+            await self._space_freed(deadline)
+
+    async def _space_freed(self, deadline: float | None) -> None:
+        """Wait, with all other tasks of this loop, for one thread that sleeps on the ring."""
+        wait_s = limits.SPACE_WAIT_S
+        if deadline is not None:
+            wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
+        loop = asyncio.get_running_loop()
+        waiting = self._space.get(loop)
+        if waiting is None or waiting.done():
+            waiting = loop.run_in_executor(None, self._await_space, wait_s)
+            self._space[loop] = waiting
+        await asyncio.wait([waiting], timeout=wait_s)
+
+    @property
+    def policy_version(self) -> int:
+        """The trainer's current policy version; a read of shared memory, no call to anybody."""
+        return self._segment.policy_version
+
+    @property
+    def record_limit(self) -> int:
+        """Bytes of the largest record that this bus takes, header and padding included."""
+        return self._segment.record_limit
+
+    def stats(self) -> ProducerStats:
+        """What this Producer has done since it attached."""
+        return ProducerStats(self.producer_id, *self._counts())
+
+    def __enter__(self) -> Producer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Callable[..., Producer], tuple[Any, ...]]:
+        return _rebuild, (type(self), self.name, self._checksum, self._label)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"producer_id={self.producer_id}"
+        return f"<Producer {self.name!r} {state}>"
+
+
+def _rebuild(cls: type[Producer], name: str, checksum: bool, label: str | None) -> Producer:
+    return cls(name, checksum=checksum, label=label)
+
+
+def _parse_field(name: str, spec: FieldSpec) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    if not isinstance(name, str):
+        raise TypeError(f"fields: expected str names, got {type(name).__name__}")
+    if name in _RESERVED:
+        raise ValueError(f"fields: {name!r} is an argument's name; call the array something else")
+    if not isinstance(spec, (tuple, list)) or len(spec) != 2:
+        raise TypeError(f"field {name!r}: expected (dtype, shape), got {spec!r}")
+    dtype = np.dtype(spec[0])
+    sizes = spec[1] if isinstance(spec[1], (tuple, list)) else (spec[1],)
+    shape = []
+    for size in sizes:
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise TypeError(f"field {name!r}: expected sizes as int, got {size!r}")
+        if not 0 <= size < 2**62:
+            raise ValueError(f"field {name!r}: expected sizes of 0 or more, got {size}")
+        shape.append(size.__index__())
+    return dtype, tuple(shape)

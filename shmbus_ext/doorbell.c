@@ -1,0 +1,91 @@
+/* The futex calls behind doorbell.h. Shared futexes (no PRIVATE flag), since processes wait. */
+#define _GNU_SOURCE
+#include "doorbell.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define NS_PER_S INT64_C(1000000000)
+
+static enum doorbell_wait futex_wait(_Atomic uint32_t *word, uint32_t expected,
+                                     int64_t timeout_ns) {
+    struct timespec ts = {timeout_ns / NS_PER_S, timeout_ns % NS_PER_S};
+    long rc = syscall(SYS_futex, word, FUTEX_WAIT, expected, timeout_ns < 0 ? NULL : &ts, NULL, 0);
+    if (rc == 0 || errno == EAGAIN) {
+        return DOORBELL_WOKEN;
+    }
+    return errno == ETIMEDOUT ? DOORBELL_TIMEOUT : DOORBELL_INTERRUPTED;
+}
+
+static void futex_wake(_Atomic uint32_t *word, int count) {
+    syscall(SYS_futex, word, FUTEX_WAKE, count, NULL, NULL, 0);
+}
+
+void doorbell_ring(struct bus_header *header) {
+    /* SYNC: bell. The fence orders the publication before the look at the bell. */
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&header->bell, memory_order_relaxed) == 0) {
+        return;
+    }
+    if (atomic_exchange_explicit(&header->bell, 0, memory_order_seq_cst) != 0) {
+        futex_wake(&header->bell, 1);
+    }
+}
+
+void doorbell_announce(struct bus_header *header) {
+    /* SYNC: bell. The fence orders the announcement before the last look at the lanes. */
+    atomic_store_explicit(&header->bell, 1, memory_order_seq_cst);
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+void doorbell_stay(struct bus_header *header) {
+    atomic_store_explicit(&header->bell, 0, memory_order_relaxed);
+}
+
+enum doorbell_wait doorbell_sleep(struct bus_header *header, int64_t timeout_ns) {
+    enum doorbell_wait result = futex_wait(&header->bell, 1, timeout_ns);
+    doorbell_stay(header);
+    return result;
+}
+
+uint32_t doorbell_want_space(struct bus_header *header) {
+    uint32_t ticket = atomic_load_explicit(&header->space_bell, memory_order_acquire);
+    /* SYNC: space. A flag and no count: a waiter that dies leaves at most one spare wake-up. */
+    atomic_store_explicit(&header->space_wanted, 1, memory_order_seq_cst);
+    atomic_thread_fence(memory_order_seq_cst);
+    return ticket;
+}
+
+enum doorbell_wait doorbell_await_space(struct bus_header *header, uint32_t ticket,
+                                        int64_t timeout_ns) {
+    return futex_wait(&header->space_bell, ticket, timeout_ns);
+}
+
+void doorbell_space_freed(struct bus_header *header) {
+    /* SYNC: space. Orders the freed extent before the look at the flag. */
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&header->space_wanted, memory_order_relaxed) == 0) {
+        return;
+    }
+    atomic_store_explicit(&header->space_wanted, 0, memory_order_relaxed);
+    atomic_fetch_add_explicit(&header->space_bell, 1, memory_order_seq_cst);
+    futex_wake(&header->space_bell, INT_MAX);
+}
+
+static uint64_t clock_ns(clockid_t clock) {
+    struct timespec ts;
+    clock_gettime(clock, &ts);
+    return (uint64_t)ts.tv_sec * (uint64_t)NS_PER_S + (uint64_t)ts.tv_nsec;
+}
+
+uint64_t clock_monotonic_ns(void) {
+    return clock_ns(CLOCK_MONOTONIC);
+}
+
+uint64_t clock_realtime_ns(void) {
+    return clock_ns(CLOCK_REALTIME);
+}

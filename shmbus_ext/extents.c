@@ -1,0 +1,127 @@
+/* Leasing and freeing extents (see extents.h). */
+#include "extents.h"
+
+#include "doorbell.h"
+
+/* How long a producer that waits for a run keeps single leases out of the upper half. */
+#define JUMBO_CLAIM_NS UINT64_C(1000000000)
+
+static bool lease_one(struct segment *segment, uint32_t extent, uint32_t slot) {
+    _Atomic uint64_t *word = &segment->extents[extent].word;
+    uint64_t seen = atomic_load_explicit(word, memory_order_relaxed);
+    /* SYNC: extent-freed. Acquire: what the reader did with the extent is over. */
+    return link_low(seen) == 0 &&
+           atomic_compare_exchange_strong_explicit(word, &seen, seen | (slot + 1),
+                                                   memory_order_acquire, memory_order_relaxed);
+}
+
+bool extent_unlease(struct segment *segment, uint32_t extent, uint64_t word) {
+    /* SYNC: extent-freed. */
+    return atomic_compare_exchange_strong_explicit(
+        &segment->extents[extent].word, &word, link_make(link_generation(word) + 1, 0),
+        memory_order_release, memory_order_relaxed);
+}
+
+static uint64_t word_of(const struct segment *segment, uint32_t extent) {
+    return atomic_load_explicit(&segment->extents[extent].word, memory_order_relaxed);
+}
+
+/* Lowest first, so that a bus that keeps up stays within few, cached extents. */
+static uint32_t lease_single(struct segment *segment, uint32_t slot) {
+    uint32_t end = segment->extent_count;
+    uint64_t until =
+        atomic_load_explicit(&segment->header->jumbo_until_ns, memory_order_relaxed);
+    if (until != 0 && until > clock_monotonic_ns()) {
+        end = (end + 1) / 2;
+    }
+    for (uint32_t i = 0; i < end; i++) {
+        if (lease_one(segment, i, slot)) {
+            return i;
+        }
+    }
+    return NO_EXTENT;
+}
+
+static bool lease_window(struct segment *segment, uint32_t slot, uint32_t first, uint32_t span) {
+    for (uint32_t i = 0; i < span; i++) {
+        if (!lease_one(segment, first + i, slot)) {
+            while (i-- > 0) {
+                extent_unlease(segment, first + i, word_of(segment, first + i));
+            }
+            /* Somebody may have found the bus full while this held the window. */
+            doorbell_space_freed(segment->header);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Highest first, out of the way of single leases. */
+static uint32_t lease_run(struct segment *segment, uint32_t slot, uint32_t span) {
+    uint32_t have = 0;
+    for (uint32_t i = segment->extent_count; i-- > 0;) {
+        have = link_low(word_of(segment, i)) == 0 ? have + 1 : 0;
+        if (have == span) {
+            if (lease_window(segment, slot, i, span)) {
+                return i;
+            }
+            have = 0;
+        }
+    }
+    return NO_EXTENT;
+}
+
+uint32_t extent_lease(struct segment *segment, uint32_t slot, uint32_t span,
+                      uint32_t *generation) {
+    uint32_t extent =
+        span == 1 ? lease_single(segment, slot) : lease_run(segment, slot, span);
+    if (extent != NO_EXTENT) {
+        *generation = link_generation(word_of(segment, extent));
+    } else if (span > 1) {
+        /* Advisory, and it ends by itself: a producer that stops here delays nobody for long. */
+        atomic_store_explicit(&segment->header->jumbo_until_ns,
+                              clock_monotonic_ns() + JUMBO_CLAIM_NS, memory_order_relaxed);
+    }
+    return extent;
+}
+
+void extent_enter(struct segment *segment, uint32_t extent, uint32_t generation, uint32_t span,
+                  uint64_t order, uint64_t producer_id) {
+    struct extent_desc *desc = &segment->extents[extent];
+    atomic_store_explicit(&desc->used, 0, memory_order_relaxed);
+    atomic_store_explicit(&desc->sealed, 0, memory_order_relaxed);
+    atomic_store_explicit(&desc->writer_pins, 0, memory_order_relaxed);
+    atomic_store_explicit(&desc->next, link_make(generation, 0), memory_order_relaxed);
+    atomic_store_explicit(&desc->producer_id, producer_id, memory_order_relaxed);
+    atomic_store_explicit(&desc->order, order, memory_order_relaxed);
+    /* SYNC: run-entered. A span of this generation says that the fields before it are in place. */
+    atomic_store_explicit(&desc->span, link_make(generation, span), memory_order_release);
+}
+
+bool extent_is_run(const struct segment *segment, uint32_t extent, uint32_t slot,
+                   struct run *run) {
+    const struct extent_desc *desc = &segment->extents[extent];
+    uint64_t word = atomic_load_explicit(&desc->word, memory_order_acquire);
+    /* SYNC: run-entered. */
+    uint64_t span = atomic_load_explicit(&desc->span, memory_order_acquire);
+    run->span = link_low(span);
+    run->generation = link_generation(word);
+    run->order = atomic_load_explicit(&desc->order, memory_order_relaxed);
+    return link_low(word) == slot + 1 && link_generation(span) == run->generation &&
+           run->span >= 1 && run->span <= segment->max_span &&
+           run->span <= segment->extent_count - extent;
+}
+
+bool link_is_run(const struct segment *segment, uint64_t link, uint32_t slot, struct run *run) {
+    uint32_t low = link_low(link);
+    return low != 0 && low <= segment->extent_count &&
+           extent_is_run(segment, low - 1, slot, run) && run->generation == link_generation(link);
+}
+
+uint32_t extent_count_free(const struct segment *segment) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < segment->extent_count; i++) {
+        count += link_low(word_of(segment, i)) == 0;
+    }
+    return count;
+}

@@ -1,0 +1,570 @@
+/* A producer's keywords and arrays, checked and planned as a record; and the schema, which says
+ * which fields a record has.
+ *
+ * Invariant: nothing is written to the segment before every argument has been found good. */
+#include "pyapi.h"
+
+#include <math.h>
+
+static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_epoch,
+    *word_meta, *word_timeout, *word_instance_id;
+
+bool arguments_init(void) {
+    struct {
+        PyObject **word;
+        const char *text;
+    } words[] = {{&word_group_size, "group_size"},
+                 {&word_index, "index"},
+                 {&word_score, "score"},
+                 {&word_policy_version, "policy_version"},
+                 {&word_epoch, "epoch"},
+                 {&word_meta, "meta"},
+                 {&word_timeout, "timeout"},
+                 {&word_instance_id, "instance_id"}};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        *words[i].word = PyUnicode_InternFromString(words[i].text);
+        if (*words[i].word == NULL) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void arguments_begin(struct put_arguments *self) {
+    self->id_object = NULL;
+    self->meta_object = NULL;
+    self->meta_encoded = NULL;
+    self->timeout_s = -1.0;
+    self->array_count = 0;
+    self->has_group_size = self->has_index = false;
+    self->spec = (struct record_spec){.epoch = NO_EPOCH};
+}
+
+void arguments_end(struct put_arguments *self) {
+    for (uint32_t i = 0; i < self->array_count; i++) {
+        Py_XDECREF(self->arrays[i]);
+    }
+    self->array_count = 0;
+    Py_CLEAR(self->meta_encoded);
+}
+
+/* An int, by __index__: numpy integers are, floats are not. */
+static bool take_integer(PyObject *value, const char *name, int64_t low, int64_t high,
+                         int64_t *out) {
+    if (!PyIndex_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "%s: expected an int, got %.100s", name,
+                     Py_TYPE(value)->tp_name);
+        return false;
+    }
+    PyObject *integer = PyNumber_Index(value);
+    if (integer == NULL) {
+        return false;
+    }
+    int overflow = 0;
+    long long number = PyLong_AsLongLongAndOverflow(integer, &overflow);
+    if (overflow != 0 || number < low || number > high) {
+        PyErr_Format(PyExc_ValueError, "%s: expected %lld to %lld, got %R", name, (long long)low,
+                     (long long)high, integer);
+        Py_DECREF(integer);
+        return false;
+    }
+    Py_DECREF(integer);
+    *out = number;
+    return true;
+}
+
+bool parse_score(PyObject *value, double *score) {
+    if (PyFloat_CheckExact(value)) {
+        *score = PyFloat_AS_DOUBLE(value);
+    } else {
+        if (!PyNumber_Check(value) || PyComplex_Check(value)) {
+            PyErr_Format(PyExc_TypeError, "score: expected a float, got %.100s",
+                         Py_TYPE(value)->tp_name);
+            return false;
+        }
+        *score = PyFloat_AsDouble(value);
+        if (*score == -1.0 && PyErr_Occurred()) {
+            return false;
+        }
+    }
+    if (!isfinite(*score)) {
+        PyErr_Format(PyExc_ValueError,
+                     "score: expected a finite number, got %S; a sample without a reward should "
+                     "not be put",
+                     value);
+        return false;
+    }
+    return true;
+}
+
+bool parse_timeout(PyObject *value, double *timeout_s) {
+    if (value == Py_None) {
+        *timeout_s = -1.0;
+        return true;
+    }
+    if (!PyNumber_Check(value) || PyComplex_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "timeout: expected seconds or None, got %.100s",
+                     Py_TYPE(value)->tp_name);
+        return false;
+    }
+    *timeout_s = PyFloat_AsDouble(value);
+    if (*timeout_s == -1.0 && PyErr_Occurred()) {
+        return false;
+    }
+    if (!(*timeout_s >= 0.0)) {
+        PyErr_Format(PyExc_ValueError,
+                     "timeout: expected 0 or more seconds, or None to wait for ever, got %R", value);
+        return false;
+    }
+    if (isinf(*timeout_s)) {
+        *timeout_s = -1.0;
+    }
+    return true;
+}
+
+bool arguments_take_id(struct put_arguments *self, PyObject *value) {
+    if (!PyUnicode_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "instance_id: expected a str, got %.100s",
+                     Py_TYPE(value)->tp_name);
+        return false;
+    }
+    Py_ssize_t bytes;
+    const char *text = PyUnicode_AsUTF8AndSize(value, &bytes);
+    if (text == NULL) {
+        return false;
+    }
+    if (bytes < 1 || bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES) {
+        PyErr_Format(PyExc_ValueError,
+                     "instance_id: expected 1 to %u bytes of UTF-8, got %zd; name the prompt by a "
+                     "short key and put the rest into meta",
+                     SHMBUS_MAX_ID_BYTES, bytes);
+        return false;
+    }
+    self->id_object = value;
+    self->spec.id = text;
+    self->spec.id_bytes = (uint32_t)bytes;
+    return true;
+}
+
+static bool take_array(struct put_arguments *self, PyObject *name, PyObject *value) {
+    if (self->array_count == SHMBUS_MAX_FIELDS) {
+        PyErr_Format(PyExc_ValueError, "expected at most %u array fields; put the rest into meta",
+                     SHMBUS_MAX_FIELDS);
+        return false;
+    }
+    uint32_t i = self->array_count;
+    self->names[i] = name;
+    self->values[i] = value;
+    self->arrays[i] = NULL;
+    self->array_count++;
+    return true;
+}
+
+/* The reserved words, by identity: names in a call are interned. */
+bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value) {
+    int64_t number;
+    if (name == word_group_size) {
+        if (!take_integer(value, "group_size", 1, SHMBUS_MAX_GROUP_SIZE, &number)) {
+            return false;
+        }
+        self->spec.group_size = (uint32_t)number;
+        self->has_group_size = true;
+        return true;
+    }
+    if (name == word_index) {
+        if (!take_integer(value, "index", 0, SHMBUS_MAX_GROUP_SIZE - 1, &number)) {
+            return false;
+        }
+        self->spec.index = (uint32_t)number;
+        self->has_index = true;
+        return true;
+    }
+    if (name == word_score) {
+        return parse_score(value, &self->spec.score);
+    }
+    if (name == word_policy_version) {
+        return take_integer(value, "policy_version", 0, INT64_MAX, &self->spec.policy_version);
+    }
+    if (name == word_epoch) {
+        self->spec.epoch = NO_EPOCH;
+        return value == Py_None ||
+               take_integer(value, "epoch", 0, INT64_MAX, &self->spec.epoch);
+    }
+    if (name == word_meta) {
+        self->meta_object = value == Py_None ? NULL : value;
+        return true;
+    }
+    if (name == word_timeout) {
+        return parse_timeout(value, &self->timeout_s);
+    }
+    if (name == word_instance_id) {
+        return arguments_take_id(self, value);
+    }
+    if (!PyUnicode_CHECK_INTERNED(name)) {
+        /* A key that was computed: intern it, and look again by identity. */
+        PyObject *interned = Py_NewRef(name);
+        PyUnicode_InternInPlace(&interned);
+        bool reserved = interned != name && (interned == word_group_size || interned == word_index ||
+                                             interned == word_score ||
+                                             interned == word_policy_version ||
+                                             interned == word_epoch || interned == word_meta ||
+                                             interned == word_timeout ||
+                                             interned == word_instance_id);
+        /* The interned string lives as long as one of its kind does: the reserved words do. */
+        Py_DECREF(interned);
+        if (reserved) {
+            return arguments_take(self, interned, value);
+        }
+    }
+    return take_array(self, name, value);
+}
+
+bool arguments_finish_head(struct put_arguments *self) {
+    if (self->id_object == NULL || !self->has_group_size || !self->has_index) {
+        PyErr_Format(PyExc_TypeError, "missing the argument '%s'",
+                     self->id_object == NULL ? "instance_id"
+                     : !self->has_group_size ? "group_size"
+                                             : "index");
+        return false;
+    }
+    if (self->spec.index >= self->spec.group_size) {
+        PyErr_Format(PyExc_ValueError, "index: expected 0 to %u for group_size=%u, got %u",
+                     self->spec.group_size - 1, self->spec.group_size, self->spec.index);
+        return false;
+    }
+    if (self->meta_object != NULL) {
+        self->meta_encoded = PyObject_CallOneArg(hooks.encode_meta, self->meta_object);
+        if (self->meta_encoded == NULL) {
+            return false;
+        }
+        if (!PyBytes_Check(self->meta_encoded)) {
+            PyErr_SetString(PyExc_TypeError, "meta: the encoder must give bytes");
+            return false;
+        }
+        self->spec.meta_bytes = (uint64_t)PyBytes_GET_SIZE(self->meta_encoded);
+    }
+    return true;
+}
+
+static bool convert_array(struct put_arguments *self, uint32_t i) {
+    PyObject *value = self->values[i];
+    PyObject *array;
+    if (PyArray_Check(value)) {
+        array = Py_NewRef(value);
+    } else {
+        array = PyObject_CallFunctionObjArgs(hooks.as_array, self->names[i], value, NULL);
+        if (array == NULL) {
+            return false;
+        }
+        if (!PyArray_Check(array)) {
+            Py_DECREF(array);
+            PyErr_Format(PyExc_TypeError, "%U: expected an array", self->names[i]);
+            return false;
+        }
+    }
+    if (!PyArray_IS_C_CONTIGUOUS((PyArrayObject *)array)) {
+        PyObject *contiguous = PyArray_NewCopy((PyArrayObject *)array, NPY_CORDER);
+        Py_DECREF(array);
+        if (contiguous == NULL) {
+            return false;
+        }
+        array = contiguous;
+    }
+    self->arrays[i] = (PyArrayObject *)array;
+    return true;
+}
+
+bool arguments_finish(struct put_arguments *self, struct schema_cache *cache) {
+    if (!arguments_finish_head(self)) {
+        return false;
+    }
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
+    uint32_t words = 0;
+    for (uint32_t i = 0; i < self->array_count; i++) {
+        if (!convert_array(self, i)) {
+            return false;
+        }
+        PyArrayObject *array = self->arrays[i];
+        int ndim = PyArray_NDIM(array);
+        if (ndim > (int)SHMBUS_MAX_NDIM || words + 1 + (uint32_t)ndim > SHMBUS_MAX_SHAPE_WORDS) {
+            PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %d",
+                         self->names[i], SHMBUS_MAX_NDIM, ndim);
+            return false;
+        }
+        dtypes[i] = PyArray_DESCR(array);
+        self->field_ndim[i] = (uint8_t)ndim;
+        self->field_bytes[i] = (uint64_t)PyArray_NBYTES(array);
+        words++;
+        for (int d = 0; d < ndim; d++) {
+            self->shape[words++] = (uint64_t)PyArray_DIM(array, d);
+        }
+    }
+    struct record_spec *spec = &self->spec;
+    spec->field_count = self->array_count;
+    spec->shape = self->shape;
+    spec->shape_words = words;
+    spec->field_bytes = self->field_bytes;
+    spec->field_ndim = self->field_ndim;
+    if (!schema_cache_find(cache, spec, self->names, dtypes, self->field_ndim)) {
+        return false;
+    }
+    if (!record_plan(spec)) {
+        PyErr_SetString(hooks.too_large_error,
+                        "the record's parts add up to more than a record can hold (2^48 bytes a "
+                        "field, 4 GiB of meta); split it");
+        return false;
+    }
+    return true;
+}
+
+/* ---- Schemas that this process writes ---- */
+
+static void entry_clear(struct schema_cache_entry *entry) {
+    for (uint32_t i = 0; i < entry->count; i++) {
+        Py_CLEAR(entry->names[i]);
+        Py_CLEAR(entry->dtypes[i]);
+    }
+    PyMem_Free(entry->encoded);
+    entry->encoded = NULL;
+    entry->count = 0;
+}
+
+void schema_cache_clear(struct schema_cache *cache) {
+    for (unsigned i = 0; i < SCHEMA_CACHE_ENTRIES; i++) {
+        entry_clear(&cache->entries[i]);
+    }
+}
+
+static bool append_field(uint8_t **out, uint8_t *end, PyObject *name, PyArray_Descr *dtype,
+                         uint8_t ndim) {
+    Py_ssize_t name_bytes, dtype_bytes;
+    const char *text = PyUnicode_AsUTF8AndSize(name, &name_bytes);
+    if (text == NULL) {
+        return false;
+    }
+    PyObject *encoded = PyObject_CallFunctionObjArgs(hooks.encode_dtype, name, dtype, NULL);
+    char *dtype_text;
+    if (encoded == NULL || PyBytes_AsStringAndSize(encoded, &dtype_text, &dtype_bytes) < 0) {
+        Py_XDECREF(encoded);
+        return false;
+    }
+    bool fits = name_bytes >= 1 && name_bytes <= (Py_ssize_t)SHMBUS_MAX_NAME_BYTES &&
+                dtype_bytes >= 1 && dtype_bytes <= (Py_ssize_t)SHMBUS_MAX_DTYPE_BYTES &&
+                end - *out >= (Py_ssize_t)sizeof(struct schema_entry) + name_bytes + dtype_bytes;
+    if (!fits) {
+        PyErr_Format(PyExc_ValueError,
+                     "field %R: expected a name of 1 to %u bytes and a dtype described in at most "
+                     "%u",
+                     name, SHMBUS_MAX_NAME_BYTES, SHMBUS_MAX_DTYPE_BYTES);
+    } else {
+        struct schema_entry entry = {.name_bytes = (uint16_t)name_bytes,
+                                     .dtype_bytes = (uint16_t)dtype_bytes,
+                                     .itemsize = (uint32_t)PyDataType_ELSIZE(dtype),
+                                     .ndim = ndim};
+        memcpy(*out, &entry, sizeof entry);
+        memcpy(*out + sizeof entry, text, (size_t)name_bytes);
+        memcpy(*out + sizeof entry + name_bytes, dtype_text, (size_t)dtype_bytes);
+        *out += (Py_ssize_t)sizeof entry + name_bytes + dtype_bytes;
+    }
+    Py_DECREF(encoded);
+    return fits;
+}
+
+static struct schema_cache_entry *entry_make(struct schema_cache *cache, uint32_t count,
+                                             PyObject *const *names,
+                                             PyArray_Descr *const *dtypes, const uint8_t *ndim) {
+    uint8_t *encoded = PyMem_Malloc(SHMBUS_MAX_SCHEMA_BYTES);
+    if (encoded == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    uint8_t *at = encoded;
+    for (uint32_t i = 0; i < count; i++) {
+        if (!append_field(&at, encoded + SHMBUS_MAX_SCHEMA_BYTES, names[i], dtypes[i], ndim[i])) {
+            PyMem_Free(encoded);
+            return NULL;
+        }
+    }
+    struct schema_cache_entry *entry = &cache->entries[cache->next];
+    cache->next = (cache->next + 1) % SCHEMA_CACHE_ENTRIES;
+    entry_clear(entry);
+    entry->count = count;
+    entry->bytes = (uint32_t)(at - encoded);
+    entry->encoded = encoded;
+    for (uint32_t i = 0; i < count; i++) {
+        entry->names[i] = Py_NewRef(names[i]);
+        entry->dtypes[i] = (PyArray_Descr *)Py_NewRef((PyObject *)dtypes[i]);
+        entry->ndim[i] = ndim[i];
+    }
+    return entry;
+}
+
+static bool entry_matches(const struct schema_cache_entry *entry, uint32_t count,
+                          PyObject *const *names, PyArray_Descr *const *dtypes,
+                          const uint8_t *ndim) {
+    if (entry->encoded == NULL || entry->count != count) {
+        return false;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        if (entry->names[i] != names[i] || entry->dtypes[i] != dtypes[i] ||
+            entry->ndim[i] != ndim[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
+                       PyObject *const *names, PyArray_Descr *const *dtypes, const uint8_t *ndim) {
+    struct schema_cache_entry *found = NULL;
+    for (unsigned i = 0; i < SCHEMA_CACHE_ENTRIES && found == NULL; i++) {
+        if (entry_matches(&cache->entries[i], spec->field_count, names, dtypes, ndim)) {
+            found = &cache->entries[i];
+        }
+    }
+    if (found == NULL) {
+        found = entry_make(cache, spec->field_count, names, dtypes, ndim);
+    }
+    if (found == NULL) {
+        return false;
+    }
+    spec->schema = found->encoded;
+    spec->schema_bytes = found->bytes;
+    return true;
+}
+
+/* ---- Schemas that this process reads ---- */
+
+enum element_kind kind_of_dtype(const PyArray_Descr *dtype) {
+    if (dtype->byteorder != '=' && dtype->byteorder != '|' && dtype->byteorder != '<') {
+        return ELEMENT_OTHER;
+    }
+    switch (dtype->kind) {
+    case 'b':
+        return ELEMENT_BOOL;
+    case 'i':
+    case 'u': {
+        bool is_signed = dtype->kind == 'i';
+        switch (PyDataType_ELSIZE(dtype)) {
+        case 1:
+            return is_signed ? ELEMENT_I8 : ELEMENT_U8;
+        case 2:
+            return is_signed ? ELEMENT_I16 : ELEMENT_U16;
+        case 4:
+            return is_signed ? ELEMENT_I32 : ELEMENT_U32;
+        default:
+            return is_signed ? ELEMENT_I64 : ELEMENT_U64;
+        }
+    }
+    case 'f':
+        return PyDataType_ELSIZE(dtype) == 4   ? ELEMENT_F32
+               : PyDataType_ELSIZE(dtype) == 8 ? ELEMENT_F64
+                                               : ELEMENT_OTHER;
+    default:
+        return ELEMENT_OTHER;
+    }
+}
+
+SchemaObject *schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count) {
+    SchemaObject *self = PyObject_New(SchemaObject, &SchemaType);
+    if (self == NULL) {
+        return NULL;
+    }
+    memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
+    self->encoded = PyBytes_FromStringAndSize((const char *)encoded, bytes);
+    self->names = PyTuple_New(count);
+    if (self->encoded == NULL || self->names == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    /* record_read_body has proved these bounds. */
+    const uint8_t *at = encoded;
+    uint32_t words = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        struct schema_entry entry;
+        memcpy(&entry, at, sizeof entry);
+        at += sizeof entry;
+        PyObject *name = PyUnicode_DecodeUTF8((const char *)at, entry.name_bytes, "replace");
+        at += entry.name_bytes;
+        self->dtype_names[i] = PyBytes_FromStringAndSize((const char *)at, entry.dtype_bytes);
+        at += entry.dtype_bytes;
+        if (name == NULL || self->dtype_names[i] == NULL) {
+            Py_XDECREF(name);
+            Py_DECREF(self);
+            return NULL;
+        }
+        PyUnicode_InternInPlace(&name);
+        PyTuple_SET_ITEM(self->names, i, name);
+        self->ndim[i] = entry.ndim;
+        self->shape_at[i] = (uint16_t)words;
+        self->kinds[i] = ELEMENT_OTHER;
+        self->count = i + 1;
+        words += 1u + entry.ndim;
+    }
+    return self;
+}
+
+int schema_find(const SchemaObject *self, PyObject *name) {
+    for (uint32_t i = 0; i < self->count; i++) {
+        if (PyTuple_GET_ITEM(self->names, i) == name) {
+            return (int)i;
+        }
+    }
+    for (uint32_t i = 0; i < self->count; i++) {
+        if (PyUnicode_Check(name) &&
+            PyUnicode_Compare(PyTuple_GET_ITEM(self->names, i), name) == 0) {
+            return (int)i;
+        }
+    }
+    return -1;
+}
+
+PyArray_Descr *schema_dtype(SchemaObject *self, int field) {
+    if (self->dtypes[field] == NULL) {
+        PyObject *dtype = PyObject_CallFunctionObjArgs(
+            hooks.decode_dtype, PyTuple_GET_ITEM(self->names, field), self->dtype_names[field],
+            NULL);
+        if (dtype == NULL) {
+            return NULL;
+        }
+        struct schema_entry entry;
+        const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(self->encoded);
+        for (int i = 0;; i++) {
+            memcpy(&entry, at, sizeof entry);
+            if (i == field) {
+                break;
+            }
+            at += sizeof entry + entry.name_bytes + entry.dtype_bytes;
+        }
+        /* The bounds were proved for the itemsize that the record states, not for the dtype's. */
+        if (!PyArray_DescrCheck(dtype) ||
+            (uint32_t)PyDataType_ELSIZE((PyArray_Descr *)dtype) != entry.itemsize ||
+            PyDataType_REFCHK((PyArray_Descr *)dtype)) {
+            Py_DECREF(dtype);
+            PyErr_Format(PyExc_TypeError, "field %R: its dtype %R does not fit its itemsize %u",
+                         PyTuple_GET_ITEM(self->names, field), self->dtype_names[field],
+                         entry.itemsize);
+            return NULL;
+        }
+        self->dtypes[field] = (PyArray_Descr *)dtype;
+        self->kinds[field] = (uint8_t)kind_of_dtype(self->dtypes[field]);
+    }
+    return self->dtypes[field];
+}
+
+static void schema_dealloc(SchemaObject *self) {
+    for (uint32_t i = 0; i < SHMBUS_MAX_FIELDS; i++) {
+        Py_XDECREF(self->dtype_names[i]);
+        Py_XDECREF(self->dtypes[i]);
+    }
+    Py_XDECREF(self->names);
+    Py_XDECREF(self->encoded);
+    PyObject_Free(self);
+}
+
+PyTypeObject SchemaType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Schema",
+    .tp_basicsize = sizeof(SchemaObject),
+    .tp_dealloc = (destructor)schema_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+};

@@ -1,0 +1,281 @@
+/* Batches: many trajectories gathered into arrays that the caller owns.
+ *
+ * Invariant: every length, dtype and bound is checked before the first byte is copied; while bytes
+ * are copied the trajectories' space is held, whatever another thread acknowledges. */
+#include "pyapi.h"
+
+enum { FIELD_TOKENS, FIELD_MASK, FIELD_LOGPROBS, FIELD_ADVANTAGES, FIELDS };
+
+/* Where one trajectory's fields lie; NULL for a field that it does not have. */
+struct source {
+    TrajectoryObject *trajectory;
+    const uint8_t *data[FIELDS];
+    uint64_t length;
+    uint8_t kinds[FIELDS];
+};
+
+struct destination {
+    int64_t *tokens;
+    int64_t *positions;
+    uint8_t *mask;
+    float *logprobs;
+    float *advantages;
+    int32_t *offsets;
+    const float *sequence_advantages;
+};
+
+/* A field by its name; where it stands in the schema is remembered from one record to the next. */
+struct lookup {
+    SchemaObject *schema;
+    int at[FIELDS];
+};
+
+static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const *names) {
+    if (lookup->schema == t->schema) {
+        return true;
+    }
+    for (int f = 0; f < FIELDS; f++) {
+        lookup->at[f] = names[f] == Py_None ? -1 : schema_find(t->schema, names[f]);
+        if (lookup->at[f] >= 0 && schema_dtype(t->schema, lookup->at[f]) == NULL) {
+            return false;
+        }
+    }
+    lookup->schema = t->schema;
+    return true;
+}
+
+static bool field_error(const TrajectoryObject *t, PyObject *name, const char *expected,
+                        PyObject *got) {
+    if (got != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "trajectory %R[%S] of producer %llu: field %R: expected %s, got %R",
+                     t->instance_id, t->index, (unsigned long long)t->producer_id, name, expected,
+                     got);
+        Py_DECREF(got);
+    }
+    return false;
+}
+
+static bool find_field(struct source *source, const struct lookup *lookup, int f, PyObject *name) {
+    TrajectoryObject *t = source->trajectory;
+    int at = lookup->at[f];
+    source->data[f] = NULL;
+    if (at < 0) {
+        return f != FIELD_TOKENS ||
+               field_error(t, name, "an integer array of one dimension",
+                           PyUnicode_FromString("nothing"));
+    }
+    const uint64_t *shape = t->shape + t->schema->shape_at[at];
+    source->kinds[f] = t->schema->kinds[at];
+    bool numeric = f == FIELD_TOKENS ? source->kinds[f] <= ELEMENT_U64
+                   : f == FIELD_MASK ? source->kinds[f] <= ELEMENT_F64
+                                     : source->kinds[f] == ELEMENT_F32 ||
+                                           source->kinds[f] == ELEMENT_F64;
+    if (!numeric) {
+        return field_error(t, name,
+                           f == FIELD_TOKENS ? "an integer dtype"
+                           : f == FIELD_MASK ? "a boolean or numeric dtype"
+                                             : "float32 or float64",
+                           Py_NewRef((PyObject *)t->schema->dtypes[at]));
+    }
+    if (t->schema->ndim[at] != 1) {
+        return field_error(t, name, "one dimension", PyLong_FromLong(t->schema->ndim[at]));
+    }
+    if (f == FIELD_TOKENS) {
+        source->length = shape[1];
+    } else if (shape[1] != source->length) {
+        return field_error(t, name, "as many elements as tokens",
+                           PyUnicode_FromFormat("%llu, tokens has %llu",
+                                                (unsigned long long)shape[1],
+                                                (unsigned long long)source->length));
+    }
+    source->data[f] = trajectory_bytes(t) + shape[0];
+    return true;
+}
+
+static bool find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
+    struct lookup lookup = {.schema = NULL};
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyList_GET_ITEM(items, i);
+        if (!Py_IS_TYPE(item, &TrajectoryType)) {
+            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
+                         Py_TYPE(item)->tp_name);
+            return false;
+        }
+        sources[i].trajectory = (TrajectoryObject *)item;
+        if (!trajectory_readable(sources[i].trajectory) ||
+            !look_up(&lookup, sources[i].trajectory, names)) {
+            return false;
+        }
+        for (int f = 0; f < FIELDS; f++) {
+            if (!find_field(&sources[i], &lookup, f, names[f])) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+static void copy_sequence(const struct source *from, const struct destination *to, int32_t at,
+                          float advantage) {
+    uint64_t n = from->length;
+    gather_i64(to->tokens + at, from->data[FIELD_TOKENS], from->kinds[FIELD_TOKENS], n);
+    gather_positions(to->positions + at, n);
+    if (from->data[FIELD_MASK] == NULL) {
+        memset(to->mask + at, 1, n);
+    } else {
+        gather_bool(to->mask + at, from->data[FIELD_MASK], from->kinds[FIELD_MASK], n);
+    }
+    if (from->data[FIELD_LOGPROBS] == NULL) {
+        memset(to->logprobs + at, 0, n * sizeof(float));
+    } else {
+        gather_f32(to->logprobs + at, from->data[FIELD_LOGPROBS], from->kinds[FIELD_LOGPROBS], n);
+        if (from->data[FIELD_MASK] != NULL) {
+            gather_mask_f32(to->logprobs + at, to->mask + at, n);
+        }
+    }
+    if (from->data[FIELD_ADVANTAGES] == NULL) {
+        gather_fill_f32(to->advantages + at, advantage, n);
+    } else {
+        gather_f32(to->advantages + at, from->data[FIELD_ADVANTAGES],
+                   from->kinds[FIELD_ADVANTAGES], n);
+    }
+}
+
+static void copy_all(const struct source *sources, Py_ssize_t count,
+                     const struct destination *to) {
+    int32_t at = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        to->offsets[i] = at;
+        copy_sequence(&sources[i], to, at, to->sequence_advantages[i]);
+        at += (int32_t)sources[i].length;
+    }
+    to->offsets[count] = at;
+}
+
+static bool check_array(PyObject *object, const char *name, int type, uint64_t length,
+                        bool writeable, void *data) {
+    PyArrayObject *array = (PyArrayObject *)object;
+    if (!PyArray_Check(object) || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type ||
+        !PyArray_IS_C_CONTIGUOUS(array) || (uint64_t)PyArray_SIZE(array) != length ||
+        (writeable && !PyArray_ISWRITEABLE(array))) {
+        PyArray_Descr *dtype = PyArray_DescrFromType(type);
+        PyErr_Format(PyExc_ValueError,
+                     "%s: expected a contiguous%s array of dtype %R with %llu elements, got %R",
+                     name, writeable ? " writable" : "", dtype, (unsigned long long)length,
+                     PyArray_Check(object) ? (PyObject *)PyArray_DESCR(array) : object);
+        Py_XDECREF(dtype);
+        return false;
+    }
+    *(void **)data = PyArray_DATA(array);
+    return true;
+}
+
+static void hold_all(const struct source *sources, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const TrajectoryObject *t = sources[i].trajectory;
+        reader_hold(&t->reader->c, &t->ref);
+    }
+}
+
+static void let_go_all(const struct source *sources, const struct record_ref *refs,
+                       Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        ReaderObject *reader = sources[i].trajectory->reader;
+        if (reader->attached) {
+            reader_let_go(&reader->c, &refs[i]);
+        }
+    }
+}
+
+/* pack(trajectories, names, tokens, position_ids, loss_mask, logprobs, advantages, cu_seqlens,
+ * sequence_advantages): fills all arrays, in the trajectories' order. */
+static PyObject *gather_pack(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *items, *names[FIELDS], *arrays[7];
+    if (!PyArg_ParseTuple(args, "O!(OOOO)OOOOOOO", &PyList_Type, &items, &names[0], &names[1],
+                          &names[2], &names[3], &arrays[0], &arrays[1], &arrays[2], &arrays[3],
+                          &arrays[4], &arrays[5], &arrays[6])) {
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    struct source *sources = PyMem_Malloc((size_t)(count + 1) * sizeof *sources);
+    struct record_ref *refs = PyMem_Malloc((size_t)(count + 1) * sizeof *refs);
+    struct destination to;
+    uint64_t total = 0;
+    bool good = sources != NULL && refs != NULL;
+    if (!good) {
+        PyErr_NoMemory();
+    }
+    good = good && find_sources(items, names, sources);
+    for (Py_ssize_t i = 0; good && i < count; i++) {
+        total += sources[i].length;
+        refs[i] = sources[i].trajectory->ref;
+    }
+    if (good && total > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError,
+                     "a batch of %llu tokens is more than int32 cu_seqlens can index; lower "
+                     "tokens_per_batch",
+                     (unsigned long long)total);
+        good = false;
+    }
+    uint64_t n = (uint64_t)count;
+    good = good && check_array(arrays[0], "tokens", NPY_INT64, total, true, &to.tokens) &&
+           check_array(arrays[1], "position_ids", NPY_INT64, total, true, &to.positions) &&
+           check_array(arrays[2], "loss_mask", NPY_BOOL, total, true, &to.mask) &&
+           check_array(arrays[3], "logprobs", NPY_FLOAT32, total, true, &to.logprobs) &&
+           check_array(arrays[4], "advantages", NPY_FLOAT32, total, true, &to.advantages) &&
+           check_array(arrays[5], "cu_seqlens", NPY_INT32, n + 1, true, &to.offsets) &&
+           check_array(arrays[6], "sequence_advantages", NPY_FLOAT32, n, false,
+                       &to.sequence_advantages);
+    if (good) {
+        hold_all(sources, count);
+        Py_BEGIN_ALLOW_THREADS
+        copy_all(sources, count, &to);
+        Py_END_ALLOW_THREADS
+        let_go_all(sources, refs, count);
+    }
+    PyMem_Free(sources);
+    PyMem_Free(refs);
+    if (!good) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* measure(trajectories, names) -> list[int]: tokens of each, after the checks that pack makes. */
+static PyObject *gather_measure(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *items, *names[FIELDS];
+    if (!PyArg_ParseTuple(args, "O!(OOOO)", &PyList_Type, &items, &names[0], &names[1], &names[2],
+                          &names[3])) {
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    struct source *sources = PyMem_Malloc((size_t)(count + 1) * sizeof *sources);
+    if (sources == NULL) {
+        return PyErr_NoMemory();
+    }
+    PyObject *lengths = find_sources(items, names, sources) ? PyList_New(count) : NULL;
+    for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
+        PyObject *length = PyLong_FromUnsignedLongLong(sources[i].length);
+        if (length == NULL) {
+            Py_CLEAR(lengths);
+        } else {
+            PyList_SET_ITEM(lengths, i, length);
+        }
+    }
+    PyMem_Free(sources);
+    return lengths;
+}
+
+static PyMethodDef functions[] = {
+    {"pack", gather_pack, METH_VARARGS, NULL},
+    {"measure", gather_measure, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool gather_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
+}

@@ -1,0 +1,373 @@
+/* Reader: what shmbus.Consumer reads the ring with.
+ *
+ * Invariant: one Reader a segment, proved by the collector's file lock. The interpreter lock
+ * serialises its calls; it is let go only while the reader sleeps. */
+#include "pyapi.h"
+
+#include "doorbell.h"
+
+#define ID_TABLE 4096u
+/* A sleeping reader wakes this often for signals only. */
+#define SLEEP_SLICE_NS INT64_C(1000000000)
+
+static bool reader_usable(ReaderObject *self) {
+    if (!self->attached) {
+        PyErr_SetString(hooks.closed_error, "this Consumer is closed; make a new one");
+        return false;
+    }
+    return segment_usable(self->segment, "Consumer");
+}
+
+static void note_collector(SegmentObject *segment, const char *label) {
+    struct bus_header *header = segment->c.header;
+    size_t length = strlen(label);
+    if (length >= SHMBUS_LABEL_BYTES) {
+        length = SHMBUS_LABEL_BYTES - 1;
+    }
+    memset(header->collector_label, 0, SHMBUS_LABEL_BYTES);
+    memcpy(header->collector_label, label, length);
+    atomic_store_explicit(&header->collector_pid, (uint32_t)segment->pid, memory_order_relaxed);
+}
+
+static int reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"segment", "label", NULL};
+    PyObject *segment;
+    const char *label;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!s", names, &SegmentType, &segment, &label)) {
+        return -1;
+    }
+    if (self->segment != NULL) {
+        PyErr_SetString(PyExc_TypeError, "this reader is initialised already");
+        return -1;
+    }
+    self->segment = (SegmentObject *)Py_NewRef(segment);
+    self->schemas = PyDict_New();
+    self->ids = PyMem_Calloc(ID_TABLE, sizeof *self->ids);
+    if (self->schemas == NULL || self->ids == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (!segment_usable(self->segment, "handle")) {
+        return -1;
+    }
+    enum lock_status lock = segment_lock(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
+    if (lock == LOCK_ERROR) {
+        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
+        return -1;
+    }
+    if (lock == LOCK_HELD_ELSEWHERE) {
+        raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "collector"));
+        return -1;
+    }
+    if (!reader_attach(&self->c, &self->segment->c)) {
+        segment_unlock(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
+        PyErr_NoMemory();
+        return -1;
+    }
+    note_collector(self->segment, label);
+    self->attached = true;
+    return 0;
+}
+
+/* poll(limit) -> list[Trajectory]: what is committed and was not handed out yet. */
+static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
+    Py_ssize_t limit = PyLong_AsSsize_t(argument);
+    if ((limit == -1 && PyErr_Occurred()) || !reader_usable(self)) {
+        return NULL;
+    }
+    PyObject *found = PyList_New(0);
+    atomic_store_explicit(&self->segment->c.header->collector_seen_ns, clock_monotonic_ns(),
+                          memory_order_relaxed);
+    for (Py_ssize_t i = 0; found != NULL && i < limit; i++) {
+        struct record_ref ref;
+        int status = reader_next(&self->c, &ref);
+        if (status == 0) {
+            break;
+        }
+        TrajectoryObject *t = status < 0 ? NULL : trajectory_new(self, &ref);
+        if (t == NULL || PyList_Append(found, (PyObject *)t) < 0) {
+            Py_CLEAR(found);
+            if (!PyErr_Occurred()) {
+                PyErr_NoMemory();
+            }
+        }
+        Py_XDECREF(t);
+    }
+    return found;
+}
+
+/* wait(timeout_s | None) -> bool: sleeps until something may have come. */
+static PyObject *reader_wait(ReaderObject *self, PyObject *argument) {
+    double timeout_s;
+    if (!parse_timeout(argument, &timeout_s) || !reader_usable(self)) {
+        return NULL;
+    }
+    struct bus_header *header = self->segment->c.header;
+    if (reader_has_events(&self->c)) {
+        Py_RETURN_TRUE;
+    }
+    if (timeout_s == 0) {
+        Py_RETURN_FALSE;
+    }
+    uint64_t start = clock_monotonic_ns();
+    SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
+    enum doorbell_wait woken = DOORBELL_TIMEOUT;
+    while (woken == DOORBELL_TIMEOUT) {
+        double left_ns = timeout_s < 0 ? (double)SLEEP_SLICE_NS
+                                       : timeout_s * 1e9 - (double)(clock_monotonic_ns() - start);
+        if (left_ns <= 0) {
+            break;
+        }
+        int64_t slice_ns = left_ns < (double)SLEEP_SLICE_NS ? (int64_t)left_ns + 1 : SLEEP_SLICE_NS;
+        doorbell_announce(header);
+        if (reader_has_events(&self->c)) {
+            doorbell_stay(header);
+            woken = DOORBELL_WOKEN;
+            break;
+        }
+        Py_BEGIN_ALLOW_THREADS
+        woken = doorbell_sleep(header, slice_ns);
+        Py_END_ALLOW_THREADS
+        if (PyErr_CheckSignals() < 0 || !reader_usable(self)) {
+            Py_DECREF(segment);
+            return NULL;
+        }
+    }
+    Py_DECREF(segment);
+    return PyBool_FromLong(woken == DOORBELL_WOKEN);
+}
+
+/* Wakes a thread of this process that sleeps in wait(). */
+static PyObject *reader_wake(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (self->segment != NULL && self->segment->generation == fork_generation) {
+        doorbell_ring(self->segment->c.header);
+    }
+    Py_RETURN_NONE;
+}
+
+static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
+    if (!Py_IS_TYPE(item, &TrajectoryType) || ((TrajectoryObject *)item)->reader != self) {
+        PyErr_Format(PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
+                     Py_TYPE(item)->tp_name);
+        return NULL;
+    }
+    return (TrajectoryObject *)item;
+}
+
+/* release(trajectories, reason): ends them atomically; their space is free once no view is left. */
+static PyObject *reader_py_release(ReaderObject *self, PyObject *args) {
+    PyObject *items;
+    int reason;
+    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !reader_usable(self)) {
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    if (reason < 0 || reason >= SHMBUS_REASONS || count > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
+        PyErr_Format(PyExc_ValueError, "release: reason %d or count %zd out of range", reason,
+                     count);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
+        if (t == NULL) {
+            return NULL;
+        }
+        if (t->released) {
+            PyErr_Format(PyExc_ValueError, "trajectory %R[%S] was released before",
+                         t->instance_id, t->index);
+            return NULL;
+        }
+    }
+    const struct record_ref *few[64];
+    const struct record_ref **refs =
+        count <= 64 ? few : PyMem_Malloc((size_t)count * sizeof *refs);
+    if (refs == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        refs[i] = &((TrajectoryObject *)PyList_GET_ITEM(items, i))->ref;
+    }
+    if (count > 0) {
+        reader_release(&self->c, refs, (uint32_t)count, (enum shmbus_reason)reason);
+    }
+    if (refs != few) {
+        PyMem_Free((void *)refs);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(items, i);
+        t->released = true;
+        t->held = false;
+        if (t->pin != NULL) {
+            Py_CLEAR(t->pin);
+        } else {
+            reader_let_go(&self->c, &t->ref);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
+ * half a run alive, all of it in this list, none of it under a view. */
+static PyObject *reader_evacuate(ReaderObject *self, PyObject *items) {
+    if (!PyList_Check(items)) {
+        PyErr_SetString(PyExc_TypeError, "evacuate: expected a list of trajectories");
+        return NULL;
+    }
+    if (!reader_usable(self)) {
+        return NULL;
+    }
+    struct reader *reader = &self->c;
+    uint32_t *movable = PyMem_Calloc(self->segment->c.extent_count, sizeof *movable);
+    if (movable == NULL) {
+        return PyErr_NoMemory();
+    }
+    uint64_t freed = reader->runs_freed;
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
+        if (t == NULL) {
+            PyMem_Free(movable);
+            return NULL;
+        }
+        if (t->held && t->pin == NULL) {
+            movable[t->ref.place.extent]++;
+        }
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(items, i);
+        const struct run_state *run = &reader->runs[t->ref.place.extent];
+        if (!t->held || t->pin != NULL || run->phase != RUN_WALKED || run->open > 0 ||
+            t->ref.place.extent == reader->mover_run ||
+            run->live != movable[t->ref.place.extent] ||
+            run->live_bytes > run->span * self->segment->c.extent_bytes / 2) {
+            continue;
+        }
+        movable[t->ref.place.extent]--;
+        if (!reader_move(reader, &t->ref)) {
+            break;
+        }
+    }
+    PyMem_Free(movable);
+    return PyLong_FromUnsignedLongLong(reader->runs_freed - freed);
+}
+
+static PyObject *reader_py_sweep(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    return reader_usable(self) ? PyLong_FromUnsignedLong(reader_sweep(&self->c)) : NULL;
+}
+
+static PyObject *reader_py_tidy(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!reader_usable(self)) {
+        return NULL;
+    }
+    reader_tidy(&self->c);
+    Py_RETURN_NONE;
+}
+
+/* count_unread() -> (committed, unread), both as of one instant. */
+static PyObject *reader_py_count_unread(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!reader_usable(self)) {
+        return NULL;
+    }
+    uint64_t committed;
+    uint64_t unread = reader_count_unread(&self->c, &committed);
+    return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
+}
+
+/* note(leased_groups, leased_records, leased_bytes, stashed_groups, stashed_records,
+ * stashed_bytes): what others can read of this consumer. */
+static PyObject *reader_note(ReaderObject *self, PyObject *args) {
+    unsigned int groups;
+    unsigned long long n[5];
+    if (!PyArg_ParseTuple(args, "IKKKKK", &groups, &n[0], &n[1], &n[2], &n[3], &n[4]) ||
+        !reader_usable(self)) {
+        return NULL;
+    }
+    struct bus_header *h = self->segment->c.header;
+    atomic_store_explicit(&h->collector_leased_groups, groups, memory_order_relaxed);
+    atomic_store_explicit(&h->collector_leased_records, n[0], memory_order_relaxed);
+    atomic_store_explicit(&h->collector_leased_bytes, n[1], memory_order_relaxed);
+    atomic_store_explicit(&h->collector_stashed_groups, n[2], memory_order_relaxed);
+    atomic_store_explicit(&h->collector_stashed_records, n[3], memory_order_relaxed);
+    atomic_store_explicit(&h->collector_stashed_bytes, n[4], memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
+static void reader_end(ReaderObject *self) {
+    if (!self->attached) {
+        return;
+    }
+    self->attached = false;
+    struct bus_header *header = self->segment->c.header;
+    if (self->segment->generation == fork_generation) {
+        writer_seal(&self->c.mover);
+        atomic_store_explicit(&header->collector_leased_groups, 0, memory_order_relaxed);
+        atomic_store_explicit(&header->collector_leased_records, 0, memory_order_relaxed);
+        atomic_store_explicit(&header->collector_leased_bytes, 0, memory_order_relaxed);
+        atomic_store_explicit(&header->collector_pid, 0, memory_order_relaxed);
+    }
+    /* Views get copies of their own before the lock says that the space is the next reader's. */
+    segment_release_handle(self->segment);
+    for (PinObject *p = self->segment->pins; p != NULL; p = p->next) {
+        p->reader = NULL;
+    }
+    reader_detach(&self->c);
+}
+
+static PyObject *reader_py_close(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    reader_end(self);
+    Py_RETURN_NONE;
+}
+
+static void reader_dealloc(ReaderObject *self) {
+    if (self->segment != NULL) {
+        reader_end(self);
+    }
+    for (uint32_t i = 0; self->ids != NULL && i < ID_TABLE; i++) {
+        Py_XDECREF(self->ids[i]);
+    }
+    PyMem_Free(self->ids);
+    Py_XDECREF(self->schemas);
+    Py_XDECREF(self->last_schema);
+    Py_XDECREF(self->segment);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef reader_methods[] = {
+    {"poll", (PyCFunction)(void (*)(void))reader_poll, METH_O, NULL},
+    {"wait", (PyCFunction)(void (*)(void))reader_wait, METH_O, NULL},
+    {"wake", (PyCFunction)(void (*)(void))reader_wake, METH_NOARGS, NULL},
+    {"release", (PyCFunction)(void (*)(void))reader_py_release, METH_VARARGS, NULL},
+    {"evacuate", (PyCFunction)(void (*)(void))reader_evacuate, METH_O, NULL},
+    {"sweep", (PyCFunction)(void (*)(void))reader_py_sweep, METH_NOARGS, NULL},
+    {"tidy", (PyCFunction)(void (*)(void))reader_py_tidy, METH_NOARGS, NULL},
+    {"count_unread", (PyCFunction)(void (*)(void))reader_py_count_unread, METH_NOARGS, NULL},
+    {"note", (PyCFunction)(void (*)(void))reader_note, METH_VARARGS, NULL},
+    {"close", (PyCFunction)(void (*)(void))reader_py_close, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef reader_members[] = {
+    {"segment", T_OBJECT_EX, offsetof(ReaderObject, segment), READONLY, NULL},
+    {"delivered", T_ULONGLONG, offsetof(ReaderObject, c.delivered), READONLY, NULL},
+    {"corrupt", T_ULONGLONG, offsetof(ReaderObject, c.corrupt), READONLY, NULL},
+    {"moves", T_ULONGLONG, offsetof(ReaderObject, c.moves), READONLY, NULL},
+    {"runs_freed", T_ULONGLONG, offsetof(ReaderObject, c.runs_freed), READONLY, NULL},
+    {"attached", T_BOOL, offsetof(ReaderObject, attached), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject ReaderType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Reader",
+    .tp_basicsize = sizeof(ReaderObject),
+    .tp_dealloc = (destructor)reader_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = reader_methods,
+    .tp_members = reader_members,
+    .tp_init = (initproc)reader_init,
+    .tp_new = PyType_GenericNew,
+};

@@ -1,0 +1,195 @@
+/* The one door to Python and numpy: only module.c and the py_*.c files come through it.
+ *
+ * Invariants: every object that points into a segment holds a reference to its SegmentObject, and
+ * the mapping goes away with the last of them, whatever was closed before. Every entry point looks
+ * at fork_generation first: a child never uses its parent's slot, lock or cursor. */
+#ifndef SHMBUS_PYAPI_H
+#define SHMBUS_PYAPI_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define PY_ARRAY_UNIQUE_SYMBOL shmbus_numpy_api
+#ifndef SHMBUS_IMPORTS_NUMPY
+#define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
+#include <structmember.h>
+
+#include "gather.h"
+#include "reader.h"
+#include "segment.h"
+#include "writer.h"
+
+/* What Python gives the core once, at import: exceptions, codecs, messages. */
+struct hooks {
+    PyObject *closed_error;      /* exception types */
+    PyObject *too_large_error;
+    PyObject *full_error;        /* (segment, bytes, waited_s) -> exception */
+    PyObject *busy_error;        /* (segment, what) -> exception */
+    PyObject *layout_error;      /* (name, status, found, expected) -> exception */
+    PyObject *space_error;       /* (name, bytes) -> exception */
+    PyObject *encode_meta;       /* object -> bytes */
+    PyObject *decode_meta;       /* buffer -> object */
+    PyObject *encode_dtype;      /* numpy.dtype -> bytes */
+    PyObject *decode_dtype;      /* bytes -> numpy.dtype */
+    PyObject *as_array;          /* (name, object) -> numpy.ndarray */
+};
+extern struct hooks hooks;
+/* Raises what a hook that makes exceptions returns. */
+void raise_hook(PyObject *hook, PyObject *arguments);
+
+extern uint32_t fork_generation;
+
+struct keeper;
+struct pin;
+
+typedef struct segment_object {
+    PyObject_HEAD
+    struct segment c;
+    PyObject *name;
+    uint32_t generation;
+    int pid;
+    bool handle_closed;
+    struct keeper *keepers; /* writable views that are out */
+    struct pin *pins;       /* records that views hold */
+    struct segment_object *previous, *next; /* all of this process, for fork */
+} SegmentObject;
+
+/* Sets an exception when the handle is closed or was made before a fork. */
+bool segment_usable(SegmentObject *self, const char *what);
+/* Closes the file description: locks are dropped, the mapping stays for views. */
+void segment_release_handle(SegmentObject *self);
+
+/* The exporter behind the writable views of one reservation. */
+typedef struct keeper {
+    PyObject_HEAD
+    SegmentObject *segment;
+    struct reservation at;
+    bool pinned;
+    struct keeper *previous, *next;
+} KeeperObject;
+KeeperObject *keeper_new(SegmentObject *segment, const struct reservation *at);
+
+typedef struct {
+    PyObject_HEAD
+    SegmentObject *segment;
+    struct reader c;
+    bool attached;
+    PyObject **ids; /* recently read instance ids, so that a group shares one string */
+    PyObject *schemas; /* bytes -> Schema */
+    struct schema_object *last_schema;
+} ReaderObject;
+
+/* What holds a record's space while arrays look at it. */
+typedef struct pin {
+    PyObject_HEAD
+    SegmentObject *segment;
+    ReaderObject *reader; /* NULL once the reader is closed */
+    struct record_ref ref;
+    struct pin *previous, *next;
+} PinObject;
+
+/* The fields of a record: parsed once for all records that look alike. */
+typedef struct schema_object {
+    PyObject_HEAD
+    PyObject *encoded;
+    PyObject *names; /* tuple of str */
+    uint32_t count;
+    uint8_t ndim[SHMBUS_MAX_FIELDS];
+    uint16_t shape_at[SHMBUS_MAX_FIELDS]; /* word of the field's offset; its sizes follow */
+    PyObject *dtype_names[SHMBUS_MAX_FIELDS];
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* resolved when first asked for */
+    uint8_t kinds[SHMBUS_MAX_FIELDS];         /* enum element_kind */
+} SchemaObject;
+SchemaObject *schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count);
+/* -1 where there is no such field. */
+int schema_find(const SchemaObject *self, PyObject *name);
+PyArray_Descr *schema_dtype(SchemaObject *self, int field);
+enum element_kind kind_of_dtype(const PyArray_Descr *dtype);
+
+#define INLINE_SHAPE_WORDS 8
+
+typedef struct {
+    PyObject_HEAD
+    ReaderObject *reader;
+    struct record_ref ref;
+    SchemaObject *schema;
+    PinObject *pin;
+    PyObject *instance_id;
+    PyObject *index;
+    PyObject *group_size;
+    PyObject *key;
+    PyObject *meta;
+    uint64_t *shape;
+    uint64_t inline_shape[INLINE_SHAPE_WORDS];
+    double score;
+    int64_t policy_version;
+    int64_t epoch;
+    uint64_t sequence;
+    uint64_t producer_id;
+    uint64_t committed_ns;
+    uint64_t payload_bytes;
+    uint32_t meta_offset;
+    uint32_t meta_bytes;
+    bool held;     /* counts in its run's live */
+    bool released; /* acknowledged or dropped */
+} TrajectoryObject;
+TrajectoryObject *trajectory_new(ReaderObject *reader, const struct record_ref *ref);
+/* Sets an exception once the space may belong to somebody else. */
+bool trajectory_readable(const TrajectoryObject *self);
+const uint8_t *trajectory_bytes(const TrajectoryObject *self);
+
+/* What a producer hands over, between Python and a record. */
+struct put_arguments {
+    PyObject *id_object;
+    PyObject *meta_object; /* NULL for none */
+    PyObject *values[SHMBUS_MAX_FIELDS];
+    PyObject *names[SHMBUS_MAX_FIELDS];
+    PyArrayObject *arrays[SHMBUS_MAX_FIELDS]; /* owned, contiguous */
+    PyObject *meta_encoded;                   /* owned */
+    double timeout_s;                         /* negative: for ever */
+    uint32_t array_count;
+    bool has_group_size, has_index;
+    uint64_t shape[SHMBUS_MAX_SHAPE_WORDS];
+    uint64_t field_bytes[SHMBUS_MAX_FIELDS];
+    uint8_t field_ndim[SHMBUS_MAX_FIELDS];
+    struct record_spec spec;
+};
+#define NO_EPOCH INT64_MIN
+
+/* Encoded schemas of what this process puts, by identity of names and dtypes. */
+struct schema_cache_entry {
+    uint32_t count;
+    uint32_t bytes;
+    PyObject *names[SHMBUS_MAX_FIELDS];
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
+    uint8_t ndim[SHMBUS_MAX_FIELDS];
+    uint8_t *encoded;
+};
+#define SCHEMA_CACHE_ENTRIES 8
+struct schema_cache {
+    struct schema_cache_entry entries[SCHEMA_CACHE_ENTRIES];
+    unsigned next;
+};
+void schema_cache_clear(struct schema_cache *cache);
+bool schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
+                       PyObject *const *names, PyArray_Descr *const *dtypes, const uint8_t *ndim);
+
+void arguments_begin(struct put_arguments *self);
+void arguments_end(struct put_arguments *self);
+/* One keyword; name is a str. False with an exception set. */
+bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value);
+bool arguments_take_id(struct put_arguments *self, PyObject *value);
+/* After all were taken: checks, converts the arrays, and plans the record. */
+bool arguments_finish(struct put_arguments *self, struct schema_cache *cache);
+bool arguments_finish_head(struct put_arguments *self);
+bool parse_timeout(PyObject *value, double *timeout_s);
+bool parse_score(PyObject *value, double *score);
+bool arguments_init(void);
+
+extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, PinType,
+    TrajectoryType, SchemaType;
+bool gather_add_functions(PyObject *module);
+
+#endif

@@ -1,0 +1,245 @@
+/* What the collector gives back: releases of records, runs, and stragglers moved out of the way. */
+#include <string.h>
+
+#include "checksum.h"
+#include "doorbell.h"
+#include "reader.h"
+
+#define REF_OFFSET_BITS 40
+
+static struct record_header *record_of(const struct segment *segment,
+                                       const struct record_place *place) {
+    return (struct record_header *)(void *)(segment_extent(segment, place->extent) + place->offset);
+}
+
+static uint64_t pack_ref(const struct record_place *place) {
+    return ((uint64_t)place->extent << REF_OFFSET_BITS) | (place->offset / SHMBUS_RECORD_ALIGN);
+}
+
+static uint32_t intent_crc(const struct segment *segment, uint32_t n, uint32_t reason,
+                           uint64_t base) {
+    uint64_t about[2] = {((uint64_t)n << 32) | reason, base};
+    uint32_t crc = shmbus_crc32c(0, about, sizeof about);
+    return shmbus_crc32c(crc, (const void *)segment->intent_log, (size_t)n * 8);
+}
+
+void reader_release(struct reader *self, const struct record_ref *const *refs, uint32_t n,
+                    enum shmbus_reason reason) {
+    struct segment *segment = self->segment;
+    struct bus_header *header = segment->header;
+    _Atomic uint64_t *counter = &header->released[reason];
+    uint64_t base = atomic_load_explicit(counter, memory_order_relaxed);
+    for (uint32_t i = 0; i < n; i++) {
+        atomic_store_explicit(&segment->intent_log[i], pack_ref(&refs[i]->place),
+                              memory_order_relaxed);
+    }
+    header->intent_reason = (uint32_t)reason;
+    header->intent_base = base;
+    header->intent_crc = intent_crc(segment, n, (uint32_t)reason, base);
+    /* SYNC: release-intended. From here on all of them are released, whoever finishes it. */
+    atomic_store_explicit(&header->intent_count, n, memory_order_release);
+    for (uint32_t i = 0; i < n; i++) {
+        atomic_store_explicit(&record_of(segment, &refs[i]->place)->state, SHMBUS_RELEASED,
+                              memory_order_relaxed);
+    }
+    atomic_store_explicit(counter, base + n, memory_order_relaxed);
+    atomic_store_explicit(&header->intent_count, 0, memory_order_release);
+}
+
+static void replay_release(struct segment *segment) {
+    struct bus_header *header = segment->header;
+    /* SYNC: release-intended. */
+    uint32_t n = atomic_load_explicit(&header->intent_count, memory_order_acquire);
+    uint32_t reason = header->intent_reason;
+    uint64_t base = header->intent_base;
+    if (n == 0 || n > SHMBUS_MAX_GROUP_SIZE || reason >= SHMBUS_REASONS ||
+        header->intent_crc != intent_crc(segment, n, reason, base)) {
+        atomic_store_explicit(&header->intent_count, 0, memory_order_release);
+        return;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        uint64_t ref = atomic_load_explicit(&segment->intent_log[i], memory_order_relaxed);
+        struct record_place place = {(uint32_t)(ref >> REF_OFFSET_BITS), 0,
+                                     (ref & ((UINT64_C(1) << REF_OFFSET_BITS) - 1)) *
+                                         SHMBUS_RECORD_ALIGN};
+        if (place.extent >= segment->extent_count ||
+            place.offset >= (segment->extent_count - place.extent) * segment->extent_bytes) {
+            continue;
+        }
+        uint32_t committed = SHMBUS_COMMITTED;
+        atomic_compare_exchange_strong_explicit(&record_of(segment, &place)->state, &committed,
+                                                SHMBUS_RELEASED, memory_order_relaxed,
+                                                memory_order_relaxed);
+    }
+    atomic_store_explicit(&header->released[reason], base + n, memory_order_relaxed);
+    atomic_store_explicit(&header->intent_count, 0, memory_order_release);
+}
+
+/* Frees a run of several extents so that a death half way leaves none behind: the words that it is
+ * freed from are in the log, and freeing from an exact word succeeds once only. */
+static void free_words(struct segment *segment, uint32_t first, uint32_t span) {
+    for (uint32_t i = span; i-- > 0;) {
+        extent_unlease(segment, first + i,
+                       atomic_load_explicit(&segment->intent_log[i], memory_order_relaxed));
+    }
+    atomic_store_explicit(&segment->header->free_span, 0, memory_order_release);
+}
+
+static void replay_free(struct segment *segment) {
+    struct bus_header *header = segment->header;
+    uint32_t span = atomic_load_explicit(&header->free_span, memory_order_acquire);
+    uint32_t first = header->free_first;
+    if (span > SHMBUS_MAX_GROUP_SIZE || span > segment->extent_count ||
+        first > segment->extent_count - span) {
+        span = 0;
+    }
+    free_words(segment, first, span);
+}
+
+void reader_replay_intents(struct segment *segment) {
+    replay_release(segment);
+    replay_free(segment);
+}
+
+static void free_run(struct reader *self, uint32_t extent) {
+    struct segment *segment = self->segment;
+    struct run_state *run = &self->runs[extent];
+    uint64_t word = link_make(run->generation, run->slot + 1);
+    if (run->span == 1) {
+        extent_unlease(segment, extent, word);
+    } else {
+        atomic_store_explicit(&segment->intent_log[0], word, memory_order_relaxed);
+        for (uint32_t i = 1; i < run->span; i++) {
+            uint64_t tail =
+                atomic_load_explicit(&segment->extents[extent + i].word, memory_order_relaxed);
+            /* A tail that is not this slot's is none of ours: its word cannot match 0. */
+            tail = link_low(tail) == run->slot + 1 ? tail : 0;
+            atomic_store_explicit(&segment->intent_log[i], tail, memory_order_relaxed);
+        }
+        segment->header->free_first = extent;
+        atomic_store_explicit(&segment->header->free_span, run->span, memory_order_release);
+        free_words(segment, extent, run->span);
+    }
+    memset(run, 0, sizeof *run);
+    self->runs_freed++;
+    writer_keep_spare(&self->mover);
+    doorbell_space_freed(segment->header);
+}
+
+/* A writable view of a producer that is gone pins nothing: its process has ended, or has put
+ * private copies under its views. */
+static bool view_keeps(const struct reader *self, uint32_t extent) {
+    const struct extent_desc *desc = &self->segment->extents[extent];
+    return atomic_load_explicit(&desc->writer_pins, memory_order_acquire) != 0 &&
+           !reader_owner_gone(self, self->runs[extent].slot,
+                              atomic_load_explicit(&desc->producer_id, memory_order_relaxed));
+}
+
+static void park(struct reader *self, uint32_t extent) {
+    if (!self->runs[extent].parked) {
+        self->runs[extent].parked = true;
+        self->parked[self->parked_count++] = extent;
+    }
+}
+
+static void unpark(struct reader *self, uint32_t extent) {
+    for (uint32_t i = 0; self->runs[extent].parked && i < self->parked_count; i++) {
+        if (self->parked[i] == extent) {
+            self->parked[i] = self->parked[--self->parked_count];
+            self->runs[extent].parked = false;
+        }
+    }
+}
+
+void reader_try_free(struct reader *self, uint32_t extent) {
+    struct run_state *run = &self->runs[extent];
+    if (run->phase != RUN_WALKED || run->live > 0 || run->open > 0) {
+        return;
+    }
+    if (view_keeps(self, extent)) {
+        park(self, extent);
+        return;
+    }
+    unpark(self, extent);
+    /* SYNC: run-linked. After this its owner cannot link to it: it has, or it will begin anew. */
+    uint64_t none = link_make(run->generation, 0);
+    bool ended = atomic_compare_exchange_strong_explicit(
+        &self->segment->extents[extent].next, &none, link_make(run->generation, SHMBUS_LINK_END),
+        memory_order_acq_rel, memory_order_acquire);
+    struct lane *lane = &self->lanes[run->slot];
+    if (lane->extent == extent) {
+        lane->extent = NO_EXTENT;
+        if (!ended) {
+            reader_enter_run(self, lane, none);
+        }
+        lane->dirty = true;
+    }
+    free_run(self, extent);
+}
+
+void reader_hold(struct reader *self, const struct record_ref *ref) {
+    struct run_state *run = &self->runs[ref->place.extent];
+    run->live++;
+    run->live_bytes += ref->bytes;
+}
+
+void reader_let_go(struct reader *self, const struct record_ref *ref) {
+    struct run_state *run = &self->runs[ref->place.extent];
+    run->live--;
+    run->live_bytes -= ref->bytes;
+    if (run->live == 0) {
+        reader_try_free(self, ref->place.extent);
+    }
+}
+
+void reader_tidy(struct reader *self) {
+    /* Backwards: freeing one takes it out of the list and puts the last in its place. */
+    for (uint32_t i = self->parked_count; i-- > 0;) {
+        reader_try_free(self, self->parked[i]);
+    }
+}
+
+/* The mover's new run is the reader's own: nobody walks it, it is freed like any other. */
+static void adopt_mover_run(struct reader *self) {
+    uint32_t before = self->mover_run;
+    self->mover_run = self->mover.extent;
+    self->runs[self->mover.extent] = (struct run_state){.generation = self->mover.generation,
+                                                        .span = 1,
+                                                        .slot = self->mover.slot_index,
+                                                        .phase = RUN_WALKING};
+    if (before != NO_EXTENT) {
+        self->runs[before].phase = RUN_WALKED;
+        reader_try_free(self, before);
+    }
+}
+
+bool reader_move(struct reader *self, struct record_ref *ref) {
+    struct segment *segment = self->segment;
+    struct writer *mover = &self->mover;
+    struct reservation to;
+    const struct lane *own = &self->lanes[mover->slot_index];
+    if (own->dirty || own->visiting) {
+        /* What an earlier collector moved must be read first. */
+        return false;
+    }
+    if (ref->bytes > segment->extent_bytes ||
+        writer_claim(mover, ref->bytes, &to) != WRITER_OK) {
+        return false;
+    }
+    if (mover->extent != self->mover_run) {
+        adopt_mover_run(self);
+    }
+    struct record_header *from = record_of(segment, &ref->place);
+    memcpy((uint8_t *)to.record + 8, (const uint8_t *)from + 8, ref->bytes - 8);
+    record_write_frame(to.record, &to.place, ref->bytes, to.record->producer_id,
+                       mover->slot_index, to.record->flags | SHMBUS_FLAG_MOVED);
+    writer_publish_moved(mover, &to);
+    /* SYNC: record-moved. A death before this leaves both: the next reader keeps the moved one. */
+    atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);
+    struct record_ref old = *ref;
+    ref->place = to.place;
+    reader_hold(self, ref);
+    reader_let_go(self, &old);
+    self->moves++;
+    return true;
+}

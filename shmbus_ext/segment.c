@@ -1,0 +1,329 @@
+/* Opening, allocating and mapping the segment: the only system calls on it, the futex apart. */
+#define _GNU_SOURCE
+#include "segment.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "checksum.h"
+#include "doorbell.h"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+/* An extent is what a producer leases at a time: large enough that leasing is rare, small enough
+ * that idle producers, which hold one each, hold at most a quarter of the bus. */
+#define EXTENTS_WANTED 256u
+#define EXTENTS_A_PRODUCER 4u
+#define SMALLEST_EXTENT SHMBUS_PAGE
+#define LARGEST_EXTENT (UINT64_C(1) << 20)
+/* One record may take a quarter of the bus, so that producers of large records still overlap. */
+#define RECORD_SHARE 4u
+/* Above this an attaching process maps pages as it touches them; below, all at once. */
+#define POPULATE_ON_OPEN_BYTES (UINT64_C(1) << 30)
+#define TOUCH_THREADS 4u
+#define TOUCH_CHUNK (UINT64_C(32) << 20)
+
+static uint64_t power_of_two_below(uint64_t value) {
+    uint64_t power = 1;
+    while (power <= value / 2) {
+        power *= 2;
+    }
+    return power;
+}
+
+static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count) {
+    return SHMBUS_HEADER_BYTES + ((uint64_t)max_producers + 1) * sizeof(struct producer_slot) +
+           (uint64_t)extent_count * sizeof(struct extent_desc) +
+           (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t);
+}
+
+bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
+                  struct segment_geometry *plan) {
+    if (max_producers < 1 || max_producers > SHMBUS_MAX_PRODUCERS || capacity < SMALLEST_EXTENT ||
+        capacity > (UINT64_C(1) << 46)) {
+        return false;
+    }
+    if (extent_bytes == 0) {
+        uint64_t wanted = (uint64_t)max_producers * EXTENTS_A_PRODUCER;
+        extent_bytes = capacity / (wanted > EXTENTS_WANTED ? wanted : EXTENTS_WANTED);
+        extent_bytes = power_of_two_below(extent_bytes > 0 ? extent_bytes : 1);
+        if (extent_bytes < SMALLEST_EXTENT) {
+            extent_bytes = SMALLEST_EXTENT;
+        }
+        if (extent_bytes > LARGEST_EXTENT) {
+            extent_bytes = LARGEST_EXTENT;
+        }
+        while (capacity / extent_bytes >= SHMBUS_MAX_EXTENTS) {
+            extent_bytes *= 2;
+        }
+    }
+    if (extent_bytes % SHMBUS_PAGE != 0 || extent_bytes > capacity) {
+        return false;
+    }
+    uint64_t count = shmbus_align_up(capacity, extent_bytes) / extent_bytes;
+    if (count < 1 || count > SHMBUS_MAX_EXTENTS) {
+        return false;
+    }
+    plan->extent_bytes = extent_bytes;
+    plan->extent_count = (uint32_t)count;
+    plan->max_producers = max_producers;
+    plan->data_offset = shmbus_align_up(tables_bytes(max_producers, plan->extent_count), SHMBUS_PAGE);
+    plan->segment_bytes = plan->data_offset + count * extent_bytes;
+    return true;
+}
+
+struct touch_job {
+    uint8_t *base;
+    uint64_t bytes;
+    _Atomic uint64_t next;
+};
+
+static void *touch(void *argument) {
+    struct touch_job *job = argument;
+    for (;;) {
+        uint64_t at = atomic_fetch_add(&job->next, TOUCH_CHUNK);
+        if (at >= job->bytes) {
+            return NULL;
+        }
+        uint64_t bytes = job->bytes - at < TOUCH_CHUNK ? job->bytes - at : TOUCH_CHUNK;
+        if (madvise(job->base + at, bytes, MADV_POPULATE_WRITE) != 0) {
+            /* Kernels before 5.14: write a zero where nothing has been written yet. */
+            for (uint64_t page = at; page < at + bytes; page += SHMBUS_PAGE) {
+                *(volatile uint8_t *)(job->base + page) = 0;
+            }
+        }
+    }
+}
+
+/* First touch of shared memory is slow on one core: several threads share it. */
+static void touch_all(uint8_t *base, uint64_t bytes) {
+    struct touch_job job = {base, bytes, 0};
+    pthread_t threads[TOUCH_THREADS];
+    unsigned started = 0;
+    while (started + 1 < TOUCH_THREADS && bytes > (started + 1) * TOUCH_CHUNK &&
+           pthread_create(&threads[started], NULL, touch, &job) == 0) {
+        started++;
+    }
+    touch(&job);
+    for (unsigned i = 0; i < started; i++) {
+        pthread_join(threads[i], NULL);
+    }
+}
+
+static void set_pointers(struct segment *self) {
+    uint8_t *at = self->base;
+    self->header = (struct bus_header *)at;
+    at += SHMBUS_HEADER_BYTES;
+    self->slots = (struct producer_slot *)at;
+    at += ((uint64_t)self->max_producers + 1) * sizeof(struct producer_slot);
+    self->extents = (struct extent_desc *)at;
+    at += (uint64_t)self->extent_count * sizeof(struct extent_desc);
+    self->intent_log = (_Atomic uint64_t *)at;
+    self->data = self->base + self->data_offset;
+    self->max_span = self->extent_count / RECORD_SHARE;
+    if (self->max_span < 1) {
+        self->max_span = 1;
+    }
+    self->record_limit = (uint64_t)self->max_span * self->extent_bytes;
+}
+
+static uint32_t geometry_crc(const struct bus_header *header) {
+    return shmbus_crc32c(0, (const uint8_t *)header + 8, 48);
+}
+
+static enum segment_status map_file(struct segment *self) {
+    void *base = mmap(NULL, self->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, self->fd, 0);
+    if (base == MAP_FAILED) {
+        self->base = NULL;
+        return errno == ENOMEM ? SEGMENT_NO_SPACE : SEGMENT_SYSTEM_ERROR;
+    }
+    self->base = base;
+    return SEGMENT_OK;
+}
+
+enum segment_status segment_create(struct segment *self, int fd,
+                                   const struct segment_geometry *plan) {
+    memset(self, 0, sizeof *self);
+    self->fd = fd;
+    self->bytes = plan->segment_bytes;
+    self->data_offset = plan->data_offset;
+    self->extent_bytes = plan->extent_bytes;
+    self->extent_count = plan->extent_count;
+    self->max_producers = plan->max_producers;
+    int error = posix_fallocate(fd, 0, (off_t)plan->segment_bytes);
+    if (error != 0) {
+        errno = error;
+        return error == ENOSPC || error == EFBIG || error == ENOMEM ? SEGMENT_NO_SPACE
+                                                                    : SEGMENT_SYSTEM_ERROR;
+    }
+    enum segment_status status = map_file(self);
+    if (status != SEGMENT_OK) {
+        return status;
+    }
+    touch_all(self->base, self->bytes);
+    set_pointers(self);
+    for (uint32_t i = 0; i < self->extent_count; i++) {
+        atomic_store_explicit(&self->extents[i].word, UINT64_C(1) << 32, memory_order_relaxed);
+    }
+    struct bus_header *header = self->header;
+    header->layout_version = SHMBUS_LAYOUT_VERSION;
+    header->layout_hash = SHMBUS_LAYOUT_HASH;
+    header->segment_bytes = plan->segment_bytes;
+    header->data_offset = plan->data_offset;
+    header->extent_bytes = plan->extent_bytes;
+    header->extent_count = plan->extent_count;
+    header->max_producers = plan->max_producers;
+    header->created_unix_ns = self->created_unix_ns = clock_realtime_ns();
+    header->geometry_crc = geometry_crc(header);
+    atomic_store_explicit(&header->next_producer_id, 1, memory_order_relaxed);
+    /* SYNC: segment-ready. Everything above is in place before the magic says so. */
+    atomic_store_explicit(&header->magic, SHMBUS_MAGIC, memory_order_release);
+    return SEGMENT_OK;
+}
+
+/* The header is hostile until proved: whether its numbers make a segment of this file's size. */
+static bool geometry_holds(const struct bus_header *header, uint64_t file_bytes,
+                           struct segment *self) {
+    self->bytes = header->segment_bytes;
+    self->data_offset = header->data_offset;
+    self->extent_bytes = header->extent_bytes;
+    self->extent_count = header->extent_count;
+    self->max_producers = header->max_producers;
+    self->created_unix_ns = header->created_unix_ns;
+    if (header->geometry_crc != geometry_crc(header) || self->extent_count < 1 ||
+        self->extent_count > SHMBUS_MAX_EXTENTS || self->max_producers < 1 ||
+        self->max_producers > SHMBUS_MAX_PRODUCERS || self->extent_bytes % SHMBUS_PAGE != 0 ||
+        self->extent_bytes < SHMBUS_PAGE || self->extent_bytes > (UINT64_C(1) << 46) ||
+        self->data_offset % SHMBUS_PAGE != 0 ||
+        self->data_offset < tables_bytes(self->max_producers, self->extent_count) ||
+        self->data_offset > file_bytes) {
+        return false;
+    }
+    return self->bytes == self->data_offset + self->extent_bytes * self->extent_count;
+}
+
+static enum segment_status check_header(struct segment *self, uint64_t file_bytes) {
+    struct bus_header header;
+    const struct bus_header *shared = (const struct bus_header *)self->base;
+    /* SYNC: segment-ready. */
+    uint64_t magic = atomic_load_explicit(&shared->magic, memory_order_acquire);
+    memcpy(&header, shared, sizeof header);
+    if (magic == 0) {
+        return SEGMENT_UNFINISHED;
+    }
+    if (magic != SHMBUS_MAGIC) {
+        return SEGMENT_BAD_MAGIC;
+    }
+    self->found_version = header.layout_version;
+    self->found_hash = header.layout_hash;
+    if (header.layout_version != SHMBUS_LAYOUT_VERSION) {
+        return SEGMENT_BAD_VERSION;
+    }
+    if (header.layout_hash != SHMBUS_LAYOUT_HASH) {
+        return SEGMENT_BAD_HASH;
+    }
+    if (header.segment_bytes > file_bytes) {
+        return SEGMENT_TRUNCATED;
+    }
+    return geometry_holds(&header, file_bytes, self) ? SEGMENT_OK : SEGMENT_BAD_GEOMETRY;
+}
+
+enum segment_status segment_open(struct segment *self, int fd) {
+    memset(self, 0, sizeof *self);
+    self->fd = fd;
+    struct stat info;
+    if (fstat(fd, &info) != 0) {
+        return SEGMENT_SYSTEM_ERROR;
+    }
+    uint64_t file_bytes = (uint64_t)info.st_size;
+    self->found_bytes = file_bytes;
+    if (file_bytes == 0) {
+        return SEGMENT_UNFINISHED;
+    }
+    if (file_bytes < SHMBUS_PAGE) {
+        return SEGMENT_TRUNCATED;
+    }
+    self->bytes = SHMBUS_PAGE;
+    enum segment_status status = map_file(self);
+    if (status != SEGMENT_OK) {
+        return status;
+    }
+    status = check_header(self, file_bytes);
+    munmap(self->base, SHMBUS_PAGE);
+    self->base = NULL;
+    if (status != SEGMENT_OK) {
+        return status;
+    }
+    status = map_file(self);
+    if (status != SEGMENT_OK) {
+        return status;
+    }
+    set_pointers(self);
+    if (self->bytes <= POPULATE_ON_OPEN_BYTES) {
+        /* Best effort: pages that are not mapped now are mapped when they are touched. */
+        (void)madvise(self->base, self->bytes, MADV_POPULATE_READ);
+    }
+    return SEGMENT_OK;
+}
+
+void segment_unmap(struct segment *self) {
+    if (self->base != NULL) {
+        munmap(self->base, self->bytes);
+        self->base = NULL;
+    }
+}
+
+bool segment_privatise(struct segment *self, uint64_t offset, uint64_t bytes) {
+    void *copy =
+        mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) {
+        return false;
+    }
+    memcpy(copy, self->base + offset, bytes);
+    /* One atomic replacement: a reader of the old pages sees the same bytes before and after. */
+    if (mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, self->base + offset) ==
+        MAP_FAILED) {
+        munmap(copy, bytes);
+        return false;
+    }
+    return true;
+}
+
+static struct flock lock_range(int64_t byte, short type) {
+    struct flock range;
+    memset(&range, 0, sizeof range);
+    range.l_type = type;
+    range.l_whence = SEEK_SET;
+    range.l_start = byte;
+    range.l_len = 1;
+    return range;
+}
+
+enum lock_status segment_lock(int fd, int64_t byte) {
+    struct flock range = lock_range(byte, F_WRLCK);
+    if (fcntl(fd, F_OFD_SETLK, &range) == 0) {
+        return LOCK_TAKEN;
+    }
+    return errno == EAGAIN || errno == EACCES ? LOCK_HELD_ELSEWHERE : LOCK_ERROR;
+}
+
+void segment_unlock(int fd, int64_t byte) {
+    struct flock range = lock_range(byte, F_UNLCK);
+    (void)fcntl(fd, F_OFD_SETLK, &range);
+}
+
+enum lock_status segment_lock_probe(int fd, int64_t byte) {
+    struct flock range = lock_range(byte, F_WRLCK);
+    if (fcntl(fd, F_OFD_GETLK, &range) != 0) {
+        return LOCK_ERROR;
+    }
+    return range.l_type == F_UNLCK ? LOCK_TAKEN : LOCK_HELD_ELSEWHERE;
+}

@@ -1,0 +1,228 @@
+"""What the whole suite shares: bus names, child processes, seeds and deadlines.
+
+Invariants:
+
+- A run leaves no segment behind: each bus name carries this run's pid, and the run fails if a
+  segment with such a name outlives it.
+- Only processes that this run started are ever ended.
+- Whatever waits has a deadline, and says what it waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+SHM_DIR = Path("/dev/shm")
+SEGMENT_PREFIX = "shmbus."
+RUN_PREFIX = f"test-{os.getpid()}-"
+
+# Long enough for a loaded machine to start an interpreter that imports torch.
+DEFAULT_DEADLINE_S = 30.0
+# Short beside any deadline, long enough that waiting leaves the processor to what is awaited.
+POLL_INTERVAL_S = 0.005
+
+Value = TypeVar("Value")
+
+
+def wait_until(
+    predicate: Callable[[], Value], timeout: float = DEFAULT_DEADLINE_S, what: str = ""
+) -> Value:
+    """Call `predicate` until its result is true, and return that; `timeout` is in seconds.
+
+    Raises `TimeoutError` that names `what` was awaited (by default the predicate) and the last
+    result.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        value = predicate()
+        if value:
+            return value
+        if time.monotonic() >= deadline:
+            awaited = what or getattr(predicate, "__qualname__", repr(predicate))
+            raise TimeoutError(f"waited {timeout:g} s for: {awaited}; last result: {value!r}")
+        time.sleep(POLL_INTERVAL_S)
+
+
+# --- buses
+
+_bus_numbers = itertools.count()
+
+
+def segments_named(prefix: str) -> list[Path]:
+    """The files of all buses whose name begins with `prefix`."""
+    return sorted(SHM_DIR.glob(f"{SEGMENT_PREFIX}{prefix}*"))
+
+
+@pytest.fixture
+def bus_name() -> Iterator[str]:
+    """A name that no other test and no other run has; its segment is removed after the test."""
+    name = f"{RUN_PREFIX}{next(_bus_numbers)}-{secrets.token_hex(4)}"
+    yield name
+    # A test that kills a bus's owner can't remove the bus the regular way.
+    for path in segments_named(name):
+        if path.name == SEGMENT_PREFIX + name or path.name.startswith(f"{SEGMENT_PREFIX}{name}."):
+            path.unlink(missing_ok=True)
+
+
+_left_behind: list[str] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that left segments behind, and remove them."""
+    for path in segments_named(RUN_PREFIX):
+        _left_behind.append(path.name)
+        path.unlink(missing_ok=True)
+    if _left_behind and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which segments a run left behind, since no single test failed for them."""
+    if _left_behind:
+        terminalreporter.section("segments left behind", red=True, bold=True)
+        for name in _left_behind:
+            terminalreporter.line(f"{SHM_DIR / name} (removed now; some test did not)")
+
+
+# --- randomness
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh seed, or that of SHMBUS_TEST_SEED; pytest shows it where the test fails."""
+    given = os.environ.get("SHMBUS_TEST_SEED")
+    value = int(given, 0) if given else secrets.randbits(32)
+    print(f"seed {value}; SHMBUS_TEST_SEED={value} plays it again")
+    return value
+
+
+# --- processes
+
+
+class Child:
+    """A process that a test started, with what it printed so far on either stream."""
+
+    def __init__(self, argv: list[str], log: Path, env: dict[str, str]) -> None:
+        self._log = log
+        # A file rather than a pipe: a child that prints much never waits for the test to read.
+        with log.open("wb") as stream:
+            self.popen = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=log.parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self.popen.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended yet; a stopped one is running."""
+        return self.popen.poll() is None
+
+    def output(self) -> str:
+        """All that it printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def expect(self, line: str, timeout: float = DEFAULT_DEADLINE_S) -> None:
+        """Wait until it has printed `line`, whole; a child that ends without it is an error."""
+
+        def printed_or_ended() -> bool:
+            return line in self._whole_lines() or not self.running
+
+        wait_until(printed_or_ended, timeout, f"{line!r} from a child\n{self.output()}")
+        if line not in self._whole_lines():
+            raise AssertionError(
+                f"a child ended with status {self.popen.returncode} before it printed {line!r}:\n"
+                f"{self.output()}"
+            )
+
+    def _whole_lines(self) -> list[str]:
+        return self.output().split("\n")[:-1]
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, for instance `signal.SIGSTOP`."""
+        self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        """End it by SIGKILL, and reap it."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def wait(self, timeout: float = DEFAULT_DEADLINE_S) -> int:
+        """Wait for its end, and return its exit status: minus the signal that killed it, if any."""
+        try:
+            return self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"waited {timeout:g} s for the end of a child that printed:\n{self.output()}"
+            ) from None
+
+    def finish(self, timeout: float = DEFAULT_DEADLINE_S) -> str:
+        """Wait for its end, require exit status 0, and return what it printed."""
+        status = self.wait(timeout)
+        if status != 0:
+            raise AssertionError(f"a child ended with status {status}:\n{self.output()}")
+        return self.output()
+
+
+class Spawner:
+    """Starts Python processes, and ends those, and only those, when the test is over."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._children: list[Child] = []
+
+    def script(self, text: str, *args: object, env: dict[str, str] | None = None) -> Child:
+        """Start `text` as a program of its own, with `args` in its `sys.argv[1:]`."""
+        path = self._directory / f"child-{len(self._children)}.py"
+        path.write_text(text)
+        return self._start([str(path)], args, env)
+
+    def module(self, name: str, *args: object, env: dict[str, str] | None = None) -> Child:
+        """Start `python -m name args`."""
+        return self._start(["-m", name], args, env)
+
+    def _start(
+        self, program: list[str], args: tuple[object, ...], env: dict[str, str] | None
+    ) -> Child:
+        # Unbuffered, so that a line is there to be expected as soon as it is printed; and with
+        # the stacks of a child that a signal kills.
+        argv = [sys.executable, "-u", "-X", "faulthandler", *program, *map(str, args)]
+        log = self._directory / f"child-{len(self._children)}.log"
+        child = Child(argv, log, {**os.environ, **(env or {})})
+        self._children.append(child)
+        return child
+
+    def end_all(self) -> None:
+        """Kill what still runs, stopped or not, and show what each child printed."""
+        for number, child in enumerate(self._children):
+            if child.running:
+                child.kill()
+            # Captured by pytest, and shown where the test fails.
+            print(f"--- child {number}, exit status {child.popen.returncode}\n{child.output()}")
+
+
+@pytest.fixture
+def spawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
+    """Start real processes: `spawn.script(text, *args)` or `spawn.module(name, *args)`."""
+    spawner = Spawner(tmp_path_factory.mktemp("children"))
+    try:
+        yield spawner
+    finally:
+        spawner.end_all()

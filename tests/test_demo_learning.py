@@ -1,0 +1,341 @@
+"""The demo's learning part: the task is fair, sampler and trainer agree, and GRPO steps help.
+
+What needs the bus is tested elsewhere; here one process samples, packs and learns.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trainer_adapter.demo import learner as learning  # noqa: E402
+from trainer_adapter.demo import task as sorting  # noqa: E402
+from trainer_adapter.demo.evaluate import evaluate  # noqa: E402
+from trainer_adapter.demo.policy import Policy  # noqa: E402
+from trainer_adapter.demo.sampler import PolicyConfig, Sample, Sampler  # noqa: E402
+from trainer_adapter.demo.task import EOS, SEP, SortTask  # noqa: E402
+
+TASK = SortTask()
+# Float32 sums in another order: two blocks of width 64 stay well below this.
+LOGPROB_TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small are slower on several threads, above all beside busy neighbours."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass
+class Batch:
+    """A packed batch with the fields that a step reads."""
+
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    loss_mask: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    scores: torch.Tensor
+
+
+def pack(groups: list[list[Sample]], scores: list[list[float]]) -> Batch:
+    """Pack groups with advantages as GRPO has them: reward less the group's mean, over its std."""
+    samples = [sample for group in groups for sample in group]
+    lens = np.array([len(sample.tokens) for sample in samples])
+    rewards = np.array(scores, np.float32)
+    spread = rewards.std(axis=1, keepdims=True)
+    relative = (rewards - rewards.mean(axis=1, keepdims=True)) / (spread + 1e-4)
+
+    def joined(arrays: list[npt.NDArray[np.generic]], dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(arrays).astype(dtype))
+
+    return Batch(
+        tokens=joined([s.tokens for s in samples], np.int64),
+        position_ids=joined([np.arange(n) for n in lens], np.int64),
+        cu_seqlens=torch.from_numpy(np.append(0, lens.cumsum()).astype(np.int32)),
+        max_seqlen=int(lens.max()),
+        loss_mask=joined([s.loss_mask for s in samples], np.bool_),
+        logprobs=joined([s.logprobs for s in samples], np.float32),
+        advantages=torch.from_numpy(np.repeat(relative.reshape(-1), lens)),
+        scores=torch.from_numpy(rewards.reshape(-1)),
+    )
+
+
+def random_policy(config: PolicyConfig, seed: int) -> Policy:
+    """A policy whose head is random too, so that its distributions differ between contexts."""
+    policy = Policy(config, seed=seed)
+    head = policy.weights["head"]
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        head.copy_(torch.randn(head.shape, generator=generator) * 0.3)
+    return policy
+
+
+def prompt_of(text: str) -> npt.NDArray[np.int32]:
+    return np.array([*map(int, text), SEP], np.int32)
+
+
+# --- the task
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "expected"),
+    [
+        ("3142", [1, 2, 3, 4, EOS], 1.0),
+        ("5505", [0, 5, 5, 5, EOS], 1.0),
+        ("3142", [1, 2, 4, 3, EOS], 3 / 5),
+        ("3142", [1, 2, 3, 4], 4 / 5),  # Cut before its EOS.
+        ("3142", [1, 2, 3, EOS], 3 / 5),  # Too short: one digit and the EOS's place are missed.
+        ("3142", [1, 2, 3, 4, 4, EOS], 4 / 6),  # Too long costs as much.
+        ("3142", [1, 2, 3, 4, SEP], 4 / 5),
+        ("3142", [EOS], 0.0),
+        ("3142", [9] * 10, 0.0),
+    ],
+)
+def test_the_reward_is_the_share_of_right_positions(
+    prompt: str, completion: list[int], expected: float
+) -> None:
+    scored = sorting.reward(prompt_of(prompt), np.array(completion, np.int32))
+    assert scored == pytest.approx(expected)
+
+
+def test_only_the_right_answer_earns_the_whole_reward(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(200):
+        prompt = TASK.sample_prompt(rng)
+        right = sorting.answer(prompt)
+        assert sorting.reward(prompt, right) == 1.0
+        assert sorting.solved(prompt, right)
+        wrong = right.copy()
+        at = rng.integers(len(wrong))
+        wrong[at] = (wrong[at] + rng.integers(1, sorting.VOCAB_SIZE)) % sorting.VOCAB_SIZE
+        assert 0.0 <= sorting.reward(prompt, wrong) < 1.0
+        assert not sorting.solved(prompt, wrong)
+
+
+def test_no_held_out_prompt_is_a_training_prompt_in_any_order(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    train = {tuple(sorted(TASK.sample_prompt(rng)[:-1])) for _ in range(3_000)}
+    held_out = {tuple(sorted(prompt[:-1])) for prompt in TASK.held_out_prompts(500)}
+    assert not train & held_out
+
+
+def test_the_held_out_set_is_fixed_and_has_no_prompt_twice() -> None:
+    prompts = [prompt.tolist() for prompt in TASK.held_out_prompts(300)]
+    assert prompts == [prompt.tolist() for prompt in TASK.held_out_prompts(300)]
+    assert len({tuple(prompt) for prompt in prompts}) == 300
+    assert {len(prompt) - 1 for prompt in prompts} == set(
+        range(TASK.min_digits, TASK.max_digits + 1)
+    )
+
+
+def test_evaluation_refuses_a_prompt_that_training_may_draw(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sampler = Sampler(PolicyConfig())
+    with pytest.raises(ValueError, match="training split"):
+        evaluate(sampler, TASK, [TASK.sample_prompt(rng, "train")], rng)
+
+
+# --- the sampler
+
+
+def test_rollout_workers_load_no_torch() -> None:
+    code = (
+        "import sys; from trainer_adapter.demo import evaluate, sampler, task\n"
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "False\n"
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_sampled_logprobs_agree_with_the_packed_forward(layers: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    policy = random_policy(PolicyConfig(layers=layers), seed)
+    sampler = Sampler(policy.config, policy.export_weights())
+    prompts = [TASK.sample_prompt(rng) for _ in range(24)]
+    groups = sampler.sample(prompts, 4, TASK.max_completion_len, rng)
+    # Lengths must differ for this to prove anything.
+    assert len({len(sample.completion) for group in groups for sample in group}) > 1
+    batch = pack(groups, [[0.0, 0.0, 0.0, 1.0]] * len(groups))
+    with torch.no_grad():
+        logprobs, _ = learning.token_logprobs(policy, batch)
+    torch.testing.assert_close(
+        batch.logprobs[batch.loss_mask], logprobs, rtol=0, atol=LOGPROB_TOLERANCE
+    )
+
+
+def test_tokens_are_drawn_as_often_as_their_logprobs_say(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    policy = random_policy(PolicyConfig(), seed)
+    sampler = Sampler(policy.config, policy.export_weights())
+    draws = 20_000
+    (group,) = sampler.sample([prompt_of("31425")], draws, 1, rng)
+    first = np.array([sample.completion[0] for sample in group])
+    share = np.bincount(first, minlength=sorting.VOCAB_SIZE) / draws
+    for sample in group[:200]:
+        p = float(np.exp(sample.logprobs[-1]))
+        # Six standard deviations: one run in 10^8 fails by chance.
+        assert abs(share[sample.completion[0]] - p) < 6 * np.sqrt(p * (1 - p) / draws) + 1 / draws
+
+
+def test_a_completion_ends_at_its_first_eos_or_at_the_limit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sampler = Sampler(PolicyConfig(), Policy(PolicyConfig(), seed=seed).export_weights())
+    prompts = [TASK.sample_prompt(rng) for _ in range(16)]
+    for prompt, group in zip(prompts, sampler.sample(prompts, 8, 6, rng), strict=True):
+        for sample in group:
+            ends = np.flatnonzero(sample.completion == EOS)
+            assert len(sample.completion) == 6 or ends.tolist() == [len(sample.completion) - 1]
+            assert len(ends) <= 1
+            np.testing.assert_array_equal(sample.tokens[: sample.prompt_len], prompt)
+            np.testing.assert_array_equal(
+                sample.loss_mask, np.arange(len(sample.tokens)) >= len(prompt)
+            )
+            assert not sample.logprobs[: sample.prompt_len].any()
+            assert (sample.logprobs[sample.prompt_len :] < 0).all()
+            assert {name: array.dtype for name, array in sample.fields().items()} == {
+                "tokens": np.int32,
+                "loss_mask": np.uint8,
+                "logprobs": np.float32,
+            }
+
+
+def test_greedy_completions_do_not_depend_on_the_batch(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    policy = random_policy(PolicyConfig(), seed)
+    sampler = Sampler(policy.config, policy.export_weights())
+    prompts = [TASK.sample_prompt(rng) for _ in range(12)]
+    limit = TASK.max_completion_len
+    together = sampler.sample(prompts, 1, limit, rng, temperature=0.0)
+    for prompt, (sample,) in zip(prompts, together, strict=True):
+        ((alone,),) = sampler.sample([prompt], 1, limit, rng, temperature=0.0)
+        np.testing.assert_array_equal(alone.tokens, sample.tokens)
+
+
+def test_a_prompt_too_long_for_the_policy_is_refused(seed: int) -> None:
+    sampler = Sampler(PolicyConfig(max_len=8))
+    with pytest.raises(ValueError, match="max_len"):
+        sampler.sample([prompt_of("314159")], 1, 4, np.random.default_rng(seed))
+
+
+# --- weights
+
+
+def test_weights_round_trip_through_the_flat_array_bit_for_bit(seed: int) -> None:
+    first = random_policy(PolicyConfig(), seed)
+    second = Policy(PolicyConfig(), seed=seed + 1)
+    flat = first.export_weights()
+    assert flat.dtype == np.float32
+    assert flat.shape == (first.config.num_parameters,)
+    flat.flags.writeable = False  # As a view of memory that another process writes.
+    second.load_weights(flat)
+    for name, weight in first.weights.items():
+        assert torch.equal(weight, second.weights[name]), name
+    np.testing.assert_array_equal(second.export_weights(), flat)
+
+
+def test_weights_are_exported_in_place() -> None:
+    policy = Policy(PolicyConfig())
+    memory = bytearray(4 * policy.config.num_parameters + 64)
+    view = np.frombuffer(memory, np.float32, policy.config.num_parameters, offset=64)
+    assert policy.export_weights(view) is view
+    np.testing.assert_array_equal(view, policy.export_weights())
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    policy = Policy(PolicyConfig())
+    other = np.zeros(policy.config.num_parameters + 1, np.float32)
+    for refuse in (policy.load_weights, policy.export_weights, Sampler(policy.config).load):
+        with pytest.raises(ValueError, match="same PolicyConfig"):
+            refuse(other)
+        with pytest.raises(ValueError, match="float64"):
+            refuse(other[:-1].astype(np.float64))
+
+
+# --- the step
+
+
+def test_a_few_dozen_grpo_steps_on_stale_batches_raise_the_reward(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    task = SortTask(min_digits=2, max_digits=4)
+    policy = Policy(PolicyConfig(max_len=task.max_len), seed=seed)
+    learner = learning.Learner(policy, learning.LearnerConfig(lr=4e-3))
+    sampler = Sampler(policy.config, policy.export_weights())
+    held_out = task.held_out_prompts(100)
+    before = evaluate(sampler, task, held_out, rng, samples=4)
+    lag = 2
+    waiting: list[Batch] = []
+    for _ in range(60 + lag):
+        prompts = [task.sample_prompt(rng) for _ in range(24)]
+        groups = sampler.sample(prompts, 8, task.max_completion_len, rng)
+        scores = [
+            [sorting.reward(prompt, sample.completion) for sample in group]
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+        waiting.append(pack(groups, scores))
+        if len(waiting) > lag:
+            metrics = learner.step(waiting.pop(0))
+            assert metrics.applied
+            sampler.load(policy.export_weights())
+    after = evaluate(sampler, task, held_out, rng, samples=4)
+    assert learner.steps == 60
+    assert before.mean_reward < 0.3
+    assert after.mean_reward > before.mean_reward + 0.15
+
+
+def some_batch(sampler: Sampler, rng: np.random.Generator) -> Batch:
+    prompts = [TASK.sample_prompt(rng) for _ in range(4)]
+    groups = sampler.sample(prompts, 4, TASK.max_completion_len, rng)
+    return pack(groups, [[0.0, 0.25, 0.5, 1.0]] * 4)
+
+
+def test_a_batch_that_is_not_finite_changes_no_weight(seed: int) -> None:
+    policy = Policy(PolicyConfig(), seed=seed)
+    learner = learning.Learner(policy)
+    before = policy.export_weights()
+    batch = some_batch(Sampler(policy.config, before), np.random.default_rng(seed))
+    batch.advantages[batch.loss_mask.nonzero()[0]] = float("nan")
+    metrics = learner.step(batch)
+    assert not metrics.applied
+    assert learner.steps == 0
+    np.testing.assert_array_equal(policy.export_weights(), before)
+    batch.advantages.nan_to_num_()
+    assert learner.step(batch).applied
+    assert (policy.export_weights() != before).any()
+
+
+def test_what_prompts_carry_reaches_no_gradient(seed: int) -> None:
+    exported = []
+    for filler in (0.0, float("nan")):
+        policy = Policy(PolicyConfig(), seed=seed)
+        sampler = Sampler(policy.config, policy.export_weights())
+        batch = some_batch(sampler, np.random.default_rng(seed))
+        batch.logprobs[~batch.loss_mask] = filler
+        batch.advantages[~batch.loss_mask] = filler
+        assert learning.Learner(policy).step(batch).applied
+        exported.append(policy.export_weights())
+    np.testing.assert_array_equal(exported[0], exported[1])
+
+
+def test_a_sequence_without_a_prompt_is_refused(seed: int) -> None:
+    policy = Policy(PolicyConfig(), seed=seed)
+    sampler = Sampler(policy.config, policy.export_weights())
+    batch = some_batch(sampler, np.random.default_rng(seed))
+    batch.loss_mask[0] = True
+    with pytest.raises(ValueError, match="begins with a completion token"):
+        learning.Learner(policy).step(batch)

@@ -1,0 +1,262 @@
+"""The house rules that a machine can check: openings, sizes, layers, public names, leftovers.
+
+Each test collects all offences before it fails, so that one run shows the whole list.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 70
+# "path:function": reason. Nothing else may be longer.
+LONG_FUNCTIONS_ALLOWED: dict[str, str] = {}
+
+# Not ours to judge: environments, builds, caches, and what tools generate.
+SKIPPED_DIRECTORIES = {"build", "dist", "node_modules", "__pycache__"}
+HIDDEN_DIRECTORIES_KEPT = {".ci"}
+TEXT_SUFFIXES = {
+    ".c", ".cfg", ".h", ".html", ".in", ".json", ".md", ".py", ".pyi", ".sh", ".toml", ".txt",
+}  # fmt: skip
+TEXT_NAMES = {"Makefile", "run", ".editorconfig", ".gitignore"}
+
+PACKAGES = ("shmbus", "shmbus_ext", "trainer_adapter")
+# What a part must not import: (the part's files, the modules, why).
+FORBIDDEN_IMPORTS = [
+    ("shmbus/stash.py", ("asyncio", "socket", "threading", "time"), "time is an argument"),
+    ("trainer_adapter/**/*.py", ("shmbus_ext", "shmbus.daemon"), "it uses public names only"),
+    *(
+        (f"{package}/**/*.py", ("bench", "examples", "tests"), "nothing imports those")
+        for package in PACKAGES
+    ),
+]
+
+SHMBUS_ALL = [
+    "Bus",
+    "BusBusyError",
+    "BusClosedError",
+    "BusExistsError",
+    "BusFullError",
+    "BusNotFoundError",
+    "Consumer",
+    "DaemonUnavailableError",
+    "LayoutMismatchError",
+    "Producer",
+    "ProtocolError",
+    "RecordTooLargeError",
+    "ShmbusError",
+    "unlink",
+]
+TRAINER_ADAPTER_ALL = [
+    "OnlineDataHandler",
+    "group_advantages",
+    "pack",
+    "pad_input",
+    "unpad_input",
+    "varlen_attention",
+]
+
+
+def tree(directory: Path = ROOT) -> Iterator[Path]:
+    """All files of the project, without what builds and tools left here."""
+    for path in sorted(directory.iterdir()):
+        if path.is_symlink():
+            continue
+        if path.is_file():
+            yield path
+        elif path.name in HIDDEN_DIRECTORIES_KEPT or not (
+            path.name in SKIPPED_DIRECTORIES
+            or path.name.startswith(".")
+            or path.name.endswith(".egg-info")
+        ):
+            yield from tree(path)
+
+
+def files(*suffixes: str) -> list[Path]:
+    """The project's files with one of these suffixes."""
+    return [path for path in tree() if path.suffix in suffixes]
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Name and text of every file that people write."""
+    for path in tree():
+        if path.suffix in TEXT_SUFFIXES or path.name in TEXT_NAMES:
+            yield relative(path), path.read_text()
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def report(offences: list[str]) -> None:
+    assert not offences, "\n" + "\n".join(offences)
+
+
+def test_every_file_opens_with_what_it_is_for() -> None:
+    offences = []
+    for path in files(".py", ".pyi"):
+        if not ast.get_docstring(ast.parse(path.read_text())):
+            offences.append(f"{relative(path)}: no docstring at its top")
+    for path in files(".c", ".h"):
+        if not path.read_text().startswith(("/*", "//")):
+            offences.append(f"{relative(path)}: no comment at its top")
+    report(offences)
+
+
+def test_no_file_outgrows_one_room() -> None:
+    report(
+        [
+            f"{relative(path)}: {lines} lines, at most {MAX_FILE_LINES} are allowed"
+            for path in files(".py", ".pyi", ".c", ".h")
+            if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES
+        ]
+    )
+
+
+def python_functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and length in lines of each function, its decorators left out."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def c_functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and length in lines of each function body, by the braces that stand in column 0.
+
+    A definition's first line begins in column 0 and its last is a lone closing brace there, which
+    is how all C here is laid out.
+    """
+    name = ""
+    opened_at = 0
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line == "}" and opened_at:
+            yield name, number - opened_at + 1
+            opened_at = 0
+        elif not opened_at:
+            if re.match(r"[A-Za-z_]", line) and (found := re.search(r"(\w+)\(", line)):
+                name = found[1]
+            if line.endswith(") {") or line == "{":
+                opened_at = number
+
+
+def test_no_function_outgrows_one_screen() -> None:
+    functions = {
+        f"{relative(path)}:{name}": lines
+        for measure, paths in (
+            (python_functions, files(".py")),
+            (c_functions, files(".c", ".h")),
+        )
+        for path in paths
+        for name, lines in measure(path)
+        if lines > MAX_FUNCTION_LINES
+    }
+    unused = LONG_FUNCTIONS_ALLOWED.keys() - functions.keys()
+    report(
+        [
+            f"{name}: {lines} lines, at most {MAX_FUNCTION_LINES} are allowed"
+            for name, lines in functions.items()
+            if name not in LONG_FUNCTIONS_ALLOWED
+        ]
+        + [f"{name}: allowed to be long, but is short or gone" for name in sorted(unused)]
+    )
+
+
+def test_only_the_python_binding_knows_python() -> None:
+    offences = []
+    for path in files(".c", ".h"):
+        name = relative(path)
+        included = re.findall(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)', path.read_text(), re.M)
+        if "Python.h" in included and name != "shmbus_ext/pyapi.h":
+            offences.append(f"{name}: includes Python.h, which only pyapi.h may")
+        binding = path.name == "module.c" or path.name.startswith("py_")
+        if "pyapi.h" in included and not binding:
+            offences.append(f"{name}: includes pyapi.h, which only module.c and py_*.c may")
+    report(offences)
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in it; `from a import b` gives a and a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # A relative import, made absolute by the directories that it starts from.
+            parents = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_each_part_knows_only_what_it_should() -> None:
+    offences = []
+    for pattern, modules, reason in FORBIDDEN_IMPORTS:
+        for path in sorted(ROOT.glob(pattern)):
+            for imported in imported_modules(path):
+                if any(imported == name or imported.startswith(f"{name}.") for name in modules):
+                    offences.append(f"{relative(path)}: imports {imported}, but {reason}")
+    report(sorted(set(offences)))
+
+
+def test_importing_shmbus_loads_no_torch() -> None:
+    # In an interpreter of its own: this one has loaded torch for other tests.
+    code = "import shmbus, sys; print(sorted(m for m in sys.modules if m.startswith('torch')))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "names"), [("shmbus", SHMBUS_ALL), ("trainer_adapter", TRAINER_ADAPTER_ALL)]
+)
+def test_the_public_names_are_these_and_sorted(package: str, names: list[str]) -> None:
+    module = importlib.import_module(package)
+    assert list(module.__all__) == names
+    assert names == sorted(names)
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_says_that_it_is_typed(package: str) -> None:
+    assert (ROOT / package / "__init__.py").is_file()
+    assert (ROOT / package / "py.typed").is_file()
+
+
+def test_nothing_is_left_to_do() -> None:
+    # Put together here, so that this file doesn't report itself.
+    marks = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
+    report(
+        [
+            f"{name}:{number}: {line.strip()}"
+            for name, text in texts()
+            for number, line in enumerate(text.splitlines(), start=1)
+            if marks.search(line)
+        ]
+    )
+
+
+def test_no_file_names_a_directory_of_a_build_machine() -> None:
+    directories = [r"/(?:home|root|Users)/\w"]
+    # A checkout right below the root has too common a name to look for.
+    directories += [
+        re.escape(str(path)) + r"\b" for path in (ROOT, Path.home()) if len(path.parts) > 2
+    ]
+    machine_path = re.compile(r"(?<![\w.])(?:" + "|".join(directories) + ")")
+    report(
+        [
+            f"{name}:{number}: {line.strip()}"
+            for name, text in texts()
+            for number, line in enumerate(text.splitlines(), start=1)
+            if machine_path.search(line)
+        ]
+    )

@@ -1,0 +1,46 @@
+"""What a trainer imports: batches off the bus, advantages, attention over packed rows, and shims.
+
+Invariants:
+
+- Only what is used is loaded: a name is imported when it is first asked for, so that a rollout
+  worker can use parts of this package without paying for torch.
+- Every public name is in `__all__`, sorted.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer_adapter.advantages import group_advantages
+    from trainer_adapter.attention import varlen_attention
+    from trainer_adapter.compat import pad_input, unpad_input
+
+__all__ = [
+    "group_advantages",
+    "pad_input",
+    "unpad_input",
+    "varlen_attention",
+]
+
+_HOMES = {
+    "group_advantages": "advantages",
+    "pad_input": "compat",
+    "unpad_input": "compat",
+    "varlen_attention": "attention",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    # Python asks here only for names that the module lacks: once for each.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,186 @@
+"""Who shares an SDPA call with whom: the plan of a packed batch, from lengths and window alone.
+
+A *bucket* is one call: one sequence, or several of like shape padded to one.
+
+Invariants:
+
+- Pure numpy: no tensor, no device, no clock. Equal lengths give equal plans.
+- A plan holds only rows and keys that meet somebody, and each of them in one slot of one bucket.
+  So no row in it is blind, which SDPA kernels disagree on.
+- Padding never costs more than as many calls again as there are buckets.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+CALL_WORK: Final = {"cpu": 2**19, "cuda": 2**31}
+"""What one more SDPA call costs, forward and backward, as multiply-adds of the score matrix
+(rows x keys x heads x head dimension) that the device does in that time: 0.1 ms on one CPU core
+at 5e9 a second; on a GPU, where the host needs 0.1 ms to start the kernels, at 2e13 a second."""
+
+MASK_ELEMENTS: Final = 2**23
+"""Most elements of one mask: 8 MiB of bool, and 32 MiB where SDPA turns it into float32."""
+
+MIN_BLOCK_ROWS: Final = 128
+"""Fewest rows of a block under a mask, since kernels work on tiles of 64 to 128 rows."""
+
+UNLIMITED: Final = -1
+"""In a window: no limit on that side, as in `torch.nn.attention.varlen`."""
+
+Window = tuple[int, int]
+IntArray = npt.NDArray[np.int64]
+Kind = Literal["full", "causal", "band"]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences that share one SDPA call, without the rows and keys that meet nobody.
+
+    Attributes
+    ----------
+    kind : str
+        "full": each row sees each key. "causal": the diagonal begins in the first row, and what
+        it hides includes all padding. "band": anything else.
+    rows, keys : int
+        Shape that all are padded to.
+    row_counts, key_counts, diagonals : int64 [B]
+        Of each sequence: its real rows and keys, and the key that its first row is aligned with.
+    """
+
+    kind: Kind
+    rows: int
+    keys: int
+    row_counts: IntArray
+    key_counts: IntArray
+    diagonals: IntArray
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Where the tokens of one side go: packed rows to the slots of all buckets, and back.
+
+    Attributes
+    ----------
+    slots : int64
+        Packed row of each slot, or -1 for padding.
+    places : int64 [T]
+        Slot of each packed row, or -1 for a row that is in no bucket.
+    identity : bool
+        Nothing moves.
+    """
+
+    slots: IntArray
+    places: IntArray
+    identity: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that follows from lengths and window: the buckets, and the moves to and from them."""
+
+    buckets: tuple[Bucket, ...]
+    queries: Moves
+    keys: Moves
+    window: Window
+
+
+@functools.lru_cache(maxsize=8)
+def make_plan(lengths_q: bytes, lengths_k: bytes, window: Window, work: int, device: str) -> Plan:
+    """Trim each sequence to what meets anybody, and share the calls out.
+
+    The lengths are the bytes of int64 arrays, so that the layers of a model, which all ask for
+    the same plan, find it in the cache. `work` is heads x head dimension.
+    """
+    n_q = np.frombuffer(lengths_q, np.int64)
+    n_k = np.frombuffer(lengths_k, np.int64)
+    left, right = window
+    # With the last row and key aligned, only rows before the first key can be blind, and only
+    # keys before the first row's window can be unseen.
+    diagonal = n_k - n_q
+    blind = np.clip(-(diagonal + right), 0, n_q) if right != UNLIMITED else np.zeros_like(n_q)
+    blind = np.where(n_k == 0, n_q, blind)
+    unseen = np.clip(blind + diagonal - left, 0, n_k) if left != UNLIMITED else np.zeros_like(n_q)
+    rows, keys, diagonal = n_q - blind, n_k - unseen, diagonal + blind - unseen
+
+    all_ahead = (diagonal + right >= keys - 1) | (right == UNLIMITED)
+    all_behind = (diagonal + rows - 1 - left <= 0) | (left == UNLIMITED)
+    square = (diagonal + right == 0) & (rows == keys) & (right != UNLIMITED)
+    kinds: dict[Kind, npt.NDArray[np.bool_]] = {
+        "full": all_ahead & all_behind,
+        "causal": square & all_behind & ~all_ahead,
+        "band": ~all_behind | ~(all_ahead | square),
+    }
+    call_work = CALL_WORK.get(device, CALL_WORK["cuda"]) // work
+    groups: list[tuple[Kind, list[int]]] = []
+    for kind, members in kinds.items():
+        candidates = np.flatnonzero(members & (rows > 0))
+        groups += [
+            (kind, sorted(group))
+            for group in _grouped(candidates, rows, keys, call_work, kind, window)
+        ]
+    # In the order of the batch, sequences that each go alone need no moving at all.
+    groups.sort(key=lambda group: group[1][0])
+    buckets = tuple(
+        Bucket(kind, int(rows[m].max()), int(keys[m].max()), rows[m], keys[m], diagonal[m])
+        for kind, m in groups
+    )
+    ends_q, ends_k = np.cumsum(n_q), np.cumsum(n_k)
+    queries = _moves([(ends_q[m] - rows[m], rows[m]) for _, m in groups], int(n_q.sum()))
+    all_keys = _moves([(ends_k[m] - keys[m], keys[m]) for _, m in groups], int(n_k.sum()))
+    return Plan(buckets, queries, all_keys, window)
+
+
+def _grouped(
+    candidates: IntArray, rows: IntArray, keys: IntArray, call_work: int, kind: Kind, window: Window
+) -> list[list[int]]:
+    """Group sequences of one kind, the largest first, into calls.
+
+    A sequence joins the open group if all padding in it then stays below the work of one more
+    call. So padding costs at most as much as the calls do, and equal lengths share one for free.
+    """
+    order = candidates[np.lexsort((keys[candidates], rows[candidates]))][::-1]
+    groups: list[list[int]] = []
+    most_rows = most_keys = real = 0
+    for index, n_rows, n_keys in zip(
+        order.tolist(), rows[order].tolist(), keys[order].tolist(), strict=True
+    ):
+        wider = max(most_keys, n_keys)
+        area = most_rows * wider * (len(groups[-1]) + 1 if groups else 0)
+        joins = area > 0 and area - real - n_rows * n_keys <= call_work
+        if kind == "band":
+            one_block = most_rows <= block_rows(wider, window)
+            joins = joins and one_block and area <= MASK_ELEMENTS
+        if joins:
+            groups[-1].append(index)
+            most_keys, real = wider, real + n_rows * n_keys
+        else:
+            groups.append([index])
+            most_rows, most_keys, real = n_rows, n_keys, n_rows * n_keys
+    return groups
+
+
+def block_rows(keys: int, window: Window) -> int:
+    """Rows of a band that go in one call: a narrow window is not worth the keys between rows."""
+    width = keys if UNLIMITED in window else min(keys, sum(window) + 1)
+    return max(MIN_BLOCK_ROWS, min(width, MASK_ELEMENTS // (2 * width)))
+
+
+def _moves(groups: list[tuple[IntArray, IntArray]], tokens: int) -> Moves:
+    """Lay out the slots; each group holds the first row and the number of rows of its sequences."""
+    padded = [np.empty(0, np.int64)]
+    for starts, counts in groups:
+        column = np.arange(counts.max())
+        inside = column < counts[:, None]
+        padded.append(np.where(inside, starts[:, None] + column, -1).ravel())
+    slots = np.concatenate(padded)
+    places = np.full(tokens, -1, np.int64)
+    real = np.flatnonzero(slots >= 0)
+    places[slots[real]] = real
+    identity = np.array_equal(slots, np.arange(tokens))
+    return Moves(slots, places, identity)

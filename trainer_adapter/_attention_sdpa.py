@@ -1,0 +1,245 @@
+"""The SDPA backend of `varlen_attention`: runs a plan, bucket by bucket, on any device.
+
+Invariants:
+
+- Tokens move between packed rows and buckets by plain gathers, forward and backward; padding is
+  zeros, and gets no gradient.
+- Where a sequence is alone in its bucket, its rows are views.
+- A mask holds at most `MASK_ELEMENTS`, or `MIN_BLOCK_ROWS` rows of one sequence's keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer_adapter._attention_plan import (
+    MASK_ELEMENTS,
+    UNLIMITED,
+    Bucket,
+    IntArray,
+    Moves,
+    Plan,
+    Window,
+    block_rows,
+)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _select(x: Tensor, index: IntArray, fill: float) -> Tensor:
+    """Take rows of `x`; index -1 gives a row of `fill`."""
+    missing = np.flatnonzero(index < 0)
+    if len(x) == 0:
+        return x.new_full((len(index), *x.shape[1:]), fill)
+    taken = x.index_select(0, torch.from_numpy(np.maximum(index, 0)).to(x.device))
+    if len(missing):
+        taken.index_fill_(0, torch.from_numpy(missing).to(x.device), fill)
+    return taken
+
+
+class _Move(torch.autograd.Function):
+    """Move rows by an index whose inverse is known.
+
+    The inverse makes the gradient a plain gather too; torch's own would scatter, row by row on
+    the CPU and by atomic additions on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: IntArray, inverse: IntArray) -> Tensor:
+        ctx.inverse = inverse
+        return _select(x, index, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _select(grad, ctx.inverse, 0.0), None, None
+
+
+def _move(x: Tensor, index: IntArray, inverse: IntArray) -> Tensor:
+    moved: Tensor = _Move.apply(x, index, inverse)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def _to_buckets(x: Tensor, moves: Moves, sizes: list[tuple[int, int]]) -> list[Tensor]:
+    """Bring packed rows [T, H, D] into one [B, n, H, D] a bucket."""
+    if not sizes:
+        return []
+    slots = x if moves.identity else _move(x, moves.slots, moves.places)
+    # Not slices: each slice's gradient would be as long as the whole batch.
+    parts = torch.split(slots, [count * length for count, length in sizes])
+    return [part.reshape(*size, *x.shape[1:]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
+    """Run the plan."""
+    if not plan.buckets:
+        # Zeros, but connected: all gradients are there, and 0.
+        return q.new_zeros(q.shape) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
+    row_sizes = [(len(bucket.row_counts), bucket.rows) for bucket in plan.buckets]
+    key_sizes = [(len(bucket.row_counts), bucket.keys) for bucket in plan.buckets]
+    parts = zip(
+        plan.buckets,
+        _to_buckets(q, plan.queries, row_sizes),
+        _to_buckets(k, plan.keys, key_sizes),
+        _to_buckets(v, plan.keys, key_sizes),
+        strict=True,
+    )
+    outs = [
+        _attend_bucket(bucket, rows, keys, values, plan.window, scale).flatten(0, 1)
+        for bucket, rows, keys, values in parts
+    ]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    moves = plan.queries
+    return out if moves.identity else _move(out, moves.places, moves.slots)
+
+
+def _attend_bucket(
+    bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float
+) -> Tensor:
+    """Attend in one bucket: q [B, R, H_q, D], k and v [B, K, H_kv, D], result like q."""
+    count, shared = len(q), q.shape[2] // k.shape[2]
+    if shared > 1 and count == 1:
+        # Key heads take the place of the batch, and each is a view for all its query heads.
+        # SDPA's own enable_gqa may leave the fused kernels, and then needs rows x keys memory.
+        rows = q[0].reshape(bucket.rows, -1, shared, q.shape[3]).permute(1, 2, 0, 3)
+        keys, values = (
+            x[0].transpose(0, 1).unsqueeze(1).expand(-1, shared, -1, -1) for x in (k, v)
+        )
+    else:
+        rows, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+        if shared > 1:
+            keys, values = (x.repeat_interleave(shared, dim=1) for x in (keys, values))
+    out = _attend(bucket, rows, keys, values, window, scale)
+    if shared > 1 and count == 1:
+        return out.permute(2, 0, 1, 3).flatten(1, 2).unsqueeze(0)
+    return out.transpose(1, 2)
+
+
+def _attend(
+    bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float
+) -> Tensor:
+    """Attend in one bucket, in the layout of SDPA: q [B, H, R, D], k and v [B, H, K, D]."""
+    attention = functools.partial(F.scaled_dot_product_attention, scale=scale)
+    if bucket.kind == "causal":
+        return attention(q, k, v, is_causal=True)
+    if bucket.kind == "full":
+        mask = None
+        if (bucket.key_counts != bucket.keys).any():
+            counts = torch.from_numpy(bucket.key_counts).to(q.device)
+            mask = torch.arange(bucket.keys, device=q.device) < counts[:, None, None, None]
+        return attention(q, k, v, attn_mask=mask)
+    alone = len(bucket.row_counts) == 1
+    step = block_rows(bucket.keys, window) if alone else bucket.rows
+    outs = []
+    for first in range(0, bucket.rows, step):
+        last = min(first + step, bucket.rows)
+        low, high = _key_range(bucket, first, last, window) if alone else (0, bucket.keys)
+        mask = _visible(bucket, (first, last), (low, high), window, q.device).unsqueeze(1)
+        outs.append(
+            attention(q[:, :, first:last], k[:, :, low:high], v[:, :, low:high], attn_mask=mask)
+        )
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def _key_range(bucket: Bucket, first: int, last: int, window: Window) -> tuple[int, int]:
+    """Find the keys that rows from `first` to before `last` see, of a sequence alone."""
+    left, right = window
+    diagonal = int(bucket.diagonals[0])
+    low = 0 if left == UNLIMITED else max(0, first + diagonal - left)
+    high = bucket.keys if right == UNLIMITED else min(bucket.keys, last + diagonal + right)
+    return low, high
+
+
+def _visible(
+    bucket: Bucket, rows: tuple[int, int], keys: tuple[int, int], window: Window, device: Any
+) -> Tensor:
+    """Tell which of these keys each of these rows sees: bool [B, rows, keys]."""
+    left, right = window
+    facts = np.stack([bucket.row_counts, bucket.key_counts, bucket.diagonals])
+    row_counts, key_counts, diagonals = (
+        fact[:, None, None] for fact in torch.from_numpy(facts).to(device).unbind()
+    )
+    row = torch.arange(*rows, device=device)[:, None]
+    key = torch.arange(*keys, device=device)
+    distance = key - row - diagonals
+    visible = key < key_counts
+    if right != UNLIMITED:
+        visible = visible & (distance <= right)
+    if left != UNLIMITED:
+        visible = visible & (distance >= -left)
+    # A row of padding sees everything: blind, it could come out as nan and spoil the gradients.
+    return visible | (row >= row_counts)
+
+
+def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
+    """Compute the log-sum-exp [H_q, T_q] by blocks of rows, outside of any graph."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    row_sizes = [(len(bucket.row_counts), bucket.rows) for bucket in plan.buckets]
+    key_sizes = [(len(bucket.row_counts), bucket.keys) for bucket in plan.buckets]
+    found = [q.new_empty((0, q.shape[1]), dtype=dtype)]
+    # Autocast would take the products down to half precision.
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for bucket, rows, keys in zip(
+            plan.buckets,
+            _to_buckets(q, plan.queries, row_sizes),
+            _to_buckets(k, plan.keys, key_sizes),
+            strict=True,
+        ):
+            rows = rows.reshape(*rows.shape[:2], k.shape[1], -1, k.shape[2])
+            rows = rows.permute(0, 2, 3, 1, 4).to(dtype)
+            keys = keys.permute(0, 2, 3, 1).unsqueeze(2).to(dtype)
+            a_row = len(rows) * q.shape[1] * bucket.keys
+            step = max(1, MASK_ELEMENTS // a_row)
+            blocks = []
+            for first in range(0, bucket.rows, step):
+                last = min(first + step, bucket.rows)
+                seen = _visible(bucket, (first, last), (0, bucket.keys), plan.window, q.device)
+                scores = torch.matmul(rows[:, :, :, first:last], keys).mul_(scale)
+                scores.masked_fill_(~seen[:, None, None], -math.inf)
+                blocks.append(scores.logsumexp(dim=-1))
+            found.append(torch.cat(blocks, dim=-1).flatten(1, 2).transpose(1, 2).flatten(0, 1))
+    lse = _select(torch.cat(found), plan.queries.places, -math.inf)
+    return lse.t().contiguous()
+
+
+class _DifferentiableLse(torch.autograd.Function):
+    """Give a log-sum-exp its gradient, which no backend does.
+
+    Its gradient to a row's query is the key that attention expects there, that is attention with
+    the keys for values; its gradient to the keys is the one that those values get where each
+    row's output gradient is its query. So a backend needs no more than its own `attend`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, lse: Tensor, scale: float, attend: Attend
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, lse)
+        ctx.scale, ctx.attend = scale, attend
+        return lse.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        q, k, lse = ctx.saved_tensors
+        weights = torch.where(lse.isfinite(), grad * ctx.scale, 0).t().unsqueeze(-1)
+        with torch.enable_grad():
+            values = k.detach().requires_grad_()
+            expected = ctx.attend(q.detach(), k.detach(), values)
+            (to_keys,) = torch.autograd.grad(expected, values, (weights * q).to(q.dtype))
+        return (weights * expected.detach()).to(q.dtype), to_keys, None, None, None
+
+
+def differentiable_lse(q: Tensor, k: Tensor, lse: Tensor, scale: float, attend: Attend) -> Tensor:
+    """Connect a log-sum-exp to the queries and keys that it comes from."""
+    connected: Tensor = _DifferentiableLse.apply(  # type: ignore[no-untyped-call]
+        q, k, lse, scale, attend
+    )
+    return connected

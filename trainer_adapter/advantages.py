@@ -1,0 +1,304 @@
+"""Advantages of trajectories within their groups: how much better each did than its siblings.
+
+Invariants:
+
+- Float64 inside, whatever comes in; one pass over all groups, no Python work a sample.
+- A group of one and a group whose scores are all equal give exactly 0 (kind "none" excepted, which
+  compares nothing). Finite scores never give nan or an infinity.
+- Groups never touch: a group's advantages depend on its own scores only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["advantages_for_groups", "group_advantages"]
+
+DEFAULT_EPS: Final = 1e-6
+"""Added to a group's standard deviation, in units of the score. Small beside the spread of any
+score in use; 1e-6 is what verl adds."""
+
+MAX_SCORE: Final = 1e38
+"""Largest score by magnitude: the difference of two is still finite in float32."""
+
+FloatArray = npt.NDArray[np.float64]
+Kind = Literal["grpo", "dr_grpo", "rloo", "none"] | Callable[[FloatArray], Any]
+Std = Literal["bessel", "biased"]
+
+
+@overload
+def group_advantages(
+    scores: npt.NDArray[Any],
+    kind: Kind = ...,
+    *,
+    sizes: npt.ArrayLike | None = ...,
+    group_ids: npt.ArrayLike | None = ...,
+    std: Std = ...,
+    eps: float = ...,
+) -> npt.NDArray[np.floating[Any]]: ...
+@overload
+def group_advantages(
+    scores: Tensor,
+    kind: Kind = ...,
+    *,
+    sizes: npt.ArrayLike | None = ...,
+    group_ids: npt.ArrayLike | None = ...,
+    std: Std = ...,
+    eps: float = ...,
+) -> Tensor: ...
+@overload
+def group_advantages(
+    scores: Sequence[Any],
+    kind: Kind = ...,
+    *,
+    sizes: npt.ArrayLike | None = ...,
+    group_ids: npt.ArrayLike | None = ...,
+    std: Std = ...,
+    eps: float = ...,
+) -> list[Any]: ...
+def group_advantages(
+    scores: npt.NDArray[Any] | Tensor | Sequence[Any],
+    kind: Kind = "grpo",
+    *,
+    sizes: npt.ArrayLike | None = None,
+    group_ids: npt.ArrayLike | None = None,
+    std: Std = "bessel",
+    eps: float = DEFAULT_EPS,
+) -> npt.NDArray[np.floating[Any]] | Tensor | list[Any]:
+    """Turn the scores of groups into advantages.
+
+    Parameters
+    ----------
+    scores : array, tensor or list, [n] or [groups, n]
+        One group, or groups of one size; or [samples], with `sizes` or `group_ids`.
+    kind : {"grpo", "dr_grpo", "rloo", "none"} or callable
+        "grpo": ``(score - mean) / (std + eps)`` (Shao et al. 2024, arXiv:2402.03300). "dr_grpo":
+        ``score - mean`` (Liu et al. 2025, arXiv:2503.20783). "rloo": the score minus the mean of
+        the *others* (Ahmadian et al. 2024, arXiv:2402.14740). "none": the score itself. A callable
+        gets each group's scores, float64 [n], and returns as many advantages.
+    sizes : integers [groups], optional
+        Sizes of groups that lie one after another in `scores`.
+    group_ids : integers or strings [samples], optional
+        Samples with equal ids are a group, wherever they lie.
+    std : {"bessel", "biased"}
+        Divide the squares by n - 1, as `torch.std`, TRL and verl do, or by n, as `numpy.std` does.
+        The paper leaves it open.
+    eps : float
+        Added to the standard deviation ("grpo" only), in units of the score.
+
+    Returns
+    -------
+    array, tensor or list
+        Shape, container and device of `scores`; float32, or float64 for float64 scores. It is
+        cut off from the graph: an advantage is a constant of the loss.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For scores that are not real, finite and within 1e38, or arguments that do not fit.
+
+    Notes
+    -----
+    A group of one, and a group of equal scores, give 0: with nothing to compare there is nothing
+    to learn, and 0 / 0 must not reach the weights.
+    """
+    values, kept = _as_float64(scores)
+    if sizes is not None and group_ids is not None:
+        raise ValueError("sizes and group_ids: expected one of them, got both; drop one")
+    if values.ndim == 2 and sizes is None and group_ids is None:
+        sizes = np.full(values.shape[0], values.shape[1])
+    elif values.ndim != 1:
+        raise ValueError(
+            f"scores: expected [n] or [groups, n], and [samples] with sizes or group_ids, got "
+            f"shape {values.shape}; flatten it and pass sizes"
+        )
+    flat = values.ravel()
+    if group_ids is not None:
+        result = _by_ids(flat, np.asarray(group_ids), kind, std, eps)
+    else:
+        counts = np.asarray([len(flat)] if sizes is None else sizes)
+        result = _by_sizes(flat, counts, kind, std, eps)
+    return _like(result.reshape(values.shape), scores, kept)
+
+
+def advantages_for_groups(
+    scores: npt.ArrayLike,
+    sizes: npt.ArrayLike,
+    kind: Kind = "grpo",
+    *,
+    std: Std = "bessel",
+    eps: float = DEFAULT_EPS,
+) -> npt.NDArray[np.float32]:
+    """Turn the scores of a ragged batch into advantages, all groups at once.
+
+    Parameters
+    ----------
+    scores : [S], real
+        Scores of all samples, group after group.
+    sizes : [G], integers
+        Samples of each group, S in all; 0 is allowed.
+    kind, std, eps
+        As for `group_advantages`.
+
+    Returns
+    -------
+    float32 [S]
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `group_advantages`.
+    """
+    values, _ = _as_float64(np.asarray(scores))
+    if values.ndim != 1:
+        raise ValueError(f"scores: expected [samples], got shape {values.shape}; flatten it")
+    return _by_sizes(values, np.asarray(sizes), kind, std, eps).astype(np.float32)
+
+
+# --- in and out
+
+
+def _as_float64(
+    scores: npt.NDArray[Any] | Tensor | Sequence[Any],
+) -> tuple[FloatArray, type[np.floating[Any]]]:
+    """Return the scores as float64 on the host, and the type that the result shall have."""
+    host = scores
+    if isinstance(scores, Tensor):
+        # numpy knows no bfloat16, and float64 holds every other floating type.
+        host = scores.detach().to("cpu", torch.float64 if scores.is_floating_point() else None)
+    try:
+        array = np.asarray(host)
+    except ValueError:
+        raise ValueError(
+            "scores: expected rows of one length, got a ragged list; flatten it and pass sizes"
+        ) from None
+    if array.dtype.kind not in "fiub" and array.size:
+        raise TypeError(f"scores: expected real numbers, got {array.dtype}; convert them to float")
+    source = scores.dtype if isinstance(scores, Tensor) else array.dtype
+    stays = source in (torch.float64, np.dtype(np.float64))
+    values = array.astype(np.float64)
+    wrong = ~(np.abs(values) <= MAX_SCORE)
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"scores: expected finite numbers up to {MAX_SCORE:g}, got {values[where]} at "
+            f"{where[0] if len(where) == 1 else where}; drop the group, or score the sample anew"
+        )
+    return values, np.float64 if stays else np.float32
+
+
+def _like(
+    result: FloatArray,
+    scores: npt.NDArray[Any] | Tensor | Sequence[Any],
+    kept: type[np.floating[Any]],
+) -> npt.NDArray[np.floating[Any]] | Tensor | list[Any]:
+    if isinstance(scores, Tensor):
+        return torch.from_numpy(result.astype(kept)).to(scores.device)
+    if isinstance(scores, np.ndarray):
+        return result.astype(kept)
+    listed: list[Any] = result.tolist()
+    return listed
+
+
+# --- the arithmetic
+
+
+def _by_ids(
+    values: FloatArray, ids: npt.NDArray[Any], kind: Kind, std: Std, eps: float
+) -> FloatArray:
+    if ids.shape != values.shape:
+        raise ValueError(
+            f"group_ids: expected one id for each of {len(values)} scores, got shape {ids.shape}; "
+            "repeat the group's id for each sample"
+        )
+    _, group, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    order = np.argsort(group, kind="stable")
+    result = np.empty_like(values)
+    result[order] = _by_sizes(values[order], counts, kind, std, eps)
+    return result
+
+
+def _by_sizes(
+    values: FloatArray, sizes: npt.NDArray[Any], kind: Kind, std: Std, eps: float
+) -> FloatArray:
+    counts = _checked_sizes(sizes, len(values))
+    if std not in ("bessel", "biased"):
+        raise ValueError(f"std: expected 'bessel' or 'biased', got {std!r}; torch.std is 'bessel'")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps: expected a finite number from 0 on, got {eps}; 1e-6 is usual")
+    if callable(kind):
+        return _by_callable(values, counts, kind)
+    if kind == "none":
+        return values.astype(np.float64)
+    if kind not in ("grpo", "dr_grpo", "rloo"):
+        raise ValueError(
+            f"kind: expected 'grpo', 'dr_grpo', 'rloo', 'none' or a callable, got {kind!r}; "
+            "pass one of these"
+        )
+    if len(values) == 0:
+        return values.astype(np.float64)
+    starts = np.cumsum(counts) - counts
+    centred: FloatArray = values - np.repeat(np.add.reduceat(values, starts) / counts, counts)
+    # By comparison, since the mean of equal scores may differ from them by a rounding.
+    level = np.minimum.reduceat(values, starts) == np.maximum.reduceat(values, starts)
+    centred[np.repeat(level, counts)] = 0.0
+    if kind == "dr_grpo":
+        return centred
+    others = np.maximum(counts - 1, 1)
+    if kind == "rloo":
+        # score - mean of others = (score - mean) * n / (n - 1)
+        advantages: FloatArray = centred * np.repeat(counts / others, counts)
+        return advantages
+    # Deviations in units of the group's largest: no square can under- or overflow.
+    unit = np.maximum.reduceat(np.abs(centred), starts)
+    unit[level] = 1.0
+    relative = centred / np.repeat(unit, counts)
+    divisor = others if std == "bessel" else counts
+    relative_std = np.sqrt(np.add.reduceat(relative * relative, starts) / divisor)
+    relative_std[level] = 1.0
+    with np.errstate(over="ignore"):
+        scale = relative_std + eps / unit
+    normalised: FloatArray = relative / np.repeat(scale, counts)
+    return normalised
+
+
+def _checked_sizes(sizes: npt.NDArray[Any], samples: int) -> npt.NDArray[np.int64]:
+    """Return the sizes of the groups that have samples."""
+    if sizes.ndim != 1 or (sizes.dtype.kind not in "iu" and sizes.size):
+        raise TypeError(
+            f"sizes: expected integers [groups], got {sizes.dtype} of shape {sizes.shape}; "
+            "pass one size a group"
+        )
+    counts = sizes.astype(np.int64)
+    if (counts < 0).any() or counts.sum() != samples:
+        raise ValueError(
+            f"sizes: expected {samples} samples in all and none below 0, got {counts.sum()} with "
+            f"smallest {counts.min(initial=0)}; count the samples of each group"
+        )
+    # numpy's reduceat gives an empty group its neighbour's first value.
+    occupied: npt.NDArray[np.int64] = counts[counts > 0]
+    return occupied
+
+
+def _by_callable(
+    values: FloatArray, counts: npt.NDArray[np.int64], kind: Callable[[FloatArray], Any]
+) -> FloatArray:
+    result = np.empty_like(values)
+    end = 0
+    for count in counts.tolist():
+        start, end = end, end + count
+        given = np.asarray(kind(values[start:end].copy()), dtype=np.float64)
+        if given.shape != (count,) or not (np.abs(given) <= 2 * MAX_SCORE).all():
+            raise ValueError(
+                f"kind: expected {count} finite advantages from {kind!r} for the scores from "
+                f"{start} on, got {given!r}; correct the callable"
+            )
+        result[start:end] = given
+    return result

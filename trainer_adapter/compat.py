@@ -1,0 +1,168 @@
+"""Padded to packed and back, as `flash_attn.bert_padding` has it, without flash-attn.
+
+flash-attn's `unpad_input` returned four values up to 2.6.3 and five from 2.7.0. Here it returns
+five, always.
+
+Invariants:
+
+- `pad_input` undoes `unpad_input`; what was padding comes back as zeros.
+- Both are differentiable in the hidden states, and padding gets no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["pad_input", "unpad_input"]
+
+
+class _Take(torch.autograd.Function):
+    """Rows by an index without repeats, so that the gradient is an assignment, not a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.count = rows.shape[0]
+        return rows.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        return _placed(grad, indices, ctx.count), None
+
+
+class _Place(torch.autograd.Function):
+    """The inverse of `_Take`: rows put where they were taken from, zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, indices: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(indices)
+        return _placed(rows, indices, count)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (indices,) = ctx.saved_tensors
+        return grad.index_select(0, indices), None, None
+
+
+def _placed(rows: Tensor, indices: Tensor, count: int) -> Tensor:
+    placed = rows.new_zeros((count, *rows.shape[1:]))
+    placed[indices] = rows
+    return placed
+
+
+def unpad_input(
+    hidden: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Pack the tokens that a mask marks.
+
+    Parameters
+    ----------
+    hidden : Tensor [B, L, ...]
+    attention_mask : Tensor [B, L], bool or integer
+        Nonzero for tokens.
+    unused_mask : Tensor [B, L], bool or integer, optional
+        Nonzero for places that are packed as well, but hold no token yet.
+
+    Returns
+    -------
+    packed : Tensor [T, ...]
+        The marked places, row after row.
+    indices : Tensor [T], int64
+        Their positions in the B * L places, for `pad_input`.
+    cu_seqlens : Tensor [B + 1], int32
+        Borders of the rows in `packed`.
+    max_seqlen : int
+        Places of the longest row.
+    seqused : Tensor [B], int32
+        Tokens of each row, unused places not counted.
+
+    Raises
+    ------
+    TypeError
+        For a mask that is neither bool nor integer.
+    ValueError
+        For shapes that do not fit together.
+
+    Notes
+    -----
+    Signature and results are those of flash-attn 2.7, https://github.com/Dao-AILab/flash-attention.
+    The host waits for the device once, to learn T and `max_seqlen`.
+    """
+    tokens = _checked_mask(attention_mask, hidden, "attention_mask")
+    packed_places = tokens
+    if unused_mask is not None:
+        packed_places = tokens | _checked_mask(unused_mask, hidden, "unused_mask")
+    lengths = packed_places.sum(dim=1, dtype=torch.int32)
+    seqused = tokens.sum(dim=1, dtype=torch.int32)
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, dim=0, dtype=torch.int32, out=cu_seqlens[1:])
+    indices = packed_places.flatten().nonzero().flatten()
+    packed: Tensor = _Take.apply(  # type: ignore[no-untyped-call]
+        hidden.flatten(0, 1), indices
+    )
+    max_seqlen = int(lengths.max()) if len(lengths) else 0
+    return packed, indices, cu_seqlens, max_seqlen, seqused
+
+
+def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Put packed tokens back to their places in a padded batch.
+
+    Parameters
+    ----------
+    hidden : Tensor [T, ...]
+        Packed tokens.
+    indices : Tensor [T], int64
+        Their positions in the ``batch * seqlen`` places, none twice; from `unpad_input`.
+    batch, seqlen : int
+        Rows, and places in each.
+
+    Returns
+    -------
+    Tensor [batch, seqlen, ...]
+        Zeros where no token was put.
+
+    Raises
+    ------
+    TypeError
+        For indices that are not integers.
+    ValueError
+        For another number of indices than of tokens.
+    IndexError
+        For an index beyond ``batch * seqlen``.
+
+    Notes
+    -----
+    Signature and result are those of flash-attn, https://github.com/Dao-AILab/flash-attention.
+    """
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"indices: expected int64, got {indices.dtype}; pass what unpad_input returned"
+        )
+    if indices.dim() != 1 or hidden.dim() == 0 or len(indices) != len(hidden):
+        raise ValueError(
+            f"indices: expected one for each row of hidden {tuple(hidden.shape)}, got shape "
+            f"{tuple(indices.shape)}; pass what unpad_input returned"
+        )
+    placed: Tensor = _Place.apply(  # type: ignore[no-untyped-call]
+        hidden, indices.long(), batch * seqlen
+    )
+    return placed.unflatten(0, (batch, seqlen))  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _checked_mask(mask: Tensor, hidden: Tensor, name: str) -> Tensor:
+    """Return the mask as bool [B, L]."""
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(
+            f"{name}: expected bool or integers, got {mask.dtype}; "
+            "an additive mask is not a mask of tokens"
+        )
+    if mask.dim() != 2 or hidden.shape[:2] != mask.shape:
+        raise ValueError(
+            f"{name}: expected shape [batch, seqlen] = {tuple(hidden.shape[:2])} as in hidden, "
+            f"got {tuple(mask.shape)}; give each place of hidden one entry"
+        )
+    return mask.to(hidden.device) != 0

@@ -1,0 +1,100 @@
+"""How good the policy is on prompts that training never drew.
+
+Two figures, because they say different things: the mean reward pays partial credit, the solved
+share doesn't. And two ways to ask: sampled at temperature 1, as the rollout workers do, or greedy.
+The demo's target is the harder one of the two ways: the mean reward of *sampled* completions.
+
+Invariants:
+
+- Only held-out prompts are asked, each the same number of times.
+- Nothing here imports torch or changes a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer_adapter.demo.sampler import IntArray, Sampler
+from trainer_adapter.demo.task import SortTask, reward, solved, split_of
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of one evaluation.
+
+    Attributes
+    ----------
+    mean_reward : float
+        Mean of `task.reward`, partial credit included, in [0, 1].
+    solved_share : float
+        Share of completions that are exactly right, in [0, 1].
+    completions : int
+        Completions judged.
+    greedy : bool
+        True if the likeliest token was taken each time, False if sampled at temperature 1.
+    """
+
+    mean_reward: float
+    solved_share: float
+    completions: int
+    greedy: bool
+
+
+def evaluate(
+    sampler: Sampler,
+    task: SortTask,
+    prompts: Sequence[IntArray],
+    rng: np.random.Generator,
+    *,
+    greedy: bool = False,
+    samples: int = 1,
+) -> Evaluation:
+    """Judge the sampler's weights on held-out prompts.
+
+    Parameters
+    ----------
+    sampler : Sampler
+        Holds the weights to judge.
+    task : SortTask
+        Says how long a completion may be.
+    prompts : sequence of ndarray, int32 [n_i]
+        Held-out prompts, as `SortTask.held_out_prompts` gives them.
+    rng : numpy.random.Generator
+        Source of randomness; unused if `greedy`.
+    greedy : bool
+        Take the likeliest token instead of sampling at temperature 1.
+    samples : int
+        Completions a prompt.
+
+    Returns
+    -------
+    Evaluation
+        Means over all completions.
+
+    Raises
+    ------
+    ValueError
+        If there is no prompt, or one that training may draw.
+    """
+    if not prompts:
+        raise ValueError("no prompts: expected at least one held-out prompt")
+    for prompt in prompts:
+        if split_of(prompt[:-1]) != "held_out":
+            raise ValueError(f"prompt {prompt[:-1].tolist()} belongs to the training split")
+    groups = sampler.sample(
+        prompts, samples, task.max_completion_len, rng, temperature=0.0 if greedy else 1.0
+    )
+    judged = [
+        (reward(prompt, sample.completion), solved(prompt, sample.completion))
+        for prompt, group in zip(prompts, groups, strict=True)
+        for sample in group
+    ]
+    return Evaluation(
+        mean_reward=float(np.mean([r for r, _ in judged])),
+        solved_share=float(np.mean([s for _, s in judged])),
+        completions=len(judged),
+        greedy=greedy,
+    )

@@ -1,0 +1,308 @@
+"""Pieces of a policy-gradient loss on packed tensors: pure functions, no state, no model.
+
+Invariants:
+
+- Filler, where `loss_mask` is False, is never exponentiated and never counted, whatever it holds:
+  it is replaced by 0 before any arithmetic whose result or gradient could be nan.
+- At least float32 inside, whatever comes in.
+- Nothing makes the host wait for the device.
+- A mask without tokens gives a loss of 0 with gradients of 0, never nan.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "PolicyLoss",
+    "aggregate_loss",
+    "importance_weights",
+    "kl_estimate",
+    "policy_loss",
+]
+
+LOG_RATIO_LIMIT: Final = 20.0
+"""Log ratios are cut at this size before they are exponentiated: exp(20) is 5e8, far beyond any
+clip, while an infinite ratio times an advantage of 0 would be nan."""
+
+Normalisation = Literal["token", "sequence", "constant"]
+
+
+class PolicyLoss(NamedTuple):
+    """A policy loss, and what to watch beside it.
+
+    Attributes
+    ----------
+    loss : Tensor []
+        To call ``backward`` on.
+    clip_fraction : Tensor []
+        Share of the tokens whose gradient the clip took away, in [0, 1]; no graph.
+    mean_ratio : Tensor []
+        Mean of new over old probability; no graph. Far from 1 means stale samples, or logprobs
+        that are not aligned with their tokens.
+    """
+
+    loss: Tensor
+    clip_fraction: Tensor
+    mean_ratio: Tensor
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    weights: Tensor | None = None,
+    normalisation: Normalisation = "token",
+    cu_seqlens: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+) -> PolicyLoss:
+    """Compute the clipped policy-gradient loss.
+
+    For each token, ``-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)`` with
+    ``r = exp(logprobs - old_logprobs)`` (Schulman et al. 2017, arXiv:1707.06347; two bounds as in
+    DAPO, Yu et al. 2025, arXiv:2503.14476).
+
+    Parameters
+    ----------
+    logprobs, old_logprobs : Tensor [T] or [S, L], floating
+        Natural logarithms, aligned to their own token. Gradients flow to `logprobs` only.
+    advantages : Tensor, same shape
+    loss_mask : Tensor, bool, same shape
+    clip_low, clip_high : float
+        How far the ratio may fall below and rise above 1.
+    weights : Tensor, same shape, optional
+        Factor of each token's loss, for instance from `importance_weights`.
+    normalisation, cu_seqlens, denominator
+        As for `aggregate_loss`.
+
+    Returns
+    -------
+    PolicyLoss
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit together.
+    """
+    if not 0 <= clip_low <= 1 or not clip_high >= 0:
+        raise ValueError(
+            f"clip_low and clip_high: expected 0 <= clip_low <= 1 and clip_high >= 0, got "
+            f"{clip_low} and {clip_high}; 0.2 is usual"
+        )
+    constants = {"old_logprobs": old_logprobs, "advantages": advantages}
+    if weights is not None:
+        constants["weights"] = weights
+    _check(loss_mask, logprobs=logprobs, **constants)
+    ratio = _ratio(logprobs, old_logprobs.detach(), loss_mask)
+    gain = _real(advantages.detach(), loss_mask)
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    losses = -torch.minimum(ratio * gain, clipped * gain)
+    if weights is not None:
+        losses = losses * _real(weights.detach(), loss_mask)
+    with torch.no_grad():
+        cut = loss_mask & (clipped * gain < ratio * gain)
+        count = loss_mask.sum().clamp(min=1)
+        clip_fraction = cut.sum() / count
+        mean_ratio = torch.where(loss_mask, ratio, 0).sum() / count
+    loss = aggregate_loss(
+        losses,
+        loss_mask,
+        normalisation=normalisation,
+        cu_seqlens=cu_seqlens,
+        denominator=denominator,
+    )
+    return PolicyLoss(loss, clip_fraction, mean_ratio)
+
+
+def kl_estimate(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    kind: Literal["k1", "k2", "k3"] = "k3",
+) -> Tensor:
+    """Estimate KL(policy || reference) for each token that the policy sampled.
+
+    With ``d = reference_logprobs - logprobs``: k1 is ``-d`` (unbiased, of either sign), k2 is
+    ``d ** 2 / 2`` (biased, small variance), k3 is ``exp(d) - 1 - d`` (unbiased, not
+    negative, the one in GRPO). Source: J. Schulman, "Approximating KL Divergence", 2020,
+    http://joschu.net/blog/kl-approx.html.
+
+    Parameters
+    ----------
+    logprobs, reference_logprobs : Tensor, one shape, floating
+        Natural logarithms. Gradients flow to `logprobs` only.
+    loss_mask : Tensor, bool, same shape
+    kind : {"k1", "k2", "k3"}
+
+    Returns
+    -------
+    Tensor, same shape, in nats
+        0 at filler. Pass it to `aggregate_loss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit together.
+    """
+    _check(loss_mask, logprobs=logprobs, reference_logprobs=reference_logprobs)
+    difference = _log_ratio(reference_logprobs.detach(), logprobs, loss_mask)
+    if kind == "k1":
+        return -difference
+    if kind == "k2":
+        return 0.5 * difference * difference
+    if kind == "k3":
+        bounded = difference.clamp(max=LOG_RATIO_LIMIT)
+        return torch.expm1(bounded) - bounded
+    raise ValueError(f"kind: expected 'k1', 'k2' or 'k3', got {kind!r}; 'k3' is GRPO's")
+
+
+def importance_weights(
+    trainer_logprobs: Tensor, inference_logprobs: Tensor, loss_mask: Tensor, *, cap: float = 2.0
+) -> Tensor:
+    """Compute truncated importance ratios of the trainer's policy over the inference engine's.
+
+    Both engines run the same weights, but not the same kernels, so tokens are sampled from a
+    policy slightly off the trainer's; ``min(exp(trainer - inference), cap)`` corrects for it with
+    bounded variance (Ionides 2008, "Truncated Importance Sampling", J. Comput. Graph. Stat.
+    17(2); in reinforcement learning as in IMPALA, Espeholt et al. 2018, arXiv:1802.01561).
+
+    Parameters
+    ----------
+    trainer_logprobs, inference_logprobs : Tensor, one shape, floating
+        Natural logarithms of the same tokens under the same weights.
+    loss_mask : Tensor, bool, same shape
+    cap : float
+        Largest ratio, more than 0.
+
+    Returns
+    -------
+    Tensor, same shape, in (0, cap]
+        1 at filler; no graph.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit together.
+    """
+    if not cap > 0:
+        raise ValueError(f"cap: expected more than 0, got {cap}; 2 is usual")
+    _check(loss_mask, trainer_logprobs=trainer_logprobs, inference_logprobs=inference_logprobs)
+    with torch.no_grad():
+        ratio = _ratio(trainer_logprobs, inference_logprobs, loss_mask).clamp(max=cap)
+        return torch.where(loss_mask, ratio, 1.0)
+
+
+def aggregate_loss(
+    losses: Tensor,
+    loss_mask: Tensor,
+    *,
+    normalisation: Normalisation = "token",
+    cu_seqlens: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+) -> Tensor:
+    """Bring losses of tokens down to one number.
+
+    Parameters
+    ----------
+    losses : Tensor [T] or [S, L], floating
+    loss_mask : Tensor, bool, same shape
+    normalisation : {"token", "sequence", "constant"}
+        "token": the sum over the number of tokens, so that each token weighs the same (DAPO,
+        arXiv:2503.14476). "sequence": the mean over sequences of the mean over their tokens
+        (GRPO, arXiv:2402.03300); a sequence without tokens counts for nothing. "constant": the
+        sum over `denominator`, so that a length never matters (Dr. GRPO, arXiv:2503.20783).
+    cu_seqlens : Tensor [S + 1], int32 or int64, optional
+        Borders of the sequences; "sequence" needs it for packed losses. Tokens from the last
+        border on belong to no sequence.
+    denominator : float or Tensor [], optional
+        Divide by this instead of the tokens or sequences here: their number over all ranks and
+        micro-batches of a step, which makes gradient accumulation exact.
+
+    Returns
+    -------
+    Tensor []
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit together.
+    """
+    _check(loss_mask, losses=losses)
+    kept = _real(losses, loss_mask)
+    if normalisation == "token":
+        total, count = kept.sum(), loss_mask.sum()
+    elif normalisation == "sequence":
+        sums, counts = _by_sequence(kept, loss_mask, cu_seqlens)
+        total, count = (sums / counts.clamp(min=1)).sum(), (counts > 0).sum()
+    elif normalisation == "constant":
+        if denominator is None:
+            raise ValueError(
+                "denominator: expected a number with normalisation='constant', got None; "
+                "pass for instance sequences * longest completion"
+            )
+        total, count = kept.sum(), loss_mask.sum()
+    else:
+        raise ValueError(
+            f"normalisation: expected 'token', 'sequence' or 'constant', got {normalisation!r}; "
+            "'token' weighs all tokens the same"
+        )
+    return total / (count.clamp(min=1) if denominator is None else denominator)
+
+
+def _by_sequence(
+    kept: Tensor, loss_mask: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sum losses and count tokens of each sequence."""
+    if kept.dim() == 2:
+        return kept.sum(dim=1), loss_mask.sum(dim=1)
+    if cu_seqlens is None:
+        raise ValueError(
+            "cu_seqlens: expected the borders of the sequences with normalisation='sequence' and "
+            "packed losses, got None; pass batch.cu_seqlens"
+        )
+    positions = torch.arange(len(kept), device=kept.device)
+    # The bin after the last sequence takes what follows the last border.
+    sequence = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)
+    sums = kept.new_zeros(len(cu_seqlens)).index_add(0, sequence, kept)
+    counts = kept.new_zeros(len(cu_seqlens)).index_add(0, sequence, loss_mask.to(kept.dtype))
+    return sums[:-1], counts[:-1]
+
+
+def _check(loss_mask: Tensor, **operands: Tensor) -> None:
+    if loss_mask.dtype != torch.bool:
+        raise TypeError(
+            f"loss_mask: expected torch.bool, got {loss_mask.dtype}; convert with .bool()"
+        )
+    for name, operand in operands.items():
+        if not operand.is_floating_point():
+            raise TypeError(
+                f"{name}: expected a floating dtype, got {operand.dtype}; convert with .float()"
+            )
+        if operand.shape != loss_mask.shape or operand.dim() not in (1, 2):
+            raise ValueError(
+                f"{name}: expected [T] or [S, L] as loss_mask, which is {tuple(loss_mask.shape)}, "
+                f"got {tuple(operand.shape)}; one entry a token, aligned to its own token"
+            )
+
+
+def _real(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """Put 0 in place of filler, in float32 at least."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    return torch.where(loss_mask, wide, 0)
+
+
+def _log_ratio(above: Tensor, below: Tensor, loss_mask: Tensor) -> Tensor:
+    return _real(above, loss_mask) - _real(below, loss_mask)
+
+
+def _ratio(above: Tensor, below: Tensor, loss_mask: Tensor) -> Tensor:
+    log_ratio = _log_ratio(above, below, loss_mask)
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
