@@ -18,7 +18,8 @@ lacks() {
 
 cc=${CC:-}
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-    lacks "Python 3.10 or newer as '$python' ($("$python" --version 2>&1 | head -n 1))" \
+    found=$("$python" --version 2>/dev/null || echo 'nothing that runs')
+    lacks "Python 3.10 or newer (PYTHON is '$python', which is $found)" \
         "Install it, or name one: make PYTHON=python3.11 ..."
 else
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||

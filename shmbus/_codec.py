@@ -46,8 +46,8 @@ def encode_dtype(name: str, dtype: np.dtype[Any]) -> bytes:
     if dtype.names is not None or dtype.subdtype is not None:
         return repr(npy_format.dtype_to_descr(dtype)).encode()
     if dtype.kind == "V" and dtype.type is not np.void:
-        return dtype.name.encode()  # a registered extension such as bfloat16
-    return dtype.str.encode()
+        return str(dtype.name).encode()  # a registered extension such as bfloat16
+    return str(dtype.str).encode()
 
 
 def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:

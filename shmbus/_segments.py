@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Any
 
 import posix_ipc
 
@@ -54,7 +53,7 @@ def parse_size(size: int | str) -> int:
 
 
 def shm_path(name: str) -> str:
-    """The file that a bus name stands for."""
+    """Return the file that a bus name stands for."""
     return f"{_SHM_DIRECTORY}{_PREFIX}{name}"
 
 
@@ -68,9 +67,7 @@ def create_segment(
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{label}: expected an int, got {type(value).__name__}")
     if not 1 <= max_producers <= _core.MAX_PRODUCERS:
-        raise ValueError(
-            f"max_producers: expected 1 to {_core.MAX_PRODUCERS}, got {max_producers}"
-        )
+        raise ValueError(f"max_producers: expected 1 to {_core.MAX_PRODUCERS}, got {max_producers}")
     if extent_bytes < 0:
         raise ValueError(f"extent_bytes: expected 0 (choose) or more, got {extent_bytes}")
     _check_room(name, size)
@@ -210,7 +207,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     held: dict[int, int] = segment.holders()
     free = segment.free_extents()
     wanted = -(-size // extent)
-    collector: dict[str, Any] = segment.collector()
+    collector = segment.collector()
     parts = []
     if collector["leased_groups"]:
         parts.append(

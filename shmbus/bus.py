@@ -168,6 +168,11 @@ class Bus:
         return self._segment.record_limit
 
     @property
+    def created_unix_ns(self) -> int:
+        """When it was created, nanoseconds since 1970; tells buses of one name apart."""
+        return self._segment.created_unix_ns
+
+    @property
     def extent_bytes(self) -> int:
         """Bytes that a producer leases at a time."""
         return self._segment.extent_bytes

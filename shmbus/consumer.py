@@ -328,7 +328,7 @@ class Consumer:
         self._segment.policy_version = version
 
     def stats(self) -> Ledger:
-        """The ledger: where every trajectory ever committed is now."""
+        """Return the ledger: where every trajectory ever committed is now."""
         with self._lock:
             reader = self._require_reader()
             reader.sweep()

@@ -11,7 +11,7 @@
      +-- LayoutMismatchError     not a segment of this layout, or a damaged one
      +-- CapacityError           does not fit /dev/shm (also a ValueError)
      +-- RecordTooLargeError     larger than any record of this bus (also a ValueError)
-     +-- ProtocolError           a producer broke the rules, e.g. a duplicate under duplicate="error"
+     +-- ProtocolError           a producer broke the rules, as by a duplicate
      +-- DaemonUnavailableError  the daemon that serves the bus does not answer
 
 Wrong argument types and values are ``TypeError`` and ``ValueError``. Each message says what failed,
@@ -60,7 +60,7 @@ class BusFullError(ShmbusError):
 
 
 class BusBusyError(ShmbusError):
-    """Another process is what this one wants to be: the collector, or the last free slot's owner."""
+    """Another process is what this one wants to be: the collector, or the owner of a slot."""
 
 
 class BusClosedError(ShmbusError):

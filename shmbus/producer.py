@@ -227,7 +227,7 @@ class Producer(_core.Writer):
         return self._segment.record_limit
 
     def stats(self) -> ProducerStats:
-        """What this Producer has done since it attached."""
+        """Return what this Producer has done since it attached."""
         return ProducerStats(self.producer_id, *self._counts())
 
     def __enter__(self) -> Producer:
@@ -258,7 +258,8 @@ def _parse_field(name: str, spec: FieldSpec) -> tuple[np.dtype[Any], tuple[int, 
         raise TypeError(f"fields: expected str names, got {type(name).__name__}")
     if name in _RESERVED:
         raise ValueError(f"fields: {name!r} is an argument's name; call the array something else")
-    if not isinstance(spec, (tuple, list)) or len(spec) != 2:
+    pair: object = spec
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"field {name!r}: expected (dtype, shape), got {spec!r}")
     dtype = np.dtype(spec[0])
     sizes = spec[1] if isinstance(spec[1], (tuple, list)) else (spec[1],)

@@ -1,8 +1,8 @@
 """The stash: interleaved samples in, complete groups out. A pure state machine.
 
 No clock, no lock, no socket, no payload: time and the policy version are arguments, and a sample is
-anything with ``key``, ``group_size``, ``index`` (and ``score``, ``policy_version``, ``nbytes`` where
-a policy asks for them).
+anything with ``key``, ``group_size``, ``index`` (and ``score``, ``policy_version``, ``nbytes``
+where a policy asks for them).
 
 Invariants
 ----------
@@ -97,7 +97,7 @@ class OpenGroup(Generic[S]):
         self.nbytes = 0
 
     def present(self) -> list[S]:
-        """The samples that are in, by index."""
+        """Return the samples that are in, by index."""
         if not self.missing:
             return self.samples  # type: ignore[return-value]
         return [sample for sample in self.samples if sample is not None]
@@ -267,7 +267,7 @@ class Stash(Generic[S]):
         return discards
 
     def oldest(self, count: int) -> Iterator[OpenGroup[S]]:
-        """The incomplete groups that have waited longest, oldest first."""
+        """Yield the incomplete groups that have waited longest, oldest first."""
         for position, group in enumerate(self._open.values()):
             if position >= count:
                 return

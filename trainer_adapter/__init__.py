@@ -16,16 +16,26 @@ if TYPE_CHECKING:
     from trainer_adapter.advantages import group_advantages
     from trainer_adapter.attention import varlen_attention
     from trainer_adapter.compat import pad_input, unpad_input
+    from trainer_adapter.handler import OnlineDataHandler
+    from trainer_adapter.packing import Batch, FieldNames, pack
 
 __all__ = [
+    "Batch",
+    "FieldNames",
+    "OnlineDataHandler",
     "group_advantages",
+    "pack",
     "pad_input",
     "unpad_input",
     "varlen_attention",
 ]
 
 _HOMES = {
+    "Batch": "packing",
+    "FieldNames": "packing",
+    "OnlineDataHandler": "handler",
     "group_advantages": "advantages",
+    "pack": "packing",
     "pad_input": "compat",
     "unpad_input": "compat",
     "varlen_attention": "attention",

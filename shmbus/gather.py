@@ -1,0 +1,156 @@
+"""From records to batches: many trajectories gathered into arrays that the caller owns.
+
+One pass over the ring in C, with the interpreter lock released; every length, dtype and bound is
+checked before the first byte is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shmbus_ext import _core
+
+__all__ = ["FieldNames", "PackedArrays", "gather", "sequence_lengths"]
+
+Array: TypeAlias = NDArray[Any]
+
+
+class FieldNames(msgspec.Struct, frozen=True, kw_only=True):
+    """How producers call the fields that a batch is made of; None for one that is not looked for.
+
+    Attributes
+    ----------
+    tokens : str
+        Token ids: integers, [n]. Every trajectory needs it.
+    loss_mask : str | None
+        Which tokens were sampled: boolean or numeric, [n]; all of them where it is missing.
+    logprobs : str | None
+        The producer's logprobs of these tokens: float32 or float64, [n]; 0 where missing.
+    advantages : str | None
+        The producer's own token-level advantages: float32 or float64, [n]; they win.
+    """
+
+    tokens: str = "tokens"
+    loss_mask: str | None = "loss_mask"
+    logprobs: str | None = "logprobs"
+    advantages: str | None = "advantages"
+
+    def as_tuple(self) -> tuple[str, str | None, str | None, str | None]:
+        """In the order that the core takes them."""
+        return self.tokens, self.loss_mask, self.logprobs, self.advantages
+
+
+class PackedArrays(msgspec.Struct, frozen=True):
+    """Where a packed batch of T tokens and S sequences goes; each contiguous.
+
+    Attributes
+    ----------
+    tokens, position_ids : int64 [T]
+    loss_mask : bool [T]
+    logprobs, advantages : float32 [T]
+    cu_seqlens : int32 [S + 1]
+    """
+
+    tokens: Array
+    position_ids: Array
+    loss_mask: Array
+    logprobs: Array
+    advantages: Array
+    cu_seqlens: Array
+
+    @classmethod
+    def inside(cls, memory: NDArray[np.uint8], total: int, sequences: int) -> PackedArrays:
+        """Lay the arrays out in one block of bytes, each on a cache line."""
+        arrays = []
+        at = 0
+        for dtype, length in _columns(total, sequences):
+            size = dtype.itemsize * length
+            arrays.append(memory[at : at + size].view(dtype))
+            at += _aligned(size)
+        return cls(*arrays)
+
+
+def _columns(total: int, sequences: int) -> tuple[tuple[np.dtype[Any], int], ...]:
+    return (
+        (np.dtype(np.int64), total),
+        (np.dtype(np.int64), total),
+        (np.dtype(np.bool_), total),
+        (np.dtype(np.float32), total),
+        (np.dtype(np.float32), total),
+        (np.dtype(np.int32), sequences + 1),
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _core.RECORD_ALIGN) * _core.RECORD_ALIGN
+
+
+def packed_bytes(total: int, sequences: int) -> int:
+    """Bytes that `PackedArrays.inside` needs."""
+    return sum(_aligned(dtype.itemsize * length) for dtype, length in _columns(total, sequences))
+
+
+def sequence_lengths(
+    trajectories: list[_core.Trajectory], names: FieldNames | None = None
+) -> list[int]:
+    """Tokens of each trajectory, after all the checks that `gather` makes.
+
+    Parameters
+    ----------
+    trajectories : list[Trajectory]
+        Leased, of one Consumer.
+    names : FieldNames, optional
+        How the fields are called.
+
+    Returns
+    -------
+    list[int]
+
+    Raises
+    ------
+    ValueError
+        A field is missing, of another dtype or dimension, or its length differs from the tokens';
+        the message names the trajectory, its producer and the field.
+    """
+    return _core.measure(trajectories, (names or FieldNames()).as_tuple())
+
+
+def gather(
+    trajectories: list[_core.Trajectory],
+    out: PackedArrays,
+    sequence_advantages: NDArray[np.float32],
+    names: FieldNames | None = None,
+) -> None:
+    """Copy trajectories one behind the other into a packed batch.
+
+    Parameters
+    ----------
+    trajectories : list[Trajectory]
+        Leased, of one Consumer; S of them, T tokens in all.
+    out : PackedArrays
+        Filled completely. Logprobs are 0 where the loss mask is False.
+    sequence_advantages : float32 [S]
+        For each token of a trajectory that brings no advantages of its own.
+    names : FieldNames, optional
+        How the fields are called.
+
+    Raises
+    ------
+    ValueError
+        As for `sequence_lengths`, or where an array of `out` has the wrong size or dtype.
+    """
+    _core.pack(
+        trajectories,
+        (names or FieldNames()).as_tuple(),
+        out.tokens,
+        out.position_ids,
+        out.loss_mask,
+        out.logprobs,
+        out.advantages,
+        out.cu_seqlens,
+        sequence_advantages,
+    )

@@ -1,0 +1,207 @@
+"""Types of the C core. Only ``shmbus`` calls it; what users see is documented there."""
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+LAYOUT_VERSION: int
+LAYOUT_HASH: int
+PAGE: int
+RECORD_ALIGN: int
+RECORD_HEADER_BYTES: int
+MAX_ID_BYTES: int
+MAX_FIELDS: int
+MAX_NDIM: int
+MAX_GROUP_SIZE: int
+MAX_PRODUCERS: int
+MAX_EXTENTS: int
+TRAJECTORY_BYTES: int
+SLOT_FREE: int
+SLOT_ACTIVE: int
+SLOT_CLOSED: int
+ACKED: int
+DROP_DUPLICATE: int
+DROP_SIZE_MISMATCH: int
+DROP_SURPLUS: int
+DROP_TIMEOUT: int
+DROP_STALE: int
+DROP_ZERO_VARIANCE: int
+DROP_OVERFLOW: int
+DROP_MALFORMED: int
+DROP_CORRUPT: int
+
+_Names = tuple[str, str | None, str | None, str | None]
+
+class CollectorNote(TypedDict):
+    pid: int
+    label: str
+    leased_groups: int
+    leased_records: int
+    leased_bytes: int
+    stashed_groups: int
+    stashed_records: int
+    stashed_bytes: int
+    seen_ns: int
+
+class Segment:
+    name: str
+    capacity: int
+    extent_bytes: int
+    extent_count: int
+    max_producers: int
+    record_limit: int
+    segment_bytes: int
+    created_unix_ns: int
+    policy_version: int
+    closed: bool
+    @classmethod
+    def create(
+        cls, fd: int, name: str, capacity: int, max_producers: int, extent_bytes: int, /
+    ) -> Segment: ...
+    @classmethod
+    def open(cls, fd: int, name: str, /) -> Segment: ...
+    def close(self) -> None: ...
+    def holders(self) -> dict[int, int]: ...
+    def producers(self) -> list[tuple[int, int, int, int, str, int, int]]: ...
+    def has_collector(self) -> bool: ...
+    def collector(self) -> CollectorNote: ...
+    def released(self) -> tuple[int, ...]: ...
+    def free_extents(self) -> int: ...
+    def space_wanted(self) -> bool: ...
+
+class Slot:
+    """A reservation: ``slot[name]`` is a writable view of the ring until commit or abort."""
+
+    fields: tuple[str, ...]
+    score: float
+    meta: Any
+    ended: bool
+    def __getitem__(self, name: str, /) -> NDArray[Any]: ...
+    def resize(self, name: str, length: int, /) -> None: ...
+    def commit(self) -> None: ...
+    def abort(self) -> None: ...
+    def __enter__(self) -> Slot: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+class Writer:
+    producer_id: int
+    closed: bool
+    _segment: Segment
+    def __init__(self, segment: Segment, label: str, checksum: bool = ...) -> None: ...
+    def put(
+        self,
+        instance_id: str,
+        *,
+        group_size: int,
+        index: int,
+        score: float = ...,
+        policy_version: int = ...,
+        epoch: int | None = ...,
+        meta: Any = ...,
+        timeout: float | None = ...,
+        **arrays: Any,
+    ) -> None: ...
+    def put_many(self, items: list[dict[str, Any]], *, timeout: float | None = ...) -> int: ...
+    def close(self) -> None: ...
+    def _reserve(
+        self,
+        head: dict[str, Any],
+        names: tuple[str, ...],
+        dtypes: tuple[np.dtype[Any], ...],
+        shapes: tuple[tuple[int, ...], ...],
+        meta_room: int,
+        /,
+    ) -> Slot: ...
+    def _await_space(self, timeout_s: float | None, /) -> None: ...
+    def _counts(self) -> tuple[int, int, int, int]: ...
+
+class Trajectory:
+    """One trajectory, read from the ring; ``trajectory[name]`` is a read-only view."""
+
+    instance_id: str
+    index: int
+    group_size: int
+    key: str | tuple[str, int]
+    epoch: int | None
+    score: float
+    policy_version: int
+    sequence: int
+    producer_id: int
+    committed_ns: int
+    nbytes: int
+    released: bool
+    meta: Any
+    def __getitem__(self, name: str, /) -> NDArray[Any]: ...
+    def __contains__(self, name: object, /) -> bool: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def keys(self) -> tuple[str, ...]: ...
+    def get(self, name: str, default: Any = ..., /) -> Any: ...
+    def shape(self, name: str, /) -> tuple[int, ...]: ...
+
+class Reader:
+    segment: Segment
+    delivered: int
+    corrupt: int
+    moves: int
+    runs_freed: int
+    attached: bool
+    def __init__(self, segment: Segment, label: str) -> None: ...
+    def poll(self, limit: int, /) -> list[Trajectory]: ...
+    def wait(self, timeout_s: float | None, /) -> bool: ...
+    def wake(self) -> None: ...
+    def release(self, trajectories: list[Trajectory], reason: int, /) -> None: ...
+    def evacuate(self, trajectories: list[Trajectory], /) -> int: ...
+    def sweep(self) -> int: ...
+    def tidy(self) -> None: ...
+    def count_unread(self) -> tuple[int, int]: ...
+    def note(
+        self,
+        leased_groups: int,
+        leased_records: int,
+        leased_bytes: int,
+        stashed_groups: int,
+        stashed_records: int,
+        stashed_bytes: int,
+        /,
+    ) -> None: ...
+    def close(self) -> None: ...
+
+def install(
+    *,
+    closed_error: type[BaseException],
+    too_large_error: type[BaseException],
+    full_error: Callable[[Segment, int, float], BaseException],
+    busy_error: Callable[[Segment, str], BaseException],
+    layout_error: Callable[[str, str, int, int], BaseException],
+    space_error: Callable[[str, int], BaseException],
+    encode_meta: Callable[[object], bytes],
+    decode_meta: Callable[[bytes], Any],
+    encode_dtype: Callable[[str, np.dtype[Any]], bytes],
+    decode_dtype: Callable[[str, bytes], np.dtype[Any]],
+    as_array: Callable[[str, object], NDArray[Any]],
+) -> None: ...
+def crc32c(data: bytes, reference: bool = ..., /) -> int: ...
+def monotonic_ns() -> int: ...
+def measure(trajectories: list[Trajectory], names: _Names, /) -> list[int]: ...
+def pack(
+    trajectories: list[Trajectory],
+    names: _Names,
+    tokens: NDArray[Any],
+    position_ids: NDArray[Any],
+    loss_mask: NDArray[Any],
+    logprobs: NDArray[Any],
+    advantages: NDArray[Any],
+    cu_seqlens: NDArray[Any],
+    sequence_advantages: NDArray[np.float32],
+    /,
+) -> None: ...

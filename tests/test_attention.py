@@ -1,0 +1,600 @@
+"""Attention over packed batches: each sequence against itself alone, and the choice of backend.
+
+The reference is plain matmul and softmax in float64, one sequence at a time, with the visible keys
+of a row written out from their definition.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer_adapter import _attention_plan as planning
+from trainer_adapter import attention
+from trainer_adapter.attention import attention_backend, varlen_attention
+
+HEAD_DIM = 16
+WINDOWS = [(-1, -1), (-1, 0), (0, 0), (2, 0), (-1, 2), (2, -1), (3, 1), (40, 40)]
+HEADS = [(2, 2), (4, 2), (4, 1)]
+# Pairs of query and key lengths.
+BATCHES = {
+    "empty": [],
+    "nothing to see": [(0, 3), (2, 0), (0, 0)],
+    "square": [(5, 5), (0, 0), (1, 1), (9, 9), (9, 9), (33, 33)],
+    "cross": [(3, 7), (7, 3), (0, 4), (4, 0), (1, 9), (6, 6), (9, 1)],
+    "several blocks": [(300, 300), (2, 5), (140, 400), (400, 140)],
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Case(NamedTuple):
+    """A packed batch with its lengths."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    n_q: list[int]
+    n_k: list[int]
+
+
+def make_case(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    head_dim: int = HEAD_DIM,
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    n_q, n_k = [a for a, _ in lengths], [b for _, b in lengths]
+
+    def rows(count: int, n_heads: int) -> Tensor:
+        values = torch.randn(count, n_heads, head_dim, generator=generator, dtype=torch.float64)
+        return values.to(device, dtype).requires_grad_()
+
+    return Case(
+        rows(sum(n_q), heads[0]), rows(sum(n_k), heads[1]), rows(sum(n_k), heads[1]), n_q, n_k
+    )
+
+
+def borders(lengths: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def packed(case: Case, window: tuple[int, int], **options: Any) -> Any:
+    device = case.q.device.type
+    return varlen_attention(
+        *case[:3],
+        borders(case.n_q, device),
+        borders(case.n_k, device),
+        max(case.n_q, default=0),
+        max(case.n_k, default=0),
+        window_size=window,
+        enable_gqa=True,
+        **options,
+    )
+
+
+def visible_keys(n_q: int, n_k: int, window: tuple[int, int]) -> Tensor:
+    left, right = window
+    visible = torch.zeros(n_q, n_k, dtype=torch.bool)
+    for row, key in itertools.product(range(n_q), range(n_k)):
+        distance = (key - n_k) - (row - n_q)
+        visible[row, key] = (right < 0 or distance <= right) and (left < 0 or -distance <= left)
+    return visible
+
+
+def one_by_one(case: Case, window: tuple[int, int], attend: Any) -> Tensor:
+    """Run `attend(q, k, v, visible)` over [H, n, D] of each sequence, blind rows left out."""
+    shared = case.q.shape[1] // case.k.shape[1]
+    outs = []
+    for q, k, v in zip(
+        case.q.split(case.n_q), case.k.split(case.n_k), case.v.split(case.n_k), strict=True
+    ):
+        visible = visible_keys(len(q), len(k), window).to(q.device)
+        sighted = visible.any(dim=1)
+        out = torch.zeros_like(q)
+        if sighted.any():
+            keys, values = (x.repeat_interleave(shared, dim=1).transpose(0, 1) for x in (k, v))
+            found = attend(q[sighted].transpose(0, 1), keys, values, visible[sighted])
+            out = out.index_put((sighted,), found.transpose(0, 1))
+        outs.append(out)
+    return torch.cat(outs)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~visible, -math.inf).softmax(dim=-1) @ v
+
+
+def by_torch(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible)[0]
+
+
+def lse_by_hand(case: Case, window: tuple[int, int]) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+        lse = scores.masked_fill(~visible, -math.inf).logsumexp(dim=-1)
+        return lse.unsqueeze(-1).expand(-1, -1, q.shape[-1])
+
+    return one_by_one(case, window, attend)[:, :, 0].t()
+
+
+def blind_rows(case: Case, window: tuple[int, int]) -> Tensor:
+    lengths = zip(case.n_q, case.n_k, strict=True)
+    return torch.cat([~visible_keys(a, b, window).any(dim=1) for a, b in lengths])
+
+
+def gradients(out: Tensor, case: Case, upstream: Tensor) -> list[Tensor]:
+    """Gradients of q, k and v; zeros where the reference never touched an operand."""
+    if not out.requires_grad:
+        return [torch.zeros_like(x) for x in case[:3]]
+    found = torch.autograd.grad(out, case[:3], upstream.to(out.dtype), allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(case[:3], found, strict=True)]
+
+
+def in_float64(case: Case) -> Case:
+    wide = (x.detach().double().requires_grad_() for x in case[:3])
+    return Case(*wide, case.n_q, case.n_k)
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+# --- what each sequence gets
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("batch", [name for name in BATCHES if name != "empty"])
+def test_each_sequence_gets_what_it_would_get_alone(
+    batch: str, window: tuple[int, int], heads: tuple[int, int], seed: int
+) -> None:
+    case = make_case(BATCHES[batch], heads, seed)
+    out, expected = packed(case, window), one_by_one(case, window, by_hand)
+    assert_close(out, expected)
+    upstream = torch.randn_like(out)
+    got = torch.autograd.grad(out, case[:3], upstream)
+    for gradient, wanted in zip(got, gradients(expected, case, upstream), strict=True):
+        assert_close(gradient, wanted)
+
+
+def assert_no_worse_than_torch(case: Case, window: tuple[int, int], **options: Any) -> None:
+    """Errors at most twice those of torch's SDPA over each sequence alone, plus a few roundings."""
+    wide = in_float64(case)
+    exact = one_by_one(wide, window, by_hand)
+    ours, theirs = packed(case, window, **options), one_by_one(case, window, by_torch)
+    upstream = torch.randn_like(ours)
+    compared = [
+        (ours, theirs, exact),
+        *zip(
+            gradients(ours, case, upstream),
+            gradients(theirs, case, upstream),
+            gradients(exact, wide, upstream),
+            strict=True,
+        ),
+    ]
+    assert ours.dtype == case.q.dtype
+    for mine, torchs, right in compared:
+        floor = 4 * torch.finfo(mine.dtype).eps * right.abs().max()
+        error = (mine.double() - right).abs().max()
+        assert error <= 2 * (torchs.double() - right).abs().max() + floor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 1)], ids=str)
+@pytest.mark.parametrize("batch", ["square", "cross", "several blocks"])
+def test_errors_are_at_most_twice_those_of_torch_alone(
+    batch: str, window: tuple[int, int], dtype: torch.dtype, seed: int
+) -> None:
+    assert_no_worse_than_torch(make_case(BATCHES[batch], (4, 2), seed, dtype), window)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_rows_that_may_see_nothing_give_zero_and_minus_infinity(
+    window: tuple[int, int], seed: int
+) -> None:
+    case = make_case([(7, 3), (4, 0), (2, 2), (0, 5)], (2, 2), seed)
+    out, lse = packed(case, window, return_lse=True)
+    blind = blind_rows(case, window)
+    assert blind.sum() == (4 if window[1] < 0 else max(0, 4 - window[1]) + 4)
+    assert (out[blind] == 0).all()
+    assert (lse[:, blind] == -math.inf).all()
+    assert lse[:, ~blind].isfinite().all()
+
+
+def test_an_empty_batch_and_one_without_keys_have_zero_gradients(seed: int) -> None:
+    for lengths in ([], [(0, 0)], [(3, 0)], [(0, 3)]):
+        case = make_case(lengths, (2, 1), seed)
+        out, lse = packed(case, (-1, 0), return_lse=True)
+        assert out.shape == case.q.shape
+        assert lse.shape == (2, len(case.q))
+        found = torch.autograd.grad(out.sum() + lse.nan_to_num(neginf=0.0).sum(), case[:3])
+        assert all((g == 0).all() for g in found)
+
+
+def test_permuting_the_sequences_permutes_the_output(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = [(int(n), int(n)) for n in rng.integers(0, 40, 12)]
+    case = make_case(lengths, (2, 2), seed, torch.float32)
+    order = rng.permutation(len(lengths)).tolist()
+
+    def permuted(x: Tensor, n: list[int]) -> Tensor:
+        parts = x.detach().split(n)
+        return torch.cat([parts[i] for i in order])
+
+    other = Case(
+        *(permuted(x, n) for x, n in zip(case[:3], (case.n_q, case.n_k, case.n_k), strict=True)),
+        [case.n_q[i] for i in order],
+        [case.n_k[i] for i in order],
+    )
+    expected = permuted(packed(case, (-1, 0)), case.n_q)
+    torch.testing.assert_close(packed(other, (-1, 0)), expected)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 1)], ids=str)
+def test_nothing_leaks_from_one_sequence_into_another(window: tuple[int, int], seed: int) -> None:
+    lengths = [(6, 6), (7, 7), (5, 5), (150, 150)]
+    case = make_case(lengths, (2, 2), seed, torch.float32)
+    clean = packed(case, window)
+    spoilt = Case(*(x.detach().clone() for x in case[:3]), case.n_q, case.n_k)
+    for x in spoilt[:3]:
+        x[6:13] = math.nan
+        x.requires_grad_()
+    out = packed(spoilt, window)
+    others = torch.ones(len(out), dtype=torch.bool)
+    others[6:13] = False
+    torch.testing.assert_close(out[others], clean[others])
+    got = torch.autograd.grad(out[others].sum(), spoilt[:3])
+    wanted = torch.autograd.grad(clean[others].sum(), case[:3])
+    for gradient, expected in zip(got, wanted, strict=True):
+        torch.testing.assert_close(gradient[others], expected[others])
+
+
+def test_operands_may_be_views_of_a_fused_projection(seed: int) -> None:
+    case = make_case([(5, 5), (8, 8)], (2, 2), seed)
+    fused = torch.stack(case[:3], dim=1).detach()
+    views = Case(*fused.unbind(1), case.n_q, case.n_k)
+    assert_close(packed(views, (-1, 0)), packed(case, (-1, 0)))
+
+
+def test_a_scale_of_ones_own_replaces_the_default(seed: int) -> None:
+    case = make_case([(5, 5), (8, 3)], (2, 2), seed)
+    scaled = Case(case.q * 3.0 * math.sqrt(HEAD_DIM), *case[1:])
+    assert_close(packed(case, (-1, 0), scale=3.0), one_by_one(scaled, (-1, 0), by_hand))
+
+
+def test_int64_borders_and_longest_lengths_with_slack_are_fine(seed: int) -> None:
+    case = make_case([(5, 5), (2, 2)], (2, 2), seed)
+    cu = borders(case.n_q).long()
+    out = varlen_attention(*case[:3], cu, cu, 100, 100, window_size=(-1, 0))
+    assert_close(out, packed(case, (-1, 0)))
+
+
+# --- the log-sum-exp
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("batch", ["square", "cross"])
+def test_the_log_sum_exp_and_its_gradient_are_those_of_the_scores(
+    batch: str, window: tuple[int, int], seed: int
+) -> None:
+    case = make_case(BATCHES[batch], (4, 2), seed)
+    _, lse = packed(case, window, return_lse=True)
+    sighted = ~blind_rows(case, window)
+    expected = lse_by_hand(case, window)[:, sighted]
+    assert_close(lse[:, sighted], expected)
+    upstream = torch.randn_like(expected)
+    got = torch.autograd.grad(lse[:, sighted], case[:2], upstream)
+    wanted = torch.autograd.grad(expected, case[:2], upstream)
+    for gradient, right in zip(got, wanted, strict=True):
+        assert_close(gradient, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_log_sum_exp_is_float32_whatever_the_operands(dtype: torch.dtype, seed: int) -> None:
+    case = make_case([(20, 20), (3, 9)], (2, 1), seed, dtype)
+    _, lse = packed(case, (-1, 0), return_lse=True)
+    assert (lse.dtype, lse.shape) == (torch.float32, (2, 23))
+    exact = lse_by_hand(in_float64(case), (-1, 0))
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_two_halves_of_the_keys_combine_by_their_log_sum_exps(seed: int) -> None:
+    # What context parallelism does; it is right only if the log-sum-exp has its gradient.
+    case = make_case([(6, 8), (3, 8)], (2, 2), seed)
+    whole = packed(case, (-1, -1))
+    half = torch.tensor([True] * 4 + [False] * 4).repeat(2)
+    parts = [
+        packed(Case(case.q, case.k[m], case.v[m], case.n_q, [4, 4]), (-1, -1), return_lse=True)
+        for m in (half, ~half)
+    ]
+    weights = torch.stack([lse for _, lse in parts]).softmax(dim=0).transpose(1, 2)
+    combined = sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
+    assert_close(combined, whole)
+    upstream = torch.randn_like(whole)
+    for gradient, right in zip(
+        torch.autograd.grad(combined, case[:3], upstream),
+        torch.autograd.grad(whole, case[:3], upstream),
+        strict=True,
+    ):
+        assert_close(gradient, right)
+
+
+# --- the plan
+
+
+def plan_of(
+    lengths: list[tuple[int, int]], window: tuple[int, int] = (-1, 0), work: int = 512
+) -> planning.Plan:
+    n_q, n_k = np.array(lengths, np.int64).reshape(-1, 2).T
+    return planning.make_plan(n_q.tobytes(), n_k.tobytes(), window, work, "cpu")
+
+
+def test_equal_sequences_share_one_call_and_large_ones_go_alone() -> None:
+    assert len(plan_of([(16, 16)] * 1000).buckets) == 1
+    apart = plan_of([(100, 100), (800, 800), (400, 400)])
+    assert [b.rows for b in apart.buckets] == [100, 800, 400]
+    # In the order of the batch, so that no token has to move.
+    assert apart.queries.identity
+    assert apart.keys.identity
+
+
+def test_a_causal_batch_needs_no_mask_even_where_key_lengths_differ() -> None:
+    kinds = [b.kind for b in plan_of([(5, 5), (7, 7), (9, 3), (1, 8)]).buckets]
+    assert set(kinds) == {"causal", "full"}
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_every_token_that_meets_another_has_exactly_one_slot(
+    window: tuple[int, int], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = [(int(a), int(b)) for a, b in rng.integers(0, 30, (40, 2))]
+    plan = plan_of(lengths, window)
+    seen_by = [visible_keys(a, b, window) for a, b in lengths]
+    for moves, axis in ((plan.queries, 1), (plan.keys, 0)):
+        needed = np.concatenate([visible.any(dim=axis).numpy() for visible in seen_by])
+        placed = moves.places >= 0
+        # A narrow window may leave keys between two rows' windows unseen, and they stay in.
+        assert (placed | ~needed).all()
+        if axis == 1:
+            assert (placed == needed).all()
+        real = moves.slots[moves.slots >= 0]
+        assert sorted(real) == np.flatnonzero(placed).tolist()
+        assert (moves.slots[moves.places[placed]] == np.flatnonzero(placed)).all()
+
+
+def test_padding_never_costs_more_than_one_call_a_bucket(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    plan = plan_of([(int(n), int(n)) for n in rng.integers(1, 200, 500)])
+    for bucket in plan.buckets:
+        padding = bucket.rows * bucket.keys * len(bucket.row_counts) - int(
+            (bucket.row_counts * bucket.key_counts).sum()
+        )
+        assert padding <= planning.CALL_WORK["cpu"] // 512
+
+
+def test_no_call_and_no_mask_spans_the_packed_row(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    calls: list[tuple[int, int]] = []
+    real = F.scaled_dot_product_attention
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        mask = options.get("attn_mask")
+        calls.append((q.shape[0] * q.shape[2] * k.shape[2], 0 if mask is None else mask.numel()))
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(planning, "MASK_ELEMENTS", 2**15)
+    planning.make_plan.cache_clear()
+    lengths = [(300, 300)] * 8 + [(10, 10)] * 100
+    case = make_case(lengths, (1, 1), seed, torch.float32)
+    for window in ((-1, 0), (20, 0), (-1, 3)):
+        calls.clear()
+        packed(case, window)
+        pairs, elements = zip(*calls, strict=True)
+        assert sum(pairs) <= 2 * sum(a * b for a, b in lengths)
+        assert max(elements) <= max(2**15, planning.MIN_BLOCK_ROWS * 300)
+    planning.make_plan.cache_clear()
+
+
+# --- the backend
+
+
+def test_the_backend_on_the_cpu_is_sdpa_and_native_says_why_not(seed: int) -> None:
+    case = make_case([(4, 4)], (2, 2), seed, torch.bfloat16)
+    assert attention_backend(case.q, case.k, 4, 4) == "sdpa"
+    assert attention_backend(case.q, case.k, 4, 4, backend="sdpa") == "sdpa"
+    with pytest.raises(ValueError, match=r"'native' cannot run here: it needs a CUDA device.*auto"):
+        packed(case, (-1, 0), backend="native")
+
+
+def on_gpu(**facts: Any) -> Any:
+    """What `attention_backend` reads of an operand, as if it lay on a GPU."""
+    shape = facts.pop("shape", (8, 2, 64))
+    return SimpleNamespace(
+        is_cuda=True,
+        device="cuda:0",
+        dtype=facts.pop("dtype", torch.bfloat16),
+        shape=shape,
+        numel=lambda: math.prod(shape),
+    )
+
+
+TORCH_2_10 = frozenset({"is_causal", "return_aux"})
+TORCH_2_11 = frozenset({"return_aux", "scale", "window_size"})
+TORCH_2_12 = TORCH_2_11 | {"enable_gqa"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "facts", "options", "obstacle"),
+    [
+        (TORCH_2_12, {}, {}, None),
+        (TORCH_2_12, {}, {"window_size": (3, 4)}, None),
+        (TORCH_2_12, {}, {"scale": 2.0}, None),
+        (TORCH_2_10, {}, {"window_size": (-1, 0), "scale": 64**-0.5}, None),
+        (None, {}, {}, "2.10 has"),
+        (TORCH_2_10, {}, {"window_size": (3, 0)}, "windows need torch 2.11"),
+        (TORCH_2_10, {}, {"scale": 2.0}, "scale of one's own needs torch 2.11"),
+        (TORCH_2_12, {"dtype": torch.float32}, {}, "float16 or bfloat16"),
+        (TORCH_2_12, {"capability": (7, 5)}, {}, "capability 8.0, got 7.5"),
+        (TORCH_2_12, {"shape": (8, 2, 60)}, {}, "multiple of 8"),
+        (TORCH_2_12, {"shape": (8, 2, 264)}, {}, "up to 256"),
+        (TORCH_2_12, {"shape": (8, 2, 256)}, {}, None),
+        (TORCH_2_12, {"shape": (8, 2, 256), "capability": (8, 9)}, {}, "up to 192"),
+        (TORCH_2_12, {"shape": (0, 2, 64)}, {}, "at least one"),
+        (TORCH_2_12, {}, {"window_size": (-1, 8), "longest": (9, 8)}, "not what it computes"),
+        (TORCH_2_12, {}, {"window_size": (3, -1), "longest": (9, 8)}, "not what it computes"),
+        (TORCH_2_12, {}, {"window_size": (3, 0), "longest": (9, 8)}, None),
+    ],
+)
+def test_native_is_taken_only_where_it_can_run_and_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+    parameters: frozenset[str] | None,
+    facts: dict[str, Any],
+    options: dict[str, Any],
+    obstacle: str | None,
+) -> None:
+    capability = facts.pop("capability", (9, 0)) if facts else (9, 0)
+    longest = options.get("longest", (8, 8))
+    options = {name: value for name, value in options.items() if name != "longest"}
+    entry = None if parameters is None else attention._NativeEntry(print, None, parameters)
+    monkeypatch.setattr(attention, "_native_entry", lambda: entry)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    q = on_gpu(**facts)
+    assert attention_backend(q, q, *longest, **options) == ("sdpa" if obstacle else "native")
+    if obstacle:
+        with pytest.raises(ValueError, match=obstacle):
+            attention_backend(q, q, *longest, backend="native", **options)
+
+
+@pytest.mark.parametrize("parameters", [TORCH_2_10, TORCH_2_11, TORCH_2_12], ids=len)
+def test_the_native_function_is_called_as_its_version_wants(
+    monkeypatch: pytest.MonkeyPatch, parameters: frozenset[str], seed: int
+) -> None:
+    def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+        assert options.keys() <= parameters
+        assert options.pop("return_aux") == "lse, please"
+        if not options.pop("enable_gqa", False):
+            assert q.shape[1] == k.shape[1]
+        if "is_causal" in options:
+            options["window_size"] = (-1, 0) if options.pop("is_causal") else (-1, -1)
+        assert [x.dtype for x in rest[:2]] == [torch.int32] * 2
+        out, lse = varlen_attention(
+            q, k, v, *rest, enable_gqa=True, return_lse=True, backend="sdpa", **options
+        )
+        # As FlashAttention-2 marks rows that see nothing.
+        return out, lse.masked_fill(lse == -math.inf, math.inf)
+
+    entry = attention._NativeEntry(varlen_attn, "lse, please", parameters)
+    monkeypatch.setattr(attention, "_native_entry", lambda: entry)
+    monkeypatch.setattr(attention, "_native_obstacle", lambda *args: None)
+    case = make_case([(5, 5), (7, 3)], (4, 2), seed)
+    for window in ((-1, -1), (-1, 0)):
+        out, lse = packed(case, window, return_lse=True)
+        wanted, right = packed(case, window, return_lse=True, backend="sdpa")
+        assert_close(out, wanted)
+        assert_close(lse, right)
+        finite = right.isfinite()
+        for got, expected in zip(
+            torch.autograd.grad(out.sum() + lse[finite].sum(), case[:3]),
+            torch.autograd.grad(wanted.sum() + right[finite].sum(), case[:3]),
+            strict=True,
+        ):
+            assert_close(got, expected)
+
+
+def test_what_torch_offers_here_is_recognised_by_its_signature() -> None:
+    entry = attention._native_entry()
+    if entry is None:
+        pytest.skip("this torch has no varlen_attn")
+    assert "return_aux" in entry.parameters
+    assert entry.parameters & {"is_causal", "window_size"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("batch", ["square", "cross", "several blocks"])
+def test_on_a_gpu_both_backends_give_what_each_sequence_would_get_alone(
+    batch: str, window: tuple[int, int], heads: tuple[int, int], backend: Any, seed: int
+) -> None:
+    case = make_case(BATCHES[batch], heads, seed, torch.bfloat16, "cuda", head_dim=64)
+    longest = max(case.n_q), max(case.n_k)
+    if backend == "native":
+        taken = attention_backend(case.q, case.k, *longest, window_size=window)
+        if taken != "native":
+            pytest.skip("the native kernel cannot run here, or not this window")
+    assert_no_worse_than_torch(case, window, backend=backend)
+    _, lse = packed(case, window, backend=backend, return_lse=True)
+    exact = lse_by_hand(in_float64(case), window).to("cuda")
+    blind = blind_rows(case, window).to("cuda")
+    assert (lse[:, blind] == -math.inf).all()
+    torch.testing.assert_close(lse[:, ~blind].double(), exact[:, ~blind], rtol=1e-4, atol=1e-4)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": [1.0]}, TypeError, "q: expected a torch.Tensor, got list"),
+        ({"q": torch.zeros(1, 5, 2, 4)}, ValueError, "q: expected a packed"),
+        ({"q": torch.zeros(5, 2, 4).int()}, TypeError, "q: expected one floating dtype"),
+        ({"k": torch.zeros(5, 2, 4).double()}, TypeError, "k: expected one floating dtype"),
+        ({"v": torch.zeros(5, 2, 4, device="meta")}, ValueError, "v: expected it on cpu"),
+        ({"v": torch.zeros(4, 2, 4)}, ValueError, "k and v: expected one shape"),
+        ({"q": torch.zeros(5, 2, 8)}, ValueError, "k: expected head dimension 8"),
+        ({"q": torch.zeros(5, 3, 4)}, ValueError, "multiple of k's heads"),
+        ({"q": torch.zeros(5, 4, 4)}, ValueError, "pass enable_gqa=True"),
+        ({"scale": math.nan}, ValueError, "scale: expected a finite"),
+        ({"window_size": (1, 2, 3)}, TypeError, "window_size: expected two integers"),
+        ({"window_size": (0.5, 0)}, TypeError, "window_size: expected two integers"),
+        ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers from -1"),
+        ({"max_q": 2.5}, TypeError, "max_q: expected an integer, got float"),
+        ({"max_k": -1}, ValueError, "max_k: expected 0 or more"),
+        ({"max_k": 2}, ValueError, "cu_seqlens_k: expected at most 2 tokens.*max_k.*got 3"),
+        ({"cu_seqlens_q": [0, 5]}, TypeError, "cu_seqlens_q: expected an int32 or int64.*list"),
+        ({"cu_seqlens_q": torch.zeros(3)}, TypeError, "cu_seqlens_q: expected an int32.*float32"),
+        ({"cu_seqlens_q": torch.zeros(0).int()}, ValueError, "cu_seqlens_q: expected shape"),
+        ({"cu_seqlens_q": torch.tensor([0, 5])}, ValueError, "as many sequences in both"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 4])}, ValueError, "rise from 0 to 5.*0 to 4"),
+        ({"cu_seqlens_q": torch.tensor([1, 3, 5])}, ValueError, "rise from 0 to 5"),
+        ({"cu_seqlens_k": torch.tensor([0, 6, 5])}, ValueError, "smallest step -1"),
+        ({"backend": "flash"}, ValueError, "backend: expected 'auto'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments = {
+        **{name: torch.zeros(5, 2, 4) for name in "qkv"},
+        "cu_seqlens_q": borders([3, 2]),
+        "cu_seqlens_k": borders([3, 2]),
+        "max_q": 3,
+        "max_k": 3,
+        **change,
+    }
+    with pytest.raises(error, match=message):
+        varlen_attention(**arguments)

@@ -1,0 +1,400 @@
+"""OnlineDataHandler: the bus as an iterator of batches.
+
+Invariants:
+
+- A batch holds whole groups. What it was made of stays leased until `ack`, so a trainer that dies
+  before that finds all of it again.
+- A group is in exactly one place: held over for the next batch, in a batch that is out, or ended.
+- After `load_state_dict`, what the checkpoint had trained already is acknowledged and not yielded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Final, Literal
+
+import torch
+
+import shmbus
+from shmbus.gather import sequence_lengths
+from trainer_adapter.advantages import MAX_SCORE, Kind, advantages_for_groups
+from trainer_adapter.packing import Batch, BatchMemory, FieldNames, Layout, pack
+
+__all__ = ["OnlineDataHandler"]
+
+logger = logging.getLogger(__name__)
+
+#: Tokens of a batch where nothing is said.
+DEFAULT_TOKENS_PER_BATCH: Final = 65_536
+#: Seconds that a batch with a token budget waits to be filled, once it has a group.
+DEFAULT_MAX_WAIT_S: Final = 1.0
+#: Seconds between two notes in the log while no complete group comes.
+QUIET_NOTE_S: Final = 30.0
+#: Groups taken from the bus at a time.
+TAKE_GROUPS: Final = 64
+
+_STATE_VERSION = 1
+
+
+class OnlineDataHandler:
+    """Takes complete groups from a bus and yields them as batches of tensors.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+    tokens_per_batch : int, optional
+        A batch holds as many whole groups as fit into this many tokens, 65,536 by default. A single
+        group larger than that comes alone.
+    groups_per_batch : int, optional
+        Instead: exactly so many groups.
+    advantages : "grpo" | "dr_grpo" | "rloo" | "none" or callable
+        As for `group_advantages`.
+    layout : "packed" | "padded"
+    device : torch.device or str
+    rank, world_size : int
+        Shards of one step need the daemon; a bus without one has a single reader.
+    max_wait : float, optional
+        Seconds after the first group of a batch when it is yielded though it is not full; None
+        waits until it is. By default 1 for a token budget, and None for a number of groups.
+    fields : FieldNames, optional
+        How producers call the arrays.
+    malformed : "raise" | "drop"
+        A group whose arrays do not fit together is dropped and counted in either case; "raise"
+        also raises its ValueError, once, and iteration can go on.
+    **consumer_options
+        As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
+        duplicate, max_stash_bytes, on_overflow.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Arguments that do not fit.
+    BusNotFoundError, BusBusyError, LayoutMismatchError
+        As for `shmbus.Consumer`.
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        *,
+        tokens_per_batch: int | None = None,
+        groups_per_batch: int | None = None,
+        advantages: Kind = "grpo",
+        layout: Layout = "packed",
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        world_size: int = 1,
+        max_wait: float | Literal["auto"] | None = "auto",
+        fields: FieldNames | None = None,
+        malformed: Literal["raise", "drop"] = "raise",
+        **consumer_options: Any,
+    ) -> None:
+        if tokens_per_batch is not None and groups_per_batch is not None:
+            raise ValueError(
+                "expected one of tokens_per_batch and groups_per_batch, got both; drop one"
+            )
+        if groups_per_batch is None and tokens_per_batch is None:
+            tokens_per_batch = DEFAULT_TOKENS_PER_BATCH
+        _check_count("tokens_per_batch", tokens_per_batch)
+        _check_count("groups_per_batch", groups_per_batch)
+        if (rank, world_size) != (0, 1):
+            raise ValueError(
+                f"expected rank=0, world_size=1, got rank={rank}, world_size={world_size}: a bus "
+                "without a daemon has one reader; shards for several ranks need the daemon"
+            )
+        if layout not in ("packed", "padded"):
+            raise ValueError(f"layout: expected 'packed' or 'padded', got {layout!r}")
+        if malformed not in ("raise", "drop"):
+            raise ValueError(f"malformed: expected 'raise' or 'drop', got {malformed!r}")
+        if max_wait == "auto":
+            max_wait = None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
+        if max_wait is not None and not max_wait >= 0:
+            raise ValueError(f"max_wait: expected 0 or more seconds, or None, got {max_wait!r}")
+        # A kind that does not exist should be known now, not with the first group.
+        advantages_for_groups([0.0, 1.0], [2], advantages)
+        self.tokens_per_batch = tokens_per_batch
+        self.groups_per_batch = groups_per_batch
+        self.step = 0
+        self._advantages = advantages
+        self._layout = layout
+        self._device = device
+        self._max_wait = max_wait
+        self._fields = fields or FieldNames()
+        self._malformed = malformed
+        self._memory = BatchMemory()
+        self._held: deque[tuple[shmbus.Group, int]] = deque()
+        self._out: dict[int, Batch] = {}
+        self._trained: set[tuple[int, int]] = set()
+        self._consumer = shmbus.Consumer(bus, **consumer_options)
+        with shmbus.Bus.open(bus) as handle:
+            self._created_unix_ns = handle.created_unix_ns
+
+    # -- batches --------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches for ever, until `close`; an exception does not end the iteration."""
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            return self.next_batch()
+        except shmbus.BusClosedError:
+            if self._consumer.closed:
+                raise StopIteration from None
+            raise
+
+    def next_batch(self, timeout: float | None = None) -> Batch:
+        """Wait for the next batch.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for its first group; None waits for ever, with a note in the log every
+            half minute that says what is missing.
+
+        Returns
+        -------
+        Batch
+
+        Raises
+        ------
+        TimeoutError
+            No complete group came; the message says what is in the stash.
+        ValueError
+            A malformed group came, under ``malformed="raise"``. It has been dropped.
+        """
+        chosen = self._choose(timeout)
+        batch = pack(
+            chosen,
+            advantages=self._advantages,
+            layout=self._layout,
+            device=self._device,
+            fields=self._fields,
+            memory=self._memory,
+        )
+        batch.step = self.step
+        self._out[self.step] = batch
+        self.step += 1
+        return batch
+
+    def _choose(self, timeout: float | None) -> list[shmbus.Group]:
+        """Collect groups until the budget is used, or max_wait after the first is over."""
+        began = noted = time.monotonic()
+        first_came: float | None = None
+        while True:
+            if self._full():
+                return self._cut()
+            now = time.monotonic()
+            if self._held:
+                first_came = first_came or now
+                left = None if self._max_wait is None else first_came + self._max_wait - now
+                if left is not None and left <= 0:
+                    return self._cut()
+            else:
+                left = None if timeout is None else began + timeout - now
+                if left is not None and left <= 0:
+                    raise TimeoutError(f"no complete group within {timeout:g} s; {self._waiting()}")
+            quiet_left = noted + QUIET_NOTE_S - now
+            groups = self._consumer.take(
+                TAKE_GROUPS, quiet_left if left is None else min(left, max(quiet_left, 0.0))
+            )
+            self._hold_all(groups)
+            if groups:
+                noted = time.monotonic()
+            elif time.monotonic() >= noted + QUIET_NOTE_S:
+                noted = time.monotonic()
+                logger.warning("still waiting for complete groups; %s", self._waiting())
+
+    def _hold_all(self, groups: list[shmbus.Group]) -> None:
+        """Keep what was taken for the next batches; the first malformed group raises at the end."""
+        wrong: Exception | None = None
+        for group in groups:
+            if self._trained and self._was_trained(group):
+                group.ack()
+                continue
+            try:
+                tokens = sum(sequence_lengths(group.trajectories, self._fields))
+                check_scores([t.score for t in group])
+            except (TypeError, ValueError) as error:
+                group.drop()
+                logger.warning("dropped group %r: %s", group.instance_id, error)
+                wrong = wrong or error
+            else:
+                self._held.append((group, tokens))
+        if wrong is not None and self._malformed == "raise":
+            raise wrong
+
+    def _was_trained(self, group: shmbus.Group) -> bool:
+        identities = {(t.producer_id, t.sequence) for t in group}
+        trained = identities <= self._trained
+        if trained:
+            self._trained -= identities
+        return trained
+
+    def _count(self) -> int:
+        """How many of the groups held make the next batch."""
+        if self.groups_per_batch is not None:
+            return min(len(self._held), self.groups_per_batch)
+        assert self.tokens_per_batch is not None
+        total = 0
+        for count, (_, tokens) in enumerate(self._held):
+            total += tokens
+            if total > self.tokens_per_batch:
+                return max(count, 1)
+        return len(self._held)
+
+    def _full(self) -> bool:
+        """Whether another group could not go into the next batch."""
+        if self.groups_per_batch is not None:
+            return len(self._held) >= self.groups_per_batch
+        return bool(self._held) and (
+            self._count() < len(self._held)
+            or sum(tokens for _, tokens in self._held) >= (self.tokens_per_batch or 0)
+        )
+
+    def _cut(self) -> list[shmbus.Group]:
+        return [self._held.popleft()[0] for _ in range(self._count())]
+
+    def _waiting(self) -> str:
+        """Describe what is there instead of a batch, for a message."""
+        ledger = self._consumer.stats()
+        return (
+            f"bus {self._consumer.name!r} has {ledger.groups_open} incomplete groups with "
+            f"{ledger.stashed} trajectories, {ledger.in_ring} unread, {ledger.producers} producers "
+            f"attached, {len(self._held)} groups held for the next batch"
+        )
+
+    # -- the end of a batch ---------------------------------------------------------------------
+
+    def ack(self, batch: Batch) -> None:
+        """Acknowledge a batch after its optimizer step; this frees the ring.
+
+        Parameters
+        ----------
+        batch : Batch
+            Yielded by this handler, not acknowledged before.
+
+        Raises
+        ------
+        ProtocolError
+            It was acknowledged or given back before, or came from elsewhere.
+
+        Notes
+        -----
+        To lose nothing when the trainer goes back to a checkpoint, take ``state_dict()`` and save
+        it before the batches that it covers are acknowledged.
+        """
+        self._require_out(batch, "ack")
+        self._consumer.ack(batch.groups)
+        del self._out[batch.step]
+
+    def give_back(self, batch: Batch) -> None:
+        """Return a batch that was not trained on; its groups are the next to be delivered."""
+        self._require_out(batch, "give back")
+        del self._out[batch.step]
+        for group in reversed(batch.groups):
+            group.give_back()
+
+    def _require_out(self, batch: Batch, verb: str) -> None:
+        if self._out.get(batch.step) is not batch:
+            raise shmbus.ProtocolError(
+                f"cannot {verb} batch {batch.step}: it is not out; each batch of this handler ends "
+                "once"
+            )
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def set_policy_version(self, version: int) -> None:
+        """Tell the producers, and the filter of stale groups, the current policy version.
+
+        Parameters
+        ----------
+        version : int
+            0 or more.
+        """
+        self._consumer.policy_version = version
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to neither repeat nor skip a trajectory.
+
+        Batches that were yielded count as trained, acknowledged or not, as for torch's
+        StatefulDataLoader. Plain ints, strs and lists, for any serialiser.
+        """
+        trained = set(self._trained)
+        for batch in self._out.values():
+            trained |= {(t.producer_id, t.sequence) for group in batch.groups for t in group}
+        return {
+            "version": _STATE_VERSION,
+            "step": self.step,
+            "policy_version": self._consumer.policy_version,
+            "bus_created_unix_ns": self._created_unix_ns,
+            "trained": sorted([producer, sequence] for producer, sequence in trained),
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on where a checkpoint stood.
+
+        Parameters
+        ----------
+        state : dict
+            From `state_dict`.
+
+        Raises
+        ------
+        ValueError
+            It is not a handler's state, or of another version.
+        """
+        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
+            version = state.get("version") if isinstance(state, dict) else type(state).__name__
+            raise ValueError(
+                f"state_dict: expected version {_STATE_VERSION}, got {version!r}; it is not a "
+                "handler's state, or was saved by another version of shmbus"
+            )
+        self.step = int(state["step"])
+        self.set_policy_version(int(state["policy_version"]))
+        self._trained = set()
+        # Numbers of producers are unique on one bus only.
+        if state["bus_created_unix_ns"] == self._created_unix_ns:
+            self._trained = {(int(producer), int(seq)) for producer, seq in state["trained"]}
+
+    def stats(self) -> shmbus.Ledger:
+        """Return the ledger of the bus."""
+        return self._consumer.stats()
+
+    def close(self) -> None:
+        """Leave the bus. What is not acknowledged is delivered again to the next reader."""
+        self._consumer.close()
+
+    def __enter__(self) -> OnlineDataHandler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def check_scores(scores: list[float]) -> None:
+    """Raise ValueError for a score that no advantage can be computed from."""
+    worst = max(scores, key=abs)
+    if abs(worst) > MAX_SCORE:
+        raise ValueError(
+            f"score: expected at most {MAX_SCORE:g} by magnitude, got {worst:g}; scale the reward"
+        )
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}: expected 1 or more, got {value}")

@@ -1,0 +1,210 @@
+"""Groups into batches: packed rows without padding, or padded ones.
+
+Invariants:
+
+- A batch holds whole groups, in the order given, each with its samples ordered by index.
+- Logprobs are aligned to their own token, and 0 where the loss mask is False.
+- Batch memory is used again only when no tensor, array or view of it is left anywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import shmbus
+from shmbus import gather as bus_gather
+from trainer_adapter.advantages import Kind, advantages_for_groups
+
+__all__ = ["Batch", "BatchMemory", "FieldNames", "pack"]
+
+FieldNames = bus_gather.FieldNames
+Layout = Literal["packed", "padded"]
+
+#: Blocks are rounded up to this many bytes, so that batches of like size share them.
+BLOCK_BYTES: Final = 1 << 20
+#: Blocks kept for another batch; one in use, one being filled, one on its way to the device.
+BLOCKS_KEPT: Final = 4
+
+
+@dataclass(eq=False)
+class Batch:
+    """One batch of whole groups. T tokens in S sequences, the longest of L tokens.
+
+    Attributes
+    ----------
+    tokens : int64 [T], or [S, L] padded with 0
+    position_ids : int64 [T] or [S, L]
+        From 0 in every sequence.
+    cu_seqlens : int32 [S + 1]
+        Where each sequence begins in the packed row; kept for padded batches too.
+    max_seqlen : int
+        L.
+    loss_mask : bool [T] or [S, L]
+    logprobs : float32 [T] or [S, L]
+        The producer's, aligned to their own token; 0 where loss_mask is False.
+    advantages : float32 [T] or [S, L]
+        Broadcast from the group, or the producer's own.
+    scores : float32 [S]
+    instance_ids : list[str], one a sequence
+    policy_versions : int64 [S]
+    group_sizes : int64 [G]
+        Sequences of each group, in order.
+    groups : list[shmbus.Group]
+        What is acknowledged with the batch.
+    layout : "packed" | "padded"
+    step : int
+        The handler's count of batches, from 0; -1 for one that `pack` made.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    loss_mask: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+    scores: Tensor
+    instance_ids: list[str]
+    policy_versions: Tensor
+    group_sizes: Tensor
+    groups: list[shmbus.Group] = field(repr=False)
+    layout: Layout = "packed"
+    step: int = -1
+
+    @property
+    def sequences(self) -> int:
+        """S, how many sequences there are."""
+        return len(self.instance_ids)
+
+    @property
+    def total_tokens(self) -> int:
+        """T, the tokens of all sequences, padding not counted."""
+        return int(self.cu_seqlens[-1])
+
+
+class BatchMemory:
+    """Blocks of memory for batches, used again, since fresh pages cost more than filling them.
+
+    A block is free when this pool holds the only reference to it: tensors and arrays of a batch
+    refer to their block, so one that somebody kept is never written over.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[NDArray[np.uint8]] = []
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Return a block of at least `size` bytes; its content is arbitrary."""
+        blocks = self._blocks
+        # References to a free block: the list's, and the argument of getrefcount.
+        for position in range(len(blocks)):
+            if sys.getrefcount(blocks[position]) == 2 and blocks[position].nbytes >= size:
+                return blocks[position]
+        block = np.empty(-(-size // BLOCK_BYTES) * BLOCK_BYTES, np.uint8)
+        if len(blocks) >= BLOCKS_KEPT:
+            del blocks[0]
+        blocks.append(block)
+        return block
+
+
+def pack(
+    groups: Iterable[shmbus.Group] | shmbus.Group,
+    *,
+    advantages: Kind = "grpo",
+    layout: Layout = "packed",
+    device: torch.device | str = "cpu",
+    fields: FieldNames | None = None,
+    memory: BatchMemory | None = None,
+) -> Batch:
+    """Gather leased groups into one batch.
+
+    Parameters
+    ----------
+    groups : shmbus.Group or iterable of them
+        Leased, of one Consumer.
+    advantages : "grpo" | "dr_grpo" | "rloo" | "none" or callable
+        As for `group_advantages`; token-level advantages that a producer sent win.
+    layout : "packed" | "padded"
+    device : torch.device or str
+    fields : FieldNames, optional
+        How producers call the arrays.
+    memory : BatchMemory, optional
+        Where the batch's memory comes from; fresh memory without it.
+
+    Returns
+    -------
+    Batch
+
+    Raises
+    ------
+    ValueError
+        No group; a trajectory without tokens, or with fields that do not fit together.
+    """
+    chosen = [groups] if isinstance(groups, shmbus.Group) else list(groups)
+    if not chosen:
+        raise ValueError("pack: expected at least one group, got none")
+    if layout not in ("packed", "padded"):
+        raise ValueError(f"layout: expected 'packed' or 'padded', got {layout!r}")
+    names = fields or FieldNames()
+    trajectories = [t for group in chosen for t in group.trajectories]
+    lengths = bus_gather.sequence_lengths(trajectories, names)
+    sizes = np.fromiter((len(group) for group in chosen), np.int64, len(chosen))
+    scores = np.fromiter((t.score for t in trajectories), np.float64, len(trajectories))
+    total = sum(lengths)
+    size = bus_gather.packed_bytes(total, len(lengths))
+    block = np.empty(size, np.uint8) if memory is None else memory.take(size)
+    arrays = bus_gather.PackedArrays.inside(block, total, len(lengths))
+    per_sequence = advantages_for_groups(scores, sizes, advantages)
+    bus_gather.gather(trajectories, arrays, per_sequence, names)
+    batch = Batch(
+        tokens=torch.from_numpy(arrays.tokens),
+        position_ids=torch.from_numpy(arrays.position_ids),
+        cu_seqlens=torch.from_numpy(arrays.cu_seqlens),
+        max_seqlen=max(lengths),
+        loss_mask=torch.from_numpy(arrays.loss_mask),
+        logprobs=torch.from_numpy(arrays.logprobs),
+        advantages=torch.from_numpy(arrays.advantages),
+        scores=torch.from_numpy(scores.astype(np.float32)),
+        instance_ids=[t.instance_id for t in trajectories],
+        policy_versions=torch.from_numpy(
+            np.fromiter((t.policy_version for t in trajectories), np.int64, len(trajectories))
+        ),
+        group_sizes=torch.from_numpy(sizes),
+        groups=chosen,
+    )
+    if layout == "padded":
+        _pad(batch)
+    return batch if torch.device(device).type == "cpu" else _move(batch, device)
+
+
+_PER_TOKEN = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
+_PER_SEQUENCE = ("cu_seqlens", "scores", "policy_versions", "group_sizes")
+
+
+def _pad(batch: Batch) -> None:
+    """Spread the packed row over [S, L]; the filler is 0 and False."""
+    starts = batch.cu_seqlens[:-1].to(torch.int64)
+    rows = torch.repeat_interleave(
+        torch.arange(batch.sequences), batch.cu_seqlens.diff().to(torch.int64)
+    )
+    columns = torch.arange(batch.total_tokens) - starts[rows]
+    for name in _PER_TOKEN:
+        packed: Tensor = getattr(batch, name)
+        padded = packed.new_zeros((batch.sequences, batch.max_seqlen))
+        padded[rows, columns] = packed
+        setattr(batch, name, padded)
+    batch.layout = "padded"
+
+
+def _move(batch: Batch, device: torch.device | str) -> Batch:
+    values: dict[str, Any] = {}
+    for name in _PER_TOKEN + _PER_SEQUENCE:
+        values[name] = getattr(batch, name).to(device)
+    return Batch(**{**batch.__dict__, **values})
