@@ -188,6 +188,49 @@ bool parse_timeout(PyObject *value, double *timeout_s);
 bool parse_score(PyObject *value, double *score);
 bool arguments_init(void);
 
+typedef struct slot_object SlotObject;
+
+typedef struct {
+    PyObject_HEAD
+    SegmentObject *segment;
+    struct writer c;
+    struct schema_cache schemas;
+    SlotObject *open; /* reservations that are not ended */
+    uint64_t bytes;
+    uint64_t full_waits;
+    uint32_t flags;
+    uint32_t busy; /* threads that copy into this lane now; waiting ones are not counted */
+    bool attached;
+    bool closing;
+} WriterObject;
+
+struct slot_object {
+    PyObject_HEAD
+    WriterObject *writer;
+    KeeperObject *keeper;
+    struct reservation at;
+    PyObject *names; /* tuple */
+    PyArrayObject *arrays[SHMBUS_MAX_FIELDS];
+    uint16_t shape_at[SHMBUS_MAX_FIELDS];
+    uint32_t count;
+    uint32_t meta_room;
+    double score;
+    bool ended;
+    SlotObject *previous, *next;
+};
+
+bool writer_usable(WriterObject *self);
+/* Room for a record, waiting for it as long as timeout_s allows; false with an exception set. */
+bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
+                       struct reservation *at);
+/* Frame and body of a record whose arguments are finished. */
+void writer_write_head(WriterObject *self, const struct put_arguments *arguments,
+                       const struct reservation *at);
+bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item, Py_ssize_t at);
+PyObject *writer_reserve_slot(WriterObject *self, PyObject *args);
+/* Ends every open reservation without a commit. */
+void writer_abort_open(WriterObject *self);
+
 extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, PinType,
     TrajectoryType, SchemaType;
 bool gather_add_functions(PyObject *module);

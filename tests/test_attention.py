@@ -92,11 +92,11 @@ def packed(case: Case, window: tuple[int, int], **options: Any) -> Any:
 
 def visible_keys(n_q: int, n_k: int, window: tuple[int, int]) -> Tensor:
     left, right = window
-    visible = torch.zeros(n_q, n_k, dtype=torch.bool)
-    for row, key in itertools.product(range(n_q), range(n_k)):
-        distance = (key - n_k) - (row - n_q)
-        visible[row, key] = (right < 0 or distance <= right) and (left < 0 or -distance <= left)
-    return visible
+    row = torch.arange(n_q)[:, None] - n_q
+    key = torch.arange(n_k) - n_k
+    ahead = key - row
+    no_limit = torch.ones(n_q, n_k, dtype=torch.bool)
+    return (no_limit if right < 0 else ahead <= right) & (no_limit if left < 0 else -ahead <= left)
 
 
 def one_by_one(case: Case, window: tuple[int, int], attend: Any) -> Tensor:

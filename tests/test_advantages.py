@@ -1,0 +1,221 @@
+"""Advantages: against the formulas written out group by group, and what must never come out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer_adapter import group_advantages
+from trainer_adapter.advantages import DEFAULT_EPS, MAX_SCORE, advantages_for_groups
+
+KINDS = ["grpo", "dr_grpo", "rloo", "none"]
+
+
+def by_hand(scores: list[float], kind: str, std: str = "bessel", eps: float = DEFAULT_EPS) -> Any:
+    """One group, in plain Python."""
+    n = len(scores)
+    if kind == "none":
+        return scores
+    if n < 2 or min(scores) == max(scores):
+        return [0.0] * n
+    mean = math.fsum(scores) / n
+    if kind == "dr_grpo":
+        return [s - mean for s in scores]
+    if kind == "rloo":
+        return [s - math.fsum(scores[:i] + scores[i + 1 :]) / (n - 1) for i, s in enumerate(scores)]
+    squares = math.fsum((s - mean) ** 2 for s in scores)
+    deviation = math.sqrt(squares / (n - 1 if std == "bessel" else n))
+    return [(s - mean) / (deviation + eps) for s in scores]
+
+
+def ragged(seed: int, groups: int = 50) -> list[list[float]]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(2, 3, size=int(n)).tolist() for n in rng.integers(0, 9, groups)]
+
+
+@pytest.mark.parametrize("std", ["bessel", "biased"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ragged_batch_gets_what_each_group_would_get_alone(
+    kind: Any, std: Any, seed: int
+) -> None:
+    batch = ragged(seed)
+    flat = np.array([s for group in batch for s in group])
+    got = advantages_for_groups(flat, [len(group) for group in batch], kind, std=std, eps=0.1)
+    expected = [a for group in batch for a in by_hand(group, kind, std, 0.1)]
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_default_standard_deviation_is_torchs() -> None:
+    scores = torch.tensor([0.0, 1.0, 1.0, 4.0])
+    expected = (scores - scores.mean()) / (scores.std() + 1e-6)
+    torch.testing.assert_close(group_advantages(scores), expected)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("group", [[3.0], [0.1] * 3, [0.7] * 7, [0.0] * 8, [-1e38] * 3], ids=str)
+def test_a_group_with_nothing_to_compare_gives_exactly_zero(group: list[float], kind: Any) -> None:
+    assert group_advantages(group, kind, eps=0.0) == [0.0] * len(group)
+    # Beside groups that do differ, too.
+    got = advantages_for_groups([1.0, 2.0, *group], [2, len(group)], kind)
+    assert (got[2:] == 0).all()
+    assert (got[:2] != 0).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    groups=st.lists(st.lists(st.floats(-MAX_SCORE, MAX_SCORE), max_size=6), max_size=5),
+    kind=st.sampled_from(KINDS),
+    std=st.sampled_from(["bessel", "biased"]),
+    eps=st.sampled_from([0.0, 1e-6, 1e300]),
+)
+def test_finite_scores_never_give_nan_or_infinity(
+    groups: list[list[float]], kind: Any, std: Any, eps: float
+) -> None:
+    flat = np.array([s for group in groups for s in group], dtype=np.float64)
+    got = advantages_for_groups(flat, [len(group) for group in groups], kind, std=std, eps=eps)
+    assert np.isfinite(got).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    scores=st.lists(st.integers(-50, 50).map(float), min_size=2, max_size=12),
+    kind=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
+)
+def test_the_advantages_of_a_group_sum_to_zero_and_keep_its_order(
+    scores: list[float], kind: Any
+) -> None:
+    got = group_advantages(scores, kind)
+    assert abs(math.fsum(got)) < 1e-9
+    assert [scores[i] for i in np.argsort(got, kind="stable")] == sorted(scores)
+
+
+def test_groups_never_touch(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=12)
+    others = scores.copy()
+    others[4:8] = 1e30
+    before, after = (advantages_for_groups(s, [4, 4, 4]) for s in (scores, others))
+    assert (np.delete(before, range(4, 8)) == np.delete(after, range(4, 8))).all()
+
+
+def test_a_group_may_be_scattered_and_named_by_ids() -> None:
+    scores, ids = [1.0, 10.0, 3.0, 20.0, 30.0], ["", "b", "", "b", "b"]
+    assert group_advantages(scores, "dr_grpo", group_ids=ids) == [-1.0, -10.0, 1.0, 0.0, 10.0]
+    numbered = group_advantages(np.array(scores), "dr_grpo", group_ids=[0, 7, 0, 7, 7])
+    assert numbered.tolist() == [-1.0, -10.0, 1.0, 0.0, 10.0]
+
+
+def test_rows_are_groups_and_sizes_cut_a_flat_row() -> None:
+    rows = np.array([[0.0, 2.0], [5.0, 5.0]])
+    assert group_advantages(rows, "dr_grpo").tolist() == [[-1.0, 1.0], [0.0, 0.0]]
+    flat = group_advantages(rows.ravel(), "dr_grpo", sizes=[3, 0, 1])
+    np.testing.assert_allclose(flat, [-7 / 3, -1 / 3, 8 / 3, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("scores", "dtype"),
+    [
+        (np.array([0, 1]), np.float32),
+        (np.array([False, True]), np.float32),
+        (np.array([0, 1], np.float16), np.float32),
+        (np.array([0, 1], np.float32), np.float32),
+        (np.array([0, 1], np.float64), np.float64),
+        (torch.tensor([0, 1]), torch.float32),
+        (torch.tensor([0, 1], dtype=torch.bfloat16), torch.float32),
+        (torch.tensor([0.0, 1.0]), torch.float32),
+        (torch.tensor([[0.0, 1.0]]).double(), torch.float64),
+    ],
+)
+def test_the_container_stays_and_the_type_is_float32_or_stays_float64(
+    scores: Any, dtype: Any
+) -> None:
+    got = group_advantages(scores, "dr_grpo")
+    assert type(got) is type(scores)
+    assert got.dtype == dtype
+    assert got.shape == scores.shape
+    assert got.ravel().tolist() == [-0.5, 0.5]
+
+
+def test_lists_give_lists() -> None:
+    assert group_advantages([0, 1], "dr_grpo") == [-0.5, 0.5]
+    assert group_advantages([[0, 1], [2, 2]], "rloo") == [[-1.0, 1.0], [0.0, 0.0]]
+    assert group_advantages([]) == []
+
+
+def test_advantages_are_constants_of_the_loss_and_scores_stay_untouched() -> None:
+    scores = torch.tensor([0.0, 1.0], requires_grad=True)
+    assert not group_advantages(scores).requires_grad
+    array = np.array([3.0, 4.0])
+    for kind in KINDS:
+        group_advantages(array, kind)[:] = 7
+    assert array.tolist() == [3.0, 4.0]
+
+
+def test_a_callable_gets_each_group_once() -> None:
+    seen = []
+
+    def best_only(scores: Any) -> Any:
+        seen.append(scores.tolist())
+        return scores == scores.max()
+
+    got = advantages_for_groups([1.0, 2.0, 3.0], [1, 2], best_only)
+    assert seen == [[1.0], [2.0, 3.0]]
+    assert got.tolist() == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([0.0, math.nan],), ValueError, "got nan at 1; drop the group"),
+        (([[0.0], [-math.inf]],), ValueError, r"got -inf at \(1, 0\)"),
+        (([1e39],), ValueError, "up to 1e\\+38"),
+        ((["good"],), TypeError, "expected real numbers"),
+        (([1j],), TypeError, "expected real numbers"),
+        (([[1.0], [1.0, 2.0]],), ValueError, "ragged list; flatten it and pass sizes"),
+        ((np.zeros((1, 1, 1)),), ValueError, r"got shape \(1, 1, 1\)"),
+        ((np.float64(1),), ValueError, r"got shape \(\)"),
+        (([1.0], "best"), ValueError, "kind: expected 'grpo'"),
+        (([1.0], lambda s: [1.0, 2.0]), ValueError, "expected 1 finite advantages"),
+        (([1.0], lambda s: s * math.nan), ValueError, "expected 1 finite advantages"),
+    ],
+)
+def test_what_makes_no_advantage_is_named(
+    arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        group_advantages(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"sizes": [1, 2]}, ValueError, "expected 2 samples in all.*got 3"),
+        ({"sizes": [3, -1]}, ValueError, "none below 0"),
+        ({"sizes": [1.0, 1.0]}, TypeError, "sizes: expected integers"),
+        ({"group_ids": [1]}, ValueError, "one id for each of 2"),
+        ({"group_ids": [1, 1], "sizes": [2]}, ValueError, "got both; drop one"),
+        ({"std": "torch"}, ValueError, "std: expected 'bessel'"),
+        ({"eps": -1.0}, ValueError, "eps: expected a finite"),
+        ({"eps": math.nan}, ValueError, "eps: expected a finite"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        group_advantages([1.0, 2.0], **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_result_is_on_the_device_of_the_scores() -> None:
+    got = group_advantages(torch.tensor([0.0, 1.0], device="cuda"), "dr_grpo")
+    assert got.device.type == "cuda"
+    assert got.tolist() == [-0.5, 0.5]

@@ -1,0 +1,111 @@
+"""Padding and unpadding: values, borders, gradients, and the one signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_adapter import pad_input, unpad_input
+
+
+def random_mask(seed: int, batch: int = 6, seqlen: int = 9) -> Tensor:
+    rng = np.random.default_rng(seed)
+    mask = torch.from_numpy(rng.random((batch, seqlen)) < 0.6)
+    mask[0] = False
+    mask[1] = True
+    return mask
+
+
+@pytest.mark.parametrize("tail", [(), (3,), (2, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8], ids=str)
+def test_the_marked_tokens_are_packed_row_after_row(
+    dtype: torch.dtype, tail: tuple[int, ...], seed: int
+) -> None:
+    mask = random_mask(seed)
+    hidden = torch.randn(*mask.shape, *tail)
+    packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(hidden, mask.to(dtype))
+    assert torch.equal(packed, torch.cat([h[m] for h, m in zip(hidden, mask, strict=True)]))
+    assert (indices.dtype, cu_seqlens.dtype, seqused.dtype) == (
+        torch.int64,
+        torch.int32,
+        torch.int32,
+    )
+    assert cu_seqlens.tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
+    assert (type(max_seqlen), max_seqlen) == (int, mask.shape[1])
+    assert seqused.tolist() == mask.sum(1).tolist()
+
+
+def test_padding_undoes_unpadding_with_zeros_for_filler(seed: int) -> None:
+    mask = random_mask(seed)
+    hidden = torch.randn(*mask.shape, 3)
+    packed, indices, *_ = unpad_input(hidden, mask)
+    restored = pad_input(packed, indices, *mask.shape)
+    assert torch.equal(restored, hidden * mask[..., None])
+
+
+def test_unused_places_are_packed_but_not_counted(seed: int) -> None:
+    mask = random_mask(seed)
+    unused = random_mask(seed + 1) & ~mask
+    hidden = torch.randn(*mask.shape, 2)
+    packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(hidden, mask, unused)
+    both = mask | unused
+    assert torch.equal(packed, hidden[both])
+    assert torch.equal(indices, both.flatten().nonzero().flatten())
+    assert cu_seqlens.diff().tolist() == both.sum(1).tolist()
+    assert max_seqlen == int(both.sum(1).max())
+    assert seqused.tolist() == mask.sum(1).tolist()
+
+
+def test_gradients_pass_through_both_and_filler_gets_none(seed: int) -> None:
+    mask = random_mask(seed)
+    hidden = torch.randn(*mask.shape, 3, dtype=torch.float64, requires_grad=True)
+    packed, indices, *_ = unpad_input(hidden, mask)
+    upstream = torch.randn(*mask.shape, 3, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(pad_input(packed, indices, *mask.shape), hidden, upstream)
+    assert torch.equal(gradient, upstream * mask[..., None])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 3)], ids=str)
+def test_batches_without_tokens_come_back_as_zeros(shape: tuple[int, int]) -> None:
+    hidden = torch.ones(*shape, 2)
+    packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(
+        hidden, torch.zeros(shape, dtype=torch.bool)
+    )
+    assert packed.shape == (0, 2)
+    assert cu_seqlens.tolist() == [0] * (shape[0] + 1)
+    assert (max_seqlen, seqused.tolist()) == (0, [0] * shape[0])
+    assert torch.equal(pad_input(packed, indices, *shape), torch.zeros(*shape, 2))
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.ones(2, 3), TypeError, "attention_mask: expected bool or integers, got torch.float"),
+        (torch.ones(2, 4, dtype=torch.bool), ValueError, r"= \(2, 3\) as in hidden, got \(2, 4\)"),
+        (torch.ones(6, dtype=torch.bool), ValueError, r"got \(6,\)"),
+    ],
+)
+def test_masks_that_do_not_fit_are_named(
+    mask: Tensor, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        unpad_input(torch.zeros(2, 3, 4), mask)
+
+
+@pytest.mark.parametrize(
+    ("indices", "error", "message"),
+    [
+        (torch.zeros(2), TypeError, "indices: expected int64, got torch.float32"),
+        (torch.zeros(3, dtype=torch.int64), ValueError, "one for each row of hidden"),
+        (torch.tensor([0, 99]), IndexError, "out of range|out of bounds"),
+    ],
+)
+def test_indices_that_do_not_fit_are_named(
+    indices: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pad_input(torch.zeros(2, 4), indices, 2, 3)

@@ -1,0 +1,280 @@
+"""The pieces of the loss, against their formulas written out token by token in plain Python."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_adapter.losses import (
+    LOG_RATIO_LIMIT,
+    aggregate_loss,
+    importance_weights,
+    kl_estimate,
+    policy_loss,
+)
+
+LENGTHS = [5, 1, 0, 7, 3]
+CU_SEQLENS = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+TOKENS = sum(LENGTHS)
+# What filler may hold by accident.
+POISON = [math.nan, math.inf, -math.inf, 1e30]
+
+
+class Row:
+    """Random logprobs, advantages and mask; the sequence of one token has no token to train."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(scale: float) -> Tensor:
+            values = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
+            return (values * scale).to(dtype)
+
+        self.old = normal(1.0) - 3
+        self.new = (self.old + normal(0.3)).requires_grad_()
+        self.reference = self.old + normal(0.5)
+        self.advantages = normal(1.0)
+        self.weights = normal(1.0).abs()
+        self.mask = torch.rand(TOKENS, generator=generator) < 0.7
+        self.mask[5] = False
+        self.mask[[0, 7]] = True
+
+
+def sequences() -> list[range]:
+    edges = CU_SEQLENS.tolist()
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def aggregated(losses: dict[int, float], normalisation: str, denominator: float | None) -> float:
+    """`losses` has the trained tokens only."""
+    if normalisation == "sequence":
+        means = []
+        for sequence in sequences():
+            own = [losses[i] for i in sequence if i in losses]
+            if own:
+                means.append(math.fsum(own) / len(own))
+        return math.fsum(means) / (denominator or len(means))
+    return math.fsum(losses.values()) / (denominator or len(losses))
+
+
+@pytest.mark.parametrize(
+    ("normalisation", "denominator"),
+    [("token", None), ("token", 40.0), ("sequence", None), ("sequence", 8.0), ("constant", 64.0)],
+)
+def test_the_policy_loss_is_the_clipped_surrogate(
+    normalisation: Any, denominator: float | None, seed: int
+) -> None:
+    row = Row(seed)
+    got = policy_loss(
+        row.new, row.old, row.advantages, row.mask, clip_low=0.2, clip_high=0.3,
+        weights=row.weights, normalisation=normalisation, cu_seqlens=CU_SEQLENS,
+        denominator=denominator,
+    )  # fmt: skip
+    losses, slopes, cut, ratios = {}, {}, 0, []
+    for i in row.mask.nonzero().flatten().tolist():
+        ratio = math.exp(row.new[i].item() - row.old[i].item())
+        gain, weight = row.advantages[i].item(), row.weights[i].item()
+        clipped = min(max(ratio, 0.8), 1.3)
+        losses[i] = -min(ratio * gain, clipped * gain) * weight
+        is_cut = clipped * gain < ratio * gain
+        slopes[i] = 0.0 if is_cut else -ratio * gain * weight
+        cut += is_cut
+        ratios.append(ratio)
+    assert got.loss.item() == pytest.approx(aggregated(losses, normalisation, denominator))
+    assert got.clip_fraction.item() == pytest.approx(cut / len(losses))
+    assert got.mean_ratio.item() == pytest.approx(math.fsum(ratios) / len(ratios))
+    (gradient,) = torch.autograd.grad(got.loss, row.new)
+    for i in range(TOKENS):
+        alone = {j: (slopes[j] if j == i else 0.0) for j in slopes}
+        expected = aggregated(alone, normalisation, denominator) if i in slopes else 0.0
+        assert gradient[i].item() == pytest.approx(expected)
+
+
+def test_padded_rows_and_packed_rows_give_the_same_loss(seed: int) -> None:
+    row = Row(seed)
+    longest = max(LENGTHS)
+
+    def padded(values: Tensor) -> Tensor:
+        rows = torch.full((len(LENGTHS), longest), math.nan).to(values.dtype)
+        rows = torch.zeros_like(rows) if values.dtype == torch.bool else rows
+        for i, sequence in enumerate(sequences()):
+            rows[i, : len(sequence)] = values.detach()[sequence.start : sequence.stop]
+        return rows
+
+    operands = (row.new, row.old, row.advantages, row.mask)
+    for normalisation in ("token", "sequence"):
+        packed = policy_loss(*operands, normalisation=normalisation, cu_seqlens=CU_SEQLENS)
+        rows = policy_loss(*map(padded, operands), normalisation=normalisation)
+        torch.testing.assert_close(rows.loss, packed.loss.detach())
+
+
+@pytest.mark.parametrize("poison", POISON, ids=str)
+def test_filler_never_reaches_the_loss_or_a_gradient(poison: float, seed: int) -> None:
+    row = Row(seed)
+
+    def results(spoilt: bool) -> list[Tensor]:
+        def operand(values: Tensor) -> Tensor:
+            clean = values.detach().clone()
+            if spoilt:
+                clean[~row.mask] = poison
+            return clean.requires_grad_()
+
+        new, old, reference, advantages = map(
+            operand, (row.new, row.old, row.reference, row.advantages)
+        )
+        weights = importance_weights(new, old, row.mask)
+        loss = policy_loss(new, old, advantages, row.mask, weights=weights).loss
+        kl = [kl_estimate(new, reference, row.mask, kind=kind) for kind in ("k1", "k2", "k3")]
+        total = loss + sum(aggregate_loss(k, row.mask) for k in kl)
+        return [loss, *kl, weights, *torch.autograd.grad(total, new)]
+
+    for clean, spoilt in zip(results(False), results(True), strict=True):
+        assert spoilt.isfinite().all()
+        assert torch.equal(clean, spoilt)
+
+
+def test_a_mask_without_tokens_gives_zero_and_zero_gradients(seed: int) -> None:
+    row = Row(seed)
+    nothing = torch.zeros_like(row.mask)
+    for normalisation in ("token", "sequence"):
+        got = policy_loss(
+            row.new, row.old, row.advantages, nothing,
+            normalisation=normalisation, cu_seqlens=CU_SEQLENS,
+        )  # fmt: skip
+        (gradient,) = torch.autograd.grad(got.loss, row.new)
+        assert [x.item() for x in got] == [0.0, 0.0, 0.0]
+        assert (gradient == 0).all()
+
+
+def test_micro_batches_with_one_denominator_add_up_to_the_whole(seed: int) -> None:
+    row = Row(seed)
+    losses, mask = row.advantages, row.mask
+    for normalisation, count in (
+        ("token", int(mask.sum())),
+        ("sequence", sum(bool(mask[s.start : s.stop].any()) for s in sequences())),
+    ):
+        whole = aggregate_loss(
+            losses, mask, normalisation=normalisation, cu_seqlens=CU_SEQLENS
+        )  # fmt: skip
+        edge = int(CU_SEQLENS[3])
+        parts = [
+            aggregate_loss(
+                losses[part], mask[part], normalisation=normalisation, denominator=count,
+                cu_seqlens=borders,
+            )
+            for part, borders in (
+                (slice(None, edge), CU_SEQLENS[:4]),
+                (slice(edge, None), CU_SEQLENS[3:] - edge),
+            )
+        ]  # fmt: skip
+        torch.testing.assert_close(parts[0] + parts[1], whole)
+
+
+def test_tokens_after_the_last_border_belong_to_no_sequence(seed: int) -> None:
+    row = Row(seed)
+    tail = torch.full((4,), 100.0, dtype=torch.float64)
+    longer = torch.cat([row.advantages, tail])
+    mask = torch.cat([row.mask, torch.ones(4, dtype=torch.bool)])
+    got = aggregate_loss(longer, mask, normalisation="sequence", cu_seqlens=CU_SEQLENS)
+    expected = aggregate_loss(
+        row.advantages, row.mask, normalisation="sequence", cu_seqlens=CU_SEQLENS
+    )
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_kl_estimators_are_schulmans(kind: Any, seed: int) -> None:
+    row = Row(seed)
+    got = kl_estimate(row.new, row.reference, row.mask, kind=kind)
+    (slopes,) = torch.autograd.grad(got.sum(), row.new)
+    for i in range(TOKENS):
+        d = row.reference[i].item() - row.new[i].item()
+        value = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[kind]
+        slope = {"k1": 1.0, "k2": -d, "k3": 1 - math.exp(d)}[kind]
+        real = bool(row.mask[i])
+        assert got[i].item() == pytest.approx(value if real else 0.0)
+        assert slopes[i].item() == pytest.approx(slope if real else 0.0)
+
+
+def test_k1_and_k3_average_to_the_divergence(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    policy = torch.randn(8, generator=generator).double().log_softmax(0)
+    reference = torch.randn(8, generator=generator).double().log_softmax(0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    everywhere = torch.ones(8, dtype=torch.bool)
+    for kind in ("k1", "k3"):
+        estimates = kl_estimate(policy, reference, everywhere, kind=kind)
+        torch.testing.assert_close((policy.exp() * estimates).sum(), exact)
+
+
+def test_importance_weights_are_ratios_up_to_the_cap(seed: int) -> None:
+    row = Row(seed)
+    got = importance_weights(row.new, row.old, row.mask, cap=1.1)
+    assert not got.requires_grad
+    for i in range(TOKENS):
+        ratio = math.exp(row.new[i].item() - row.old[i].item())
+        expected = min(ratio, 1.1) if row.mask[i] else 1.0
+        assert got[i].item() == pytest.approx(expected)
+
+
+def test_ratios_beyond_all_bounds_stay_finite() -> None:
+    far = torch.tensor([0.0, -1e4, 0.0])
+    near = torch.tensor([-1e4, 0.0, 0.0])
+    mask = torch.ones(3, dtype=torch.bool)
+    for gain in (-1.0, 0.0, 1.0):
+        new = far.clone().requires_grad_()
+        got = policy_loss(new, near, torch.full((3,), gain), mask)
+        (gradient,) = torch.autograd.grad(got.loss, new)
+        assert got.loss.isfinite()
+        assert gradient.isfinite().all()
+        assert got.mean_ratio <= math.exp(LOG_RATIO_LIMIT)
+    assert importance_weights(far, near, mask).tolist() == pytest.approx([2.0, 0.0, 1.0], abs=1e-8)
+    assert kl_estimate(near, far, mask).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_half_precision_is_widened_before_any_arithmetic(dtype: torch.dtype, seed: int) -> None:
+    row = Row(seed, dtype)
+    got = policy_loss(row.new, row.old, row.advantages, row.mask)
+    exact = policy_loss(*(x.double() for x in (row.new, row.old, row.advantages)), row.mask)
+    assert got.loss.dtype == torch.float32
+    assert got.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"loss_mask": torch.ones(4)}, TypeError, "loss_mask: expected torch.bool"),
+        ({"logprobs": torch.zeros(4).long()}, TypeError, "logprobs: expected a floating"),
+        ({"old_logprobs": torch.zeros(3)}, ValueError, "old_logprobs: expected .T. or .S, L."),
+        ({"weights": torch.zeros(4, 1)}, ValueError, "weights: expected"),
+        ({"clip_low": 1.5}, ValueError, "clip_low and clip_high"),
+        ({"clip_high": math.nan}, ValueError, "clip_low and clip_high"),
+        ({"normalisation": "mean"}, ValueError, "normalisation: expected 'token'"),
+        ({"normalisation": "sequence"}, ValueError, "cu_seqlens: expected the borders"),
+        ({"normalisation": "constant"}, ValueError, "denominator: expected a number"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {
+        **{name: torch.zeros(4) for name in ("logprobs", "old_logprobs", "advantages")},
+        "loss_mask": torch.ones(4, dtype=torch.bool),
+        **change,
+    }
+    with pytest.raises(error, match=message):
+        policy_loss(**arguments)
+
+
+def test_an_unknown_estimator_and_a_cap_of_zero_are_refused() -> None:
+    rows = torch.zeros(2), torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    with pytest.raises(ValueError, match="kind: expected 'k1'"):
+        kl_estimate(*rows, kind="k4")
+    with pytest.raises(ValueError, match="cap: expected more than 0"):
+        importance_weights(*rows, cap=0.0)
