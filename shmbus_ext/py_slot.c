@@ -127,6 +127,9 @@ PyObject *writer_reserve_slot(WriterObject *self, PyObject *args) {
         goto done;
     }
     struct reservation at;
+    if (!writer_usable(self)) {
+        goto done;
+    }
     self->busy++;
     bool claimed = writer_claim_room(self, spec->record_bytes, arguments.timeout_s, &at);
     self->busy--;

@@ -175,7 +175,8 @@ static PyObject *writer_put(WriterObject *self, PyObject *const *args, Py_ssize_
     struct put_arguments arguments;
     arguments_begin(&arguments);
     bool done = take_call(&arguments, args, count, kwnames) &&
-                arguments_finish(&arguments, &self->schemas);
+                arguments_finish(&arguments, &self->schemas) &&
+                writer_usable(self); /* encoding may have let another thread close it */
     if (done) {
         self->busy++;
         done = put_one(self, &arguments, arguments.timeout_s);

@@ -337,60 +337,6 @@ def test_two_halves_of_the_keys_combine_by_their_log_sum_exps(seed: int) -> None
         assert_close(gradient, right)
 
 
-# --- the plan
-
-
-def plan_of(
-    lengths: list[tuple[int, int]], window: tuple[int, int] = (-1, 0), work: int = 512
-) -> planning.Plan:
-    n_q, n_k = np.array(lengths, np.int64).reshape(-1, 2).T
-    return planning.make_plan(n_q.tobytes(), n_k.tobytes(), window, work, "cpu")
-
-
-def test_equal_sequences_share_one_call_and_large_ones_go_alone() -> None:
-    assert len(plan_of([(16, 16)] * 1000).buckets) == 1
-    apart = plan_of([(100, 100), (800, 800), (400, 400)])
-    assert [b.rows for b in apart.buckets] == [100, 800, 400]
-    # In the order of the batch, so that no token has to move.
-    assert apart.queries.identity
-    assert apart.keys.identity
-
-
-def test_a_causal_batch_needs_no_mask_even_where_key_lengths_differ() -> None:
-    kinds = [b.kind for b in plan_of([(5, 5), (7, 7), (9, 3), (1, 8)]).buckets]
-    assert set(kinds) == {"causal", "full"}
-
-
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_every_token_that_meets_another_has_exactly_one_slot(
-    window: tuple[int, int], seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    lengths = [(int(a), int(b)) for a, b in rng.integers(0, 30, (40, 2))]
-    plan = plan_of(lengths, window)
-    seen_by = [visible_keys(a, b, window) for a, b in lengths]
-    for moves, axis in ((plan.queries, 1), (plan.keys, 0)):
-        needed = np.concatenate([visible.any(dim=axis).numpy() for visible in seen_by])
-        placed = moves.places >= 0
-        # A narrow window may leave keys between two rows' windows unseen, and they stay in.
-        assert (placed | ~needed).all()
-        if axis == 1:
-            assert (placed == needed).all()
-        real = moves.slots[moves.slots >= 0]
-        assert sorted(real) == np.flatnonzero(placed).tolist()
-        assert (moves.slots[moves.places[placed]] == np.flatnonzero(placed)).all()
-
-
-def test_padding_never_costs_more_than_one_call_a_bucket(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    plan = plan_of([(int(n), int(n)) for n in rng.integers(1, 200, 500)])
-    for bucket in plan.buckets:
-        padding = bucket.rows * bucket.keys * len(bucket.row_counts) - int(
-            (bucket.row_counts * bucket.key_counts).sum()
-        )
-        assert padding <= planning.CALL_WORK["cpu"] // 512
-
-
 def test_no_call_and_no_mask_spans_the_packed_row(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,3 +112,11 @@ def test_indices_that_do_not_fit_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         pad_input(torch.zeros(2, 4), indices, 2, 3)
+
+
+def test_naming_the_package_loads_no_torch_until_a_name_needs_it() -> None:
+    code = (
+        "import sys, trainer_adapter as t; assert 'torch' not in sys.modules; "
+        "assert set(t.__all__) <= set(dir(t)); t.pad_input; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

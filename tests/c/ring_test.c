@@ -1,0 +1,302 @@
+/* The ring between threads over one mapping: order, wrap, reservations, recovery, hostile tables. */
+#define _GNU_SOURCE
+#include <pthread.h>
+
+#include "doorbell.h"
+#include "support.h"
+
+enum { WRITERS = 3, RECORDS = 20000 };
+
+static void make_segment(struct segment *segment, int fd, uint64_t capacity) {
+    struct segment_geometry plan;
+    CHECK(segment_plan(capacity, 8, 0, &plan));
+    CHECK(segment_create(segment, fd, &plan) == SEGMENT_OK);
+}
+
+struct worker {
+    int fd;
+    unsigned number;
+    uint64_t seed;
+};
+
+static void claim_waiting(struct writer *writer, uint64_t bytes, struct reservation *at) {
+    while (writer_claim(writer, bytes, at) != WRITER_OK) {
+        writer_seal(writer);
+        uint32_t ticket = doorbell_want_space(writer->segment->header);
+        doorbell_ring(writer->segment->header);
+        if (writer_claim(writer, bytes, at) == WRITER_OK) {
+            return;
+        }
+        doorbell_await_space(writer->segment->header, ticket, 10000000);
+    }
+}
+
+static void *work(void *argument) {
+    struct worker *me = argument;
+    struct segment segment;
+    struct writer writer;
+    int fd = reopen(me->fd);
+    CHECK(segment_open(&segment, fd) == SEGMENT_OK);
+    CHECK(writer_attach(&writer, &segment, "worker") == WRITER_OK);
+    uint64_t random = me->seed;
+    for (uint32_t i = 0; i < RECORDS; i++) {
+        struct sample sample;
+        struct reservation at;
+        make_sample(&sample, "prompt", next_random(&random) % 3000);
+        sample.spec.policy_version = i;
+        claim_waiting(&writer, sample.spec.record_bytes, &at);
+        fill(&writer, &sample, &at, (uint8_t)i);
+        switch (next_random(&random) % 4) {
+        case 0:
+            writer_reserve(&writer, &at);
+            writer_commit(&writer, &at);
+            break;
+        case 1: {
+            struct reservation spare;
+            writer_publish(&writer, &at);
+            claim_waiting(&writer, sample.spec.record_bytes, &spare);
+            fill(&writer, &sample, &spare, 255);
+            writer_reserve(&writer, &spare);
+            writer_abort(&writer, &spare);
+            break;
+        }
+        default:
+            writer_publish(&writer, &at);
+        }
+        doorbell_ring(segment.header);
+    }
+    writer_close(&writer);
+    close(fd);
+    segment_unmap(&segment);
+    return NULL;
+}
+
+static void check_record(const struct reader *reader, const struct record_ref *ref,
+                         uint64_t expected) {
+    const struct record_header *header = &reader->copy.header;
+    CHECK(header->sequence == expected);
+    CHECK(header->policy_version == (int64_t)expected);
+    const uint8_t *x = segment_extent(reader->segment, ref->place.extent) + ref->place.offset +
+                       reader->copy.shape[0];
+    for (uint64_t i = 0; i < reader->copy.shape[1]; i++) {
+        CHECK(x[i] == (uint8_t)expected);
+    }
+}
+
+static void every_record_arrives_once_in_order(uint64_t *random) {
+    struct segment segment;
+    int fd = memory_file();
+    make_segment(&segment, fd, 1 << 20);
+    struct reader reader;
+    CHECK(reader_attach(&reader, &segment));
+    struct worker workers[WRITERS];
+    pthread_t threads[WRITERS];
+    for (unsigned i = 0; i < WRITERS; i++) {
+        workers[i] = (struct worker){fd, i, next_random(random) | 1};
+        CHECK(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
+    }
+    uint64_t next[WRITERS + 4] = {0};
+    for (uint32_t got = 0; got < WRITERS * RECORDS;) {
+        struct record_ref ref;
+        int found = reader_next(&reader, &ref);
+        CHECK(found >= 0);
+        if (found == 0) {
+            doorbell_announce(segment.header);
+            if (reader_has_events(&reader)) {
+                doorbell_stay(segment.header);
+            } else {
+                doorbell_sleep(segment.header, 100000000);
+            }
+            continue;
+        }
+        uint64_t producer = reader.copy.header.producer_id;
+        CHECK(producer < WRITERS + 4);
+        check_record(&reader, &ref, next[producer]++);
+        const struct record_ref *one = &ref;
+        reader_release(&reader, &one, 1, SHMBUS_ACKED);
+        reader_let_go(&reader, &ref);
+        got++;
+    }
+    for (unsigned i = 0; i < WRITERS; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    struct record_ref none;
+    CHECK(reader_next(&reader, &none) == 0);
+    reader_sweep(&reader);
+    CHECK(reader_next(&reader, &none) == 0);
+    /* All is free again but the extent that the reader keeps ready. */
+    CHECK(extent_count_free(&segment) >= segment.extent_count - 1);
+    CHECK(atomic_load(&segment.header->released[SHMBUS_ACKED]) == WRITERS * RECORDS);
+    uint64_t committed;
+    CHECK(reader_count_unread(&reader, &committed) == 0 && committed == WRITERS * RECORDS);
+    reader_detach(&reader);
+    segment_unmap(&segment);
+    close(fd);
+}
+
+static void put(struct writer *writer, const char *id, uint64_t n, uint8_t value) {
+    struct sample sample;
+    struct reservation at;
+    make_sample(&sample, id, n);
+    CHECK(writer_claim(writer, sample.spec.record_bytes, &at) == WRITER_OK);
+    fill(writer, &sample, &at, value);
+    writer_publish(writer, &at);
+}
+
+/* A reader that died in the middle of a release: the next one finishes it, all of it, once. */
+static void an_interrupted_release_is_finished(void) {
+    struct segment segment;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref refs[3];
+    int fd = memory_file();
+    make_segment(&segment, fd, 1 << 20);
+    int writer_fd = reopen(fd);
+    struct segment own = segment;
+    own.fd = writer_fd;
+    CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
+    for (uint8_t i = 0; i < 4; i++) {
+        put(&writer, "prompt", 10, i);
+    }
+    CHECK(reader_attach(&reader, &segment));
+    for (int i = 0; i < 3; i++) {
+        CHECK(reader_next(&reader, &refs[i]) == 1);
+    }
+    const struct record_ref *pointers[3] = {&refs[0], &refs[1], &refs[2]};
+    reader_release(&reader, pointers, 3, SHMBUS_ACKED);
+    /* As death would leave it after the first record was marked. */
+    for (int i = 1; i < 3; i++) {
+        struct record_header *record =
+            (void *)(segment_extent(&segment, refs[i].place.extent) + refs[i].place.offset);
+        atomic_store(&record->state, SHMBUS_COMMITTED);
+    }
+    atomic_store(&segment.header->released[SHMBUS_ACKED], 0);
+    atomic_store(&segment.header->intent_count, 3);
+    reader_detach(&reader);
+    CHECK(reader_attach(&reader, &segment));
+    CHECK(atomic_load(&segment.header->released[SHMBUS_ACKED]) == 3);
+    struct record_ref last;
+    CHECK(reader_next(&reader, &last) == 1 && reader.copy.header.sequence == 3);
+    CHECK(reader_next(&reader, &last) == 0);
+    reader_detach(&reader);
+    segment_unmap(&segment);
+    close(writer_fd);
+    close(fd);
+}
+
+/* A mover that died between its two copies: one of them is delivered. */
+static void an_interrupted_move_delivers_one_copy(void) {
+    struct segment segment;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref, moved;
+    int fd = memory_file();
+    make_segment(&segment, fd, 1 << 20);
+    int writer_fd = reopen(fd);
+    struct segment own = segment;
+    own.fd = writer_fd;
+    CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
+    put(&writer, "prompt", 10, 1);
+    CHECK(reader_attach(&reader, &segment));
+    CHECK(reader_next(&reader, &ref) == 1);
+    moved = ref;
+    CHECK(reader_move(&reader, &moved));
+    CHECK(memcmp(&moved.place, &ref.place, sizeof ref.place) != 0);
+    struct record_header *first =
+        (void *)(segment_extent(&segment, ref.place.extent) + ref.place.offset);
+    CHECK(atomic_load(&first->state) == SHMBUS_RELEASED);
+    atomic_store(&first->state, SHMBUS_COMMITTED);
+    reader_detach(&reader);
+    CHECK(reader_attach(&reader, &segment));
+    CHECK(reader_next(&reader, &ref) == 1 && reader.copy.header.sequence == 0);
+    CHECK(reader_next(&reader, &moved) == 0);
+    reader_detach(&reader);
+    segment_unmap(&segment);
+    close(writer_fd);
+    close(fd);
+}
+
+/* A commit that death interrupted counts if, and only if, the record shows it. */
+static void an_interrupted_commit_is_counted_by_its_heir(void) {
+    struct segment segment;
+    struct writer writer;
+    int fd = memory_file();
+    make_segment(&segment, fd, 1 << 20);
+    int writer_fd = reopen(fd);
+    struct segment own = segment;
+    own.fd = writer_fd;
+    CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
+    put(&writer, "prompt", 10, 1);
+    put(&writer, "prompt", 10, 2);
+    struct producer_slot *slot = &segment.slots[0];
+    CHECK(atomic_load(&slot->committed) == 2);
+    atomic_store(&slot->committed, 1); /* death before the count */
+    writer_take_over(&segment, 0);
+    CHECK(atomic_load(&slot->committed) == 2);
+    CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
+    put(&writer, "prompt", 10, 3);
+    uint64_t used = atomic_load(&segment.extents[writer.extent].used);
+    atomic_store(&slot->committed, 2); /* death before the exposure */
+    atomic_store(&segment.extents[writer.extent].used, used > 256 ? used - 256 : 0);
+    writer_take_over(&segment, 0);
+    CHECK(atomic_load(&slot->committed) == 2);
+    segment_unmap(&segment);
+    close(writer_fd);
+    close(fd);
+}
+
+/* Random bytes over every table while a reader walks: it ends, and stays inside. */
+static void scribbled_tables_neither_crash_nor_stall(uint64_t *random) {
+    for (int round = 0; round < 300; round++) {
+        struct segment segment;
+        struct writer writer;
+        struct reader reader;
+        struct record_ref ref;
+        int fd = memory_file();
+        make_segment(&segment, fd, 256 << 10);
+        int writer_fd = reopen(fd);
+        struct segment own = segment;
+        own.fd = writer_fd;
+        CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
+        for (int i = 0; i < 20; i++) {
+            put(&writer, "prompt", next_random(random) % 4000, 1);
+        }
+        CHECK(reader_attach(&reader, &segment));
+        for (int edit = 0; edit < 200; edit++) {
+            uint64_t from = next_random(random) % 2 ? SHMBUS_HEADER_BYTES : segment.data_offset;
+            uint64_t span = from == SHMBUS_HEADER_BYTES ? 8 * 1024 : 64 * 1024;
+            segment.base[from + next_random(random) % span] = (uint8_t)next_random(random);
+            for (int i = 0; i < 100 && reader_next(&reader, &ref) == 1; i++) {
+                const struct record_ref *one = &ref;
+                reader_release(&reader, &one, 1, SHMBUS_ACKED);
+                reader_let_go(&reader, &ref);
+            }
+            if (edit % 50 == 0) {
+                uint64_t committed;
+                reader_count_unread(&reader, &committed);
+                reader_sweep(&reader);
+            }
+        }
+        reader_detach(&reader);
+        if (reader_attach(&reader, &segment)) {
+            for (int i = 0; i < 1000 && reader_next(&reader, &ref) == 1; i++) {
+                reader_let_go(&reader, &ref);
+            }
+            reader_detach(&reader);
+        }
+        segment_unmap(&segment);
+        close(writer_fd);
+        close(fd);
+    }
+}
+
+int main(void) {
+    uint64_t random = test_seed();
+    every_record_arrives_once_in_order(&random);
+    an_interrupted_release_is_finished();
+    an_interrupted_move_delivers_one_copy();
+    an_interrupted_commit_is_counted_by_its_heir();
+    scribbled_tables_neither_crash_nor_stall(&random);
+    puts("ring_test: passed");
+    return 0;
+}

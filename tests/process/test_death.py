@@ -1,0 +1,285 @@
+"""What DESIGN.md promises of deaths and stops, with real processes and real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Spawner, wait_until
+
+import shmbus
+
+STORM = Path(__file__).parent / "storm.py"
+KILLS = 500
+
+WRITER = """
+import sys, numpy as np, shmbus
+name, size = sys.argv[1], int(sys.argv[2])
+producer = shmbus.Producer(name)
+print("ready", flush=True)
+number = 0
+while True:
+    producer.put(f"{producer.producer_id}-{number}", group_size=1, index=0,
+                 data=np.full(size, number % 251, np.uint8))
+    number += 1
+"""
+
+
+def drain(consumer: shmbus.Consumer, records: int, seconds: float = 60.0) -> int:
+    """Take and acknowledge at least so many records, each checked."""
+    deadline = time.monotonic() + seconds
+    got = 0
+    while got < records:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"only {got} of {records} records came; {consumer.stats()}")
+        for group in consumer.take(256, timeout=0.5):
+            number = int(group.instance_id.split("-")[1])
+            assert (group[0]["data"] == number % 251).all(), group
+            assert group[0].sequence == number
+            group.ack()
+            got += 1
+    return got
+
+
+@pytest.mark.timeout(180)
+def test_five_hundred_killed_writers_lose_double_and_tear_nothing(
+    bus_name: str, spawn: Spawner, seed: int
+) -> None:
+    child = spawn.script(STORM.read_text(), bus_name, seed, KILLS, 4)
+    report = json.loads(child.finish(timeout=150).splitlines()[-1])
+    assert report["kills"] >= KILLS
+    assert report["stalls"] == 0
+    assert report["torn"] == 0
+    assert report["lost_or_doubled_of"] == []
+    assert report["received"] == report["committed"] == report["acknowledged"]
+    assert report["balanced"] and report["dropped"] == {} and report["in_ring"] == 0
+    assert report["free"] > 0.9, "what dead writers held was not given back"
+
+
+def test_a_reader_killed_with_a_lease_gives_it_back_whole(bus_name: str, spawn: Spawner) -> None:
+    with shmbus.Bus.create(bus_name, "16MiB"), shmbus.Producer(bus_name) as producer:
+        for prompt in range(20):
+            for index in range(8):
+                producer.put(f"p{prompt}", group_size=8, index=index, data=np.full(100, index))
+        child = spawn.script(
+            """
+import sys, time, shmbus
+consumer = shmbus.Consumer(sys.argv[1])
+groups = consumer.take(64, timeout=5)
+assert len(groups) == 20
+for group in groups[:7]:
+    group.ack()
+print("leased", flush=True)
+time.sleep(60)
+""",
+            bus_name,
+        )
+        child.expect("leased")
+        with pytest.raises(shmbus.BusBusyError, match=str(child.pid)):
+            shmbus.Consumer(bus_name)
+        child.kill()
+        with shmbus.Consumer(bus_name) as consumer:
+            groups = consumer.take(64, timeout=5)
+            assert sorted(g.instance_id for g in groups) == sorted(f"p{i}" for i in range(7, 20))
+            for group in groups:
+                assert [t.index for t in group] == list(range(8))
+                assert all((t["data"] == t.index).all() for t in group)
+                group.ack()
+            ledger = consumer.stats()
+            assert ledger.balanced and ledger.acknowledged == 160 and ledger.in_ring == 0
+
+
+def test_readers_killed_at_random_instants_acknowledge_each_group_once(
+    bus_name: str, spawn: Spawner, seed: int
+) -> None:
+    """Whole groups only: an acknowledgement that death interrupts happens or does not."""
+    rng = random.Random(seed)
+    reader = """
+import sys, shmbus
+consumer = shmbus.Consumer(sys.argv[1])
+print("ready", flush=True)
+while True:
+    for group in consumer.take(16, timeout=1):
+        assert [t.index for t in group] == [0, 1, 2, 3], group
+        group.ack()
+"""
+    prompts = 0
+    with shmbus.Bus.create(bus_name, "4MiB") as bus, shmbus.Producer(bus_name) as producer:
+        for _ in range(25):
+            child = spawn.script(reader, bus_name)
+            child.expect("ready")
+            end = time.monotonic() + rng.random() * 0.1
+            while time.monotonic() < end:
+                for index in rng.sample(range(4), 4):
+                    producer.put(f"p{prompts}", group_size=4, index=index, data=np.zeros(500))
+                prompts += 1
+            child.kill()
+        with shmbus.Consumer(bus_name) as consumer:
+            while groups := consumer.take(64, timeout=0.3):
+                assert all(len(group) == 4 for group in groups)
+                consumer.ack(groups)
+            ledger = consumer.stats()
+        assert ledger.balanced, ledger
+        assert ledger.committed == ledger.acknowledged == 4 * prompts
+        assert ledger.groups_open == ledger.stashed == 0
+        assert bus.stats().undelivered == 0
+
+
+def test_a_writer_stopped_in_mid_write_delays_nobody(
+    bus_name: str, spawn: Spawner, seed: int
+) -> None:
+    """Stopped at random instants, while the other one puts the capacity several times over."""
+    rng = random.Random(seed)
+    size = 200_000
+    capacity = 16 << 20
+    with shmbus.Bus.create(bus_name, capacity):
+        consumer = shmbus.Consumer(bus_name)
+        stopped, other = (spawn.script(WRITER, bus_name, size) for _ in range(2))
+        stopped.expect("ready")
+        other.expect("ready")
+        for _ in range(10):
+            drain(consumer, 20)
+            time.sleep(rng.random() * 0.003)
+            stopped.send_signal(signal.SIGSTOP)
+            try:
+                drain(consumer, 3 * capacity // size)
+            finally:
+                stopped.send_signal(signal.SIGCONT)
+        drain(consumer, 100)
+        stopped.kill()
+        other.kill()
+        while groups := consumer.take(64, timeout=0.3):
+            consumer.ack(groups)
+        ledger = consumer.stats()
+        assert ledger.balanced and ledger.in_ring == 0 and ledger.dropped == {}, ledger
+        consumer.close()
+
+
+def test_an_open_reservation_delays_nobody_and_can_still_commit(bus_name: str) -> None:
+    capacity = 8 << 20
+    with (
+        shmbus.Bus.create(bus_name, capacity),
+        shmbus.Producer(bus_name) as slow,
+        shmbus.Producer(bus_name) as fast,
+        shmbus.Consumer(bus_name) as consumer,
+    ):
+        slot = slow.reserve("held", group_size=1, index=0, fields={"data": ("uint8", 50_000)})
+        slot["data"][:] = 42
+        payload = np.zeros(100_000, np.uint8)
+        for round_ in range(10 * capacity // payload.size):
+            # The slow producer's own later records pass its open one too.
+            producer = slow if round_ % 2 else fast
+            producer.put(f"x{round_}", group_size=1, index=0, data=payload, timeout=10)
+            for group in consumer.take(8, timeout=5):
+                assert group.instance_id != "held"
+                group.ack()
+        slot.score = 1.0
+        slot.commit()
+        (group,) = consumer.take(timeout=5)
+        assert group.instance_id == "held" and (group[0]["data"] == 42).all()
+        group.ack()
+        assert consumer.stats().balanced
+
+
+def test_a_dead_writers_open_reservations_are_reclaimed_on_proof_of_death_only(
+    bus_name: str, spawn: Spawner
+) -> None:
+    script = """
+import sys, time, numpy as np, shmbus
+producer = shmbus.Producer(sys.argv[1])
+slots = [producer.reserve("open", group_size=64, index=i, fields={"data": ("uint8", 60_000)})
+         for i in range(16)]
+producer.put("done", group_size=1, index=0, data=np.arange(10))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with shmbus.Bus.create(bus_name, "2MiB"), shmbus.Consumer(bus_name) as consumer:
+        child = spawn.script(script, bus_name)
+        child.expect("ready")
+        (group,) = consumer.take(timeout=5)
+        group.ack()
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)  # several looks for the dead: a stopped one is not dead
+        held = consumer.stats()
+        assert held.free < held.capacity - 900_000
+        child.kill()
+        wait_until(
+            lambda: consumer.take(timeout=0) == [] and consumer.stats().free > 0.9 * held.capacity,
+            what="the space of the dead writer's reservations",
+        )
+        ledger = consumer.stats()
+        assert ledger.balanced and ledger.committed == ledger.acknowledged == 1
+
+
+def test_a_slot_is_used_again_after_its_owner_died_even_without_a_reader(
+    bus_name: str, spawn: Spawner
+) -> None:
+    script = """
+import os, signal, sys, numpy as np, shmbus
+producer = shmbus.Producer(sys.argv[1])
+producer.put(sys.argv[2], group_size=1, index=0, data=np.arange(10))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with shmbus.Bus.create(bus_name, "1MiB", max_producers=2):
+        for life in range(5):
+            assert spawn.script(script, bus_name, f"life{life}").wait() == -signal.SIGKILL
+        with shmbus.Consumer(bus_name) as consumer:
+            groups = consumer.take(timeout=5)
+            assert sorted(g.instance_id for g in groups) == [f"life{i}" for i in range(5)]
+            assert len({g[0].producer_id for g in groups}) == 5
+            assert all(g[0].sequence == 0 for g in groups)
+            consumer.ack(groups)
+            assert consumer.stats().balanced
+
+
+def test_a_writer_killed_while_the_bus_is_full_leaves_it_working(
+    bus_name: str, spawn: Spawner
+) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB") as bus:
+        writers = [spawn.script(WRITER, bus_name, 30_000) for _ in range(3)]
+        for writer in writers:
+            writer.expect("ready")
+        wait_until(lambda: bus.stats().free < 100_000, what="a full bus")
+        for writer in writers:
+            writer.kill()
+        with shmbus.Consumer(bus_name) as consumer, shmbus.Producer(bus_name) as producer:
+            while groups := consumer.take(64, timeout=0.2):
+                consumer.ack(groups)
+            producer.put("after", group_size=1, index=0, data=np.zeros(100_000, np.uint8), timeout=10)
+            (group,) = consumer.take(timeout=5)
+            assert group.instance_id == "after"
+            group.ack()
+            assert consumer.stats().balanced
+
+
+def test_a_pid_used_again_proves_nothing(bus_name: str, spawn: Spawner) -> None:
+    """Life is told by a lock that the kernel drops, and not by a number in the segment."""
+    with shmbus.Bus.create(bus_name, "1MiB") as bus, shmbus.Consumer(bus_name) as consumer:
+        child = spawn.script(WRITER, bus_name, 100)
+        child.expect("ready")
+        consumer.ack(consumer.take(timeout=5))
+        path = Path("/dev/shm") / f"shmbus.{bus_name}"
+        assert bus.stats().producers[0].pid == child.pid
+        # As if the writer lived in another pid namespace, under the number of a living process.
+        raw = path.read_bytes()
+        at = raw.index(child.pid.to_bytes(4, "little") + b"child")
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(os.getpid().to_bytes(4, "little"))
+        assert bus.stats().producers[0].pid == os.getpid()
+        drain(consumer, 1000)
+        child.kill()
+        wait_until(
+            lambda: (
+                consumer.ack(consumer.take(timeout=0.05)) is None
+                and consumer.stats().producers == 0
+            ),
+            what="the death to be noticed",
+        )
+        assert consumer.stats().balanced

@@ -1,0 +1,501 @@
+"""The stash alone: which groups come out, which samples are discarded and why, for each policy.
+
+The last part drives it together with a reference model that keeps everything in plain lists.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from shmbus import limits
+from shmbus.stash import Discard, OpenGroup, Stash, StashPolicy
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """What the stash asks of a trajectory."""
+
+    key: Hashable
+    group_size: int = 2
+    index: int = 0
+    score: float = 0.0
+    policy_version: int = 0
+    nbytes: int = 100
+
+
+def group_of(key: Hashable, size: int = 2, **more: Any) -> list[Sample]:
+    return [Sample(key, size, index, **more) for index in range(size)]
+
+
+def stash_with(**policy: Any) -> Stash[Sample]:
+    return Stash(StashPolicy(**policy))
+
+
+def keys(groups: Iterable[OpenGroup[Sample]]) -> list[Hashable]:
+    return [group.key for group in groups]
+
+
+def discarded(stash: Stash[Sample]) -> list[tuple[str, Hashable, int]]:
+    return [(d.reason, d.key, len(d.samples)) for d in stash.take_discards()]
+
+
+def counts(stash: Stash[Sample]) -> tuple[int, int, int, int, int, int]:
+    return (
+        stash.open_groups,
+        stash.open_records,
+        stash.ready_groups,
+        stash.ready_records,
+        stash.leased_groups,
+        stash.leased_records,
+    )
+
+
+# --- completion and leases
+
+
+def test_a_group_is_complete_when_its_last_index_comes_in() -> None:
+    stash = stash_with()
+    samples = group_of("a", 3)
+    stash.add([samples[2], samples[0]], 0.0)
+    assert stash.lease(10) == []
+    assert counts(stash) == (1, 2, 0, 0, 0, 0)
+    stash.add([samples[1]], 0.0)
+    [group] = stash.lease(10)
+    assert group.samples == samples
+    assert group.present() == samples
+    assert counts(stash) == (0, 0, 0, 0, 1, 3)
+
+
+def test_a_group_of_one_is_complete_at_once() -> None:
+    stash = stash_with()
+    stash.add([Sample("a", 1)], 0.0)
+    assert keys(stash.lease(1)) == ["a"]
+
+
+def test_groups_come_out_in_the_order_of_completion() -> None:
+    stash = stash_with()
+    a, b, c = group_of("a"), group_of("b"), group_of("c")
+    stash.add([a[0], b[0], c[0], c[1], a[1], b[1]], 0.0)
+    assert keys(stash.lease(2)) == ["c", "a"]
+    assert keys(stash.lease(2)) == ["b"]
+
+
+def test_an_id_and_the_same_id_with_an_epoch_are_two_groups() -> None:
+    stash = stash_with()
+    stash.add([Sample("a", 2, 0), Sample(("a", 0), 2, 1), Sample(("a", 1), 2, 0)], 0.0)
+    assert stash.open_groups == 3
+    stash.add([Sample(("a", 0), 2, 0)], 0.0)
+    assert keys(stash.lease(9)) == [("a", 0)]
+
+
+def test_a_group_given_back_is_the_next_to_be_delivered() -> None:
+    stash = stash_with()
+    stash.add([*group_of("a"), *group_of("b"), *group_of("c")], 0.0)
+    first, second = stash.lease(2)
+    stash.give_back(first)
+    stash.give_back(second)
+    assert keys(stash.lease(9)) == ["b", "a", "c"]
+
+
+def test_a_group_is_leased_until_its_lease_ends_and_not_before() -> None:
+    stash = stash_with()
+    other = stash_with()
+    stash.add(group_of("a"), 0.0)
+    other.add(group_of("a"), 0.0)
+    [group] = stash.lease(1)
+    [foreign] = other.lease(1)
+    assert stash.is_leased(group)
+    assert not stash.is_leased(foreign)
+    stash.end_lease(group)
+    assert not stash.is_leased(group)
+    assert counts(stash) == (0, 0, 0, 0, 0, 0)
+
+
+# --- what producers get wrong
+
+
+def test_the_first_of_two_samples_with_one_index_stays() -> None:
+    stash = stash_with()
+    first, again = Sample("a", 2, 0, score=1.0), Sample("a", 2, 0, score=2.0)
+    stash.add([first, again, Sample("a", 2, 1)], 0.0)
+    [discard] = stash.take_discards()
+    assert (discard.reason, discard.samples) == ("duplicate", [again])
+    [group] = stash.lease(1)
+    assert group.samples[0] is first
+
+
+def test_a_sample_that_disagrees_on_the_size_leaves_its_group_alone() -> None:
+    stash = stash_with()
+    stash.add([Sample("a", 2, 0), Sample("a", 3, 2), Sample("a", 1, 0), Sample("a", 2, 1)], 0.0)
+    assert discarded(stash) == [("size_mismatch", "a", 1), ("size_mismatch", "a", 1)]
+    assert keys(stash.lease(9)) == ["a"]
+
+
+def test_without_epochs_the_next_sample_of_a_complete_group_begins_a_new_one() -> None:
+    stash = stash_with()
+    stash.add([*group_of("a"), *group_of("a"), Sample("a", 2, 1)], 0.0)
+    assert keys(stash.lease(9)) == ["a", "a"]
+    assert discarded(stash) == []
+    assert stash.open_records == 1
+
+
+def test_with_an_epoch_a_sample_of_a_complete_group_is_surplus() -> None:
+    stash = stash_with()
+    stash.add([*group_of(("a", 7)), Sample(("a", 7), 2, 1), Sample(("a", 8), 2, 1)], 0.0)
+    assert discarded(stash) == [("surplus", ("a", 7), 1)]
+    assert stash.open_records == 1
+
+
+def test_as_many_finished_epochs_are_remembered_as_the_limit_says() -> None:
+    stash = stash_with()
+    for epoch in range(limits.RECENT_KEYS + 1):
+        stash.add([Sample(("a", epoch), 1)], 0.0)
+    stash.add([Sample(("a", 1), 1), Sample(("a", 0), 1)], 0.0)
+    assert discarded(stash) == [("surplus", ("a", 1), 1)]
+    assert stash.ready_groups == limits.RECENT_KEYS + 2
+
+
+# --- deadlines
+
+
+@pytest.mark.parametrize("policy", ["drop", "partial"])
+def test_a_group_ends_when_its_deadline_is_there_and_not_before(policy: str) -> None:
+    stash = stash_with(group_timeout_s=10.0, on_timeout=policy)
+    stash.add([Sample("a", 3, 2), Sample("a", 3, 0)], 5.0)
+    stash.add([Sample("b", 3, 1)], 6.0)
+    assert stash.next_deadline_s() == 15.0
+    stash.expire(14.9)
+    assert stash.open_groups == 2
+    stash.expire(15.0)
+    assert stash.next_deadline_s() == 16.0
+    assert stash.timeouts == 1
+    if policy == "drop":
+        assert discarded(stash) == [("timeout", "a", 2)]
+        assert counts(stash) == (1, 1, 0, 0, 0, 0)
+    else:
+        assert counts(stash) == (1, 1, 1, 2, 0, 0)
+        [group] = stash.lease(9)
+        assert [sample.index for sample in group.present()] == [0, 2]
+        assert counts(stash) == (1, 1, 0, 0, 1, 2)
+        stash.end_lease(group)
+        assert counts(stash) == (1, 1, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "policy", [{}, {"group_timeout_s": 1.0}, {"on_timeout": "drop"}, {"on_timeout": "partial"}]
+)
+def test_without_a_timeout_or_a_policy_for_it_groups_wait_for_ever(policy: dict[str, Any]) -> None:
+    stash = stash_with(**policy)
+    stash.add([Sample("a")], 0.0)
+    stash.expire(1e12)
+    assert stash.next_deadline_s() is None
+    assert (stash.open_groups, stash.timeouts) == (1, 0)
+
+
+def test_a_later_sample_does_not_move_the_deadline() -> None:
+    stash = stash_with(group_timeout_s=10.0, on_timeout="drop")
+    stash.add([Sample("a", 3, 0)], 0.0)
+    stash.add([Sample("a", 3, 1)], 9.0)
+    stash.expire(10.0)
+    assert discarded(stash) == [("timeout", "a", 2)]
+
+
+def test_a_clock_that_goes_back_ends_nothing() -> None:
+    stash = stash_with(group_timeout_s=10.0, on_timeout="drop")
+    stash.add([Sample("a")], 100.0)
+    stash.expire(-100.0)
+    assert stash.open_groups == 1
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop", "partial"])
+def test_above_the_memory_bound_the_oldest_incomplete_groups_go(policy: str) -> None:
+    stash = stash_with(max_stash_bytes=250, on_overflow=policy)
+    stash.add([Sample("a", 3, 0), Sample("b", 3, 0)], 0.0)
+    assert stash.overflows == 0
+    stash.add([Sample("c", 3, 0), Sample("a", 3, 1)], 0.0)
+    assert stash.overflows == 1
+    if policy == "wait":
+        assert counts(stash) == (3, 4, 0, 0, 0, 0)
+        assert discarded(stash) == []
+    elif policy == "drop":
+        assert counts(stash) == (2, 2, 0, 0, 0, 0)
+        assert discarded(stash) == [("overflow", "a", 2)]
+    else:
+        assert counts(stash) == (2, 2, 1, 2, 0, 0)
+        assert keys(stash.lease(9)) == ["a"]
+
+
+def test_complete_groups_do_not_count_towards_the_memory_bound() -> None:
+    stash = stash_with(max_stash_bytes=150, on_overflow="drop")
+    for key in "abcdef":
+        stash.add(group_of(key), 0.0)
+    stash.add([Sample("g")], 0.0)
+    assert discarded(stash) == []
+    assert (stash.ready_groups, stash.open_groups) == (6, 1)
+
+
+def test_a_group_larger_than_the_whole_bound_is_dropped_and_hurts_no_later_one() -> None:
+    stash = stash_with(max_stash_bytes=150, on_overflow="drop")
+    stash.add([Sample("huge", 2, 0, nbytes=10_000)], 0.0)
+    assert discarded(stash) == [("overflow", "huge", 1)]
+    stash.add([Sample("b"), Sample("b", 2, 1)], 0.0)
+    assert keys(stash.lease(9)) == ["b"]
+
+
+# --- filters of whole groups
+
+
+def test_a_group_is_stale_by_its_oldest_sample_and_when_it_is_taken() -> None:
+    stash = stash_with(max_policy_lag=2)
+    stash.add([Sample("a", 2, 0, policy_version=9), Sample("a", 2, 1, policy_version=5)], 0.0)
+    stash.add(group_of("b", policy_version=8), 0.0)
+    assert keys(stash.lease(1, policy_version=7)) == ["a"]
+    assert keys(stash.lease(1, policy_version=11)) == []
+    assert discarded(stash) == [("stale", "b", 2)]
+
+
+def test_a_lag_of_zero_takes_the_current_version_only() -> None:
+    stash = stash_with(max_policy_lag=0)
+    stash.add([*group_of("old", policy_version=0), *group_of("new", policy_version=1)], 0.0)
+    assert keys(stash.lease(9, policy_version=1)) == ["new"]
+    assert discarded(stash) == [("stale", "old", 2)]
+
+
+def test_a_group_that_became_stale_after_it_was_given_back_is_dropped_whole() -> None:
+    stash = stash_with(max_policy_lag=0)
+    stash.add(group_of("a", 3), 0.0)
+    [group] = stash.lease(1, policy_version=0)
+    stash.give_back(group)
+    assert stash.lease(1, policy_version=1) == []
+    assert discarded(stash) == [("stale", "a", 3)]
+    assert counts(stash) == (0, 0, 0, 0, 0, 0)
+
+
+def test_groups_of_equal_scores_are_dropped_whole_where_asked() -> None:
+    stash = stash_with(skip_zero_variance=True)
+    stash.add([*group_of("level", score=0.5), Sample("a", 2, 0, score=1.0), Sample("a", 2, 1)], 0.0)
+    assert keys(stash.lease(9)) == ["a"]
+    assert discarded(stash) == [("zero_variance", "level", 2)]
+
+
+def test_taking_the_discards_forgets_them() -> None:
+    stash = stash_with()
+    stash.add([Sample("a"), Sample("a")], 0.0)
+    assert len(stash.take_discards()) == 1
+    assert stash.take_discards() == []
+
+
+def test_waiting_samples_are_all_those_that_nobody_leases_oldest_group_first() -> None:
+    stash = stash_with()
+    old, ready, leased = Sample("old", 3, 1), group_of("ready"), group_of("leased")
+    stash.add([old, *leased], 0.0)
+    assert keys(stash.lease(1)) == ["leased"]
+    stash.add([*ready, Sample("young")], 0.0)
+    waiting = stash.waiting_samples()
+    assert waiting[0] is old
+    assert Counter(sample.key for sample in waiting) == {"old": 1, "young": 1, "ready": 2}
+    assert keys(stash.oldest(1)) == ["old"]
+    assert keys(stash.oldest(5)) == ["old", "young"]
+
+
+# --- size
+
+
+def test_a_million_open_groups_complete_like_a_few(seed: int) -> None:
+    stash = stash_with()
+    count = 1_000_000
+    stash.add((Sample(number) for number in range(count)), 0.0)
+    assert counts(stash) == (count, count, 0, 0, 0, 0)
+    chosen = random.Random(seed).sample(range(count), 10_000)
+    stash.add((Sample(number, 2, 1) for number in chosen), 1.0)
+    assert keys(stash.lease(count)) == chosen
+    assert counts(stash) == (count - 10_000, count - 10_000, 0, 0, 10_000, 20_000)
+
+
+# --- against a model
+
+
+class Model:
+    """The rules of the stash, written for clearness: one list of groups in each state."""
+
+    def __init__(self, policy: StashPolicy) -> None:
+        self.policy = policy
+        self.open: list[tuple[Hashable, int, float, dict[int, Sample]]] = []
+        self.ready: list[dict[int, Sample]] = []
+        self.leased: list[dict[int, Sample]] = []
+        self.finished: set[Hashable] = set()
+        self.discards: list[tuple[str, list[Sample]]] = []
+
+    def add(self, sample: Sample, now: float) -> None:
+        found = [group for group in self.open if group[0] == sample.key]
+        if not found and sample.key in self.finished:
+            self.discards.append(("surplus", [sample]))
+            return
+        if not found:
+            found = [(sample.key, sample.group_size, now, {})]
+            self.open += found
+        [(key, size, _, samples)] = found
+        if size != sample.group_size:
+            self.discards.append(("size_mismatch", [sample]))
+        elif sample.index in samples:
+            self.discards.append(("duplicate", [sample]))
+        else:
+            samples[sample.index] = sample
+        if len(samples) == size:
+            self.open.remove(found[0])
+            if isinstance(key, tuple):
+                self.finished.add(key)
+            if self.policy.skip_zero_variance and len({s.score for s in samples.values()}) == 1:
+                self.discards.append(("zero_variance", by_index(samples)))
+            else:
+                self.ready.append(samples)
+
+    def leave(self, policy: str, reason: str) -> None:
+        samples = self.open.pop(0)[3]
+        if policy == "partial":
+            self.ready.append(samples)
+        else:
+            self.discards.append((reason, by_index(samples)))
+
+    def shrink(self) -> None:
+        limit, policy = self.policy.max_stash_bytes, self.policy.on_overflow
+        while limit is not None and policy != "wait" and self.open:
+            if sum(s.nbytes for group in self.open for s in group[3].values()) <= limit:
+                return
+            self.leave(policy, "overflow")
+
+    def expire(self, now: float) -> None:
+        timeout, policy = self.policy.group_timeout_s, self.policy.on_timeout
+        while timeout is not None and policy != "wait" and self.open:
+            if now < self.open[0][2] + timeout:
+                return
+            self.leave(policy, "timeout")
+
+    def lease(self, count: int, version: int) -> list[list[Sample]]:
+        taken: list[list[Sample]] = []
+        lag = self.policy.max_policy_lag
+        while self.ready and len(taken) < count:
+            samples = self.ready.pop(0)
+            if lag is not None and min(s.policy_version for s in samples.values()) < version - lag:
+                self.discards.append(("stale", by_index(samples)))
+                continue
+            self.leased.append(samples)
+            taken.append(by_index(samples))
+        return taken
+
+
+def by_index(samples: dict[int, Sample]) -> list[Sample]:
+    return [samples[index] for index in sorted(samples)]
+
+
+KEYS = st.sampled_from(["a", "b", "c", ("a", 0), ("a", 1), ("b", 0)])
+SAMPLES = st.tuples(KEYS, st.sampled_from([2, 3, 3, 3, 1]), st.integers(0, 2)).map(
+    lambda drawn: (drawn[0], drawn[1], drawn[2] % drawn[1])
+)
+POLICIES = st.builds(
+    StashPolicy,
+    group_timeout_s=st.sampled_from([None, 3.0]),
+    on_timeout=st.sampled_from(["wait", "drop", "partial"]),
+    max_policy_lag=st.sampled_from([None, 0, 2]),
+    skip_zero_variance=st.booleans(),
+    max_stash_bytes=st.sampled_from([None, 1, 250, 600]),
+    on_overflow=st.sampled_from(["wait", "drop", "partial"]),
+)
+
+
+class StashMachine(RuleBasedStateMachine):
+    """Does the same to a stash and to the model, and compares all that either says."""
+
+    @initialize(policy=POLICIES)
+    def begin(self, policy: StashPolicy) -> None:
+        self.stash: Stash[Sample] = Stash(policy)
+        self.model = Model(policy)
+        self.out: list[OpenGroup[Sample]] = []
+        self.now = 0.0
+
+    @rule(
+        drawn=st.lists(SAMPLES, max_size=6),
+        score=st.sampled_from([0.0, 1.0]),
+        version=st.integers(0, 5),
+        nbytes=st.sampled_from([0, 100]),
+    )
+    def add(
+        self, drawn: list[tuple[Hashable, int, int]], score: float, version: int, nbytes: int
+    ) -> None:
+        samples = [Sample(*given, score, version, nbytes) for given in drawn]
+        self.stash.add(samples, self.now)
+        for sample in samples:
+            self.model.add(sample, self.now)
+        self.model.shrink()
+
+    @rule(passed=st.floats(0, 4))
+    def let_time_pass(self, passed: float) -> None:
+        self.now += passed
+        self.stash.expire(self.now)
+        self.model.expire(self.now)
+
+    @rule(count=st.integers(1, 3), version=st.integers(0, 7))
+    def lease(self, count: int, version: int) -> None:
+        leased = self.stash.lease(count, version)
+        assert [group.present() for group in leased] == self.model.lease(count, version)
+        self.out += leased
+
+    @rule(choice=st.integers(0, 9), back=st.booleans())
+    def end(self, choice: int, back: bool) -> None:
+        if not self.out:
+            return
+        position = choice % len(self.out)
+        group, samples = self.out.pop(position), self.model.leased.pop(position)
+        if back:
+            self.stash.give_back(group)
+            self.model.ready.insert(0, samples)
+        else:
+            self.stash.end_lease(group)
+
+    @invariant()
+    def agree(self) -> None:
+        model, stash = self.model, self.stash
+        seen: list[Discard[Sample]] = stash.discards
+        assert [(d.reason, d.samples) for d in seen] == model.discards
+        assert counts(stash) == (
+            len(model.open),
+            sum(len(group[3]) for group in model.open),
+            len(model.ready),
+            sum(map(len, model.ready)),
+            len(model.leased),
+            sum(map(len, model.leased)),
+        )
+        assert keys(stash.oldest(99)) == [group[0] for group in model.open]
+        assert all(stash.is_leased(group) for group in self.out)
+
+
+def test_whatever_comes_in_the_stash_does_what_the_model_does(seed: int) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        hypothesis.seed(seed)(StashMachine),
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=40,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
