@@ -77,7 +77,7 @@ class LearnerConfig:
         Gradients longer than this are scaled down to it.
     """
 
-    lr: float = 2e-3
+    lr: float = 3e-3
     warmup_steps: int = 10
     betas: tuple[float, float] = (0.9, 0.99)
     clip_low: float = 0.2

@@ -49,8 +49,8 @@ class PolicyConfig:
 
     width: int = 64
     layers: int = 1
-    heads: int = 4
-    mlp_ratio: int = 4
+    heads: int = 8
+    mlp_ratio: int = 2
     vocab_size: int = VOCAB_SIZE
     max_len: int = SortTask().max_len
 
@@ -260,7 +260,7 @@ class Sampler:
         padded = np.full((count, longest), EOS, np.int32)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = prompt
-        x = self._tokens[padded] + self._positions[:longest]
+        x: FloatArray = self._tokens[padded] + self._positions[:longest]
         hidden = np.triu(np.full((longest, longest), -np.inf, np.float32), 1)
         cache = []
         for block in self._blocks:
@@ -289,7 +289,7 @@ class Sampler:
         seen = int(positions.max()) + 1
         hidden = np.where(np.arange(seen) <= positions[:, None], np.float32(0), np.float32(-np.inf))
         hidden = hidden[:, None, None]
-        x = self._tokens[tokens] + self._positions[positions]
+        x: FloatArray = self._tokens[tokens] + self._positions[positions]
         for block, layer in zip(self._blocks, cache, strict=True):
             qkv = _norm(x, block.attn_norm) @ block.qkv
             q, k, v = qkv.reshape(count, 3, config.heads, config.head_dim).transpose(1, 0, 2, 3)
@@ -297,7 +297,7 @@ class Sampler:
             layer[1, rows, :, positions] = v
             scores = q[:, :, None] @ layer[0, :, :, :seen].swapaxes(-1, -2)
             weights = _softmax(scores * config.head_dim**-0.5 + hidden)
-            mixed = (weights @ layer[1, :, :, :seen]).reshape(count, config.width)
+            mixed: FloatArray = (weights @ layer[1, :, :, :seen]).reshape(count, config.width)
             x = x + mixed @ block.attn_out
             x = x + _mlp(x, block)
         return _norm(x, self._final_norm) @ self._head

@@ -1,0 +1,57 @@
+"""put to packed torch batches, with grouping: what a trainer gets from OnlineDataHandler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from bench.hop import timed
+from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.sending import check_ledger, produce, temporary_bus
+from bench.workload import Timed, Workload
+
+__all__ = ["PACKED_BYTES_PER_TOKEN", "TOKENS_PER_BATCH", "measure"]
+
+#: int64 token and position, bool mask, float32 logprob and advantage.
+PACKED_BYTES_PER_TOKEN: Final = 8 + 8 + 1 + 4 + 4
+TOKENS_PER_BATCH: Final = 65_536
+
+
+def measure(workload: Workload) -> Timed:
+    """Move a workload over a bus of its own into packed batches on the CPU."""
+    # A batch that is not full would wait for more at the end of the run.
+    assert workload.trajectories * workload.tokens % TOKENS_PER_BATCH == 0
+    with temporary_bus(workload.capacity) as name:
+        trainer = Role(_train, (name, workload))
+        producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]
+        (seconds, cpu_s), *sent = run_together([trainer, *producers])
+    return timed(workload, seconds, cpu_s, sent)
+
+
+def _train(start: Callable[[], None], name: str, workload: Workload) -> tuple[float, float]:
+    """Take batches and acknowledge each; return seconds and processor seconds."""
+    # Only this process needs torch.
+    import torch
+
+    from trainer_adapter import OnlineDataHandler
+
+    done = 0
+    began = began_cpu = None
+    with OnlineDataHandler(name, tokens_per_batch=TOKENS_PER_BATCH) as handler:
+        start()
+        while done < workload.trajectories:
+            batch = handler.next_batch(STALL_S)
+            if began is None:
+                began, began_cpu = time.perf_counter(), time.process_time()
+            done += batch.sequences
+            handler.ack(batch)
+        assert began is not None and began_cpu is not None
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
+        last = torch.from_numpy(workload.arrays()["tokens"]).long()
+        if not torch.equal(batch.tokens[-workload.tokens :], last) or not torch.equal(
+            batch.position_ids[-workload.tokens :], last
+        ):
+            raise MeasurementError("the last batch does not end with the tokens that were sent")
+        check_ledger(handler.stats(), workload)
+    return seconds, cpu_s

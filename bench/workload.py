@@ -1,0 +1,103 @@
+"""What a system that moves trajectories is measured with: a Workload in, a Timed run out.
+
+Each system has a file of its own with one function of the form ``Measure``. It starts a consumer
+and the workload's producers as processes (`bench.processes`), lets them begin together, and returns
+what the consumer timed: from its first delivery to its last acknowledgement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BYTES_PER_TOKEN", "GROUP_SIZE", "Measure", "Timed", "Workload"]
+
+#: Trajectories of a prompt: the smaller of the two usual sizes of GRPO.
+GROUP_SIZE: Final = 8
+#: An int32 token, a uint8 mask and a float32 logprob.
+BYTES_PER_TOKEN: Final = 9
+#: Prompts that a producer goes through before it begins again: a data set such as GSM8K has 7,473.
+PROMPTS: Final = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What the producers send, all of them together.
+
+    Attributes
+    ----------
+    trajectories : int
+        How many; a multiple of producers * group size * batch.
+    tokens : int
+        Tokens of each.
+    producers : int
+        Processes that send an equal share each, as groups of their own.
+    batch : int
+        Trajectories a call, where the system has a call for several; 0 for one a call.
+    capacity : str
+        Size of what lies between, where the system has such a thing.
+    """
+
+    trajectories: int
+    tokens: int
+    producers: int = 1
+    batch: int = 0
+    capacity: str = "64MiB"
+
+    def __post_init__(self) -> None:
+        unit = self.producers * max(GROUP_SIZE, self.batch)
+        assert self.trajectories % unit == 0, f"{self.trajectories} is no multiple of {unit}"
+
+    @property
+    def share(self) -> int:
+        """Trajectories of one producer."""
+        return self.trajectories // self.producers
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Make one trajectory's arrays; a producer sends the same ones again and again."""
+        return {
+            "tokens": np.arange(self.tokens, dtype=np.int32),
+            "loss_mask": np.ones(self.tokens, np.uint8),
+            "logprobs": np.linspace(-2.0, 0.0, self.tokens, dtype=np.float32),
+        }
+
+    def identities(self, producer: int) -> Iterator[tuple[str, int]]:
+        """Yield instance id and index of all that one producer sends, in order."""
+        ids = [f"prompt-{producer}-{number}" for number in range(PROMPTS)]
+        indices = range(GROUP_SIZE)
+        for number in range(self.share // GROUP_SIZE):
+            instance_id = ids[number % PROMPTS]
+            for index in indices:
+                yield instance_id, index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One run of a workload.
+
+    Attributes
+    ----------
+    trajectories : int
+        How many arrived and were acknowledged: all of the workload.
+    seconds : float
+        From the first delivery to the last acknowledgement, in the consumer.
+    consumer_cpu_s, producer_cpu_s : float
+        Processor time of the consumer in that span, and of all producers while they sent.
+    """
+
+    trajectories: int
+    seconds: float
+    consumer_cpu_s: float
+    producer_cpu_s: float
+
+    @property
+    def rate(self) -> float:
+        """Trajectories a second."""
+        return self.trajectories / self.seconds
+
+
+Measure: TypeAlias = Callable[[Workload], Timed]

@@ -1,0 +1,7 @@
+"""``python -m shmbus.cli``: the command line without an installed script."""
+
+import sys
+
+from shmbus.cli import main
+
+sys.exit(main())

@@ -1,0 +1,726 @@
+"""What a consumer delivers, and what becomes of it: groups, leases, restarts, views, stragglers."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Spawner, wait_until
+
+import shmbus
+from shmbus import Bus, Consumer, Group, Producer
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, capacity="2MiB", max_producers=8) as handle:
+        yield handle
+
+
+@pytest.fixture
+def producer(bus: Bus) -> Iterator[Producer]:
+    with Producer(bus.name) as handle:
+        yield handle
+
+
+def put(producer: Producer, key: str, index: int, size: int = 2, **more: Any) -> None:
+    arguments: dict[str, Any] = {"x": np.full(20, index, np.int32), "timeout": 30, **more}
+    producer.put(key, group_size=size, index=index, **arguments)
+
+
+def put_group(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
+    for index in range(size):
+        put(producer, key, index, size, **more)
+
+
+def take_all(consumer: Consumer, count: int, timeout: float = 30.0) -> list[Group]:
+    """Take exactly `count` groups, and make sure that no other one comes."""
+    groups: list[Group] = []
+    deadline = time.monotonic() + timeout
+    while len(groups) < count:
+        assert time.monotonic() < deadline, f"{len(groups)} of {count} groups; {consumer.stats()}"
+        groups += consumer.take(count - len(groups), 0.2)
+    assert consumer.take(1, 0) == []
+    return groups
+
+
+def names(groups: list[Group]) -> list[str]:
+    return [group.instance_id for group in groups]
+
+
+def assert_whole(group: Group, size: int = 2) -> None:
+    assert group.complete
+    assert [t.index for t in group] == list(range(size))
+    assert all(np.array_equal(t["x"], np.full(20, t.index)) for t in group)
+
+
+def balanced(consumer: Consumer) -> shmbus.Ledger:
+    ledger = consumer.stats()
+    assert ledger.balanced, ledger
+    return ledger
+
+
+# --- groups
+
+
+def test_scrambled_and_interleaved_samples_of_many_producers_come_out_as_whole_groups(
+    bus: Bus, seed: int
+) -> None:
+    rng = random.Random(seed)
+    sizes = {f"k{number}": rng.choice([1, 2, 8, 16]) for number in range(100)}
+    order = [(key, index) for key, size in sizes.items() for index in range(size)]
+    rng.shuffle(order)
+    with ExitStack() as stack:
+        producers = [stack.enter_context(Producer(bus.name)) for _ in range(5)]
+        consumer = stack.enter_context(Consumer(bus.name))
+        groups: list[Group] = []
+        for key, index in order:
+            put(rng.choice(producers), key, index, sizes[key])
+            if rng.random() < 0.1:
+                groups += consumer.take(rng.randrange(1, 9), 0)
+        groups += take_all(consumer, len(sizes) - len(groups))
+        assert sorted(names(groups)) == sorted(sizes)
+        for group in groups:
+            assert_whole(group, sizes[group.instance_id])
+            assert (group.size, len(group), group.epoch) == (
+                len(group.trajectories),
+                group.size,
+                None,
+            )
+        # Each producer's numbers arrive without a gap and without a repetition.
+        for producer in producers:
+            of_it = [t.sequence for g in groups for t in g if t.producer_id == producer.producer_id]
+            assert sorted(of_it) == list(range(producer.stats().committed))
+
+
+def test_groups_come_in_the_order_of_completion(bus: Bus, producer: Producer) -> None:
+    with Consumer(bus.name) as consumer:
+        for key, index in [("a", 0), ("b", 1), ("c", 0), ("c", 1), ("b", 0), ("a", 1)]:
+            put(producer, key, index)
+        assert consumer.take(1, 10)[0].instance_id == "c"
+        assert names(take_all(consumer, 2)) == ["b", "a"]
+
+
+def test_a_prompt_sampled_in_several_epochs_at_once_never_mixes(
+    bus: Bus, producer: Producer, seed: int
+) -> None:
+    order = [(epoch, index) for epoch in range(20) for index in range(4)]
+    random.Random(seed).shuffle(order)
+    with Consumer(bus.name) as consumer:
+        for epoch, index in order:
+            put(producer, "a", index, 4, epoch=epoch, meta=epoch)
+        put(producer, "a", 0, 4, epoch=3, meta="surplus")
+        groups = take_all(consumer, 20)
+        assert sorted(group.epoch or 0 for group in groups) == list(range(20))
+        for group in groups:
+            assert_whole(group, 4)
+            assert {t.meta for t in group} == {group.epoch}
+        assert balanced(consumer).dropped == {"surplus": 1}
+
+
+def test_a_prompt_sampled_again_begins_a_new_group(bus: Bus, producer: Producer) -> None:
+    with Consumer(bus.name) as consumer:
+        for number in range(5):
+            put_group(producer, "a", meta=number)
+        groups = take_all(consumer, 5)
+        assert [{t.meta for t in group} for group in groups] == [{0}, {1}, {2}, {3}, {4}]
+
+
+def test_the_first_of_two_samples_stays_and_the_second_is_counted(
+    bus: Bus, producer: Producer
+) -> None:
+    with Consumer(bus.name) as consumer:
+        put(producer, "a", 0, meta="first")
+        put(producer, "a", 0, meta="second")
+        put(producer, "a", 1)
+        put(producer, "b", 0)
+        put(producer, "b", 2, 3)
+        put(producer, "b", 1)
+        groups = take_all(consumer, 2)
+        assert names(groups) == ["a", "b"]
+        assert groups[0][0].meta == "first"
+        assert balanced(consumer).dropped == {"duplicate": 1, "size_mismatch": 1}
+
+
+def test_duplicates_can_be_errors_and_lose_nothing(bus: Bus, producer: Producer) -> None:
+    with Consumer(bus.name, duplicate="error") as consumer:
+        put_group(producer, "before")
+        put(producer, "a", 0)
+        put(producer, "a", 0)
+        put(producer, "a", 0)
+        put_group(producer, "after")
+        put(producer, "a", 1)
+        seen, raised = [], 0
+        for _ in range(5):
+            try:
+                seen += names(consumer.take(9, 0))
+            except shmbus.ProtocolError as error:
+                raised += 1
+                assert f"'a'[0] came twice, now from producer {producer.producer_id}" in str(error)
+        assert raised == 2
+        assert seen == ["before", "after", "a"]
+        assert balanced(consumer).dropped == {"duplicate": 2}
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop", "partial"])
+def test_an_incomplete_group_meets_the_policy_for_its_deadline(
+    bus: Bus, producer: Producer, policy: Any
+) -> None:
+    with Consumer(bus.name, group_timeout=0.15, on_timeout=policy) as consumer:
+        put(producer, "late", 2, 4)
+        put(producer, "late", 0, 4)
+        put_group(producer, "whole")
+        assert names(take_all(consumer, 1)) == ["whole"]
+        groups = consumer.take(9, 0.5 if policy == "wait" else 20.0) if policy != "drop" else []
+        if policy == "drop":
+            wait_until(lambda: consumer.take(1, 0.01) or consumer.stats().dropped)
+        ledger = balanced(consumer)
+        if policy == "partial":
+            [group] = groups
+            assert (len(group), group.size, group.complete) == (2, 4, False)
+            assert [t.index for t in group] == [0, 2]
+            group.ack()
+            assert balanced(consumer).acknowledged == 2
+        else:
+            assert groups == []
+            assert ledger.dropped == ({"timeout": 2} if policy == "drop" else {})
+        assert ledger.groups_timed_out == (policy != "wait")
+        assert ledger.groups_open == (policy == "wait")
+
+
+def test_stale_groups_are_dropped_whole(bus: Bus, producer: Producer) -> None:
+    with Consumer(bus.name, max_policy_lag=1) as consumer:
+        put(producer, "mixed", 0, policy_version=2)
+        put(producer, "mixed", 1, policy_version=5)
+        put_group(producer, "old", policy_version=3)
+        put_group(producer, "new", policy_version=4)
+        consumer.policy_version = 5
+        assert producer.policy_version == bus.policy_version == consumer.policy_version == 5
+        assert names(take_all(consumer, 1)) == ["new"]
+        assert balanced(consumer).dropped == {"stale": 4}
+
+
+def test_groups_without_variance_are_dropped_whole(bus: Bus, producer: Producer) -> None:
+    with Consumer(bus.name, skip_zero_variance=True) as consumer:
+        put_group(producer, "level", 4, score=1.0)
+        put(producer, "useful", 0, score=1.0)
+        put(producer, "useful", 1, score=0.0)
+        assert names(take_all(consumer, 1)) == ["useful"]
+        assert balanced(consumer).dropped == {"zero_variance": 4}
+
+
+def test_the_bound_on_stashed_bytes_drops_the_oldest_groups(bus: Bus, producer: Producer) -> None:
+    with Consumer(bus.name, max_stash_bytes=20_000, on_overflow="drop") as consumer:
+        for number in range(20):
+            put(producer, f"k{number}", 0, x=np.zeros(4000, np.uint8))
+        assert consumer.take(1, 0) == []
+        ledger = balanced(consumer)
+        assert ledger.dropped == {"overflow": 16}
+        put(producer, "k19", 1)
+        assert names(take_all(consumer, 1)) == ["k19"]
+
+
+# --- leases
+
+
+ENDS: dict[str, Callable[[Group], None]] = {
+    "acknowledged": Group.ack, "given_back": Group.give_back, "dropped": Group.drop,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("first", ENDS)
+@pytest.mark.parametrize("then", ENDS)
+def test_a_delivered_group_ends_once(bus: Bus, producer: Producer, first: str, then: str) -> None:
+    with Consumer(bus.name) as consumer:
+        put_group(producer, "a")
+        [group] = take_all(consumer, 1)
+        assert group.state == "leased"
+        before = balanced(consumer)
+        assert (before.leased, before.groups_leased) == (2, 1)
+        ENDS[first](group)
+        assert group.state == first
+        with pytest.raises(shmbus.ProtocolError, match=f"'a'.*{first} already; each"):
+            ENDS[then](group)
+        ledger = balanced(consumer)
+        assert (ledger.acknowledged, ledger.stashed) == (
+            2 * (first == "acknowledged"),
+            2 * (first == "given_back"),
+        )
+        assert ledger.dropped == ({"malformed": 2} if first == "dropped" else {})
+        assert ledger.leased == 0
+
+
+def test_a_block_acknowledges_on_success_and_gives_back_on_an_error(
+    bus: Bus, producer: Producer
+) -> None:
+    with Consumer(bus.name) as consumer:
+        put_group(producer, "a")
+        put_group(producer, "b")
+        first, second = take_all(consumer, 2)
+        with pytest.raises(RuntimeError, match="mine"), first:
+            raise RuntimeError("mine")
+        with second:
+            second.drop()
+        [again] = take_all(consumer, 1)
+        assert again is not first
+        assert_whole(again)
+        with again as entered:
+            assert entered is again
+        assert [first.state, second.state, again.state] == ["given_back", "dropped", "acknowledged"]
+
+
+def test_what_was_given_back_comes_first_and_in_full(bus: Bus, producer: Producer) -> None:
+    with Consumer(bus.name) as consumer:
+        for key in "abc":
+            put_group(producer, key)
+        a, _ = consumer.take(2, 10)
+        a.give_back()
+        a_again, c = take_all(consumer, 2)
+        assert (a_again.instance_id, c.instance_id) == ("a", "c")
+        assert_whole(a_again)
+
+
+def test_several_groups_are_acknowledged_at_once_up_to_the_first_that_is_not_leased(
+    bus: Bus, producer: Producer
+) -> None:
+    with Consumer(bus.name) as consumer:
+        for key in "abcd":
+            put_group(producer, key)
+        a, b, c, d = take_all(consumer, 4)
+        b.ack()
+        with pytest.raises(shmbus.ProtocolError, match="'b'"):
+            consumer.ack([a, b, c])
+        assert [g.state for g in (a, c)] == ["acknowledged", "leased"]
+        consumer.ack(group for group in (c, d))
+        assert balanced(consumer).acknowledged == 8
+
+
+def test_changing_the_list_of_a_group_changes_nothing_about_its_end(
+    bus: Bus, producer: Producer
+) -> None:
+    with Consumer(bus.name) as consumer:
+        for key in "abc":
+            put_group(producer, key, 4)
+        a, b, c = take_all(consumer, 3)
+        for group in (a, b, c):
+            with suppress(AttributeError, TypeError):
+                group.trajectories.reverse()
+                group.trajectories.pop()
+        a.ack()
+        b.drop()
+        c.give_back()
+        assert balanced(consumer).acknowledged == 4
+        assert_whole(take_all(consumer, 1)[0], 4)
+
+
+def test_released_trajectories_say_so_and_keep_what_they_know(bus: Bus, producer: Producer) -> None:
+    with Consumer(bus.name) as consumer:
+        put_group(producer, "a", meta={"m": 1})
+        [group] = take_all(consumer, 1)
+        first, second = group
+        assert first.meta == {"m": 1}
+        group.ack()
+        assert first.released and second.released
+        assert (first.index, first.instance_id, first.meta) == (0, "a", {"m": 1})
+        assert (first.keys(), first.shape("x"), "x" in first) == (("x",), (20,), True)
+        uses: list[Callable[[], Any]] = [
+            lambda: first["x"], lambda: first.get("x"), lambda: second.meta,
+        ]  # fmt: skip
+        for use in uses:
+            with pytest.raises(shmbus.BusClosedError, match=r"'a'\[\d\] was acknowledged or dropp"):
+                use()
+
+
+# --- one consumer after another
+
+
+def test_a_second_consumer_is_told_who_holds_the_bus(bus: Bus, spawn: Spawner) -> None:
+    with Consumer(bus.name, label="the trainer"):
+        with pytest.raises(shmbus.BusBusyError, match=rf"pid {os.getpid()} \(the trainer\)"):
+            Consumer(bus.name)
+        child = spawn.script(
+            "import sys, shmbus\n"
+            "try:\n"
+            "    shmbus.Consumer(sys.argv[1])\n"
+            "except shmbus.BusBusyError as error:\n"
+            "    print(error)\n",
+            bus.name,
+        )
+        assert f"pid {os.getpid()} (the trainer) already" in child.finish()
+        assert bus.stats().collector_pid == os.getpid()
+    assert bus.stats().collector_pid == 0
+    Consumer(bus.name).close()
+
+
+KEEPS = """
+import sys, time, shmbus
+consumer = shmbus.Consumer(sys.argv[1])
+kept = []
+while len(kept) < int(sys.argv[2]):
+    kept += consumer.take(9, 1)
+    for group in kept:
+        if group.instance_id.startswith("done") and group.state == "leased":
+            group.ack()
+views = [t["x"] for group in kept if group.state == "leased" for t in group]
+print("holds", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_what_a_consumer_had_not_acknowledged_is_delivered_again_once_and_in_full(
+    bus: Bus, producer: Producer, spawn: Spawner, end: str
+) -> None:
+    for number in range(10):
+        put_group(producer, f"lost{number}", 4)
+        put_group(producer, f"done{number}", 4)
+        put(producer, f"open{number}", 3, 4)
+    if end == "killed":
+        child = spawn.script(KEEPS, bus.name, 20)
+        child.expect("holds")
+        child.kill()
+    else:
+        with Consumer(bus.name) as consumer:
+            kept = take_all(consumer, 20)
+            consumer.ack(group for group in kept if group.instance_id.startswith("done"))
+            [lost] = [group for group in kept if group.instance_id == "lost3"]
+        with pytest.raises(shmbus.BusClosedError):
+            lost.ack()
+    with Consumer(bus.name) as consumer:
+        groups = take_all(consumer, 10)
+        assert names(groups) == [f"lost{number}" for number in range(10)]
+        for group in groups:
+            assert_whole(group, 4)
+        ledger = balanced(consumer)
+        assert (ledger.acknowledged, ledger.leased, ledger.stashed) == (40, 40, 10)
+        for number in range(10):
+            for index in range(3):
+                put(producer, f"open{number}", index, 4)
+        assert names(take_all(consumer, 10)) == [f"open{number}" for number in range(10)]
+        consumer.ack(groups)
+        assert balanced(consumer).acknowledged == 80
+
+
+ACKS = """
+import sys, shmbus
+with shmbus.Consumer(sys.argv[1]) as consumer:
+    print("acks", flush=True)
+    while True:
+        for group in consumer.take(64, 0.01):
+            group.ack()
+"""
+
+
+def test_an_acknowledgement_is_all_or_nothing_when_its_consumer_is_killed(
+    bus: Bus, producer: Producer, spawn: Spawner, seed: int
+) -> None:
+    rng = random.Random(seed)
+    size = 64
+    for round_ in range(4):
+        items = [
+            {"instance_id": f"{round_}-{n}", "group_size": size, "index": i, "x": np.full(20, i)}
+            for n in range(30)
+            for i in range(size)
+        ]
+        child = spawn.script(ACKS, bus.name)
+        child.expect("acks")
+        with ThreadPoolExecutor(1) as pool:
+            putting = pool.submit(producer.put_many, items, timeout=60)
+            time.sleep(rng.random() * 0.03)
+            child.kill()
+            with Consumer(bus.name) as consumer:
+                while not (putting.done() and bus.stats().undelivered == 0):
+                    for group in consumer.take(9, 0.1):
+                        assert_whole(group, size)
+                        group.ack()
+                assert balanced(consumer).acknowledged == (round_ + 1) * 30 * size
+            putting.result()
+
+
+def test_the_ledger_balances_after_every_step(bus: Bus, seed: int) -> None:
+    rng = random.Random(seed)
+    options: dict[str, Any] = {
+        "max_policy_lag": 3, "skip_zero_variance": True, "max_stash_bytes": 200_000,
+        "on_overflow": "drop", "group_timeout": 0.05, "on_timeout": "partial",
+    }  # fmt: skip
+    with ExitStack() as stack:
+        producers = [Producer(bus.name) for _ in range(3)]
+        consumer = stack.enter_context(Consumer(bus.name, **options))
+        leased: list[Group] = []
+        slots: list[shmbus.Slot] = []
+        for step in range(1500):
+            chance = rng.random()
+            producer = rng.choice(producers)
+            key, size = f"k{rng.randrange(12)}", rng.choice([2, 2, 2, 3])
+            more = {"score": rng.random() if step % 7 else 0.0, "policy_version": step // 300}
+            if rng.random() < 0.5:
+                more["epoch"] = rng.randrange(step // 200 + 1)
+            with suppress(shmbus.BusFullError):
+                if chance < 0.6:
+                    x = np.zeros(rng.choice([0, 100, 5000, 40_000]), np.uint8)
+                    put(producer, key, rng.randrange(size), size, x=x, timeout=0, **more)
+                elif chance < 0.65:
+                    fields = {"x": ("u1", rng.randrange(9000))}
+                    arguments = {"group_size": size, "index": 0, "fields": fields, "timeout": 0}
+                    slots.append(producer.reserve(key, **arguments))
+            if slots and chance > 0.93:
+                slot = slots.pop(rng.randrange(len(slots)))
+                slot.commit() if rng.random() < 0.6 else slot.abort()
+            if chance > 0.6:
+                leased += consumer.take(rng.randrange(1, 5), 0)
+            if leased and chance > 0.75:
+                rng.choice(list(ENDS.values()))(leased.pop(rng.randrange(len(leased))))
+            if chance > 0.99:
+                consumer.policy_version = step // 300
+            if chance > 0.995:
+                slots.clear()
+                position = producers.index(producer)
+                producer.close()
+                producers[position] = Producer(bus.name)
+            if step % 400 == 399:
+                consumer.close()
+                leased.clear()
+                consumer = stack.enter_context(Consumer(bus.name, **options))
+            ledger = consumer.stats()
+            assert ledger.balanced, f"step {step}: {ledger}"
+            assert ledger.leased == sum(len(group) for group in leased)
+        for producer in producers:
+            producer.close()
+        assert bus.stats().undelivered == consumer.stats().accounted - sum(
+            ledger.dropped.values(), ledger.acknowledged
+        )
+
+
+# --- views
+
+
+def test_no_view_of_the_ring_can_be_written_to(bus: Bus, producer: Producer) -> None:
+    with Consumer(bus.name) as consumer:
+        put_group(producer, "a", x=np.arange(20, dtype=np.int32))
+        x = take_all(consumer, 1)[0][0]["x"]
+        attempts: list[Callable[[], Any]] = [
+            lambda: x.__setitem__(0, 1), lambda: x.sort(), lambda: x.fill(0), lambda: x.resize(5),
+            lambda: x.flags.__setattr__("writeable", True), lambda: x.setflags(write=True),
+            lambda: x[:5].setflags(write=True), lambda: x.view("u1").setflags(write=True),
+            lambda: np.asarray(x).setflags(write=True), lambda: x.byteswap(inplace=True),
+            lambda: np.copyto(x, 0), lambda: np.add(x, 1, out=x), lambda: x.T.put(0, 9),
+            lambda: memoryview(x).__setitem__(0, 1), lambda: np.frombuffer(x, "u1").fill(0),
+            lambda: memoryview(x.base), lambda: np.lib.stride_tricks.as_strided(x).fill(0),
+        ]  # fmt: skip
+        for attempt in attempts:
+            with pytest.raises((ValueError, TypeError)):
+                attempt()
+        assert np.array_equal(x, np.arange(20))
+
+
+def churn(bus: Bus, producer: Producer, consumer: Consumer, times: int) -> None:
+    """Put `times` the capacity of the bus through it."""
+    x = np.full(30_000, 99, np.uint8)
+    for number in range(times * bus.capacity // x.nbytes):
+        put(producer, f"churn{number}", 0, 1, x=x)
+        for group in consumer.take(9, 0):
+            group.ack()
+    consumer.ack(consumer.take(99, 0.1))
+
+
+def test_views_stay_as_they_are_whatever_happens_to_all_else(bus_name: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = [rng.integers(0, 256, n, np.uint8) for n in (1, 64, 5000, 100_000)]
+    bus = Bus.create(bus_name, capacity="1MiB", max_producers=4)
+    producer, consumer = Producer(bus_name), Consumer(bus_name)
+    for index, value in enumerate(values):
+        put(producer, "a", index, 4, x=value)
+    [group] = take_all(consumer, 1)
+    views = [t["x"] for t in group]
+    views += [view[::-1][::2] for view in views]
+    expected = [view.copy() for view in views]
+
+    def unchanged() -> bool:
+        gc.collect()
+        return all(map(np.array_equal, views, expected))
+
+    group.ack()
+    del group
+    churn(bus, producer, consumer, 5)
+    assert unchanged()
+    consumer.close()
+    assert unchanged()
+    consumer = Consumer(bus_name)
+    churn(bus, producer, consumer, 5)
+    assert unchanged()
+    producer.close()
+    bus.unlink()
+    bus.close()
+    consumer.close()
+    del consumer, producer, bus
+    assert unchanged()
+    assert not any(view.flags.writeable for view in views)
+
+
+def test_a_view_keeps_its_space_and_gives_it_back_when_it_is_gone(
+    bus: Bus, producer: Producer
+) -> None:
+    with Consumer(bus.name) as consumer:
+        churn(bus, producer, consumer, 1)
+        free = consumer.stats().free
+        views = []
+        for number in range(10):
+            put(producer, f"k{number}", 0, 1, x=np.zeros(60_000, np.uint8))
+            [group] = take_all(consumer, 1)
+            views.append(group[0]["x"])
+            group.ack()
+        del group
+        assert consumer.stats().free < free - 500_000
+        del views
+        churn(bus, producer, consumer, 1)
+        assert consumer.stats().free >= free - 2 * bus.extent_bytes
+
+
+# --- stragglers
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_stragglers_neither_stop_the_ring_nor_get_lost_with_their_consumer(
+    bus_name: str, spawn: Spawner, end: str
+) -> None:
+    with Bus.create(bus_name, capacity=262_144, max_producers=4) as bus, Producer(bus_name) as p:
+        x = np.full(3000, 7, np.uint8)
+        put(p, "old", 0, meta="straggler")
+        consumer = Consumer(bus_name)
+        for number in range(6 * bus.capacity // x.nbytes):
+            if number % 10 == 0 and number < 600:
+                put(p, f"s{number}", 0, x=np.full(20, 0, np.int32), meta=number)
+            put(p, f"n{number}", 0, 1, x=x)
+            consumer.ack(consumer.take(99, 0 if number % 3 else 0.001))
+        ledger = balanced(consumer)
+        assert ledger.moved > 0
+        assert ledger.groups_open == 1 + len(range(0, min(number, 599) + 1, 10))
+        consumer.close()
+        if end == "killed":
+            child = spawn.script(KEEPS, bus_name, 1)
+            put_group(p, "wake")
+            child.expect("holds")
+            child.kill()
+        with Consumer(bus_name) as consumer:
+            for straggler in [f"s{n}" for n in range(0, min(number, 599) + 1, 10)] + ["old"]:
+                put(p, straggler, 1)
+            groups = take_all(consumer, ledger.groups_open + (end == "killed"))
+            for group in groups:
+                assert_whole(group)
+            metas = {g.instance_id: g[0].meta for g in groups if g.instance_id.startswith("s")}
+            assert all(meta == int(key[1:]) for key, meta in metas.items())
+            consumer.ack(groups)
+            assert balanced(consumer).leased == balanced(consumer).stashed == 0
+
+
+# --- threads, pickles, forks
+
+
+@pytest.mark.parametrize("how", ["iterate", "take"])
+def test_closing_from_another_thread_ends_what_waits(bus: Bus, how: str) -> None:
+    consumer = Consumer(bus.name)
+    with ThreadPoolExecutor(1) as pool:
+        if how == "iterate":
+            waiting = pool.submit(lambda: list(consumer))
+        else:
+            waiting = pool.submit(lambda: consumer.take(1, None))
+        time.sleep(0.05)
+        assert not waiting.done()
+        consumer.close()
+        if how == "iterate":
+            assert waiting.result(30) == []
+        else:
+            assert isinstance(waiting.exception(30), shmbus.BusClosedError)
+    assert consumer.closed
+    consumer.close()
+    for use in (consumer.take, consumer.stats, lambda: consumer.policy_version):
+        with pytest.raises(shmbus.BusClosedError, match="closed; make a new one"):
+            use()
+
+
+def test_one_thread_acknowledges_what_another_takes(bus: Bus, producer: Producer) -> None:
+    count = 400
+    with Consumer(bus.name) as consumer, ThreadPoolExecutor(3) as pool:
+        seen: Counter[str] = Counter()
+        lock = threading.Lock()
+
+        def work() -> None:
+            while sum(seen.values()) < count:
+                for group in consumer.take(3, 0.05):
+                    assert_whole(group)
+                    with lock:
+                        seen[group.instance_id] += 1
+                    group.ack()
+
+        workers = [pool.submit(work) for _ in range(2)]
+        for number in range(count):
+            put_group(producer, f"k{number}")
+        for worker in workers:
+            worker.result(60)
+        assert set(seen.values()) == {1}
+        assert balanced(consumer).acknowledged == 2 * count
+
+
+def test_a_consumer_pickles_by_name_and_attaches_when_it_is_first_used(
+    bus: Bus, producer: Producer
+) -> None:
+    put_group(producer, "a", score=1.0)
+    put_group(producer, "b", policy_version=9)
+    put(producer, "b", 0, score=5.0, policy_version=9)
+    put(producer, "b", 1, policy_version=9)
+    original = Consumer(bus.name, skip_zero_variance=True, label="mine")
+    copy = pickle.loads(pickle.dumps(original))
+    with pytest.raises(shmbus.BusBusyError, match="mine"):
+        copy.take(1, 0)
+    original.close()
+    with copy:
+        assert names(take_all(copy, 1)) == ["b"]
+        assert copy.stats().dropped == {"zero_variance": 4}
+    never_used = pickle.loads(pickle.dumps(copy))
+    never_used.close()
+    with pytest.raises(shmbus.BusClosedError):
+        never_used.take(1, 0)
+
+
+def refuses(consumer: Consumer, group: Group, view: np.ndarray[Any, Any]) -> None:
+    """In a forked child: what was inherited refuses, except for the bytes already in hand."""
+    uses: list[Callable[[], Any]] = [
+        consumer.take, consumer.stats, group.ack, group.give_back, group.drop,
+        lambda: group[0]["x"], lambda: setattr(consumer, "policy_version", 77),
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(shmbus.BusClosedError, match="before a fork; make a new one"):
+            use()
+    assert np.array_equal(view, np.full(20, 1))
+    consumer.close()
+
+
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on(bus: Bus, producer: Producer) -> None:
+    with Consumer(bus.name) as consumer:
+        for key in "abc":
+            put_group(producer, key)
+        [group] = consumer.take(1, 10)
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=refuses, args=(consumer, group, group[1]["x"]))
+        child.start()
+        child.join(30)
+        if child.is_alive():
+            os.kill(child.pid or 0, signal.SIGKILL)
+        assert child.exitcode == 0
+        assert consumer.policy_version == 0
+        group.ack()
+        assert names(take_all(consumer, 2)) == ["b", "c"]
+        assert balanced(consumer).leased == 4
