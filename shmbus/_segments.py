@@ -5,6 +5,8 @@ Invariant: a segment that could not be finished is gone again when create_segmen
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import re
 import time
@@ -16,6 +18,8 @@ from shmbus_ext import _core
 
 _PREFIX = "/shmbus."
 _SHM_DIRECTORY = "/dev/shm"
+#: Bytes; more than any machine has, and little enough for all sums of the core.
+_LARGEST_SIZE = 1 << 46
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}IB"] = 1024**_power
@@ -37,6 +41,7 @@ def check_name(name: object) -> str:
 
 def parse_size(size: int | str) -> int:
     """Bytes of a size such as 1048576, "256MiB" or "1GB"."""
+    given = size
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(
             f"size: expected bytes as an int, or a str such as '256MiB', got {type(size).__name__}"
@@ -46,10 +51,23 @@ def parse_size(size: int | str) -> int:
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             raise ValueError(f"size: expected a number with KiB, MiB, GiB or TiB, got {size!r}")
-        size = int(float(match[1]) * unit)
-    if size < _core.PAGE:
-        raise ValueError(f"size: expected at least {_core.PAGE} bytes, got {size}")
+        number = float(match[1]) * unit
+        size = int(number) if math.isfinite(number) else _LARGEST_SIZE + 1
+    if not _core.PAGE <= size <= _LARGEST_SIZE:
+        raise ValueError(
+            f"size: expected {_core.PAGE} bytes to {show_size(_LARGEST_SIZE)}, got {given!r}"
+        )
     return size
+
+
+def check_policy_version(version: object) -> int:
+    """Return the version as an int; TypeError or ValueError say what is wrong with it."""
+    if isinstance(version, bool) or not hasattr(version, "__index__"):
+        raise TypeError(f"policy_version: expected an int, got {type(version).__name__}")
+    number = operator.index(version)
+    if not 0 <= number < 2**63:
+        raise ValueError(f"policy_version: expected 0 to 2**63 - 1, got {number}")
+    return number
 
 
 def shm_path(name: str) -> str:
@@ -68,8 +86,10 @@ def create_segment(
             raise TypeError(f"{label}: expected an int, got {type(value).__name__}")
     if not 1 <= max_producers <= _core.MAX_PRODUCERS:
         raise ValueError(f"max_producers: expected 1 to {_core.MAX_PRODUCERS}, got {max_producers}")
-    if extent_bytes < 0:
-        raise ValueError(f"extent_bytes: expected 0 (choose) or more, got {extent_bytes}")
+    if not 0 <= extent_bytes <= _LARGEST_SIZE:
+        raise ValueError(
+            f"extent_bytes: expected 0 (choose) to {_LARGEST_SIZE}, got {extent_bytes}"
+        )
     _check_room(name, size)
     try:
         shm = posix_ipc.SharedMemory(_PREFIX + name, posix_ipc.O_CREX, mode=0o600)
@@ -209,13 +229,14 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     wanted = -(-size // extent)
     collector = segment.collector()
     parts = []
-    if collector["leased_groups"]:
+    attached = segment.has_collector()
+    if attached and collector["leased_groups"]:
         parts.append(
             f"consumer pid {collector['pid']} ({collector['label']}) holds "
             f"{collector['leased_groups']} unacknowledged groups "
             f"({collector['leased_records']} trajectories): ack() or give_back() them"
         )
-    if collector["stashed_records"]:
+    if attached and collector["stashed_records"]:
         parts.append(
             f"{collector['stashed_records']} trajectories of {collector['stashed_groups']} "
             "incomplete or untaken groups are stashed"
@@ -223,7 +244,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     lag_s = (_core.monotonic_ns() - collector["seen_ns"]) / 1e9
     if not collector["seen_ns"]:
         parts.append("no consumer has ever read this bus: start one")
-    elif not collector["pid"]:
+    elif not attached:
         parts.append("no consumer is attached now: start one")
     elif lag_s > 1:
         parts.append(f"consumer pid {collector['pid']} last looked {lag_s:.1f} s ago")

@@ -185,7 +185,7 @@ class Bus:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         self._require_open()
-        self._segment.policy_version = version
+        self._segment.policy_version = _segments.check_policy_version(version)
 
     @property
     def closed(self) -> bool:

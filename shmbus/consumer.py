@@ -16,7 +16,7 @@ from typing import Any, Literal
 from shmbus import _segments, errors, limits
 from shmbus.group import Group
 from shmbus.ledger import REASONS, Ledger
-from shmbus.producer import process_label
+from shmbus.producer import check_timeout, process_label
 from shmbus.stash import Discard, OpenGroup, Stash, StashPolicy
 from shmbus_ext import _core
 
@@ -116,7 +116,15 @@ class Consumer:
             raise errors.BusClosedError(
                 f"bus {self.name!r}: this Consumer is closed; make a new one"
             )
-        return self._reader or self._attach()
+        reader = self._reader
+        if reader is None:
+            return self._attach()
+        if self._segment.closed:
+            raise errors.BusClosedError(
+                f"bus {self.name!r}: this Consumer was made in another process, before a fork; "
+                "make a new one in this process"
+            )
+        return reader
 
     # -- taking ---------------------------------------------------------------------------------
 
@@ -146,16 +154,19 @@ class Consumer:
             raise TypeError(f"max_groups: expected an int, got {type(max_groups).__name__}")
         if max_groups < 1:
             raise ValueError(f"max_groups: expected 1 or more, got {max_groups}")
-        _check_number("timeout", timeout, (int, float), above=-1e-12)
+        check_timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:
                 reader = self._require_reader()
                 now = time.monotonic()
                 more = self._pump(reader, max_groups, now)
+                # What raises comes before the lease: nobody would know of a group leased then.
+                self._settle(reader)
                 leased = self._stash.lease(max_groups, self._segment.policy_version)
                 self._settle(reader)
                 if leased:
+                    self._note(reader)
                     return [Group(self, group) for group in leased]
                 if more:
                     continue
@@ -195,6 +206,16 @@ class Consumer:
     def _relieve(self, reader: _core.Reader) -> None:
         """Housekeeping under pressure: make room where records that wait keep it."""
         reader.tidy()
+        self._note(reader)
+        stash = self._stash
+        segment = self._segment
+        few = segment.extent_count * limits.EVACUATE_FREE_FRACTION
+        if segment.space_wanted() or segment.free_extents() < few:
+            reader.sweep()
+            reader.evacuate(stash.waiting_samples())
+
+    def _note(self, reader: _core.Reader) -> None:
+        """Tell other processes what is held here, for their messages."""
         stash = self._stash
         reader.note(
             stash.leased_groups,
@@ -204,11 +225,6 @@ class Consumer:
             stash.open_records + stash.ready_records,
             0,
         )
-        segment = self._segment
-        few = segment.extent_count * limits.EVACUATE_FREE_FRACTION
-        if segment.space_wanted() or segment.free_extents() < few:
-            reader.sweep()
-            reader.evacuate(stash.waiting_samples())
 
     def _settle(self, reader: _core.Reader) -> None:
         """Release what the stash discarded, each with its reason."""
@@ -255,7 +271,7 @@ class Consumer:
         """
         with self._lock:
             reader = self._require_reader()
-            for group in (groups,) if isinstance(groups, Group) else groups:
+            for group in _several("ack", groups):
                 self._end(reader, group, "ack", _core.ACKED)
                 group.state = "acknowledged"
 
@@ -274,14 +290,15 @@ class Consumer:
         """
         with self._lock:
             reader = self._require_reader()
-            for group in (groups,) if isinstance(groups, Group) else groups:
+            for group in _several("drop", groups):
                 self._end(reader, group, "drop", _core.DROP_MALFORMED)
                 group.state = "dropped"
 
     def _end(self, reader: _core.Reader, group: Group, verb: str, reason: int) -> None:
         open_group = self._leased(group, verb)
-        reader.release(group.trajectories, reason)
+        reader.release(open_group.present(), reason)
         self._stash.end_lease(open_group)
+        self._note(reader)
 
     def give_back(self, group: Group) -> None:
         """End a lease without acknowledging; the group is the next to be delivered.
@@ -300,6 +317,7 @@ class Consumer:
             reader = self._require_reader()
             self._stash.give_back(self._leased(group, "give back"))
             group.state = "given_back"
+            self._note(reader)
             reader.wake()
 
     def _leased(self, group: Group, verb: str) -> OpenGroup[Trajectory]:
@@ -325,7 +343,7 @@ class Consumer:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         self._require_reader()
-        self._segment.policy_version = version
+        self._segment.policy_version = _segments.check_policy_version(version)
 
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""
@@ -395,6 +413,16 @@ def _rebuild(
     self._label = label
     self._begin()
     return self
+
+
+def _several(verb: str, groups: object) -> Iterable[Group]:
+    if isinstance(groups, Group):
+        return (groups,)
+    if not isinstance(groups, Iterable):
+        raise TypeError(
+            f"{verb}: expected a Group or an iterable of Groups, got {type(groups).__name__}"
+        )
+    return groups
 
 
 def _duplicate_error(discard: Discard[Trajectory]) -> errors.ProtocolError:

@@ -53,7 +53,8 @@ class Group:
         else:
             self.instance_id, self.epoch = key, None
         self.size = group.size
-        self.trajectories: list[Trajectory] = group.present()
+        # A list of its own: what the caller does to it must not change what is acknowledged.
+        self.trajectories: list[Trajectory] = list(group.present())
         self.state: GroupState = "leased"
 
     @property

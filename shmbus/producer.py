@@ -7,6 +7,7 @@ speed: attaching, reservations by field names, and waiting without blocking an e
 from __future__ import annotations
 
 import asyncio
+import numbers
 import os
 import sys
 import time
@@ -52,6 +53,18 @@ class ProducerStats(msgspec.Struct, frozen=True):
     aborted: int
     bytes: int
     full_waits: int
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise TypeError or ValueError unless it is None or a number of seconds from 0 on."""
+    if timeout is None:
+        return
+    if not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout: expected seconds or None, got {type(timeout).__name__}")
+    if not timeout >= 0:
+        raise ValueError(
+            f"timeout: expected 0 or more seconds, or None to wait for ever, got {timeout!r}"
+        )
 
 
 def process_label() -> str:
@@ -191,6 +204,7 @@ class Producer(_core.Writer):
         BusFullError
             No space within the timeout.
         """
+        check_timeout(timeout)
         await self._retry(lambda: self.put(instance_id, timeout=0, **arguments), timeout)
 
     async def _retry(self, attempt: Callable[[], Any], timeout: float | None) -> None:

@@ -57,135 +57,191 @@ static bool slot_usable(SlotObject *self) {
     return writer_usable(self->writer);
 }
 
-/* reserve(head: dict of put's arguments but arrays, names: tuple[str], dtypes: tuple[dtype],
- * shapes: tuple[tuple[int]], meta_room: int) -> Slot */
-PyObject *writer_reserve_slot(WriterObject *self, PyObject *args) {
-    PyObject *head, *names, *dtypes, *shapes;
-    unsigned int meta_room;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!I", &PyDict_Type, &head, &PyTuple_Type, &names,
-                          &PyTuple_Type, &dtypes, &PyTuple_Type, &shapes, &meta_room) ||
-        !writer_usable(self)) {
-        return NULL;
-    }
-    struct put_arguments arguments;
-    PyArray_Descr *descriptions[SHMBUS_MAX_FIELDS];
-    PyObject *fields[SHMBUS_MAX_FIELDS];
-    struct record_spec *spec = &arguments.spec;
-    SlotObject *slot = NULL;
-    arguments_begin(&arguments);
-    Py_ssize_t count = PyTuple_GET_SIZE(names);
-    if (!arguments_take_mapping(&arguments, head, 0) || !arguments_finish_head(&arguments)) {
-        goto done;
-    }
-    if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(dtypes) != count ||
-        PyTuple_GET_SIZE(shapes) != count) {
-        PyErr_Format(PyExc_ValueError, "fields: expected at most %u, got %zd", SHMBUS_MAX_FIELDS,
-                     count);
-        goto done;
-    }
+struct field_list {
+    PyObject *names;  /* tuple of str */
+    PyObject *dtypes; /* tuple of dtype */
+    PyObject *shapes; /* tuple of tuple of int */
+};
+
+/* Sizes of the fields into the arguments, as put takes them from arrays. */
+static bool take_shapes(struct put_arguments *arguments, const struct field_list *fields,
+                        uint64_t limit) {
     uint32_t words = 0;
+    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *shape = PyTuple_GET_ITEM(shapes, i);
+        PyObject *shape = PyTuple_GET_ITEM(fields->shapes, i);
         Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
-        fields[i] = PyTuple_GET_ITEM(names, i);
-        descriptions[i] = (PyArray_Descr *)PyTuple_GET_ITEM(dtypes, i);
         if (ndim > (Py_ssize_t)SHMBUS_MAX_NDIM || words + 1 + ndim > SHMBUS_MAX_SHAPE_WORDS) {
             PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %zd",
-                         fields[i], SHMBUS_MAX_NDIM, ndim);
-            goto done;
+                         PyTuple_GET_ITEM(fields->names, i), SHMBUS_MAX_NDIM, ndim);
+            return false;
         }
-        double bytes = (double)PyDataType_ELSIZE(descriptions[i]);
-        uint64_t exact = (uint64_t)PyDataType_ELSIZE(descriptions[i]);
-        arguments.field_ndim[i] = (uint8_t)ndim;
+        uint64_t bytes =
+            (uint64_t)PyDataType_ELSIZE((PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i));
+        double estimate = (double)bytes;
+        arguments->field_ndim[i] = (uint8_t)ndim;
         words++;
         for (Py_ssize_t d = 0; d < ndim; d++) {
             uint64_t size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, d));
             if (PyErr_Occurred()) {
-                goto done;
+                return false;
             }
-            bytes *= (double)size;
-            exact *= size;
-            arguments.shape[words++] = size;
+            estimate *= (double)size;
+            bytes *= size;
+            arguments->shape[words++] = size;
         }
-        if (bytes > (double)self->segment->c.record_limit) {
-            exact = self->segment->c.record_limit;
-        }
-        arguments.field_bytes[i] = exact;
+        /* A product that overflows is above any limit, and must stay so. */
+        arguments->field_bytes[i] = estimate > (double)limit ? limit + 1 : bytes;
+    }
+    arguments->spec.shape_words = words;
+    return true;
+}
+
+/* All that can be refused before anything is taken from the ring. */
+static bool plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
+                             const struct field_list *fields, uint64_t meta_room) {
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
+    PyObject *names[SHMBUS_MAX_FIELDS];
+    struct record_spec *spec = &arguments->spec;
+    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
+    if (!arguments_take_mapping(arguments, head, 0) || !arguments_finish_head(arguments)) {
+        return false;
+    }
+    if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(fields->dtypes) != count ||
+        PyTuple_GET_SIZE(fields->shapes) != count) {
+        PyErr_Format(PyExc_ValueError, "fields: expected at most %u, got %zd", SHMBUS_MAX_FIELDS,
+                     count);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        names[i] = PyTuple_GET_ITEM(fields->names, i);
+        dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
+    }
+    if (!take_shapes(arguments, fields, self->segment->c.record_limit)) {
+        return false;
     }
     spec->field_count = (uint32_t)count;
-    spec->shape = arguments.shape;
-    spec->shape_words = words;
-    spec->field_bytes = arguments.field_bytes;
-    spec->field_ndim = arguments.field_ndim;
-    uint64_t meta_bytes = spec->meta_bytes;
-    spec->meta_bytes = meta_room > meta_bytes ? meta_room : meta_bytes;
-    if (!schema_cache_find(&self->schemas, spec, fields, descriptions, arguments.field_ndim)) {
-        goto done;
+    spec->shape = arguments->shape;
+    spec->field_bytes = arguments->field_bytes;
+    spec->field_ndim = arguments->field_ndim;
+    if (!schema_cache_find(&self->schemas, spec, names, dtypes, arguments->field_ndim)) {
+        return false;
     }
+    spec->meta_bytes = meta_room > spec->meta_bytes ? meta_room : spec->meta_bytes;
     if (!record_plan(spec)) {
         PyErr_SetString(hooks.too_large_error, "the reservation is larger than any record");
-        goto done;
+        return false;
     }
-    struct reservation at;
-    if (!writer_usable(self)) {
-        goto done;
+    return true;
+}
+
+static PyObject *field_view(SlotObject *slot, PyArray_Descr *dtype, int ndim,
+                            const uint64_t *shape) {
+    npy_intp dims[SHMBUS_MAX_NDIM];
+    for (int d = 0; d < ndim; d++) {
+        dims[d] = (npy_intp)shape[1 + d];
     }
-    self->busy++;
-    bool claimed = writer_claim_room(self, spec->record_bytes, arguments.timeout_s, &at);
-    self->busy--;
-    if (!claimed) {
-        goto done;
+    Py_INCREF(dtype);
+    PyObject *array =
+        PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL,
+                             (uint8_t *)slot->at.record + shape[0], NPY_ARRAY_CARRAY, NULL);
+    if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array,
+                                               Py_NewRef((PyObject *)slot->keeper)) < 0) {
+        Py_CLEAR(array);
     }
-    slot = (SlotObject *)SlotType.tp_alloc(&SlotType, 0);
+    return array;
+}
+
+/* The Python side of a reservation; its arrays come afterwards. */
+static SlotObject *slot_new(WriterObject *writer, const struct reservation *at, PyObject *names) {
+    SlotObject *slot = (SlotObject *)SlotType.tp_alloc(&SlotType, 0);
     if (slot == NULL) {
-        goto done;
+        return NULL;
     }
-    slot->keeper = keeper_new(self->segment, &at);
+    slot->ended = true; /* until the record is exposed */
+    slot->keeper = keeper_new(writer->segment, at);
     if (slot->keeper == NULL) {
-        slot->ended = true;
-        Py_CLEAR(slot);
-        goto done;
+        Py_DECREF(slot);
+        return NULL;
     }
-    slot->writer = (WriterObject *)Py_NewRef((PyObject *)self);
-    slot->at = at;
+    slot->writer = (WriterObject *)Py_NewRef((PyObject *)writer);
+    slot->at = *at;
     slot->names = Py_NewRef(names);
-    slot->count = (uint32_t)count;
+    return slot;
+}
+
+static void slot_open(SlotObject *slot, struct put_arguments *arguments, uint64_t meta_bytes) {
+    WriterObject *writer = slot->writer;
+    struct record_spec *spec = &arguments->spec;
     slot->meta_room = (uint32_t)spec->meta_bytes;
     slot->score = spec->score;
     spec->meta_bytes = meta_bytes;
-    writer_write_head(self, &arguments, &at);
+    writer_write_head(writer, arguments, &slot->at);
     if (meta_bytes > 0) {
-        memcpy((uint8_t *)at.record + spec->meta_offset,
-               PyBytes_AS_STRING(arguments.meta_encoded), meta_bytes);
+        memcpy((uint8_t *)slot->at.record + spec->meta_offset,
+               PyBytes_AS_STRING(arguments->meta_encoded), meta_bytes);
     }
-    writer_reserve(&self->c, &at);
-    slot->next = self->open;
-    if (self->open != NULL) {
-        self->open->previous = slot;
+    writer_reserve(&writer->c, &slot->at);
+    slot->ended = false;
+    slot->next = writer->open;
+    if (writer->open != NULL) {
+        writer->open->previous = slot;
     }
-    self->open = slot;
-    words = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        npy_intp dims[SHMBUS_MAX_NDIM];
-        slot->shape_at[i] = (uint16_t)words;
-        uint64_t offset = arguments.shape[words++];
-        for (int d = 0; d < arguments.field_ndim[i]; d++) {
-            dims[d] = (npy_intp)arguments.shape[words++];
-        }
-        Py_INCREF(descriptions[i]);
-        PyObject *array = PyArray_NewFromDescr(&PyArray_Type, descriptions[i],
-                                               arguments.field_ndim[i], dims, NULL,
-                                               (uint8_t *)at.record + offset,
-                                               NPY_ARRAY_CARRAY, NULL);
-        if (array == NULL || PyArray_SetBaseObject((PyArrayObject *)array,
-                                                   Py_NewRef((PyObject *)slot->keeper)) < 0) {
-            Py_XDECREF(array);
-            Py_CLEAR(slot); /* its end aborts */
-            goto done;
+    writer->open = slot;
+}
+
+static bool slot_make_views(SlotObject *slot, const struct put_arguments *arguments,
+                            PyObject *dtypes) {
+    uint32_t words = 0;
+    for (uint32_t i = 0; i < arguments->spec.field_count; i++) {
+        PyObject *array = field_view(slot, (PyArray_Descr *)PyTuple_GET_ITEM(dtypes, i),
+                                     arguments->field_ndim[i], arguments->shape + words);
+        if (array == NULL) {
+            return false;
         }
         slot->arrays[i] = (PyArrayObject *)array;
+        slot->shape_at[i] = (uint16_t)words;
+        slot->count = i + 1;
+        words += 1u + arguments->field_ndim[i];
     }
-done:
+    return true;
+}
+
+/* reserve(head: dict of put's arguments but arrays, names: tuple[str], dtypes: tuple[dtype],
+ * shapes: tuple[tuple[int]], meta_room: int) -> Slot */
+PyObject *writer_reserve_slot(WriterObject *self, PyObject *args) {
+    PyObject *head;
+    struct field_list fields;
+    unsigned int meta_room;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!I", &PyDict_Type, &head, &PyTuple_Type, &fields.names,
+                          &PyTuple_Type, &fields.dtypes, &PyTuple_Type, &fields.shapes,
+                          &meta_room) ||
+        !writer_usable(self)) {
+        return NULL;
+    }
+    struct put_arguments arguments;
+    struct reservation at;
+    SlotObject *slot = NULL;
+    arguments_begin(&arguments);
+    bool claimed = plan_reservation(self, &arguments, head, &fields, meta_room) &&
+                   writer_usable(self); /* encoding may have let another thread close it */
+    if (claimed) {
+        self->busy++;
+        claimed = writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at);
+        self->busy--;
+    }
+    if (claimed) {
+        slot = slot_new(self, &at, fields.names);
+    }
+    if (slot != NULL) {
+        slot_open(slot, &arguments,
+                  arguments.meta_encoded == NULL
+                      ? 0
+                      : (uint64_t)PyBytes_GET_SIZE(arguments.meta_encoded));
+        if (!slot_make_views(slot, &arguments, fields.dtypes)) {
+            Py_CLEAR(slot); /* its end aborts */
+        }
+    }
     arguments_end(&arguments);
     return (PyObject *)slot;
 }
@@ -227,20 +283,17 @@ static PyObject *slot_resize(SlotObject *self, PyObject *args) {
                      length);
         return NULL;
     }
-    npy_intp dims[SHMBUS_MAX_NDIM];
-    memcpy(dims, PyArray_DIMS(array), (size_t)PyArray_NDIM(array) * sizeof *dims);
-    dims[0] = length;
-    Py_INCREF(PyArray_DESCR(array));
-    PyObject *shorter =
-        PyArray_NewFromDescr(&PyArray_Type, PyArray_DESCR(array), PyArray_NDIM(array), dims, NULL,
-                             PyArray_DATA(array), NPY_ARRAY_CARRAY, NULL);
-    if (shorter == NULL || PyArray_SetBaseObject((PyArrayObject *)shorter,
-                                                 Py_NewRef((PyObject *)self->keeper)) < 0) {
-        Py_XDECREF(shorter);
+    uint64_t *shape = (uint64_t *)(void *)((uint8_t *)self->at.record + sizeof *self->at.record) +
+                      self->shape_at[field];
+    uint64_t before = shape[1];
+    shape[1] = (uint64_t)length;
+    PyObject *shorter = field_view(self, PyArray_DESCR(array), PyArray_NDIM(array), shape);
+    if (shorter == NULL) {
+        shape[1] = before;
         return NULL;
     }
-    uint64_t *shape = (uint64_t *)(void *)((uint8_t *)self->at.record + sizeof *self->at.record);
-    shape[self->shape_at[field] + 1] = (uint64_t)length;
+    /* What was handed out before is no longer the field: it is not written through any more. */
+    PyArray_CLEARFLAGS(array, NPY_ARRAY_WRITEABLE);
     Py_SETREF(self->arrays[field], (PyArrayObject *)shorter);
     Py_RETURN_NONE;
 }

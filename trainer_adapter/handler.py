@@ -169,20 +169,24 @@ class OnlineDataHandler:
             A malformed group came, under ``malformed="raise"``. It has been dropped.
         """
         chosen = self._choose(timeout)
-        batch = pack(
-            chosen,
-            advantages=self._advantages,
-            layout=self._layout,
-            device=self._device,
-            fields=self._fields,
-            memory=self._memory,
-        )
+        try:
+            batch = pack(
+                [group for group, _ in chosen],
+                advantages=self._advantages,
+                layout=self._layout,
+                device=self._device,
+                fields=self._fields,
+                memory=self._memory,
+            )
+        except BaseException:
+            self._held.extendleft(reversed(chosen))
+            raise
         batch.step = self.step
         self._out[self.step] = batch
         self.step += 1
         return batch
 
-    def _choose(self, timeout: float | None) -> list[shmbus.Group]:
+    def _choose(self, timeout: float | None) -> list[tuple[shmbus.Group, int]]:
         """Collect groups until the budget is used, or max_wait after the first is over."""
         began = noted = time.monotonic()
         first_came: float | None = None
@@ -257,8 +261,8 @@ class OnlineDataHandler:
             or sum(tokens for _, tokens in self._held) >= (self.tokens_per_batch or 0)
         )
 
-    def _cut(self) -> list[shmbus.Group]:
-        return [self._held.popleft()[0] for _ in range(self._count())]
+    def _cut(self) -> list[tuple[shmbus.Group, int]]:
+        return [self._held.popleft() for _ in range(self._count())]
 
     def _waiting(self) -> str:
         """Describe what is there instead of a batch, for a message."""

@@ -1,0 +1,99 @@
+"""How much each row measures: for figures to keep, for a quick look, and to see that it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["FULL", "QUICK", "TINY", "Sizes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Counts and durations of all rows.
+
+    Attributes
+    ----------
+    memcpy_bytes, memcpy_repetitions : int
+        Size of the copy, and how often it is made.
+    hop_2048, hop_16384, hop_256, packed : int
+        Trajectories of one run of a throughput row. They fill the bus many times over, since what
+        lies in it at the first delivery was sent before the clock started.
+    repetitions : int
+        Runs of each throughput row.
+    wakes, wake_turns : int
+        Wake-ups in a turn, and turns.
+    stash_groups : (int, int)
+        Open groups, few and many.
+    stash_adds : int
+        Trajectories timed at each.
+    memory_trajectories, memory_capacity : int, str
+        Trajectories stashed to see what one takes, and the bus that holds them.
+    idle_s : float
+        Seconds asleep.
+    """
+
+    memcpy_bytes: int
+    memcpy_repetitions: int
+    hop_2048: int
+    hop_16384: int
+    hop_256: int
+    packed: int
+    repetitions: int
+    wakes: int
+    wake_turns: int
+    stash_groups: tuple[int, int]
+    stash_adds: int
+    memory_trajectories: int
+    memory_capacity: str
+    idle_s: float
+
+
+FULL: Final = Sizes(
+    memcpy_bytes=256 << 20,
+    memcpy_repetitions=25,
+    hop_2048=800_000,
+    hop_16384=100_000,
+    hop_256=1_600_000,
+    packed=640_000,
+    repetitions=3,
+    wakes=2000,
+    wake_turns=3,
+    stash_groups=(1000, 1_000_000),
+    stash_adds=4_000_000,
+    memory_trajectories=1_000_000,
+    memory_capacity="768MiB",
+    idle_s=5.0,
+)
+QUICK: Final = Sizes(
+    memcpy_bytes=256 << 20,
+    memcpy_repetitions=9,
+    hop_2048=80_000,
+    hop_16384=10_000,
+    hop_256=192_000,
+    packed=64_000,
+    repetitions=3,
+    wakes=500,
+    wake_turns=2,
+    stash_groups=(1000, 100_000),
+    stash_adds=400_000,
+    memory_trajectories=100_000,
+    memory_capacity="96MiB",
+    idle_s=2.0,
+)
+TINY: Final = Sizes(
+    memcpy_bytes=8 << 20,
+    memcpy_repetitions=3,
+    hop_2048=1024,
+    hop_16384=128,
+    hop_256=1024,
+    packed=1024,
+    repetitions=1,
+    wakes=20,
+    wake_turns=1,
+    stash_groups=(100, 1000),
+    stash_adds=10_000,
+    memory_trajectories=10_000,
+    memory_capacity="16MiB",
+    idle_s=0.2,
+)

@@ -1,0 +1,150 @@
+"""How soon a sleeping reader has what was just put, beside a bare futex between two processes.
+
+Both sides of the comparison sleep through the same random pauses, and take the same stamps by
+CLOCK_MONOTONIC: right before the put (or the store and FUTEX_WAKE), and right after take (or
+FUTEX_WAIT) returned. They take turns, so that the machine's moods meet both.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import shmbus
+from bench.processes import DEADLINE_S, STALL_S, MeasurementError, Role, run_together
+from bench.rows import Row, Target
+from bench.sending import temporary_bus
+
+__all__ = ["measure"]
+
+#: Microseconds between two puts: long enough for the reader to be asleep again.
+PAUSE_US: Final = (300.0, 1000.0)
+#: Wake-ups at the beginning of each turn that are not counted: first calls, first touches.
+WARM_UP: Final = 50
+#: The pauses are the same in every run of the benchmark.
+SEED: Final = 20240229
+SOURCE: Final = Path(__file__).with_name("raw_futex.c")
+
+
+def measure(wakes: int, turns: int, capacity: str) -> list[Row]:
+    """Measure so many wake-ups in each of so many turns; a row for p50 and one for p99."""
+    pauses = _pauses_ns(wakes)
+    ours: list[NDArray[np.int64]] = []
+    raw: list[NDArray[np.int64]] = []
+    with tempfile.TemporaryDirectory(prefix="shmbus-bench-") as directory:
+        program = Path(directory, "raw_futex")
+        why_not = _compile(program)
+        for _ in range(turns):
+            if not why_not:
+                raw.append(_run_raw(program, pauses)[WARM_UP:])
+            ours.append(_run_shmbus(pauses, capacity)[WARM_UP:])
+    return [_row(percent, ours, raw, why_not) for percent in (50, 99)]
+
+
+def _pauses_ns(wakes: int) -> list[int]:
+    generator = random.Random(SEED)
+    return [int(generator.uniform(*PAUSE_US) * 1000) for _ in range(WARM_UP + wakes)]
+
+
+def _row(
+    percent: int, ours: list[NDArray[np.int64]], raw: list[NDArray[np.int64]], why_not: str
+) -> Row:
+    ours_us = float(np.percentile(np.concatenate(ours), percent)) / 1000
+    figures: dict[str, Any] = {
+        "wakes": sum(map(len, ours)),
+        "shmbus_us": ours_us,
+        "shmbus_us_by_turn": [float(np.percentile(turn, percent)) / 1000 for turn in ours],
+    }
+    measured = f"{ours_us:.1f} us"
+    value = spread = None
+    if raw:
+        raw_us = float(np.percentile(np.concatenate(raw), percent)) / 1000
+        by_turn = [float(np.percentile(turn, percent)) / 1000 for turn in raw]
+        figures |= {"raw_futex_us": raw_us, "raw_futex_us_by_turn": by_turn}
+        measured += f"; raw futex {raw_us:.1f} us"
+        value = ours_us / raw_us
+        ratios = [a / b for a, b in zip(figures["shmbus_us_by_turn"], by_turn, strict=True)]
+        spread = (min(ratios), max(ratios))
+    return Row(
+        name=f"wake-p{percent}",
+        title=f"wake-up of a sleeping reader, one way, p{percent}",
+        measured=measured,
+        value=value,
+        spread=spread,
+        target=Target("at most", 2.0, "times a raw futex"),
+        skipped=f"raw futex: {why_not}" if why_not else "",
+        figures=figures,
+    )
+
+
+# -- shmbus -----------------------------------------------------------------------------------
+
+
+def _run_shmbus(pauses_ns: list[int], capacity: str) -> NDArray[np.int64]:
+    with temporary_bus(capacity) as name:
+        latencies, _ = run_together(
+            [Role(_sleep_until_put, (name, len(pauses_ns))), Role(_put, (name, pauses_ns))]
+        )
+    return np.array(latencies, np.int64)
+
+
+def _put(start: Callable[[], None], name: str, pauses_ns: list[int]) -> None:
+    stamp = np.zeros(1, np.int64)
+    with shmbus.Producer(name) as producer:
+        start()
+        for pause_ns in pauses_ns:
+            time.sleep(pause_ns / 1e9)
+            stamp[0] = time.monotonic_ns()
+            producer.put("wake", group_size=1, index=0, stamp=stamp, timeout=STALL_S)
+
+
+def _sleep_until_put(start: Callable[[], None], name: str, wakes: int) -> list[int]:
+    latencies = []
+    with shmbus.Consumer(name) as consumer:
+        start()
+        for _ in range(wakes):
+            groups = consumer.take(1, STALL_S)
+            came = time.monotonic_ns()
+            if not groups:
+                raise MeasurementError(f"no group within {STALL_S:g} s: {consumer.stats()}")
+            latencies.append(came - int(groups[0][0]["stamp"][0]))
+            consumer.ack(groups)
+    return latencies
+
+
+# -- the raw futex ----------------------------------------------------------------------------
+
+
+def _compile(program: Path) -> str:
+    """Compile the C program; return why that is not possible, or nothing."""
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    if shutil.which(compiler[0]) is None:
+        return f"there is no C compiler {compiler[0]!r}; install one, or name it in CC"
+    argv = [*compiler, "-std=c11", "-O2", "-o", str(program), str(SOURCE)]
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return f"{shlex.join(argv)} failed: {result.stderr}" if result.returncode else ""
+
+
+def _run_raw(program: Path, pauses_ns: list[int]) -> NDArray[np.int64]:
+    result = subprocess.run(
+        [str(program)],
+        input="\n".join(map(str, pauses_ns)),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    if result.returncode:
+        raise MeasurementError(f"raw_futex.c ended with {result.returncode}: {result.stderr}")
+    return np.array(result.stdout.split(), np.int64)
