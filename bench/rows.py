@@ -86,15 +86,17 @@ class Row:
 
 def table(rows: Iterable[Row]) -> str:
     """Lay rows out as plain text, each column as wide as its widest cell."""
-    lines = [("what", "measured", "value", "lowest, highest", "target", "")]
+    cells = [["what", "measured", "value", "lowest, highest", "target", "verdict"]]
     for row in rows:
         value = "" if row.value is None else f"{row.value:.3g}"
         spread = "" if row.spread is None else f"{row.spread[0]:.3g}, {row.spread[1]:.3g}"
         target = "none" if row.target is None else str(row.target)
-        lines.append((row.title, row.measured, value, spread, target, row.verdict))
-    widths = [max(len(line[column]) for line in lines) for column in range(5)] + [0]
-    lines.insert(1, ("-" * widths[0], *("-" * width for width in widths[1:5]), ""))
+        cells.append([row.title, row.measured, value, spread, target, row.verdict])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # A reason for a skipped row may be long; the rule below the heads need not be.
+    widths[-1] = len(cells[0][-1])
+    cells.insert(1, ["-" * width for width in widths])
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+        for line in cells
     )

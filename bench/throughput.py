@@ -50,18 +50,14 @@ def cases(sizes: Sizes, capacity: str) -> list[Case]:
             name="hop-16384",
             title="put to views, 16,384 tokens",
             measure=hop.measure,
-            workload=Workload(
-                trajectories=sizes.hop_16384, tokens=16_384, capacity=capacity
-            ),
+            workload=Workload(trajectories=sizes.hop_16384, tokens=16_384, capacity=capacity),
             target=0.9,
         ),
         Case(
             name="hop-256",
             title="put_many of 64 to views, 256 tokens",
             measure=hop.measure,
-            workload=Workload(
-                trajectories=sizes.hop_256, tokens=256, batch=64, capacity=capacity
-            ),
+            workload=Workload(trajectories=sizes.hop_256, tokens=256, batch=64, capacity=capacity),
             target=0.15,
         ),
         Case(

@@ -7,7 +7,7 @@ speed: attaching, reservations by field names, and waiting without blocking an e
 from __future__ import annotations
 
 import asyncio
-import numbers
+import math
 import os
 import sys
 import time
@@ -59,9 +59,9 @@ def check_timeout(timeout: object) -> None:
     """Raise TypeError or ValueError unless it is None or a number of seconds from 0 on."""
     if timeout is None:
         return
-    if not isinstance(timeout, numbers.Real):
+    if not isinstance(timeout, (int, float, np.integer, np.floating)):
         raise TypeError(f"timeout: expected seconds or None, got {type(timeout).__name__}")
-    if not timeout >= 0:
+    if not 0 <= timeout <= sys.float_info.max and timeout != math.inf:
         raise ValueError(
             f"timeout: expected 0 or more seconds, or None to wait for ever, got {timeout!r}"
         )

@@ -388,22 +388,6 @@ def test_an_exception_or_an_abort_leaves_nothing_to_deliver(bus: Bus) -> None:
         assert producer.stats().aborted == 4
 
 
-@pytest.mark.parametrize("verb", ["commit", "abort"])
-def test_a_reservation_ends_once(bus: Bus, verb: str) -> None:
-    with attached(bus) as (producer, consumer):
-        slot = reserve(producer)
-        getattr(slot, verb)()
-        uses: list[Callable[[], Any]] = [
-            slot.commit, slot.abort, lambda: slot["tokens"], lambda: slot.resize("tokens", 1),
-            lambda: setattr(slot, "score", 1.0), lambda: setattr(slot, "meta", {}), slot.__enter__,
-        ]  # fmt: skip
-        for use in uses:
-            with pytest.raises(shmbus.BusClosedError, match="committed or aborted"):
-                use()
-        assert consumer.stats().committed == (verb == "commit")
-        assert len(consumer.take(9, 0)) == (verb == "commit")
-
-
 def test_a_resize_keeps_what_is_in_front_and_can_be_done_again(bus: Bus) -> None:
     with attached(bus) as (producer, consumer):
         with reserve(producer) as slot:
@@ -553,49 +537,6 @@ def reserve_page(producer: Producer, timeout: float) -> None:
     producer.reserve("p", group_size=1, index=0, fields={"x": ("u1", 3000)}, timeout=timeout)
 
 
-def full_message(producer: Producer) -> str:
-    with pytest.raises(shmbus.BusFullError) as caught:
-        put_one(producer, x=np.zeros(3500, np.uint8), timeout=0)
-    return str(caught.value)
-
-
-def test_the_message_of_a_full_bus_names_who_holds_the_space(small_bus: Bus) -> None:
-    with (
-        Producer(small_bus.name, label="greedy") as greedy,
-        Producer(small_bus.name, label="modest") as modest,
-    ):
-        put_one(modest)
-        fill(greedy)
-        message = full_message(modest)
-        assert "no consumer has ever read this bus: start one" in message
-        assert f"60.0 KiB by greedy (pid {os.getpid()})" in message
-        assert f"4.0 KiB by modest (pid {os.getpid()})" in message
-        with Consumer(small_bus.name, label="slow trainer") as consumer:
-            held = consumer.take(99, 10)
-            message = full_message(modest)
-            assert f"pid {os.getpid()} (slow trainer) holds {len(held)} unackn" in message, message
-        assert "no consumer is attached now: start one" in full_message(modest)
-
-
-def test_a_dead_consumer_is_not_said_to_hold_anything(small_bus: Bus, spawn: Spawner) -> None:
-    with Producer(small_bus.name) as producer:
-        fill(producer)
-        child = spawn.script(
-            "import sys, time, shmbus\n"
-            "consumer = shmbus.Consumer(sys.argv[1])\n"
-            "held = consumer.take(99, 10), consumer.take(1, 0.2)\n"
-            "print('took', flush=True)\n"
-            "time.sleep(60)\n",
-            small_bus.name,
-        )
-        child.expect("took")
-        assert f"pid {child.pid}" in full_message(producer)
-        child.kill()
-        message = full_message(producer)
-        assert "no consumer is attached now" in message, message
-        assert "ack()" not in message
-
-
 # --- asyncio
 
 
@@ -646,16 +587,6 @@ async def test_hundreds_of_aputs_wait_together_and_all_arrive(small_bus: Bus) ->
                 group.ack()
             await asyncio.sleep(0.001)
         await asyncio.gather(*tasks)
-
-
-@pytest.mark.parametrize("timeout", [-1, float("nan"), "soon"])
-async def test_aput_refuses_what_put_refuses(bus: Bus, timeout: Any) -> None:
-    with attached(bus) as (producer, consumer):
-        with pytest.raises((TypeError, ValueError), match="timeout: expected"):
-            await producer.aput("a", group_size=1, index=0, timeout=timeout)
-        with pytest.raises(ValueError, match="index: expected"):
-            await producer.aput("a", group_size=1, index=1)
-        assert consumer.stats().committed == 0
 
 
 # --- threads, signals, forks, pickles
@@ -754,47 +685,3 @@ def test_closing_while_another_thread_copies_never_writes_into_a_later_record(bu
                 assert np.all(group[0]["x"] == value)
                 group.ack()
         assert consumer.stats().balanced
-
-
-def test_a_forked_child_gets_an_error_and_its_own_handle_and_the_parent_goes_on(bus: Bus) -> None:
-    with attached(bus) as (producer, consumer):
-        slot = reserve(producer, "parent")
-        child = multiprocessing.get_context("fork").Process(
-            target=use_inherited, args=(producer, slot)
-        )
-        child.start()
-        child.join(30)
-        assert child.exitcode == 0
-        slot["tokens"][:] = 3
-        slot.commit()
-        put_one(producer, "parent, again")
-        keys = {group.instance_id: group for group in consumer.take(9, 10)}
-        assert keys.keys() == {"parent", "parent, again", "child"}
-        assert np.all(keys["parent"][0]["tokens"] == 3)
-        assert keys["child"][0].producer_id != keys["parent"][0].producer_id
-
-
-def use_inherited(producer: Producer, slot: shmbus.Slot) -> None:
-    """In a forked child: everything inherited refuses, and a new handle works."""
-    for use in (lambda: put_one(producer), slot.commit, lambda: reserve(producer)):
-        with pytest.raises(shmbus.BusClosedError, match="before a fork; make a new one"):
-            use()
-    assert producer.closed
-    producer.close()
-    with Producer(producer.name) as own:
-        put_one(own, "child")
-
-
-def test_a_handle_pickles_by_name_and_attaches_anew_in_a_spawned_process(bus: Bus) -> None:
-    with attached(bus, checksum=True, label="mine") as (producer, consumer):
-        with pickle.loads(pickle.dumps(producer)) as copy:
-            assert copy.producer_id != producer.producer_id
-            put_one(copy, "copy")
-        child = multiprocessing.get_context("spawn").Process(
-            target=put_one, args=(producer, "spawned")
-        )
-        child.start()
-        child.join(60)
-        assert child.exitcode == 0
-        assert {group.instance_id for group in consumer.take(9, 10)} == {"copy", "spawned"}
-        assert [info.label for info in bus.stats().producers] == ["mine"] * 3

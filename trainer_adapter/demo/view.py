@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
 #: Seconds between two plain lines.
 PLAIN_PERIOD_S: Final = 5.0
 
@@ -55,7 +55,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if len(values) > width:
         per = len(values) / width
         values = [values[int(i * per)] for i in range(width - 1)] + [values[-1]]
-    return "".join(_BLOCKS[round(min(1.0, max(0.0, v)) * (len(_BLOCKS) - 1))] for v in values)
+    top = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round(min(1.0, max(0.0, value)) * top)] for value in values)
 
 
 class LiveView:
@@ -70,10 +71,10 @@ class LiveView:
     def __init__(self, console: Console, title: str) -> None:
         self._title = title
         self._console = console
+        self._figures = Figures()
         self._live = Live(
             console=console, refresh_per_second=4, transient=False, get_renderable=self._draw
         )
-        self._figures = Figures()
 
     def start(self) -> None:
         """Take the terminal."""

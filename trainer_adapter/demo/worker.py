@@ -1,7 +1,8 @@
 """A rollout worker of the demo, as a process of its own: numpy and the bus, no torch.
 
-It samples the completions of several prompts at once and puts them interleaved, so that the groups
-of all workers mix in the ring. It keeps pace with the trainer: for each policy version it puts its
+It samples the completions of several prompts at once and puts them interleaved, some of them a
+round later, as rollouts of different lengths would finish: so the groups of all workers mix in the
+ring, and a worker that is killed leaves groups behind that never become complete. It keeps pace with the trainer: for each policy version it puts its
 share of a batch, and is ahead by a bounded number of batches, which keeps the samples fresh.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -24,6 +25,8 @@ from trainer_adapter.demo.weights import WeightsChannel
 AHEAD_POLL_S: Final = 0.002
 #: Seconds after which it goes on all the same: groups that died with another worker are missing.
 AHEAD_LIMIT_S: Final = 1.0
+#: Share of the samples at hand that finish a round later.
+KEPT_BACK_SHARE: Final = 0.3
 #: Seconds that a put waits for space.
 PUT_TIMEOUT_S: Final = 30.0
 
@@ -72,6 +75,7 @@ class Worker:
         self.version = -1
         self.prompts = 0
         self.waived = 0.0
+        self.unsent: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Work until the trainer is gone or the bus is closed."""
@@ -98,7 +102,8 @@ class Worker:
             self.version = version
 
     def wait_for_version(self) -> None:
-        """Sleep until there are newer weights, for a while at most."""
+        """Put what was kept back, and sleep until there are newer weights, for a while at most."""
+        self.send(len(self.unsent))
         deadline = time.monotonic() + AHEAD_LIMIT_S
         while self.producer.policy_version == self.version and time.monotonic() < deadline:
             time.sleep(AHEAD_POLL_S)
@@ -106,18 +111,17 @@ class Worker:
             self.waived += self.config.prompts_at_once
 
     def put_groups(self) -> None:
-        """Sample a few groups and put their samples in random order."""
+        """Sample a few groups, and put most of their samples and of those kept back before."""
         config = self.config
         prompts = [self.task.sample_prompt(self.rng) for _ in range(config.prompts_at_once)]
         groups = self.sampler.sample(
             prompts, config.group_size, self.task.max_completion_len, self.rng
         )
-        items = []
         for prompt, samples in zip(prompts, groups, strict=True):
             self.prompts += 1
             name = f"{show(prompt)}#{config.number}.{config.life}.{self.prompts}"
             for index, sample in enumerate(samples):
-                items.append(
+                self.unsent.append(
                     {
                         "instance_id": name,
                         "group_size": config.group_size,
@@ -127,9 +131,14 @@ class Worker:
                         **sample.fields(),
                     }
                 )
-        self.producer.put_many(
-            [items[i] for i in self.rng.permutation(len(items))], timeout=PUT_TIMEOUT_S
-        )
+        self.send(round(len(self.unsent) * (1 - KEPT_BACK_SHARE)))
+
+    def send(self, count: int) -> None:
+        """Put so many of the samples at hand, in random order."""
+        order = self.rng.permutation(len(self.unsent))
+        chosen = [self.unsent[i] for i in order[:count]]
+        self.unsent = [self.unsent[i] for i in order[count:]]
+        self.producer.put_many(chosen, timeout=PUT_TIMEOUT_S)
 
 
 def main() -> None:
