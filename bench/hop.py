@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import shmbus
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.sending import Sent, check_ledger, produce, temporary_bus
+from bench.sending import check_ledger, produce, temporary_bus
 from bench.workload import Timed, Workload
 
-__all__ = ["measure", "timed"]
+__all__ = ["measure"]
 
 
 def measure(workload: Workload) -> Timed:
@@ -20,17 +22,12 @@ def measure(workload: Workload) -> Timed:
     with temporary_bus(workload.capacity) as name:
         consumer = Role(_consume, (name, workload))
         producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]
-        (seconds, cpu_s), *sent = run_together([consumer, *producers])
-    return timed(workload, seconds, cpu_s, sent)
-
-
-def timed(workload: Workload, seconds: float, cpu_s: float, sent: list[Sent]) -> Timed:
-    """Put together what the consumer and the producers of one run measured."""
+        (seconds, cpu_s), *producers_cpu_s = run_together([consumer, *producers])
     return Timed(
         trajectories=workload.trajectories,
         seconds=seconds,
         consumer_cpu_s=cpu_s,
-        producer_cpu_s=sum(one.cpu_s for one in sent),
+        producer_cpu_s=sum(producers_cpu_s),
     )
 
 
@@ -57,8 +54,10 @@ def _consume(start: Callable[[], None], name: str, workload: Workload) -> tuple[
         assert began is not None and began_cpu is not None
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
         # The last trajectory stands for all: what arrived is what was sent.
-        for name_, view in (("tokens", tokens), ("loss_mask", loss_mask), ("logprobs", logprobs)):
-            if not np.array_equal(view, workload.arrays()[name_]) or view.flags.writeable:
-                raise MeasurementError(f"{name_}: the view is not what was sent, read-only")
+        views: list[NDArray[Any]] = [tokens, loss_mask, logprobs]
+        sources: list[NDArray[Any]] = [*workload.source()]
+        for view, sent in zip(views, sources, strict=True):
+            if not np.array_equal(view, sent) or view.flags.writeable:
+                raise MeasurementError(f"expected a read-only view of {sent}, got {view}")
         check_ledger(consumer.stats(), workload)
     return seconds, cpu_s

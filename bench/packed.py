@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from bench.hop import timed
 from bench.processes import STALL_S, MeasurementError, Role, run_together
 from bench.sending import check_ledger, produce, temporary_bus
 from bench.workload import Timed, Workload
@@ -25,8 +24,13 @@ def measure(workload: Workload) -> Timed:
     with temporary_bus(workload.capacity) as name:
         trainer = Role(_train, (name, workload))
         producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]
-        (seconds, cpu_s), *sent = run_together([trainer, *producers])
-    return timed(workload, seconds, cpu_s, sent)
+        (seconds, cpu_s), *producers_cpu_s = run_together([trainer, *producers])
+    return Timed(
+        trajectories=workload.trajectories,
+        seconds=seconds,
+        consumer_cpu_s=cpu_s,
+        producer_cpu_s=sum(producers_cpu_s),
+    )
 
 
 def _train(start: Callable[[], None], name: str, workload: Workload) -> tuple[float, float]:
@@ -48,7 +52,7 @@ def _train(start: Callable[[], None], name: str, workload: Workload) -> tuple[fl
             handler.ack(batch)
         assert began is not None and began_cpu is not None
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
-        last = torch.from_numpy(workload.arrays()["tokens"]).long()
+        last = torch.from_numpy(workload.source()[0]).long()
         if not torch.equal(batch.tokens[-workload.tokens :], last) or not torch.equal(
             batch.position_ids[-workload.tokens :], last
         ):

@@ -26,6 +26,7 @@ __all__ = ["main"]
 
 NAMES: Final = (
     "hop-2048",
+    "hop-2048-cold",
     "hop-16384",
     "hop-256",
     "packed",

@@ -8,23 +8,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import shmbus
 from bench.processes import STALL_S, MeasurementError
-from bench.workload import GROUP_SIZE, Workload
+from bench.workload import GROUP_SIZE, Source, Workload
 
-__all__ = ["Sent", "check_ledger", "produce", "temporary_bus"]
+__all__ = ["check_ledger", "produce", "temporary_bus"]
 
 _POLICY_VERSION = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """What one producer used: processor time while sending, and how often it found no space."""
-
-    cpu_s: float
-    full_waits: int
 
 
 @contextmanager
@@ -35,24 +26,22 @@ def temporary_bus(capacity: str) -> Iterator[str]:
         yield name
 
 
-def produce(start: Callable[[], None], name: str, workload: Workload, number: int) -> Sent:
-    """Send one producer's share, as fast as the bus takes it."""
+def produce(start: Callable[[], None], name: str, workload: Workload, number: int) -> float:
+    """Send one producer's share, as fast as the bus takes it; return the processor seconds."""
+    items = workload.items(number)
     with shmbus.Producer(name) as producer:
         start()
         began = time.process_time()
         if workload.batch:
-            _put_batches(producer, workload, number)
+            _put_batches(producer, items, workload.batch)
         else:
-            _put_each(producer, workload, number)
-        cpu_s = time.process_time() - began
-        return Sent(cpu_s=cpu_s, full_waits=producer.stats().full_waits)
+            _put_each(producer, items)
+        return time.process_time() - began
 
 
-def _put_each(producer: shmbus.Producer, workload: Workload, number: int) -> None:
-    arrays = workload.arrays()
-    tokens, loss_mask, logprobs = arrays["tokens"], arrays["loss_mask"], arrays["logprobs"]
+def _put_each(producer: shmbus.Producer, items: Iterator[tuple[tuple[str, int], Source]]) -> None:
     put = producer.put
-    for instance_id, index in workload.identities(number):
+    for (instance_id, index), (tokens, loss_mask, logprobs) in items:
         put(
             instance_id,
             group_size=GROUP_SIZE,
@@ -66,26 +55,24 @@ def _put_each(producer: shmbus.Producer, workload: Workload, number: int) -> Non
         )
 
 
-def _put_batches(producer: shmbus.Producer, workload: Workload, number: int) -> None:
+def _put_batches(
+    producer: shmbus.Producer, items: Iterator[tuple[tuple[str, int], Source]], size: int
+) -> None:
     """Build each batch's dicts within the loop, as a producer of fresh trajectories has to."""
-    arrays = workload.arrays()
-    tokens, loss_mask, logprobs = arrays["tokens"], arrays["loss_mask"], arrays["logprobs"]
-    identities = workload.identities(number)
-    for _ in range(workload.share // workload.batch):
-        items = [
-            {
-                "instance_id": instance_id,
-                "group_size": GROUP_SIZE,
-                "index": index,
-                "score": 1.0,
-                "policy_version": _POLICY_VERSION,
-                "tokens": tokens,
-                "loss_mask": loss_mask,
-                "logprobs": logprobs,
-            }
-            for instance_id, index in itertools.islice(identities, workload.batch)
-        ]
-        producer.put_many(items, timeout=STALL_S)
+    while batch := [
+        {
+            "instance_id": instance_id,
+            "group_size": GROUP_SIZE,
+            "index": index,
+            "score": 1.0,
+            "policy_version": _POLICY_VERSION,
+            "tokens": tokens,
+            "loss_mask": loss_mask,
+            "logprobs": logprobs,
+        }
+        for (instance_id, index), (tokens, loss_mask, logprobs) in itertools.islice(items, size)
+    ]:
+        producer.put_many(batch, timeout=STALL_S)
 
 
 def check_ledger(ledger: shmbus.Ledger, workload: Workload) -> None:

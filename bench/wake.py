@@ -2,7 +2,8 @@
 
 Both sides of the comparison sleep through the same random pauses, and take the same stamps by
 CLOCK_MONOTONIC: right before the put (or the store and FUTEX_WAKE), and right after take (or
-FUTEX_WAIT) returned. They take turns, so that the machine's moods meet both.
+FUTEX_WAIT) returned. They take turns, so that the machine's moods meet both; a figure is the median
+of the turns' percentiles.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import os
 import random
 import shlex
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,22 +62,15 @@ def _pauses_ns(wakes: int) -> list[int]:
 def _row(
     percent: int, ours: list[NDArray[np.int64]], raw: list[NDArray[np.int64]], why_not: str
 ) -> Row:
-    ours_us = float(np.percentile(np.concatenate(ours), percent)) / 1000
-    figures: dict[str, Any] = {
-        "wakes": sum(map(len, ours)),
-        "shmbus_us": ours_us,
-        "shmbus_us_by_turn": [float(np.percentile(turn, percent)) / 1000 for turn in ours],
-    }
-    measured = f"{ours_us:.1f} us"
+    ours_us = [float(np.percentile(turn, percent)) / 1000 for turn in ours]
+    raw_us = [float(np.percentile(turn, percent)) / 1000 for turn in raw]
+    middle = statistics.median(ours_us)
+    measured = f"{middle:.1f} us"
     value = spread = None
     if raw:
-        raw_us = float(np.percentile(np.concatenate(raw), percent)) / 1000
-        by_turn = [float(np.percentile(turn, percent)) / 1000 for turn in raw]
-        figures |= {"raw_futex_us": raw_us, "raw_futex_us_by_turn": by_turn}
-        measured += f"; raw futex {raw_us:.1f} us"
-        value = ours_us / raw_us
-        ratios = [a / b for a, b in zip(figures["shmbus_us_by_turn"], by_turn, strict=True)]
-        spread = (min(ratios), max(ratios))
+        bare = statistics.median(raw_us)
+        measured += f"; raw futex {bare:.1f} us"
+        value, spread = middle / bare, (min(ours_us) / bare, max(ours_us) / bare)
     return Row(
         name=f"wake-p{percent}",
         title=f"wake-up of a sleeping reader, one way, p{percent}",
@@ -84,7 +79,11 @@ def _row(
         spread=spread,
         target=Target("at most", 2.0, "times a raw futex"),
         skipped=f"raw futex: {why_not}" if why_not else "",
-        figures=figures,
+        figures={
+            "wakes_by_turn": [len(turn) for turn in ours],
+            "shmbus_us_by_turn": ours_us,
+            "raw_futex_us_by_turn": raw_us,
+        },
     )
 
 

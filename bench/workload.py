@@ -7,14 +7,18 @@ what the consumer timed: from its first delivery to its last acknowledgement.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BYTES_PER_TOKEN", "GROUP_SIZE", "Measure", "Timed", "Workload"]
+__all__ = ["BYTES_PER_TOKEN", "GROUP_SIZE", "Measure", "Source", "Timed", "Workload"]
+
+#: The arrays of one trajectory: tokens, loss_mask, logprobs.
+Source: TypeAlias = tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.float32]]
 
 #: Trajectories of a prompt: the smaller of the two usual sizes of GRPO.
 GROUP_SIZE: Final = 8
@@ -22,6 +26,9 @@ GROUP_SIZE: Final = 8
 BYTES_PER_TOKEN: Final = 9
 #: Prompts that a producer goes through before it begins again: a data set such as GSM8K has 7,473.
 PROMPTS: Final = 8192
+#: Bytes of different trajectories that a producer with cold sources goes through: more than the
+#: last-level cache of any one processor that this is likely to run on.
+COLD_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +45,9 @@ class Workload:
         Processes that send an equal share each, as groups of their own.
     batch : int
         Trajectories a call, where the system has a call for several; 0 for one a call.
+    cold : bool
+        Whether what is sent lies in memory that no cache holds any more. Otherwise a producer sends
+        the same arrays again and again, as if it had just written them.
     capacity : str
         Size of what lies between, where the system has such a thing.
     """
@@ -46,6 +56,7 @@ class Workload:
     tokens: int
     producers: int = 1
     batch: int = 0
+    cold: bool = False
     capacity: str = "64MiB"
 
     def __post_init__(self) -> None:
@@ -57,22 +68,21 @@ class Workload:
         """Trajectories of one producer."""
         return self.trajectories // self.producers
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Make one trajectory's arrays; a producer sends the same ones again and again."""
-        return {
-            "tokens": np.arange(self.tokens, dtype=np.int32),
-            "loss_mask": np.ones(self.tokens, np.uint8),
-            "logprobs": np.linspace(-2.0, 0.0, self.tokens, dtype=np.float32),
-        }
+    def source(self) -> Source:
+        """Make the arrays of one trajectory; all trajectories have this content."""
+        return (
+            np.arange(self.tokens, dtype=np.int32),
+            np.ones(self.tokens, np.uint8),
+            np.linspace(-2.0, 0.0, self.tokens, dtype=np.float32),
+        )
 
-    def identities(self, producer: int) -> Iterator[tuple[str, int]]:
-        """Yield instance id and index of all that one producer sends, in order."""
+    def items(self, producer: int) -> Iterator[tuple[tuple[str, int], Source]]:
+        """Make ready what one producer sends: (instance id, index) and arrays, in order."""
+        copies = COLD_BYTES // (self.tokens * BYTES_PER_TOKEN) if self.cold else 1
+        sources = [self.source() for _ in range(copies)]
         ids = [f"prompt-{producer}-{number}" for number in range(PROMPTS)]
-        indices = range(GROUP_SIZE)
-        for number in range(self.share // GROUP_SIZE):
-            instance_id = ids[number % PROMPTS]
-            for index in indices:
-                yield instance_id, index
+        identities = itertools.cycle(list(itertools.product(ids, range(GROUP_SIZE))))
+        return itertools.islice(zip(identities, itertools.cycle(sources), strict=False), self.share)
 
 
 @dataclass(frozen=True, kw_only=True)

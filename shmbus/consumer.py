@@ -274,6 +274,7 @@ class Consumer:
             for group in _several("ack", groups):
                 self._end(reader, group, "ack", _core.ACKED)
                 group.state = "acknowledged"
+            self._note(reader)
 
     def drop(self, groups: Group | Iterable[Group]) -> None:
         """Discard leased groups; the ledger counts their samples as malformed.
@@ -293,12 +294,12 @@ class Consumer:
             for group in _several("drop", groups):
                 self._end(reader, group, "drop", _core.DROP_MALFORMED)
                 group.state = "dropped"
+            self._note(reader)
 
     def _end(self, reader: _core.Reader, group: Group, verb: str, reason: int) -> None:
         open_group = self._leased(group, verb)
         reader.release(open_group.present(), reason)
         self._stash.end_lease(open_group)
-        self._note(reader)
 
     def give_back(self, group: Group) -> None:
         """End a lease without acknowledging; the group is the next to be delivered.

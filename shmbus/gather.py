@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shmbus_ext import _core
 
-__all__ = ["FieldNames", "PackedArrays", "gather", "sequence_lengths"]
+__all__ = ["FieldNames", "PackedArrays", "describe", "gather", "sequence_lengths"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -117,6 +117,24 @@ def sequence_lengths(
         the message names the trajectory, its producer and the field.
     """
     return _core.measure(trajectories, (names or FieldNames()).as_tuple())
+
+
+def describe(
+    trajectories: list[_core.Trajectory],
+) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str]]:
+    """Collect what is known of each trajectory as a whole.
+
+    Parameters
+    ----------
+    trajectories : list[Trajectory]
+
+    Returns
+    -------
+    scores : float64 [S]
+    policy_versions : int64 [S]
+    instance_ids : list[str]
+    """
+    return _core.describe(trajectories)
 
 
 def gather(

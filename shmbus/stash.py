@@ -188,7 +188,7 @@ class Stash(Generic[S]):
         self.ready_records += group.size
 
     def _leave(self, group: OpenGroup[S], policy: str, reason: Reason) -> None:
-        """An incomplete group ends: discarded, or delivered as it is."""
+        """End an incomplete group: it is discarded, or delivered as it is."""
         del self._open[group.key]
         samples = group.present()
         self.open_records -= len(samples)

@@ -270,7 +270,43 @@ static PyObject *gather_measure(PyObject *module, PyObject *args) {
     return lengths;
 }
 
+/* One element of an array that this file has just made. */
+#define ELEMENT(array, type, i) (((type *)PyArray_DATA((PyArrayObject *)(array)))[i])
+
+/* describe(trajectories) -> (scores float64 [S], policy_versions int64 [S], instance_ids). */
+static PyObject *gather_describe(PyObject *module, PyObject *items) {
+    (void)module;
+    if (!PyList_Check(items)) {
+        PyErr_SetString(PyExc_TypeError, "describe: expected a list of trajectories");
+        return NULL;
+    }
+    npy_intp count = PyList_GET_SIZE(items);
+    PyObject *scores = PyArray_SimpleNew(1, &count, NPY_FLOAT64);
+    PyObject *versions = PyArray_SimpleNew(1, &count, NPY_INT64);
+    PyObject *ids = PyList_New(count);
+    bool good = scores != NULL && versions != NULL && ids != NULL;
+    for (npy_intp i = 0; good && i < count; i++) {
+        PyObject *item = PyList_GET_ITEM(items, i);
+        if (!Py_IS_TYPE(item, &TrajectoryType)) {
+            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
+                         Py_TYPE(item)->tp_name);
+            good = false;
+            break;
+        }
+        const TrajectoryObject *t = (const TrajectoryObject *)item;
+        ELEMENT(scores, double, i) = t->score;
+        ELEMENT(versions, int64_t, i) = t->policy_version;
+        PyList_SET_ITEM(ids, i, Py_NewRef(t->instance_id));
+    }
+    PyObject *result = good ? PyTuple_Pack(3, scores, versions, ids) : NULL;
+    Py_XDECREF(scores);
+    Py_XDECREF(versions);
+    Py_XDECREF(ids);
+    return result;
+}
+
 static PyMethodDef functions[] = {
+    {"describe", gather_describe, METH_O, NULL},
     {"pack", gather_pack, METH_VARARGS, NULL},
     {"measure", gather_measure, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

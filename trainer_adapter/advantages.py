@@ -184,8 +184,12 @@ def _as_float64(
     source = scores.dtype if isinstance(scores, Tensor) else array.dtype
     stays = source in (torch.float64, np.dtype(np.float64))
     values = array.astype(np.float64)
-    wrong = ~(np.abs(values) <= MAX_SCORE)
-    if wrong.any():
+    # Written so that a nan, which compares with nothing, is found too.
+    if values.size and not (
+        np.maximum.reduce(values, axis=None) <= MAX_SCORE
+        and np.minimum.reduce(values, axis=None) >= -MAX_SCORE
+    ):
+        wrong = ~(np.abs(values) <= MAX_SCORE)
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise ValueError(
             f"scores: expected finite numbers up to {MAX_SCORE:g}, got {values[where]} at "
@@ -244,28 +248,69 @@ def _by_sizes(
         )
     if len(values) == 0:
         return values.astype(np.float64)
-    starts = np.cumsum(counts) - counts
-    centred: FloatArray = values - np.repeat(np.add.reduceat(values, starts) / counts, counts)
+    even = counts[0] * len(counts) == len(values) and bool((counts == counts[0]).all())
+    groups = _Even(values, counts) if even else _Ragged(values, counts)
+    return _compare(groups, kind, std, eps).ravel()
+
+
+class _Even:
+    """Groups of one size, as rows: reductions along them, broadcasting back."""
+
+    def __init__(self, values: FloatArray, counts: npt.NDArray[np.int64]) -> None:
+        self.values = values.reshape(len(counts), -1)
+        self.counts: Any = float(counts[0])
+
+    def reduce(self, ufunc: np.ufunc, values: FloatArray) -> FloatArray:
+        """One value a group."""
+        reduced: FloatArray = ufunc.reduce(values, axis=1, keepdims=True)
+        return reduced
+
+    def spread(self, per_group: Any) -> Any:
+        """Make one value a group fit all of its samples."""
+        return per_group
+
+
+class _Ragged:
+    """Groups of any sizes, one behind the other."""
+
+    def __init__(self, values: FloatArray, counts: npt.NDArray[np.int64]) -> None:
+        self.values = values
+        self.counts: Any = counts
+        self._starts = np.cumsum(counts) - counts
+
+    def reduce(self, ufunc: np.ufunc, values: FloatArray) -> FloatArray:
+        """One value a group."""
+        reduced: FloatArray = ufunc.reduceat(values, self._starts)
+        return reduced
+
+    def spread(self, per_group: Any) -> Any:
+        """Make one value a group fit all of its samples."""
+        return np.repeat(per_group, self.counts)
+
+
+def _compare(groups: _Even | _Ragged, kind: str, std: Std, eps: float) -> FloatArray:
+    values, counts = groups.values, groups.counts
+    mean = groups.reduce(np.add, values) / counts
     # By comparison, since the mean of equal scores may differ from them by a rounding.
-    level = np.minimum.reduceat(values, starts) == np.maximum.reduceat(values, starts)
-    centred[np.repeat(level, counts)] = 0.0
+    level = groups.reduce(np.minimum, values) == groups.reduce(np.maximum, values)
+    centred: FloatArray = np.where(groups.spread(level), 0.0, values - groups.spread(mean))
     if kind == "dr_grpo":
         return centred
     others = np.maximum(counts - 1, 1)
     if kind == "rloo":
         # score - mean of others = (score - mean) * n / (n - 1)
-        advantages: FloatArray = centred * np.repeat(counts / others, counts)
+        advantages: FloatArray = centred * groups.spread(counts / others)
         return advantages
     # Deviations in units of the group's largest: no square can under- or overflow.
-    unit = np.maximum.reduceat(np.abs(centred), starts)
+    unit = groups.reduce(np.maximum, np.abs(centred))
     unit[level] = 1.0
-    relative = centred / np.repeat(unit, counts)
+    relative = centred / groups.spread(unit)
     divisor = others if std == "bessel" else counts
-    relative_std = np.sqrt(np.add.reduceat(relative * relative, starts) / divisor)
+    relative_std = np.sqrt(groups.reduce(np.add, relative * relative) / divisor)
     relative_std[level] = 1.0
     with np.errstate(over="ignore"):
         scale = relative_std + eps / unit
-    normalised: FloatArray = relative / np.repeat(scale, counts)
+    normalised: FloatArray = relative / groups.spread(scale)
     return normalised
 
 

@@ -155,8 +155,8 @@ def pack(
     names = fields or FieldNames()
     trajectories = [t for group in chosen for t in group.trajectories]
     lengths = bus_gather.sequence_lengths(trajectories, names)
-    sizes = np.fromiter((len(group) for group in chosen), np.int64, len(chosen))
-    scores = np.fromiter((t.score for t in trajectories), np.float64, len(trajectories))
+    sizes = np.array([len(group.trajectories) for group in chosen], np.int64)
+    scores, policy_versions, instance_ids = bus_gather.describe(trajectories)
     total = sum(lengths)
     size = bus_gather.packed_bytes(total, len(lengths))
     block = np.empty(size, np.uint8) if memory is None else memory.take(size)
@@ -172,10 +172,8 @@ def pack(
         logprobs=torch.from_numpy(arrays.logprobs),
         advantages=torch.from_numpy(arrays.advantages),
         scores=torch.from_numpy(scores.astype(np.float32)),
-        instance_ids=[t.instance_id for t in trajectories],
-        policy_versions=torch.from_numpy(
-            np.fromiter((t.policy_version for t in trajectories), np.int64, len(trajectories))
-        ),
+        instance_ids=instance_ids,
+        policy_versions=torch.from_numpy(policy_versions),
         group_sizes=torch.from_numpy(sizes),
         groups=chosen,
     )

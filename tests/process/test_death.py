@@ -251,7 +251,9 @@ def test_a_writer_killed_while_the_bus_is_full_leaves_it_working(
         with shmbus.Consumer(bus_name) as consumer, shmbus.Producer(bus_name) as producer:
             while groups := consumer.take(64, timeout=0.2):
                 consumer.ack(groups)
-            producer.put("after", group_size=1, index=0, data=np.zeros(100_000, np.uint8), timeout=10)
+            producer.put(
+                "after", group_size=1, index=0, data=np.zeros(100_000, np.uint8), timeout=10
+            )
             (group,) = consumer.take(timeout=5)
             assert group.instance_id == "after"
             group.ack()

@@ -30,7 +30,7 @@ class Point(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The run in numbers; what ``summary.json`` holds."""
 
-    shmbus: str
+    version: str
     task: str
     seed: int
     workers: int

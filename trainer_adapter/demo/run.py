@@ -50,8 +50,8 @@ GROUPS_PER_BATCH: Final = 48
 PROMPTS_AT_ONCE: Final = 6
 #: How far the workers may be ahead of the trainer, in batches.
 AHEAD_BATCHES: Final = 1.0
-#: Groups whose oldest sample is more versions behind are dropped.
-MAX_POLICY_LAG: Final = 8
+#: Groups whose oldest sample is more versions behind are dropped: older ones slow the learning.
+MAX_POLICY_LAG: Final = 4
 #: Seconds after which a group that lost its worker is dropped.
 GROUP_TIMEOUT_S: Final = 5.0
 #: Steps between two evaluations on held-out prompts, and how many prompts those are.
@@ -256,7 +256,7 @@ class Demo:
         ledger = handler.stats()
         reached = [p for p in self.evaluations if p.reward >= REWARD_TARGET]
         return Summary(
-            shmbus=shmbus.__version__,
+            version=shmbus.__version__,
             task="sorting digits",
             seed=self.config.seed,
             workers=self.config.workers,
@@ -326,7 +326,8 @@ def main(config: DemoConfig) -> int:
     )
     if summary.seconds_to_target is not None:
         console.print(
-            f"Target {summary.reward_target:g} first reached after {summary.seconds_to_target:.0f} s.",
+            f"Target {summary.reward_target:g} first reached after "
+            f"{summary.seconds_to_target:.0f} s.",
             highlight=False,
         )
     if summary.chaos:

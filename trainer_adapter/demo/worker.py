@@ -2,8 +2,9 @@
 
 It samples the completions of several prompts at once and puts them interleaved, some of them a
 round later, as rollouts of different lengths would finish: so the groups of all workers mix in the
-ring, and a worker that is killed leaves groups behind that never become complete. It keeps pace with the trainer: for each policy version it puts its
-share of a batch, and is ahead by a bounded number of batches, which keeps the samples fresh.
+ring, and a worker that is killed leaves groups behind that never become complete. It keeps pace
+with the trainer: for each policy version it puts its share of a batch, and is ahead by a bounded
+number of batches, which keeps the samples fresh.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Worker:
                 self.put_groups()
 
     def allowance(self) -> float:
-        """Groups that may have been put by now."""
+        """Return how many groups may have been put by now."""
         versions = self.version - self.first_version + 1 + self.config.ahead
         return versions * self.config.groups_per_version + self.waived
 

@@ -1,0 +1,688 @@
+"""The segment: making, finding and removing it, who may attach, and what damage to it may do.
+
+Damage is done through a mapping of the test's own. Whatever might crash or hang runs in a child.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import pickle
+import random
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Spawner, segments_named, wait_until
+
+import shmbus
+from shmbus import Bus, Consumer, Producer, _segments, limits
+from shmbus_ext import _core
+
+HEADER_BYTES, SLOT_BYTES, DESCRIPTOR_BYTES = 1024, 128, 64
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, capacity="1MiB", max_producers=4) as handle:
+        yield handle
+
+
+def path_of(name: str) -> Path:
+    return Path(_segments.shm_path(name))
+
+
+def put(producer: Producer, key: str, **more: Any) -> None:
+    arguments = {"group_size": 1, "index": 0, "x": np.arange(30), "timeout": 20, **more}
+    producer.put(key, **arguments)
+
+
+def names_taken(consumer: Consumer) -> list[str]:
+    """Take all that is there now, acknowledge it, and return its names."""
+    taken: list[str] = []
+    while groups := consumer.take(64, 0):
+        taken += [group.instance_id for group in groups]
+        consumer.ack(groups)
+    return taken
+
+
+# --- making, finding, removing
+
+
+@pytest.mark.parametrize("name", ["a b", "\N{SNOWMAN}", ".", "..", "-x", "%s", "a\nb", "x" * 150])
+def test_a_name_is_any_text_without_slash_and_nul(bus_name: str, name: str) -> None:
+    full = f"{bus_name}.{name}"
+    with Bus.create(full, capacity=65536) as bus:
+        assert bus.name == full
+        assert path_of(full).exists()
+        assert Bus.open(full).name == full
+    assert not path_of(full).exists()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "/", "a\0b", "x" * 201, "\N{SNOWMAN}" * 67])
+@pytest.mark.parametrize("use", [Bus.create, Bus.open, shmbus.unlink, Producer, Consumer])
+def test_other_names_are_refused_everywhere(use: Callable[[Any], Any], name: str) -> None:
+    with pytest.raises(ValueError, match="bus name: expected 1 to 200 bytes"):
+        use(name)
+    for wrong in (b"bytes", 5, None, Path("x")):
+        with pytest.raises(TypeError, match=f"expected a str, got {type(wrong).__name__}"):
+            use(wrong)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (65536, 65536), ("65536", 65536), ("64KiB", 65536), ("64 kib ", 65536), ("64K", 65536),
+        ("0.5MiB", 524288), ("1MB", 1000000), ("0.001GiB", 1073741), (" 1MiB", 1048576),
+        ("70000B", 70000), (4096, 4096),
+    ],
+)  # fmt: skip
+def test_a_capacity_holds_at_least_what_was_asked_for(
+    bus_name: str, size: int | str, expected: int
+) -> None:
+    with Bus.create(bus_name, capacity=size, max_producers=1) as bus:
+        assert expected <= bus.capacity < expected + bus.extent_bytes
+        assert bus.capacity % bus.extent_bytes == 0
+        assert bus.record_limit <= bus.capacity
+        with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
+            if bus.capacity > 2 * bus.extent_bytes:
+                put(producer, "a")
+                assert names_taken(consumer) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "size",
+    [0, -1, 4095, "0", "-1MiB", "", "MiB", "1e6", "1 PiB", "1MiBs", "nan", "inf", "1,000", "1_000",
+     2**63, 2**64, 10**400, "9" * 400, "9" * 400 + "GiB"],
+)  # fmt: skip
+def test_a_size_that_is_none_is_refused_and_leaves_nothing(bus_name: str, size: Any) -> None:
+    with pytest.raises(ValueError, match=r"size: expected"):
+        Bus.create(bus_name, capacity=size)
+    assert segments_named(bus_name) == []
+
+
+@pytest.mark.parametrize("size", [None, 1.5, True, b"1MiB", [1]])
+def test_a_size_of_another_type_is_refused(bus_name: str, size: Any) -> None:
+    with pytest.raises(TypeError, match=f"size: expected.*got {type(size).__name__}"):
+        Bus.create(bus_name, capacity=size)
+    assert segments_named(bus_name) == []
+
+
+@pytest.mark.parametrize("too_much", [4096, 1 << 30, 1 << 45])
+def test_what_does_not_fit_into_dev_shm_is_an_error_at_creation(
+    bus_name: str, too_much: int
+) -> None:
+    room = os.statvfs("/dev/shm")
+    size = room.f_bavail * room.f_frsize + too_much
+    with pytest.raises(shmbus.CapacityError, match=r"do not fit into /dev/shm, which has .* free"):
+        Bus.create(bus_name, capacity=size)
+    assert segments_named(bus_name) == []
+    assert issubclass(shmbus.CapacityError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_producers": 0}, ValueError),
+        ({"max_producers": -1}, ValueError),
+        ({"max_producers": _core.MAX_PRODUCERS + 1}, ValueError),
+        ({"max_producers": 2**40}, ValueError),
+        ({"max_producers": 1.0}, TypeError),
+        ({"max_producers": True}, TypeError),
+        ({"extent_bytes": -4096}, ValueError),
+        ({"extent_bytes": 1000}, ValueError),
+        ({"extent_bytes": 1 << 30}, ValueError),
+        ({"extent_bytes": 1 << 70}, ValueError),
+        ({"extent_bytes": "4KiB"}, TypeError),
+    ],
+)
+def test_bad_geometry_is_refused_and_leaves_nothing(
+    bus_name: str, options: dict[str, Any], error: type[Exception]
+) -> None:
+    [name] = options
+    with pytest.raises(error, match=name):
+        Bus.create(bus_name, capacity="1MiB", **options)
+    assert segments_named(bus_name) == []
+
+
+def test_a_segment_is_private_and_fully_allocated(bus: Bus) -> None:
+    info = path_of(bus.name).stat()
+    assert stat.S_IMODE(info.st_mode) == 0o600
+    assert info.st_blocks * 512 >= info.st_size > bus.capacity
+
+
+def test_a_bus_is_created_once_and_the_loser_changes_nothing(bus: Bus) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        put(producer, "a")
+        with pytest.raises(shmbus.BusExistsError, match=rf"Bus.open\({bus.name!r}\)"):
+            Bus.create(bus.name, capacity="2MiB")
+        assert names_taken(consumer) == ["a"]
+
+
+@pytest.mark.parametrize("use", [Bus.open, shmbus.unlink, Producer, Consumer])
+def test_a_bus_that_is_not_there_is_not_found(use: Callable[[str], Any], bus_name: str) -> None:
+    with pytest.raises(shmbus.BusNotFoundError, match=f"there is no bus '{bus_name}'"):
+        use(bus_name)
+
+
+def test_the_block_of_its_creator_removes_a_bus_and_no_other_block_does(bus_name: str) -> None:
+    with pytest.raises(KeyError, match="mine"), Bus.create(bus_name, capacity=65536):
+        with Bus.open(bus_name) as opened:
+            pass
+        assert opened.closed and path_of(bus_name).exists()
+        raise KeyError("mine")
+    assert not path_of(bus_name).exists()
+    with Bus.create(bus_name, capacity=65536):
+        shmbus.unlink(bus_name)
+    bus = Bus.create(bus_name, capacity=65536)
+    bus.close()
+    bus.close()
+    assert path_of(bus_name).exists()
+    with pytest.raises(shmbus.BusClosedError):
+        bus.stats()
+    Bus.open(bus_name).unlink()
+    with pytest.raises(shmbus.BusNotFoundError):
+        bus.unlink()
+
+
+def test_who_is_attached_goes_on_after_an_unlink_and_beside_a_new_bus(bus_name: str) -> None:
+    with ExitStack() as stack:
+        ends = []
+        for _ in range(2):
+            bus = Bus.create(bus_name, capacity="1MiB")
+            ends.append([stack.enter_context(end(bus_name)) for end in (Producer, Consumer)])
+            bus.unlink()
+            bus.close()
+        for number, (producer, _) in enumerate(ends):
+            put(producer, f"k{number}")
+        assert [names_taken(consumer) for _, consumer in ends] == [["k0"], ["k1"]]
+
+
+def test_the_counters_of_a_bus_can_be_read_without_being_its_consumer(bus: Bus) -> None:
+    with Producer(bus.name, label="worker") as producer:
+        for number in range(3):
+            put(producer, f"k{number}")
+        producer.reserve("r", group_size=1, index=0, fields={}).abort()
+        stats = bus.stats()
+        assert (stats.committed, stats.undelivered, stats.collector_pid) == (3, 3, 0)
+        [info] = stats.producers
+        assert (info.pid, info.label, info.state) == (os.getpid(), "worker", "active")
+        assert (info.committed, info.aborted) == (3, 1)
+    with Consumer(bus.name) as consumer:
+        group, *_ = consumer.take(3, 10)
+        group.ack()
+        stats = bus.stats()
+        assert (stats.acknowledged, stats.undelivered, stats.dropped) == (1, 2, {})
+        assert stats.collector_pid == os.getpid()
+        assert stats.free <= stats.capacity == bus.capacity
+
+
+# --- slots
+
+
+def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
+    bus: Bus, spawn: Spawner
+) -> None:
+    producers = [Producer(bus.name) for _ in range(4)]
+    ids = {producer.producer_id for producer in producers}
+    with pytest.raises(shmbus.BusBusyError, match=r"all 4 producer slots are taken \(4 active\)"):
+        Producer(bus.name)
+    for _ in range(20):
+        # The handle that was closed is still there: closing alone must free the slot.
+        closed = producers.pop(0)
+        closed.close()
+        producers.append(Producer(bus.name))
+        ids.add(producers[-1].producer_id)
+    assert len(ids) == 24
+    producers.pop().close()
+    child = spawn.script(
+        "import sys, time, shmbus\n"
+        "producer = shmbus.Producer(sys.argv[1])\n"
+        "print('attached', flush=True)\n"
+        "time.sleep(60)\n",
+        bus.name,
+    )
+    child.expect("attached")
+    with pytest.raises(shmbus.BusBusyError):
+        Producer(bus.name)
+    child.kill()
+    with Consumer(bus.name) as consumer:
+        producers.append(Producer(bus.name))
+        for number, producer in enumerate(producers):
+            put(producer, f"k{number}")
+        assert sorted(names_taken(consumer)) == ["k0", "k1", "k2", "k3"]
+    for producer in producers:
+        producer.close()
+
+
+# --- forks and pickles
+
+
+def in_child(start: str, target: Callable[..., None], *args: Any) -> None:
+    """Run it in a process of its own, and require that it ends well."""
+    child = multiprocessing.get_context(start).Process(target=target, args=args)
+    child.start()
+    child.join(30)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    assert child.exitcode == 0
+
+
+def use_inherited(
+    producer: Producer, slot: shmbus.Slot, consumer: Consumer, group: shmbus.Group
+) -> None:
+    uses: list[Callable[[], Any]] = [
+        lambda: put(producer, "x"), slot.commit, lambda: producer.reserve(
+            "x", group_size=1, index=0, fields={}),
+        consumer.take, consumer.stats, group.ack, group.give_back, group.drop,
+        lambda: group[0]["x"], lambda: setattr(consumer, "policy_version", 77),
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(shmbus.BusClosedError, match="before a fork; make a new one"):
+            use()
+    assert producer.closed
+    producer.close()
+    consumer.close()
+    with Producer(producer.name) as own:
+        put(own, "child")
+
+
+def test_a_forked_child_gets_errors_and_handles_of_its_own_and_its_parent_goes_on(bus: Bus) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        for key in "ab":
+            put(producer, key)
+        [group] = consumer.take(1, 10)
+        slot = producer.reserve("slot", group_size=1, index=0, fields={"x": ("i4", 9)})
+        in_child("fork", use_inherited, producer, slot, consumer, group)
+        slot["x"][:] = 3
+        slot.commit()
+        group.ack()
+        assert consumer.policy_version == 0
+        assert sorted(names_taken(consumer)) == ["b", "child", "slot"]
+        ledger = consumer.stats()
+        assert (ledger.acknowledged, ledger.balanced) == (4, True)
+
+
+def test_a_forked_child_that_lives_on_keeps_nothing_of_its_dead_parent(
+    bus: Bus, spawn: Spawner
+) -> None:
+    parent = spawn.script(
+        "import os, sys, time, shmbus\n"
+        "producers = [shmbus.Producer(sys.argv[1]) for _ in range(4)]\n"
+        "consumer = shmbus.Consumer(sys.argv[1])\n"
+        "if os.fork() == 0:\n"
+        "    print('child', os.getpid(), flush=True)\n"
+        "    deadline = time.monotonic() + 60\n"
+        "    while os.getppid() == int(sys.argv[2]) or time.monotonic() < deadline:\n"
+        "        time.sleep(0.05)\n"
+        "    os._exit(0)\n"
+        "time.sleep(60)\n",
+        bus.name,
+        os.getpid(),
+    )
+    wait_until(lambda: "\n" in parent.output(), what="a forked child")
+    child = int(parent.output().split()[1])
+    try:
+        parent.kill()
+        Producer(bus.name).close()
+        Consumer(bus.name).close()
+    finally:
+        os.kill(child, 9)
+
+
+def test_what_a_forked_child_inherited_neither_changes_nor_reaches_the_ring(bus: Bus) -> None:
+    def child(view: np.ndarray[Any, Any], room: np.ndarray[Any, Any]) -> None:
+        ready.set()
+        assert moved_on.wait(30)
+        assert np.array_equal(view, np.arange(30))
+        room[:] = 99
+
+    context = multiprocessing.get_context("fork")
+    ready, moved_on = context.Event(), context.Event()
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        put(producer, "a")
+        [group] = consumer.take(1, 10)
+        slot = producer.reserve("slot", group_size=1, index=0, fields={"x": ("i4", 1000)})
+        process = context.Process(target=child, args=(group[0]["x"], slot["x"]))
+        process.start()
+        assert ready.wait(30)
+        slot["x"][:] = 3
+        slot.commit()
+        group.ack()
+        [kept] = consumer.take(1, 10)
+        for number in range(3 * bus.capacity // 8000):
+            put(producer, f"n{number}", x=np.zeros(1000))
+            names_taken(consumer)
+        moved_on.set()
+        process.join(30)
+        assert process.exitcode == 0
+        assert np.array_equal(kept[0]["x"], np.full(1000, 3))
+
+
+def put_two(producer: Producer) -> None:
+    put(producer, "spawned")
+    with producer:
+        put(producer, "again")
+
+
+def test_handles_pickle_by_name_and_attach_anew(bus: Bus) -> None:
+    with Producer(bus.name, checksum=True, label="mine") as producer:
+        with pickle.loads(pickle.dumps(producer)) as copy:
+            assert copy.producer_id != producer.producer_id
+            put(copy, "copy", score=1.0)
+        in_child("spawn", put_two, producer)
+        assert {info.label for info in bus.stats().producers} == {"mine"}
+        put(producer, "level", group_size=2, index=0)
+        put(producer, "level", group_size=2, index=1)
+    original = Consumer(bus.name, skip_zero_variance=True, label="the original")
+    consumer = pickle.loads(pickle.dumps(original))
+    with pytest.raises(shmbus.BusBusyError, match="the original"):
+        consumer.take(1, 0)
+    original.close()
+    with consumer:
+        # A group of one has no variance either.
+        assert names_taken(consumer) == []
+        assert consumer.stats().dropped == {"zero_variance": 5}
+    never_used = pickle.loads(pickle.dumps(consumer))
+    never_used.close()
+    with pytest.raises(shmbus.BusClosedError):
+        never_used.take(1, 0)
+
+
+# --- a file that is no segment, or another one
+
+
+class Raw:
+    """A segment as bytes, with its geometry as the header states it."""
+
+    def __init__(self, name: str) -> None:
+        with path_of(name).open("r+b") as file:
+            self.bytes = mmap.mmap(file.fileno(), 0)
+        self.data_at, self.extent_bytes, self.extents, self.slots = struct.unpack_from(
+            "<QQII", self.bytes, 24
+        )
+        self.descriptors_at = HEADER_BYTES + (self.slots + 1) * SLOT_BYTES
+
+    def find(self, needle: bytes) -> int:
+        """Where the record lies that has these bytes in it: the cache line with its state."""
+        return self.bytes.rfind(b"COMT", self.data_at, self.find_text(needle)) // 64 * 64
+
+    def find_text(self, needle: bytes) -> int:
+        at = self.bytes.find(needle, self.data_at)
+        assert at > 0
+        return at
+
+    def flip(self, byte: int, bit: int) -> None:
+        self.bytes[byte] ^= 1 << bit
+
+
+def assert_refused(name: str, match: str) -> None:
+    for use in (Bus.open, Producer, Consumer):
+        with pytest.raises(shmbus.LayoutMismatchError, match=match):
+            use(name)
+
+
+def reseal(raw: Raw) -> None:
+    raw.bytes[56:60] = struct.pack("<I", _core.crc32c(raw.bytes[8:56]))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "match"),
+    [
+        (0, b"notabus!", "is not a shmbus segment"),
+        (8, struct.pack("<I", 99), f"layout version 99, this process needs {_core.LAYOUT_VERSION}"),
+        (12, b"\1\2\3\4", rf"layout hash 0x04030201, this process needs {_core.LAYOUT_HASH:#010x}"),
+        (16, struct.pack("<Q", 2**63), "fewer than its header says"),
+        (24, struct.pack("<Q", 0), "damaged"),
+        (24, struct.pack("<Q", 2**64 - 4096), "damaged"),
+        (32, struct.pack("<Q", 2**60), "damaged"),
+        (32, struct.pack("<Q", 0), "damaged"),
+        (40, struct.pack("<I", 0), "damaged"),
+        (40, struct.pack("<I", 2**32 - 1), "damaged"),
+        (44, struct.pack("<I", 2**32 - 1), "damaged"),
+        (44, struct.pack("<I", 0), "damaged"),
+    ],
+)
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_header_of_another_kind_is_refused_with_what_both_sides_say(
+    bus: Bus, at: int, value: bytes, match: str, sealed: bool
+) -> None:
+    raw = Raw(bus.name)
+    raw.bytes[at : at + len(value)] = value
+    if sealed:
+        reseal(raw)
+    assert_refused(bus.name, match)
+
+
+def test_every_flipped_bit_of_the_geometry_is_noticed(bus: Bus) -> None:
+    raw = Raw(bus.name)
+    for byte in range(60):
+        for bit in range(8):
+            raw.flip(byte, bit)
+            with pytest.raises(shmbus.LayoutMismatchError):
+                Bus.open(bus.name)
+            raw.flip(byte, bit)
+    Bus.open(bus.name).close()
+
+
+@pytest.mark.parametrize("size", [1, 100, 4095, 4096, 100_000, -4096, -1])
+def test_a_truncated_segment_is_refused(bus: Bus, size: int) -> None:
+    path = path_of(bus.name)
+    os.truncate(path, size if size > 0 else path.stat().st_size + size)
+    assert_refused(bus.name, "truncated|fewer than its header says")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 8192, b"text" * 5000])
+def test_a_file_that_is_no_segment_is_refused_and_can_be_removed(
+    bus_name: str, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "ATTACH_WAIT_S", 0.02)
+    path_of(bus_name).write_bytes(content)
+    assert_refused(bus_name, "was never finished|is not a shmbus segment")
+    shmbus.unlink(bus_name)
+
+
+# --- damage
+
+
+def flip_one(bus_name: str, byte: int, bit: int, late: bool) -> str:
+    """Flip one bit of the middle of three records; return what went wrong."""
+    with (
+        Bus.create(bus_name, capacity=131_072, max_producers=2),
+        Producer(bus_name) as hurt,
+        Producer(bus_name) as other,
+        ExitStack() as stack,
+    ):
+        put(hurt, "before")
+        with Consumer(bus_name) as earlier:
+            names_taken(earlier)
+        consumer = None if late else stack.enter_context(Consumer(bus_name))
+        for key in ("first", "middle", "last"):
+            put(hurt, key)
+        raw = Raw(bus_name)
+        raw.flip(raw.find(b"middle") + byte, bit)
+        consumer = consumer or stack.enter_context(Consumer(bus_name))
+        put(other, "other")
+        taken = sorted(names_taken(consumer))
+        ledger = consumer.stats()
+        # A lane goes on at the latest with its next run.
+        for number in range(10):
+            put(hurt, f"n{number}", x=np.zeros(2000, np.uint8))
+        later = names_taken(consumer)
+        # A length that cannot be trusted hides what lies behind it.
+        good = taken in (["first", "last", "other"], ["first", "other"])
+        good = good and ledger.dropped == {"corrupt": 4 - len(taken)} and ledger.balanced
+        good = good and "n9" in later and consumer.stats().balanced
+        return "" if good else f"byte {byte}, bit {bit}: {taken}, {later}, {ledger}"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["reading", "attaching later"])
+def test_a_flipped_bit_of_a_header_is_quarantined_and_counted(bus_name: str, late: bool) -> None:
+    # The header, and behind it two words of shape, the id, and one entry of the schema.
+    size = _core.RECORD_HEADER_BYTES + 16 + 6 + 16
+    wrong = [flip_one(bus_name, byte, bit, late) for byte in range(size) for bit in range(8)]
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_flipped_bit_of_the_payload_is_found_where_a_checksum_was_asked_for(
+    bus: Bus, checksum: bool
+) -> None:
+    with Producer(bus.name, checksum=checksum) as producer, Consumer(bus.name) as consumer:
+        put(producer, "a", meta={"text": "needle"})
+        put(producer, "b", x=np.full(99, 0x55, np.uint8))
+        raw = Raw(bus.name)
+        raw.flip(raw.find_text(b"needle") - 1, 3)
+        raw.flip(raw.find_text(b"\x55" * 99) + 98, 0)
+        put(producer, "c")
+        groups = {group.instance_id: group for group in consumer.take(9, 10)}
+        if checksum:
+            assert groups.keys() == {"c"}
+        else:
+            assert int(groups["b"][0]["x"][98]) == 0x54
+            with suppress(ValueError):
+                _ = groups["a"][0].meta
+        assert consumer.stats().dropped == ({"corrupt": 2} if checksum else {})
+        assert consumer.stats().balanced
+
+
+# What a reader of damaged bytes may get, instead of the bytes.
+SURVIVABLE = (shmbus.ShmbusError, ValueError, TypeError)
+
+
+def touch(groups: list[shmbus.Group]) -> None:
+    """Look at everything that there is to see of a trajectory."""
+    for group in groups:
+        for t in group:
+            with suppress(*SURVIVABLE):
+                repr((t, t.meta, t.key, t.epoch, t.score, t.nbytes))
+            for name in t:
+                with suppress(*SURVIVABLE):
+                    assert len(t[name].tobytes()) == t[name].nbytes
+
+
+def scribble(raw: Raw, rng: random.Random, regions: list[tuple[int, int]]) -> None:
+    start, end = rng.choice(regions)
+    size = min(rng.choice([1, 4, 8, 64, 500]), end - start)
+    at = rng.randrange(start, end - size + 1)
+    kinds = (rng.randbytes(size), b"\0" * size, b"\xff" * size, b"\1" + b"\0" * (size - 1))
+    raw.bytes[at : at + size] = rng.choice(kinds)
+
+
+def survive_damage_everywhere(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(12):
+        with ExitStack() as stack:
+            bus = stack.enter_context(Bus.create(name, capacity=262_144, max_producers=3))
+            raw = Raw(name)
+            # All but what says that this is a segment, which a process reads once.
+            regions = [
+                (64, HEADER_BYTES), (HEADER_BYTES, raw.descriptors_at),
+                (raw.descriptors_at, raw.data_at), (raw.data_at, len(raw.bytes)),
+            ]  # fmt: skip
+            ends: list[Any] = [Producer(name), Producer(name), Consumer(name)]
+            for step in range(60):
+                scribble(raw, rng, regions)
+                for producer in ends[:2]:
+                    for size in (10, 3000, 9000):
+                        with suppress(*SURVIVABLE):
+                            put(producer, f"k{step}", x=np.zeros(size, np.uint8), timeout=0)
+                    with suppress(*SURVIVABLE):
+                        producer.reserve("r", group_size=1, index=0, fields={}, timeout=0).commit()
+                for use in (bus.stats, ends[2].stats, lambda end=ends[2]: end.take(1, 0.001)):
+                    with suppress(*SURVIVABLE):
+                        use()
+                with suppress(*SURVIVABLE):
+                    groups = ends[2].take(50, 0)
+                    touch(groups)
+                    ends[2].ack(groups[::2])
+                if rng.random() < 0.1:
+                    at = rng.randrange(3)
+                    ends[at].close()
+                    with suppress(*SURVIVABLE):
+                        ends[at] = type(ends[at])(name)
+
+
+def test_damage_anywhere_never_crashes_or_hangs_anybody(bus_name: str, seed: int) -> None:
+    in_child("fork", survive_damage_everywhere, bus_name, seed)
+
+
+def lose_nothing_beside_a_damaged_lane(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    with Producer(name) as hurt, Producer(name) as sound, Consumer(name) as consumer:
+        raw = Raw(name)
+        taken: list[str] = []
+        for step in range(300):
+            with suppress(*SURVIVABLE):
+                put(hurt, f"hurt{step}", x=np.zeros(rng.choice([10, 2000]), np.uint8), timeout=0)
+            regions = [(HEADER_BYTES, HEADER_BYTES + SLOT_BYTES)]
+            for extent in range(raw.extents):
+                at = raw.descriptors_at + extent * DESCRIPTOR_BYTES
+                if struct.unpack_from("<I", raw.bytes, at)[0] == 1:
+                    data = raw.data_at + extent * raw.extent_bytes
+                    # Its owner's word stays: who holds an extent is for all lanes to know.
+                    regions += [(at + 8, at + DESCRIPTOR_BYTES), (data, data + raw.extent_bytes)]
+            scribble(raw, rng, regions)
+            put(sound, f"sound{step}", x=np.full(500, step))
+            groups = consumer.take(50, 0)
+            touch(groups)
+            for group in groups:
+                if group.instance_id.startswith("sound"):
+                    taken.append(group.instance_id)
+                    assert np.array_equal(group[0]["x"], np.full(500, int(taken[-1][5:])))
+                group.ack()
+        taken += [key for key in names_taken(consumer) if key.startswith("sound")]
+        assert taken == [f"sound{step}" for step in range(300)]
+
+
+def test_other_lanes_lose_nothing_beside_a_damaged_one(bus: Bus, seed: int) -> None:
+    in_child("fork", lose_nothing_beside_a_damaged_lane, bus.name, seed)
+
+
+def forge(raw: Raw, rng: random.Random, record: int) -> None:
+    """Change something in a committed record, and make its checksums right again."""
+    fields = [(8, 8), (16, 8), (24, 4), (28, 4), (32, 8), (40, 8), (64, 4), (68, 4), (88, 4)]
+    fields += [(92, 4), (96, 2), (98, 2), (100, 4), (104, 4), (112, 8)]
+    fields += [(at, rng.choice([1, 2, 4, 8])) for at in range(128, 330, 2)]
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        at, size = rng.choice(fields)
+        value = rng.choice(
+            [0, 1, 2, 63, 64, 255, 4096, 2**31, 2**48, 2**63, -1, -64, rng.getrandbits(64)]
+        )
+        raw.bytes[record + at : record + at + size] = (value % 2**64).to_bytes(8, "little")[:size]
+    offset = record - raw.data_at
+    extent, offset = divmod(offset, raw.extent_bytes)
+    word = struct.unpack_from("<Q", raw.bytes, raw.descriptors_at + extent * DESCRIPTOR_BYTES)[0]
+    place = struct.pack("<QQ", extent << 32 | word >> 32, offset)
+    frame = _core.crc32c(place + raw.bytes[record + 8 : record + 32])
+    struct.pack_into("<I", raw.bytes, record + 4, frame)
+    id_bytes, _, words, schema = struct.unpack_from("<HHII", raw.bytes, record + 96)
+    tables = raw.bytes[record + 128 : record + 128 + words * 8 + id_bytes + schema]
+    header = _core.crc32c(raw.bytes[record + 8 : record + 124] + tables)
+    struct.pack_into("<I", raw.bytes, record + 124, header)
+
+
+def survive_forged_records(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    with Producer(name) as forger, Producer(name) as honest, Consumer(name) as consumer:
+        raw = Raw(name)
+        for number in range(600):
+            y = np.zeros((3, 4), [("a", "i1"), ("b", "f8")])
+            put(forger, f"forged{number:04}", y=y, meta={"m": [1, 2, 3]})
+            forge(raw, rng, raw.find(b"forged%04d" % number))
+            put(honest, f"honest{number:04}")
+            groups = consumer.take(50, 10)
+            touch(groups)
+            assert f"honest{number:04}" in [group.instance_id for group in groups]
+            consumer.ack(groups)
+
+
+def test_records_forged_under_right_checksums_never_crash_their_reader(bus: Bus, seed: int) -> None:
+    in_child("fork", survive_forged_records, bus.name, seed)
