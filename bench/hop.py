@@ -53,9 +53,9 @@ def _consume(start: Callable[[], None], name: str, workload: Workload) -> tuple[
             consumer.ack(groups)
         assert began is not None and began_cpu is not None
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
-        # The last trajectory stands for all: what arrived is what was sent.
+        # The last trajectory differs from all before it, and stands for them.
         views: list[NDArray[Any]] = [tokens, loss_mask, logprobs]
-        sources: list[NDArray[Any]] = [*workload.source()]
+        sources: list[NDArray[Any]] = [*workload.source(last=True)]
         for view, sent in zip(views, sources, strict=True):
             if not np.array_equal(view, sent) or view.flags.writeable:
                 raise MeasurementError(f"expected a read-only view of {sent}, got {view}")

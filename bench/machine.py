@@ -52,7 +52,7 @@ def summary(facts: dict[str, Any]) -> str:
     ]
     # Another process that computes takes half a core from the producer and half from the consumer.
     if facts["load_average"][0] > 0.5:
-        lines.append("NOTE: something else is running here, and these figures suffer from it.")
+        lines.append("NOTE: other work runs here, or did a minute ago; such figures are too low.")
     if facts["cores"] < 2:
         lines.append("NOTE: producer and consumer share one core; targets are for two.")
     return "\n".join(lines)

@@ -52,10 +52,12 @@ def _train(start: Callable[[], None], name: str, workload: Workload) -> tuple[fl
             handler.ack(batch)
         assert began is not None and began_cpu is not None
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
-        last = torch.from_numpy(workload.source()[0]).long()
-        if not torch.equal(batch.tokens[-workload.tokens :], last) or not torch.equal(
-            batch.position_ids[-workload.tokens :], last
+        # The last trajectory differs from all before it, and stands for them.
+        tokens = torch.from_numpy(workload.source(last=True)[0]).long()
+        end = slice(-workload.tokens, None)
+        if not torch.equal(batch.tokens[end], tokens) or not torch.equal(
+            batch.position_ids[end], torch.arange(workload.tokens)
         ):
-            raise MeasurementError("the last batch does not end with the tokens that were sent")
+            raise MeasurementError(f"expected {tokens} at the end, got {batch.tokens[end]}")
         check_ledger(handler.stats(), workload)
     return seconds, cpu_s

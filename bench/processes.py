@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -85,6 +86,8 @@ def _child(pipe: Connection, barrier: Barrier, role: Role) -> None:
     def start() -> None:
         barrier.wait(STALL_S)
 
+    # A Ctrl-C reaches every process of the terminal; the parent ends its children by itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         pipe.send((True, role.function(start, *role.arguments)))
     except Exception:

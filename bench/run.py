@@ -19,6 +19,7 @@ from typing import Any, Final
 from bench import idle, machine, memcpy, stash, stash_memory, throughput, wake
 from bench.processes import MeasurementError
 from bench.rows import Row, table
+from bench.sending import temporary_bus
 from bench.sizes import FULL, QUICK, TINY, Sizes
 from shmbus import ShmbusError
 
@@ -28,6 +29,7 @@ NAMES: Final = (
     "hop-2048",
     "hop-2048-cold",
     "hop-16384",
+    "hop-16384-cold",
     "hop-256",
     "packed",
     "four-producers",
@@ -38,6 +40,8 @@ NAMES: Final = (
 )
 DEFAULT_CAPACITY: Final = "64MiB"
 FORMAT: Final = 1
+#: Memcpy before and after may differ by this factor before a table says that it cannot be trusted.
+MEMCPY_DRIFT: Final = 1.2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,15 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     # An ordinary exit, so that processes and segments are cleaned up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     facts = machine.describe()
-    print(machine.summary(facts), flush=True)
     try:
+        _check_capacity(parser, options.capacity)
+        print(machine.summary(facts), flush=True)
         rows = _measure(options.only or list(NAMES), sizes, options.capacity, _say)
     except (MeasurementError, ShmbusError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("bench: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     print(f"\n{table(rows)}")
-    if options.tiny:
-        print("\n--tiny: these figures mean nothing, only that each row could be measured.")
+    print("".join(f"\n{note}" for note in _notes(rows, tiny=options.tiny)), end="")
     if options.output:
         result = {
             "format": FORMAT,
@@ -96,6 +103,17 @@ def _parser() -> argparse.ArgumentParser:
         "--repetitions", type=_positive, metavar="N", help="runs of each throughput row (default 3)"
     )
     return parser
+
+
+def _check_capacity(parser: argparse.ArgumentParser, capacity: str) -> None:
+    """Make a bus of this capacity now, and not only after the first measurement."""
+    try:
+        with temporary_bus(capacity):
+            return
+    except ShmbusError:
+        raise
+    except ValueError as error:
+        parser.error(f"--capacity: {error}")
 
 
 def _positive(text: str) -> int:
@@ -156,6 +174,18 @@ def _others(
         say("a consumer asleep")
         rows.append(idle.measure(sizes.idle_s, capacity))
     return rows
+
+
+def _notes(rows: Sequence[Row], *, tiny: bool) -> list[str]:
+    """Say what a reader of the table should know before believing it."""
+    if tiny:
+        return ["NOTE: --tiny shows that each row can be measured; its figures mean nothing.\n"]
+    for row in rows:
+        if row.name == "memcpy":
+            rates = (row.figures["before_bytes_per_s"], row.figures["after_bytes_per_s"])
+            if max(rates) > MEMCPY_DRIFT * min(rates):
+                return ["NOTE: memcpy changed much during the run; run again when it is quiet.\n"]
+    return []
 
 
 def _memcpy(when: str, sizes: Sizes, say: Callable[[str], None]) -> float:

@@ -39,6 +39,7 @@ class Case:
 def cases(sizes: Sizes, capacity: str) -> list[Case]:
     """All throughput rows, in the order of the table."""
     short = Workload(trajectories=sizes.hop_2048, tokens=2048, capacity=capacity)
+    long = Workload(trajectories=sizes.hop_16384, tokens=16_384, capacity=capacity)
     return [
         Case(
             name="hop-2048",
@@ -49,7 +50,7 @@ def cases(sizes: Sizes, capacity: str) -> list[Case]:
         ),
         Case(
             name="hop-2048-cold",
-            title="the same, sources out of cache",
+            title="put to views, 2,048 tokens, sources cold",
             measure=hop.measure,
             workload=dataclasses.replace(short, cold=True),
         ),
@@ -57,8 +58,14 @@ def cases(sizes: Sizes, capacity: str) -> list[Case]:
             name="hop-16384",
             title="put to views, 16,384 tokens",
             measure=hop.measure,
-            workload=Workload(trajectories=sizes.hop_16384, tokens=16_384, capacity=capacity),
+            workload=long,
             target=0.9,
+        ),
+        Case(
+            name="hop-16384-cold",
+            title="put to views, 16,384 tokens, sources cold",
+            measure=hop.measure,
+            workload=dataclasses.replace(long, cold=True),
         ),
         Case(
             name="hop-256",

@@ -68,12 +68,16 @@ class Workload:
         """Trajectories of one producer."""
         return self.trajectories // self.producers
 
-    def source(self) -> Source:
-        """Make the arrays of one trajectory; all trajectories have this content."""
+    def source(self, *, last: bool = False) -> Source:
+        """Make the arrays of one trajectory.
+
+        All have the same content but the last of each producer: since space is used again, only
+        something new in it shows that it was written.
+        """
         return (
-            np.arange(self.tokens, dtype=np.int32),
-            np.ones(self.tokens, np.uint8),
-            np.linspace(-2.0, 0.0, self.tokens, dtype=np.float32),
+            np.arange(self.tokens, dtype=np.int32) + np.int32(last),
+            np.ones(self.tokens, np.uint8) - np.uint8(last),
+            np.linspace(-2.0, 0.0, self.tokens, dtype=np.float32) - np.float32(last),
         )
 
     def items(self, producer: int) -> Iterator[tuple[tuple[str, int], Source]]:
@@ -82,7 +86,10 @@ class Workload:
         sources = [self.source() for _ in range(copies)]
         ids = [f"prompt-{producer}-{number}" for number in range(PROMPTS)]
         identities = itertools.cycle(list(itertools.product(ids, range(GROUP_SIZE))))
-        return itertools.islice(zip(identities, itertools.cycle(sources), strict=False), self.share)
+        in_order = itertools.chain(
+            itertools.islice(itertools.cycle(sources), self.share - 1), [self.source(last=True)]
+        )
+        return zip(itertools.islice(identities, self.share), in_order, strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -275,7 +275,10 @@ def _parse_field(name: str, spec: FieldSpec) -> tuple[np.dtype[Any], tuple[int, 
     pair: object = spec
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"field {name!r}: expected (dtype, shape), got {spec!r}")
-    dtype = np.dtype(spec[0])
+    try:
+        dtype = np.dtype(spec[0])
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"field {name!r}: expected a dtype, got {spec[0]!r}: {error}") from error
     sizes = spec[1] if isinstance(spec[1], (tuple, list)) else (spec[1],)
     shape = []
     for size in sizes:

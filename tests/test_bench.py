@@ -23,6 +23,7 @@ ROWS = [
     "hop-2048",
     "hop-2048-cold",
     "hop-16384",
+    "hop-16384-cold",
     "hop-256",
     "packed",
     "four-producers",
@@ -68,7 +69,7 @@ def test_only_one_row_brings_what_it_is_compared_with(spawn: Spawner, tmp_path: 
 
 def test_a_bad_command_line_is_refused_before_anything_is_measured(spawn: Spawner) -> None:
     env = {"PYTHONPATH": str(ROOT)}
-    for args in (["--only", "nothing"], ["--output", "no/such/place.json"], ["--repetitions", "0"]):
+    for args in (["--only", "nothing"], ["--output", "no/such/place.json"], ["--capacity", "x"]):
         child = spawn.module("bench.run", *args, env=env)
         assert child.wait() == 2
         assert args[0] in child.output()
@@ -109,6 +110,13 @@ def test_a_workload_sends_whole_groups_of_ids_that_are_its_producers_own() -> No
     assert len({identity for identity, _ in sent[0]}) == 4
 
 
+def test_only_the_last_trajectory_of_a_producer_differs() -> None:
+    for cold in (False, True):
+        workload = Workload(trajectories=16, tokens=1 << 16, cold=cold)
+        tokens = [int(source[0][0]) for _, source in workload.items(0)]
+        assert tokens == [0] * 15 + [1]
+
+
 def test_a_workload_that_leaves_a_group_incomplete_is_refused() -> None:
     with pytest.raises(AssertionError, match="no multiple"):
         Workload(trajectories=12, tokens=4)
@@ -121,6 +129,6 @@ def test_a_rate_counts_all_trajectories_of_the_span() -> None:
 
 def test_the_summary_says_when_the_machine_is_not_its_own() -> None:
     facts = machine.describe()
-    assert "something else" not in machine.summary({**facts, "load_average": (0.1, 0.1, 0.1)})
-    assert "something else" in machine.summary({**facts, "load_average": (2.0, 1.0, 0.5)})
+    assert "other work" not in machine.summary({**facts, "load_average": (0.1, 0.1, 0.1)})
+    assert "other work" in machine.summary({**facts, "load_average": (2.0, 1.0, 0.5)})
     assert facts["python"] in machine.summary(facts)

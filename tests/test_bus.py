@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, segments_named, wait_until
+from conftest import Spawner, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer, _segments, limits
@@ -58,21 +58,10 @@ def names_taken(consumer: Consumer) -> list[str]:
 @pytest.mark.parametrize("name", ["a b", "\N{SNOWMAN}", ".", "..", "-x", "%s", "a\nb", "x" * 150])
 def test_a_name_is_any_text_without_slash_and_nul(bus_name: str, name: str) -> None:
     full = f"{bus_name}.{name}"
-    with Bus.create(full, capacity=65536) as bus:
-        assert bus.name == full
+    with Bus.create(full, capacity=65536):
         assert path_of(full).exists()
         assert Bus.open(full).name == full
     assert not path_of(full).exists()
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "/", "a\0b", "x" * 201, "\N{SNOWMAN}" * 67])
-@pytest.mark.parametrize("use", [Bus.create, Bus.open, shmbus.unlink, Producer, Consumer])
-def test_other_names_are_refused_everywhere(use: Callable[[Any], Any], name: str) -> None:
-    with pytest.raises(ValueError, match="bus name: expected 1 to 200 bytes"):
-        use(name)
-    for wrong in (b"bytes", 5, None, Path("x")):
-        with pytest.raises(TypeError, match=f"expected a str, got {type(wrong).__name__}"):
-            use(wrong)
 
 
 @pytest.mark.parametrize(
@@ -89,66 +78,7 @@ def test_a_capacity_holds_at_least_what_was_asked_for(
     with Bus.create(bus_name, capacity=size, max_producers=1) as bus:
         assert expected <= bus.capacity < expected + bus.extent_bytes
         assert bus.capacity % bus.extent_bytes == 0
-        assert bus.record_limit <= bus.capacity
-        with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
-            if bus.capacity > 2 * bus.extent_bytes:
-                put(producer, "a")
-                assert names_taken(consumer) == ["a"]
-
-
-@pytest.mark.parametrize(
-    "size",
-    [0, -1, 4095, "0", "-1MiB", "", "MiB", "1e6", "1 PiB", "1MiBs", "nan", "inf", "1,000", "1_000",
-     2**63, 2**64, 10**400, "9" * 400, "9" * 400 + "GiB"],
-)  # fmt: skip
-def test_a_size_that_is_none_is_refused_and_leaves_nothing(bus_name: str, size: Any) -> None:
-    with pytest.raises(ValueError, match=r"size: expected"):
-        Bus.create(bus_name, capacity=size)
-    assert segments_named(bus_name) == []
-
-
-@pytest.mark.parametrize("size", [None, 1.5, True, b"1MiB", [1]])
-def test_a_size_of_another_type_is_refused(bus_name: str, size: Any) -> None:
-    with pytest.raises(TypeError, match=f"size: expected.*got {type(size).__name__}"):
-        Bus.create(bus_name, capacity=size)
-    assert segments_named(bus_name) == []
-
-
-@pytest.mark.parametrize("too_much", [4096, 1 << 30, 1 << 45])
-def test_what_does_not_fit_into_dev_shm_is_an_error_at_creation(
-    bus_name: str, too_much: int
-) -> None:
-    room = os.statvfs("/dev/shm")
-    size = room.f_bavail * room.f_frsize + too_much
-    with pytest.raises(shmbus.CapacityError, match=r"do not fit into /dev/shm, which has .* free"):
-        Bus.create(bus_name, capacity=size)
-    assert segments_named(bus_name) == []
-    assert issubclass(shmbus.CapacityError, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"max_producers": 0}, ValueError),
-        ({"max_producers": -1}, ValueError),
-        ({"max_producers": _core.MAX_PRODUCERS + 1}, ValueError),
-        ({"max_producers": 2**40}, ValueError),
-        ({"max_producers": 1.0}, TypeError),
-        ({"max_producers": True}, TypeError),
-        ({"extent_bytes": -4096}, ValueError),
-        ({"extent_bytes": 1000}, ValueError),
-        ({"extent_bytes": 1 << 30}, ValueError),
-        ({"extent_bytes": 1 << 70}, ValueError),
-        ({"extent_bytes": "4KiB"}, TypeError),
-    ],
-)
-def test_bad_geometry_is_refused_and_leaves_nothing(
-    bus_name: str, options: dict[str, Any], error: type[Exception]
-) -> None:
-    [name] = options
-    with pytest.raises(error, match=name):
-        Bus.create(bus_name, capacity="1MiB", **options)
-    assert segments_named(bus_name) == []
+        assert 4096 <= bus.record_limit <= bus.capacity
 
 
 def test_a_segment_is_private_and_fully_allocated(bus: Bus) -> None:
@@ -165,12 +95,6 @@ def test_a_bus_is_created_once_and_the_loser_changes_nothing(bus: Bus) -> None:
         assert names_taken(consumer) == ["a"]
 
 
-@pytest.mark.parametrize("use", [Bus.open, shmbus.unlink, Producer, Consumer])
-def test_a_bus_that_is_not_there_is_not_found(use: Callable[[str], Any], bus_name: str) -> None:
-    with pytest.raises(shmbus.BusNotFoundError, match=f"there is no bus '{bus_name}'"):
-        use(bus_name)
-
-
 def test_the_block_of_its_creator_removes_a_bus_and_no_other_block_does(bus_name: str) -> None:
     with pytest.raises(KeyError, match="mine"), Bus.create(bus_name, capacity=65536):
         with Bus.open(bus_name) as opened:
@@ -183,7 +107,6 @@ def test_the_block_of_its_creator_removes_a_bus_and_no_other_block_does(bus_name
     bus = Bus.create(bus_name, capacity=65536)
     bus.close()
     bus.close()
-    assert path_of(bus_name).exists()
     with pytest.raises(shmbus.BusClosedError):
         bus.stats()
     Bus.open(bus_name).unlink()
@@ -215,15 +138,21 @@ def test_the_counters_of_a_bus_can_be_read_without_being_its_consumer(bus: Bus) 
         assert (info.pid, info.label, info.state) == (os.getpid(), "worker", "active")
         assert (info.committed, info.aborted) == (3, 1)
     with Consumer(bus.name) as consumer:
-        group, *_ = consumer.take(3, 10)
-        group.ack()
+        consumer.take(3, 10)[0].ack()
         stats = bus.stats()
         assert (stats.acknowledged, stats.undelivered, stats.dropped) == (1, 2, {})
-        assert stats.collector_pid == os.getpid()
-        assert stats.free <= stats.capacity == bus.capacity
+        assert (stats.collector_pid, stats.capacity) == (os.getpid(), bus.capacity)
 
 
 # --- slots
+
+
+ATTACHES = """
+import sys, time, shmbus
+producer = shmbus.Producer(sys.argv[1])
+print("attached", flush=True)
+time.sleep(60)
+"""
 
 
 def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
@@ -241,24 +170,16 @@ def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
         ids.add(producers[-1].producer_id)
     assert len(ids) == 24
     producers.pop().close()
-    child = spawn.script(
-        "import sys, time, shmbus\n"
-        "producer = shmbus.Producer(sys.argv[1])\n"
-        "print('attached', flush=True)\n"
-        "time.sleep(60)\n",
-        bus.name,
-    )
+    child = spawn.script(ATTACHES, bus.name)
     child.expect("attached")
     with pytest.raises(shmbus.BusBusyError):
         Producer(bus.name)
     child.kill()
-    with Consumer(bus.name) as consumer:
-        producers.append(Producer(bus.name))
-        for number, producer in enumerate(producers):
+    with Consumer(bus.name) as consumer, Producer(bus.name) as last:
+        for number, producer in enumerate([*producers, last]):
             put(producer, f"k{number}")
+            producer.close()
         assert sorted(names_taken(consumer)) == ["k0", "k1", "k2", "k3"]
-    for producer in producers:
-        producer.close()
 
 
 # --- forks and pickles
@@ -319,13 +240,8 @@ def test_a_forked_child_that_lives_on_keeps_nothing_of_its_dead_parent(
         "consumer = shmbus.Consumer(sys.argv[1])\n"
         "if os.fork() == 0:\n"
         "    print('child', os.getpid(), flush=True)\n"
-        "    deadline = time.monotonic() + 60\n"
-        "    while os.getppid() == int(sys.argv[2]) or time.monotonic() < deadline:\n"
-        "        time.sleep(0.05)\n"
-        "    os._exit(0)\n"
         "time.sleep(60)\n",
         bus.name,
-        os.getpid(),
     )
     wait_until(lambda: "\n" in parent.output(), what="a forked child")
     child = int(parent.output().split()[1])
@@ -341,15 +257,15 @@ def test_what_a_forked_child_inherited_neither_changes_nor_reaches_the_ring(bus:
     def child(view: np.ndarray[Any, Any], room: np.ndarray[Any, Any]) -> None:
         ready.set()
         assert moved_on.wait(30)
-        assert np.array_equal(view, np.arange(30))
         room[:] = 99
+        assert np.array_equal(view, np.arange(30))
 
     context = multiprocessing.get_context("fork")
     ready, moved_on = context.Event(), context.Event()
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        put(producer, "a")
+    with Producer(bus.name) as one, Producer(bus.name) as two, Consumer(bus.name) as consumer:
+        put(one, "a")
         [group] = consumer.take(1, 10)
-        slot = producer.reserve("slot", group_size=1, index=0, fields={"x": ("i4", 1000)})
+        slot = two.reserve("slot", group_size=1, index=0, fields={"x": ("i4", 1000)})
         process = context.Process(target=child, args=(group[0]["x"], slot["x"]))
         process.start()
         assert ready.wait(30)
@@ -358,18 +274,12 @@ def test_what_a_forked_child_inherited_neither_changes_nor_reaches_the_ring(bus:
         group.ack()
         [kept] = consumer.take(1, 10)
         for number in range(3 * bus.capacity // 8000):
-            put(producer, f"n{number}", x=np.zeros(1000))
+            put(one, f"n{number}", x=np.zeros(1000))
             names_taken(consumer)
         moved_on.set()
         process.join(30)
-        assert process.exitcode == 0
         assert np.array_equal(kept[0]["x"], np.full(1000, 3))
-
-
-def put_two(producer: Producer) -> None:
-    put(producer, "spawned")
-    with producer:
-        put(producer, "again")
+        assert process.exitcode == 0
 
 
 def test_handles_pickle_by_name_and_attach_anew(bus: Bus) -> None:
@@ -377,7 +287,7 @@ def test_handles_pickle_by_name_and_attach_anew(bus: Bus) -> None:
         with pickle.loads(pickle.dumps(producer)) as copy:
             assert copy.producer_id != producer.producer_id
             put(copy, "copy", score=1.0)
-        in_child("spawn", put_two, producer)
+        in_child("spawn", put, producer, "spawned")
         assert {info.label for info in bus.stats().producers} == {"mine"}
         put(producer, "level", group_size=2, index=0)
         put(producer, "level", group_size=2, index=1)
@@ -389,7 +299,7 @@ def test_handles_pickle_by_name_and_attach_anew(bus: Bus) -> None:
     with consumer:
         # A group of one has no variance either.
         assert names_taken(consumer) == []
-        assert consumer.stats().dropped == {"zero_variance": 5}
+        assert consumer.stats().dropped == {"zero_variance": 4}
     never_used = pickle.loads(pickle.dumps(consumer))
     never_used.close()
     with pytest.raises(shmbus.BusClosedError):
@@ -527,8 +437,9 @@ def flip_one(bus_name: str, byte: int, bit: int, late: bool) -> str:
 def test_a_flipped_bit_of_a_header_is_quarantined_and_counted(bus_name: str, late: bool) -> None:
     # The header, and behind it two words of shape, the id, and one entry of the schema.
     size = _core.RECORD_HEADER_BYTES + 16 + 6 + 16
-    wrong = [flip_one(bus_name, byte, bit, late) for byte in range(size) for bit in range(8)]
-    assert not any(wrong), "\n".join(filter(None, wrong))
+    flips = [flip_one(bus_name, byte, bit, late) for byte in range(size) for bit in range(8)]
+    wrong = [flip for flip in flips if flip]
+    assert not wrong, "\n".join([f"{len(wrong)} bits", *wrong[:3]])
 
 
 @pytest.mark.parametrize("checksum", [False, True])

@@ -1,22 +1,15 @@
-"""What producers may put, and what comes out again; reservations, full buses, threads and forks.
-
-Claims about single dtypes and shapes are in the first part, about ways to write in the second, and
-about what goes on around a producer in the third.
-"""
+"""What producers may put, and what comes out again; reservations, full buses, tasks and threads."""
 
 from __future__ import annotations
 
 import array
 import asyncio
-import multiprocessing
-import os
-import pickle
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +18,6 @@ from conftest import Spawner, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
-
-NOTHING = np.zeros(0, np.uint8)
 
 
 @pytest.fixture
@@ -49,10 +40,9 @@ def attached(bus: Bus, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
         assert consumer.stats().balanced, consumer.stats()
 
 
-def take_one(consumer: Consumer, timeout: float = 10.0) -> shmbus.Trajectory:
+def take_one(consumer: Consumer) -> shmbus.Trajectory:
     """Take a group of one, and return its trajectory under lease."""
-    [group] = consumer.take(1, timeout)
-    [trajectory] = group
+    [[trajectory]] = consumer.take(1, 10.0)
     return trajectory
 
 
@@ -60,11 +50,11 @@ def put_one(producer: Producer, key: str = "a", **more: Any) -> None:
     producer.put(key, **{"group_size": 1, "index": 0, "timeout": 10.0, **more})
 
 
-def fill(producer: Producer, size: int = 3500, timeout: float = 0) -> int:
+def fill(producer: Producer) -> int:
     """Put records of nearly a page until the bus is full; return how many."""
     for number in range(100_000):
         try:
-            put_one(producer, f"fill-{number}", x=np.zeros(size, np.uint8), timeout=timeout)
+            put_one(producer, f"fill-{number}", x=np.zeros(3500, np.uint8), timeout=0)
         except shmbus.BusFullError:
             return number
     raise AssertionError("the bus was never full")
@@ -89,7 +79,7 @@ def arbitrary(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.nda
     if dtype.kind == "U":
         return np.array([chr(65 + i % 1000) * 2 for i in range(count)], dtype).reshape(shape)
     raw = rng.integers(0, 256, count * dtype.itemsize, np.uint8)
-    return raw.tobytes() and np.frombuffer(raw.tobytes(), dtype).reshape(shape)
+    return np.frombuffer(raw.tobytes(), dtype).reshape(shape)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, RECORD_DTYPE], ids=str)
@@ -98,18 +88,15 @@ def test_every_dtype_of_fixed_size_comes_out_as_it_went_in(bus: Bus, dtype: Any,
     with attached(bus) as (producer, consumer):
         put_one(producer, x=value)
         got = take_one(consumer)["x"]
-        assert got.dtype == value.dtype
-        assert got.shape == (3, 5)
+        assert (got.dtype, got.shape) == (value.dtype, (3, 5))
         assert got.tobytes() == value.tobytes()
-        assert not got.flags.writeable
-        assert got.flags.aligned and got.flags.c_contiguous
+        assert got.flags.aligned and got.flags.c_contiguous and not got.flags.writeable
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(), (1,), (0,), (7,), (0, 5), (5, 0), (2, 3, 4), (1,) * 32, (0,) * 32, (3, 0, 2**40)],
-    ids=str,
-)
+SHAPES = [(), (1,), (0,), (7,), (0, 5), (5, 0), (2, 3, 4), (1,) * 32, (0,) * 32, (3, 0, 2**40)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_comes_out_as_it_went_in(bus: Bus, shape: tuple[int, ...]) -> None:
     value = np.arange(int(np.prod(shape, dtype=float)), dtype=np.int32).reshape(shape)
     with attached(bus) as (producer, consumer):
@@ -117,8 +104,7 @@ def test_every_shape_comes_out_as_it_went_in(bus: Bus, shape: tuple[int, ...]) -
         trajectory = take_one(consumer)
         assert trajectory.shape("x") == shape == trajectory["x"].shape
         assert np.array_equal(trajectory["x"], value)
-        assert trajectory["y"].shape == ()
-        assert float(trajectory["y"]) == 2.5
+        assert (trajectory["y"].shape, float(trajectory["y"])) == ((), 2.5)
 
 
 def sources() -> dict[str, tuple[Any, Any]]:
@@ -128,8 +114,7 @@ def sources() -> dict[str, tuple[Any, Any]]:
     record = np.zeros(6, [("a", "i1"), ("b", "<i4")])
     record["b"] = range(6)
     return {
-        "every other element": (base[0, 0, ::2], base[0, 0, ::2]),
-        "backwards": (base[0, 0, ::-1], base[0, 0, ::-1]),
+        "backwards, every other element": (base[0, 0, ::-2], base[0, 0, ::-2]),
         "fortran order": (np.asfortranarray(base), base),
         "transposed": (base.transpose(2, 0, 1), base.transpose(2, 0, 1)),
         "read-only": (frozen, base),
@@ -148,22 +133,18 @@ def test_any_source_of_an_array_is_copied_by_value(bus: Bus, kind: str) -> None:
     with attached(bus) as (producer, consumer):
         put_one(producer, x=given)
         got = take_one(consumer)["x"]
-        assert got.dtype == expected.dtype
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
         assert np.array_equal(got, expected)
-        assert got.shape == expected.shape
 
 
 def test_torch_tensors_are_taken_as_they_are(bus: Bus) -> None:
     import torch
 
     tensors = {
-        "plain": torch.arange(6).reshape(2, 3),
-        "strided": torch.arange(10)[::2],
-        "half": torch.ones(3, dtype=torch.float16),
-        "flags": torch.tensor([True, False]),
-        "scalar": torch.tensor(4.0),
-        "empty": torch.zeros((0, 3)),
-    }
+        "plain": torch.arange(6).reshape(2, 3), "strided": torch.arange(10)[::2],
+        "half": torch.ones(3, dtype=torch.float16), "flags": torch.tensor([True, False]),
+        "scalar": torch.tensor(4.0), "empty": torch.zeros((0, 3)),
+    }  # fmt: skip
     with attached(bus) as (producer, consumer):
         put_one(producer, **tensors)
         trajectory = take_one(consumer)
@@ -180,13 +161,12 @@ METAS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("meta", METAS, ids=lambda meta: repr(meta)[:20])
-def test_any_meta_comes_out_as_it_went_in_and_an_empty_one_is_not_none(bus: Bus, meta: Any) -> None:
+def test_any_meta_comes_out_as_it_went_in_and_an_empty_one_is_not_none(bus: Bus) -> None:
     with attached(bus) as (producer, consumer):
-        put_one(producer, meta=meta, x=NOTHING)
-        got = take_one(consumer).meta
-        assert got == meta
-        assert type(got) is type(meta)
+        for meta in METAS:
+            put_one(producer, meta=meta)
+            got = take_one(consumer).meta
+            assert (got, type(got)) == (meta, type(meta))
 
 
 def test_zero_and_empty_are_ordinary_values_and_differ_from_none(bus: Bus) -> None:
@@ -199,42 +179,25 @@ def test_zero_and_empty_are_ordinary_values_and_differ_from_none(bus: Bus) -> No
         assert (first.epoch, with_epoch.epoch, first.meta) == (0, 0, {})
         assert (second.epoch, without.epoch, second.meta) == (None, None, None)
         assert list(first) == list(first.keys()) == []
-        assert len(first) == 0
+        big = {"score": -1.7976931348623157e308, "policy_version": 2**63 - 1, "epoch": 2**63 - 1}
+        odd = {"score": np.float32(0.5), "policy_version": np.int16(3), "epoch": np.uint8(4)}
+        for values in (big, odd, {"score": True, "policy_version": 1, "epoch": 1}):
+            put_one(producer, **values)
+            trajectory = take_one(consumer)
+            assert {name: getattr(trajectory, name) for name in values} == values
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"score": -1.7976931348623157e308, "policy_version": 2**63 - 1, "epoch": 2**63 - 1},
-        {"score": np.float32(0.5), "policy_version": np.int16(3), "epoch": np.uint8(4)},
-        {"score": True, "policy_version": 1, "epoch": 1},
-        {"score": 5e-324, "policy_version": 0, "epoch": 0},
-    ],
-    ids=str,
-)
-def test_numbers_of_every_kind_keep_their_value(bus: Bus, values: dict[str, Any]) -> None:
-    with attached(bus) as (producer, consumer):
-        put_one(producer, **values)
-        trajectory = take_one(consumer)
-        assert {name: getattr(trajectory, name) for name in values} == values
-
-
-@pytest.mark.parametrize("key", ["a", "a" * 255, "\N{SNOWMAN}" * 85, "\0", " ", "a/b\n", "0"])
-def test_any_text_of_up_to_255_bytes_is_an_instance_id(bus: Bus, key: str) -> None:
-    with attached(bus) as (producer, consumer):
-        put_one(producer, key)
-        assert take_one(consumer).instance_id == key
-
-
-def test_sixty_four_fields_of_any_name_fit_a_record(bus: Bus) -> None:
+def test_any_text_is_an_instance_id_and_the_name_of_a_field(bus: Bus) -> None:
     names = [f"f{number}" for number in range(60)]
     names += ["with space", "\N{SNOWMAN}", "self", "n" * 255]
     arrays = {name: np.arange(number, dtype=np.int16) for number, name in enumerate(names)}
     with attached(bus) as (producer, consumer):
-        put_one(producer, **arrays)
-        trajectory = take_one(consumer)
-        assert trajectory.keys() == tuple(names)
-        assert all(np.array_equal(trajectory[name], arrays[name]) for name in names)
+        for key in ("a" * 255, "\N{SNOWMAN}" * 85, "\0", " ", "a/b\n", "0"):
+            put_one(producer, key, **arrays)
+            trajectory = take_one(consumer)
+            assert trajectory.instance_id == key
+            assert trajectory.keys() == tuple(names)
+            assert all(np.array_equal(trajectory[name], arrays[name]) for name in names)
 
 
 def test_traces_of_several_megabytes_fit_a_default_bus(bus_name: str, seed: int) -> None:
@@ -247,61 +210,39 @@ def test_traces_of_several_megabytes_fit_a_default_bus(bus_name: str, seed: int)
         assert all(np.array_equal(t["x"], v) for t, v in zip(group, values, strict=True))
 
 
-def test_the_largest_record_fits_and_a_larger_one_is_refused_with_the_limit(bus: Bus) -> None:
+def test_the_largest_record_fits(bus: Bus) -> None:
     with attached(bus) as (producer, consumer):
-        room = producer.record_limit - 256
-        put_one(producer, x=np.zeros(room, np.uint8))
-        assert take_one(consumer)["x"].size == room
-        with pytest.raises(shmbus.RecordTooLargeError, match=str(producer.record_limit)):
-            put_one(producer, x=np.zeros(producer.record_limit, np.uint8))
-        with pytest.raises(shmbus.RecordTooLargeError, match=str(producer.record_limit)):
-            producer.reserve("b", group_size=1, index=0, fields={"x": ("u1", 2**50)}, timeout=0)
-        put_one(producer)
+        # Header, shape, id and schema take three cache lines.
+        put_one(producer, x=np.zeros(producer.record_limit - 192, np.uint8))
+        assert take_one(consumer).nbytes == producer.record_limit == bus.record_limit
 
 
 # --- put_many
 
 
-def items(count: int, **more: Any) -> list[dict[str, Any]]:
+def items(n: int) -> list[dict[str, Any]]:
     return [
-        {"instance_id": "m", "group_size": count, "index": i, "x": np.full(500, i), **more}
-        for i in range(count)
+        {"instance_id": "m", "group_size": n, "index": i, "x": np.full(500, i)} for i in range(n)
     ]
 
 
-def test_put_many_takes_any_iterable_and_says_how_many(bus: Bus) -> None:
-    with attached(bus) as (producer, consumer):
-        assert producer.put_many([]) == 0
-        assert producer.put_many(iter(items(5))) == 5
-        [group] = consumer.take(1, 10)
-        assert [int(t["x"][0]) for t in group] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("spoiled", "error"),
-    [
-        ({"index": 99}, ValueError),
-        ({"x": object()}, TypeError),
-        ({"meta": object()}, TypeError),
-        ({"x": np.zeros(4 << 20, np.uint8)}, shmbus.RecordTooLargeError),
-        ({"instance_id": 5}, TypeError),
-    ],
-    ids=["index", "array", "meta", "size", "id"],
-)
 @pytest.mark.parametrize("at", [0, 7, 19])
+@pytest.mark.parametrize(
+    "spoiled", [{"index": 99}, {"x": object()}, {"meta": object()}, {"x": np.zeros(2**20)}], ids=str
+)
 def test_put_many_writes_nothing_when_one_item_is_bad(
-    bus: Bus, spoiled: dict[str, Any], error: type[Exception], at: int
+    bus: Bus, spoiled: dict[str, Any], at: int
 ) -> None:
     with attached(bus) as (producer, consumer):
         given = items(20)
         given[at].update(spoiled)
-        with pytest.raises(error) as caught:
+        with pytest.raises((TypeError, ValueError)) as caught:
             producer.put_many(given, timeout=0)
         assert getattr(caught.value, "accepted", 0) == 0
-        assert producer.stats().committed == 0
-        assert consumer.stats().committed == 0
-        assert producer.put_many(items(20)) == 20
-        assert len(consumer.take(1, 10)[0]) == 20
+        assert producer.stats().committed == consumer.stats().committed == 0
+        assert producer.put_many([]) == 0
+        assert producer.put_many(iter(items(20))) == 20
+        assert [int(t["x"][0]) for t in consumer.take(1, 10)[0]] == list(range(20))
 
 
 def test_put_many_writes_nothing_when_an_item_behind_the_full_point_is_bad(small_bus: Bus) -> None:
@@ -310,8 +251,7 @@ def test_put_many_writes_nothing_when_an_item_behind_the_full_point_is_bad(small
         given[39]["index"] = -1
         with pytest.raises(ValueError, match="index"):
             producer.put_many(given, timeout=0)
-        assert consumer.stats().committed == 0
-        assert consumer.take(9, 0) == []
+        assert consumer.stats().committed == len(consumer.take(9, 0)) == 0
         put_one(producer)
         assert take_one(consumer).instance_id == "a"
 
@@ -320,31 +260,25 @@ def test_put_many_on_a_full_bus_says_how_many_were_accepted(small_bus: Bus) -> N
     with attached(small_bus) as (producer, consumer):
         with pytest.raises(shmbus.BusFullError) as caught:
             producer.put_many(items(40), timeout=0)
-        accepted = caught.value.accepted
-        assert 0 < accepted < 40
-        assert producer.stats().committed == consumer.stats().committed == accepted
+        assert 0 < caught.value.accepted < 40
+        assert producer.stats().committed == caught.value.accepted
         assert consumer.take(1, 0) == []
-        [first] = consumer.stats().dropped or [None]
-        assert first is None
 
 
-def test_put_many_goes_on_where_a_reader_makes_room_whatever_its_schemas(small_bus: Bus) -> None:
+def test_put_many_goes_on_where_a_reader_makes_room_whatever_its_fields(small_bus: Bus) -> None:
     count = 120
     given = [
         {"instance_id": f"m{i}", "group_size": 1, "index": 0, f"field{i % 20}": np.full(200, i)}
         for i in range(count)
     ]
-    with attached(small_bus) as (producer, consumer):
-        writer = threading.Thread(target=producer.put_many, args=(given,), kwargs={"timeout": 60})
-        writer.start()
-        try:
-            for number in range(count):
-                with consumer.take(1, 30)[0] as group:
-                    assert group.instance_id == f"m{number}"
-                    assert group[0].keys() == (f"field{number % 20}",)
-                    assert np.array_equal(group[0][f"field{number % 20}"], np.full(200, number))
-        finally:
-            writer.join(60)
+    with attached(small_bus) as (producer, consumer), ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(producer.put_many, given, timeout=5)
+        for number in range(count):
+            with consumer.take(1, 10)[0] as group:
+                assert group.instance_id == f"m{number}"
+                assert group[0].keys() == (f"field{number % 20}",)
+                assert np.array_equal(group[0][f"field{number % 20}"], np.full(200, number))
+        assert putting.result(30) == count
 
 
 # --- reservations
@@ -352,7 +286,7 @@ def test_put_many_goes_on_where_a_reader_makes_room_whatever_its_schemas(small_b
 FIELDS = {"tokens": ("int32", 100), "grid": (np.float32, (4, 5)), "one": ("u1", ())}
 
 
-def reserve(producer: Producer, key: str = "r", **more: Any) -> shmbus.Slot:
+def reserve(producer: Producer, key: str = "r", x: Any = None, **more: Any) -> shmbus.Slot:
     arguments = {"group_size": 1, "index": 0, "fields": FIELDS, "timeout": 10, **more}
     return producer.reserve(key, **arguments)
 
@@ -365,9 +299,7 @@ def test_a_reservation_is_delivered_when_it_is_committed_and_not_before(bus: Bus
             slot["one"][...] = 9
             assert slot.fields == tuple(FIELDS)
             assert consumer.take(1, 0) == []
-            assert not slot.ended
             slot.score = 0.25
-        assert slot.ended
         trajectory = take_one(consumer)
         assert np.array_equal(trajectory["tokens"], np.arange(100))
         assert np.array_equal(trajectory["grid"], np.full((4, 5), 2.5))
@@ -392,11 +324,9 @@ def test_a_resize_keeps_what_is_in_front_and_can_be_done_again(bus: Bus) -> None
     with attached(bus) as (producer, consumer):
         with reserve(producer) as slot:
             slot["tokens"][:] = np.arange(100)
-            slot["grid"][...] = np.arange(20).reshape(4, 5)
-            slot.resize("tokens", 60)
-            slot.resize("tokens", 50)
-            slot.resize("grid", 0)
-            assert slot["tokens"].shape == (50,)
+            for name, size in [("tokens", 60), ("tokens", 50), ("grid", 0)]:
+                slot.resize(name, size)
+                assert len(slot[name]) == size
             for name, size in [("tokens", 51), ("tokens", -1), ("one", 0)]:
                 with pytest.raises(ValueError, match=name):
                     slot.resize(name, size)
@@ -411,7 +341,6 @@ def test_meta_can_be_set_later_as_far_as_there_is_room(bus: Bus) -> None:
             ("a", None, {"late": "x" * 900}, 1024),
             ("b", {"early": "y" * 2000}, {"late": 1}, 0),
             ("c", {"early": 1}, None, 1024),
-            ("d", {"early": 1}, {}, 1024),
         ]:
             with reserve(producer, key, meta=first, meta_room=room) as slot:
                 slot["tokens"][:] = 7
@@ -439,46 +368,51 @@ def test_arrays_of_a_reservation_are_read_only_after_its_end(bus: Bus) -> None:
         assert np.array_equal(take_one(consumer)["tokens"], np.ones(50))
 
 
+@pytest.mark.parametrize("kind", [lambda a: a[2:], lambda a: a.view(np.uint8), memoryview])
+def test_what_was_made_of_an_array_cannot_change_the_record_after_its_commit(
+    bus: Bus, kind: Callable[[Any], Any]
+) -> None:
+    with attached(bus) as (producer, consumer):
+        slot = reserve(producer)
+        slot["tokens"][:] = 1
+        kept = kind(slot["tokens"])
+        slot.commit()
+        with suppress(ValueError, TypeError):
+            kept[0] = 99
+        assert np.array_equal(take_one(consumer)["tokens"], np.ones(100))
+
+
 def test_views_kept_after_the_end_never_reach_a_later_record(small_bus: Bus) -> None:
     with attached(small_bus) as (producer, consumer):
         slots = [reserve(producer, f"r{i}", fields={"x": ("u1", 3000)}) for i in range(4)]
-        kept = [slot["x"][10:] for slot in slots]
-        exports = [memoryview(slot["x"]) for slot in slots]
+        kept = [slot["x"][10:] for slot in slots] + [memoryview(slot["x"]) for slot in slots]
         for slot, end in zip(slots, ["commit", "abort"] * 2, strict=True):
             getattr(slot, end)()
         del slots, slot
-        for group in consumer.take(9, 10):
-            group.ack()
+        consumer.ack(consumer.take(9, 10))
         for number in range(100):
             put_one(producer, f"n{number}", x=np.full(3000, 7, np.uint8))
-            for view, export in zip(kept, exports, strict=True):
-                if view.flags.writeable:
-                    view[:] = 99
-                if not export.readonly:
-                    export[0] = 99
+            for view in kept:
+                with suppress(ValueError, TypeError):
+                    view[0] = 99
             with consumer.take(1, 10)[0] as group:
                 assert np.array_equal(group[0]["x"], np.full(3000, 7))
-        del kept, exports, view, export
+        del kept, view
         wait_until(lambda: consumer.take(1, 0) == [] and consumer.stats().free >= 57344)
 
 
-def test_hundreds_of_reservations_are_open_at_once_and_end_in_any_order(
-    bus: Bus, seed: int
-) -> None:
+def test_hundreds_of_reservations_are_open_and_end_in_any_order(bus: Bus, seed: int) -> None:
     with attached(bus) as (producer, consumer):
         slots = [reserve(producer, f"r{number}") for number in range(500)]
         for number, slot in enumerate(slots):
             slot["tokens"][:] = number
-        put_one(producer, "direct")
-        assert take_one(consumer).instance_id == "direct"
         order = list(range(500))
         random.Random(seed).shuffle(order)
         for position, number in enumerate(order):
             slots[number].abort() if position % 5 == 0 else slots[number].commit()
         groups = [group for _ in range(9) for group in consumer.take(100, 0)]
-        committed = {number for position, number in enumerate(order) if position % 5}
-        assert {int(group[0]["tokens"][99]) for group in groups} == committed
-        assert all(group.instance_id == f"r{group[0]['tokens'][0]}" for group in groups)
+        committed = {f"r{number}": number for position, number in enumerate(order) if position % 5}
+        assert {group.instance_id: int(group[0]["tokens"][99]) for group in groups} == committed
 
 
 def test_closing_a_producer_aborts_what_is_open(bus: Bus) -> None:
@@ -489,13 +423,11 @@ def test_closing_a_producer_aborts_what_is_open(bus: Bus) -> None:
         put_one(producer)
         producer.close()
         producer.close()
-        assert producer.closed
-        with pytest.raises(shmbus.BusClosedError, match=r"committed or aborted|closed"):
-            slot.commit()
+        for use in (slot.commit, lambda: put_one(producer)):
+            with pytest.raises(shmbus.BusClosedError, match=r"committed or aborted|closed"):
+                use()
         with pytest.raises(ValueError, match="read-only"):
             view[:] = 1
-        with pytest.raises(shmbus.BusClosedError, match="closed"):
-            put_one(producer)
         assert [group.instance_id for group in consumer.take(9, 0)] == ["a"]
         assert consumer.stats().balanced
 
@@ -503,27 +435,22 @@ def test_closing_a_producer_aborts_what_is_open(bus: Bus) -> None:
 # --- a full bus
 
 
-def test_without_a_timeout_a_full_bus_is_an_answer_at_once_and_nothing_is_lost(
-    small_bus: Bus,
-) -> None:
+def test_without_a_timeout_a_full_bus_is_an_answer_at_once(small_bus: Bus) -> None:
     with attached(small_bus) as (producer, consumer):
         count = fill(producer)
         with pytest.raises(shmbus.BusFullError, match=r"is full.* 0 of 16 are free") as caught:
             put_one(producer, x=np.zeros(3500, np.uint8), timeout=0)
-        assert caught.value.accepted == 0
-        assert producer.stats().full_waits == 2
-        groups = consumer.take(99, 10)
-        assert [group.instance_id for group in groups] == [f"fill-{i}" for i in range(count)]
+        assert (caught.value.accepted, producer.stats().full_waits) == (0, 2)
+        assert [g.instance_id for g in consumer.take(99, 9)] == [f"fill-{i}" for i in range(count)]
 
 
 def test_put_waits_as_long_as_it_takes_for_space_and_as_its_timeout_says(small_bus: Bus) -> None:
     with attached(small_bus) as (producer, consumer), ThreadPoolExecutor(1) as pool:
         fill(producer)
-        began = time.monotonic()
-        for full in (lambda: fill(producer, timeout=0.2), lambda: reserve_page(producer, 0.2)):
+        for use in (put_one, partial(reserve, fields={"x": ("u1", 3500)})):
             began = time.monotonic()
-            with suppress(shmbus.BusFullError):
-                full()
+            with pytest.raises(shmbus.BusFullError):
+                use(producer, x=np.zeros(3500, np.uint8), timeout=0.2)
             assert time.monotonic() - began >= 0.2
         waiting = pool.submit(put_one, producer, "late", x=np.zeros(3500, np.uint8), timeout=None)
         for group in consumer.take(99, 10):
@@ -533,41 +460,30 @@ def test_put_waits_as_long_as_it_takes_for_space_and_as_its_timeout_says(small_b
         assert take_one(consumer).instance_id == "late"
 
 
-def reserve_page(producer: Producer, timeout: float) -> None:
-    producer.reserve("p", group_size=1, index=0, fields={"x": ("u1", 3000)}, timeout=timeout)
-
-
 # --- asyncio
 
 
-async def test_aput_on_a_full_bus_lets_other_tasks_run_until_its_timeout(small_bus: Bus) -> None:
-    with attached(small_bus) as (producer, _):
+@pytest.mark.parametrize("freed", [0, 1], ids=["no space", "too little space"])
+async def test_aput_on_a_full_bus_neither_blocks_its_loop_nor_spins(
+    small_bus: Bus, freed: int
+) -> None:
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.01)
+
+    with attached(small_bus) as (producer, consumer):
         fill(producer)
+        if freed:
+            consumer.take(1, 10)[0].ack()
         ticks = 0
-
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0.01)
-
         other = asyncio.create_task(tick())
         before = producer.stats().full_waits
         with pytest.raises(shmbus.BusFullError):
-            await producer.aput("a", group_size=1, index=0, x=np.zeros(400), timeout=0.5)
+            await producer.aput("a", group_size=1, index=0, x=np.zeros(1500), timeout=0.5)
         other.cancel()
         assert ticks >= 5
-        # Waiting is not trying again and again.
-        assert producer.stats().full_waits - before < 50
-
-
-async def test_aput_does_not_spin_while_the_free_space_is_too_small(small_bus: Bus) -> None:
-    with attached(small_bus) as (producer, consumer):
-        fill(producer)
-        consumer.take(1, 10)[0].ack()
-        before = producer.stats().full_waits
-        with pytest.raises(shmbus.BusFullError):
-            await producer.aput("a", group_size=1, index=0, x=np.zeros(1500), timeout=0.5)
         assert producer.stats().full_waits - before < 50
 
 
@@ -589,45 +505,42 @@ async def test_hundreds_of_aputs_wait_together_and_all_arrive(small_bus: Bus) ->
         await asyncio.gather(*tasks)
 
 
-# --- threads, signals, forks, pickles
+# --- threads and signals
 
 
 def test_threads_share_a_producer_and_every_record_arrives_whole(bus: Bus, seed: int) -> None:
     threads, each = 6, 150
-    sizes = [random.Random(seed).choice([10, 3000, 90_000]) for _ in range(each)]
+    sizes = random.Random(seed).choices([10, 3000, 90_000], k=each)
 
     def work(producer: Producer, thread: int) -> None:
-        for number in range(each):
-            x = np.full(sizes[number], thread * each + number, np.int32)
+        for number in range(thread * each, (thread + 1) * each):
+            x = np.full(sizes[number % each], number, np.int32)
             if number % 3 == 0:
-                with producer.reserve(
-                    f"n{number}", group_size=threads, index=thread, fields={"x": (x.dtype, x.size)}
-                ) as slot:
+                with reserve(producer, f"n{number}", fields={"x": (x.dtype, x.size)}) as slot:
                     slot["x"][:] = x
             else:
-                producer.put(f"n{number}", group_size=threads, index=thread, x=x, timeout=60)
+                put_one(producer, f"n{number}", x=x, timeout=60)
 
     with attached(bus) as (producer, consumer), ThreadPoolExecutor(threads) as pool:
         done = [pool.submit(work, producer, thread) for thread in range(threads)]
-        seen = set()
-        while len(seen) < each:
+        seen: dict[int, int] = {}
+        while len(seen) < threads * each:
             [group] = consumer.take(1, 60)
             number = int(group.instance_id[1:])
-            for t in group:
-                expected = np.full(sizes[number], t.index * each + number, np.int32)
-                assert np.array_equal(t["x"], expected)
-            seen.add(number)
+            assert np.array_equal(group[0]["x"], np.full(sizes[number % each], number, np.int32))
+            seen[number] = group[0].sequence
             group.ack()
         for future in done:
             future.result(60)
-        assert consumer.stats().acknowledged == threads * each
+        assert sorted(seen.values()) == list(range(threads * each))
 
 
 def test_a_put_that_waits_keeps_its_fields_whatever_other_threads_put(small_bus: Bus) -> None:
     with attached(small_bus) as (producer, consumer), ThreadPoolExecutor(1) as pool:
+        put_one(producer, mine=np.arange(400))
         fill(producer)
         before = producer.stats().full_waits
-        waiting = pool.submit(put_one, producer, "late", mine=np.arange(500), timeout=30)
+        waiting = pool.submit(put_one, producer, "late", mine=np.arange(400))
         wait_until(lambda: producer.stats().full_waits > before)
         for number in range(200):
             with pytest.raises(shmbus.BusFullError):
@@ -637,31 +550,31 @@ def test_a_put_that_waits_keeps_its_fields_whatever_other_threads_put(small_bus:
         waiting.result(30)
         late = take_one(consumer)
         assert late.keys() == ("mine",)
-        assert np.array_equal(late["mine"], np.arange(500))
+        assert np.array_equal(late["mine"], np.arange(400))
+
+
+INTERRUPTED = """
+import os, signal, sys, numpy, shmbus
+producer = shmbus.Producer(sys.argv[1])
+signal.signal(signal.SIGUSR1, lambda *_: producer.close())
+class Slow:
+    def __array__(self, dtype=None, copy=None):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return numpy.zeros(10)
+item = dict(instance_id="a", group_size=1, index=0, x=Slow())
+try:
+    producer.put(**item) if sys.argv[2] == "put" else producer.put_many([item])
+except shmbus.BusClosedError:
+    pass
+print("closed", producer.closed)
+"""
 
 
 @pytest.mark.parametrize("verb", ["put", "put_many"])
 def test_a_signal_handler_may_close_the_producer_that_it_interrupts(
     bus: Bus, spawn: Spawner, verb: str
 ) -> None:
-    child = spawn.script(
-        "import os, signal, sys, numpy, shmbus\n"
-        "producer = shmbus.Producer(sys.argv[1])\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: producer.close())\n"
-        "class Slow:\n"
-        "    def __array__(self, dtype=None, copy=None):\n"
-        "        os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "        return numpy.zeros(10)\n"
-        "item = dict(instance_id='a', group_size=1, index=0, x=Slow())\n"
-        "try:\n"
-        "    producer.put(**item) if sys.argv[2] == 'put' else producer.put_many([item])\n"
-        "except shmbus.BusClosedError:\n"
-        "    pass\n"
-        "print('closed', producer.closed)\n",
-        bus.name,
-        verb,
-    )
-    assert child.finish(20) == "closed True\n"
+    assert spawn.script(INTERRUPTED, bus.name, verb).finish(10) == "closed True\n"
     with Consumer(bus.name) as consumer:
         assert consumer.stats().balanced
 
@@ -677,9 +590,8 @@ def test_closing_while_another_thread_copies_never_writes_into_a_later_record(bu
                 producer.close()
                 consumer.stats()
                 put_one(other, f"next{number}", x=np.full(big.size, 2, np.uint8))
-                assert copying.exception(30) is None or isinstance(
-                    copying.exception(), shmbus.BusClosedError
-                )
+                with suppress(shmbus.BusClosedError):
+                    copying.result(30)
             for group in consumer.take(9, 10):
                 value = 1 if group.instance_id.startswith("big") else 2
                 assert np.all(group[0]["x"] == value)

@@ -113,8 +113,10 @@ class OnlineDataHandler:
             raise ValueError(f"malformed: expected 'raise' or 'drop', got {malformed!r}")
         if max_wait == "auto":
             max_wait = None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
-        if max_wait is not None and not max_wait >= 0:
-            raise ValueError(f"max_wait: expected 0 or more seconds, or None, got {max_wait!r}")
+        _check_wait(max_wait)
+        if fields is not None and not isinstance(fields, FieldNames):
+            raise TypeError(f"fields: expected FieldNames, got {type(fields).__name__}")
+        torch.device(device)
         # A kind that does not exist should be known now, not with the first group.
         advantages_for_groups([0.0, 1.0], [2], advantages)
         self.tokens_per_batch = tokens_per_batch
@@ -300,9 +302,13 @@ class OnlineDataHandler:
     def give_back(self, batch: Batch) -> None:
         """Return a batch that was not trained on; its groups are the next to be delivered."""
         self._require_out(batch, "give back")
+        # Not to the consumer: groups that are held here would be delivered before them.
+        held = [
+            (group, sum(sequence_lengths(group.trajectories, self._fields)))
+            for group in reversed(batch.groups)
+        ]
+        self._held.extendleft(held)
         del self._out[batch.step]
-        for group in reversed(batch.groups):
-            group.give_back()
 
     def _require_out(self, batch: Batch, verb: str) -> None:
         if self._out.get(batch.step) is not batch:
@@ -359,12 +365,18 @@ class OnlineDataHandler:
                 f"state_dict: expected version {_STATE_VERSION}, got {version!r}; it is not a "
                 "handler's state, or was saved by another version of shmbus"
             )
-        self.step = int(state["step"])
-        self.set_policy_version(int(state["policy_version"]))
-        self._trained = set()
+        try:
+            step, policy_version = int(state["step"]), int(state["policy_version"])
+            trained = {(int(producer), int(seq)) for producer, seq in state["trained"]}
+            created_unix_ns = int(state["bus_created_unix_ns"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"state_dict: expected what state_dict() returned, got {sorted(state)}: {error!r}"
+            ) from error
+        self.set_policy_version(policy_version)
+        self.step = step
         # Numbers of producers are unique on one bus only.
-        if state["bus_created_unix_ns"] == self._created_unix_ns:
-            self._trained = {(int(producer), int(seq)) for producer, seq in state["trained"]}
+        self._trained = trained if created_unix_ns == self._created_unix_ns else set()
 
     def stats(self) -> shmbus.Ledger:
         """Return the ledger of the bus."""
@@ -393,6 +405,11 @@ def check_scores(scores: list[float]) -> None:
         raise ValueError(
             f"score: expected at most {MAX_SCORE:g} by magnitude, got {worst:g}; scale the reward"
         )
+
+
+def _check_wait(value: object) -> None:
+    if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+        raise ValueError(f"max_wait: expected 0 or more seconds, or None, got {value!r}")
 
 
 def _check_count(name: str, value: int | None) -> None:

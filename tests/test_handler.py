@@ -1,0 +1,573 @@
+"""Batches: what `pack` and OnlineDataHandler make of groups, against numpy over what was put."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shmbus
+from shmbus import Bus, Consumer, Producer
+from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
+
+Sample = dict[str, Any]
+
+DTYPES = {
+    "tokens": torch.int64, "position_ids": torch.int64, "cu_seqlens": torch.int32,
+    "loss_mask": torch.bool, "logprobs": torch.float32, "advantages": torch.float32,
+    "scores": torch.float32, "policy_versions": torch.int64, "group_sizes": torch.int64,
+}  # fmt: skip
+PER_TOKEN = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, capacity="4MiB", max_producers=4) as handle:
+        yield handle
+
+
+@pytest.fixture
+def producer(bus: Bus) -> Iterator[Producer]:
+    with Producer(bus.name) as handle:
+        yield handle
+
+
+def sample(rng: np.random.Generator, length: int, **more: Any) -> Sample:
+    return {
+        "tokens": rng.integers(0, 150_000, length, np.int32),
+        "loss_mask": rng.integers(0, 2, length, np.uint8),
+        "logprobs": -rng.random(length, np.float32),
+        "score": float(rng.random()),
+        "policy_version": int(rng.integers(0, 9)),
+        **more,
+    }
+
+
+def put(producer: Producer, key: str, group: list[Sample]) -> None:
+    for index, arguments in enumerate(group):
+        producer.put(key, group_size=len(group), index=index, timeout=10, **arguments)
+
+
+def put_random(producer: Producer, seed: int, count: int, longest: int = 50) -> dict[str, Any]:
+    """Put groups of random sizes and lengths; return what was put, by instance id."""
+    rng = np.random.default_rng(seed)
+    groups = {
+        f"k{n}": [sample(rng, int(rng.integers(1, longest))) for _ in range(rng.integers(1, 9))]
+        for n in range(count)
+    }
+    for key, group in groups.items():
+        put(producer, key, group)
+    return groups
+
+
+def by_kind(scores: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
+    """Advantages of one group, by their definitions."""
+    if kind == "none":
+        return scores
+    if kind not in ("grpo", "dr_grpo", "rloo"):
+        return np.asarray(kind(scores))
+    n = len(scores)
+    if n == 1 or np.all(scores == scores[0]):
+        return np.zeros(n)
+    if kind == "rloo":
+        return np.array([scores[i] - np.delete(scores, i).mean() for i in range(n)])
+    centred = scores - scores.mean()
+    return centred / (scores.std(ddof=1) + 1e-6) if kind == "grpo" else centred
+
+
+def expected(groups: list[list[Sample]], kind: Any = "grpo") -> dict[str, np.ndarray[Any, Any]]:
+    """A packed batch of these groups, one field after the other."""
+    samples = [s for group in groups for s in group]
+    lengths = [len(s["tokens"]) for s in samples]
+    advantages = np.concatenate([by_kind(np.array([s["score"] for s in g]), kind) for g in groups])
+    masks = [np.asarray(s.get("loss_mask", np.ones(n))) != 0 for s, n in zip(samples, lengths)]  # noqa: B905
+    columns = list(zip(samples, lengths, masks, advantages, strict=True))
+    return {
+        "tokens": np.concatenate([s["tokens"] for s in samples]),
+        "position_ids": np.concatenate([np.arange(n) for n in lengths]),
+        "cu_seqlens": np.cumsum([0, *lengths]),
+        "loss_mask": np.concatenate(masks),
+        "logprobs": np.concatenate(
+            [np.where(m, s.get("logprobs", np.zeros(n)), 0) for s, n, m, _ in columns]
+        ),
+        "advantages": np.concatenate(
+            [s.get("advantages", np.full(n, a)) for s, n, _, a in columns]
+        ),
+        "scores": np.array([s["score"] for s in samples]),
+        "policy_versions": np.array([s.get("policy_version", 0) for s in samples]),
+        "group_sizes": np.array([len(group) for group in groups]),
+    }  # fmt: skip
+
+
+def keys_of(batch: Batch) -> list[str]:
+    return [group.instance_id for group in batch.groups]
+
+
+def assert_batch(batch: Batch, groups: dict[str, Any], kind: Any = "grpo") -> None:
+    """Every tensor is what numpy makes of the same groups, with the dtype that it should have."""
+    chosen = [groups[key] for key in keys_of(batch)]
+    want = expected(chosen, kind)
+    for name, dtype in DTYPES.items():
+        tensor = getattr(batch, name)
+        assert tensor.dtype == dtype, name
+        assert tensor.is_contiguous() and tensor.device.type == "cpu", name
+        got = tensor.numpy()
+        if batch.layout == "padded" and name in PER_TOKEN:
+            inside = np.arange(batch.max_seqlen) < np.diff(want["cu_seqlens"])[:, None]
+            assert got.shape == inside.shape
+            assert not got[~inside].any(), f"{name}: filler is not 0"
+            got = got[inside]
+        assert got.shape == want[name].shape, name
+        exact = want[name].astype(got.dtype)
+        tolerance = 2e-6 if name == "advantages" else 0
+        assert np.allclose(got, exact, rtol=tolerance, atol=tolerance, equal_nan=True), name
+    ids = [key for key in keys_of(batch) for _ in groups[key]]
+    assert batch.instance_ids == ids
+    assert batch.max_seqlen == max(np.diff(want["cu_seqlens"]))
+    assert (batch.sequences, batch.total_tokens) == (len(ids), len(want["tokens"]))
+
+
+# --- layouts and values
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "none", lambda s: s * 2 - s.max()])
+def test_a_batch_is_what_numpy_makes_of_the_same_groups(
+    bus: Bus, producer: Producer, seed: int, layout: Any, kind: Any
+) -> None:
+    groups = put_random(producer, seed, 40)
+    groups["level"] = [sample(np.random.default_rng(seed), 5, score=0.7) for _ in range(4)]
+    put(producer, "level", groups["level"])
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=41, layout=layout, advantages=kind
+    ) as handler:
+        batch = handler.next_batch(10)
+        assert batch.layout == layout
+        assert keys_of(batch) == list(groups)
+        assert_batch(batch, groups, kind)
+
+
+INTEGERS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "?"]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_tokens_of_every_integer_type_become_int64(
+    bus: Bus, producer: Producer, dtype: str
+) -> None:
+    kind = np.dtype(dtype)
+    info = np.iinfo(kind) if kind.kind in "iu" else np.iinfo("u1")
+    top = min(int(info.max), 2**63 - 1) if kind.kind in "iu" else 1
+    low = int(info.min) if kind.kind == "i" else 0
+    groups = {"a": [{"tokens": np.array([low, 0, 1, top], kind), "score": 0.0}]}
+    put(producer, "a", groups["a"])
+    with Consumer(bus.name) as consumer:
+        assert_batch(pack(consumer.take(1, 10)), groups)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, "f4", "f8"])
+def test_a_mask_of_every_numeric_type_is_true_where_it_is_not_zero(
+    bus: Bus, producer: Producer, dtype: str
+) -> None:
+    mask = np.array([0, 1, 0, 2, 127], dtype)
+    if dtype[0] == "f":
+        mask = np.append(mask, [-0.0, 1e-30, np.nan, -1]).astype(dtype)
+    tokens = np.arange(len(mask))
+    for precision in ("f4", "f8"):
+        logprobs = (-np.arange(len(mask)) / 7).astype(precision)
+        group = [{"tokens": tokens, "loss_mask": mask, "logprobs": logprobs, "score": 1.0}]
+        put(producer, precision, group)
+        with Consumer(bus.name) as consumer, consumer.take(1, 10)[0] as taken:
+            batch = pack(taken)
+            assert_batch(batch, {precision: group})
+            assert np.array_equal(batch.loss_mask.numpy(), mask != 0)
+
+
+def test_logprobs_are_zero_outside_the_mask_whatever_stands_there(
+    bus: Bus, producer: Producer
+) -> None:
+    logprobs = np.array([np.nan, -1.0, np.inf, -2.0, -np.inf], np.float32)
+    mask = np.array([0, 1, 0, 1, 0], np.uint8)
+    put(producer, "a", [{"tokens": np.arange(5), "loss_mask": mask, "logprobs": logprobs}])
+    with Consumer(bus.name) as consumer:
+        batch = pack(consumer.take(1, 10))
+        assert batch.logprobs.tolist() == [0.0, -1.0, 0.0, -2.0, 0.0]
+        assert not torch.signbit(batch.logprobs[[0, 2, 4]]).any()
+
+
+def test_optional_fields_may_be_missing_in_any_sample(bus: Bus, producer: Producer) -> None:
+    rng = np.random.default_rng(1)
+    group = [sample(rng, 6), sample(rng, 6), sample(rng, 6), sample(rng, 6)]
+    del group[1]["loss_mask"], group[2]["logprobs"], group[3]["loss_mask"], group[3]["logprobs"]
+    put(producer, "a", group)
+    with Consumer(bus.name) as consumer:
+        assert_batch(pack(consumer.take(1, 10)), {"a": group})
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_advantages_that_a_producer_sent_win_for_its_own_sample(
+    bus: Bus, producer: Producer, dtype: str, layout: Any
+) -> None:
+    rng = np.random.default_rng(2)
+    group = [sample(rng, 5), sample(rng, 9, advantages=rng.random(9).astype(dtype)), sample(rng, 2)]
+    put(producer, "a", group)
+    with Consumer(bus.name) as consumer:
+        assert_batch(pack(consumer.take(1, 10), layout=layout), {"a": group})
+
+
+def test_fields_go_by_the_names_that_they_were_given(bus: Bus, producer: Producer) -> None:
+    group = sample(np.random.default_rng(3), 7)
+    renamed = {"input ids": group["tokens"], "m": group["loss_mask"], "logprobs": np.ones((2, 2))}
+    put(producer, "a", [{**renamed, "score": group["score"]}])
+    names = FieldNames(tokens="input ids", loss_mask="m", logprobs=None, advantages=None)
+    with OnlineDataHandler(bus.name, groups_per_batch=1, fields=names) as handler:
+        batch = handler.next_batch(10)
+        assert np.array_equal(batch.tokens.numpy(), group["tokens"])
+        assert np.array_equal(batch.loss_mask.numpy(), group["loss_mask"] != 0)
+        assert not batch.logprobs.any()
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 3], [3, 0, 0, 2], [1]])
+def test_sequences_without_tokens_are_sequences(
+    bus: Bus, producer: Producer, lengths: list[int], layout: Any
+) -> None:
+    groups = {"a": [sample(np.random.default_rng(4), n) for n in lengths]}
+    put(producer, "a", groups["a"])
+    with Consumer(bus.name) as consumer:
+        assert_batch(pack(consumer.take(1, 10), layout=layout), groups)
+
+
+def test_pack_wants_groups_under_lease(bus: Bus, producer: Producer) -> None:
+    put(producer, "a", [sample(np.random.default_rng(5), 3)])
+    with Consumer(bus.name) as consumer:
+        [group] = consumer.take(1, 10)
+        assert pack(group).step == -1
+        with pytest.raises(ValueError, match="at least one group, got none"):
+            pack([])
+        with pytest.raises(ValueError, match="layout: expected 'packed' or 'padded', got 'ragged'"):
+            pack(group, layout="ragged")  # type: ignore[arg-type]
+        group.ack()
+        with pytest.raises(shmbus.BusClosedError, match="acknowledged"):
+            pack(group)
+
+
+# --- budgets
+
+
+@pytest.mark.parametrize("budget", [1, 60, 200, 100_000])
+def test_a_batch_holds_as_many_whole_groups_as_its_budget_and_a_larger_one_alone(
+    bus: Bus, producer: Producer, seed: int, budget: int
+) -> None:
+    groups = put_random(producer, seed, 60, longest=30)
+    sizes = {key: sum(len(s["tokens"]) for s in group) for key, group in groups.items()}
+    want: list[list[str]] = [[]]
+    for key, size in sizes.items():
+        if want[-1] and sum(sizes[k] for k in want[-1]) + size > budget:
+            want.append([])
+        want[-1].append(key)
+    with OnlineDataHandler(bus.name, tokens_per_batch=budget, max_wait=0.05) as handler:
+        got = []
+        for step in range(len(want)):
+            batch = handler.next_batch(10)
+            assert batch.step == step
+            assert_batch(batch, groups)
+            got.append(keys_of(batch))
+            handler.ack(batch)
+        assert got == want
+        assert handler.stats().acknowledged == sum(map(len, groups.values()))
+
+
+def test_a_number_of_groups_is_exact_and_a_wait_cuts_it_short(
+    bus: Bus, producer: Producer, seed: int
+) -> None:
+    groups = put_random(producer, seed, 7)
+    with OnlineDataHandler(bus.name, groups_per_batch=3, max_wait=0.1) as handler:
+        batches = [handler.next_batch(10) for _ in range(3)]
+        assert [len(batch.groups) for batch in batches] == [3, 3, 1]
+        assert [key for batch in batches for key in keys_of(batch)] == list(groups)
+    with OnlineDataHandler(bus.name, groups_per_batch=8) as handler, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(handler.next_batch)
+        time.sleep(0.1)
+        assert not waiting.done()
+        put(producer, "last", groups["k0"])
+        assert len(waiting.result(30).groups) == 8
+
+
+def test_a_timeout_says_what_is_missing(bus: Bus, producer: Producer) -> None:
+    producer.put("a", group_size=2, index=0, tokens=np.arange(3))
+    with OnlineDataHandler(bus.name) as handler:
+        for timeout in (0, 0.05):
+            with pytest.raises(TimeoutError) as caught:
+                handler.next_batch(timeout)
+        for words in ("0.05 s", repr(bus.name), "1 incomplete groups with 1 traj", "1 producers"):
+            assert words in str(caught.value)
+        producer.put("a", group_size=2, index=1, tokens=np.arange(3))
+        assert handler.next_batch(10).instance_ids == ["a", "a"]
+
+
+# --- what is malformed
+
+MALFORMED: dict[str, tuple[Sample, str]] = {
+    "no tokens": ({"loss_mask": np.ones(3)}, "'tokens'.*got 'nothing'"),
+    "float tokens": ({"tokens": np.ones(3)}, "'tokens'.*integer.*float64"),
+    "text tokens": ({"tokens": np.array(["a"])}, "'tokens'.*integer.*U1"),
+    "2-D tokens": ({"tokens": np.ones((3, 1), int)}, "'tokens'.*one dimension.*2"),
+    "0-D tokens": ({"tokens": np.array(5)}, "'tokens'.*one dimension.*0"),
+    "big-endian tokens": ({"tokens": np.ones(3, ">i4")}, "'tokens'.*integer.*>i4"),
+    "short mask": ({"tokens": np.arange(3), "loss_mask": np.ones(2)}, "'loss_mask'.*tokens.*2"),
+    "2-D mask": ({"tokens": np.arange(3), "loss_mask": np.ones((3, 1))}, "'loss_mask'.*one dim"),
+    "complex mask": ({"tokens": np.arange(3), "loss_mask": np.ones(3, "F")}, "'loss_mask'.*numer"),
+    "long logprobs": ({"tokens": np.arange(3), "logprobs": np.ones(4)}, "'logprobs'.*tokens.*4"),
+    "int logprobs": ({"tokens": np.arange(3), "logprobs": np.ones(3, int)}, "'logprobs'.*float32"),
+    "half logprobs": ({"tokens": np.arange(3), "logprobs": np.ones(3, "e")}, "'logprobs'.*float32"),
+    "no advantages": (
+        {"tokens": np.arange(3), "advantages": np.ones(0)},
+        "'advantages'.*tokens.*0",
+    ),
+    "a huge score": ({"tokens": np.arange(3), "score": 1e39}, "score.*1e.?38.*1e.?39"),
+}
+
+
+@pytest.mark.parametrize("mode", ["raise", "drop"])
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_group_is_dropped_and_hurts_no_other(
+    bus: Bus, producer: Producer, mode: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, match = MALFORMED[kind]
+    good = sample(np.random.default_rng(6), 4)
+    put(producer, "before", [good])
+    put(producer, "bad", [good, bad])
+    put(producer, "after", [good])
+    with OnlineDataHandler(bus.name, groups_per_batch=1, malformed=mode, max_wait=0.05) as handler:
+        seen = []
+        for _ in range(3 if mode == "raise" else 2):
+            try:
+                batch = handler.next_batch(10)
+            except ValueError as error:
+                assert mode == "raise"
+                seen.append(str(error))
+            else:
+                seen.append(keys_of(batch)[0])
+                handler.ack(batch)
+        messages = [text for text in seen if text not in ("before", "after")]
+        assert [text for text in seen if text in ("before", "after")] == ["before", "after"]
+        assert len(messages) == (mode == "raise")
+        for text in [*messages, caplog.text]:
+            assert_matches(text, match)
+        ledger = handler.stats()
+        assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"malformed": 2}, 2, True)
+
+
+def assert_matches(text: str, pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        raise ValueError(text.replace("\n", " "))
+
+
+def test_an_error_of_the_callers_own_loses_no_group(bus: Bus, producer: Producer) -> None:
+    calls = 0
+
+    def moody(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("not today")
+        return scores
+
+    groups = put_random(producer, 7, 3)
+    with OnlineDataHandler(bus.name, groups_per_batch=3, advantages=moody) as handler:
+        with pytest.raises(RuntimeError, match="not today"):
+            handler.next_batch(10)
+        assert_batch(handler.next_batch(10), groups, "none")
+
+
+# --- ends of batches
+
+
+def test_acknowledging_a_batch_frees_its_space_and_is_done_once(
+    bus: Bus, producer: Producer
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        big = {"tokens": np.zeros(100_000, np.int32)}
+        for _ in range(30):
+            put(producer, "a", [big, big])
+            handler.ack(handler.next_batch(10))
+        assert (handler.stats().acknowledged, handler.stats().leased) == (60, 0)
+        put(producer, "a", [big])
+        batch = handler.next_batch(10)
+        handler.ack(batch)
+        for end in (handler.ack, handler.give_back):
+            with pytest.raises(shmbus.ProtocolError, match=f"batch {batch.step}: it is not out"):
+                end(batch)
+        with pytest.raises(shmbus.ProtocolError, match="batch -1"):
+            handler.ack(pack_one(bus, producer, handler))
+
+
+def pack_one(bus: Bus, producer: Producer, handler: OnlineDataHandler) -> Batch:
+    put(producer, "other", [sample(np.random.default_rng(8), 3)])
+    return pack(handler.next_batch(10).groups)
+
+
+@pytest.mark.parametrize("per_batch", [1, 2, 5])
+def test_a_batch_given_back_is_the_next_to_come(
+    bus: Bus, producer: Producer, seed: int, per_batch: int
+) -> None:
+    groups = put_random(producer, seed, 10)
+    with OnlineDataHandler(bus.name, groups_per_batch=per_batch) as handler:
+        first, second = handler.next_batch(10), handler.next_batch(10)
+        handler.give_back(second)
+        handler.give_back(first)
+        again = handler.next_batch(10)
+        assert keys_of(again) == keys_of(first) == list(groups)[:per_batch]
+        assert_batch(again, groups)
+        handler.ack(again)
+        assert keys_of(handler.next_batch(10)) == keys_of(second)
+        assert handler.stats().balanced
+
+
+def test_tensors_of_a_batch_stay_as_they_are_whatever_comes_after(
+    bus: Bus, producer: Producer, seed: int
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        rng = random.Random(seed)
+        for number in range(40):
+            put_random(producer, seed + number, 2)
+            batch = handler.next_batch(10)
+            name = rng.choice(PER_TOKEN)
+            tensor = getattr(batch, name)[:5]
+            kept.append((tensor, tensor.clone()))
+            handler.ack(batch)
+            del batch
+            if rng.random() < 0.5:
+                kept.pop(rng.randrange(len(kept)))
+        handler.close()
+        assert kept
+        assert all(torch.equal(tensor, copy) for tensor, copy in kept)
+
+
+# --- resuming
+
+
+@pytest.mark.parametrize("acks", ["none", "some", "all"])
+def test_after_a_restart_nothing_is_trained_twice_and_nothing_is_skipped(
+    bus: Bus, producer: Producer, seed: int, acks: str
+) -> None:
+    rng = random.Random(seed)
+    groups = put_random(producer, seed, 60)
+    trained: list[str] = []
+    state: Any = None
+    while len(trained) < len(groups):
+        with OnlineDataHandler(bus.name, groups_per_batch=4, max_wait=0.02) as handler:
+            if state is not None:
+                handler.load_state_dict(state)
+                assert handler.step == state["step"]
+            out = []
+            for _ in range(rng.randrange(1, 6)):
+                if len(trained) == len(groups):
+                    break
+                out.append(handler.next_batch(10))
+                assert_batch(out[-1], groups)
+                trained += keys_of(out[-1])
+            handler.set_policy_version(len(trained))
+            state = json.loads(json.dumps(handler.state_dict()))
+            for batch in out:
+                if acks == "all" or (acks == "some" and rng.random() < 0.5):
+                    handler.ack(batch)
+    assert sorted(trained) == sorted(groups)
+    with OnlineDataHandler(bus.name, groups_per_batch=1, max_wait=0.02) as handler:
+        handler.load_state_dict(state)
+        assert producer.policy_version == len(groups)
+        with pytest.raises(TimeoutError):
+            handler.next_batch(0.1)
+        assert handler.stats().acknowledged == sum(map(len, groups.values()))
+
+
+def test_the_state_of_another_bus_filters_nothing(bus_name: str) -> None:
+    state: Any = None
+    for _ in range(2):
+        with Bus.create(bus_name, capacity="1MiB"), Producer(bus_name) as producer:
+            groups = put_random(producer, 9, 2)
+            with OnlineDataHandler(bus_name, groups_per_batch=2) as handler:
+                if state is not None:
+                    handler.load_state_dict(state)
+                assert_batch(handler.next_batch(10), groups)
+                state = handler.state_dict()
+
+
+@pytest.mark.parametrize(
+    "state", [None, {}, [], {"version": 99}, {"version": 1}, {"version": 1, "step": "x"}, "state"]
+)
+def test_what_is_no_state_is_refused_and_changes_nothing(bus: Bus, state: Any) -> None:
+    with OnlineDataHandler(bus.name) as handler:
+        before = handler.state_dict()
+        with pytest.raises(ValueError, match="state_dict: expected"):
+            handler.load_state_dict(state)
+        assert handler.state_dict() == before
+
+
+# --- arguments, and the end
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"tokens_per_batch": 1, "groups_per_batch": 1}, ValueError, "got both"),
+        ({"tokens_per_batch": 0}, ValueError, "tokens_per_batch: expected 1 or more, got 0"),
+        ({"groups_per_batch": -1}, ValueError, "groups_per_batch: expected 1 or more, got -1"),
+        ({"groups_per_batch": 1.0}, TypeError, "groups_per_batch: expected an int, got float"),
+        ({"tokens_per_batch": True}, TypeError, "tokens_per_batch: expected an int, got bool"),
+        ({"rank": 1, "world_size": 2}, ValueError, "rank=1, world_size=2"),
+        ({"layout": "ragged"}, ValueError, "layout: expected .*'ragged'"),
+        ({"malformed": "keep"}, ValueError, "malformed: expected .*'keep'"),
+        ({"advantages": "ppo"}, ValueError, "kind: expected .*'ppo'"),
+        ({"max_wait": -1}, ValueError, "max_wait: expected .*-1"),
+        ({"max_wait": float("nan")}, ValueError, "max_wait: expected .*nan"),
+        ({"max_wait": "soon"}, (TypeError, ValueError), "max_wait: expected .*soon"),
+        ({"fields": {"tokens": "t"}}, TypeError, "fields: expected .*FieldNames.*dict"),
+        ({"device": "abacus"}, (RuntimeError, ValueError), "abacus"),
+        ({"duplicate": "keep"}, ValueError, "duplicate: expected .*'keep'"),
+        ({"no_such": 1}, TypeError, "no_such"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once_and_hold_no_bus(
+    bus: Bus, given: dict[str, Any], error: Any, match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        OnlineDataHandler(bus.name, **given)
+    Consumer(bus.name).close()
+
+
+def test_options_of_the_consumer_are_passed_on(bus: Bus, producer: Producer) -> None:
+    good = sample(np.random.default_rng(10), 3, policy_version=5)
+    put(producer, "level", [{**good, "score": 1.0}, {**good, "score": 1.0}])
+    put(producer, "stale", [{**good, "policy_version": 1}, {**good, "score": 2.0}])
+    put(producer, "useful", [{**good, "score": 2.0}, good])
+    with OnlineDataHandler(bus.name, max_policy_lag=2, skip_zero_variance=True) as handler:
+        handler.set_policy_version(5)
+        assert handler.next_batch(10).instance_ids == ["useful", "useful"]
+        assert handler.stats().dropped == {"zero_variance": 2, "stale": 2}
+
+
+def test_closing_ends_the_iteration_and_gives_everything_to_the_next(
+    bus: Bus, producer: Producer
+) -> None:
+    groups = put_random(producer, 11, 6)
+    handler = OnlineDataHandler(bus.name, groups_per_batch=2)
+    with ThreadPoolExecutor(1) as pool:
+        iterating: Callable[[], list[Batch]] = lambda: list(handler)  # noqa: E731
+        done = pool.submit(iterating)
+        time.sleep(0.2)
+        handler.close()
+        assert [len(batch.groups) for batch in done.result(30)] == [2, 2, 2]
+    with OnlineDataHandler(bus.name, groups_per_batch=6) as handler:
+        for batch in handler:
+            assert_batch(batch, groups)
+            break
