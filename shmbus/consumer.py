@@ -155,26 +155,37 @@ class Consumer:
         if max_groups < 1:
             raise ValueError(f"max_groups: expected 1 or more, got {max_groups}")
         check_timeout(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        now = time.monotonic()
+        deadline = None if timeout is None else now + timeout
+        woken = False
         while True:
             with self._lock:
                 reader = self._require_reader()
-                now = time.monotonic()
+                if not woken:
+                    # Between a wake-up and the caller nothing is done that can wait.
+                    self._keep_house(reader, now)
                 more = self._pump(reader, max_groups, now)
-                # What raises comes before the lease: nobody would know of a group leased then.
-                self._settle(reader)
-                leased = self._stash.lease(max_groups, self._segment.policy_version)
-                self._settle(reader)
+                leased = self._lease(reader, max_groups)
                 if leased:
-                    self._note(reader)
-                    return [Group(self, group) for group in leased]
+                    return leased
                 if more:
                     continue
                 left = None if deadline is None else deadline - now
                 if left is not None and left <= 0:
                     return []
                 wait_s = self._wait_s(now, left)
-            reader.wait(wait_s)
+            woken = reader.wait(wait_s)
+            now = time.monotonic()
+
+    def _lease(self, reader: _core.Reader, max_groups: int) -> list[Group]:
+        stash = self._stash
+        # What raises comes before the lease: nobody would know of a group leased then.
+        if stash.discards or self._errors:
+            self._settle(reader)
+        leased = stash.lease(max_groups, self._segment.policy_version)
+        if stash.discards:
+            self._settle(reader)
+        return [Group(self, group) for group in leased]
 
     def _wait_s(self, now: float, left: float | None) -> float:
         """Until the caller's deadline, the stash's, or the next look for dead producers."""
@@ -195,18 +206,21 @@ class Consumer:
                 self._stash.add(samples, now)
                 more = len(samples) == limits.POLL_RECORDS
         self._stash.expire(now)
+        return more
+
+    def _keep_house(self, reader: _core.Reader, now: float) -> None:
+        """Look for the dead, and for space that can be won back, each at its interval."""
+        self._note(reader)
         if now >= self._next_sweep_s:
             self._next_sweep_s = now + limits.SWEEP_INTERVAL_S
             reader.sweep()
         if now >= self._next_evacuation_s:
             self._next_evacuation_s = now + limits.EVACUATE_INTERVAL_S
             self._relieve(reader)
-        return more
 
     def _relieve(self, reader: _core.Reader) -> None:
         """Housekeeping under pressure: make room where records that wait keep it."""
         reader.tidy()
-        self._note(reader)
         stash = self._stash
         segment = self._segment
         few = segment.extent_count * limits.EVACUATE_FREE_FRACTION

@@ -32,8 +32,9 @@ static enum doorbell_wait futex_wait(_Atomic uint32_t *word, uint32_t expected,
     return errno == ETIMEDOUT ? DOORBELL_TIMEOUT : DOORBELL_INTERRUPTED;
 }
 
-static void futex_wake(_Atomic uint32_t *word, int count) {
-    syscall(SYS_futex, word, FUTEX_WAKE, count, NULL, NULL, 0);
+/* How many were woken. */
+static long futex_wake(_Atomic uint32_t *word, int count) {
+    return syscall(SYS_futex, word, FUTEX_WAKE, count, NULL, NULL, 0);
 }
 
 void doorbell_ring(struct bus_header *header) {
@@ -76,7 +77,7 @@ enum doorbell_wait doorbell_await_space(struct bus_header *header, uint32_t tick
     return futex_wait(&header->space_bell, ticket, timeout_ns);
 }
 
-void doorbell_space_freed(struct bus_header *header) {
+void doorbell_space_freed(struct bus_header *header, uint32_t extents) {
     /* SYNC: space. Orders the freed extent before the look at the flag. */
     full_fence(&header->space_wanted);
     if (atomic_load_explicit(&header->space_wanted, memory_order_relaxed) == 0) {
@@ -84,7 +85,11 @@ void doorbell_space_freed(struct bus_header *header) {
     }
     atomic_store_explicit(&header->space_wanted, 0, memory_order_relaxed);
     atomic_fetch_add_explicit(&header->space_bell, 1, memory_order_seq_cst);
-    futex_wake(&header->space_bell, INT_MAX);
+    int most = extents < INT_MAX ? (int)extents : INT_MAX;
+    if (futex_wake(&header->space_bell, most) >= most) {
+        /* There may be others, for the next time. */
+        atomic_store_explicit(&header->space_wanted, 1, memory_order_seq_cst);
+    }
 }
 
 static uint64_t clock_ns(clockid_t clock) {

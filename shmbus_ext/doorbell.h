@@ -26,8 +26,8 @@ uint32_t doorbell_want_space(struct bus_header *header);
 enum doorbell_wait doorbell_await_space(struct bus_header *header, uint32_t ticket,
                                         int64_t timeout_ns);
 
-/* Reader, after it has freed an extent. */
-void doorbell_space_freed(struct bus_header *header);
+/* After so many extents were freed: wakes as many waiters, since one more would find nothing. */
+void doorbell_space_freed(struct bus_header *header, uint32_t extents);
 
 /* CLOCK_MONOTONIC and CLOCK_REALTIME in nanoseconds. */
 uint64_t clock_monotonic_ns(void);

@@ -49,7 +49,7 @@ static bool lease_window(struct segment *segment, uint32_t slot, uint32_t first,
                 extent_unlease(segment, first + i, word_of(segment, first + i));
             }
             /* Somebody may have found the bus full while this held the window. */
-            doorbell_space_freed(segment->header);
+            doorbell_space_freed(segment->header, span);
             return false;
         }
     }

@@ -11,7 +11,9 @@
 
 /* Copies above this are worth letting other threads run. */
 #define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)
-/* A waiting producer looks this often for signals and for a bus that is closed under it. */
+/* A waiting producer looks again after this at first, for space that it was not told of, and ever
+ * more seldom, for signals and a writer that is closed under it. */
+#define FIRST_SLICE_NS INT64_C(2000000)
 #define WAIT_SLICE_NS INT64_C(100000000)
 /* Closing waits in steps of this for copies that other threads have under way. */
 #define CLOSE_POLL_US 50
@@ -72,6 +74,7 @@ bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, str
         return false;
     }
     uint64_t start = clock_monotonic_ns();
+    int64_t longest_ns = FIRST_SLICE_NS;
     self->full_waits++;
     for (;;) {
         /* What is sealed can be freed, and a sleeping reader gets the chance to. */
@@ -87,7 +90,8 @@ bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, str
                        Py_BuildValue("(OKd)", self->segment, (unsigned long long)bytes, waited_s));
             return false;
         }
-        int64_t slice_ns = WAIT_SLICE_NS;
+        int64_t slice_ns = longest_ns;
+        longest_ns = longest_ns * 2 < WAIT_SLICE_NS ? longest_ns * 2 : WAIT_SLICE_NS;
         if (timeout_s >= 0 && (timeout_s - waited_s) * 1e9 < (double)slice_ns) {
             slice_ns = (int64_t)((timeout_s - waited_s) * 1e9) + 1;
         }

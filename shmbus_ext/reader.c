@@ -357,6 +357,7 @@ int reader_next(struct reader *self, struct record_ref *ref) {
 }
 
 bool reader_has_events(struct reader *self) {
+    reader_announce_space(self);
     const struct bus_header *header = self->segment->header;
     if (atomic_load_explicit(&header->attach_epoch, memory_order_acquire) != self->attach_epoch ||
         self->lanes[self->segment->max_producers].dirty) {

@@ -86,6 +86,7 @@ struct reader {
     uint64_t corrupt;      /* records and losses quarantined by this reader */
     uint64_t moves;        /* records written again */
     uint64_t runs_freed;
+    uint32_t freed_unannounced; /* extents that waiting producers were not told of */
     struct record_copy copy; /* of the record that reader_next handed out */
 };
 
@@ -103,6 +104,10 @@ bool reader_has_events(struct reader *self);
  * space is reused once they are let go too. */
 void reader_release(struct reader *self, const struct record_ref *const *refs, uint32_t n,
                     enum shmbus_reason reason);
+
+/* Tells waiting producers of what was freed. Small amounts are kept back until the reader has
+ * nothing better to do: waking a producer for each extent would cost both more than it moves. */
+void reader_announce_space(struct reader *self);
 
 /* Holds a record's space, and lets it go. */
 void reader_hold(struct reader *self, const struct record_ref *ref);

@@ -6,6 +6,8 @@
 #include "reader.h"
 
 #define REF_OFFSET_BITS 40
+/* Producers that wait are woken when this part of the bus has become free. */
+#define ANNOUNCE_SHARE 32u
 
 static struct record_header *record_of(const struct segment *segment,
                                        const struct record_place *place) {
@@ -120,10 +122,20 @@ static void free_run(struct reader *self, uint32_t extent) {
         atomic_store_explicit(&segment->header->free_span, run->span, memory_order_release);
         free_words(segment, extent, run->span);
     }
+    self->freed_unannounced += run->span;
     memset(run, 0, sizeof *run);
     self->runs_freed++;
     writer_keep_spare(&self->mover);
-    doorbell_space_freed(segment->header);
+    if (self->freed_unannounced >= (segment->extent_count + ANNOUNCE_SHARE - 1) / ANNOUNCE_SHARE) {
+        reader_announce_space(self);
+    }
+}
+
+void reader_announce_space(struct reader *self) {
+    if (self->freed_unannounced > 0) {
+        doorbell_space_freed(self->segment->header, self->freed_unannounced);
+        self->freed_unannounced = 0;
+    }
 }
 
 /* A writable view of a producer that is gone pins nothing: its process has ended, or has put

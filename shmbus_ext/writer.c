@@ -312,5 +312,5 @@ void writer_take_over(struct segment *segment, uint32_t slot_index) {
     free_orphans(segment, slot_index);
     atomic_store_explicit(&slot->state, SHMBUS_SLOT_FREE, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->attach_epoch, 1, memory_order_release);
-    doorbell_space_freed(segment->header);
+    doorbell_space_freed(segment->header, segment->extent_count);
 }

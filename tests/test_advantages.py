@@ -219,3 +219,18 @@ def test_the_result_is_on_the_device_of_the_scores() -> None:
     got = group_advantages(torch.tensor([0.0, 1.0], device="cuda"), "dr_grpo")
     assert got.device.type == "cuda"
     assert got.tolist() == [-0.5, 0.5]
+
+
+def test_few_samples_and_many_give_the_same(seed: int) -> None:
+    """A handful is computed in plain floats, a batch by numpy: one formula, two ways."""
+    rng = np.random.default_rng(seed)
+    for kind in ("grpo", "dr_grpo", "rloo"):
+        for std in ("bessel", "biased"):
+            for _ in range(200):
+                sizes = rng.integers(1, 9, rng.integers(1, 8))
+                scores = rng.choice([0.0, 1.0, -3.5, 1e-30, 1e30], sizes.sum())
+                few = advantages_for_groups(scores, sizes, kind, std=std)
+                many = advantages_for_groups(
+                    np.tile(scores, 100), np.tile(sizes, 100), kind, std=std
+                )
+                np.testing.assert_allclose(few, many[: len(few)], rtol=1e-6)

@@ -28,6 +28,9 @@ score in use; 1e-6 is what verl adds."""
 MAX_SCORE: Final = 1e38
 """Largest score by magnitude: the difference of two is still finite in float32."""
 
+SMALL_SAMPLES: Final = 64
+"""Samples up to which a batch is computed one group at a time, in plain floats."""
+
 FloatArray = npt.NDArray[np.float64]
 Kind = Literal["grpo", "dr_grpo", "rloo", "none"] | Callable[[FloatArray], Any]
 Std = Literal["bessel", "biased"]
@@ -156,10 +159,60 @@ def advantages_for_groups(
     TypeError, ValueError
         As `group_advantages`.
     """
-    values, _ = _as_float64(np.asarray(scores))
+    given = np.asarray(scores)
+    counts = np.asarray(sizes)
+    if _is_small(given, counts, kind, std, eps):
+        few: list[float] = []
+        left = given.tolist()
+        for count in counts.tolist():
+            few += _one_group(left[len(few) : len(few) + count], str(kind), std, eps)
+        return np.array(few, np.float32)
+    values, _ = _as_float64(given)
     if values.ndim != 1:
         raise ValueError(f"scores: expected [samples], got shape {values.shape}; flatten it")
-    return _by_sizes(values, np.asarray(sizes), kind, std, eps).astype(np.float32)
+    return _by_sizes(values, counts, kind, std, eps).astype(np.float32)
+
+
+# --- one group at a time: for a handful of samples, calls into numpy cost more than the arithmetic
+
+
+def _is_small(
+    scores: npt.NDArray[Any], sizes: npt.NDArray[Any], kind: Kind, std: Std, eps: float
+) -> bool:
+    """Whether plain floats are the faster way; False for whatever needs a closer look."""
+    return (
+        scores.ndim == 1
+        and 0 < scores.size <= SMALL_SAMPLES
+        and scores.dtype == np.float64
+        and sizes.ndim == 1
+        and sizes.dtype == np.int64
+        and kind in ("grpo", "dr_grpo", "rloo")
+        and std in ("bessel", "biased")
+        and 0.0 <= eps < math.inf
+        and int(np.minimum.reduce(sizes)) > 0
+        and int(np.add.reduce(sizes)) == scores.size
+        and bool(np.maximum.reduce(scores) <= MAX_SCORE)
+        and bool(np.minimum.reduce(scores) >= -MAX_SCORE)
+    )
+
+
+def _one_group(scores: list[float], kind: str, std: Std, eps: float) -> list[float]:
+    """Do what `_compare` does, for one group in plain floats."""
+    count = len(scores)
+    if min(scores) == max(scores):
+        return [0.0] * count
+    mean = sum(scores) / count
+    centred = [score - mean for score in scores]
+    if kind == "dr_grpo":
+        return centred
+    if kind == "rloo":
+        factor = count / (count - 1)
+        return [value * factor for value in centred]
+    unit = max(max(centred), -min(centred))
+    relative = [value / unit for value in centred]
+    squares = sum([value * value for value in relative])
+    scale = math.sqrt(squares / (count - 1 if std == "bessel" else count)) + eps / unit
+    return [value / scale for value in relative]
 
 
 # --- in and out

@@ -102,6 +102,7 @@ static void every_record_arrives_once_in_order(uint64_t *random) {
         CHECK(found >= 0);
         if (found == 0) {
             doorbell_announce(segment.header);
+            /* Says what was freed, too, before it sleeps. */
             if (reader_has_events(&reader)) {
                 doorbell_stay(segment.header);
             } else {
