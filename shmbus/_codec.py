@@ -32,7 +32,7 @@ def decode_meta(raw: bytes) -> Any:
     """Decode meta; ValueError where the bytes are no MessagePack."""
     try:
         return _decoder.decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"meta: its {len(raw)} bytes are damaged: {error}") from error
 
 
@@ -58,7 +58,7 @@ def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
             dtype = npy_format.descr_to_dtype(ast.literal_eval(text))
         else:
             dtype = np.dtype(text)
-    except (TypeError, ValueError, SyntaxError) as error:
+    except Exception as error:  # hostile text makes literal_eval and dtype raise almost anything
         raise TypeError(
             f"field {name!r}: this process knows no dtype {text!r}; import what defines it "
             "(ml_dtypes for bfloat16) before reading"

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -149,6 +150,20 @@ static enum segment_status map_file(struct segment *self) {
     return SEGMENT_OK;
 }
 
+/* Locks live on a description that nothing maps: a mapping holds its description too, and a forked
+ * child inherits mappings, so that the lock of a mapped one would outlive its owner. */
+static enum segment_status take_description(struct segment *self) {
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", self->fd);
+    int own = open(path, O_RDWR | O_CLOEXEC);
+    if (own < 0) {
+        return SEGMENT_SYSTEM_ERROR;
+    }
+    close(self->fd);
+    self->fd = own;
+    return SEGMENT_OK;
+}
+
 enum segment_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan) {
     memset(self, 0, sizeof *self);
@@ -186,7 +201,7 @@ enum segment_status segment_create(struct segment *self, int fd,
     atomic_store_explicit(&header->next_producer_id, 1, memory_order_relaxed);
     /* SYNC: segment-ready. Everything above is in place before the magic says so. */
     atomic_store_explicit(&header->magic, SHMBUS_MAGIC, memory_order_release);
-    return SEGMENT_OK;
+    return take_description(self);
 }
 
 /* The header is hostile until proved: whether its numbers make a segment of this file's size. */
@@ -271,7 +286,7 @@ enum segment_status segment_open(struct segment *self, int fd) {
         /* Best effort: pages that are not mapped now are mapped when they are touched. */
         (void)madvise(self->base, self->bytes, MADV_POPULATE_READ);
     }
-    return SEGMENT_OK;
+    return take_description(self);
 }
 
 void segment_unmap(struct segment *self) {

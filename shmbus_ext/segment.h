@@ -23,7 +23,7 @@ enum segment_status {
 };
 
 struct segment {
-    int fd;
+    int fd; /* a description of its own, for locks; not the one that is mapped */
     uint8_t *base;
     uint64_t bytes;
     uint64_t data_offset;
@@ -56,7 +56,7 @@ struct segment_geometry {
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
                   struct segment_geometry *plan);
 
-/* fd is of a new, empty file. Allocates and touches all of it, writes the tables, magic last. */
+/* Both take fd over when they succeed. fd is of a new, empty file. Allocates and touches all of it, writes the tables, magic last. */
 enum segment_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);
 enum segment_status segment_open(struct segment *self, int fd);

@@ -522,7 +522,7 @@ def survive_damage_everywhere(name: str, seed: int) -> None:
 
 
 def test_damage_anywhere_never_crashes_or_hangs_anybody(bus_name: str, seed: int) -> None:
-    in_child("fork", survive_damage_everywhere, bus_name, seed)
+    in_child("spawn", survive_damage_everywhere, bus_name, seed)
 
 
 def lose_nothing_beside_a_damaged_lane(name: str, seed: int) -> None:
@@ -554,7 +554,7 @@ def lose_nothing_beside_a_damaged_lane(name: str, seed: int) -> None:
 
 
 def test_other_lanes_lose_nothing_beside_a_damaged_one(bus: Bus, seed: int) -> None:
-    in_child("fork", lose_nothing_beside_a_damaged_lane, bus.name, seed)
+    in_child("spawn", lose_nothing_beside_a_damaged_lane, bus.name, seed)
 
 
 def forge(raw: Raw, rng: random.Random, record: int) -> None:
@@ -596,4 +596,4 @@ def survive_forged_records(name: str, seed: int) -> None:
 
 
 def test_records_forged_under_right_checksums_never_crash_their_reader(bus: Bus, seed: int) -> None:
-    in_child("fork", survive_forged_records, bus.name, seed)
+    in_child("spawn", survive_forged_records, bus.name, seed)

@@ -118,7 +118,6 @@ def sources() -> dict[str, tuple[Any, Any]]:
         "fortran order": (np.asfortranarray(base), base),
         "transposed": (base.transpose(2, 0, 1), base.transpose(2, 0, 1)),
         "read-only": (frozen, base),
-        "broadcast": (np.broadcast_to(np.int16(7), (3, 4)), np.full((3, 4), 7, np.int16)),
         "unaligned field": (record["b"], np.arange(6, dtype=np.int32)),
         "a subclass": (base.view(np.recarray), base),
         "array.array": (array.array("d", [1.5, 2.5]), np.array([1.5, 2.5])),
@@ -245,24 +244,30 @@ def test_put_many_writes_nothing_when_one_item_is_bad(
         assert [int(t["x"][0]) for t in consumer.take(1, 10)[0]] == list(range(20))
 
 
-def test_put_many_writes_nothing_when_an_item_behind_the_full_point_is_bad(small_bus: Bus) -> None:
+def test_put_many_on_a_full_bus_has_checked_all_and_says_what_was_accepted(small_bus: Bus) -> None:
     with attached(small_bus) as (producer, consumer):
         given = items(40)
         given[39]["index"] = -1
         with pytest.raises(ValueError, match="index"):
             producer.put_many(given, timeout=0)
         assert consumer.stats().committed == len(consumer.take(9, 0)) == 0
-        put_one(producer)
-        assert take_one(consumer).instance_id == "a"
-
-
-def test_put_many_on_a_full_bus_says_how_many_were_accepted(small_bus: Bus) -> None:
-    with attached(small_bus) as (producer, consumer):
         with pytest.raises(shmbus.BusFullError) as caught:
             producer.put_many(items(40), timeout=0)
         assert 0 < caught.value.accepted < 40
         assert producer.stats().committed == caught.value.accepted
-        assert consumer.take(1, 0) == []
+
+
+def test_put_many_keeps_what_it_was_given_while_it_converts_it(bus: Bus) -> None:
+    class Fickle:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+            item.clear()
+            self.others = ["other" * 9 + str(number) for number in range(1000)]
+            return np.zeros(3)
+
+    item = {"instance_id": "".join(["mine"] * 9), "group_size": 1, "index": 0, "x": Fickle()}
+    with attached(bus) as (producer, consumer):
+        assert producer.put_many([item]) == 1
+        assert take_one(consumer).instance_id == "mine" * 9
 
 
 def test_put_many_goes_on_where_a_reader_makes_room_whatever_its_fields(small_bus: Bus) -> None:
@@ -489,17 +494,12 @@ async def test_aput_on_a_full_bus_neither_blocks_its_loop_nor_spins(
 
 async def test_hundreds_of_aputs_wait_together_and_all_arrive(small_bus: Bus) -> None:
     with attached(small_bus) as (producer, consumer):
-        tasks = [
-            asyncio.create_task(
-                producer.aput(f"k{i}", group_size=1, index=0, x=np.full(100, i), timeout=60)
-            )
-            for i in range(300)
-        ]
-        seen = set()
-        while len(seen) < 300:
+        more = {"group_size": 1, "index": 0, "timeout": 60}
+        puts = [producer.aput(f"k{i}", x=np.full(100, i), **more) for i in range(300)]
+        tasks = [asyncio.create_task(put) for put in puts]
+        while consumer.stats().acknowledged < 300:
             for group in consumer.take(64, 0):
                 assert np.array_equal(group[0]["x"], np.full(100, int(group.instance_id[1:])))
-                seen.add(group.instance_id)
                 group.ack()
             await asyncio.sleep(0.001)
         await asyncio.gather(*tasks)

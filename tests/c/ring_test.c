@@ -66,7 +66,7 @@ static void *work(void *argument) {
         doorbell_ring(segment.header);
     }
     writer_close(&writer);
-    close(fd);
+    close(segment.fd);
     segment_unmap(&segment);
     return NULL;
 }
@@ -92,7 +92,7 @@ static void every_record_arrives_once_in_order(uint64_t *random) {
     struct worker workers[WRITERS];
     pthread_t threads[WRITERS];
     for (unsigned i = 0; i < WRITERS; i++) {
-        workers[i] = (struct worker){fd, i, next_random(random) | 1};
+        workers[i] = (struct worker){segment.fd, i, next_random(random) | 1};
         CHECK(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
     }
     uint64_t next[WRITERS + 4] = {0};
@@ -132,7 +132,7 @@ static void every_record_arrives_once_in_order(uint64_t *random) {
     CHECK(reader_count_unread(&reader, &committed) == 0 && committed == WRITERS * RECORDS);
     reader_detach(&reader);
     segment_unmap(&segment);
-    close(fd);
+    close(segment.fd);
 }
 
 static void put(struct writer *writer, const char *id, uint64_t n, uint8_t value) {
@@ -152,7 +152,7 @@ static void an_interrupted_release_is_finished(void) {
     struct record_ref refs[3];
     int fd = memory_file();
     make_segment(&segment, fd, 1 << 20);
-    int writer_fd = reopen(fd);
+    int writer_fd = reopen(segment.fd);
     struct segment own = segment;
     own.fd = writer_fd;
     CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
@@ -182,7 +182,7 @@ static void an_interrupted_release_is_finished(void) {
     reader_detach(&reader);
     segment_unmap(&segment);
     close(writer_fd);
-    close(fd);
+    close(segment.fd);
 }
 
 /* A mover that died between its two copies: one of them is delivered. */
@@ -193,7 +193,7 @@ static void an_interrupted_move_delivers_one_copy(void) {
     struct record_ref ref, moved;
     int fd = memory_file();
     make_segment(&segment, fd, 1 << 20);
-    int writer_fd = reopen(fd);
+    int writer_fd = reopen(segment.fd);
     struct segment own = segment;
     own.fd = writer_fd;
     CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
@@ -214,7 +214,7 @@ static void an_interrupted_move_delivers_one_copy(void) {
     reader_detach(&reader);
     segment_unmap(&segment);
     close(writer_fd);
-    close(fd);
+    close(segment.fd);
 }
 
 /* A commit that death interrupted counts if, and only if, the record shows it. */
@@ -223,7 +223,7 @@ static void an_interrupted_commit_is_counted_by_its_heir(void) {
     struct writer writer;
     int fd = memory_file();
     make_segment(&segment, fd, 1 << 20);
-    int writer_fd = reopen(fd);
+    int writer_fd = reopen(segment.fd);
     struct segment own = segment;
     own.fd = writer_fd;
     CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
@@ -243,7 +243,7 @@ static void an_interrupted_commit_is_counted_by_its_heir(void) {
     CHECK(atomic_load(&slot->committed) == 2);
     segment_unmap(&segment);
     close(writer_fd);
-    close(fd);
+    close(segment.fd);
 }
 
 /* Random bytes over every table while a reader walks: it ends, and stays inside. */
@@ -255,7 +255,7 @@ static void scribbled_tables_neither_crash_nor_stall(uint64_t *random) {
         struct record_ref ref;
         int fd = memory_file();
         make_segment(&segment, fd, 256 << 10);
-        int writer_fd = reopen(fd);
+        int writer_fd = reopen(segment.fd);
         struct segment own = segment;
         own.fd = writer_fd;
         CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
@@ -287,7 +287,7 @@ static void scribbled_tables_neither_crash_nor_stall(uint64_t *random) {
         }
         segment_unmap(&segment);
         close(writer_fd);
-        close(fd);
+        close(segment.fd);
     }
 }
 

@@ -285,3 +285,52 @@ def test_a_pid_used_again_proves_nothing(bus_name: str, spawn: Spawner) -> None:
             what="the death to be noticed",
         )
         assert consumer.stats().balanced
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_it_alive(
+    bus_name: str, spawn: Spawner
+) -> None:
+    """A fork inherits descriptors and mappings; neither may pass for the dead parent's life."""
+    script = """
+import os, signal, sys, time, numpy as np, shmbus
+producer = shmbus.Producer(sys.argv[1])
+producer.put("before", group_size=1, index=0, data=np.arange(10))
+slot = producer.reserve("open", group_size=1, index=0, fields={"data": ("uint8", 200_000)})
+child = os.fork()
+if child == 0:
+    try:
+        producer.put("child", group_size=1, index=0, data=np.arange(10))
+    except shmbus.BusClosedError as error:
+        assert "fork" in str(error)
+        with shmbus.Producer(sys.argv[1]) as own:
+            own.put("child", group_size=1, index=0, data=np.arange(10))
+    open(sys.argv[2], "w").write(str(os.getpid()))
+    time.sleep(60)
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    note = Path(f"/tmp/{bus_name}.pid")
+    try:
+        with shmbus.Bus.create(bus_name, "2MiB"), shmbus.Consumer(bus_name) as consumer:
+            assert spawn.script(script, bus_name, note).wait() == -signal.SIGKILL
+            child = int(note.read_text())
+            os.kill(child, 0)
+            wait_until(
+                lambda: consumer.stats().producers == 0, what="the parent's death to be noticed"
+            )
+            os.kill(child, 0)
+            groups = consumer.take(timeout=5)
+            assert sorted(g.instance_id for g in groups) == ["before", "child"]
+            consumer.ack(groups)
+            wait_until(
+                lambda: (
+                    consumer.take(timeout=0) == []
+                    and consumer.stats().free > 0.9 * consumer.stats().capacity
+                ),
+                what="the space of the open reservation",
+            )
+            assert consumer.stats().balanced
+            os.kill(child, signal.SIGKILL)
+    finally:
+        note.unlink(missing_ok=True)
