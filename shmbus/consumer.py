@@ -185,6 +185,9 @@ class Consumer:
         leased = stash.lease(max_groups, self._segment.policy_version)
         if stash.discards:
             self._settle(reader)
+        if leased:
+            # The caller may not come back before a producer asks who holds the space.
+            self._note(reader)
         return [Group(self, group) for group in leased]
 
     def _wait_s(self, now: float, left: float | None) -> float:

@@ -181,8 +181,11 @@ static enum step step_record(struct reader *self, struct lane *lane, uint64_t us
             lane->cursor = place.offset;
             return STEP_NO_MEMORY;
         }
-        /* Its end moves a counter that this visit read before: the next visit finds it. */
+        /* Its end moves a counter that this visit read before, and the next visit finds it; only
+         * one whose owner is gone already moves nothing any more. */
         self->runs[lane->extent].open++;
+        lane->dirty = lane->dirty ||
+                      reader_owner_gone(self, slot_of(self, lane), self->copy.header.producer_id);
         return STEP_AGAIN;
     case SHMBUS_RELEASED:
         /* Taken by an earlier reader, perhaps before its owner had counted it. */
