@@ -209,6 +209,7 @@ class Producer(_core.Writer):
 
     async def _retry(self, attempt: Callable[[], Any], timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
+        ticket: int | None = None
         while True:
             try:
                 attempt()
@@ -216,9 +217,14 @@ class Producer(_core.Writer):
             except errors.BusFullError:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
-            await self._space_freed(deadline)
+            if ticket is None:
+                # Announced first and tried again: what is freed in between is not slept through.
+                ticket = self._want_space()
+                continue
+            await self._space_freed(ticket, deadline)
+            ticket = None
 
-    async def _space_freed(self, deadline: float | None) -> None:
+    async def _space_freed(self, ticket: int, deadline: float | None) -> None:
         """Wait, with all other tasks of this loop, for one thread that sleeps on the ring."""
         wait_s = limits.SPACE_WAIT_S
         if deadline is not None:
@@ -226,7 +232,7 @@ class Producer(_core.Writer):
         loop = asyncio.get_running_loop()
         waiting = self._space.get(loop)
         if waiting is None or waiting.done():
-            waiting = loop.run_in_executor(None, self._await_space, wait_s)
+            waiting = loop.run_in_executor(None, self._await_space, ticket, wait_s)
             self._space[loop] = waiting
         await asyncio.wait([waiting], timeout=wait_s)
 

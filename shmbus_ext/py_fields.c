@@ -33,6 +33,7 @@ void arguments_begin(struct put_arguments *self) {
     self->id_object = NULL;
     self->meta_object = NULL;
     self->meta_encoded = NULL;
+    self->schema = NULL;
     self->timeout_s = -1.0;
     self->array_count = 0;
     self->has_group_size = self->has_index = false;
@@ -42,9 +43,14 @@ void arguments_begin(struct put_arguments *self) {
 void arguments_end(struct put_arguments *self) {
     for (uint32_t i = 0; i < self->array_count; i++) {
         Py_XDECREF(self->arrays[i]);
+        Py_DECREF(self->names[i]);
+        Py_DECREF(self->values[i]);
     }
     self->array_count = 0;
+    Py_CLEAR(self->id_object);
+    Py_CLEAR(self->meta_object);
     Py_CLEAR(self->meta_encoded);
+    Py_CLEAR(self->schema);
 }
 
 /* An int, by __index__: numpy integers are, floats are not. */
@@ -72,6 +78,19 @@ static bool take_integer(PyObject *value, const char *name, int64_t low, int64_t
     return true;
 }
 
+/* In place of what float() said: it does not know which argument it was about. */
+static void number_error(const char *name, const char *expected, PyObject *value) {
+    bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
+    PyErr_Clear();
+    if (too_large) {
+        PyErr_Format(PyExc_ValueError, "%s: expected %s, got %R, which no float can hold", name,
+                     expected, value);
+    } else {
+        PyErr_Format(PyExc_TypeError, "%s: expected %s, got %.100s", name, expected,
+                     Py_TYPE(value)->tp_name);
+    }
+}
+
 bool parse_score(PyObject *value, double *score) {
     if (PyFloat_CheckExact(value)) {
         *score = PyFloat_AS_DOUBLE(value);
@@ -83,6 +102,7 @@ bool parse_score(PyObject *value, double *score) {
         }
         *score = PyFloat_AsDouble(value);
         if (*score == -1.0 && PyErr_Occurred()) {
+            number_error("score", "a finite float", value);
             return false;
         }
     }
@@ -108,6 +128,7 @@ bool parse_timeout(PyObject *value, double *timeout_s) {
     }
     *timeout_s = PyFloat_AsDouble(value);
     if (*timeout_s == -1.0 && PyErr_Occurred()) {
+        number_error("timeout", "seconds or None", value);
         return false;
     }
     if (!(*timeout_s >= 0.0)) {
@@ -130,6 +151,10 @@ bool arguments_take_id(struct put_arguments *self, PyObject *value) {
     Py_ssize_t bytes;
     const char *text = PyUnicode_AsUTF8AndSize(value, &bytes);
     if (text == NULL) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError,
+                     "instance_id: expected text that UTF-8 can encode, got %A; drop its surrogates",
+                     value);
         return false;
     }
     if (bytes < 1 || bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES) {
@@ -139,7 +164,9 @@ bool arguments_take_id(struct put_arguments *self, PyObject *value) {
                      SHMBUS_MAX_ID_BYTES, bytes);
         return false;
     }
-    self->id_object = value;
+    /* Owned, like all that is taken: converting runs code of the caller's, which may change the
+     * mapping that it came from. */
+    Py_XSETREF(self->id_object, Py_NewRef(value));
     self->spec.id = text;
     self->spec.id_bytes = (uint32_t)bytes;
     return true;
@@ -152,8 +179,8 @@ static bool take_array(struct put_arguments *self, PyObject *name, PyObject *val
         return false;
     }
     uint32_t i = self->array_count;
-    self->names[i] = name;
-    self->values[i] = value;
+    self->names[i] = Py_NewRef(name);
+    self->values[i] = Py_NewRef(value);
     self->arrays[i] = NULL;
     self->array_count++;
     return true;
@@ -190,13 +217,17 @@ bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value)
                take_integer(value, "epoch", 0, INT64_MAX, &self->spec.epoch);
     }
     if (name == word_meta) {
-        self->meta_object = value == Py_None ? NULL : value;
+        Py_XSETREF(self->meta_object, value == Py_None ? NULL : Py_NewRef(value));
         return true;
     }
     if (name == word_timeout) {
         return parse_timeout(value, &self->timeout_s);
     }
     if (name == word_instance_id) {
+        if (self->id_object != NULL) {
+            PyErr_SetString(PyExc_TypeError, "got two values for the argument 'instance_id'");
+            return false;
+        }
         return arguments_take_id(self, value);
     }
     if (!PyUnicode_CHECK_INTERNED(name)) {
@@ -233,7 +264,12 @@ bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item, Py_
                          Py_TYPE(key)->tp_name);
             return false;
         }
-        if (!arguments_take(arguments, key, value)) {
+        Py_INCREF(key);
+        Py_INCREF(value);
+        bool taken = arguments_take(arguments, key, value);
+        Py_DECREF(key);
+        Py_DECREF(value);
+        if (!taken) {
             return false;
         }
     }
@@ -326,7 +362,8 @@ bool arguments_finish(struct put_arguments *self, struct schema_cache *cache) {
     spec->shape_words = words;
     spec->field_bytes = self->field_bytes;
     spec->field_ndim = self->field_ndim;
-    if (!schema_cache_find(cache, spec, self->names, dtypes, self->field_ndim)) {
+    self->schema = schema_cache_find(cache, spec, self->names, dtypes, self->field_ndim);
+    if (self->schema == NULL) {
         return false;
     }
     if (!record_plan(spec)) {

@@ -11,8 +11,7 @@ static void entry_clear(struct schema_cache_entry *entry) {
         Py_CLEAR(entry->names[i]);
         Py_CLEAR(entry->dtypes[i]);
     }
-    PyMem_Free(entry->encoded);
-    entry->encoded = NULL;
+    Py_CLEAR(entry->encoded);
     entry->count = 0;
 }
 
@@ -72,12 +71,16 @@ static struct schema_cache_entry *entry_make(struct schema_cache *cache, uint32_
             return NULL;
         }
     }
+    PyObject *bytes = PyBytes_FromStringAndSize((const char *)encoded, at - encoded);
+    PyMem_Free(encoded);
+    if (bytes == NULL) {
+        return NULL;
+    }
     struct schema_cache_entry *entry = &cache->entries[cache->next];
     cache->next = (cache->next + 1) % SCHEMA_CACHE_ENTRIES;
     entry_clear(entry);
     entry->count = count;
-    entry->bytes = (uint32_t)(at - encoded);
-    entry->encoded = encoded;
+    entry->encoded = bytes;
     for (uint32_t i = 0; i < count; i++) {
         entry->names[i] = Py_NewRef(names[i]);
         entry->dtypes[i] = (PyArray_Descr *)Py_NewRef((PyObject *)dtypes[i]);
@@ -101,8 +104,9 @@ static bool entry_matches(const struct schema_cache_entry *entry, uint32_t count
     return true;
 }
 
-bool schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
-                       PyObject *const *names, PyArray_Descr *const *dtypes, const uint8_t *ndim) {
+PyObject *schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
+                            PyObject *const *names, PyArray_Descr *const *dtypes,
+                            const uint8_t *ndim) {
     struct schema_cache_entry *found = NULL;
     for (unsigned i = 0; i < SCHEMA_CACHE_ENTRIES && found == NULL; i++) {
         if (entry_matches(&cache->entries[i], spec->field_count, names, dtypes, ndim)) {
@@ -113,11 +117,11 @@ bool schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
         found = entry_make(cache, spec->field_count, names, dtypes, ndim);
     }
     if (found == NULL) {
-        return false;
+        return NULL;
     }
-    spec->schema = found->encoded;
-    spec->schema_bytes = found->bytes;
-    return true;
+    spec->schema = (const uint8_t *)PyBytes_AS_STRING(found->encoded);
+    spec->schema_bytes = (uint32_t)PyBytes_GET_SIZE(found->encoded);
+    return Py_NewRef(found->encoded);
 }
 
 /* ---- Schemas that this process reads ---- */

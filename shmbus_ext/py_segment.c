@@ -16,6 +16,8 @@ static void after_fork_in_child(void) {
     fork_generation++;
     for (SegmentObject *s = all_segments; s != NULL; s = s->next) {
         if (s->c.fd >= 0) {
+            /* Views that came along can still be read; what is written through them stays here. */
+            segment_isolate(&s->c);
             close(s->c.fd);
             s->c.fd = -1;
         }

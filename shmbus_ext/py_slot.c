@@ -34,11 +34,30 @@ static void slot_take_arrays(SlotObject *self) {
     }
 }
 
+/* What is committed must not change: where somebody may still write into the reserved place,
+ * through a slice or a memoryview, the record is committed as a copy and the place is given up.
+ * With no room for a copy it is committed where it is, and kept out of everybody else's way. */
+static void move_from_views(SlotObject *self) {
+    struct writer *writer = &self->writer->c;
+    struct reservation copy;
+    if (!self->keeper->pinned || writer_claim(writer, self->at.bytes, &copy) != WRITER_OK) {
+        return;
+    }
+    const struct record_header *from = self->at.record;
+    memcpy((uint8_t *)copy.record + 8, (const uint8_t *)from + 8, self->at.bytes - 8);
+    record_write_frame(copy.record, &copy.place, copy.bytes, from->producer_id, from->slot,
+                       from->flags);
+    writer_reserve(writer, &copy);
+    writer_abort(writer, &self->at);
+    self->at = copy;
+}
+
 static void slot_finish(SlotObject *self, bool commit) {
     slot_take_arrays(self);
     self->ended = true;
     slot_unlink(self);
     if (commit) {
+        move_from_views(self);
         self->at.record->score = self->score;
         writer_commit(&self->writer->c, &self->at);
         self->writer->bytes += self->at.bytes;
@@ -124,7 +143,9 @@ static bool plan_reservation(WriterObject *self, struct put_arguments *arguments
     spec->shape = arguments->shape;
     spec->field_bytes = arguments->field_bytes;
     spec->field_ndim = arguments->field_ndim;
-    if (!schema_cache_find(&self->schemas, spec, names, dtypes, arguments->field_ndim)) {
+    arguments->schema =
+        schema_cache_find(&self->schemas, spec, names, dtypes, arguments->field_ndim);
+    if (arguments->schema == NULL) {
         return false;
     }
     spec->meta_bytes = meta_room > spec->meta_bytes ? meta_room : spec->meta_bytes;
@@ -226,9 +247,7 @@ PyObject *writer_reserve_slot(WriterObject *self, PyObject *args) {
     bool claimed = plan_reservation(self, &arguments, head, &fields, meta_room) &&
                    writer_usable(self); /* encoding may have let another thread close it */
     if (claimed) {
-        self->busy++;
         claimed = writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at);
-        self->busy--;
     }
     if (claimed) {
         slot = slot_new(self, &at, fields.names);

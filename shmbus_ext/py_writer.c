@@ -95,14 +95,11 @@ bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, str
         if (timeout_s >= 0 && (timeout_s - waited_s) * 1e9 < (double)slice_ns) {
             slice_ns = (int64_t)((timeout_s - waited_s) * 1e9) + 1;
         }
-        /* Nothing is open here: the writer may be closed meanwhile, by a signal handler too. */
-        self->busy--;
+        /* The writer may be closed meanwhile, by a signal handler too. */
         Py_BEGIN_ALLOW_THREADS
         doorbell_await_space(segment->header, ticket, slice_ns);
         Py_END_ALLOW_THREADS
-        bool interrupted = PyErr_CheckSignals() < 0;
-        self->busy++;
-        if (interrupted || !writer_usable(self)) {
+        if (PyErr_CheckSignals() < 0 || !writer_usable(self)) {
             return false;
         }
     }
@@ -128,6 +125,16 @@ void writer_write_head(WriterObject *self, const struct put_arguments *arguments
     record_write_body(at->record, &arguments->spec);
 }
 
+/* Lets other threads run; the writer is not closed before this is done. */
+static void copy_unlocked(WriterObject *self, const struct put_arguments *arguments,
+                          const struct reservation *at) {
+    self->busy++;
+    Py_BEGIN_ALLOW_THREADS
+    copy_payload(arguments, (uint8_t *)at->record);
+    Py_END_ALLOW_THREADS
+    self->busy--;
+}
+
 /* Arguments are finished. Copies the trajectory into the ring and commits it. */
 static bool put_one(WriterObject *self, struct put_arguments *arguments, double timeout_s) {
     struct reservation at;
@@ -141,9 +148,7 @@ static bool put_one(WriterObject *self, struct put_arguments *arguments, double 
     } else {
         /* Reserved first, so that another thread's record can go behind it meanwhile. */
         writer_reserve(&self->c, &at);
-        Py_BEGIN_ALLOW_THREADS
-        copy_payload(arguments, (uint8_t *)at.record);
-        Py_END_ALLOW_THREADS
+        copy_unlocked(self, arguments, &at);
         writer_commit(&self->c, &at);
     }
     self->bytes += at.bytes;
@@ -181,11 +186,7 @@ static PyObject *writer_put(WriterObject *self, PyObject *const *args, Py_ssize_
     bool done = take_call(&arguments, args, count, kwnames) &&
                 arguments_finish(&arguments, &self->schemas) &&
                 writer_usable(self); /* encoding may have let another thread close it */
-    if (done) {
-        self->busy++;
-        done = put_one(self, &arguments, arguments.timeout_s);
-        self->busy--;
-    }
+    done = done && put_one(self, &arguments, arguments.timeout_s);
     arguments_end(&arguments);
     if (!done) {
         return NULL;
@@ -220,6 +221,7 @@ struct batch {
     struct reservation *at;
     Py_ssize_t open;
     Py_ssize_t committed;
+    struct batch *next;
 };
 
 static void batch_commit(WriterObject *self, struct batch *batch) {
@@ -242,7 +244,7 @@ static bool parse_item(WriterObject *self, struct put_arguments *arguments, PyOb
                        Py_ssize_t at) {
     arguments_begin(arguments);
     if (!arguments_take_mapping(arguments, PyList_GET_ITEM(items, at), at) ||
-        !arguments_finish(arguments, &self->schemas)) {
+        !arguments_finish(arguments, &self->schemas) || !writer_usable(self)) {
         return false;
     }
     struct reservation unused;
@@ -292,13 +294,19 @@ static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, 
         if (to->bytes < RELEASE_LOCK_BYTES) {
             copy_payload(&arguments, (uint8_t *)to->record);
         } else {
-            Py_BEGIN_ALLOW_THREADS
-            copy_payload(&arguments, (uint8_t *)to->record);
-            Py_END_ALLOW_THREADS
+            copy_unlocked(self, &arguments, to);
         }
     }
     arguments_end(&arguments);
     return good;
+}
+
+static void forget_batch(WriterObject *self, const struct batch *batch) {
+    struct batch **place = &self->batches;
+    while (*place != batch) {
+        place = &(*place)->next;
+    }
+    *place = batch->next;
 }
 
 /* put_many(items: list[dict], timeout=None) -> records put. A full bus raises with .accepted set. */
@@ -317,15 +325,17 @@ static PyObject *writer_put_many(WriterObject *self, PyObject *args, PyObject *k
     double deadline_s =
         timeout_s < 0 ? -1.0 : (double)clock_monotonic_ns() / 1e9 + timeout_s;
     Py_ssize_t count = PyList_GET_SIZE(items);
-    struct batch batch = {PyMem_Malloc((size_t)(count + 1) * sizeof *batch.at), 0, 0};
+    struct batch batch = {PyMem_Malloc((size_t)(count + 1) * sizeof *batch.at), 0, 0,
+                          self->batches};
     bool good = batch.at != NULL;
     if (!good) {
         PyErr_NoMemory();
     }
-    self->busy++;
+    self->batches = &batch;
     for (Py_ssize_t i = 0; good && i < count; i++) {
         good = batch_add(self, &batch, items, i, deadline_s);
     }
+    forget_batch(self, &batch);
     bool alive = self->attached && !self->segment->handle_closed;
     if (good || (alive && batch.committed > 0)) {
         batch_commit(self, &batch);
@@ -335,7 +345,6 @@ static PyObject *writer_put_many(WriterObject *self, PyObject *args, PyObject *k
     if (alive) {
         doorbell_ring(self->segment->c.header);
     }
-    self->busy--;
     PyMem_Free(batch.at);
     Py_DECREF(items);
     if (!good) {
@@ -345,19 +354,26 @@ static PyObject *writer_put_many(WriterObject *self, PyObject *args, PyObject *k
     return PyLong_FromSsize_t(batch.committed);
 }
 
-/* Sleeps until the reader has freed space or timeout_s is over; never takes any. */
-static PyObject *writer_await_space(WriterObject *self, PyObject *argument) {
+/* Announces the wish for space; try again after it, and then await_space with the ticket. */
+static PyObject *writer_want_space(WriterObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!writer_usable(self)) {
+        return NULL;
+    }
+    writer_seal(&self->c);
+    uint32_t ticket = doorbell_want_space(self->segment->c.header);
+    doorbell_ring(self->segment->c.header);
+    return PyLong_FromUnsignedLong(ticket);
+}
+
+/* await_space(ticket, timeout_s): sleeps until the reader has freed some since; takes none. */
+static PyObject *writer_await_space(WriterObject *self, PyObject *args) {
     double timeout_s;
-    if (!parse_timeout(argument, &timeout_s) || !writer_usable(self)) {
+    unsigned int ticket;
+    if (!PyArg_ParseTuple(args, "Id", &ticket, &timeout_s) || !writer_usable(self)) {
         return NULL;
     }
     struct bus_header *header = self->segment->c.header;
-    writer_seal(&self->c);
-    uint32_t ticket = doorbell_want_space(header);
-    doorbell_ring(header);
-    if (extent_count_free(&self->segment->c) > 0) {
-        Py_RETURN_NONE;
-    }
     int64_t slice_ns = timeout_s < 0 || timeout_s * 1e9 > (double)WAIT_SLICE_NS
                            ? WAIT_SLICE_NS
                            : (int64_t)(timeout_s * 1e9);
@@ -388,6 +404,9 @@ static void writer_end(WriterObject *self) {
         return;
     }
     self->attached = false;
+    for (struct batch *batch = self->batches; batch != NULL; batch = batch->next) {
+        batch_abort(self, batch);
+    }
     writer_abort_open(self);
     writer_close(&self->c);
     segment_release_handle(self->segment);
@@ -430,7 +449,8 @@ static PyMethodDef writer_methods[] = {
      "put_many(items, *, timeout=None)\n--\n\n"
      "Put a list of dicts of put's arguments; see shmbus.Producer."},
     {"_reserve", (PyCFunction)(void (*)(void))writer_reserve_slot, METH_VARARGS, NULL},
-    {"_await_space", (PyCFunction)(void (*)(void))writer_await_space, METH_O, NULL},
+    {"_want_space", (PyCFunction)(void (*)(void))writer_want_space, METH_NOARGS, NULL},
+    {"_await_space", (PyCFunction)(void (*)(void))writer_await_space, METH_VARARGS, NULL},
     {"_counts", (PyCFunction)(void (*)(void))writer_counts, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))writer_py_close, METH_NOARGS,
      "close()\n--\n\nAbort open reservations and leave the bus; what was committed stays."},

@@ -148,6 +148,7 @@ struct put_arguments {
     PyObject *names[SHMBUS_MAX_FIELDS];
     PyArrayObject *arrays[SHMBUS_MAX_FIELDS]; /* owned, contiguous */
     PyObject *meta_encoded;                   /* owned */
+    PyObject *schema;                         /* owned: the bytes that spec.schema points into */
     double timeout_s;                         /* negative: for ever */
     uint32_t array_count;
     bool has_group_size, has_index;
@@ -161,11 +162,10 @@ struct put_arguments {
 /* Encoded schemas of what this process puts, by identity of names and dtypes. */
 struct schema_cache_entry {
     uint32_t count;
-    uint32_t bytes;
     PyObject *names[SHMBUS_MAX_FIELDS];
     PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
     uint8_t ndim[SHMBUS_MAX_FIELDS];
-    uint8_t *encoded;
+    PyObject *encoded; /* bytes */
 };
 #define SCHEMA_CACHE_ENTRIES 8
 struct schema_cache {
@@ -173,8 +173,10 @@ struct schema_cache {
     unsigned next;
 };
 void schema_cache_clear(struct schema_cache *cache);
-bool schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
-                       PyObject *const *names, PyArray_Descr *const *dtypes, const uint8_t *ndim);
+/* A new reference to the bytes that spec.schema then points into: the entry may go any time. */
+PyObject *schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
+                            PyObject *const *names, PyArray_Descr *const *dtypes,
+                            const uint8_t *ndim);
 
 void arguments_begin(struct put_arguments *self);
 void arguments_end(struct put_arguments *self);
@@ -199,7 +201,8 @@ typedef struct {
     uint64_t bytes;
     uint64_t full_waits;
     uint32_t flags;
-    uint32_t busy; /* threads that copy into this lane now; waiting ones are not counted */
+    uint32_t busy; /* threads that copy into this lane without the interpreter lock */
+    struct batch *batches; /* put_many's that are under way, in whatever thread */
     bool attached;
     bool closing;
 } WriterObject;

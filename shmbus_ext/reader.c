@@ -102,6 +102,27 @@ static void make_ref(const struct reader *self, struct record_ref *ref,
     ref->bytes = self->copy.header.record_bytes;
 }
 
+/* Counts the record in self->copy as one of those that the lane's numbers promise. */
+static void meet(struct reader *self, struct lane *lane) {
+    const struct record_header *header = &self->copy.header;
+    if ((header->flags & SHMBUS_FLAG_MOVED) == 0 && header->lane_number >= lane->number_base) {
+        lane->received++;
+    } else {
+        self->old_met++;
+    }
+}
+
+/* What was there before this reader came has been read: what is missing of it is lost. */
+static void settle_old(struct reader *self) {
+    self->old_settled = true;
+    if (self->old_promised > self->old_met) {
+        uint64_t lost = self->old_promised - self->old_met;
+        self->corrupt += lost;
+        atomic_fetch_add_explicit(&self->segment->header->released[SHMBUS_DROP_CORRUPT], lost,
+                                  memory_order_relaxed);
+    }
+}
+
 /* Counts a record that cannot be read, and lets the bus go on without it. */
 static void quarantine(struct reader *self, const struct record_ref *ref) {
     self->corrupt++;
@@ -118,10 +139,8 @@ static int deliver(struct reader *self, struct lane *lane, const struct record_p
     enum record_verdict verdict = record_read_body(shared, &self->copy);
     const struct record_header *header = &self->copy.header;
     bool moved = (header->flags & SHMBUS_FLAG_MOVED) != 0;
-    if (!moved && header->lane_number >= lane->number_base) {
-        lane->received++;
-    }
     if (verdict != RECORD_OK) {
+        meet(self, lane);
         quarantine(self, ref);
         return 0;
     }
@@ -135,6 +154,7 @@ static int deliver(struct reader *self, struct lane *lane, const struct record_p
     if (moved && !reader_moved_insert(self, header->producer_id, header->sequence)) {
         return -1;
     }
+    meet(self, lane);
     reader_hold(self, ref);
     self->delivered++;
     return 1;
@@ -198,6 +218,7 @@ static enum step step_record(struct reader *self, struct lane *lane, uint64_t us
         return STEP_AGAIN;
     default:
         make_ref(self, ref, &place);
+        meet(self, lane);
         quarantine(self, ref);
         return STEP_AGAIN;
     }
@@ -355,6 +376,9 @@ int reader_next(struct reader *self, struct record_ref *ref) {
         }
         self->turn = self->turn + 1 < self->active_count ? self->turn + 1 : 0;
         self->quota_left = LANE_QUOTA;
+    }
+    if (!self->old_settled) {
+        settle_old(self);
     }
     return 0;
 }

@@ -82,6 +82,9 @@ struct reader {
     uint64_t moved_room, moved_count;
     uint32_t *parked;
     uint32_t parked_count;
+    /* Committed before this reader came and not released: how many, and how many it has met. */
+    uint64_t old_promised, old_met;
+    bool old_settled;
     uint64_t delivered;    /* records handed out */
     uint64_t corrupt;      /* records and losses quarantined by this reader */
     uint64_t moves;        /* records written again */

@@ -140,6 +140,14 @@ bool reader_attach(struct reader *self, struct segment *segment) {
         reader_detach(self);
         return false;
     }
+    for (uint32_t slot = 0; slot < segment->max_producers; slot++) {
+        self->old_promised += self->lanes[slot].number_base;
+    }
+    for (int reason = 0; reason < SHMBUS_REASONS; reason++) {
+        uint64_t released =
+            atomic_load_explicit(&segment->header->released[reason], memory_order_relaxed);
+        self->old_promised -= released < self->old_promised ? released : self->old_promised;
+    }
     writer_keep_spare(&self->mover);
     return true;
 }

@@ -118,18 +118,17 @@ enum record_verdict record_read_frame(const struct record_header *shared, uint64
 /* Whether one field lies inside the record, by multiplications that cannot overflow. */
 static bool field_fits(const struct schema_entry *entry, const uint64_t *shape, uint64_t lowest,
                        uint64_t highest) {
-    uint64_t bytes = entry->itemsize;
     bool empty = false;
     for (uint32_t d = 1; d <= entry->ndim; d++) {
-        if (shape[d] == 0) {
-            empty = true;
-        } else if (bytes > highest / shape[d]) {
-            return false;
-        } else {
-            bytes *= shape[d];
-        }
+        empty = empty || shape[d] == 0;
     }
-    bytes = empty ? 0 : bytes;
+    uint64_t bytes = empty ? 0 : entry->itemsize;
+    for (uint32_t d = 1; d <= entry->ndim; d++) {
+        if (shape[d] > INT64_MAX || (!empty && bytes > highest / shape[d])) {
+            return false;
+        }
+        bytes *= shape[d];
+    }
     return shape[0] >= lowest && shape[0] <= highest && bytes <= highest - shape[0] &&
            shape[0] % SHMBUS_RECORD_ALIGN == 0;
 }

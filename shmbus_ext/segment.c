@@ -312,6 +312,13 @@ bool segment_privatise(struct segment *self, uint64_t offset, uint64_t bytes) {
     return true;
 }
 
+void segment_isolate(struct segment *self) {
+    if (self->base != NULL) {
+        (void)mmap(self->base, self->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, self->fd,
+                   0);
+    }
+}
+
 static struct flock lock_range(int64_t byte, short type) {
     struct flock range;
     memset(&range, 0, sizeof range);

@@ -66,6 +66,9 @@ void segment_unmap(struct segment *self);
  * views into it outlive this process's claim on the space. Offsets on page boundaries. */
 bool segment_privatise(struct segment *self, uint64_t offset, uint64_t bytes);
 
+/* Makes the whole mapping private, copied on writing: for a forked child. */
+void segment_isolate(struct segment *self);
+
 static inline uint8_t *segment_extent(const struct segment *self, uint32_t extent) {
     return self->data + (uint64_t)extent * self->extent_bytes;
 }

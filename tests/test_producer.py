@@ -6,7 +6,7 @@ import array
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -373,21 +373,7 @@ def test_arrays_of_a_reservation_are_read_only_after_its_end(bus: Bus) -> None:
         assert np.array_equal(take_one(consumer)["tokens"], np.ones(50))
 
 
-@pytest.mark.parametrize("kind", [lambda a: a[2:], lambda a: a.view(np.uint8), memoryview])
-def test_what_was_made_of_an_array_cannot_change_the_record_after_its_commit(
-    bus: Bus, kind: Callable[[Any], Any]
-) -> None:
-    with attached(bus) as (producer, consumer):
-        slot = reserve(producer)
-        slot["tokens"][:] = 1
-        kept = kind(slot["tokens"])
-        slot.commit()
-        with suppress(ValueError, TypeError):
-            kept[0] = 99
-        assert np.array_equal(take_one(consumer)["tokens"], np.ones(100))
-
-
-def test_views_kept_after_the_end_never_reach_a_later_record(small_bus: Bus) -> None:
+def test_what_was_made_of_an_array_and_kept_never_reaches_a_later_record(small_bus: Bus) -> None:
     with attached(small_bus) as (producer, consumer):
         slots = [reserve(producer, f"r{i}", fields={"x": ("u1", 3000)}) for i in range(4)]
         kept = [slot["x"][10:] for slot in slots] + [memoryview(slot["x"]) for slot in slots]
