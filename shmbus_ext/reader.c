@@ -102,21 +102,15 @@ static void make_ref(const struct reader *self, struct record_ref *ref,
     ref->bytes = self->copy.header.record_bytes;
 }
 
-/* Counts the record in self->copy as one of those that the lane's numbers promise. */
-static void meet(struct reader *self, struct lane *lane) {
-    const struct record_header *header = &self->copy.header;
-    if ((header->flags & SHMBUS_FLAG_MOVED) == 0 && header->lane_number >= lane->number_base) {
-        lane->received++;
-    } else {
-        self->old_met++;
+/* All lanes are read to their ends: what their counters promise and nobody met is lost. */
+static void settle(struct reader *self) {
+    uint64_t promised = 0;
+    for (uint32_t i = 0; i < self->segment->max_producers; i++) {
+        promised += self->lanes[i].seen_committed;
     }
-}
-
-/* What was there before this reader came has been read: what is missing of it is lost. */
-static void settle_old(struct reader *self) {
-    self->old_settled = true;
-    if (self->old_promised > self->old_met) {
-        uint64_t lost = self->old_promised - self->old_met;
+    if (promised > self->released_before + self->met) {
+        uint64_t lost = promised - self->released_before - self->met;
+        self->met += lost;
         self->corrupt += lost;
         atomic_fetch_add_explicit(&self->segment->header->released[SHMBUS_DROP_CORRUPT], lost,
                                   memory_order_relaxed);
@@ -132,7 +126,7 @@ static void quarantine(struct reader *self, const struct record_ref *ref) {
 }
 
 /* A committed record under the cursor or pending: 1 when self->copy holds it. */
-static int deliver(struct reader *self, struct lane *lane, const struct record_place *place,
+static int deliver(struct reader *self, const struct record_place *place,
                    struct record_ref *ref) {
     const struct record_header *shared = record_at(self, place->extent, place->offset);
     make_ref(self, ref, place);
@@ -140,7 +134,7 @@ static int deliver(struct reader *self, struct lane *lane, const struct record_p
     const struct record_header *header = &self->copy.header;
     bool moved = (header->flags & SHMBUS_FLAG_MOVED) != 0;
     if (verdict != RECORD_OK) {
-        meet(self, lane);
+        self->met++;
         quarantine(self, ref);
         return 0;
     }
@@ -154,7 +148,7 @@ static int deliver(struct reader *self, struct lane *lane, const struct record_p
     if (moved && !reader_moved_insert(self, header->producer_id, header->sequence)) {
         return -1;
     }
-    meet(self, lane);
+    self->met++;
     reader_hold(self, ref);
     self->delivered++;
     return 1;
@@ -193,7 +187,7 @@ static enum step step_record(struct reader *self, struct lane *lane, uint64_t us
     lane->cursor += self->copy.header.record_bytes;
     switch (atomic_load_explicit(&self->copy.header.state, memory_order_relaxed)) {
     case SHMBUS_COMMITTED: {
-        int delivered = deliver(self, lane, &place, ref);
+        int delivered = deliver(self, &place, ref);
         return delivered > 0 ? STEP_RECORD : delivered == 0 ? STEP_AGAIN : STEP_NO_MEMORY;
     }
     case SHMBUS_RESERVED:
@@ -208,17 +202,11 @@ static enum step step_record(struct reader *self, struct lane *lane, uint64_t us
                       reader_owner_gone(self, slot_of(self, lane), self->copy.header.producer_id);
         return STEP_AGAIN;
     case SHMBUS_RELEASED:
-        /* Taken by an earlier reader, perhaps before its owner had counted it. */
-        if ((self->copy.header.flags & SHMBUS_FLAG_MOVED) == 0 &&
-            self->copy.header.lane_number >= lane->number_base) {
-            lane->received++;
-        }
-        return STEP_AGAIN;
     case SHMBUS_ABORTED:
         return STEP_AGAIN;
     default:
         make_ref(self, ref, &place);
-        meet(self, lane);
+        self->met++;
         quarantine(self, ref);
         return STEP_AGAIN;
     }
@@ -268,7 +256,7 @@ static int next_ended(struct reader *self, struct lane *lane, struct record_ref 
         int delivered = 0;
         if (record_read_frame(shared, room, &place, &self->copy.header) == RECORD_OK &&
             state == SHMBUS_COMMITTED) {
-            delivered = deliver(self, lane, &place, ref);
+            delivered = deliver(self, &place, ref);
         }
         end_open(self, place.extent);
         if (delivered != 0) {
@@ -278,22 +266,10 @@ static int next_ended(struct reader *self, struct lane *lane, struct record_ref 
     return 0;
 }
 
-/* The lane is read to its end: what its numbers promise and nobody received is lost. */
-static void end_visit(struct reader *self, struct lane *lane) {
+static void end_visit(struct lane *lane) {
     lane->visiting = false;
     lane->seen_committed = lane->visit_committed;
     lane->seen_aborted = lane->visit_aborted;
-    if (lane->pending_count > 0) {
-        return;
-    }
-    uint64_t promised = lane->visit_committed - lane->number_base;
-    if (lane->visit_committed >= lane->number_base && promised > lane->received) {
-        uint64_t lost = promised - lane->received;
-        lane->received += lost;
-        self->corrupt += lost;
-        atomic_fetch_add_explicit(&self->segment->header->released[SHMBUS_DROP_CORRUPT], lost,
-                                  memory_order_relaxed);
-    }
 }
 
 static int lane_next(struct reader *self, struct lane *lane, struct record_ref *ref) {
@@ -322,7 +298,7 @@ static int lane_next(struct reader *self, struct lane *lane, struct record_ref *
         case STEP_NO_MEMORY:
             return -1;
         case STEP_END:
-            end_visit(self, lane);
+            end_visit(lane);
             return 0;
         case STEP_AGAIN:
             break;
@@ -377,9 +353,7 @@ int reader_next(struct reader *self, struct record_ref *ref) {
         self->turn = self->turn + 1 < self->active_count ? self->turn + 1 : 0;
         self->quota_left = LANE_QUOTA;
     }
-    if (!self->old_settled) {
-        settle_old(self);
-    }
+    settle(self);
     return 0;
 }
 

@@ -54,8 +54,6 @@ struct lane {
     uint64_t last_order;
     uint64_t seen_committed, seen_aborted;
     uint64_t visit_committed, visit_aborted;
-    /* Proof that nothing is lost: commits numbered from number_base on, and how many arrived. */
-    uint64_t number_base, received;
     uint32_t *backlog; /* runs found at attach, in order */
     uint32_t backlog_count, backlog_at;
     struct pending *pending;
@@ -82,9 +80,9 @@ struct reader {
     uint64_t moved_room, moved_count;
     uint32_t *parked;
     uint32_t parked_count;
-    /* Committed before this reader came and not released: how many, and how many it has met. */
-    uint64_t old_promised, old_met;
-    bool old_settled;
+    /* Proof that nothing is lost: what was released before this reader came, and the commits that
+     * it has met since. When all is read, they are what the lanes' counters promise. */
+    uint64_t released_before, met;
     uint64_t delivered;    /* records handed out */
     uint64_t corrupt;      /* records and losses quarantined by this reader */
     uint64_t moves;        /* records written again */

@@ -110,8 +110,6 @@ static bool build_lanes(struct reader *self) {
         struct lane *lane = &self->lanes[slot];
         lane->extent = NO_EXTENT;
         lane->dirty = true;
-        lane->number_base =
-            atomic_load_explicit(&segment->slots[slot].committed, memory_order_acquire);
         built = find_backlog(self, slot, heads);
     }
     free(heads);
@@ -140,13 +138,9 @@ bool reader_attach(struct reader *self, struct segment *segment) {
         reader_detach(self);
         return false;
     }
-    for (uint32_t slot = 0; slot < segment->max_producers; slot++) {
-        self->old_promised += self->lanes[slot].number_base;
-    }
     for (int reason = 0; reason < SHMBUS_REASONS; reason++) {
-        uint64_t released =
+        self->released_before +=
             atomic_load_explicit(&segment->header->released[reason], memory_order_relaxed);
-        self->old_promised -= released < self->old_promised ? released : self->old_promised;
     }
     writer_keep_spare(&self->mover);
     return true;
