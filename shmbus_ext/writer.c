@@ -89,7 +89,8 @@ void writer_seal(struct writer *self) {
 /* Behind the lane's last run, or, where the reader has ended that chain, as a new first one. */
 static void link_run(struct writer *self, uint64_t link) {
     bool linked = false;
-    if (link_low(self->last_link) != 0) {
+    if (link_low(self->last_link) != 0 &&
+        link_low(self->last_link) <= self->segment->extent_count) {
         uint32_t last = link_low(self->last_link) - 1;
         uint64_t expected = link_make(link_generation(self->last_link), 0);
         /* SYNC: run-linked. */

@@ -87,7 +87,7 @@ def expected(groups: list[list[Sample]], kind: Any = "grpo") -> dict[str, np.nda
     samples = [s for group in groups for s in group]
     lengths = [len(s["tokens"]) for s in samples]
     advantages = np.concatenate([by_kind(np.array([s["score"] for s in g]), kind) for g in groups])
-    masks = [np.asarray(s.get("loss_mask", np.ones(n))) != 0 for s, n in zip(samples, lengths)]  # noqa: B905
+    masks = [np.asarray(s.get("loss_mask", np.ones(len(s["tokens"])))) != 0 for s in samples]
     columns = list(zip(samples, lengths, masks, advantages, strict=True))
     return {
         "tokens": np.concatenate([s["tokens"] for s in samples]),

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import pytest
-
 from conftest import SHM_DIR, Child, Spawner, wait_until
 
 pytest.importorskip("torch", reason="the demo trains")
