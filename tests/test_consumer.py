@@ -374,7 +374,7 @@ def test_the_ledger_balances_after_every_step(bus: Bus, seed: int) -> None:
         producers = [Producer(bus.name) for _ in range(3)]
         consumer = stack.enter_context(Consumer(bus.name, **options))
         leased: list[Group] = []
-        slots: list[shmbus.Slot] = []
+        slots: list[Any] = []
         for step in range(1500):
             chance = rng.random()
             producer = rng.choice(producers)
@@ -559,10 +559,8 @@ def test_stragglers_neither_stop_the_ring_nor_get_lost_with_their_consumer(
 def test_closing_from_another_thread_ends_what_waits(bus: Bus, how: str) -> None:
     consumer = Consumer(bus.name)
     with ThreadPoolExecutor(1) as pool:
-        if how == "iterate":
-            waiting = pool.submit(lambda: list(consumer))
-        else:
-            waiting = pool.submit(lambda: consumer.take(1, None))
+        waits = {"iterate": lambda: list(consumer), "take": lambda: consumer.take(1, None)}
+        waiting = pool.submit(waits[how])
         time.sleep(0.05)
         assert not waiting.done()
         consumer.close()

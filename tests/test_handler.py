@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -285,6 +285,14 @@ def test_a_batch_holds_as_many_whole_groups_as_its_budget_and_a_larger_one_alone
         assert handler.stats().acknowledged == sum(map(len, groups.values()))
 
 
+def test_a_budget_may_be_used_to_its_last_token(bus: Bus, producer: Producer) -> None:
+    for number in range(5):
+        put(producer, f"k{number}", [sample(np.random.default_rng(number), 15) for _ in range(2)])
+    with OnlineDataHandler(bus.name, tokens_per_batch=60, max_wait=0.05) as handler:
+        batches = [handler.next_batch(10) for _ in range(3)]
+        assert [batch.total_tokens for batch in batches] == [60, 60, 30]
+
+
 def test_a_number_of_groups_is_exact_and_a_wait_cuts_it_short(
     bus: Bus, producer: Producer, seed: int
 ) -> None:
@@ -562,8 +570,7 @@ def test_closing_ends_the_iteration_and_gives_everything_to_the_next(
     groups = put_random(producer, 11, 6)
     handler = OnlineDataHandler(bus.name, groups_per_batch=2)
     with ThreadPoolExecutor(1) as pool:
-        iterating: Callable[[], list[Batch]] = lambda: list(handler)  # noqa: E731
-        done = pool.submit(iterating)
+        done = pool.submit(lambda: list(handler))
         time.sleep(0.2)
         handler.close()
         assert [len(batch.groups) for batch in done.result(30)] == [2, 2, 2]

@@ -489,7 +489,7 @@ class StashMachine(RuleBasedStateMachine):
 
 
 def test_whatever_comes_in_the_stash_does_what_the_model_does(seed: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         hypothesis.seed(seed)(StashMachine),
         settings=settings(
             max_examples=150,

@@ -94,11 +94,11 @@ def plot_reward(summary: Summary, directory: Path) -> Path:
     axes.axhline(summary.reward_target, color="#b05a2c", linewidth=1, linestyle="--")
     axes.annotate(
         f"target {summary.reward_target:g}",
-        (0.995, summary.reward_target),
+        (0.008, summary.reward_target),
         xycoords=("axes fraction", "data"),
         xytext=(0, 4),
         textcoords="offset points",
-        ha="right",
+        ha="left",
         color="#b05a2c",
     )
     axes.set_xlabel("seconds")
