@@ -205,9 +205,9 @@ static enum step step_record(struct reader *self, struct lane *lane, uint64_t us
     case SHMBUS_ABORTED:
         return STEP_AGAIN;
     default:
-        make_ref(self, ref, &place);
-        self->met++;
-        quarantine(self, ref);
+        /* Whether it was ever committed its state no longer says: the lanes' counters will. */
+        atomic_store_explicit(&record_at(self, place.extent, place.offset)->state,
+                              SHMBUS_RELEASED, memory_order_release);
         return STEP_AGAIN;
     }
 }

@@ -64,14 +64,13 @@ def test_a_name_is_any_text_without_slash_and_nul(bus_name: str, name: str) -> N
     assert not path_of(full).exists()
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        (65536, 65536), ("65536", 65536), ("64KiB", 65536), ("64 kib ", 65536), ("64K", 65536),
-        ("0.5MiB", 524288), ("1MB", 1000000), ("0.001GiB", 1073741), (" 1MiB", 1048576),
-        ("70000B", 70000), (4096, 4096),
-    ],
-)  # fmt: skip
+SIZES: list[tuple[int | str, int]] = [
+    (65536, 65536), ("65536", 65536), ("64KiB", 65536), ("64 kib ", 65536), ("64K", 65536),
+    ("0.5MiB", 524288), ("1MB", 1000000), ("0.001GiB", 1073741), ("70000B", 70000), (4096, 4096),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "expected"), SIZES)
 def test_a_capacity_holds_at_least_what_was_asked_for(
     bus_name: str, size: int | str, expected: int
 ) -> None:
@@ -132,9 +131,8 @@ def test_the_counters_of_a_bus_can_be_read_without_being_its_consumer(bus: Bus) 
         for number in range(3):
             put(producer, f"k{number}")
         producer.reserve("r", group_size=1, index=0, fields={}).abort()
-        stats = bus.stats()
+        stats, [info] = bus.stats(), bus.stats().producers
         assert (stats.committed, stats.undelivered, stats.collector_pid) == (3, 3, 0)
-        [info] = stats.producers
         assert (info.pid, info.label, info.state) == (os.getpid(), "worker", "active")
         assert (info.committed, info.aborted) == (3, 1)
     with Consumer(bus.name) as consumer:
@@ -162,13 +160,13 @@ def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
     ids = {producer.producer_id for producer in producers}
     with pytest.raises(shmbus.BusBusyError, match=r"all 4 producer slots are taken \(4 active\)"):
         Producer(bus.name)
-    for _ in range(20):
+    for number in range(20):
         # The handle that was closed is still there: closing alone must free the slot.
-        closed = producers.pop(0)
-        closed.close()
+        producers[number].close()
         producers.append(Producer(bus.name))
         ids.add(producers[-1].producer_id)
     assert len(ids) == 24
+    del producers[:20]
     producers.pop().close()
     child = spawn.script(ATTACHES, bus.name)
     child.expect("attached")
@@ -231,18 +229,19 @@ def test_a_forked_child_gets_errors_and_handles_of_its_own_and_its_parent_goes_o
         assert (ledger.acknowledged, ledger.balanced) == (4, True)
 
 
+FORKS = """
+import os, sys, time, shmbus
+held = [shmbus.Consumer(sys.argv[1]), *(shmbus.Producer(sys.argv[1]) for _ in range(4))]
+if os.fork() == 0:
+    print("child", os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
 def test_a_forked_child_that_lives_on_keeps_nothing_of_its_dead_parent(
     bus: Bus, spawn: Spawner
 ) -> None:
-    parent = spawn.script(
-        "import os, sys, time, shmbus\n"
-        "producers = [shmbus.Producer(sys.argv[1]) for _ in range(4)]\n"
-        "consumer = shmbus.Consumer(sys.argv[1])\n"
-        "if os.fork() == 0:\n"
-        "    print('child', os.getpid(), flush=True)\n"
-        "time.sleep(60)\n",
-        bus.name,
-    )
+    parent = spawn.script(FORKS, bus.name)
     wait_until(lambda: "\n" in parent.output(), what="a forked child")
     child = int(parent.output().split()[1])
     try:
@@ -322,7 +321,9 @@ class Raw:
 
     def find(self, needle: bytes) -> int:
         """Where the record lies that has these bytes in it: the cache line with its state."""
-        return self.bytes.rfind(b"COMT", self.data_at, self.find_text(needle)) // 64 * 64
+        end = self.find_text(needle)
+        states = (self.bytes.rfind(state, self.data_at, end) for state in (b"COMT", b"ABRT"))
+        return max(states) // 64 * 64
 
     def find_text(self, needle: bytes) -> int:
         at = self.bytes.find(needle, self.data_at)
@@ -337,10 +338,6 @@ def assert_refused(name: str, match: str) -> None:
     for use in (Bus.open, Producer, Consumer):
         with pytest.raises(shmbus.LayoutMismatchError, match=match):
             use(name)
-
-
-def reseal(raw: Raw) -> None:
-    raw.bytes[56:60] = struct.pack("<I", _core.crc32c(raw.bytes[8:56]))
 
 
 @pytest.mark.parametrize(
@@ -367,26 +364,26 @@ def test_a_header_of_another_kind_is_refused_with_what_both_sides_say(
     raw = Raw(bus.name)
     raw.bytes[at : at + len(value)] = value
     if sealed:
-        reseal(raw)
+        raw.bytes[56:60] = struct.pack("<I", _core.crc32c(raw.bytes[8:56]))
     assert_refused(bus.name, match)
 
 
 def test_every_flipped_bit_of_the_geometry_is_noticed(bus: Bus) -> None:
     raw = Raw(bus.name)
-    for byte in range(60):
-        for bit in range(8):
-            raw.flip(byte, bit)
-            with pytest.raises(shmbus.LayoutMismatchError):
-                Bus.open(bus.name)
-            raw.flip(byte, bit)
+    for where in [(byte, bit) for byte in range(60) for bit in range(8)]:
+        raw.flip(*where)
+        with pytest.raises(shmbus.LayoutMismatchError):
+            Bus.open(bus.name)
+        raw.flip(*where)
     Bus.open(bus.name).close()
 
 
-@pytest.mark.parametrize("size", [1, 100, 4095, 4096, 100_000, -4096, -1])
-def test_a_truncated_segment_is_refused(bus: Bus, size: int) -> None:
+@pytest.mark.parametrize("missing", [1, 4096, 900_000])
+def test_a_truncated_segment_is_refused(bus: Bus, missing: int) -> None:
     path = path_of(bus.name)
-    os.truncate(path, size if size > 0 else path.stat().st_size + size)
-    assert_refused(bus.name, "truncated|fewer than its header says")
+    for size in (path.stat().st_size - missing, 4096, 4095, 1):
+        os.truncate(path, size)
+        assert_refused(bus.name, "fewer than its header says")
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 8192, b"text" * 5000])
@@ -402,7 +399,7 @@ def test_a_file_that_is_no_segment_is_refused_and_can_be_removed(
 # --- damage
 
 
-def flip_one(bus_name: str, byte: int, bit: int, late: bool) -> str:
+def flip_one(bus_name: str, byte: int, bit: int, late: bool, aborted: bool) -> str:
     """Flip one bit of the middle of three records; return what went wrong."""
     with (
         Bus.create(bus_name, capacity=131_072, max_producers=2),
@@ -410,12 +407,14 @@ def flip_one(bus_name: str, byte: int, bit: int, late: bool) -> str:
         Producer(bus_name) as other,
         ExitStack() as stack,
     ):
-        put(hurt, "before")
         with Consumer(bus_name) as earlier:
+            put(hurt, "before")
             names_taken(earlier)
         consumer = None if late else stack.enter_context(Consumer(bus_name))
-        for key in ("first", "middle", "last"):
-            put(hurt, key)
+        put(hurt, "first")
+        slot = hurt.reserve("middle", group_size=1, index=0, fields={"x": ("i8", 30)})
+        slot.abort() if aborted else slot.commit()
+        put(hurt, "last")
         raw = Raw(bus_name)
         raw.flip(raw.find(b"middle") + byte, bit)
         consumer = consumer or stack.enter_context(Consumer(bus_name))
@@ -426,19 +425,22 @@ def flip_one(bus_name: str, byte: int, bit: int, late: bool) -> str:
         for number in range(10):
             put(hurt, f"n{number}", x=np.zeros(2000, np.uint8))
         later = names_taken(consumer)
+        missing = 4 - aborted - len(taken)
         # A length that cannot be trusted hides what lies behind it.
-        good = taken in (["first", "last", "other"], ["first", "other"])
-        good = good and ledger.dropped == {"corrupt": 4 - len(taken)} and ledger.balanced
-        good = good and "n9" in later and consumer.stats().balanced
+        good = taken in (["first", "last", "other"], ["first", "other"]) and "n9" in later
+        good = good and ledger.dropped == ({"corrupt": missing} if missing else {})
+        good = good and ledger.balanced and consumer.stats().balanced
         return "" if good else f"byte {byte}, bit {bit}: {taken}, {later}, {ledger}"
 
 
+@pytest.mark.parametrize("aborted", [False, True], ids=["committed", "aborted"])
 @pytest.mark.parametrize("late", [False, True], ids=["reading", "attaching later"])
-def test_a_flipped_bit_of_a_header_is_quarantined_and_counted(bus_name: str, late: bool) -> None:
+def test_a_flipped_bit_of_a_header_is_quarantined_and_counted(
+    bus_name: str, late: bool, aborted: bool
+) -> None:
     # The header, and behind it two words of shape, the id, and one entry of the schema.
-    size = _core.RECORD_HEADER_BYTES + 16 + 6 + 16
-    flips = [flip_one(bus_name, byte, bit, late) for byte in range(size) for bit in range(8)]
-    wrong = [flip for flip in flips if flip]
+    bits = [(byte, bit) for byte in range(_core.RECORD_HEADER_BYTES + 38) for bit in range(8)]
+    wrong = list(filter(None, (flip_one(bus_name, *where, late, aborted) for where in bits)))
     assert not wrong, "\n".join([f"{len(wrong)} bits", *wrong[:3]])
 
 
@@ -454,12 +456,11 @@ def test_a_flipped_bit_of_the_payload_is_found_where_a_checksum_was_asked_for(
         raw.flip(raw.find_text(b"\x55" * 99) + 98, 0)
         put(producer, "c")
         groups = {group.instance_id: group for group in consumer.take(9, 10)}
+        touch(list(groups.values()))
         if checksum:
             assert groups.keys() == {"c"}
         else:
             assert int(groups["b"][0]["x"][98]) == 0x54
-            with suppress(ValueError):
-                _ = groups["a"][0].meta
         assert consumer.stats().dropped == ({"corrupt": 2} if checksum else {})
         assert consumer.stats().balanced
 
@@ -483,8 +484,7 @@ def scribble(raw: Raw, rng: random.Random, regions: list[tuple[int, int]]) -> No
     start, end = rng.choice(regions)
     size = min(rng.choice([1, 4, 8, 64, 500]), end - start)
     at = rng.randrange(start, end - size + 1)
-    kinds = (rng.randbytes(size), b"\0" * size, b"\xff" * size, b"\1" + b"\0" * (size - 1))
-    raw.bytes[at : at + size] = rng.choice(kinds)
+    raw.bytes[at : at + size] = rng.choice([rng.randbytes(size), b"\0" * size, b"\xff" * size])
 
 
 def survive_damage_everywhere(name: str, seed: int) -> None:
@@ -549,8 +549,8 @@ def lose_nothing_beside_a_damaged_lane(name: str, seed: int) -> None:
                     taken.append(group.instance_id)
                     assert np.array_equal(group[0]["x"], np.full(500, int(taken[-1][5:])))
                 group.ack()
-        taken += [key for key in names_taken(consumer) if key.startswith("sound")]
-        assert taken == [f"sound{step}" for step in range(300)]
+        taken += names_taken(consumer)
+        assert [k for k in taken if k[0] == "s"] == [f"sound{step}" for step in range(300)]
 
 
 def test_other_lanes_lose_nothing_beside_a_damaged_one(bus: Bus, seed: int) -> None:
