@@ -250,15 +250,11 @@ class Consumer:
                 raise self._errors.pop(0)
             return
         for discard in self._stash.take_discards():
-            self._release(reader, discard.samples, REASONS.index(discard.reason))
+            reader.release(discard.samples, REASONS.index(discard.reason))
             if discard.reason == "duplicate" and self._duplicate == "error":
                 self._errors.append(_duplicate_error(discard))
         if self._errors:
             raise self._errors.pop(0)
-
-    @staticmethod
-    def _release(reader: _core.Reader, samples: list[Trajectory], reason: int) -> None:
-        reader.release(samples, reason)
 
     def __iter__(self) -> Iterator[Group]:
         """Complete groups for ever, until the consumer is closed."""
