@@ -30,6 +30,7 @@ import msgspec
 from bench.processes import run_alone
 from bench.rows import Row, Target
 from bench.workload import GROUP_SIZE
+from shmbus import limits
 from shmbus.stash import Stash
 
 __all__ = ["measure"]
@@ -37,7 +38,7 @@ __all__ = ["measure"]
 Order: TypeAlias = Literal["by age", "scrambled"]
 
 #: Samples of one call: as many as Consumer takes from the ring at a time.
-BATCH: Final = 2048
+BATCH: Final = limits.POLL_RECORDS
 #: Parts of the timed adds, to show how much the figure varies.
 PARTS: Final = 5
 SEED: Final = 20240229

@@ -17,7 +17,7 @@ from shmbus import _segments, errors, limits
 from shmbus.group import Group
 from shmbus.ledger import REASONS, Ledger
 from shmbus.producer import check_timeout, process_label
-from shmbus.stash import Discard, OpenGroup, Stash, StashPolicy
+from shmbus.stash import Discard, Stash, StashPolicy
 from shmbus_ext import _core
 
 __all__ = ["Consumer"]
@@ -311,7 +311,7 @@ class Consumer:
 
     def _end(self, reader: _core.Reader, group: Group, verb: str, reason: int) -> None:
         open_group = self._leased(group, verb)
-        reader.release(open_group.present(), reason)
+        reader.release(open_group.samples, reason)
         self._stash.end_lease(open_group)
 
     def give_back(self, group: Group) -> None:
@@ -334,7 +334,7 @@ class Consumer:
             self._note(reader)
             reader.wake()
 
-    def _leased(self, group: Group, verb: str) -> OpenGroup[Trajectory]:
+    def _leased(self, group: Group, verb: str) -> _core.Row[Trajectory]:
         if not isinstance(group, Group):
             raise TypeError(f"{verb}: expected a Group, got {type(group).__name__}")
         group.require_leased(verb)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from shmbus import errors
-from shmbus.stash import OpenGroup
+from shmbus_ext import _core
 from shmbus_ext._core import Trajectory
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Group:
 
     __slots__ = ("_consumer", "_open", "epoch", "instance_id", "size", "state", "trajectories")
 
-    def __init__(self, consumer: Consumer, group: OpenGroup[Trajectory]) -> None:
+    def __init__(self, consumer: Consumer, group: _core.Row[Trajectory]) -> None:
         self._consumer = consumer
         self._open = group
         key = group.key
@@ -54,7 +54,7 @@ class Group:
             self.instance_id, self.epoch = key, None
         self.size = group.size
         # A list of its own: what the caller does to it must not change what is acknowledged.
-        self.trajectories: list[Trajectory] = list(group.present())
+        self.trajectories: list[Trajectory] = list(group.samples)
         self.state: GroupState = "leased"
 
     @property

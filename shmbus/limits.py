@@ -21,6 +21,7 @@ __all__ = [
     "RECENT_KEYS",
     "SPACE_WAIT_S",
     "SWEEP_INTERVAL_S",
+    "TAKE_RECORDS",
 ]
 
 #: Bytes for records of a bus that says nothing else: some 14,000 trajectories of 2,048 tokens.
@@ -41,8 +42,11 @@ MAX_NAME_BYTES = 200
 #: Seconds that attaching waits for a segment whose creator is still allocating it.
 ATTACH_WAIT_S = 10.0
 
-#: Records taken from the ring at a time, so that a flood cannot keep take() from returning.
-POLL_RECORDS = 2048
+#: Records taken from the ring at a time: what describes them is grouped before it leaves the cache.
+POLL_RECORDS = 128
+
+#: Records that one take() reads at the most, so that a flood cannot keep it from returning.
+TAKE_RECORDS = 2048
 
 #: Seconds between looks for dead producers; each look is a system call for each attached one.
 SWEEP_INTERVAL_S = 1.0

@@ -2,12 +2,13 @@
 
 No clock, no lock, no socket, no payload: time and the policy version are arguments, and a sample is
 anything with ``key``, ``group_size``, ``index`` (and ``score``, ``policy_version``, ``nbytes``
-where a policy asks for them).
+where a policy asks for them). Which cell of which group a sample belongs to is the business of a
+table in C (`_core.Rows`), made for a million open groups; what follows from it is decided here.
 
 Invariants
 ----------
 - A sample is in exactly one place: an open group, a ready group, a leased group, or `discards`.
-- `_open` is ordered by birth, so the first group in it is always the oldest.
+- A group that is complete, or that its deadline ended, has left the table of open ones.
 - A group leaves whole: nothing here ever delivers or discards part of a group that was complete.
 
 The rules where a producer is unclear
@@ -21,14 +22,15 @@ The rules where a producer is unclear
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
 from shmbus import limits
+from shmbus_ext._core import REFUSED_DUPLICATE, REFUSED_RECENT, REFUSED_WIDTH, Row, Rows
 
-__all__ = ["Discard", "OpenGroup", "Sample", "Stash", "StashPolicy"]
+__all__ = ["Discard", "Sample", "Stash", "StashPolicy"]
 
 Reason = Literal[
     "duplicate", "size_mismatch", "surplus", "timeout", "stale", "zero_variance", "overflow"
@@ -53,6 +55,12 @@ class Sample(Protocol):
 
 
 S = TypeVar("S", bound=Sample)
+
+_REFUSALS: dict[int, Reason] = {
+    REFUSED_DUPLICATE: "duplicate",
+    REFUSED_WIDTH: "size_mismatch",
+    REFUSED_RECENT: "surplus",
+}
 
 
 class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,27 +90,6 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     on_overflow: Literal["wait", "drop", "partial"] = "wait"
 
 
-class OpenGroup(Generic[S]):
-    """A group on its way: `samples[i]` is the sample of index i, or None while it is missing."""
-
-    __slots__ = ("born_s", "key", "missing", "nbytes", "number", "samples", "size")
-
-    def __init__(self, key: Hashable, size: int, now_s: float) -> None:
-        self.key = key
-        self.size = size
-        self.missing = size
-        self.born_s = now_s
-        self.samples: list[S | None] = [None] * size
-        self.number = -1
-        self.nbytes = 0
-
-    def present(self) -> list[S]:
-        """Return the samples that are in, by index."""
-        if not self.missing:
-            return self.samples  # type: ignore[return-value]
-        return [sample for sample in self.samples if sample is not None]
-
-
 class Discard(Generic[S]):
     """Samples that left for a reason other than acknowledgement."""
 
@@ -126,115 +113,72 @@ class Stash(Generic[S]):
     def __init__(self, policy: StashPolicy | None = None) -> None:
         self.policy = policy or StashPolicy()
         self.discards: list[Discard[S]] = []
-        self.open_records = 0
         self.ready_records = 0
         self.leased_records = 0
         self.timeouts = 0
         self.overflows = 0
-        self._open: dict[Hashable, OpenGroup[S]] = {}
-        self._ready: deque[OpenGroup[S]] = deque()
-        self._leased: dict[int, OpenGroup[S]] = {}
+        self._open: Rows[S] = Rows(count_bytes=self.policy.max_stash_bytes is not None)
+        self._ready: deque[Row[S]] = deque()
+        self._leased: dict[int, Row[S]] = {}
         self._recent: dict[Hashable, None] = {}
-        self._bytes = 0
         self._numbers = 0
 
     def add(self, samples: Iterable[S], now_s: float) -> None:
         """Take samples in. Costs O(1) each, however many groups are open."""
-        groups = self._open
-        find = groups.get
-        counts_bytes = self.policy.max_stash_bytes is not None
-        added = 0
-        for sample in samples:
-            key = sample.key
-            group = find(key)
-            if group is None:
-                if key in self._recent:
-                    self.discards.append(Discard("surplus", key, [sample]))
-                    continue
-                group = groups[key] = OpenGroup(key, sample.group_size, now_s)
-            elif group.size != sample.group_size:
-                self.discards.append(Discard("size_mismatch", key, [sample]))
-                continue
-            index = sample.index
-            if group.samples[index] is not None:
-                self.discards.append(Discard("duplicate", key, [sample]))
-                continue
-            group.samples[index] = sample
-            group.missing -= 1
-            added += 1
-            if counts_bytes:
-                group.nbytes += sample.nbytes
-                self._bytes += sample.nbytes
-            if not group.missing:
-                del groups[key]
-                self.open_records += added - group.size
-                added = 0
-                self._complete(group)
-        self.open_records += added
-        if counts_bytes:
-            self._overflow()
+        for left in self._open.put(samples, now_s, self._recent):
+            if isinstance(left, tuple):
+                why, sample = left
+                self.discards.append(Discard(_REFUSALS[why], sample.key, [sample]))
+            elif self.policy.skip_zero_variance and _scores_equal(left.samples):
+                self.discards.append(Discard("zero_variance", left.key, left.samples))
+            else:
+                self._make_ready(left)
+        while len(self._recent) > limits.RECENT_KEYS:
+            del self._recent[next(iter(self._recent))]
+        if self.policy.max_stash_bytes is not None:
+            self._overflow(self.policy.max_stash_bytes)
 
-    def _complete(self, group: OpenGroup[S]) -> None:
-        self._bytes -= group.nbytes
-        if type(group.key) is tuple:
-            recent = self._recent
-            recent[group.key] = None
-            if len(recent) > limits.RECENT_KEYS:
-                del recent[next(iter(recent))]
-        if self.policy.skip_zero_variance and _scores_equal(group.present()):
-            self.discards.append(Discard("zero_variance", group.key, group.present()))
-            return
+    def _make_ready(self, group: Row[S]) -> None:
         self._ready.append(group)
-        self.ready_records += group.size
+        self.ready_records += len(group.samples)
 
-    def _leave(self, group: OpenGroup[S], policy: str, reason: Reason) -> None:
+    def _end_oldest(self, policy: str, reason: Reason) -> None:
         """End an incomplete group: it is discarded, or delivered as it is."""
-        del self._open[group.key]
-        samples = group.present()
-        self.open_records -= len(samples)
-        self._bytes -= group.nbytes
+        group = self._open.take_oldest()
         if policy == "partial":
-            self._ready.append(group)
-            self.ready_records += len(samples)
+            self._make_ready(group)
         else:
-            self.discards.append(Discard(reason, group.key, samples))
+            self.discards.append(Discard(reason, group.key, group.samples))
 
-    def _overflow(self) -> None:
-        limit = self.policy.max_stash_bytes
-        if limit is None or self._bytes <= limit:
+    def _overflow(self, limit: int) -> None:
+        if self._open.nbytes <= limit:
             return
         self.overflows += 1
-        while self.policy.on_overflow != "wait" and self._bytes > limit and self._open:
-            oldest = next(iter(self._open.values()))
-            self._leave(oldest, self.policy.on_overflow, "overflow")
+        while self.policy.on_overflow != "wait" and self._open.nbytes > limit:
+            self._end_oldest(self.policy.on_overflow, "overflow")
 
     def expire(self, now_s: float) -> None:
         """End the incomplete groups whose deadline has passed, as the policy says."""
-        timeout_s = self.policy.group_timeout_s
-        if timeout_s is None or self.policy.on_timeout == "wait":
-            return
-        while self._open:
-            oldest = next(iter(self._open.values()))
-            if now_s < oldest.born_s + timeout_s:
-                return
+        while (deadline_s := self.next_deadline_s()) is not None and now_s >= deadline_s:
             self.timeouts += 1
-            self._leave(oldest, self.policy.on_timeout, "timeout")
+            self._end_oldest(self.policy.on_timeout, "timeout")
 
     def next_deadline_s(self) -> float | None:
         """When `expire` has something to do next, on the clock of the caller; None if never."""
         timeout_s = self.policy.group_timeout_s
-        if timeout_s is None or self.policy.on_timeout == "wait" or not self._open:
+        if timeout_s is None or self.policy.on_timeout == "wait":
             return None
-        return next(iter(self._open.values())).born_s + timeout_s
+        born_s = self._open.oldest_born_s
+        return None if born_s is None else born_s + timeout_s
 
-    def lease(self, max_groups: int, policy_version: int = 0) -> list[OpenGroup[S]]:
+    def lease(self, max_groups: int, policy_version: int = 0) -> list[Row[S]]:
         """Hand out ready groups, in the order of completion; stale ones are discarded instead."""
-        leased: list[OpenGroup[S]] = []
+        leased: list[Row[S]] = []
         lag = self.policy.max_policy_lag
         ready = self._ready
         while ready and len(leased) < max_groups:
             group = ready.popleft()
-            samples = group.present()
+            samples = group.samples
             self.ready_records -= len(samples)
             if lag is not None and min(s.policy_version for s in samples) < policy_version - lag:
                 self.discards.append(Discard("stale", group.key, samples))
@@ -246,18 +190,18 @@ class Stash(Generic[S]):
             leased.append(group)
         return leased
 
-    def end_lease(self, group: OpenGroup[S]) -> None:
+    def end_lease(self, group: Row[S]) -> None:
         """Forget a leased group: its samples were acknowledged or dropped."""
         del self._leased[group.number]
-        self.leased_records -= group.size - group.missing
+        self.leased_records -= len(group.samples)
 
-    def give_back(self, group: OpenGroup[S]) -> None:
+    def give_back(self, group: Row[S]) -> None:
         """Make a leased group the next to be delivered."""
         self.end_lease(group)
         self._ready.appendleft(group)
-        self.ready_records += group.size - group.missing
+        self.ready_records += len(group.samples)
 
-    def is_leased(self, group: OpenGroup[S]) -> bool:
+    def is_leased(self, group: Row[S]) -> bool:
         """Whether the group is under lease now."""
         return self._leased.get(group.number) is group
 
@@ -266,19 +210,26 @@ class Stash(Generic[S]):
         discards, self.discards = self.discards, []
         return discards
 
-    def oldest(self, count: int) -> Iterator[OpenGroup[S]]:
-        """Yield the incomplete groups that have waited longest, oldest first."""
-        for position, group in enumerate(self._open.values()):
-            if position >= count:
-                return
-            yield group
+    def oldest(self, count: int) -> list[Row[S]]:
+        """Return copies of the incomplete groups that have waited longest, oldest first."""
+        return self._open.oldest(count)
 
     def waiting_samples(self) -> list[S]:
         """Every sample that is not leased: of open groups by age, then of ready ones."""
-        found = [s for group in self._open.values() for s in group.samples if s is not None]
+        found = self._open.samples()
         for group in self._ready:
-            found.extend(group.present())
+            found.extend(group.samples)
         return found
+
+    @property
+    def open_records(self) -> int:
+        """Samples of incomplete groups."""
+        return self._open.cells
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the table of open groups, the samples themselves not counted."""
+        return self._open.memory_bytes
 
     @property
     def open_groups(self) -> int:

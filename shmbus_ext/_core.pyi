@@ -1,8 +1,8 @@
 """Types of the C core. Only ``shmbus`` calls it; what users see is documented there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, TypedDict
+from typing import Any, Generic, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ DROP_ZERO_VARIANCE: int
 DROP_OVERFLOW: int
 DROP_MALFORMED: int
 DROP_CORRUPT: int
+REFUSED_DUPLICATE: int
+REFUSED_WIDTH: int
+REFUSED_RECENT: int
 
 _Names = tuple[str, str | None, str | None, str | None]
 
@@ -176,6 +179,35 @@ class Reader:
         /,
     ) -> None: ...
     def close(self) -> None: ...
+
+_S = TypeVar("_S")
+
+class Row(Generic[_S]):
+    """A row that left its table, or a copy of one that is in it."""
+
+    key: Hashable
+    samples: list[_S]
+    size: int
+    missing: int
+    born_s: float
+    nbytes: int
+    number: int
+
+class Rows(Generic[_S]):
+    """Samples in the cells of rows by key."""
+
+    cells: int
+    nbytes: int
+    oldest_born_s: float | None
+    memory_bytes: int
+    def __init__(self, *, count_bytes: bool = ...) -> None: ...
+    def __len__(self) -> int: ...
+    def put(
+        self, samples: Iterable[_S], now_s: float, recent: dict[Hashable, None], /
+    ) -> list[Row[_S] | tuple[int, _S]]: ...
+    def take_oldest(self) -> Row[_S]: ...
+    def oldest(self, count: int, /) -> list[Row[_S]]: ...
+    def samples(self) -> list[_S]: ...
 
 def install(
     *,

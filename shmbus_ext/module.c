@@ -82,7 +82,8 @@ static bool add_types(PyObject *module) {
     } types[] = {{"Segment", &SegmentType}, {"Writer", &WriterType},
                  {"Slot", &SlotType},       {"Keeper", &KeeperType},
                  {"Reader", &ReaderType},   {"Pin", &PinType},
-                 {"Schema", &SchemaType},   {"Trajectory", &TrajectoryType}};
+                 {"Schema", &SchemaType},   {"Trajectory", &TrajectoryType},
+                 {"Rows", &RowsType},       {"Row", &RowType}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
             PyModule_AddObjectRef(module, types[i].name, (PyObject *)types[i].type) < 0) {
@@ -135,7 +136,8 @@ PyMODINIT_FUNC PyInit__core(void) {
     import_array();
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && (!segment_init_fork() || !arguments_init() || !add_types(module) ||
-                           !add_constants(module) || !gather_add_functions(module))) {
+                           !add_constants(module) || !gather_add_functions(module) ||
+                           !rows_add_constants(module))) {
         Py_CLEAR(module);
     }
     return module;

@@ -18,6 +18,7 @@
 
 #include "gather.h"
 #include "reader.h"
+#include "rows.h"
 #include "segment.h"
 #include "writer.h"
 
@@ -235,7 +236,8 @@ PyObject *writer_reserve_slot(WriterObject *self, PyObject *args);
 void writer_abort_open(WriterObject *self);
 
 extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, PinType,
-    TrajectoryType, SchemaType;
+    TrajectoryType, SchemaType, RowsType, RowType;
+bool rows_add_constants(PyObject *module);
 bool gather_add_functions(PyObject *module);
 
 #endif
