@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from shmbus import errors
-from shmbus_ext import _core
+from shmbus.source import Lease
 from shmbus_ext._core import Trajectory
 
 if TYPE_CHECKING:
@@ -42,19 +42,19 @@ class Group:
         The samples, ordered by index.
     """
 
-    __slots__ = ("_consumer", "_open", "epoch", "instance_id", "size", "state", "trajectories")
+    __slots__ = ("_consumer", "_lease", "epoch", "instance_id", "size", "state", "trajectories")
 
-    def __init__(self, consumer: Consumer, group: _core.Row[Trajectory]) -> None:
+    def __init__(self, consumer: Consumer, lease: Lease) -> None:
         self._consumer = consumer
-        self._open = group
-        key = group.key
+        self._lease = lease
+        key = lease.key
         if type(key) is tuple:
             self.instance_id, self.epoch = key
         else:
             self.instance_id, self.epoch = key, None
-        self.size = group.size
+        self.size = lease.size
         # A list of its own: what the caller does to it must not change what is acknowledged.
-        self.trajectories: list[Trajectory] = list(group.samples)
+        self.trajectories: list[Trajectory] = list(lease.samples)
         self.state: GroupState = "leased"
 
     @property

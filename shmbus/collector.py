@@ -1,0 +1,266 @@
+"""Collector: reads the ring and stashes. One a bus, in a Consumer's process or in the daemon.
+
+It joins three parts that do not know each other: the Reader (C: bytes and space), the Stash (pure:
+which group is complete) and the clock. A lock serialises them; it is not held while sleeping, so
+groups can be acknowledged from another thread while one waits for the next.
+
+Invariants
+----------
+- A sample that the Reader handed out is in the stash, under lease, or released.
+- What raises comes before a lease: nobody would know of a group leased then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Literal
+
+from shmbus import _segments, errors, limits
+from shmbus.ledger import REASONS, Ledger
+from shmbus.producer import process_label
+from shmbus.stash import Discard, Stash, StashPolicy
+from shmbus_ext import _core
+
+__all__ = ["Collector"]
+
+Trajectory = _core.Trajectory
+
+
+class Collector:
+    """Attaches to a bus as its only reader, and leases complete groups.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    policy : StashPolicy
+        What becomes of groups that are late, stale, useless or too many.
+    duplicate : "drop" | "error"
+        Whether a second sample of an index is also raised, by the next `take`.
+    label : str, optional
+        How messages of other processes name this one.
+
+    Raises
+    ------
+    BusNotFoundError, BusBusyError, LayoutMismatchError
+        There is no such bus, somebody reads it already, or it is of another layout.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: StashPolicy,
+        duplicate: Literal["drop", "error"] = "drop",
+        label: str | None = None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.stash: Stash[Trajectory] = Stash(policy)
+        self._duplicate = duplicate
+        self._errors: list[errors.ProtocolError] = []
+        self._next_sweep_s = 0.0
+        self._next_evacuation_s = 0.0
+        self.segment = _segments.open_segment(name)
+        try:
+            self.reader = _core.Reader(self.segment, label or process_label())
+        except BaseException:
+            self.segment.close()
+            raise
+
+    def require(self) -> None:
+        """Raise BusClosedError in a child of the process that attached."""
+        if self.segment.closed:
+            raise errors.BusClosedError(
+                f"bus {self.segment.name!r}: this Consumer was made in another process, before a "
+                "fork; make a new one in this process"
+            )
+
+    # -- from the ring to a lease ---------------------------------------------------------------
+
+    def take(self, max_groups: int, timeout: float | None) -> list[_core.Row[Trajectory]]:
+        """Lease complete groups, in the order of completion, as soon as there is one.
+
+        Parameters
+        ----------
+        max_groups : int
+            1 or more.
+        timeout : float, optional
+            Seconds to wait for the first: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        list[Row]
+            Maybe empty.
+
+        Raises
+        ------
+        ProtocolError
+            A duplicate came, under ``duplicate="error"``; once for each, with nothing lost.
+        BusClosedError
+            Closed meanwhile.
+        """
+        now = time.monotonic()
+        deadline = None if timeout is None else now + timeout
+        reader = self.reader
+        woken = False
+        while True:
+            with self.lock:
+                if not woken:
+                    # Between a wake-up and the caller nothing is done that can wait.
+                    self.keep_house(now)
+                more = self.pump(max_groups, now)
+                leased = self.lease(max_groups)
+                if leased:
+                    return leased
+                if more:
+                    continue
+                left = None if deadline is None else deadline - now
+                if left is not None and left <= 0:
+                    return []
+                wait_s = self.wait_s(now, left)
+            woken = reader.wait(wait_s)
+            now = time.monotonic()
+
+    def pump(self, wanted: int, now: float) -> bool:
+        """Move what the ring has into the stash; True if there may be more at once."""
+        more = False
+        if self.stash.ready_groups < wanted:
+            samples = self.reader.poll(limits.POLL_RECORDS)
+            if samples:
+                self.stash.add(samples, now)
+                more = len(samples) == limits.POLL_RECORDS
+        self.stash.expire(now)
+        return more
+
+    def lease(self, max_groups: int) -> list[_core.Row[Trajectory]]:
+        """Lease what is ready; ProtocolError as for `take`."""
+        stash = self.stash
+        if stash.discards or self._errors:
+            self.settle()
+        leased = stash.lease(max_groups, self.segment.policy_version)
+        if stash.discards:
+            self.settle()
+        if leased:
+            # The caller may not come back before a producer asks who holds the space.
+            self.flush()
+        return leased
+
+    def wait_s(self, now: float, left: float | None) -> float:
+        """Until the caller's deadline, the stash's, or the next look for dead producers."""
+        candidates = [self._next_sweep_s - now]
+        if left is not None:
+            candidates.append(left)
+        group_deadline = self.stash.next_deadline_s()
+        if group_deadline is not None:
+            candidates.append(group_deadline - now)
+        return max(1e-4, min(candidates))
+
+    # -- house-keeping --------------------------------------------------------------------------
+
+    def keep_house(self, now: float) -> None:
+        """Look for the dead, and for space that can be won back, each at its interval."""
+        self.flush()
+        if now >= self._next_sweep_s:
+            self._next_sweep_s = now + limits.SWEEP_INTERVAL_S
+            self.reader.sweep()
+        if now >= self._next_evacuation_s:
+            self._next_evacuation_s = now + limits.EVACUATE_INTERVAL_S
+            self._relieve()
+
+    def _relieve(self) -> None:
+        """Housekeeping under pressure: make room where records that wait keep it."""
+        reader = self.reader
+        segment = self.segment
+        reader.tidy()
+        few = segment.extent_count * limits.EVACUATE_FREE_FRACTION
+        if segment.space_wanted() or segment.free_extents() < few:
+            reader.sweep()
+            reader.evacuate(self.stash.waiting_samples())
+
+    def flush(self) -> None:
+        """Tell other processes what is held here, for their messages."""
+        stash = self.stash
+        self.reader.note(
+            stash.leased_groups,
+            stash.leased_records,
+            0,
+            stash.open_groups + stash.ready_groups,
+            stash.open_records + stash.ready_records,
+            0,
+        )
+
+    def settle(self) -> None:
+        """Release what the stash discarded, each with its reason."""
+        for discard in self.stash.take_discards():
+            self.reader.release(discard.samples, REASONS.index(discard.reason))
+            if discard.reason == "duplicate" and self._duplicate == "error":
+                self._errors.append(_duplicate_error(discard))
+        if self._errors:
+            raise self._errors.pop(0)
+
+    # -- ending leases --------------------------------------------------------------------------
+
+    def is_leased(self, group: _core.Row[Trajectory]) -> bool:
+        """Whether this collector gave the lease, and it has not ended."""
+        return self.stash.is_leased(group)
+
+    def end(self, group: _core.Row[Trajectory], reason: int) -> None:
+        """Release a leased group: all of its samples, or, if this process dies now, none."""
+        self.reader.release(group.samples, reason)
+        self.stash.end_lease(group)
+
+    def give_back(self, group: _core.Row[Trajectory]) -> None:
+        """Make a leased group the next to be delivered, also to who waits in `take`."""
+        self.stash.give_back(group)
+        self.reader.wake()
+
+    # -- state ----------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """The current policy version, as producers see it."""
+        return self.segment.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self.segment.policy_version = version
+
+    def stats(self) -> Ledger:
+        """Return the ledger: where every trajectory ever committed is now."""
+        with self.lock:
+            self.reader.sweep()
+            committed, in_ring = self.reader.count_unread()
+            stash = self.stash
+            segment = self.segment
+            return Ledger.from_counts(
+                segment.released(),
+                committed=committed,
+                in_ring=in_ring,
+                leased=stash.leased_records,
+                stashed=stash.open_records + stash.ready_records,
+                groups_open=stash.open_groups,
+                groups_ready=stash.ready_groups,
+                groups_leased=stash.leased_groups,
+                groups_timed_out=stash.timeouts,
+                stash_overflows=stash.overflows,
+                moved=self.reader.moves,
+                policy_version=segment.policy_version,
+                producers=sum(row[1] == _core.SLOT_ACTIVE for row in segment.producers()),
+                capacity=segment.capacity,
+                free=segment.free_extents() * segment.extent_bytes,
+            )
+
+    def close(self) -> None:
+        """Leave the bus. What is not acknowledged stays in the ring for the next collector."""
+        self.reader.wake()
+        with self.lock:
+            self.reader.close()
+
+
+def _duplicate_error(discard: Discard[Trajectory]) -> errors.ProtocolError:
+    sample = discard.samples[0]
+    return errors.ProtocolError(
+        f"trajectory {sample.instance_id!r}[{sample.index}] came twice, now from producer "
+        f"{sample.producer_id}; the first was kept. Number the samples of a prompt once, or give "
+        "each repetition its own epoch"
+    )
