@@ -56,6 +56,7 @@ class Collector:
     ) -> None:
         self.lock = threading.RLock()
         self.stash: Stash[Trajectory] = Stash(policy)
+        self._expires = policy.group_timeout_s is not None
         self._duplicate = duplicate
         self._errors: list[errors.ProtocolError] = []
         self._next_sweep_s = 0.0
@@ -123,13 +124,19 @@ class Collector:
 
     def pump(self, wanted: int, now: float) -> bool:
         """Move what the ring has into the stash; True if there may be more at once."""
+        stash = self.stash
         more = False
-        if self.stash.ready_groups < wanted:
+        for _ in range(limits.TAKE_POLLS):
+            if stash.ready_groups >= wanted:
+                break
             samples = self.reader.poll(limits.POLL_RECORDS)
             if samples:
-                self.stash.add(samples, now)
-                more = len(samples) == limits.POLL_RECORDS
-        self.stash.expire(now)
+                stash.add(samples, now)
+            more = len(samples) == limits.POLL_RECORDS
+            if not more:
+                break
+        if self._expires:
+            stash.expire(now)
         return more
 
     def lease(self, max_groups: int) -> list[_core.Row[Trajectory]]:
@@ -179,15 +186,7 @@ class Collector:
 
     def flush(self) -> None:
         """Tell other processes what is held here, for their messages."""
-        stash = self.stash
-        self.reader.note(
-            stash.leased_groups,
-            stash.leased_records,
-            0,
-            stash.open_groups + stash.ready_groups,
-            stash.open_records + stash.ready_records,
-            0,
-        )
+        self.reader.note(*self.stash.summary())
 
     def settle(self) -> None:
         """Release what the stash discarded, each with its reason."""

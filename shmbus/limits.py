@@ -21,7 +21,7 @@ __all__ = [
     "RECENT_KEYS",
     "SPACE_WAIT_S",
     "SWEEP_INTERVAL_S",
-    "TAKE_RECORDS",
+    "TAKE_POLLS",
 ]
 
 #: Bytes for records of a bus that says nothing else: some 14,000 trajectories of 2,048 tokens.
@@ -45,8 +45,8 @@ ATTACH_WAIT_S = 10.0
 #: Records taken from the ring at a time: what describes them is grouped before it leaves the cache.
 POLL_RECORDS = 128
 
-#: Records that one take() reads at the most, so that a flood cannot keep it from returning.
-TAKE_RECORDS = 2048
+#: How often one take() does so at the most, so that a flood cannot keep it from returning.
+TAKE_POLLS = 16
 
 #: Seconds between looks for dead producers; each look is a system call for each attached one.
 SWEEP_INTERVAL_S = 1.0

@@ -117,7 +117,9 @@ class Stash(Generic[S]):
         self.leased_records = 0
         self.timeouts = 0
         self.overflows = 0
-        self._open: Rows[S] = Rows(count_bytes=self.policy.max_stash_bytes is not None)
+        self._limit = self.policy.max_stash_bytes
+        self._skips = self.policy.skip_zero_variance
+        self._open: Rows[S] = Rows(count_bytes=self._limit is not None)
         self._ready: deque[Row[S]] = deque()
         self._leased: dict[int, Row[S]] = {}
         self._recent: dict[Hashable, None] = {}
@@ -129,24 +131,22 @@ class Stash(Generic[S]):
             if isinstance(left, tuple):
                 why, sample = left
                 self.discards.append(Discard(_REFUSALS[why], sample.key, [sample]))
-            elif self.policy.skip_zero_variance and _scores_equal(left.samples):
+            elif self._skips and _scores_equal(left.samples):
                 self.discards.append(Discard("zero_variance", left.key, left.samples))
             else:
-                self._make_ready(left)
+                self._ready.append(left)
+                self.ready_records += left.size
         while len(self._recent) > limits.RECENT_KEYS:
             del self._recent[next(iter(self._recent))]
-        if self.policy.max_stash_bytes is not None:
-            self._overflow(self.policy.max_stash_bytes)
-
-    def _make_ready(self, group: Row[S]) -> None:
-        self._ready.append(group)
-        self.ready_records += len(group.samples)
+        if self._limit is not None:
+            self._overflow(self._limit)
 
     def _end_oldest(self, policy: str, reason: Reason) -> None:
         """End an incomplete group: it is discarded, or delivered as it is."""
         group = self._open.take_oldest()
         if policy == "partial":
-            self._make_ready(group)
+            self._ready.append(group)
+            self.ready_records += len(group.samples)
         else:
             self.discards.append(Discard(reason, group.key, group.samples))
 
@@ -220,6 +220,16 @@ class Stash(Generic[S]):
         for group in self._ready:
             found.extend(group.samples)
         return found
+
+    def summary(self) -> tuple[int, int, int, int]:
+        """Leased groups and samples, and those of groups that nobody has taken."""
+        groups = self._open
+        return (
+            len(self._leased),
+            self.leased_records,
+            len(groups) + len(self._ready),
+            groups.cells + self.ready_records,
+        )
 
     @property
     def open_records(self) -> int:

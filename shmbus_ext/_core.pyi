@@ -172,10 +172,8 @@ class Reader:
         self,
         leased_groups: int,
         leased_records: int,
-        leased_bytes: int,
         stashed_groups: int,
         stashed_records: int,
-        stashed_bytes: int,
         /,
     ) -> None: ...
     def close(self) -> None: ...

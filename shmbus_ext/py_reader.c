@@ -277,22 +277,19 @@ static PyObject *reader_py_count_unread(ReaderObject *self, PyObject *ignored) {
     return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
 }
 
-/* note(leased_groups, leased_records, leased_bytes, stashed_groups, stashed_records,
- * stashed_bytes): what others can read of this consumer. */
+/* note(leased_groups, leased_records, stashed_groups, stashed_records): what others can read of
+ * this consumer. */
 static PyObject *reader_note(ReaderObject *self, PyObject *args) {
     unsigned int groups;
-    unsigned long long n[5];
-    if (!PyArg_ParseTuple(args, "IKKKKK", &groups, &n[0], &n[1], &n[2], &n[3], &n[4]) ||
-        !reader_usable(self)) {
+    unsigned long long n[3];
+    if (!PyArg_ParseTuple(args, "IKKK", &groups, &n[0], &n[1], &n[2]) || !reader_usable(self)) {
         return NULL;
     }
     struct bus_header *h = self->segment->c.header;
     atomic_store_explicit(&h->collector_leased_groups, groups, memory_order_relaxed);
     atomic_store_explicit(&h->collector_leased_records, n[0], memory_order_relaxed);
-    atomic_store_explicit(&h->collector_leased_bytes, n[1], memory_order_relaxed);
-    atomic_store_explicit(&h->collector_stashed_groups, n[2], memory_order_relaxed);
-    atomic_store_explicit(&h->collector_stashed_records, n[3], memory_order_relaxed);
-    atomic_store_explicit(&h->collector_stashed_bytes, n[4], memory_order_relaxed);
+    atomic_store_explicit(&h->collector_stashed_groups, n[1], memory_order_relaxed);
+    atomic_store_explicit(&h->collector_stashed_records, n[2], memory_order_relaxed);
     Py_RETURN_NONE;
 }
 
