@@ -21,7 +21,9 @@ from torch import Tensor
 
 import shmbus
 from shmbus import gather as bus_gather
+from trainer_adapter._finite import require_finite
 from trainer_adapter.advantages import Kind, advantages_for_groups
+from trainer_adapter.overrides import Truncated, apply_flags, sample_flags
 
 __all__ = ["Batch", "BatchMemory", "FieldNames", "pack"]
 
@@ -62,6 +64,8 @@ class Batch:
     layout : "packed" | "padded"
     step : int
         The handler's count of batches, from 0; -1 for one that `pack` made.
+    transport : str
+        How it came to its device: "cpu", or on a GPU as `trainer_adapter.gpu` says.
     """
 
     tokens: Tensor
@@ -78,6 +82,7 @@ class Batch:
     groups: list[shmbus.Group] = field(repr=False)
     layout: Layout = "packed"
     step: int = -1
+    transport: str = "cpu"
 
     @property
     def sequences(self) -> int:
@@ -122,6 +127,7 @@ def pack(
     device: torch.device | str = "cpu",
     fields: FieldNames | None = None,
     memory: BatchMemory | None = None,
+    truncated: Truncated = "keep",
 ) -> Batch:
     """Gather leased groups into one batch.
 
@@ -137,6 +143,9 @@ def pack(
         How producers call the arrays.
     memory : BatchMemory, optional
         Where the batch's memory comes from; fresh memory without it.
+    truncated : "keep" | "mask"
+        "mask" leaves samples that were cut off, as their ``meta["finish_reason"]`` says, out of the
+        loss; their scores still count for their groups.
 
     Returns
     -------
@@ -145,7 +154,13 @@ def pack(
     Raises
     ------
     ValueError
-        No group; a trajectory without tokens, or with fields that do not fit together.
+        No group; a trajectory without tokens, with fields that do not fit together, or with
+        logprobs or advantages that are not finite where the loss mask is True.
+
+    Notes
+    -----
+    A sample whose meta has ``set_advantage_to_zero: True`` gets advantages of 0, whatever else
+    was computed or sent; its score still counts for its group.
     """
     chosen = [groups] if isinstance(groups, shmbus.Group) else list(groups)
     if not chosen:
@@ -163,6 +178,10 @@ def pack(
     arrays = bus_gather.PackedArrays.inside(block, total, len(lengths))
     per_sequence = advantages_for_groups(scores, sizes, advantages)
     bus_gather.gather(trajectories, arrays, per_sequence, names)
+    flags = sample_flags(trajectories, truncated)
+    if flags is not None:
+        apply_flags(flags, arrays)
+    require_finite(arrays, trajectories, names)
     batch = Batch(
         tokens=torch.from_numpy(arrays.tokens),
         position_ids=torch.from_numpy(arrays.position_ids),
@@ -205,4 +224,4 @@ def _move(batch: Batch, device: torch.device | str) -> Batch:
     values: dict[str, Any] = {}
     for name in _PER_TOKEN + _PER_SEQUENCE:
         values[name] = getattr(batch, name).to(device)
-    return Batch(**{**batch.__dict__, **values})
+    return Batch(**{**batch.__dict__, **values, "transport": "copy"})
