@@ -112,11 +112,15 @@ class BatchMemory:
         for position in range(len(blocks)):
             if sys.getrefcount(blocks[position]) == 2 and blocks[position].nbytes >= size:
                 return blocks[position]
-        block = np.empty(-(-size // BLOCK_BYTES) * BLOCK_BYTES, np.uint8)
+        block = self.fresh(-(-size // BLOCK_BYTES) * BLOCK_BYTES)
         if len(blocks) >= BLOCKS_KEPT:
             del blocks[0]
         blocks.append(block)
         return block
+
+    def fresh(self, size: int) -> NDArray[np.uint8]:
+        """Return a new block of `size` bytes."""
+        return np.empty(size, np.uint8)
 
 
 def pack(
@@ -197,7 +201,7 @@ def pack(
         groups=chosen,
     )
     if layout == "padded":
-        _pad(batch)
+        pad_batch(batch)
     return batch if torch.device(device).type == "cpu" else _move(batch, device)
 
 
@@ -205,13 +209,15 @@ _PER_TOKEN = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
 _PER_SEQUENCE = ("cu_seqlens", "scores", "policy_versions", "group_sizes")
 
 
-def _pad(batch: Batch) -> None:
-    """Spread the packed row over [S, L]; the filler is 0 and False."""
-    starts = batch.cu_seqlens[:-1].to(torch.int64)
+def pad_batch(batch: Batch) -> None:
+    """Spread the packed row over [S, L], wherever it is; the filler is 0 and False."""
+    device = batch.tokens.device
+    borders = batch.cu_seqlens.to(torch.int64)
+    total = len(batch.tokens)
     rows = torch.repeat_interleave(
-        torch.arange(batch.sequences), batch.cu_seqlens.diff().to(torch.int64)
+        torch.arange(batch.sequences, device=device), borders.diff(), output_size=total
     )
-    columns = torch.arange(batch.total_tokens) - starts[rows]
+    columns = torch.arange(total, device=device) - borders[rows]
     for name in _PER_TOKEN:
         packed: Tensor = getattr(batch, name)
         padded = packed.new_zeros((batch.sequences, batch.max_seqlen))
