@@ -36,6 +36,8 @@ REFUSED_DUPLICATE: int
 REFUSED_WIDTH: int
 REFUSED_RECENT: int
 
+ELEMENT_KINDS: tuple[str, ...]
+
 _Names = tuple[str, str | None, str | None, str | None]
 
 class CollectorNote(TypedDict):
@@ -239,3 +241,8 @@ def pack(
     sequence_advantages: NDArray[np.float32],
     /,
 ) -> None: ...
+def locate(
+    trajectories: list[Trajectory], names: _Names, /
+) -> tuple[int, int, NDArray[np.int64]]: ...
+def find_not_finite(values: NDArray[np.float32], /) -> int: ...
+def mentioning(trajectories: list[Trajectory], word: bytes, /) -> list[int]: ...

@@ -2,17 +2,7 @@
  *
  * Invariant: every length, dtype and bound is checked before the first byte is copied; while bytes
  * are copied the trajectories' space is held, whatever another thread acknowledges. */
-#include "pyapi.h"
-
-enum { FIELD_TOKENS, FIELD_MASK, FIELD_LOGPROBS, FIELD_ADVANTAGES, FIELDS };
-
-/* Where one trajectory's fields lie; NULL for a field that it does not have. */
-struct source {
-    TrajectoryObject *trajectory;
-    const uint8_t *data[FIELDS];
-    uint64_t length;
-    uint8_t kinds[FIELDS];
-};
+#include "py_sources.h"
 
 struct destination {
     int64_t *tokens;
@@ -93,7 +83,7 @@ static bool find_field(struct source *source, const struct lookup *lookup, int f
     return true;
 }
 
-static bool find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
+bool find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
     struct lookup lookup = {.schema = NULL};
     Py_ssize_t count = PyList_GET_SIZE(items);
     for (Py_ssize_t i = 0; i < count; i++) {

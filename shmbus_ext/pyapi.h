@@ -239,5 +239,6 @@ extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, P
     TrajectoryType, SchemaType, RowsType, RowType;
 bool rows_add_constants(PyObject *module);
 bool gather_add_functions(PyObject *module);
+bool locate_add_functions(PyObject *module);
 
 #endif

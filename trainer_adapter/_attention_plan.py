@@ -61,7 +61,7 @@ class Bucket:
     diagonals: IntArray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Moves:
     """Where the tokens of one side go: packed rows to the slots of all buckets, and back.
 

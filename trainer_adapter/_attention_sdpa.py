@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,14 +35,43 @@ from trainer_adapter._attention_plan import (
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _select(x: Tensor, index: IntArray, fill: float) -> Tensor:
-    """Take rows of `x`; index -1 gives a row of `fill`."""
-    missing = np.flatnonzero(index < 0)
+class _Index(NamedTuple):
+    """Rows to take, as the device wants it."""
+
+    rows: Tensor  # int64 [n], 0 where there is no row
+    missing: Tensor | None  # positions without a row, if there are any
+
+
+# A model asks for the same moves in each of its layers, so they go to the device once.
+_indices: weakref.WeakKeyDictionary[Moves, dict[torch.device, tuple[_Index, _Index]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _index(rows: IntArray, device: torch.device) -> _Index:
+    missing = np.flatnonzero(rows < 0)
+    return _Index(
+        torch.from_numpy(np.maximum(rows, 0)).to(device),
+        torch.from_numpy(missing).to(device) if len(missing) else None,
+    )
+
+
+def _moves_on(moves: Moves, device: torch.device) -> tuple[_Index, _Index]:
+    """Slots and places of a plan's moves, on a device."""
+    of_moves = _indices.setdefault(moves, {})
+    found = of_moves.get(device)
+    if found is None:
+        found = of_moves[device] = (_index(moves.slots, device), _index(moves.places, device))
+    return found
+
+
+def _select(x: Tensor, index: _Index, fill: float) -> Tensor:
+    """Take rows of `x`, and a row of `fill` where there is none."""
     if len(x) == 0:
-        return x.new_full((len(index), *x.shape[1:]), fill)
-    taken = x.index_select(0, torch.from_numpy(np.maximum(index, 0)).to(x.device))
-    if len(missing):
-        taken.index_fill_(0, torch.from_numpy(missing).to(x.device), fill)
+        return x.new_full((len(index.rows), *x.shape[1:]), fill)
+    taken = x.index_select(0, index.rows)
+    if index.missing is not None:
+        taken.index_fill_(0, index.missing, fill)
     return taken
 
 
@@ -53,7 +83,7 @@ class _Move(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: IntArray, inverse: IntArray) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: _Index, inverse: _Index) -> Tensor:
         ctx.inverse = inverse
         return _select(x, index, 0.0)
 
@@ -62,7 +92,7 @@ class _Move(torch.autograd.Function):
         return _select(grad, ctx.inverse, 0.0), None, None
 
 
-def _move(x: Tensor, index: IntArray, inverse: IntArray) -> Tensor:
+def _move(x: Tensor, index: _Index, inverse: _Index) -> Tensor:
     moved: Tensor = _Move.apply(x, index, inverse)  # type: ignore[no-untyped-call]
     return moved
 
@@ -71,7 +101,7 @@ def _to_buckets(x: Tensor, moves: Moves, sizes: list[tuple[int, int]]) -> list[T
     """Bring packed rows [T, H, D] into one [B, n, H, D] a bucket."""
     if not sizes:
         return []
-    slots = x if moves.identity else _move(x, moves.slots, moves.places)
+    slots = x if moves.identity else _move(x, *_moves_on(moves, x.device))
     # Not slices: each slice's gradient would be as long as the whole batch.
     parts = torch.split(slots, [count * length for count, length in sizes])
     return [part.reshape(*size, *x.shape[1:]) for part, size in zip(parts, sizes, strict=True)]
@@ -97,7 +127,7 @@ def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) ->
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     moves = plan.queries
-    return out if moves.identity else _move(out, moves.places, moves.slots)
+    return out if moves.identity else _move(out, *_moves_on(moves, out.device)[::-1])
 
 
 def _attend_bucket(
@@ -205,7 +235,7 @@ def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
                 scores.masked_fill_(~seen[:, None, None], -math.inf)
                 blocks.append(scores.logsumexp(dim=-1))
             found.append(torch.cat(blocks, dim=-1).flatten(1, 2).transpose(1, 2).flatten(0, 1))
-    lse = _select(torch.cat(found), plan.queries.places, -math.inf)
+    lse = _select(torch.cat(found), _moves_on(plan.queries, q.device)[1], -math.inf)
     return lse.t().contiguous()
 
 

@@ -316,21 +316,30 @@ def _check_borders(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
 
 
 def _lengths(borders: Tensor, tokens: int, longest: int, name: str) -> IntArray:
-    """Bring the borders to the host, check them, and return the lengths [S]."""
-    edges = borders.detach().to("cpu", torch.int64).numpy()
-    lengths: IntArray = np.diff(edges)
-    if edges[0] != 0 or edges[-1] != tokens or (lengths < 0).any():
-        raise ValueError(
-            f"{name}: expected it to rise from 0 to {tokens}, the number of tokens, got "
-            f"{edges[0]} to {edges[-1]}, smallest step {lengths.min(initial=0)}; "
-            "build it as the cumulated lengths after a 0"
-        )
-    if lengths.max(initial=0) > longest:
+    """Bring the borders to the host, check them, and return the lengths [S].
+
+    The host waits for the device once a batch, not in every layer: what was found is kept with
+    the tensor, until it is written to.
+    """
+    kept: tuple[int, int, IntArray] | None = getattr(borders, "_shmbus_lengths", None)
+    version = -1 if borders.is_inference() else borders._version
+    if kept is None or kept[:2] != (version, tokens) or version < 0:
+        edges = borders.detach().to("cpu", torch.int64).numpy()
+        lengths: IntArray = np.diff(edges)
+        if edges[0] != 0 or edges[-1] != tokens or (lengths < 0).any():
+            raise ValueError(
+                f"{name}: expected it to rise from 0 to {tokens}, the number of tokens, got "
+                f"{edges[0]} to {edges[-1]}, smallest step {lengths.min(initial=0)}; "
+                "build it as the cumulated lengths after a 0"
+            )
+        kept = (version, tokens, lengths)
+        borders._shmbus_lengths = kept  # type: ignore[attr-defined]
+    if kept[2].max(initial=0) > longest:
         raise ValueError(
             f"{name}: expected at most {longest} tokens a sequence, as max_{name[-1]} says, got "
-            f"{lengths.max()}; pass the longest length"
+            f"{kept[2].max()}; pass the longest length"
         )
-    return lengths
+    return kept[2]
 
 
 # --- the native backend

@@ -21,7 +21,9 @@ from torch import Tensor
 
 import shmbus
 from shmbus import gather as bus_gather
+from trainer_adapter._finite import require_finite
 from trainer_adapter.advantages import Kind, advantages_for_groups
+from trainer_adapter.overrides import Truncated, apply_flags, sample_flags
 
 __all__ = ["Batch", "BatchMemory", "FieldNames", "pack"]
 
@@ -62,6 +64,8 @@ class Batch:
     layout : "packed" | "padded"
     step : int
         The handler's count of batches, from 0; -1 for one that `pack` made.
+    transport : str
+        How it came to its device: "cpu", or on a GPU as `trainer_adapter.gpu` says.
     """
 
     tokens: Tensor
@@ -78,6 +82,7 @@ class Batch:
     groups: list[shmbus.Group] = field(repr=False)
     layout: Layout = "packed"
     step: int = -1
+    transport: str = "cpu"
 
     @property
     def sequences(self) -> int:
@@ -107,11 +112,15 @@ class BatchMemory:
         for position in range(len(blocks)):
             if sys.getrefcount(blocks[position]) == 2 and blocks[position].nbytes >= size:
                 return blocks[position]
-        block = np.empty(-(-size // BLOCK_BYTES) * BLOCK_BYTES, np.uint8)
+        block = self.fresh(-(-size // BLOCK_BYTES) * BLOCK_BYTES)
         if len(blocks) >= BLOCKS_KEPT:
             del blocks[0]
         blocks.append(block)
         return block
+
+    def fresh(self, size: int) -> NDArray[np.uint8]:
+        """Return a new block of `size` bytes."""
+        return np.empty(size, np.uint8)
 
 
 def pack(
@@ -122,6 +131,7 @@ def pack(
     device: torch.device | str = "cpu",
     fields: FieldNames | None = None,
     memory: BatchMemory | None = None,
+    truncated: Truncated = "keep",
 ) -> Batch:
     """Gather leased groups into one batch.
 
@@ -137,6 +147,9 @@ def pack(
         How producers call the arrays.
     memory : BatchMemory, optional
         Where the batch's memory comes from; fresh memory without it.
+    truncated : "keep" | "mask"
+        "mask" leaves samples that were cut off, as their ``meta["finish_reason"]`` says, out of the
+        loss; their scores still count for their groups.
 
     Returns
     -------
@@ -145,7 +158,13 @@ def pack(
     Raises
     ------
     ValueError
-        No group; a trajectory without tokens, or with fields that do not fit together.
+        No group; a trajectory without tokens, with fields that do not fit together, or with
+        logprobs or advantages that are not finite where the loss mask is True.
+
+    Notes
+    -----
+    A sample whose meta has ``set_advantage_to_zero: True`` gets advantages of 0, whatever else
+    was computed or sent; its score still counts for its group.
     """
     chosen = [groups] if isinstance(groups, shmbus.Group) else list(groups)
     if not chosen:
@@ -163,6 +182,10 @@ def pack(
     arrays = bus_gather.PackedArrays.inside(block, total, len(lengths))
     per_sequence = advantages_for_groups(scores, sizes, advantages)
     bus_gather.gather(trajectories, arrays, per_sequence, names)
+    flags = sample_flags(trajectories, truncated)
+    if flags is not None:
+        apply_flags(flags, arrays)
+    require_finite(arrays, trajectories, names)
     batch = Batch(
         tokens=torch.from_numpy(arrays.tokens),
         position_ids=torch.from_numpy(arrays.position_ids),
@@ -178,7 +201,7 @@ def pack(
         groups=chosen,
     )
     if layout == "padded":
-        _pad(batch)
+        pad_batch(batch)
     return batch if torch.device(device).type == "cpu" else _move(batch, device)
 
 
@@ -186,13 +209,15 @@ _PER_TOKEN = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
 _PER_SEQUENCE = ("cu_seqlens", "scores", "policy_versions", "group_sizes")
 
 
-def _pad(batch: Batch) -> None:
-    """Spread the packed row over [S, L]; the filler is 0 and False."""
-    starts = batch.cu_seqlens[:-1].to(torch.int64)
+def pad_batch(batch: Batch) -> None:
+    """Spread the packed row over [S, L], wherever it is; the filler is 0 and False."""
+    device = batch.tokens.device
+    borders = batch.cu_seqlens.to(torch.int64)
+    total = len(batch.tokens)
     rows = torch.repeat_interleave(
-        torch.arange(batch.sequences), batch.cu_seqlens.diff().to(torch.int64)
+        torch.arange(batch.sequences, device=device), borders.diff(), output_size=total
     )
-    columns = torch.arange(batch.total_tokens) - starts[rows]
+    columns = torch.arange(total, device=device) - borders[rows]
     for name in _PER_TOKEN:
         packed: Tensor = getattr(batch, name)
         padded = packed.new_zeros((batch.sequences, batch.max_seqlen))
@@ -205,4 +230,4 @@ def _move(batch: Batch, device: torch.device | str) -> Batch:
     values: dict[str, Any] = {}
     for name in _PER_TOKEN + _PER_SEQUENCE:
         values[name] = getattr(batch, name).to(device)
-    return Batch(**{**batch.__dict__, **values})
+    return Batch(**{**batch.__dict__, **values, "transport": "copy"})

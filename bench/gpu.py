@@ -1,0 +1,284 @@
+"""What the GPU path gives: ``python -m bench.gpu --output bench/results/NAME.json``, on a GPU.
+
+Two parts. *Transfer*: records that lie in the ring become packed batches on the device, by each
+transport, against the pinned host-to-device rate of the same run. *Attention*: `varlen_attention`
+by SDPA against the native kernel, forward and backward, time and peak memory.
+
+Method: rates are of wall-clock time over many batches, two under way at a time, and count what
+crosses to the device (9 bytes a token for "gather", 25 for the others, whose rate in records is
+given too). CPU time is that of the whole process. A figure is the median of its repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import shmbus
+from bench import machine
+from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE
+from trainer_adapter.attention import attention_backend, varlen_attention
+from trainer_adapter.gpu import GpuPacker, Pending
+from trainer_adapter.packing import pack
+
+__all__ = ["main"]
+
+#: Tokens of a record: 18 KB.
+TOKENS: Final = 2048
+#: Bytes of one pinned copy: far beyond all that a launch costs.
+PINNED_BYTES: Final = 256 << 20
+#: Heads and their size in the attention rows.
+HEADS, HEAD_DIM = 16, 128
+#: Targets: share of the pinned rate; SDPA's time and memory over the native kernel's.
+TRANSFER_TARGET: Final = 0.9
+TIME_TARGET: Final = 1.1
+TIME_TARGET_SHORT: Final = 1.5
+MEMORY_TARGET: Final = 1.15
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and write the JSON; exit status 1 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    parser.add_argument("--capacity", default="512MiB", help="of the ring (512MiB)")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--only", choices=["transfer", "attention"])
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench.gpu: no CUDA device here", file=sys.stderr)
+        return 1
+    facts = {**machine.describe(), **_gpu_facts()}
+    result: dict[str, Any] = {"machine": facts, "transfer": [], "attention": []}
+    print(f"{facts['gpu']}, torch {facts['torch']}, CUDA {facts['cuda']}", flush=True)
+    if options.only != "attention":
+        result["transfer"] = _transfer(options.capacity, options.repetitions)
+    if options.only != "transfer":
+        result["attention"] = _attention(options.repetitions)
+    for row in (*result["transfer"], *result["attention"]):
+        print("  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {options.output}")
+    return 0
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _gpu_facts() -> dict[str, Any]:
+    try:
+        import triton
+    except ImportError:
+        version = None
+    else:
+        version = triton.__version__
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "cuda": torch.version.cuda,
+        "triton": version,
+    }
+
+
+# --- from the ring to the device
+
+
+def _transfer(capacity: str, repetitions: int) -> list[dict[str, Any]]:
+    name = f"bench-gpu-{os.getpid()}-{secrets.token_hex(3)}"
+    with shmbus.Bus.create(name, capacity) as bus:
+        room = bus.capacity * 8 // 10 // (TOKENS * BYTES_PER_TOKEN + 256)
+        count = room // (2 * GROUP_SIZE) * (2 * GROUP_SIZE)
+        _fill(name, count)
+        with shmbus.Consumer(name) as consumer:
+            groups: list[shmbus.Group] = []
+            while len(groups) < count // GROUP_SIZE:
+                groups += consumer.take(1024, 10.0)
+            rows = [_pinned_copy(repetitions)]
+            for transport in ("gather", "pinned", "copy"):
+                # A batch of a step, and one as large as a rank of a big job has.
+                for per_batch in (32, len(groups) // 4):
+                    rows.append(_one_transport(groups, transport, per_batch, repetitions))
+            rows.append(_pinned_copy(repetitions))
+    pinned = statistics.mean([rows[0]["gb_per_s"], rows[-1]["gb_per_s"]])
+    for row in rows:
+        row["of_pinned"] = row["gb_per_s"] / pinned
+        if row["what"] == "gather":
+            row["target"] = TRANSFER_TARGET
+    return rows
+
+
+def _fill(name: str, count: int) -> None:
+    """Put records that all differ, so that a wrong batch would show."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 150_000, TOKENS, np.int32)
+    mask = (rng.random(TOKENS) < 0.9).astype(np.uint8)
+    logprobs = -rng.random(TOKENS, np.float32)
+    with shmbus.Producer(name) as producer:
+        for number in range(count):
+            producer.put(
+                f"p{number // GROUP_SIZE}",
+                group_size=GROUP_SIZE,
+                index=number % GROUP_SIZE,
+                score=float(number % 5),
+                tokens=tokens + np.int32(number),
+                loss_mask=mask,
+                logprobs=logprobs,
+                timeout=10.0,
+            )
+
+
+def _pinned_copy(repetitions: int) -> dict[str, Any]:
+    host = torch.ones(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(PINNED_BYTES, dtype=torch.uint8, device="cuda")
+    seconds = _device_seconds(lambda: device.copy_(host, non_blocking=True), repetitions)
+    return {"what": "pinned host-to-device copy", "gb_per_s": PINNED_BYTES / seconds / 1e9}
+
+
+def _one_transport(
+    groups: list[shmbus.Group], transport: Any, per_batch: int, repetitions: int
+) -> dict[str, Any]:
+    cuts = range(0, len(groups) - per_batch + 1, per_batch)
+    batches = [groups[at : at + per_batch] for at in cuts]
+    packer = GpuPacker("cuda", transport=transport)
+    try:
+        first = packer.pack(batches[-1])
+        want = pack(batches[-1])
+        for name in ("tokens", "position_ids", "loss_mask", "logprobs", "advantages"):
+            assert torch.equal(getattr(first, name).cpu(), getattr(want, name)), name
+        runs = [_run(packer, batches) for _ in range(max(3, repetitions // 2))]
+        runs.sort()
+        seconds, cpu_s = runs[len(runs) // 2]
+        alone = _device_seconds(lambda: packer.pack(batches[0]), repetitions, packer._stream)
+    finally:
+        packer.close()
+    tokens = len(batches) * per_batch * GROUP_SIZE * TOKENS
+    width = BYTES_PER_TOKEN if transport == "gather" else 25
+    return {
+        "what": transport,
+        "tokens_per_batch": per_batch * GROUP_SIZE * TOKENS,
+        "gb_per_s": tokens * width / seconds / 1e9,
+        "records_per_s": tokens / TOKENS / seconds,
+        "cpu_s_per_s": cpu_s / seconds,
+        "cpu_us_per_record": cpu_s / (tokens / TOKENS) * 1e6,
+        "one_batch_on_the_device_ms": alone * 1e3,
+    }
+
+
+def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[float, float]:
+    """Bring all batches over, two under way; return seconds and processor seconds."""
+    waiting: deque[Pending] = deque()
+    torch.cuda.synchronize()
+    began, began_cpu = time.perf_counter(), time.process_time()
+    for batch in batches:
+        waiting.append(packer.begin(batch))
+        if len(waiting) == 2:
+            waiting.popleft().finish()
+    while waiting:
+        waiting.popleft().finish()
+    return time.perf_counter() - began, time.process_time() - began_cpu
+
+
+def _device_seconds(
+    work: Callable[[], object], repetitions: int, stream: torch.cuda.Stream | None = None
+) -> float:
+    """Median time that the device needs for some work, by events on a stream."""
+    stream = stream or torch.cuda.current_stream()
+    seconds = []
+    for turn in range(repetitions + 3):
+        events = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        ]
+        events[0].record(stream)
+        work()
+        events[1].record(stream)
+        torch.cuda.synchronize()
+        if turn >= 3:
+            seconds.append(events[0].elapsed_time(events[1]) / 1e3)
+    return float(statistics.median(seconds))
+
+
+# --- attention
+
+
+def _attention(repetitions: int) -> list[dict[str, Any]]:
+    mixes = {
+        "16 log-normal": (_log_normal(16, 27_120), TIME_TARGET),
+        "64 log-normal": (_log_normal(64, 114_580), TIME_TARGET),
+        "2,048 of 16 to 128": (
+            np.random.default_rng(3).integers(16, 129, 2048),
+            TIME_TARGET_SHORT,
+        ),
+    }
+    rows = []
+    for mix, (lengths, target) in mixes.items():
+        times: dict[str, dict[str, Any]] = {}
+        for backend in ("native", "sdpa"):
+            row = _one_backend(mix, lengths, backend, repetitions)
+            times[backend] = row
+            rows.append(row)
+        native = times["native"]
+        if "ms" in native:
+            times["sdpa"]["time_of_native"] = times["sdpa"]["ms"] / native["ms"]
+            times["sdpa"]["memory_of_native"] = times["sdpa"]["peak_gib"] / native["peak_gib"]
+            times["sdpa"]["targets"] = [target, MEMORY_TARGET]
+    return rows
+
+
+def _log_normal(sequences: int, tokens: int) -> NDArray[np.int64]:
+    """Lengths whose logarithms are normal with a deviation of 0.8, and that sum to `tokens`."""
+    drawn = np.random.default_rng(2).lognormal(0, 0.8, sequences)
+    lengths: NDArray[np.int64] = np.maximum(1, drawn / drawn.sum() * tokens).astype(np.int64)
+    lengths[lengths.argmax()] += tokens - lengths.sum()
+    return lengths
+
+
+def _one_backend(
+    mix: str, lengths: NDArray[np.int64], backend: Any, repetitions: int
+) -> dict[str, Any]:
+    total, longest = int(lengths.sum()), int(lengths.max())
+    borders = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).int().cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(
+            total, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16, generator=generator
+        ).requires_grad_()
+        for _ in range(3)
+    )
+    upstream = torch.randn_like(q)
+    row = {"what": f"attention, {mix}", "backend": backend, "tokens": total, "longest": longest}
+    try:
+        attention_backend(q, k, longest, longest, window_size=(-1, 0), backend=backend)
+    except ValueError as error:
+        return {**row, "skipped": str(error)}
+
+    def step() -> None:
+        out = varlen_attention(
+            q, k, v, borders, borders, longest, longest, window_size=(-1, 0), backend=backend
+        )
+        torch.autograd.grad(out, (q, k, v), upstream)
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = _device_seconds(step, repetitions)
+    return {**row, "ms": seconds * 1e3, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+/* Where the fields of trajectories lie: found and checked in one place, for all that reads them.
+ *
+ * Invariant: what find_sources has filled in is within the segment, and stays there for as long as
+ * the trajectories are leased. */
+#ifndef SHMBUS_PY_SOURCES_H
+#define SHMBUS_PY_SOURCES_H
+
+#include "pyapi.h"
+
+enum { FIELD_TOKENS, FIELD_MASK, FIELD_LOGPROBS, FIELD_ADVANTAGES, FIELDS };
+
+/* Where one trajectory's fields lie; NULL for a field that it does not have. */
+struct source {
+    TrajectoryObject *trajectory;
+    const uint8_t *data[FIELDS];
+    uint64_t length;
+    uint8_t kinds[FIELDS];
+};
+
+/* One source a trajectory of the list; false with an exception that names what does not fit. */
+bool find_sources(PyObject *items, PyObject *const *names, struct source *sources);
+
+#endif

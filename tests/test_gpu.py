@@ -1,0 +1,257 @@
+"""The way to a GPU: the kernel in Triton's interpreter on any machine, and the rest on a GPU.
+
+Whatever the transport, a batch is what `pack` makes of the same groups on the host.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Spawner
+
+from shmbus import Bus, Consumer, Producer
+from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+TENSORS = (
+    "tokens", "position_ids", "cu_seqlens", "loss_mask", "logprobs", "advantages", "scores",
+    "policy_versions", "group_sizes",
+)  # fmt: skip
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, capacity="64MiB", max_producers=4) as handle:
+        yield handle
+
+
+def random_sample(rng: np.random.Generator, longest: int) -> dict[str, Any]:
+    """A sample with fields of any dtype that the bus packs, or without the optional ones."""
+    n = int(rng.integers(0, longest))
+    floats = ["f4", "f4", "f8"]
+    given: dict[str, Any] = {
+        "tokens": rng.integers(0, 100, n).astype(rng.choice(["i4", "i4", "u2", "i8", "u1"])),
+        "score": float(rng.random()),
+    }
+    if rng.random() < 0.8:
+        given["loss_mask"] = rng.integers(0, 2, n).astype(rng.choice(["u1", "?", "i8", "f4"]))
+    if rng.random() < 0.8:
+        given["logprobs"] = -rng.random(n).astype(rng.choice(floats))
+    if rng.random() < 0.3:
+        given["advantages"] = rng.random(n).astype(rng.choice(floats))
+    if rng.random() < 0.2:
+        given["meta"] = {"finish_reason": "length", "set_advantage_to_zero": True}
+    return given
+
+
+def put_random(producer: Producer, seed: int, groups: int, longest: int) -> None:
+    rng = np.random.default_rng(seed)
+    for number in range(groups):
+        for index in range(4):
+            producer.put(
+                f"k{number}", group_size=4, index=index, policy_version=number, timeout=10,
+                **random_sample(rng, longest),
+            )  # fmt: skip
+
+
+def assert_same(got: Batch, want: Batch) -> None:
+    for name in TENSORS:
+        mine, right = getattr(got, name).cpu(), getattr(want, name)
+        assert mine.dtype == right.dtype, name
+        assert torch.equal(mine, right), name
+    assert (got.max_seqlen, got.instance_ids) == (want.max_seqlen, want.instance_ids)
+    assert (got.layout, got.groups) == (want.layout, want.groups)
+
+
+# --- the kernel, without a GPU
+
+INTERPRETED = """
+import sys
+import numpy as np, torch
+sys.path.insert(0, sys.argv[1])
+from test_gpu import assert_same, put_random
+from shmbus import Consumer, Producer
+from trainer_adapter import pack
+from trainer_adapter.gpu import begin_gather
+
+name, seed = sys.argv[2], int(sys.argv[3])
+device = torch.device("cpu")
+with Producer(name) as producer, Consumer(name) as consumer:
+    for round, longest in enumerate((60, 5000, 1)):
+        put_random(producer, seed + round, 3, longest)
+        groups = consumer.take(64, 10)
+        assert len(groups) == 3
+        for options in (
+            {}, {"truncated": "mask"}, {"layout": "padded", "advantages": "rloo"},
+        ):
+            assert_same(begin_gather(groups, device, **options).finish(), pack(groups, **options))
+        consumer.ack(groups)
+    for field in ("logprobs", "advantages"):
+        for wrong in (np.nan, np.inf):
+            good = {"tokens": np.arange(9), "logprobs": np.zeros(9), "advantages": np.zeros(9)}
+            producer.put("good", group_size=1, index=0, **good)
+            bad = np.zeros(3000, np.float32)
+            bad[2500:] = wrong
+            producer.put("bad", group_size=1, index=0,
+                         **{"tokens": np.arange(3000), field: bad})
+            groups = consumer.take(64, 10)
+            messages = []
+            for attempt in (lambda: begin_gather(groups, device).finish(), lambda: pack(groups)):
+                try:
+                    attempt()
+                except ValueError as error:
+                    messages.append((str(error), error.sample))
+            assert len(set(messages)) == 1 and len(messages) == 2, messages
+            assert f"'bad'[0]" in messages[0][0] and "token 2500" in messages[0][0], messages
+            consumer.ack(groups)
+print("equal")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_kernel_makes_the_batch_that_the_host_makes(
+    bus: Bus, spawn: Spawner, seed: int
+) -> None:
+    here = os.path.dirname(__file__)
+    path = os.pathsep.join(filter(None, [os.path.dirname(here), os.environ.get("PYTHONPATH")]))
+    child = spawn.script(
+        INTERPRETED, here, bus.name, seed, env={"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    )
+    assert child.finish(100).splitlines()[-1] == "equal"
+
+
+def test_a_packer_is_for_cuda_devices_only() -> None:
+    from trainer_adapter.gpu import GpuPacker
+
+    with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
+        GpuPacker("cpu")
+    with pytest.raises(ValueError, match=r"transport: expected 'auto'.*got 'rdma'"):
+        GpuPacker("cuda", transport="rdma")  # type: ignore[arg-type]
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("transport", ["gather", "pinned", "copy"])
+def test_every_transport_brings_the_batch_that_the_host_makes(
+    bus: Bus, seed: int, transport: Any, layout: Any
+) -> None:
+    from trainer_adapter.gpu import GpuPacker
+
+    packer = GpuPacker("cuda", transport=transport, layout=layout, truncated="mask")
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        try:
+            for number, longest in enumerate((60, 5000, 1)):
+                put_random(producer, seed + number, 8, longest)
+                groups = consumer.take(64, 10)
+                batch = packer.deliver(packer.pack(groups))
+                assert batch.transport == transport
+                assert batch.tokens.device == torch.device("cuda", torch.cuda.current_device())
+                assert_same(batch, pack(groups, layout=layout, truncated="mask"))
+                consumer.ack(groups)
+        finally:
+            packer.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_batches_may_overlap_and_their_records_be_overwritten_once_they_have_arrived(
+    bus: Bus, seed: int
+) -> None:
+    from trainer_adapter.gpu import GpuPacker
+
+    packer = GpuPacker("cuda")
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        try:
+            waiting: list[tuple[Any, Batch]] = []
+            for number in range(40):
+                put_random(producer, seed + number, 8, 4000)
+                groups = consumer.take(64, 10)
+                waiting.append((packer.begin(groups), pack(groups)))
+                if len(waiting) > 2:
+                    pending, want = waiting.pop(0)
+                    assert_same(pending.finish(), want)
+                    consumer.ack(want.groups)
+        finally:
+            packer.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus, seed: int) -> None:
+    from trainer_adapter import gpu
+
+    packer = gpu.GpuPacker("cuda")
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        # What is registered already is refused.
+        put_random(producer, seed, 4, 500)
+        groups = consumer.take(64, 10)
+        first = gpu.GpuPacker("cuda", transport="gather")
+        assert_same(first.pack(groups), pack(groups))
+        batch = packer.pack(groups)
+        assert batch.transport == packer.transport == "pinned"
+        assert "cannot be registered" in packer.reason
+        assert_same(batch, pack(groups))
+        # The refusal left no error behind for torch's next launch.
+        assert torch.ones(3, device="cuda").sum().item() == 3
+        first.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_handler_says_how_its_batches_came(bus: Bus, seed: int, prefetch: int) -> None:
+    with Producer(bus.name) as producer:
+        put_random(producer, seed, 12, 800)
+        with OnlineDataHandler(
+            bus.name, groups_per_batch=4, device="cuda", prefetch=prefetch
+        ) as handler:
+            for _ in range(3):
+                batch = handler.next_batch(10)
+                assert batch.transport == handler.transport == "gather"
+                assert_same(batch, pack(batch.groups))
+                handler.ack(batch)
+            assert handler.stats().acknowledged == 48
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_fields_go_by_their_names_on_the_way_to_a_gpu_too(bus: Bus) -> None:
+    from trainer_adapter.gpu import GpuPacker
+
+    names = FieldNames(tokens="ids", loss_mask=None, logprobs=None, advantages=None)
+    packer = GpuPacker("cuda", fields=names)
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        producer.put("a", group_size=1, index=0, ids=np.arange(7), logprobs=np.ones(3))
+        groups = consumer.take(1, 10)
+        assert_same(packer.pack(groups), pack(groups, fields=names))
+        packer.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> None:
+    from trainer_adapter.gpu import GpuPacker
+
+    packer = GpuPacker("cuda")
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        put_random(producer, seed, 8, 4000)
+        groups = consumer.take(64, 10)
+        packer.pack(groups)
+        busy = torch.cuda.Event()
+        # About a second of the device's clock, on the stream that training uses.
+        torch.cuda._sleep(2_000_000_000)
+        busy.record()
+        batch = packer.pack(groups)
+        assert not busy.query()
+        assert_same(packer.deliver(batch), pack(groups))
+        packer.close()

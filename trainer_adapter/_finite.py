@@ -1,0 +1,63 @@
+"""What is not finite never reaches a loss: logprobs and advantages of a batch, checked once.
+
+Invariant: the error names the sample, so that its group alone can be dropped.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+import shmbus
+from shmbus.gather import FieldNames, PackedArrays
+from shmbus.locate import find_not_finite
+
+__all__ = ["NotFiniteError", "require_finite"]
+
+
+class NotFiniteError(ValueError):
+    """A sample brought a nan or an infinity where its tokens are trained.
+
+    Attributes
+    ----------
+    sample : int
+        Its position in the batch.
+    """
+
+    def __init__(self, message: str, sample: int) -> None:
+        super().__init__(message)
+        self.sample = sample
+
+
+def require_finite(
+    arrays: PackedArrays, trajectories: list[shmbus.Trajectory], names: FieldNames
+) -> None:
+    """Raise NotFiniteError for the first logprob or advantage of packed arrays that is not finite.
+
+    Logprobs outside the loss mask are 0 by then, whatever stood there.
+    """
+    for name, values in ((names.logprobs, arrays.logprobs), (names.advantages, arrays.advantages)):
+        token = find_not_finite(values)
+        if token >= 0:
+            raise not_finite(name, token, float(values[token]), arrays.cu_seqlens, trajectories)
+
+
+def not_finite(
+    name: str | None,
+    token: int,
+    value: float,
+    borders: Sequence[int] | NDArray[np.int32],
+    trajectories: list[shmbus.Trajectory],
+) -> NotFiniteError:
+    """Say which sample, field and token it is, from the token's position in the packed row."""
+    sample = bisect.bisect_right(borders, token) - 1
+    trajectory = trajectories[sample]
+    return NotFiniteError(
+        f"trajectory {trajectory.instance_id!r}[{trajectory.index}] of producer "
+        f"{trajectory.producer_id}: field {name!r}: expected finite numbers, got {value} at token "
+        f"{token - int(borders[sample])}; mask the token, or correct what computes it",
+        sample,
+    )

@@ -1,0 +1,90 @@
+"""The kernel that turns records in registered host memory into a packed batch on the device.
+
+Needs Triton, so only `gpu.py` imports this, and only when it is about to run it.
+
+Invariants:
+
+- A program reads one chunk of one sequence, and writes the same chunk of every output; nobody
+  else writes there.
+- The values are those of the host's gather: integers widened, logprobs 0 where the mask is False,
+  a producer's own advantages before those of its group.
+- What is not finite is found here too, in the same pass: the lowest such token goes to `broken`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+__all__ = ["CHUNK_TOKENS", "ROW_COLUMNS", "pack_records"]
+
+CHUNK_TOKENS: Final = 2048
+"""Tokens of a program: 18 KB of reads in flight, and a few hundred programs for a usual batch,
+which is more than a GPU runs at a time."""
+
+ROW_COLUMNS: Final = 7
+"""Words of a row: addresses of tokens, mask, logprobs and advantages; tokens; where the sequence
+begins in the batch; flags of `overrides.py`."""
+
+
+@triton.jit
+def pack_records(
+    rows,  # int64 [S, ROW_COLUMNS]
+    sequence_advantages,  # float32 [S]
+    chunks,  # int32 [C, 2]: sequence, and its first token here
+    tokens,  # int64 [T]
+    position_ids,  # int64 [T]
+    loss_mask,  # uint8 [T]
+    logprobs,  # float32 [T]
+    advantages,  # float32 [T]
+    broken,  # int64 [2]: first token whose logprob, and whose advantage, is not finite
+    TOKENS: tl.constexpr,
+    MASK: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    ADVANTAGES: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    HAS_ADVANTAGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Pack one chunk; the upper-case dtypes are those of the records."""
+    chunk = tl.program_id(0)
+    sequence = tl.load(chunks + 2 * chunk)
+    first = tl.multiple_of(tl.load(chunks + 2 * chunk + 1), 16)
+    row = rows + sequence.to(tl.int64) * COLUMNS
+    length = tl.load(row + 4)
+    start = tl.load(row + 5)
+    flags = tl.load(row + 6)
+    here = first + tl.arange(0, CHUNK)
+    inside = here < length
+    at = start + here
+    # Every field of a record begins on a cache line, so whole vectors can be read.
+    address = tl.multiple_of(tl.load(row).to(tl.pointer_type(TOKENS)), 16)
+    ids = tl.load(address + here, mask=inside, other=0)
+    tl.store(tokens + at, ids.to(tl.int64), mask=inside)
+    tl.store(position_ids + at, here.to(tl.int64), mask=inside)
+    trained = inside & ((flags & 1) == 0)
+    if HAS_MASK:
+        mask_address = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(MASK)), 16)
+        trained = trained & (tl.load(mask_address + here, mask=inside, other=0) != 0)
+    tl.store(loss_mask + at, trained.to(tl.uint8), mask=inside)
+    values = tl.zeros([CHUNK], dtype=tl.float32)
+    if HAS_LOGPROBS:
+        logprobs_address = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(LOGPROBS)), 16)
+        read = tl.load(logprobs_address + here, mask=inside, other=0).to(tl.float32)
+        values = tl.where(trained, read, 0.0)
+        # Only a nan or an infinity differs from itself taken from itself.
+        wrong = inside & ((values - values) != 0.0)
+        tl.atomic_min(broken + tl.zeros([CHUNK], dtype=tl.int32), at, mask=wrong)
+    tl.store(logprobs + at, values, mask=inside)
+    gains = tl.zeros([CHUNK], dtype=tl.float32) + tl.load(sequence_advantages + sequence)
+    if HAS_ADVANTAGES:
+        own_address = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(ADVANTAGES)), 16)
+        own = tl.load(own_address + here, mask=inside, other=0).to(tl.float32)
+        gains = tl.where((flags & 2) == 0, own, 0.0)
+        wrong = inside & ((gains - gains) != 0.0)
+        tl.atomic_min(broken + 1 + tl.zeros([CHUNK], dtype=tl.int32), at, mask=wrong)
+    tl.store(advantages + at, gains, mask=inside)

@@ -1,0 +1,212 @@
+"""From the ring to a packed batch on a GPU, by the shortest way that this machine has.
+
+- ``gather``: the ring is registered with CUDA once, and one kernel reads the records over PCIe,
+  straight into the packed batch on the device. The CPU makes a table of 56 bytes a sequence.
+- ``pinned``: packed by the CPU into pinned memory, and copied from there without waiting.
+- ``copy``: packed by the CPU, and copied as pageable memory.
+
+Invariants:
+
+- A batch that `pack` returns, or `Pending.finish`, has arrived: nothing reads the ring for it any
+  more, so it may be acknowledged any time. The waiting thread sleeps.
+- All of it runs on a stream of its own; training that is under way is not waited for.
+- The ring is unregistered before the mapping may go away.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+import shmbus
+from shmbus.gather import FieldNames
+from shmbus.locate import locate
+from trainer_adapter._cuda import PinnedMemory, Registration
+from trainer_adapter._gpu_gather import Pending, begin_gather
+from trainer_adapter.advantages import Kind
+from trainer_adapter.overrides import Truncated
+from trainer_adapter.packing import Batch, BatchMemory, Layout, pack, pad_batch
+
+__all__ = ["GpuPacker", "Pending", "Transport", "begin_gather"]
+
+logger = logging.getLogger(__name__)
+
+Transport = Literal["gather", "pinned", "copy"]
+TRANSPORTS: Final = ("gather", "pinned", "copy")
+
+
+class GpuPacker:
+    """Packs leased groups into batches on one CUDA device.
+
+    Parameters
+    ----------
+    device : torch.device or str
+        A CUDA device.
+    transport : "auto" | "gather" | "pinned" | "copy"
+        "auto" takes the first that works, in this order.
+    advantages, layout, fields, truncated
+        As for `pack`.
+
+    Attributes
+    ----------
+    transport : "gather" | "pinned" | "copy"
+        What the next batch will take.
+    reason : str
+        Why not a faster one; empty for "gather".
+
+    Raises
+    ------
+    ValueError
+        For another transport, and for a device that is not CUDA's.
+    RuntimeError
+        From `pack`: a transport that was asked for by name does not work here.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        transport: Transport | Literal["auto"] = "auto",
+        advantages: Kind = "grpo",
+        layout: Layout = "packed",
+        fields: FieldNames | None = None,
+        truncated: Truncated = "keep",
+    ) -> None:
+        if transport not in ("auto", *TRANSPORTS):
+            raise ValueError(
+                f"transport: expected 'auto', 'gather', 'pinned' or 'copy', got {transport!r}; "
+                "'auto' takes the fastest that works"
+            )
+        self.device = torch.device(device)
+        if self.device.type != "cuda":
+            raise ValueError(f"device: expected a CUDA device, got {self.device}; use pack")
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._forced = transport != "auto"
+        self._options: dict[str, Any] = {
+            "advantages": advantages,
+            "fields": fields,
+            "truncated": truncated,
+        }
+        self._layout: Layout = layout
+        self._memory: BatchMemory = BatchMemory()
+        self._pinned: PinnedMemory | None = None
+        self._registration: Registration | None = None
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.reason = ""
+        self.transport: Transport = "gather" if transport == "auto" else transport
+
+    def pack(self, groups: list[shmbus.Group]) -> Batch:
+        """Bring leased groups to the device as one batch, and wait until it is there.
+
+        Parameters
+        ----------
+        groups : list[shmbus.Group]
+            Leased, of one Consumer; at least one.
+
+        Returns
+        -------
+        Batch
+            Its ``transport`` says how it came.
+
+        Raises
+        ------
+        ValueError
+            As for `trainer_adapter.pack`.
+        """
+        return self.begin(groups).finish()
+
+    def begin(self, groups: list[shmbus.Group]) -> Pending:
+        """Start bringing leased groups to the device, without waiting.
+
+        Parameters
+        ----------
+        groups : list[shmbus.Group]
+            Leased, of one Consumer; at least one. They stay leased until `Pending.finish`.
+
+        Returns
+        -------
+        Pending
+
+        Raises
+        ------
+        ValueError
+            As for `trainer_adapter.pack`; what is not finite, only when it is finished.
+        """
+        if self.transport == "gather":
+            pending = self._gather(groups)
+            if pending is not None:
+                return pending
+        if self.transport == "pinned" and self._pinned is None:
+            try:
+                self._pinned = PinnedMemory()
+                self._pinned.take(1)
+            except RuntimeError as error:
+                self._pinned = None
+                self._fall_back("copy", f"no pinned memory: {error}")
+        memory = self._pinned if self.transport == "pinned" else self._memory
+        packed = pack(groups, memory=memory, **self._options)
+        with torch.cuda.stream(self._stream):
+            values = {
+                name: value.to(self.device, non_blocking=True)
+                for name, value in vars(packed).items()
+                if isinstance(value, Tensor)
+            }
+            batch = Batch(**{**vars(packed), **values, "transport": self.transport})
+            if self._layout == "padded":
+                pad_batch(batch)
+            # The host's batch is kept until the copies from it are done.
+            return Pending(batch, self._stream, keep=packed)
+
+    def deliver(self, batch: Batch) -> Batch:
+        """Hand a batch to the calling thread's current stream; call it once, where it is used.
+
+        The memory is of another stream: without this, it could be used again there while kernels
+        of this one still read it.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        for value in vars(batch).values():
+            if isinstance(value, Tensor) and value.is_cuda:
+                value.record_stream(stream)
+        return batch
+
+    def close(self) -> None:
+        """Let go of the ring; call it before the Consumer closes."""
+        if self._registration is not None:
+            self._stream.synchronize()
+            self._registration.close()
+            self._registration = None
+
+    def _gather(self, groups: list[shmbus.Group]) -> Pending | None:
+        """Run the kernel; None if it cannot run here, from now on."""
+        if importlib.util.find_spec("triton") is None:
+            self._fall_back("pinned", "Triton is not installed")
+            return None
+        with torch.cuda.stream(self._stream):
+            if self._registration is None:
+                places = locate(groups[0].trajectories[:1], self._options["fields"])
+                try:
+                    self._registration = Registration(places.base, places.nbytes)
+                except (OSError, RuntimeError) as error:
+                    self._fall_back("pinned", f"the ring cannot be registered: {error}")
+                    return None
+            return begin_gather(
+                groups,
+                self.device,
+                stream=self._stream,
+                device_shift=self._registration.device_shift,
+                layout=self._layout,
+                **self._options,
+            )
+
+    def _fall_back(self, transport: Transport, reason: str) -> None:
+        if self._forced:
+            raise RuntimeError(
+                f"transport {self.transport!r} cannot run here: {reason}; pass transport='auto'"
+            )
+        self.transport, self.reason = transport, reason
+        logger.warning("batches go to %s by %r: %s", self.device, transport, reason)

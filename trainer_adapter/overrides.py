@@ -1,0 +1,96 @@
+"""What single samples ask of their batch: an advantage of zero, or to be left out of the loss.
+
+Invariants:
+
+- A sample never leaves its group: its score counts for the others' baseline, and it is
+  acknowledged with them.
+- Only meta that mentions what is looked for is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+import shmbus
+from shmbus.gather import PackedArrays
+from shmbus.locate import mentioning
+
+__all__ = ["Truncated", "is_truncated", "sample_flags"]
+
+Truncated = Literal["keep", "mask", "drop"]
+
+TRUNCATED_REASONS: Final = frozenset({"length", "max_tokens", "abort"})
+"""Values of ``meta["finish_reason"]`` that say that a sample did not come to its own end: what
+OpenAI's and vLLM's APIs call "length", Anthropic's "max_tokens", and vLLM and SGLang "abort"."""
+
+#: Bits of a sample's flags: no token of it is trained; its advantages are 0.
+MASKED: Final = 1
+ZEROED: Final = 2
+
+
+def is_truncated(group: shmbus.Group) -> bool:
+    """Whether a sample of a leased group was cut off, as its ``meta["finish_reason"]`` says."""
+    trajectories = group.trajectories
+    return any(
+        _meta(trajectories[position], "finish_reason") in TRUNCATED_REASONS
+        for position in mentioning(trajectories, "finish_reason")
+    )
+
+
+def sample_flags(
+    trajectories: list[shmbus.Trajectory], truncated: Truncated = "keep"
+) -> NDArray[np.uint8] | None:
+    """Collect what the samples ask for.
+
+    Parameters
+    ----------
+    trajectories : list[Trajectory]
+        Leased; S of them.
+    truncated : {"keep", "mask", "drop"}
+        With "mask", samples that were cut off are left out of the loss.
+
+    Returns
+    -------
+    uint8 [S] or None
+        `MASKED` and `ZEROED`, ored; None where no sample asks for anything.
+    """
+    flags = np.zeros(len(trajectories), np.uint8)
+    _raise_flag(flags, ZEROED, trajectories, "set_advantage_to_zero", bool)
+    if truncated == "mask":
+        _raise_flag(flags, MASKED, trajectories, "finish_reason", TRUNCATED_REASONS.__contains__)
+    return flags if flags.any() else None
+
+
+def apply_flags(flags: NDArray[np.uint8], arrays: PackedArrays) -> None:
+    """Do to packed arrays on the host what `sample_flags` found."""
+    borders = arrays.cu_seqlens
+    for position in np.flatnonzero(flags).tolist():
+        tokens = slice(borders[position], borders[position + 1])
+        if flags[position] & ZEROED:
+            arrays.advantages[tokens] = 0
+        if flags[position] & MASKED:
+            arrays.loss_mask[tokens] = False
+            arrays.logprobs[tokens] = 0
+
+
+def _meta(trajectory: shmbus.Trajectory, key: str) -> Any:
+    """Look up what can be hashed; None for all else."""
+    meta = trajectory.meta
+    value = meta.get(key) if isinstance(meta, dict) else None
+    return value if isinstance(value, (str, bool, int)) else None
+
+
+def _raise_flag(
+    flags: NDArray[np.uint8],
+    flag: int,
+    trajectories: list[shmbus.Trajectory],
+    key: str,
+    asks: Callable[[Any], bool],
+) -> None:
+    for position in mentioning(trajectories, key):
+        if asks(_meta(trajectories[position], key)):
+            flags[position] |= flag
