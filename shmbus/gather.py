@@ -65,33 +65,12 @@ class PackedArrays(msgspec.Struct, frozen=True):
     @classmethod
     def inside(cls, memory: NDArray[np.uint8], total: int, sequences: int) -> PackedArrays:
         """Lay the arrays out in one block of bytes, each on a cache line."""
-        arrays = []
-        at = 0
-        for dtype, length in _columns(total, sequences):
-            size = dtype.itemsize * length
-            arrays.append(memory[at : at + size].view(dtype))
-            at += _aligned(size)
-        return cls(*arrays)
-
-
-def _columns(total: int, sequences: int) -> tuple[tuple[np.dtype[Any], int], ...]:
-    return (
-        (np.dtype(np.int64), total),
-        (np.dtype(np.int64), total),
-        (np.dtype(np.bool_), total),
-        (np.dtype(np.float32), total),
-        (np.dtype(np.float32), total),
-        (np.dtype(np.int32), sequences + 1),
-    )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _core.RECORD_ALIGN) * _core.RECORD_ALIGN
+        return cls(*_core.lay_out(memory, total, sequences))
 
 
 def packed_bytes(total: int, sequences: int) -> int:
     """Bytes that `PackedArrays.inside` needs."""
-    return sum(_aligned(dtype.itemsize * length) for dtype, length in _columns(total, sequences))
+    return _core.packed_bytes(total, sequences)
 
 
 def sequence_lengths(
@@ -142,7 +121,7 @@ def gather(
     out: PackedArrays,
     sequence_advantages: NDArray[np.float32],
     names: FieldNames | None = None,
-) -> None:
+) -> bool:
     """Copy trajectories one behind the other into a packed batch.
 
     Parameters
@@ -156,12 +135,17 @@ def gather(
     names : FieldNames, optional
         How the fields are called.
 
+    Returns
+    -------
+    bool
+        Whether all logprobs and advantages in `out` are finite.
+
     Raises
     ------
     ValueError
         As for `sequence_lengths`, or where an array of `out` has the wrong size or dtype.
     """
-    _core.pack(
+    return _core.pack(
         trajectories,
         (names or FieldNames()).as_tuple(),
         out.tokens,

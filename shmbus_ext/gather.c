@@ -116,6 +116,30 @@ WIDEST void gather_fill_f32(float *dst, float value, uint64_t n) {
     }
 }
 
+/* Bits and not comparisons: they vectorise, and no compiler flag can argue them away. */
+#define EXPONENT_F32 UINT32_C(0x7f800000)
+
+WIDEST bool gather_any_not_finite(const float *values, uint64_t n) {
+    uint32_t found = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &values[i], sizeof bits);
+        found |= (uint32_t)((bits & EXPONENT_F32) == EXPONENT_F32);
+    }
+    return found != 0;
+}
+
+uint64_t gather_find_not_finite(const float *values, uint64_t n) {
+    if (!gather_any_not_finite(values, n)) {
+        return n;
+    }
+    uint64_t at = 0;
+    while (!gather_any_not_finite(&values[at], 1)) {
+        at++;
+    }
+    return at;
+}
+
 WIDEST void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) {
         dst[i] = mask[i] ? dst[i] : 0.0f;

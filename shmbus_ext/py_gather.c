@@ -107,9 +107,11 @@ bool find_sources(PyObject *items, PyObject *const *names, struct source *source
     return true;
 }
 
-static void copy_sequence(const struct source *from, const struct destination *to, int32_t at,
+/* Whether all that was copied is finite; looked at while it is still in the nearest cache. */
+static bool copy_sequence(const struct source *from, const struct destination *to, int32_t at,
                           float advantage) {
     uint64_t n = from->length;
+    bool finite = true;
     gather_i64(to->tokens + at, from->data[FIELD_TOKENS], from->kinds[FIELD_TOKENS], n);
     gather_positions(to->positions + at, n);
     if (from->data[FIELD_MASK] == NULL) {
@@ -124,24 +126,28 @@ static void copy_sequence(const struct source *from, const struct destination *t
         if (from->data[FIELD_MASK] != NULL) {
             gather_mask_f32(to->logprobs + at, to->mask + at, n);
         }
+        finite = !gather_any_not_finite(to->logprobs + at, n);
     }
     if (from->data[FIELD_ADVANTAGES] == NULL) {
         gather_fill_f32(to->advantages + at, advantage, n);
-    } else {
-        gather_f32(to->advantages + at, from->data[FIELD_ADVANTAGES],
-                   from->kinds[FIELD_ADVANTAGES], n);
+        return finite && !gather_any_not_finite(&advantage, 1);
     }
+    gather_f32(to->advantages + at, from->data[FIELD_ADVANTAGES], from->kinds[FIELD_ADVANTAGES],
+               n);
+    return finite && !gather_any_not_finite(to->advantages + at, n);
 }
 
-static void copy_all(const struct source *sources, Py_ssize_t count,
+static bool copy_all(const struct source *sources, Py_ssize_t count,
                      const struct destination *to) {
     int32_t at = 0;
+    bool finite = true;
     for (Py_ssize_t i = 0; i < count; i++) {
         to->offsets[i] = at;
-        copy_sequence(&sources[i], to, at, to->sequence_advantages[i]);
+        finite = copy_sequence(&sources[i], to, at, to->sequence_advantages[i]) && finite;
         at += (int32_t)sources[i].length;
     }
     to->offsets[count] = at;
+    return finite;
 }
 
 static bool check_array(PyObject *object, const char *name, int type, uint64_t length,
@@ -180,7 +186,8 @@ static void let_go_all(const struct source *sources, const struct record_ref *re
 }
 
 /* pack(trajectories, names, tokens, position_ids, loss_mask, logprobs, advantages, cu_seqlens,
- * sequence_advantages): fills all arrays, in the trajectories' order. */
+ * sequence_advantages) -> bool: fills all arrays, in the trajectories' order; whether all logprobs
+ * and advantages in them are finite. */
 static PyObject *gather_pack(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *items, *names[FIELDS], *arrays[7];
@@ -194,6 +201,7 @@ static PyObject *gather_pack(PyObject *module, PyObject *args) {
     struct record_ref *refs = PyMem_Malloc((size_t)(count + 1) * sizeof *refs);
     struct destination to;
     uint64_t total = 0;
+    bool finite = true;
     bool good = sources != NULL && refs != NULL;
     if (!good) {
         PyErr_NoMemory();
@@ -222,16 +230,13 @@ static PyObject *gather_pack(PyObject *module, PyObject *args) {
     if (good) {
         hold_all(sources, count);
         Py_BEGIN_ALLOW_THREADS
-        copy_all(sources, count, &to);
+        finite = copy_all(sources, count, &to);
         Py_END_ALLOW_THREADS
         let_go_all(sources, refs, count);
     }
     PyMem_Free(sources);
     PyMem_Free(refs);
-    if (!good) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return good ? PyBool_FromLong(finite) : NULL;
 }
 
 /* measure(trajectories, names) -> list[int]: tokens of each, after the checks that pack makes. */
@@ -295,7 +300,77 @@ static PyObject *gather_describe(PyObject *module, PyObject *items) {
     return result;
 }
 
+/* The arrays of a packed batch within one block, each on a cache line; both ends of a column. */
+#define COLUMNS 6
+struct column {
+    int type;
+    uint64_t size, length, at;
+};
+
+static uint64_t plan_columns(struct column *columns, uint64_t total, uint64_t sequences) {
+    const struct column plan[COLUMNS] = {
+        {NPY_INT64, 8, total, 0},   {NPY_INT64, 8, total, 0},   {NPY_BOOL, 1, total, 0},
+        {NPY_FLOAT32, 4, total, 0}, {NPY_FLOAT32, 4, total, 0}, {NPY_INT32, 4, sequences + 1, 0}};
+    uint64_t at = 0;
+    for (int i = 0; i < COLUMNS; i++) {
+        columns[i] = plan[i];
+        columns[i].at = at;
+        at += (plan[i].size * plan[i].length + SHMBUS_RECORD_ALIGN - 1) / SHMBUS_RECORD_ALIGN *
+              SHMBUS_RECORD_ALIGN;
+    }
+    return at;
+}
+
+/* packed_bytes(total, sequences) -> int: what lay_out needs. */
+static PyObject *gather_packed_bytes(PyObject *module, PyObject *args) {
+    (void)module;
+    struct column columns[COLUMNS];
+    unsigned int total, sequences;
+    if (!PyArg_ParseTuple(args, "II", &total, &sequences)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(plan_columns(columns, total, sequences));
+}
+
+/* lay_out(memory uint8 [n], total, sequences) -> (tokens, position_ids, loss_mask, logprobs,
+ * advantages, cu_seqlens): writable arrays within the memory, which they hold. */
+static PyObject *gather_lay_out(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *memory;
+    unsigned int total, sequences;
+    struct column columns[COLUMNS];
+    uint8_t *data;
+    if (!PyArg_ParseTuple(args, "OII", &memory, &total, &sequences)) {
+        return NULL;
+    }
+    uint64_t bytes = plan_columns(columns, total, sequences);
+    if (!PyArray_Check(memory) || (uint64_t)PyArray_SIZE((PyArrayObject *)memory) < bytes) {
+        return PyErr_Format(PyExc_ValueError, "memory: expected uint8 [%llu] or more, got %R",
+                            (unsigned long long)bytes, memory);
+    }
+    if (!check_array(memory, "memory", NPY_UINT8, (uint64_t)PyArray_SIZE((PyArrayObject *)memory),
+                     true, &data)) {
+        return NULL;
+    }
+    PyObject *arrays = PyTuple_New(COLUMNS);
+    for (int i = 0; arrays != NULL && i < COLUMNS; i++) {
+        npy_intp length = (npy_intp)columns[i].length;
+        PyObject *array =
+            PyArray_SimpleNewFromData(1, &length, columns[i].type, data + columns[i].at);
+        if (array == NULL ||
+            PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(memory)) < 0) {
+            Py_XDECREF(array);
+            Py_CLEAR(arrays);
+        } else {
+            PyTuple_SET_ITEM(arrays, i, array);
+        }
+    }
+    return arrays;
+}
+
 static PyMethodDef functions[] = {
+    {"packed_bytes", gather_packed_bytes, METH_VARARGS, NULL},
+    {"lay_out", gather_lay_out, METH_VARARGS, NULL},
     {"describe", gather_describe, METH_O, NULL},
     {"pack", gather_pack, METH_VARARGS, NULL},
     {"measure", gather_measure, METH_VARARGS, NULL},

@@ -67,34 +67,13 @@ static PyObject *find_not_finite(PyObject *module, PyObject *object) {
                         "find_not_finite: expected a contiguous float32 array of one dimension");
         return NULL;
     }
-    const uint32_t exponent = UINT32_C(0x7f800000);
     npy_intp n = PyArray_SIZE(array);
-    npy_intp at = 0;
-    const uint8_t *data = PyArray_DATA(array);
+    const float *values = PyArray_DATA(array);
+    uint64_t at;
     Py_BEGIN_ALLOW_THREADS
-    /* Blocks without an exit inside, which compilers turn into vector code. */
-    enum { BLOCK = 4096 };
-    for (; at < n; at += BLOCK) {
-        npy_intp end = n - at < BLOCK ? n : at + BLOCK;
-        uint32_t found = 0;
-        for (npy_intp i = at; i < end; i++) {
-            uint32_t bits;
-            memcpy(&bits, data + (size_t)i * sizeof bits, sizeof bits);
-            found |= (uint32_t)((bits & exponent) == exponent);
-        }
-        if (found) {
-            break;
-        }
-    }
-    for (; at < n; at++) {
-        uint32_t bits;
-        memcpy(&bits, data + (size_t)at * sizeof bits, sizeof bits);
-        if ((bits & exponent) == exponent) {
-            break;
-        }
-    }
+    at = gather_find_not_finite(values, (uint64_t)n);
     Py_END_ALLOW_THREADS
-    return PyLong_FromSsize_t(at < n ? at : -1);
+    return PyLong_FromSsize_t(at < (uint64_t)n ? (npy_intp)at : -1);
 }
 
 /* mentioning(trajectories, word) -> positions of those whose encoded meta contains these bytes. */

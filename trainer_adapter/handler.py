@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Literal
 
@@ -218,22 +219,35 @@ class OnlineDataHandler:
 
     def _hold_all(self, groups: list[shmbus.Group]) -> None:
         """Keep what was taken for the next batches; the first malformed group raises at the end."""
+        if self._trained:
+            trained = [group for group in groups if self._was_trained(group)]
+            self._consumer.ack(trained)
+            groups = [group for group in groups if group.state == "leased"]
+        if not groups:
+            return
+        try:
+            self._held.extend(self._measure(groups))
+        except (TypeError, ValueError):
+            self._hold_each(groups)
+
+    def _hold_each(self, groups: list[shmbus.Group]) -> None:
         wrong: Exception | None = None
         for group in groups:
-            if self._trained and self._was_trained(group):
-                group.ack()
-                continue
             try:
-                tokens = sum(sequence_lengths(group.trajectories, self._fields))
-                check_scores([t.score for t in group])
+                self._held.extend(self._measure([group]))
             except (TypeError, ValueError) as error:
                 group.drop()
                 logger.warning("dropped group %r: %s", group.instance_id, error)
                 wrong = wrong or error
-            else:
-                self._held.append((group, tokens))
         if wrong is not None and self._malformed == "raise":
             raise wrong
+
+    def _measure(self, groups: list[shmbus.Group]) -> list[tuple[shmbus.Group, int]]:
+        """Pair each group with its tokens; raises if one of them is malformed."""
+        trajectories = [t for group in groups for t in group.trajectories]
+        lengths = iter(sequence_lengths(trajectories, self._fields))
+        check_scores([t.score for t in trajectories])
+        return [(group, sum(islice(lengths, len(group.trajectories)))) for group in groups]
 
     def _was_trained(self, group: shmbus.Group) -> bool:
         identities = {(t.producer_id, t.sequence) for t in group}

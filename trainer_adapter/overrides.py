@@ -58,11 +58,18 @@ def sample_flags(
     uint8 [S] or None
         `MASKED` and `ZEROED`, ored; None where no sample asks for anything.
     """
+    asked = _asking(trajectories, "set_advantage_to_zero", bool)
+    cut = (
+        _asking(trajectories, "finish_reason", TRUNCATED_REASONS.__contains__)
+        if truncated == "mask"
+        else []
+    )
+    if not asked and not cut:
+        return None
     flags = np.zeros(len(trajectories), np.uint8)
-    _raise_flag(flags, ZEROED, trajectories, "set_advantage_to_zero", bool)
-    if truncated == "mask":
-        _raise_flag(flags, MASKED, trajectories, "finish_reason", TRUNCATED_REASONS.__contains__)
-    return flags if flags.any() else None
+    flags[asked] |= ZEROED
+    flags[cut] |= MASKED
+    return flags
 
 
 def apply_flags(flags: NDArray[np.uint8], arrays: PackedArrays) -> None:
@@ -84,13 +91,11 @@ def _meta(trajectory: shmbus.Trajectory, key: str) -> Any:
     return value if isinstance(value, (str, bool, int)) else None
 
 
-def _raise_flag(
-    flags: NDArray[np.uint8],
-    flag: int,
-    trajectories: list[shmbus.Trajectory],
-    key: str,
-    asks: Callable[[Any], bool],
-) -> None:
-    for position in mentioning(trajectories, key):
-        if asks(_meta(trajectories[position], key)):
-            flags[position] |= flag
+def _asking(
+    trajectories: list[shmbus.Trajectory], key: str, asks: Callable[[Any], bool]
+) -> list[int]:
+    return [
+        position
+        for position in mentioning(trajectories, key)
+        if asks(_meta(trajectories[position], key))
+    ]

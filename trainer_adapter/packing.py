@@ -174,18 +174,20 @@ def pack(
     names = fields or FieldNames()
     trajectories = [t for group in chosen for t in group.trajectories]
     lengths = bus_gather.sequence_lengths(trajectories, names)
-    sizes = np.array([len(group.trajectories) for group in chosen], np.int64)
+    sizes = [len(group.trajectories) for group in chosen]
     scores, policy_versions, instance_ids = bus_gather.describe(trajectories)
     total = sum(lengths)
     size = bus_gather.packed_bytes(total, len(lengths))
     block = np.empty(size, np.uint8) if memory is None else memory.take(size)
     arrays = bus_gather.PackedArrays.inside(block, total, len(lengths))
     per_sequence = advantages_for_groups(scores, sizes, advantages)
-    bus_gather.gather(trajectories, arrays, per_sequence, names)
+    finite = bus_gather.gather(trajectories, arrays, per_sequence, names)
     flags = sample_flags(trajectories, truncated)
     if flags is not None:
         apply_flags(flags, arrays)
-    require_finite(arrays, trajectories, names)
+    if not finite:
+        # What was not may have been left out of the loss meanwhile.
+        require_finite(arrays, trajectories, names)
     batch = Batch(
         tokens=torch.from_numpy(arrays.tokens),
         position_ids=torch.from_numpy(arrays.position_ids),
@@ -197,7 +199,7 @@ def pack(
         scores=torch.from_numpy(scores.astype(np.float32)),
         instance_ids=instance_ids,
         policy_versions=torch.from_numpy(policy_versions),
-        group_sizes=torch.from_numpy(sizes),
+        group_sizes=torch.from_numpy(np.array(sizes, np.int64)),
         groups=chosen,
     )
     if layout == "padded":
