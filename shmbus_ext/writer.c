@@ -225,13 +225,8 @@ void writer_unpin(struct segment *segment, const struct reservation *at) {
     doorbell_ring(segment->header);
 }
 
-/* Counts a commit that was under way if the record shows that it had taken effect. */
-static void finish_commit(struct segment *segment, struct producer_slot *slot) {
-    uint64_t committed = atomic_load_explicit(&slot->committed, memory_order_relaxed);
-    /* SYNC: commit-intended. */
-    if (atomic_load_explicit(&slot->committing, memory_order_acquire) != committed + 1) {
-        return;
-    }
+/* Whether the commit that an owner intended took effect: the record shows it. */
+static bool commit_happened(const struct segment *segment, const struct producer_slot *slot) {
     uint64_t reference = atomic_load_explicit(&slot->commit_ref, memory_order_relaxed);
     uint32_t generation = atomic_load_explicit(&slot->commit_generation, memory_order_relaxed);
     uint64_t extent = reference >> 40;
@@ -239,20 +234,29 @@ static void finish_commit(struct segment *segment, struct producer_slot *slot) {
     if (extent >= segment->extent_count ||
         offset > (segment->extent_count - extent) * segment->extent_bytes -
                      sizeof(struct record_header)) {
-        return;
+        return false;
     }
     const struct extent_desc *desc = &segment->extents[extent];
-    bool happened = true;
-    if (link_generation(atomic_load_explicit(&desc->word, memory_order_acquire)) == generation) {
-        const struct record_header *record =
-            (const void *)(segment_extent(segment, (uint32_t)extent) + offset);
-        uint32_t state = atomic_load_explicit(&record->state, memory_order_acquire);
-        happened = offset < atomic_load_explicit(&desc->used, memory_order_acquire) &&
-                   (state == SHMBUS_COMMITTED || state == SHMBUS_RELEASED);
+    if (link_generation(atomic_load_explicit(&desc->word, memory_order_acquire)) != generation) {
+        return true;
     }
-    if (happened) {
+    const struct record_header *record =
+        (const void *)(segment_extent(segment, (uint32_t)extent) + offset);
+    uint32_t state = atomic_load_explicit(&record->state, memory_order_acquire);
+    return offset < atomic_load_explicit(&desc->used, memory_order_acquire) &&
+           (state == SHMBUS_COMMITTED || state == SHMBUS_RELEASED);
+}
+
+/* Counts a commit that was under way if it took effect. The intent ends here in any case: left
+ * behind, it would count for the slot's next owner, whose extents are others. */
+static void finish_commit(struct segment *segment, struct producer_slot *slot) {
+    uint64_t committed = atomic_load_explicit(&slot->committed, memory_order_relaxed);
+    /* SYNC: commit-intended. */
+    if (atomic_load_explicit(&slot->committing, memory_order_acquire) == committed + 1 &&
+        commit_happened(segment, slot)) {
         atomic_store_explicit(&slot->committed, committed + 1, memory_order_release);
     }
+    atomic_store_explicit(&slot->committing, 0, memory_order_release);
 }
 
 /* Follows the chain to its end, which the owner may not have had time to note, and seals it. */

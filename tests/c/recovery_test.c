@@ -1,0 +1,88 @@
+/* What deaths leave behind, set up by hand, and what the next owner or reader makes of it.
+ *
+ * Each case is a run that the explorer found (tests/model), cut down to the state that matters. */
+#define _GNU_SOURCE
+#include "doorbell.h"
+#include "support.h"
+
+/* A segment of small extents, a description of its own for each process that would be there. */
+struct bus {
+    struct segment segment;
+    struct segment other;
+};
+
+static void make_bus(struct bus *bus, uint64_t extents, uint32_t producers) {
+    struct segment_geometry plan;
+    CHECK(segment_plan(extents * SHMBUS_PAGE, producers, SHMBUS_PAGE, &plan));
+    CHECK(segment_create(&bus->segment, memory_file(), &plan) == SEGMENT_OK);
+    bus->other = bus->segment;
+    bus->other.fd = reopen(bus->segment.fd);
+}
+
+static void end_bus(struct bus *bus) {
+    segment_unmap(&bus->segment);
+    close(bus->other.fd);
+    close(bus->segment.fd);
+}
+
+/* The kernel's part of a death: a new description holds no lock. */
+static void die(struct segment *segment) {
+    int fd = reopen(segment->fd);
+    close(segment->fd);
+    segment->fd = fd;
+}
+
+static void claim(struct writer *writer, uint64_t n, struct reservation *at) {
+    struct sample sample;
+    make_sample(&sample, "prompt", n);
+    CHECK(writer_claim(writer, sample.spec.record_bytes, at) == WRITER_OK);
+    fill(writer, &sample, at, 7);
+}
+
+static void put(struct writer *writer, uint64_t n) {
+    struct reservation at;
+    claim(writer, n, &at);
+    writer_publish(writer, &at);
+}
+
+static void end(struct reader *reader, struct record_ref *ref) {
+    const struct record_ref *one = ref;
+    reader_release(reader, &one, 1, SHMBUS_ACKED);
+    reader_let_go(reader, ref);
+}
+
+/* An owner dies after it has said which commit comes, and before that took effect. Its slot's next
+ * owner dies without a commit, when the extent of the first has long been freed. */
+static void an_intent_ends_with_its_owner(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    struct reservation at;
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "first") == WRITER_OK);
+    put(&writer, 10);
+    claim(&writer, 10, &at);
+    struct producer_slot *slot = &bus.segment.slots[0];
+    atomic_store(&slot->commit_ref, (uint64_t)at.place.extent << 40 | at.place.offset / 64);
+    atomic_store(&slot->commit_generation, at.place.generation);
+    atomic_store(&slot->committing, 2);
+    die(&bus.other);
+    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_next(&reader, &ref) == 1);
+    end(&reader, &ref);
+    CHECK(reader_next(&reader, &ref) == 0);
+    CHECK(writer_attach(&writer, &bus.other, "second") == WRITER_OK);
+    die(&bus.other);
+    CHECK(reader_sweep(&reader) == 1);
+    CHECK(atomic_load(&slot->committed) == 1);
+    CHECK(reader_next(&reader, &ref) == 0 && reader.corrupt == 0);
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
+int main(void) {
+    an_intent_ends_with_its_owner();
+    puts("recovery_test: passed");
+    return 0;
+}
