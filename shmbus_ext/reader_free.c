@@ -18,6 +18,14 @@ static uint64_t pack_ref(const struct record_place *place) {
     return ((uint64_t)place->extent << REF_OFFSET_BITS) | (place->offset / SHMBUS_RECORD_ALIGN);
 }
 
+static bool unpack_ref(const struct segment *segment, uint64_t ref, struct record_place *place) {
+    place->extent = (uint32_t)(ref >> REF_OFFSET_BITS);
+    place->generation = 0;
+    place->offset = (ref & ((UINT64_C(1) << REF_OFFSET_BITS) - 1)) * SHMBUS_RECORD_ALIGN;
+    return place->extent < segment->extent_count &&
+           place->offset < (segment->extent_count - place->extent) * segment->extent_bytes;
+}
+
 static uint32_t intent_crc(const struct segment *segment, uint32_t n, uint32_t reason,
                            uint64_t base) {
     uint64_t about[2] = {((uint64_t)n << 32) | reason, base};
@@ -61,11 +69,8 @@ static void replay_release(struct segment *segment) {
     }
     for (uint32_t i = 0; i < n; i++) {
         uint64_t ref = atomic_load_explicit(&segment->intent_log[i], memory_order_relaxed);
-        struct record_place place = {(uint32_t)(ref >> REF_OFFSET_BITS), 0,
-                                     (ref & ((UINT64_C(1) << REF_OFFSET_BITS) - 1)) *
-                                         SHMBUS_RECORD_ALIGN};
-        if (place.extent >= segment->extent_count ||
-            place.offset >= (segment->extent_count - place.extent) * segment->extent_bytes) {
+        struct record_place place;
+        if (!unpack_ref(segment, ref, &place)) {
             continue;
         }
         uint32_t committed = SHMBUS_COMMITTED;
@@ -98,9 +103,32 @@ static void replay_free(struct segment *segment) {
     free_words(segment, first, span);
 }
 
+/* A mover that died left one copy, or two: of two the first one ends here, before anybody is given
+ * the other, which may be acknowledged and gone when the first is come across. */
+static void replay_move(struct segment *segment) {
+    struct bus_header *header = segment->header;
+    struct record_place from, to;
+    /* SYNC: move-intended. */
+    uint64_t ref = atomic_load_explicit(&header->move_from, memory_order_acquire);
+    if (ref != 0 && unpack_ref(segment, ref - 1, &from) &&
+        unpack_ref(segment, header->move_to, &to)) {
+        const struct extent_desc *desc = &segment->extents[to.extent];
+        uint64_t word = atomic_load_explicit(&desc->word, memory_order_acquire);
+        if (link_generation(word) == header->move_generation &&
+            to.offset < atomic_load_explicit(&desc->used, memory_order_acquire)) {
+            uint32_t committed = SHMBUS_COMMITTED;
+            atomic_compare_exchange_strong_explicit(&record_of(segment, &from)->state, &committed,
+                                                    SHMBUS_RELEASED, memory_order_relaxed,
+                                                    memory_order_relaxed);
+        }
+    }
+    atomic_store_explicit(&header->move_from, 0, memory_order_release);
+}
+
 void reader_replay_intents(struct segment *segment) {
     replay_release(segment);
     replay_free(segment);
+    replay_move(segment);
 }
 
 static void free_run(struct reader *self, uint32_t extent) {
@@ -245,9 +273,15 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
     memcpy((uint8_t *)to.record + 8, (const uint8_t *)from + 8, ref->bytes - 8);
     record_write_frame(to.record, &to.place, ref->bytes, to.record->producer_id,
                        mover->slot_index, to.record->flags | SHMBUS_FLAG_MOVED);
+    segment->header->move_to = pack_ref(&to.place);
+    segment->header->move_generation = to.place.generation;
+    /* SYNC: move-intended. From the publication on it is the other copy that counts. */
+    atomic_store_explicit(&segment->header->move_from, pack_ref(&ref->place) + 1,
+                          memory_order_release);
     writer_publish_moved(mover, &to);
-    /* SYNC: record-moved. A death before this leaves both: the next reader keeps the moved one. */
+    /* SYNC: record-moved. */
     atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);
+    atomic_store_explicit(&segment->header->move_from, 0, memory_order_release);
     struct record_ref old = *ref;
     ref->place = to.place;
     reader_hold(self, ref);

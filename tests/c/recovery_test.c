@@ -81,7 +81,40 @@ static void an_intent_ends_with_its_owner(void) {
     end_bus(&bus);
 }
 
+/* A collector dies between the two copies of a straggler; its successor acknowledges the moved one
+ * and dies before it has come across the first. */
+static void a_moved_record_is_not_delivered_after_its_acknowledgement(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref, moved;
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    put(&writer, 10);
+    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_next(&reader, &ref) == 1);
+    moved = ref;
+    struct record_header *first =
+        (void *)(segment_extent(&bus.segment, ref.place.extent) + ref.place.offset);
+    CHECK(reader_move(&reader, &moved));
+    /* As a death right after the second copy's publication leaves it. */
+    atomic_store(&first->state, SHMBUS_COMMITTED);
+    struct bus_header *header = bus.segment.header;
+    atomic_store(&header->move_from, ((uint64_t)ref.place.extent << 40 | ref.place.offset / 64) + 1);
+    reader_detach(&reader);
+    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_next(&reader, &moved) == 1 && reader.copy.header.sequence == 0);
+    end(&reader, &moved);
+    reader_detach(&reader);
+    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_next(&reader, &ref) == 0);
+    CHECK(atomic_load(&header->released[SHMBUS_ACKED]) == 1);
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
 int main(void) {
+    a_moved_record_is_not_delivered_after_its_acknowledgement();
     an_intent_ends_with_its_owner();
     puts("recovery_test: passed");
     return 0;
