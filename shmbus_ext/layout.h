@@ -155,8 +155,8 @@ enum shmbus_slot_state { SHMBUS_SLOT_FREE = 0, SHMBUS_SLOT_ACTIVE = 1, SHMBUS_SL
  *     32     4  commit_generation        heir     of its extent
  *     36     4  state        owner       reader   release / acquire
  *     40     8  first        owner       reader   release / acquire: link that starts a chain
- *     48     8  current      owner       reader   release / acquire: link to the chain's last
- *     56     8  next_order   owner
+ *     48     8  current      owner, freer reader   release / acquire: link to the chain's last
+ *     56     8  next_order   owner       reader   release / acquire
  *     64     8  producer_id  owner       reader   release / acquire
  *     72     4  pid          owner       all      for messages
  *     76    52  label        owner       all      for messages

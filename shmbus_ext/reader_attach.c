@@ -72,6 +72,10 @@ static bool find_backlog(struct reader *self, uint32_t slot, struct head *heads)
     struct segment *segment = self->segment;
     struct lane *lane = &self->lanes[slot];
     struct run run, current;
+    /* SYNC: run-noted. Looked at first: the owner may fill a run and seal the one behind it while
+     * this looks at the extents, and a run that is not noted yet must not hide the one before. */
+    uint64_t limit =
+        atomic_load_explicit(&segment->slots[slot].next_order, memory_order_acquire);
     uint64_t link =
         atomic_load_explicit(&segment->slots[slot].current, memory_order_acquire);
     bool has_current = link_is_run(segment, link, slot, &current);
@@ -82,7 +86,7 @@ static bool find_backlog(struct reader *self, uint32_t slot, struct head *heads)
         }
         bool sealed =
             atomic_load_explicit(&segment->extents[i].sealed, memory_order_acquire) != 0;
-        if (has_current ? run.order <= current.order : sealed) {
+        if (has_current ? run.order <= current.order : sealed && run.order < limit) {
             heads[count++] = (struct head){run.order, i};
         }
         i += run.span - 1;

@@ -191,6 +191,19 @@ static void unpark(struct reader *self, uint32_t extent) {
     }
 }
 
+/* An owner that has linked a run and not noted it yet, stopped there or dead, must not be left with
+ * a note of a run that is freed: nobody could find the linked one any more. */
+static void note_successor(struct reader *self, uint32_t extent, uint64_t next) {
+    const struct run_state *run = &self->runs[extent];
+    _Atomic uint64_t *current = &self->segment->slots[run->slot].current;
+    uint64_t own = link_make(run->generation, extent + 1);
+    /* SYNC: run-noted. */
+    if (atomic_load_explicit(current, memory_order_relaxed) == own) {
+        atomic_compare_exchange_strong_explicit(current, &own, next, memory_order_release,
+                                                memory_order_relaxed);
+    }
+}
+
 void reader_try_free(struct reader *self, uint32_t extent) {
     struct run_state *run = &self->runs[extent];
     if (run->phase != RUN_WALKED || run->live > 0 || run->open > 0) {
@@ -202,15 +215,18 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     }
     unpark(self, extent);
     /* SYNC: run-linked. After this its owner cannot link to it: it has, or it will begin anew. */
-    uint64_t none = link_make(run->generation, 0);
+    uint64_t next = link_make(run->generation, 0);
     bool ended = atomic_compare_exchange_strong_explicit(
-        &self->segment->extents[extent].next, &none, link_make(run->generation, SHMBUS_LINK_END),
+        &self->segment->extents[extent].next, &next, link_make(run->generation, SHMBUS_LINK_END),
         memory_order_acq_rel, memory_order_acquire);
+    if (!ended) {
+        note_successor(self, extent, next);
+    }
     struct lane *lane = &self->lanes[run->slot];
     if (lane->extent == extent) {
         lane->extent = NO_EXTENT;
         if (!ended) {
-            reader_enter_run(self, lane, none);
+            reader_enter_run(self, lane, next);
         }
         lane->dirty = true;
     }

@@ -101,6 +101,7 @@ static void link_run(struct writer *self, uint64_t link) {
     if (!linked) {
         atomic_store_explicit(&self->slot->first, link, memory_order_release);
     }
+    /* SYNC: run-noted. */
     atomic_store_explicit(&self->slot->current, link, memory_order_release);
     self->last_link = link;
 }
@@ -119,8 +120,9 @@ static enum writer_status next_run(struct writer *self, uint64_t bytes) {
         return WRITER_FULL;
     }
     writer_seal(self);
+    /* SYNC: run-noted. Whoever sees this order has the note of the run before it. */
     uint64_t order =
-        atomic_fetch_add_explicit(&self->slot->next_order, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&self->slot->next_order, 1, memory_order_release);
     extent_enter(segment, extent, generation, span, order, self->producer_id);
     link_run(self, link_make(generation, extent + 1));
     self->extent = extent;
@@ -259,28 +261,54 @@ static void finish_commit(struct segment *segment, struct producer_slot *slot) {
     atomic_store_explicit(&slot->committing, 0, memory_order_release);
 }
 
+/* Seals a run of the chain unless it is: one that is sealed may be freed, and be somebody else's,
+ * at any time. False if the link names no run of this slot, or none behind the last one. */
+static bool seal_linked(struct segment *segment, uint64_t link, uint32_t slot_index,
+                        const struct run *last, struct run *run) {
+    uint32_t low = link_low(link);
+    if (low == 0 || low > segment->extent_count) {
+        return false;
+    }
+    _Atomic uint32_t *sealed = &segment->extents[low - 1].sealed;
+    bool was_sealed = atomic_load_explicit(sealed, memory_order_acquire) != 0;
+    if (!link_is_run(segment, link, slot_index, run) ||
+        (last->span != 0 && run->order <= last->order)) {
+        return false;
+    }
+    if (!was_sealed) {
+        atomic_store_explicit(sealed, 1, memory_order_release);
+    }
+    return true;
+}
+
 /* Follows the chain to its end, which the owner may not have had time to note, and seals it. */
 static void seal_chain(struct segment *segment, struct producer_slot *slot, uint32_t slot_index) {
-    uint64_t link = atomic_load_explicit(&slot->current, memory_order_relaxed);
-    uint64_t first = atomic_load_explicit(&slot->first, memory_order_relaxed);
-    bool any = false;
-    uint64_t last_order = 0;
+    uint64_t noted = atomic_load_explicit(&slot->current, memory_order_acquire);
+    uint64_t first = atomic_load_explicit(&slot->first, memory_order_acquire);
+    uint64_t link = noted;
+    struct run run, last = {.span = 0};
     for (;;) {
-        struct run run;
-        if (!link_is_run(segment, link, slot_index, &run) || (any && run.order <= last_order)) {
-            /* The reader may have ended that chain, and the owner begun another. */
-            if (!link_is_run(segment, first, slot_index, &run) ||
-                (any && run.order <= last_order)) {
+        if (!seal_linked(segment, link, slot_index, &last, &run)) {
+            /* SYNC: run-noted. The reader may have freed that run, and noted the one behind it. */
+            uint64_t now = atomic_load_explicit(&slot->current, memory_order_acquire);
+            if (now != noted) {
+                link = noted = now;
+                continue;
+            }
+            /* Or it may have ended the chain, and the owner begun another. */
+            link = first;
+            if (!seal_linked(segment, link, slot_index, &last, &run)) {
                 return;
             }
-            link = first;
         }
-        any = true;
-        last_order = run.order;
-        struct extent_desc *desc = &segment->extents[link_low(link) - 1];
-        atomic_store_explicit(&desc->sealed, 1, memory_order_release);
-        atomic_store_explicit(&slot->current, link, memory_order_release);
-        link = atomic_load_explicit(&desc->next, memory_order_acquire);
+        last = run;
+        if (link != noted && atomic_compare_exchange_strong_explicit(
+                                 &slot->current, &noted, link, memory_order_acq_rel,
+                                 memory_order_acquire)) {
+            noted = link;
+        }
+        link = atomic_load_explicit(&segment->extents[link_low(link) - 1].next,
+                                    memory_order_acquire);
     }
 }
 

@@ -113,7 +113,40 @@ static void a_moved_record_is_not_delivered_after_its_acknowledgement(void) {
     end_bus(&bus);
 }
 
+/* An owner stops between linking a run and noting it. The collector walks on, frees the run that is
+ * noted, and dies; its successor must find the linked one. */
+static void a_linked_run_is_found_though_its_owner_has_not_noted_it(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    struct reservation at;
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus.segment));
+    put(&writer, 3000);
+    uint64_t noted = atomic_load(&bus.segment.slots[0].current);
+    claim(&writer, 3000, &at);
+    uint64_t link = atomic_load(&bus.segment.slots[0].current);
+    CHECK(link != noted);
+    atomic_store(&bus.segment.slots[0].current, noted);
+    CHECK(reader_next(&reader, &ref) == 1);
+    end(&reader, &ref);
+    CHECK(reader_next(&reader, &ref) == 0);
+    CHECK(reader.runs_freed == 1);
+    reader_detach(&reader);
+    CHECK(reader_attach(&reader, &bus.segment));
+    atomic_store(&bus.segment.slots[0].current, link);
+    writer_publish(&writer, &at);
+    CHECK(reader_next(&reader, &ref) == 1 && reader.copy.header.sequence == 1);
+    end(&reader, &ref);
+    CHECK(reader.corrupt == 0);
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
 int main(void) {
+    a_linked_run_is_found_though_its_owner_has_not_noted_it();
     a_moved_record_is_not_delivered_after_its_acknowledgement();
     an_intent_ends_with_its_owner();
     puts("recovery_test: passed");
