@@ -145,7 +145,29 @@ static void a_linked_run_is_found_though_its_owner_has_not_noted_it(void) {
     end_bus(&bus);
 }
 
+/* A producer that finds the bus full seals the run it has, so that it can be freed for it. */
+static void a_run_sealed_for_want_of_space_is_freed(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus.segment));
+    put(&writer, 100);
+    CHECK(reader_next(&reader, &ref) == 1);
+    end(&reader, &ref);
+    CHECK(reader_next(&reader, &ref) == 0 && reader.runs_freed == 0);
+    writer_seal(&writer);
+    CHECK(reader_has_events(&reader));
+    CHECK(reader_next(&reader, &ref) == 0 && reader.runs_freed == 1);
+    CHECK(reader_next(&reader, &ref) == 0 && !reader_has_events(&reader));
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
 int main(void) {
+    a_run_sealed_for_want_of_space_is_freed();
     a_linked_run_is_found_though_its_owner_has_not_noted_it();
     a_moved_record_is_not_delivered_after_its_acknowledgement();
     an_intent_ends_with_its_owner();
