@@ -27,7 +27,7 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets that install into one environment must not do it at once.
 .NOTPARALLEL:
-.PHONY: help demo test check bench sanitize clean FORCE
+.PHONY: help demo test check bench explore sanitize clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
@@ -46,6 +46,10 @@ check: $(VENV)/.dev check-c ## Lint, formatting, strict types, warnings-as-error
 
 bench: $(VENV)/.bench ## Measure, and compare with other ways to move a trajectory
 	$(BIN)/python -m bench.run $(ARGS)
+
+explore: build/explore/plain/explore ## Search the ring's interleavings, deaths included, as deep as stated (half an hour)
+	build/explore/plain/explore --deep $(ARGS)
+	@for seed in $(EXPLORE_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
 
 sanitize: $(VENV)/.dev sanitize-c sanitize-python ## C and Python tests under ASan, UBSan and TSan
 
@@ -120,6 +124,20 @@ $(eval $(call c_test_rules,plain,-O2,check-c))
 $(eval $(call c_test_rules,asan,-O1 -g -DSHMBUS_DEBUG=1 -fno-omit-frame-pointer \
     -fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined,sanitize-c))
 $(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,sanitize-c))
+
+# The explorer (tests/model): the ring's own sources, their shared accesses routed through a
+# scheduler. Its short form, and the bugs of the kinds that rings are known for, are checks.
+EXPLORE_SEEDS := $(sort $(wildcard tests/model/seeds/*.sed))
+EXPLORE_SHORT_SEEDS := $(patsubst %,tests/model/seeds/%.sed,\
+    timeout_reclaim missing_release link_at_wrap)
+build/explore/plain/explore: $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/model/*) tests/c/support.h
+	CC='$(CC)' sh tests/model/build.sh shmbus_ext $(@D) -O2
+
+.PHONY: check-explore
+check-c: check-explore
+check-explore: build/explore/plain/explore
+	build/explore/plain/explore
+	@for seed in $(EXPLORE_SHORT_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
 
 # The suite in a copy of the tree, so that the extension in use here stays a plain one. The
 # sanitizer's library has to be the first one in a process, and libstdc++ there when it starts;
