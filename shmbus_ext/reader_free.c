@@ -166,13 +166,16 @@ void reader_announce_space(struct reader *self) {
     }
 }
 
-/* A writable view of a producer that is gone pins nothing: its process has ended, or has put
- * private copies under its views. */
+/* A writable view pins its run until its producer's slot has been taken over: then the process has
+ * ended, or has put private copies under its views. One that has closed its lane, and still holds
+ * the slot's lock, may not have done so yet. */
 static bool view_keeps(const struct reader *self, uint32_t extent) {
     const struct extent_desc *desc = &self->segment->extents[extent];
+    const struct producer_slot *owner = &self->segment->slots[self->runs[extent].slot];
     return atomic_load_explicit(&desc->writer_pins, memory_order_acquire) != 0 &&
-           !reader_owner_gone(self, self->runs[extent].slot,
-                              atomic_load_explicit(&desc->producer_id, memory_order_relaxed));
+           atomic_load_explicit(&owner->state, memory_order_acquire) != SHMBUS_SLOT_FREE &&
+           atomic_load_explicit(&owner->producer_id, memory_order_acquire) ==
+               atomic_load_explicit(&desc->producer_id, memory_order_relaxed);
 }
 
 static void park(struct reader *self, uint32_t extent) {

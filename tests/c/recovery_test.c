@@ -166,7 +166,37 @@ static void a_run_sealed_for_want_of_space_is_freed(void) {
     end_bus(&bus);
 }
 
+/* A producer closes: first its lane, then its views get copies of their own, then its lock goes. */
+static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    struct reservation at;
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus.segment));
+    claim(&writer, 100, &at);
+    writer_reserve(&writer, &at);
+    writer_pin(&writer, &at);
+    writer_commit(&writer, &at);
+    writer_close(&writer);
+    CHECK(reader_next(&reader, &ref) == 1);
+    end(&reader, &ref);
+    CHECK(reader_next(&reader, &ref) == 0);
+    reader_sweep(&reader);
+    CHECK(reader.runs_freed == 0);
+    writer_unpin(&bus.other, &at);
+    die(&bus.other);
+    reader_sweep(&reader);
+    CHECK(reader_next(&reader, &ref) == 0);
+    CHECK(reader.runs_freed == 1);
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
 int main(void) {
+    a_closed_producers_views_keep_their_run_until_its_lock_is_gone();
     a_run_sealed_for_want_of_space_is_freed();
     a_linked_run_is_found_though_its_owner_has_not_noted_it();
     a_moved_record_is_not_delivered_after_its_acknowledgement();
