@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "failpoints.h"
 #include "reader.h"
 
 static uint64_t mix(uint64_t producer_id, uint64_t sequence) {
@@ -135,6 +136,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
         reader_detach(self);
         return false;
     }
+    FAILPOINT("collector-replayed");
     writer_attach_collector(&self->mover, segment);
     /* The dead first: their last commit is counted before the count is taken as a base. */
     reader_sweep(self);
@@ -181,6 +183,7 @@ uint32_t reader_sweep(struct reader *self) {
         }
         /* The lock was free: the owner has closed, or its process has ended. */
         dead += state == SHMBUS_SLOT_ACTIVE;
+        FAILPOINT("sweep-locked");
         writer_take_over(segment, i);
         segment_unlock(segment->fd, SHMBUS_LOCK_SLOT + i);
         self->lanes[i].dirty = true;

@@ -3,6 +3,7 @@
 
 #include "checksum.h"
 #include "doorbell.h"
+#include "failpoints.h"
 #include "reader.h"
 
 #define REF_OFFSET_BITS 40
@@ -46,13 +47,17 @@ void reader_release(struct reader *self, const struct record_ref *const *refs, u
     header->intent_reason = (uint32_t)reason;
     header->intent_base = base;
     header->intent_crc = intent_crc(segment, n, (uint32_t)reason, base);
+    FAILPOINT("release-logged");
     /* SYNC: release-intended. From here on all of them are released, whoever finishes it. */
     atomic_store_explicit(&header->intent_count, n, memory_order_release);
+    FAILPOINT("release-intended");
     for (uint32_t i = 0; i < n; i++) {
         atomic_store_explicit(&record_of(segment, &refs[i]->place)->state, SHMBUS_RELEASED,
                               memory_order_relaxed);
+        FAILPOINT("release-half");
     }
     atomic_store_explicit(counter, base + n, memory_order_relaxed);
+    FAILPOINT("release-counted");
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);
 }
 
@@ -88,6 +93,7 @@ static void free_words(struct segment *segment, uint32_t first, uint32_t span) {
     for (uint32_t i = span; i-- > 0;) {
         extent_unlease(segment, first + i,
                        atomic_load_explicit(&segment->intent_log[i], memory_order_relaxed));
+        FAILPOINT("free-half");
     }
     atomic_store_explicit(&segment->header->free_span, 0, memory_order_release);
 }
@@ -222,6 +228,7 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     bool ended = atomic_compare_exchange_strong_explicit(
         &self->segment->extents[extent].next, &next, link_make(run->generation, SHMBUS_LINK_END),
         memory_order_acq_rel, memory_order_acquire);
+    FAILPOINT("free-ended");
     if (!ended) {
         note_successor(self, extent, next);
     }
@@ -297,9 +304,12 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
     /* SYNC: move-intended. From the publication on it is the other copy that counts. */
     atomic_store_explicit(&segment->header->move_from, pack_ref(&ref->place) + 1,
                           memory_order_release);
+    FAILPOINT("move-intended");
     writer_publish_moved(mover, &to);
+    FAILPOINT("move-published");
     /* SYNC: record-moved. */
     atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);
+    FAILPOINT("move-ended");
     atomic_store_explicit(&segment->header->move_from, 0, memory_order_release);
     struct record_ref old = *ref;
     ref->place = to.place;

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "doorbell.h"
+#include "failpoints.h"
 
 /* Slots are tried this often, since a reader that recovers a slot holds its lock for a moment. */
 #define ATTACH_PASSES 4
@@ -35,6 +36,7 @@ static void begin(struct writer *self, struct segment *segment, uint32_t slot_in
 static void announce(struct writer *self) {
     /* SYNC: slot-taken. A reader that sees this id knows that the one before it is dead. */
     atomic_store_explicit(&self->slot->producer_id, self->producer_id, memory_order_release);
+    FAILPOINT("attach-named");
     atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_ACTIVE, memory_order_release);
     atomic_fetch_add_explicit(&self->segment->header->attach_epoch, 1, memory_order_release);
 }
@@ -54,7 +56,9 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
             if (lock == LOCK_HELD_ELSEWHERE) {
                 continue;
             }
+            FAILPOINT("attach-locked");
             writer_take_over(segment, i);
+            FAILPOINT("attach-taken-over");
             begin(self, segment, i);
             set_label(slot, label);
             atomic_store_explicit(&slot->pid, (uint32_t)getpid(), memory_order_relaxed);
@@ -72,6 +76,7 @@ void writer_attach_collector(struct writer *self, struct segment *segment) {
 
 void writer_close(struct writer *self) {
     writer_seal(self);
+    FAILPOINT("close-sealed");
     atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_CLOSED, memory_order_release);
     atomic_fetch_add_explicit(&self->segment->header->attach_epoch, 1, memory_order_release);
     doorbell_ring(self->segment->header);
@@ -101,6 +106,7 @@ static void link_run(struct writer *self, uint64_t link) {
     if (!linked) {
         atomic_store_explicit(&self->slot->first, link, memory_order_release);
     }
+    FAILPOINT("run-linked");
     /* SYNC: run-noted. */
     atomic_store_explicit(&self->slot->current, link, memory_order_release);
     self->last_link = link;
@@ -119,11 +125,13 @@ static enum writer_status next_run(struct writer *self, uint64_t bytes) {
     if (extent == NO_EXTENT) {
         return WRITER_FULL;
     }
+    FAILPOINT("run-leased");
     writer_seal(self);
     /* SYNC: run-noted. Whoever sees this order has the note of the run before it. */
     uint64_t order =
         atomic_fetch_add_explicit(&self->slot->next_order, 1, memory_order_release);
     extent_enter(segment, extent, generation, span, order, self->producer_id);
+    FAILPOINT("run-entered");
     link_run(self, link_make(generation, extent + 1));
     self->extent = extent;
     self->generation = generation;
@@ -159,10 +167,12 @@ static void intend_commit(struct writer *self, const struct reservation *at) {
                           memory_order_relaxed);
     /* SYNC: commit-intended. */
     atomic_store_explicit(&self->slot->committing, self->committed + 1, memory_order_release);
+    FAILPOINT("commit-intended");
     record_close(at->record, self->sequence, self->committed);
 }
 
 static void count_commit(struct writer *self) {
+    FAILPOINT("commit-marked");
     self->sequence++;
     self->committed++;
     /* SYNC: lane-advanced. A reader that sees the count sees the record. */
@@ -174,12 +184,14 @@ static void expose(struct writer *self, const struct reservation *at) {
     /* SYNC: record-exposed. The frame is in place. */
     atomic_store_explicit(&self->segment->extents[at->place.extent].used, self->used,
                           memory_order_release);
+    FAILPOINT("record-exposed");
 }
 
 void writer_publish(struct writer *self, const struct reservation *at) {
     intend_commit(self, at);
     /* SYNC: record-published. */
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
+    FAILPOINT("record-published");
     expose(self, at);
     count_commit(self);
 }
@@ -211,6 +223,7 @@ void writer_commit(struct writer *self, const struct reservation *at) {
 
 void writer_abort(struct writer *self, const struct reservation *at) {
     atomic_store_explicit(&at->record->state, SHMBUS_ABORTED, memory_order_release);
+    FAILPOINT("abort-marked");
     self->aborted++;
     atomic_store_explicit(&self->slot->aborted, self->aborted, memory_order_release);
 }
@@ -341,7 +354,9 @@ void writer_take_over(struct segment *segment, uint32_t slot_index) {
         return;
     }
     finish_commit(segment, slot);
+    FAILPOINT("take-over-counted");
     seal_chain(segment, slot, slot_index);
+    FAILPOINT("take-over-sealed");
     free_orphans(segment, slot_index);
     atomic_store_explicit(&slot->state, SHMBUS_SLOT_FREE, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->attach_epoch, 1, memory_order_release);
