@@ -372,9 +372,7 @@ def mover_case(name: str, failpoint: str, action: str) -> dict[str, object]:
                 data = pattern(group_key(number, 1), 600)
                 for _ in deadline("space for the stragglers' groups"):
                     try:
-                        producer.put(
-                            f"{number}", group_size=2, index=1, data=data, timeout=0.005
-                        )
+                        producer.put(f"{number}", group_size=2, index=1, data=data, timeout=0.005)
                         break
                     except shmbus.BusFullError:
                         take(0)
