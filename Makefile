@@ -27,7 +27,7 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets that install into one environment must not do it at once.
 .NOTPARALLEL:
-.PHONY: help demo test check bench sanitize clean FORCE
+.PHONY: help demo test check bench explore fuzz sanitize clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
@@ -46,6 +46,20 @@ check: $(VENV)/.dev check-c ## Lint, formatting, strict types, warnings-as-error
 
 bench: $(VENV)/.bench ## Measure, and compare with other ways to move a trajectory
 	$(BIN)/python -m bench.run $(ARGS)
+
+explore: build/explore/plain/explore ## Search the ring's interleavings, deaths included, as deep as stated (half an hour)
+	build/explore/plain/explore --deep $(ARGS)
+	@for seed in $(EXPLORE_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
+
+fuzz: $(VENV)/.fuzz fuzzers ## Fuzz what reads the segment, MINUTES in all (needs clang)
+	@for target in $(FUZZ_TARGETS); do \
+	    mkdir -p build/fuzz/corpus/$$target build/fuzz/found; \
+	    build/fuzz/fuzz_$$target $(FUZZ_OPTIONS) build/fuzz/corpus/$$target \
+	        tests/fuzz/corpus/$$target || exit 1; \
+	done
+	@mkdir -p build/fuzz/corpus/decoders
+	$(BIN)/python tests/fuzz/fuzz_decoders.py $(FUZZ_OPTIONS) build/fuzz/corpus/decoders \
+	    tests/fuzz/corpus/decoders
 
 sanitize: $(VENV)/.dev sanitize-c sanitize-python ## C and Python tests under ASan, UBSan and TSan
 
@@ -73,10 +87,11 @@ INSTALL_INPUTS := pyproject.toml setup.py constraints.txt $(VENV)/.switches \
 $(VENV)/.demo: EXTRAS := demo
 $(VENV)/.dev: EXTRAS := dev,train
 $(VENV)/.bench: EXTRAS := bench,train
+$(VENV)/.fuzz: EXTRAS := dev,fuzz
 
 # Editable, so that the sources here are what runs. The build requirements go into the environment
 # first, and not into a throwaway one, so that a changed C file needs no network.
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench: $(INSTALL_INPUTS)
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.fuzz: $(INSTALL_INPUTS)
 	@echo 'installing shmbus[$(EXTRAS)] into $(VENV) (the first time downloads PyTorch: minutes)'
 	@$(PIP) 'setuptools>=77' 'numpy>=2.0'
 	@$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
@@ -120,6 +135,44 @@ $(eval $(call c_test_rules,plain,-O2,check-c))
 $(eval $(call c_test_rules,asan,-O1 -g -DSHMBUS_DEBUG=1 -fno-omit-frame-pointer \
     -fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined,sanitize-c))
 $(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,sanitize-c))
+
+# Fuzzing (tests/fuzz): libFuzzer and atheris find cases, and any compiler replays those that are
+# kept. What a run finds lies in build/fuzz/found; a case worth keeping goes to tests/fuzz/corpus.
+FUZZ_TARGETS := header record segment
+FUZZERS := $(patsubst %,build/fuzz/fuzz_%,$(FUZZ_TARGETS))
+MINUTES ?= 4
+FUZZ_OPTIONS = -max_total_time=$$(( $(MINUTES) * 15 )) -rss_limit_mb=2048 -print_final_stats=1 \
+    -artifact_prefix=build/fuzz/found/
+build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(RING_SOURCES) $(C_HEADERS) Makefile
+	@mkdir -p $(@D)
+	clang $(C_STRICT) -D_GNU_SOURCE= -O1 -g -fsanitize=fuzzer,address,undefined \
+	    -fno-sanitize-recover=undefined -o $@ $< $(RING_SOURCES)
+
+.PHONY: check-fuzz fuzzers
+fuzzers: $(FUZZERS)
+check-c: check-fuzz
+check-fuzz: $(patsubst %,build/fuzz/replay_%,$(FUZZ_TARGETS))
+	@for target in $(FUZZ_TARGETS); do \
+	    build/fuzz/replay_$$target tests/fuzz/corpus/$$target/* || exit 1; \
+	done
+build/fuzz/replay_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(RING_SOURCES) $(C_HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(C_STRICT) -D_GNU_SOURCE= -DFUZZ_REPLAY -O1 -g -fsanitize=address,undefined \
+	    -fno-sanitize-recover=undefined -o $@ $< $(RING_SOURCES) -Wl,--as-needed -lrt
+
+# The explorer (tests/model): the ring's own sources, their shared accesses routed through a
+# scheduler. Its short form, and the bugs of the kinds that rings are known for, are checks.
+EXPLORE_SEEDS := $(sort $(wildcard tests/model/seeds/*.sed))
+EXPLORE_SHORT_SEEDS := $(patsubst %,tests/model/seeds/%.sed,\
+    timeout_reclaim missing_release link_at_wrap)
+build/explore/plain/explore: $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/model/*) tests/c/support.h
+	CC='$(CC)' sh tests/model/build.sh shmbus_ext $(@D) -O2
+
+.PHONY: check-explore
+check-c: check-explore
+check-explore: build/explore/plain/explore
+	build/explore/plain/explore
+	@for seed in $(EXPLORE_SHORT_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
 
 # The suite in a copy of the tree, so that the extension in use here stays a plain one. The
 # sanitizer's library has to be the first one in a process, and libstdc++ there when it starts;

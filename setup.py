@@ -4,6 +4,7 @@ Environment switches:
 
 - ``SHMBUS_DEBUG=1``: no optimisation, debug symbols, ``assert`` and the consistency checks on.
 - ``SHMBUS_SANITIZE=address,undefined``: those sanitizers, compiled and linked in.
+- ``SHMBUS_FAILPOINTS=1``: points at which tests kill or stop the process (failpoints.h).
 - ``SHMBUS_WERROR=1``: stricter warnings, each an error.
 """
 
@@ -17,6 +18,7 @@ from setuptools.command.build_ext import build_ext
 
 DEBUG = os.environ.get("SHMBUS_DEBUG", "") not in ("", "0")
 WERROR = os.environ.get("SHMBUS_WERROR", "") not in ("", "0")
+FAILPOINTS = os.environ.get("SHMBUS_FAILPOINTS", "") not in ("", "0")
 SANITIZE = os.environ.get("SHMBUS_SANITIZE", "")
 
 # System headers, so that a warning is always about a line of ours: a directory given by -isystem
@@ -41,6 +43,8 @@ if DEBUG:
     macros.append(("SHMBUS_DEBUG", "1"))
     # The interpreter's own flags carry NDEBUG, which would silence assert.
     undefined_macros.append("NDEBUG")
+if FAILPOINTS:
+    macros.append(("SHMBUS_FAILPOINTS", "1"))
 if SANITIZE:
     sanitize_args = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-g"]
     if "undefined" in SANITIZE:

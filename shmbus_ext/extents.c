@@ -2,6 +2,7 @@
 #include "extents.h"
 
 #include "doorbell.h"
+#include "failpoints.h"
 
 /* How long a producer that waits for a run keeps single leases out of the upper half. */
 #define JUMBO_CLAIM_NS UINT64_C(1000000000)
@@ -52,6 +53,7 @@ static bool lease_window(struct segment *segment, uint32_t slot, uint32_t first,
             doorbell_space_freed(segment->header, span);
             return false;
         }
+        FAILPOINT("lease-half");
     }
     return true;
 }

@@ -72,7 +72,7 @@ enum shmbus_reason {
  *    320     8  policy_version   trainer      producers   relaxed
  *    384   ...  collector        reader       all         relaxed, for messages only
  *    512    80  released[]       reader       all         relaxed; exact through the intent
- *    640    32  intent           reader       reader      counts: release / acquire
+ *    640    48  intents          reader       reader      counts, move_from: release / acquire
  */
 struct bus_header {
     _Atomic uint64_t magic;
@@ -117,6 +117,10 @@ struct bus_header {
      * they are freed from; a single extent needs none of this. */
     _Atomic uint32_t free_span;
     uint32_t free_first;
+    /* A straggler's move: its first copy as a ref + 1, in force while it is not 0, and the other. */
+    uint32_t move_generation;
+    _Atomic uint64_t move_from;
+    uint64_t move_to;
 };
 
 #define SHMBUS_HEADER_BYTES 1024u
@@ -133,6 +137,7 @@ _Static_assert(offsetof(struct bus_header, policy_version) == 320, "layout");
 _Static_assert(offsetof(struct bus_header, collector_pid) == 384, "layout");
 _Static_assert(offsetof(struct bus_header, released) == 512, "layout");
 _Static_assert(offsetof(struct bus_header, intent_count) == 640, "layout");
+_Static_assert(offsetof(struct bus_header, move_from) == 672, "layout");
 
 /* A slot is owned by whoever holds the file lock on byte SHMBUS_LOCK_SLOT + index of the segment;
  * the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */
@@ -150,8 +155,8 @@ enum shmbus_slot_state { SHMBUS_SLOT_FREE = 0, SHMBUS_SLOT_ACTIVE = 1, SHMBUS_SL
  *     32     4  commit_generation        heir     of its extent
  *     36     4  state        owner       reader   release / acquire
  *     40     8  first        owner       reader   release / acquire: link that starts a chain
- *     48     8  current      owner       reader   release / acquire: link to the chain's last
- *     56     8  next_order   owner
+ *     48     8  current      owner, freer reader   release / acquire: link to the chain's last
+ *     56     8  next_order   owner       reader   release / acquire
  *     64     8  producer_id  owner       reader   release / acquire
  *     72     4  pid          owner       all      for messages
  *     76    52  label        owner       all      for messages

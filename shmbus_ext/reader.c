@@ -272,13 +272,21 @@ static void end_visit(struct lane *lane) {
     lane->seen_aborted = lane->visit_aborted;
 }
 
+/* An owner that finds the bus full seals its run and commits nothing: no counter tells. */
+static bool sealed_since(const struct reader *self, const struct lane *lane) {
+    return lane->extent != NO_EXTENT && self->runs[lane->extent].phase == RUN_WALKING &&
+           atomic_load_explicit(&self->segment->extents[lane->extent].sealed,
+                                memory_order_acquire) != 0;
+}
+
 static int lane_next(struct reader *self, struct lane *lane, struct record_ref *ref) {
     struct producer_slot *slot = &self->segment->slots[slot_of(self, lane)];
     if (!lane->visiting) {
         /* SYNC: lane-advanced. */
         uint64_t committed = atomic_load_explicit(&slot->committed, memory_order_acquire);
         uint64_t aborted = atomic_load_explicit(&slot->aborted, memory_order_acquire);
-        if (!lane->dirty && committed == lane->seen_committed && aborted == lane->seen_aborted) {
+        if (!lane->dirty && committed == lane->seen_committed && aborted == lane->seen_aborted &&
+            !sealed_since(self, lane)) {
             return 0;
         }
         lane->visiting = true;
@@ -369,7 +377,8 @@ bool reader_has_events(struct reader *self) {
         const struct producer_slot *slot = &self->segment->slots[self->active[i]];
         if (lane->dirty || lane->visiting ||
             atomic_load_explicit(&slot->committed, memory_order_acquire) != lane->seen_committed ||
-            atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen_aborted) {
+            atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen_aborted ||
+            sealed_since(self, lane)) {
             return true;
         }
     }

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "failpoints.h"
 #include "reader.h"
 
 static uint64_t mix(uint64_t producer_id, uint64_t sequence) {
@@ -72,6 +73,10 @@ static bool find_backlog(struct reader *self, uint32_t slot, struct head *heads)
     struct segment *segment = self->segment;
     struct lane *lane = &self->lanes[slot];
     struct run run, current;
+    /* SYNC: run-noted. Looked at first: the owner may fill a run and seal the one behind it while
+     * this looks at the extents, and a run that is not noted yet must not hide the one before. */
+    uint64_t limit =
+        atomic_load_explicit(&segment->slots[slot].next_order, memory_order_acquire);
     uint64_t link =
         atomic_load_explicit(&segment->slots[slot].current, memory_order_acquire);
     bool has_current = link_is_run(segment, link, slot, &current);
@@ -82,7 +87,7 @@ static bool find_backlog(struct reader *self, uint32_t slot, struct head *heads)
         }
         bool sealed =
             atomic_load_explicit(&segment->extents[i].sealed, memory_order_acquire) != 0;
-        if (has_current ? run.order <= current.order : sealed) {
+        if (has_current ? run.order <= current.order : sealed && run.order < limit) {
             heads[count++] = (struct head){run.order, i};
         }
         i += run.span - 1;
@@ -131,6 +136,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
         reader_detach(self);
         return false;
     }
+    FAILPOINT("collector-replayed");
     writer_attach_collector(&self->mover, segment);
     /* The dead first: their last commit is counted before the count is taken as a base. */
     reader_sweep(self);
@@ -177,6 +183,7 @@ uint32_t reader_sweep(struct reader *self) {
         }
         /* The lock was free: the owner has closed, or its process has ended. */
         dead += state == SHMBUS_SLOT_ACTIVE;
+        FAILPOINT("sweep-locked");
         writer_take_over(segment, i);
         segment_unlock(segment->fd, SHMBUS_LOCK_SLOT + i);
         self->lanes[i].dirty = true;

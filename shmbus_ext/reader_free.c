@@ -3,6 +3,7 @@
 
 #include "checksum.h"
 #include "doorbell.h"
+#include "failpoints.h"
 #include "reader.h"
 
 #define REF_OFFSET_BITS 40
@@ -16,6 +17,14 @@ static struct record_header *record_of(const struct segment *segment,
 
 static uint64_t pack_ref(const struct record_place *place) {
     return ((uint64_t)place->extent << REF_OFFSET_BITS) | (place->offset / SHMBUS_RECORD_ALIGN);
+}
+
+static bool unpack_ref(const struct segment *segment, uint64_t ref, struct record_place *place) {
+    place->extent = (uint32_t)(ref >> REF_OFFSET_BITS);
+    place->generation = 0;
+    place->offset = (ref & ((UINT64_C(1) << REF_OFFSET_BITS) - 1)) * SHMBUS_RECORD_ALIGN;
+    return place->extent < segment->extent_count &&
+           place->offset < (segment->extent_count - place->extent) * segment->extent_bytes;
 }
 
 static uint32_t intent_crc(const struct segment *segment, uint32_t n, uint32_t reason,
@@ -38,13 +47,17 @@ void reader_release(struct reader *self, const struct record_ref *const *refs, u
     header->intent_reason = (uint32_t)reason;
     header->intent_base = base;
     header->intent_crc = intent_crc(segment, n, (uint32_t)reason, base);
+    FAILPOINT("release-logged");
     /* SYNC: release-intended. From here on all of them are released, whoever finishes it. */
     atomic_store_explicit(&header->intent_count, n, memory_order_release);
+    FAILPOINT("release-intended");
     for (uint32_t i = 0; i < n; i++) {
         atomic_store_explicit(&record_of(segment, &refs[i]->place)->state, SHMBUS_RELEASED,
                               memory_order_relaxed);
+        FAILPOINT("release-half");
     }
     atomic_store_explicit(counter, base + n, memory_order_relaxed);
+    FAILPOINT("release-counted");
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);
 }
 
@@ -61,11 +74,8 @@ static void replay_release(struct segment *segment) {
     }
     for (uint32_t i = 0; i < n; i++) {
         uint64_t ref = atomic_load_explicit(&segment->intent_log[i], memory_order_relaxed);
-        struct record_place place = {(uint32_t)(ref >> REF_OFFSET_BITS), 0,
-                                     (ref & ((UINT64_C(1) << REF_OFFSET_BITS) - 1)) *
-                                         SHMBUS_RECORD_ALIGN};
-        if (place.extent >= segment->extent_count ||
-            place.offset >= (segment->extent_count - place.extent) * segment->extent_bytes) {
+        struct record_place place;
+        if (!unpack_ref(segment, ref, &place)) {
             continue;
         }
         uint32_t committed = SHMBUS_COMMITTED;
@@ -83,6 +93,7 @@ static void free_words(struct segment *segment, uint32_t first, uint32_t span) {
     for (uint32_t i = span; i-- > 0;) {
         extent_unlease(segment, first + i,
                        atomic_load_explicit(&segment->intent_log[i], memory_order_relaxed));
+        FAILPOINT("free-half");
     }
     atomic_store_explicit(&segment->header->free_span, 0, memory_order_release);
 }
@@ -98,9 +109,32 @@ static void replay_free(struct segment *segment) {
     free_words(segment, first, span);
 }
 
+/* A mover that died left one copy, or two: of two the first one ends here, before anybody is given
+ * the other, which may be acknowledged and gone when the first is come across. */
+static void replay_move(struct segment *segment) {
+    struct bus_header *header = segment->header;
+    struct record_place from, to;
+    /* SYNC: move-intended. */
+    uint64_t ref = atomic_load_explicit(&header->move_from, memory_order_acquire);
+    if (ref != 0 && unpack_ref(segment, ref - 1, &from) &&
+        unpack_ref(segment, header->move_to, &to)) {
+        const struct extent_desc *desc = &segment->extents[to.extent];
+        uint64_t word = atomic_load_explicit(&desc->word, memory_order_acquire);
+        if (link_generation(word) == header->move_generation &&
+            to.offset < atomic_load_explicit(&desc->used, memory_order_acquire)) {
+            uint32_t committed = SHMBUS_COMMITTED;
+            atomic_compare_exchange_strong_explicit(&record_of(segment, &from)->state, &committed,
+                                                    SHMBUS_RELEASED, memory_order_relaxed,
+                                                    memory_order_relaxed);
+        }
+    }
+    atomic_store_explicit(&header->move_from, 0, memory_order_release);
+}
+
 void reader_replay_intents(struct segment *segment) {
     replay_release(segment);
     replay_free(segment);
+    replay_move(segment);
 }
 
 static void free_run(struct reader *self, uint32_t extent) {
@@ -138,13 +172,16 @@ void reader_announce_space(struct reader *self) {
     }
 }
 
-/* A writable view of a producer that is gone pins nothing: its process has ended, or has put
- * private copies under its views. */
+/* A writable view pins its run until its producer's slot has been taken over: then the process has
+ * ended, or has put private copies under its views. One that has closed its lane, and still holds
+ * the slot's lock, may not have done so yet. */
 static bool view_keeps(const struct reader *self, uint32_t extent) {
     const struct extent_desc *desc = &self->segment->extents[extent];
+    const struct producer_slot *owner = &self->segment->slots[self->runs[extent].slot];
     return atomic_load_explicit(&desc->writer_pins, memory_order_acquire) != 0 &&
-           !reader_owner_gone(self, self->runs[extent].slot,
-                              atomic_load_explicit(&desc->producer_id, memory_order_relaxed));
+           atomic_load_explicit(&owner->state, memory_order_acquire) != SHMBUS_SLOT_FREE &&
+           atomic_load_explicit(&owner->producer_id, memory_order_acquire) ==
+               atomic_load_explicit(&desc->producer_id, memory_order_relaxed);
 }
 
 static void park(struct reader *self, uint32_t extent) {
@@ -163,6 +200,19 @@ static void unpark(struct reader *self, uint32_t extent) {
     }
 }
 
+/* An owner that has linked a run and not noted it yet, stopped there or dead, must not be left with
+ * a note of a run that is freed: nobody could find the linked one any more. */
+static void note_successor(struct reader *self, uint32_t extent, uint64_t next) {
+    const struct run_state *run = &self->runs[extent];
+    _Atomic uint64_t *current = &self->segment->slots[run->slot].current;
+    uint64_t own = link_make(run->generation, extent + 1);
+    /* SYNC: run-noted. */
+    if (atomic_load_explicit(current, memory_order_relaxed) == own) {
+        atomic_compare_exchange_strong_explicit(current, &own, next, memory_order_release,
+                                                memory_order_relaxed);
+    }
+}
+
 void reader_try_free(struct reader *self, uint32_t extent) {
     struct run_state *run = &self->runs[extent];
     if (run->phase != RUN_WALKED || run->live > 0 || run->open > 0) {
@@ -174,15 +224,19 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     }
     unpark(self, extent);
     /* SYNC: run-linked. After this its owner cannot link to it: it has, or it will begin anew. */
-    uint64_t none = link_make(run->generation, 0);
+    uint64_t next = link_make(run->generation, 0);
     bool ended = atomic_compare_exchange_strong_explicit(
-        &self->segment->extents[extent].next, &none, link_make(run->generation, SHMBUS_LINK_END),
+        &self->segment->extents[extent].next, &next, link_make(run->generation, SHMBUS_LINK_END),
         memory_order_acq_rel, memory_order_acquire);
+    FAILPOINT("free-ended");
+    if (!ended) {
+        note_successor(self, extent, next);
+    }
     struct lane *lane = &self->lanes[run->slot];
     if (lane->extent == extent) {
         lane->extent = NO_EXTENT;
         if (!ended) {
-            reader_enter_run(self, lane, none);
+            reader_enter_run(self, lane, next);
         }
         lane->dirty = true;
     }
@@ -245,9 +299,18 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
     memcpy((uint8_t *)to.record + 8, (const uint8_t *)from + 8, ref->bytes - 8);
     record_write_frame(to.record, &to.place, ref->bytes, to.record->producer_id,
                        mover->slot_index, to.record->flags | SHMBUS_FLAG_MOVED);
+    segment->header->move_to = pack_ref(&to.place);
+    segment->header->move_generation = to.place.generation;
+    /* SYNC: move-intended. From the publication on it is the other copy that counts. */
+    atomic_store_explicit(&segment->header->move_from, pack_ref(&ref->place) + 1,
+                          memory_order_release);
+    FAILPOINT("move-intended");
     writer_publish_moved(mover, &to);
-    /* SYNC: record-moved. A death before this leaves both: the next reader keeps the moved one. */
+    FAILPOINT("move-published");
+    /* SYNC: record-moved. */
     atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);
+    FAILPOINT("move-ended");
+    atomic_store_explicit(&segment->header->move_from, 0, memory_order_release);
     struct record_ref old = *ref;
     ref->place = to.place;
     reader_hold(self, ref);

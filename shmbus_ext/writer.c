@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "doorbell.h"
+#include "failpoints.h"
 
 /* Slots are tried this often, since a reader that recovers a slot holds its lock for a moment. */
 #define ATTACH_PASSES 4
@@ -35,6 +36,7 @@ static void begin(struct writer *self, struct segment *segment, uint32_t slot_in
 static void announce(struct writer *self) {
     /* SYNC: slot-taken. A reader that sees this id knows that the one before it is dead. */
     atomic_store_explicit(&self->slot->producer_id, self->producer_id, memory_order_release);
+    FAILPOINT("attach-named");
     atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_ACTIVE, memory_order_release);
     atomic_fetch_add_explicit(&self->segment->header->attach_epoch, 1, memory_order_release);
 }
@@ -54,7 +56,9 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
             if (lock == LOCK_HELD_ELSEWHERE) {
                 continue;
             }
+            FAILPOINT("attach-locked");
             writer_take_over(segment, i);
+            FAILPOINT("attach-taken-over");
             begin(self, segment, i);
             set_label(slot, label);
             atomic_store_explicit(&slot->pid, (uint32_t)getpid(), memory_order_relaxed);
@@ -72,6 +76,7 @@ void writer_attach_collector(struct writer *self, struct segment *segment) {
 
 void writer_close(struct writer *self) {
     writer_seal(self);
+    FAILPOINT("close-sealed");
     atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_CLOSED, memory_order_release);
     atomic_fetch_add_explicit(&self->segment->header->attach_epoch, 1, memory_order_release);
     doorbell_ring(self->segment->header);
@@ -101,6 +106,8 @@ static void link_run(struct writer *self, uint64_t link) {
     if (!linked) {
         atomic_store_explicit(&self->slot->first, link, memory_order_release);
     }
+    FAILPOINT("run-linked");
+    /* SYNC: run-noted. */
     atomic_store_explicit(&self->slot->current, link, memory_order_release);
     self->last_link = link;
 }
@@ -118,10 +125,13 @@ static enum writer_status next_run(struct writer *self, uint64_t bytes) {
     if (extent == NO_EXTENT) {
         return WRITER_FULL;
     }
+    FAILPOINT("run-leased");
     writer_seal(self);
+    /* SYNC: run-noted. Whoever sees this order has the note of the run before it. */
     uint64_t order =
-        atomic_fetch_add_explicit(&self->slot->next_order, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&self->slot->next_order, 1, memory_order_release);
     extent_enter(segment, extent, generation, span, order, self->producer_id);
+    FAILPOINT("run-entered");
     link_run(self, link_make(generation, extent + 1));
     self->extent = extent;
     self->generation = generation;
@@ -157,10 +167,12 @@ static void intend_commit(struct writer *self, const struct reservation *at) {
                           memory_order_relaxed);
     /* SYNC: commit-intended. */
     atomic_store_explicit(&self->slot->committing, self->committed + 1, memory_order_release);
+    FAILPOINT("commit-intended");
     record_close(at->record, self->sequence, self->committed);
 }
 
 static void count_commit(struct writer *self) {
+    FAILPOINT("commit-marked");
     self->sequence++;
     self->committed++;
     /* SYNC: lane-advanced. A reader that sees the count sees the record. */
@@ -172,12 +184,14 @@ static void expose(struct writer *self, const struct reservation *at) {
     /* SYNC: record-exposed. The frame is in place. */
     atomic_store_explicit(&self->segment->extents[at->place.extent].used, self->used,
                           memory_order_release);
+    FAILPOINT("record-exposed");
 }
 
 void writer_publish(struct writer *self, const struct reservation *at) {
     intend_commit(self, at);
     /* SYNC: record-published. */
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
+    FAILPOINT("record-published");
     expose(self, at);
     count_commit(self);
 }
@@ -209,6 +223,7 @@ void writer_commit(struct writer *self, const struct reservation *at) {
 
 void writer_abort(struct writer *self, const struct reservation *at) {
     atomic_store_explicit(&at->record->state, SHMBUS_ABORTED, memory_order_release);
+    FAILPOINT("abort-marked");
     self->aborted++;
     atomic_store_explicit(&self->slot->aborted, self->aborted, memory_order_release);
 }
@@ -225,13 +240,8 @@ void writer_unpin(struct segment *segment, const struct reservation *at) {
     doorbell_ring(segment->header);
 }
 
-/* Counts a commit that was under way if the record shows that it had taken effect. */
-static void finish_commit(struct segment *segment, struct producer_slot *slot) {
-    uint64_t committed = atomic_load_explicit(&slot->committed, memory_order_relaxed);
-    /* SYNC: commit-intended. */
-    if (atomic_load_explicit(&slot->committing, memory_order_acquire) != committed + 1) {
-        return;
-    }
+/* Whether the commit that an owner intended took effect: the record shows it. */
+static bool commit_happened(const struct segment *segment, const struct producer_slot *slot) {
     uint64_t reference = atomic_load_explicit(&slot->commit_ref, memory_order_relaxed);
     uint32_t generation = atomic_load_explicit(&slot->commit_generation, memory_order_relaxed);
     uint64_t extent = reference >> 40;
@@ -239,44 +249,79 @@ static void finish_commit(struct segment *segment, struct producer_slot *slot) {
     if (extent >= segment->extent_count ||
         offset > (segment->extent_count - extent) * segment->extent_bytes -
                      sizeof(struct record_header)) {
-        return;
+        return false;
     }
     const struct extent_desc *desc = &segment->extents[extent];
-    bool happened = true;
-    if (link_generation(atomic_load_explicit(&desc->word, memory_order_acquire)) == generation) {
-        const struct record_header *record =
-            (const void *)(segment_extent(segment, (uint32_t)extent) + offset);
-        uint32_t state = atomic_load_explicit(&record->state, memory_order_acquire);
-        happened = offset < atomic_load_explicit(&desc->used, memory_order_acquire) &&
-                   (state == SHMBUS_COMMITTED || state == SHMBUS_RELEASED);
+    if (link_generation(atomic_load_explicit(&desc->word, memory_order_acquire)) != generation) {
+        return true;
     }
-    if (happened) {
+    const struct record_header *record =
+        (const void *)(segment_extent(segment, (uint32_t)extent) + offset);
+    uint32_t state = atomic_load_explicit(&record->state, memory_order_acquire);
+    return offset < atomic_load_explicit(&desc->used, memory_order_acquire) &&
+           (state == SHMBUS_COMMITTED || state == SHMBUS_RELEASED);
+}
+
+/* Counts a commit that was under way if it took effect. The intent ends here in any case: left
+ * behind, it would count for the slot's next owner, whose extents are others. */
+static void finish_commit(struct segment *segment, struct producer_slot *slot) {
+    uint64_t committed = atomic_load_explicit(&slot->committed, memory_order_relaxed);
+    /* SYNC: commit-intended. */
+    if (atomic_load_explicit(&slot->committing, memory_order_acquire) == committed + 1 &&
+        commit_happened(segment, slot)) {
         atomic_store_explicit(&slot->committed, committed + 1, memory_order_release);
     }
+    atomic_store_explicit(&slot->committing, 0, memory_order_release);
+}
+
+/* Seals a run of the chain unless it is: one that is sealed may be freed, and be somebody else's,
+ * at any time. False if the link names no run of this slot, or none behind the last one. */
+static bool seal_linked(struct segment *segment, uint64_t link, uint32_t slot_index,
+                        const struct run *last, struct run *run) {
+    uint32_t low = link_low(link);
+    if (low == 0 || low > segment->extent_count) {
+        return false;
+    }
+    _Atomic uint32_t *sealed = &segment->extents[low - 1].sealed;
+    bool was_sealed = atomic_load_explicit(sealed, memory_order_acquire) != 0;
+    if (!link_is_run(segment, link, slot_index, run) ||
+        (last->span != 0 && run->order <= last->order)) {
+        return false;
+    }
+    if (!was_sealed) {
+        atomic_store_explicit(sealed, 1, memory_order_release);
+    }
+    return true;
 }
 
 /* Follows the chain to its end, which the owner may not have had time to note, and seals it. */
 static void seal_chain(struct segment *segment, struct producer_slot *slot, uint32_t slot_index) {
-    uint64_t link = atomic_load_explicit(&slot->current, memory_order_relaxed);
-    uint64_t first = atomic_load_explicit(&slot->first, memory_order_relaxed);
-    bool any = false;
-    uint64_t last_order = 0;
+    uint64_t noted = atomic_load_explicit(&slot->current, memory_order_acquire);
+    uint64_t first = atomic_load_explicit(&slot->first, memory_order_acquire);
+    uint64_t link = noted;
+    struct run run, last = {.span = 0};
     for (;;) {
-        struct run run;
-        if (!link_is_run(segment, link, slot_index, &run) || (any && run.order <= last_order)) {
-            /* The reader may have ended that chain, and the owner begun another. */
-            if (!link_is_run(segment, first, slot_index, &run) ||
-                (any && run.order <= last_order)) {
+        if (!seal_linked(segment, link, slot_index, &last, &run)) {
+            /* SYNC: run-noted. The reader may have freed that run, and noted the one behind it. */
+            uint64_t now = atomic_load_explicit(&slot->current, memory_order_acquire);
+            if (now != noted) {
+                link = noted = now;
+                continue;
+            }
+            /* Or it may have ended the chain, and the owner begun another. */
+            link = first;
+            if (!seal_linked(segment, link, slot_index, &last, &run)) {
                 return;
             }
-            link = first;
         }
-        any = true;
-        last_order = run.order;
-        struct extent_desc *desc = &segment->extents[link_low(link) - 1];
-        atomic_store_explicit(&desc->sealed, 1, memory_order_release);
-        atomic_store_explicit(&slot->current, link, memory_order_release);
-        link = atomic_load_explicit(&desc->next, memory_order_acquire);
+        last = run;
+        if (link != noted && atomic_compare_exchange_strong_explicit(
+                                 &slot->current, &noted, link, memory_order_acq_rel,
+                                 memory_order_acquire)) {
+            noted = link;
+        }
+        link = atomic_load_explicit(&segment->extents[link_low(link) - 1].next,
+                                    memory_order_acquire);
     }
 }
 
@@ -309,7 +354,9 @@ void writer_take_over(struct segment *segment, uint32_t slot_index) {
         return;
     }
     finish_commit(segment, slot);
+    FAILPOINT("take-over-counted");
     seal_chain(segment, slot, slot_index);
+    FAILPOINT("take-over-sealed");
     free_orphans(segment, slot_index);
     atomic_store_explicit(&slot->state, SHMBUS_SLOT_FREE, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->attach_epoch, 1, memory_order_release);

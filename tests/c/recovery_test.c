@@ -1,0 +1,206 @@
+/* What deaths leave behind, set up by hand, and what the next owner or reader makes of it.
+ *
+ * Each case is a run that the explorer found (tests/model), cut down to the state that matters. */
+#define _GNU_SOURCE
+#include "doorbell.h"
+#include "support.h"
+
+/* A segment of small extents, a description of its own for each process that would be there. */
+struct bus {
+    struct segment segment;
+    struct segment other;
+};
+
+static void make_bus(struct bus *bus, uint64_t extents, uint32_t producers) {
+    struct segment_geometry plan;
+    CHECK(segment_plan(extents * SHMBUS_PAGE, producers, SHMBUS_PAGE, &plan));
+    CHECK(segment_create(&bus->segment, memory_file(), &plan) == SEGMENT_OK);
+    bus->other = bus->segment;
+    bus->other.fd = reopen(bus->segment.fd);
+}
+
+static void end_bus(struct bus *bus) {
+    segment_unmap(&bus->segment);
+    close(bus->other.fd);
+    close(bus->segment.fd);
+}
+
+/* The kernel's part of a death: a new description holds no lock. */
+static void die(struct segment *segment) {
+    int fd = reopen(segment->fd);
+    close(segment->fd);
+    segment->fd = fd;
+}
+
+static void claim(struct writer *writer, uint64_t n, struct reservation *at) {
+    struct sample sample;
+    make_sample(&sample, "prompt", n);
+    CHECK(writer_claim(writer, sample.spec.record_bytes, at) == WRITER_OK);
+    fill(writer, &sample, at, 7);
+}
+
+static void put(struct writer *writer, uint64_t n) {
+    struct reservation at;
+    claim(writer, n, &at);
+    writer_publish(writer, &at);
+}
+
+static void end(struct reader *reader, struct record_ref *ref) {
+    const struct record_ref *one = ref;
+    reader_release(reader, &one, 1, SHMBUS_ACKED);
+    reader_let_go(reader, ref);
+}
+
+/* An owner dies after it has said which commit comes, and before that took effect. Its slot's next
+ * owner dies without a commit, when the extent of the first has long been freed. */
+static void an_intent_ends_with_its_owner(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    struct reservation at;
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "first") == WRITER_OK);
+    put(&writer, 10);
+    claim(&writer, 10, &at);
+    struct producer_slot *slot = &bus.segment.slots[0];
+    atomic_store(&slot->commit_ref, (uint64_t)at.place.extent << 40 | at.place.offset / 64);
+    atomic_store(&slot->commit_generation, at.place.generation);
+    atomic_store(&slot->committing, 2);
+    die(&bus.other);
+    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_next(&reader, &ref) == 1);
+    end(&reader, &ref);
+    CHECK(reader_next(&reader, &ref) == 0);
+    CHECK(writer_attach(&writer, &bus.other, "second") == WRITER_OK);
+    die(&bus.other);
+    CHECK(reader_sweep(&reader) == 1);
+    CHECK(atomic_load(&slot->committed) == 1);
+    CHECK(reader_next(&reader, &ref) == 0 && reader.corrupt == 0);
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
+/* A collector dies between the two copies of a straggler; its successor acknowledges the moved one
+ * and dies before it has come across the first. */
+static void a_moved_record_is_not_delivered_after_its_acknowledgement(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref, moved;
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    put(&writer, 10);
+    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_next(&reader, &ref) == 1);
+    moved = ref;
+    struct record_header *first =
+        (void *)(segment_extent(&bus.segment, ref.place.extent) + ref.place.offset);
+    CHECK(reader_move(&reader, &moved));
+    /* As a death right after the second copy's publication leaves it. */
+    atomic_store(&first->state, SHMBUS_COMMITTED);
+    struct bus_header *header = bus.segment.header;
+    atomic_store(&header->move_from, ((uint64_t)ref.place.extent << 40 | ref.place.offset / 64) + 1);
+    reader_detach(&reader);
+    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_next(&reader, &moved) == 1 && reader.copy.header.sequence == 0);
+    end(&reader, &moved);
+    reader_detach(&reader);
+    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_next(&reader, &ref) == 0);
+    CHECK(atomic_load(&header->released[SHMBUS_ACKED]) == 1);
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
+/* An owner stops between linking a run and noting it. The collector walks on, frees the run that is
+ * noted, and dies; its successor must find the linked one. */
+static void a_linked_run_is_found_though_its_owner_has_not_noted_it(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    struct reservation at;
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus.segment));
+    put(&writer, 3000);
+    uint64_t noted = atomic_load(&bus.segment.slots[0].current);
+    claim(&writer, 3000, &at);
+    uint64_t link = atomic_load(&bus.segment.slots[0].current);
+    CHECK(link != noted);
+    atomic_store(&bus.segment.slots[0].current, noted);
+    CHECK(reader_next(&reader, &ref) == 1);
+    end(&reader, &ref);
+    CHECK(reader_next(&reader, &ref) == 0);
+    CHECK(reader.runs_freed == 1);
+    reader_detach(&reader);
+    CHECK(reader_attach(&reader, &bus.segment));
+    atomic_store(&bus.segment.slots[0].current, link);
+    writer_publish(&writer, &at);
+    CHECK(reader_next(&reader, &ref) == 1 && reader.copy.header.sequence == 1);
+    end(&reader, &ref);
+    CHECK(reader.corrupt == 0);
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
+/* A producer that finds the bus full seals the run it has, so that it can be freed for it. */
+static void a_run_sealed_for_want_of_space_is_freed(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus.segment));
+    put(&writer, 100);
+    CHECK(reader_next(&reader, &ref) == 1);
+    end(&reader, &ref);
+    CHECK(reader_next(&reader, &ref) == 0 && reader.runs_freed == 0);
+    writer_seal(&writer);
+    CHECK(reader_has_events(&reader));
+    CHECK(reader_next(&reader, &ref) == 0 && reader.runs_freed == 1);
+    CHECK(reader_next(&reader, &ref) == 0 && !reader_has_events(&reader));
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
+/* A producer closes: first its lane, then its views get copies of their own, then its lock goes. */
+static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    struct reservation at;
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus.segment));
+    claim(&writer, 100, &at);
+    writer_reserve(&writer, &at);
+    writer_pin(&writer, &at);
+    writer_commit(&writer, &at);
+    writer_close(&writer);
+    CHECK(reader_next(&reader, &ref) == 1);
+    end(&reader, &ref);
+    CHECK(reader_next(&reader, &ref) == 0);
+    reader_sweep(&reader);
+    CHECK(reader.runs_freed == 0);
+    writer_unpin(&bus.other, &at);
+    die(&bus.other);
+    reader_sweep(&reader);
+    CHECK(reader_next(&reader, &ref) == 0);
+    CHECK(reader.runs_freed == 1);
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
+int main(void) {
+    a_closed_producers_views_keep_their_run_until_its_lock_is_gone();
+    a_run_sealed_for_want_of_space_is_freed();
+    a_linked_run_is_found_though_its_owner_has_not_noted_it();
+    a_moved_record_is_not_delivered_after_its_acknowledgement();
+    an_intent_ends_with_its_owner();
+    puts("recovery_test: passed");
+    return 0;
+}

@@ -1,0 +1,118 @@
+"""The Python decoders of what a record carries: they return a value, or raise what they promise.
+
+Usage: ``python tests/fuzz/fuzz_decoders.py [libFuzzer options] [corpus]`` with atheris installed
+(extra ``fuzz``); ``--replay FILES...`` needs no atheris. An input's first byte chooses: meta, a
+dtype, or a whole record of a bus that is read through a Consumer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import shmbus
+from shmbus import _codec
+
+_NAME = f"fuzz-{os.getpid()}"
+_RECORD_BYTES = 512
+
+
+def fuzz_meta(data: bytes) -> None:
+    """Any bytes decode, or are a ValueError."""
+    with contextlib.suppress(ValueError):
+        _codec.decode_meta(data)
+
+
+def fuzz_dtype(data: bytes) -> None:
+    """Any description is a plain dtype without objects, or a TypeError."""
+    try:
+        dtype = _codec.decode_dtype("field", data)
+    except TypeError:
+        return
+    assert isinstance(dtype, np.dtype) and not dtype.hasobject, dtype
+
+
+class FuzzedBus:
+    """A bus whose records are overwritten before they are read; made when first needed."""
+
+    def __init__(self) -> None:
+        # The name goes at once: a fuzzer ends its process without a word.
+        with shmbus.Bus.create(_NAME, "256KiB", max_producers=2, extent_bytes=4096):
+            self.file = Path(f"/dev/shm/shmbus.{_NAME}").open("r+b", buffering=0)  # noqa: SIM115
+            self.producer = shmbus.Producer(_NAME)
+            self.consumer = shmbus.Consumer(_NAME)
+        self.number = 0
+
+    def run(self, data: bytes) -> None:
+        """Put a record, overwrite what the input says, and read it to the end."""
+        self.number += 1
+        mark = b"marker-%08d" % self.number
+        array = np.arange(64, dtype=np.int32)
+        self.producer.put(mark.decode(), group_size=1, index=0, data=array, meta={"a": 1})
+        self.file.seek(0)
+        start = self.file.read().index(mark) // 64 * 64 - 128
+        for at in range(0, len(data) - 2, 3):
+            offset, value = struct.unpack_from("<HB", data, at)
+            self.file.seek(max(start, 0) + offset % _RECORD_BYTES)
+            self.file.write(bytes([value]))
+        for group in self.consumer.take(8, timeout=0):
+            for sample in group:
+                repr(sample)
+                with contextlib.suppress(ValueError):
+                    _ = sample.meta
+                with contextlib.suppress(TypeError):
+                    for name in sample.keys():  # noqa: SIM118
+                        sample[name].tobytes()
+            group.ack()
+        assert self.consumer.stats().balanced
+
+    def close(self) -> None:
+        """Let go of the bus."""
+        self.consumer.close()
+        self.producer.close()
+        self.file.close()
+
+
+_bus: FuzzedBus | None = None
+
+
+def fuzz_one(data: bytes) -> None:
+    """Choose a target by the first byte."""
+    global _bus
+    if not data:
+        return
+    way, rest = data[0] % 8, data[1:]
+    if way < 3:
+        fuzz_meta(rest)
+    elif way < 7:
+        fuzz_dtype(rest)
+    else:
+        _bus = _bus or FuzzedBus()
+        _bus.run(rest)
+
+
+def main() -> None:
+    """Fuzz, or replay files."""
+    try:
+        if sys.argv[1:2] == ["--replay"]:
+            for name in sys.argv[2:]:
+                fuzz_one(Path(name).read_bytes())
+            print(f"fuzz_decoders: {len(sys.argv) - 2} cases")
+            return
+        import atheris
+
+        atheris.instrument_all()
+        atheris.Setup(sys.argv, fuzz_one)
+        atheris.Fuzz()
+    finally:
+        if _bus is not None:
+            _bus.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+/* Every interleaving of a few processes over the ring that ships, with a death at every step.
+ *
+ * usage: explore [--deep] [--scenario NAME] [--strong | --weak] [--states N] [--preemptions N]
+ *                [--deaths N] [--delays N] [--expect-violation]
+ *
+ * The strong model interleaves; the weak one lets stores arrive late too. The short form bounds
+ * both to one preemption and one death, or none; the deep one takes what each scenario names.
+ *
+ * Exit status 0: all invariants hold in all that was explored (or, expected, a violation was
+ * found); 1: a violation, with the steps that lead to it; 2: usage. Each line says how far the
+ * search went: "complete" means every state that its bounds allow. */
+#include "actors.h"
+
+#include <limits.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define NO_BOUND UINT_MAX
+#define SHORT_STATES UINT64_C(400000)
+#define DEEP_STATES UINT64_C(30000000)
+
+struct segment template_segment;
+uint32_t segment_bytes;
+
+#define PRODUCER(name, ...)                                                                      \
+    static void name(void) {                                                                     \
+        static const enum way ways[] = {__VA_ARGS__};                                            \
+        produce(ways, sizeof ways / sizeof ways[0]);                                             \
+    }
+PRODUCER(puts_one, PUT)
+PRODUCER(puts_two, PUT, PUT)
+PRODUCER(puts_now_and_then, PUT, IDLE, PUT)
+PRODUCER(puts_three, PUT, PUT, PUT)
+PRODUCER(puts_five, PUT, PUT, PUT, PUT, PUT)
+PRODUCER(reserves_two, RESERVE, RESERVE)
+PRODUCER(aborts_and_reserves, ABORT, RESERVE)
+PRODUCER(puts_large, JUMBO, JUMBO)
+
+#define COLLECTOR(name, group, producers, habit)                                                 \
+    static void name(void) {                                                                     \
+        collect(group, producers, habit);                                                        \
+    }
+COLLECTOR(collects_from_one, 1, 1, PLAIN)
+COLLECTOR(collects_pairs_from_one, 2, 1, PLAIN)
+COLLECTOR(collects_from_two, 1, 3, PLAIN)
+COLLECTOR(collects_pairs_from_two, 2, 3, PLAIN)
+COLLECTOR(sweeps_over_two, 1, 3, SWEEPS)
+COLLECTOR(moves_from_one, 2, 1, MOVES)
+
+static const struct scenario scenarios[] = {
+    {"put", "one producer that puts now and then", {puts_now_and_then, collects_from_one}, 4, 1, 3, 1,
+     NO_BOUND},
+    {"wrap", "one lane through two extents, over and over", {puts_five, collects_from_one}, 2, 1, 3,
+     1, NO_BOUND},
+    {"reserve", "reservations that end in another order", {produce_interleaved, collects_from_one},
+     3, 1, 3, 1, NO_BOUND},
+    {"abort", "one that is given up", {aborts_and_reserves, collects_from_one}, 3, 1, 3, 1,
+     NO_BOUND},
+    {"two", "two producers, groups of two", {puts_two, reserves_two, collects_pairs_from_two}, 4, 2,
+     7, 1, 2},
+    {"full", "two producers wait for two extents", {puts_three, puts_three, collects_from_two}, 3, 2,
+     3, 1, 2},
+    {"heir", "a slot that is taken over twice while the collector sweeps",
+     {puts_one, reserves_two, sweeps_over_two}, 4, 1, 3, 2, 2},
+    {"successor", "a collector takes over from one that died, twice",
+     {puts_three, collects_pairs_from_one, collects_from_one}, 3, 1, 7, 2, 1},
+    {"move", "stragglers are moved, by collectors that die",
+     {puts_three, moves_from_one, collects_from_one}, 5, 1, 7, 2, 1},
+    {"large", "runs of two extents, leased and freed", {puts_large, puts_two, collects_from_two}, 8,
+     2, 7, 1, 1},
+};
+#define SCENARIOS (sizeof scenarios / sizeof scenarios[0])
+
+static void make_template(const struct scenario *scenario) {
+    struct segment_geometry plan;
+    int fd = memfd_create("shmbus-explore", MFD_CLOEXEC);
+    if (fd < 0 ||
+        !segment_plan((uint64_t)scenario->extents * SHMBUS_PAGE, scenario->producers, SHMBUS_PAGE,
+                      &plan) ||
+        plan.segment_bytes > SEGMENT_ROOM ||
+        segment_create(&template_segment, fd, &plan) != SEGMENT_OK) {
+        fprintf(stderr, "scenario '%s': no segment can be made for it\n", scenario->name);
+        exit(2);
+    }
+    close(template_segment.fd);
+    segment_bytes = (uint32_t)plan.segment_bytes;
+}
+
+void engine_prepare(const struct scenario *scenario) {
+    memset(&world, 0, sizeof world);
+    make_template(scenario);
+    memcpy(world.memory, template_segment.base, segment_bytes);
+    memcpy(world.shadow, template_segment.base, segment_bytes);
+    world.control.clock_ns = UINT64_C(1000000000);
+    world.control.current = -1;
+    for (int i = 0; i < MAX_PROCESSES; i++) {
+        struct process *p = &world.processes[i];
+        memcpy(world.view[i], template_segment.base, segment_bytes);
+        memcpy(world.known[i], template_segment.base, segment_bytes);
+        p->offset = NOWHERE;
+        p->mortal = (scenario->mortal >> i & 1) != 0;
+        p->state = i < AUDITOR && scenario->scripts[i] != NULL ? P_READY : P_UNUSED;
+    }
+}
+
+struct options {
+    const char *only;
+    bool deep, strong, weak;
+    uint64_t states;
+    int preemptions, deaths, delays; /* -1: as the scenario has it */
+};
+
+static void explore_one(const struct scenario *scenario, const struct options *options, bool weak) {
+    struct timespec from, to;
+    clock_gettime(CLOCK_MONOTONIC, &from);
+    bounds = (struct bounds){.preemptions = scenario->preemptions,
+                             .deaths = scenario->deaths,
+                             .delays = weak ? 1 : 0,
+                             .states = options->states,
+                             .weak = weak};
+    if (!options->deep) {
+        bounds.preemptions = 1;
+        bounds.deaths = weak ? 0 : 1;
+    }
+    bounds.preemptions = options->preemptions >= 0 ? (unsigned)options->preemptions : bounds.preemptions;
+    bounds.deaths = options->deaths >= 0 ? (unsigned)options->deaths : bounds.deaths;
+    bounds.delays = options->delays >= 0 ? (unsigned)options->delays : bounds.delays;
+    bool complete = engine_search(scenario);
+    clock_gettime(CLOCK_MONOTONIC, &to);
+    double seconds = (double)(to.tv_sec - from.tv_sec) + (double)(to.tv_nsec - from.tv_nsec) / 1e9;
+    char preemptions[16] = "any";
+    if (bounds.preemptions != NO_BOUND) {
+        snprintf(preemptions, sizeof preemptions, "%u", bounds.preemptions);
+    }
+    printf("%-10s %-6s  preemptions %-3s deaths %u delays %u  %9llu states %10llu steps %7llu ends "
+           "%8llu kills  %s, %.1f s\n",
+           scenario->name, weak ? "weak" : "strong", preemptions, bounds.deaths, bounds.delays,
+           (unsigned long long)states_seen, (unsigned long long)steps_taken,
+           (unsigned long long)runs_ended, (unsigned long long)deaths_tried,
+           complete ? "complete" : "at its bound of states", seconds);
+    fflush(stdout);
+}
+
+static void explore_all(const struct options *options) {
+    bool any = false;
+    for (size_t i = 0; i < SCENARIOS; i++) {
+        if (options->only != NULL && strcmp(options->only, scenarios[i].name) != 0) {
+            continue;
+        }
+        any = true;
+        if (!options->weak) {
+            explore_one(&scenarios[i], options, false);
+        }
+        if (!options->strong) {
+            explore_one(&scenarios[i], options, true);
+        }
+    }
+    if (!any) {
+        fprintf(stderr, "there is no scenario '%s'\n", options->only);
+        exit(2);
+    }
+}
+
+/* In a child, since a violation ends the process. */
+static int find_violation(const struct options *options) {
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        explore_all(options);
+        exit(0);
+    }
+    int status = 0;
+    if (child < 0 || waitpid(child, &status, 0) != child) {
+        return 2;
+    }
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 1) {
+        puts("found, as expected");
+        return 0;
+    }
+    fprintf(stderr, "no violation was found, though one was expected\n");
+    return 1;
+}
+
+int main(int argc, char **argv) {
+    struct options options = {
+        .states = SHORT_STATES, .preemptions = -1, .deaths = -1, .delays = -1};
+    bool expected = false;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--deep") == 0) {
+            options.deep = true;
+            options.states = DEEP_STATES;
+        } else if (strcmp(argv[i], "--strong") == 0) {
+            options.strong = true;
+        } else if (strcmp(argv[i], "--weak") == 0) {
+            options.weak = true;
+        } else if (strcmp(argv[i], "--expect-violation") == 0) {
+            expected = true;
+        } else if (strcmp(argv[i], "--scenario") == 0 && i + 1 < argc) {
+            options.only = argv[++i];
+        } else if (strcmp(argv[i], "--preemptions") == 0 && i + 1 < argc) {
+            options.preemptions = atoi(argv[++i]);
+        } else if (strcmp(argv[i], "--deaths") == 0 && i + 1 < argc) {
+            options.deaths = atoi(argv[++i]);
+        } else if (strcmp(argv[i], "--delays") == 0 && i + 1 < argc) {
+            options.delays = atoi(argv[++i]);
+        } else if (strcmp(argv[i], "--states") == 0 && i + 1 < argc) {
+            options.states = strtoull(argv[++i], NULL, 10);
+        } else {
+            fprintf(stderr, "usage: %s [--deep] [--scenario NAME] [--strong | --weak] [--states N] "
+                            "[--preemptions N] [--deaths N] [--delays N] [--expect-violation]\n",
+                    argv[0]);
+            return 2;
+        }
+    }
+    if (expected) {
+        return find_violation(&options);
+    }
+    explore_all(&options);
+    puts("explore: no violation");
+    return 0;
+}

@@ -1,0 +1,177 @@
+/* The explorer's own parts, and what they tell each other.
+ *
+ * engine.c   processes as coroutines, choices, snapshots, the search
+ * memory.c   what a load sees and when a store arrives; futexes, locks, the clock
+ * ghost.c    what must hold: told by the scripts, checked at each step and at each end
+ * actors.c   what a producer, a collector and the auditor do
+ * explore.c  the scenarios, the command line
+ *
+ * Invariant: all state of a run is in `world` and in the stacks; a snapshot of those, put back at
+ * the same addresses, is the run as it was. */
+#ifndef SHMBUS_MODEL_H
+#define SHMBUS_MODEL_H
+
+#include <setjmp.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "reader.h"
+#include "writer.h"
+
+enum {
+    MAX_PROCESSES = 5, /* the last is the auditor */
+    AUDITOR = MAX_PROCESSES - 1,
+    SEGMENT_ROOM = 12 << 10, /* bytes */
+    HEAP_BYTES = 24 << 10,
+    STACK_BYTES = 64 << 10,
+    BUFFER_ENTRIES = 8,
+    MAX_LIVES = 16,
+    MAX_RECORDS = 8, /* of one producer's life */
+    MAX_SLOTS = 4,
+    MAX_ACK_SETS = 32,
+};
+
+enum operation { OP_START, OP_LOAD, OP_STORE, OP_RMW, OP_FENCE, OP_LOCK, OP_UNLOCK, OP_WAIT, OP_WAKE };
+
+enum process_state { P_UNUSED = 0, P_READY, P_BLOCKED, P_DONE, P_DEAD };
+
+/* What the scheduler lets a process's next operation do with its store buffer. */
+enum variant { V_PLAIN = 0, V_KEEP_PLAIN_STORES, V_BUFFER_STORE, V_FLUSH_FIRST, V_KILL, V_TIMEOUT };
+
+struct buffered {
+    uint64_t value;
+    uint32_t offset;
+    uint32_t size;
+};
+
+struct process {
+    jmp_buf at;
+    uint8_t *lowest; /* of its stack, in use */
+    uint64_t history; /* of all that it has observed since its last checkpoint */
+    enum process_state state;
+    enum operation op;
+    int order;
+    const char *where; /* file and line of it */
+    uint32_t offset; /* of the operation, or NOWHERE */
+    uint32_t futex;
+    enum variant variant;
+    bool started, mortal, timed;
+    bool patient; /* sleeps because there is nothing for it to do */
+    int wait_result;
+    uint32_t heap_used;
+    uint32_t buffered_count;
+    struct buffered buffered[BUFFER_ENTRIES];
+};
+#define NOWHERE UINT32_MAX
+
+enum record_fate { R_NONE = 0, R_OPEN, R_BEGUN, R_COMMITTED, R_ABORTED };
+
+enum ack_stage { ACK_NONE = 0, ACK_BEGUN, ACK_DONE };
+
+struct ghost_record {
+    uint8_t fate;
+    uint8_t acked; /* enum ack_stage */
+    uint8_t ack_set;
+    uint8_t moving;
+    uint8_t owner; /* process */
+    uint8_t spare;
+    uint16_t delivered_to; /* collectors, by bit */
+    uint32_t from, to;     /* bytes of the segment */
+};
+
+struct ghost {
+    struct ghost_record records[MAX_LIVES][MAX_RECORDS];
+    uint8_t ack_set_undone[MAX_ACK_SETS];
+    uint8_t ack_set_owner[MAX_ACK_SETS]; /* process */
+    uint8_t ack_sets;
+    uint8_t readers; /* lives of collectors so far */
+    uint8_t finished; /* producers that closed or died, by bit */
+};
+
+/* All that is shared and is no memory of the segment. */
+struct control {
+    uint64_t memory_hash;
+    uint64_t clock_ns;
+    struct ghost ghost;
+    uint8_t lock_owner[MAX_SLOTS + 1]; /* process + 1; the last is the collector's */
+    int8_t current;
+    uint8_t preemptions, deaths, delays, timeouts;
+};
+
+struct world {
+    struct control control;
+    struct process processes[MAX_PROCESSES];
+    alignas(64) uint8_t memory[SEGMENT_ROOM];
+    alignas(64) uint8_t shadow[SEGMENT_ROOM]; /* memory as of the last step */
+    alignas(64) uint8_t view[MAX_PROCESSES][SEGMENT_ROOM];
+    alignas(64) uint8_t known[MAX_PROCESSES][SEGMENT_ROOM]; /* the view, less its own new stores */
+    alignas(64) uint8_t heap[MAX_PROCESSES][HEAP_BYTES];
+};
+extern struct world world;
+extern uint8_t stacks[MAX_PROCESSES][STACK_BYTES];
+extern struct segment template_segment;
+extern uint32_t segment_bytes;
+extern int running; /* the process that runs now, or -1 */
+
+struct bounds {
+    unsigned preemptions; /* UINT_MAX for no bound */
+    unsigned deaths;
+    unsigned delays;
+    uint64_t states;
+    bool weak; /* stores arrive late, loads are stale without acquire */
+};
+extern struct bounds bounds;
+
+struct scenario {
+    const char *name;
+    const char *about;
+    void (*scripts[MAX_PROCESSES - 1])(void);
+    unsigned extents, producers; /* producers: slots */
+    uint8_t mortal;              /* processes that may die, by bit */
+    unsigned deaths;
+    unsigned preemptions; /* UINT_MAX for no bound */
+};
+
+/* engine.c */
+void engine_prepare(const struct scenario *scenario);
+bool engine_search(const struct scenario *scenario); /* false when it ended at a bound */
+void engine_yield(enum operation op, uint32_t offset, int order,
+                  const char *where);
+_Noreturn void engine_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void engine_pause(void); /* until nobody else can do anything */
+void engine_observe(uint64_t value);
+void engine_checkpoint(void); /* all that a script knows is in its heap */
+extern uint64_t states_seen, steps_taken, runs_ended, deaths_tried;
+
+/* memory.c */
+uint64_t mix_hash(uint64_t hash, uint64_t value);
+uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes);
+void memory_settle(int process);       /* notes what a step stored, and checks whose it was */
+void memory_flush(int process);        /* all that it has stored arrives */
+bool memory_has_plain_stores(int process);
+bool memory_store_is_plain_relaxed(const struct process *p);
+void *memory_heap(int process, size_t bytes);
+uint64_t memory_word(uint32_t offset, uint32_t size);
+
+/* ghost.c */
+void ghost_claimed(uint64_t life, uint64_t number, const struct reservation *at);
+void ghost_begin_commit(uint64_t life, uint64_t number);
+void ghost_committed(uint64_t life, uint64_t number);
+void ghost_aborted(uint64_t life, uint64_t number);
+unsigned ghost_new_reader(void);
+void ghost_delivered(const struct reader *reader, const struct record_ref *ref, unsigned reader_life);
+void ghost_begin_ack(const uint64_t (*keys)[2], unsigned n);
+void ghost_acked(const uint64_t (*keys)[2], unsigned n);
+void ghost_moving(uint64_t life, uint64_t number, const struct record_ref *to);
+void ghost_extent_freed(uint32_t extent, uint64_t word);
+void ghost_data_written(int process, uint32_t offset);
+bool ghost_is_owed(uint32_t futex);
+void ghost_end(struct reader *reader);
+uint8_t ghost_pattern(uint64_t life, uint64_t number);
+
+/* actors.c */
+void audit_script(void);
+
+#endif

@@ -1,0 +1,413 @@
+"""A death and a stop at each named point of the core, as a program: prints one JSON line a case.
+
+Runs in a build with SHMBUS_FAILPOINTS=1. Each case forks one process, which meets its signal at its
+point; the other side goes on, and audits. test_failpoints.py builds, runs and judges it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+import shmbus
+
+RECORDS = 80
+GROUPS, SIZE = 40, 4
+EXTENT = 4096
+SPAN_TWO = 6000
+DEADLINE_S = 15.0
+
+#: Kind: point: passes at which the signal comes; the later ones are behind several wraps.
+POINTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "producer": {
+        "attach-locked": (1,),
+        "attach-taken-over": (1,),
+        "attach-named": (1,),
+        "take-over-counted": (1,),
+        "take-over-sealed": (1,),
+        "run-leased": (1, 15),
+        "run-entered": (1, 15),
+        "run-linked": (1, 2, 15),
+        "lease-half": (1, 5),
+        "commit-intended": (1, 60),
+        "record-published": (1, 30),
+        "record-exposed": (1, 60),
+        "commit-marked": (1, 60),
+        "abort-marked": (1, 8),
+        "close-sealed": (1,),
+    },
+    "collector": {
+        "collector-replayed": (1,),
+        "sweep-locked": (1,),
+        "take-over-counted": (1, 2),
+        "take-over-sealed": (1, 2),
+        "release-logged": (1, 30),
+        "release-intended": (1, 30),
+        "release-half": (1, 3, 121),
+        "release-counted": (1, 30),
+        "free-ended": (1, 15),
+        "free-half": (1, 2, 7),
+    },
+    "mover": {
+        "run-linked": (1,),
+        "move-intended": (1, 3),
+        "move-published": (1, 3),
+        "move-ended": (1, 3),
+        "free-ended": (1,),
+    },
+}
+
+
+def pattern(key: int, size: int) -> np.ndarray:
+    """Bytes that tell one record from another."""
+    return ((np.arange(size) + key * 7919) % 251).astype(np.uint8)
+
+
+def size_of(number: int) -> int:
+    """Small ones, some that fill half an extent, some that take two."""
+    return SPAN_TWO if number % 10 == 7 else 100 + number * 977 % 1900
+
+
+class Child:
+    """One forked process, and what became of it."""
+
+    def __init__(self, program: Callable[[], None], failpoint: str = "") -> None:
+        self.stopped = False
+        self.status: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.environ["SHMBUS_FAILPOINT"] = failpoint
+                program()
+                status = 0
+            finally:
+                # Nothing of the parent's is to be cleaned up here.
+                os._exit(status)
+
+    def look(self) -> bool:
+        """Whether it has ended; notes a stop."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
+            if pid and os.WIFSTOPPED(status):
+                self.stopped = True
+            elif pid:
+                self.status = os.waitstatus_to_exitcode(status)
+        return self.status is not None
+
+    def go_on(self) -> None:
+        """Resume it."""
+        self.stopped = False
+        os.kill(self.pid, signal.SIGCONT)
+
+    def wait(self) -> int:
+        """Wait for its end."""
+        for _ in deadline("the end of a child"):
+            if self.look():
+                break
+            time.sleep(0.002)
+        assert self.status is not None
+        return self.status
+
+
+def deadline(what: str) -> Iterator[None]:
+    """Go round until the deadline, then raise."""
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        yield
+    raise TimeoutError(f"no progress: {what}")
+
+
+def ruin(name: str) -> None:
+    """Leave a slot behind whose owner died with two records and an open reservation."""
+
+    def die() -> None:
+        producer = shmbus.Producer(name)
+        producer.put("ruin", group_size=1, index=0, data=pattern(1, 50))
+        slot = producer.reserve("never", group_size=1, index=0, fields={"data": ("u1", 300)})
+        producer.put("ruin", group_size=1, index=0, data=pattern(1, 50))
+        assert slot is not None
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert Child(die).wait() == -signal.SIGKILL
+
+
+def write_records(name: str) -> None:
+    """Put numbered records in every way there is."""
+    producer = shmbus.Producer(name)
+    for number in range(RECORDS):
+        size = size_of(number)
+        key = {"group_size": 1, "index": 0}
+        if number % 4 < 2:
+            producer.put("c", data=pattern(number, size), **key)
+        else:
+            if number % 4 == 3:
+                producer.reserve("never", fields={"data": ("u1", size)}, **key).abort()
+            with producer.reserve("c", fields={"data": ("u1", size)}, **key) as slot:
+                slot["data"][:] = pattern(number, size)
+    producer.close()
+
+
+def producer_case(name: str, failpoint: str, action: str) -> dict[str, object]:
+    """A producer meets its signal; another one and the collector go on."""
+    seen: list[int] = []
+    faults: list[str] = []
+
+    def take(timeout: float) -> int:
+        groups = consumer.take(64, timeout=timeout)
+        for group in groups:
+            sample = group[0]
+            if group.instance_id == "c":
+                seen.append(sample.sequence)
+                key = sample.sequence
+                if not np.array_equal(sample["data"], pattern(key, size_of(key))):
+                    faults.append(f"record {key} is torn")
+            group.ack()
+        return len(groups)
+
+    def send(size: int) -> None:
+        for _ in deadline("space for the healthy producer"):
+            try:
+                healthy.put("h", group_size=1, index=0, data=pattern(3, size), timeout=0.005)
+                return
+            except shmbus.BusFullError:
+                take(0)
+
+    with shmbus.Bus.create(name, "64KiB", max_producers=2, extent_bytes=EXTENT):
+        consumer = shmbus.Consumer(name)
+        healthy = shmbus.Producer(name)
+        take(0)  # looks for the dead now, and not again before the child does
+        ruin(name)
+        child = Child(lambda: write_records(name), failpoint)
+        signalled = False
+        for _ in deadline("a producer beside one that met its signal"):
+            send(500)
+            take(0.002)
+            ended = child.look()
+            if child.stopped:
+                signalled = True
+                for _ in range(80):
+                    send(1500)
+                    take(0)
+                child.go_on()
+            if ended:
+                break
+        signalled = signalled or child.status == -signal.SIGKILL
+        for _ in deadline("the last records"):
+            stats = consumer.stats()
+            if not take(0.01) and stats.in_ring == 0 and stats.producers == 1:
+                break
+        ledger = consumer.stats()
+        # What the dead held is free: as many records fit as into a new bus.
+        for _ in range(100):
+            send(1500)
+            take(0)
+        consumer.close()
+        healthy.close()
+    if sorted(seen) != list(range(len(seen))):
+        faults.append(f"lost or doubled: {sorted(seen)}")
+    if action == "stop" and len(seen) != RECORDS:
+        faults.append(f"{len(seen)} of {RECORDS} records came after it went on")
+    return verdict(signalled, faults, ledger, child)
+
+
+def verdict(
+    signalled: bool, faults: list[str], ledger: shmbus.Ledger, child: Child
+) -> dict[str, object]:
+    """What the audit says."""
+    if not ledger.balanced or ledger.dropped or ledger.committed != ledger.acknowledged:
+        faults.append(f"the ledger: {ledger}")
+    if ledger.capacity - ledger.free > 4 * EXTENT:
+        faults.append(f"{ledger.capacity - ledger.free} bytes are held at the end")
+    if child.status not in (0, -signal.SIGKILL):
+        faults.append(f"the process ended with {child.status}")
+    return {"signalled": signalled, "faults": faults}
+
+
+def group_key(group: int, index: int) -> int:
+    return group * SIZE + index
+
+
+def put_groups(producer: shmbus.Producer, indices: range, first: int, count: int) -> None:
+    """Put samples of so many groups, some of them large."""
+    for group in range(first, first + count):
+        for index in indices:
+            key = group_key(group, index)
+            data = pattern(key, SPAN_TWO if key % 17 == 5 else 600)
+            producer.put(f"{group}", group_size=SIZE, index=index, data=data, timeout=DEADLINE_S)
+
+
+def check_group(group: shmbus.Group, faults: list[str]) -> None:
+    for index, sample in enumerate(group):
+        key = group_key(int(group.instance_id), index)
+        if sample.index != index or not np.array_equal(
+            sample["data"], pattern(key, sample["data"].size)
+        ):
+            faults.append(f"group {group.instance_id} is torn or mixed")
+
+
+def collect_groups(name: str, log: Path) -> None:
+    """Take and acknowledge; the log says what it was about to do, and what is done."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    faults: list[str] = []
+    with shmbus.Consumer(name) as consumer:
+        done = 0
+        while done < GROUPS:
+            for group in consumer.take(8, timeout=1):
+                if group.instance_id != "ruin":
+                    check_group(group, faults)
+                    os.write(descriptor, b"begin %s\n" % group.instance_id.encode())
+                group.ack()
+                if group.instance_id != "ruin":
+                    os.write(descriptor, b"done %s\n" % group.instance_id.encode())
+                    done += 1
+    assert not faults, faults
+
+
+def read_log(log: Path) -> tuple[set[str], set[str]]:
+    lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    return {g for verb, g in lines if verb == "begin"}, {g for verb, g in lines if verb == "done"}
+
+
+def take_rest(
+    name: str, log: Path, expected: int, faults: list[str]
+) -> tuple[shmbus.Ledger, set[str]]:
+    """Be the successor: take what is not acknowledged, and compare with the log."""
+    begun, done = read_log(log)
+    rest: list[str] = []
+    with shmbus.Consumer(name) as consumer:
+        while groups := consumer.take(64, timeout=0.1):
+            for group in groups:
+                if group.instance_id != "ruin":
+                    check_group(group, faults)
+                    rest.append(group.instance_id)
+                group.ack()
+        ledger = consumer.stats()
+    if len(rest) != len(set(rest)) or set(rest) & done:
+        faults.append(f"delivered after the acknowledgement: {sorted(set(rest) & done)}")
+    if len(set(rest) | begun) != expected:
+        faults.append(f"{expected - len(set(rest) | begun)} groups are lost")
+    return ledger, set(rest)
+
+
+def follow(child: Child, name: str, faults: list[str]) -> bool:
+    """Wait for the child's end, through a stop; True if it met its signal."""
+    signalled = False
+    for _ in deadline("the end of a collector"):
+        ended = child.look()
+        if child.stopped:
+            signalled = True
+            try:
+                shmbus.Consumer(name).close()
+                faults.append("a second collector attached while the first was stopped")
+            except shmbus.BusBusyError:
+                pass
+            child.go_on()
+        if ended:
+            return signalled or child.status == -signal.SIGKILL
+        time.sleep(0.002)
+    return signalled
+
+
+def collector_case(name: str, failpoint: str, action: str) -> dict[str, object]:
+    """A collector meets its signal between groups that are acknowledged; a successor takes over."""
+    faults: list[str] = []
+    log = Path(f"/dev/shm/shmbus.{name}.log")
+    with shmbus.Bus.create(name, "512KiB", max_producers=2, extent_bytes=EXTENT):
+        with shmbus.Producer(name) as producer:
+            ruin(name)
+            put_groups(producer, range(SIZE), 0, GROUPS)
+            child = Child(lambda: collect_groups(name, log), failpoint)
+            signalled = follow(child, name, faults)
+        ledger, _ = take_rest(name, log, GROUPS, faults)
+    log.unlink(missing_ok=True)
+    return verdict(signalled, faults, ledger, child)
+
+
+def collect_stragglers(name: str) -> None:
+    """Acknowledge what fills the runs, so that the rest is moved."""
+    with shmbus.Consumer(name) as consumer:
+        for _ in deadline("stragglers to be moved"):
+            for group in consumer.take(8, timeout=0.02):
+                group.ack()
+            if consumer.stats().moved > 6:
+                return
+
+
+def mover_case(name: str, failpoint: str, action: str) -> dict[str, object]:
+    """A collector meets its signal while it moves stragglers; their groups complete later."""
+    faults: list[str] = []
+    log = Path(f"/dev/shm/shmbus.{name}.log")
+    with (
+        shmbus.Bus.create(name, "64KiB", max_producers=2, extent_bytes=EXTENT),
+        shmbus.Producer(name) as producer,
+    ):
+        for group in range(14):
+            data = pattern(group_key(group, 0), 600)
+            producer.put(f"{group}", group_size=2, index=0, data=data)
+            producer.put("filler", group_size=1, index=0, data=pattern(0, 2500))
+        child = Child(lambda: collect_stragglers(name), failpoint)
+        signalled = follow(child, name, faults)
+        rest: list[str] = []
+        with shmbus.Consumer(name) as consumer:
+
+            def take(timeout: float) -> bool:
+                groups = consumer.take(8, timeout=timeout)
+                for group in groups:
+                    if group.instance_id != "filler":
+                        check_group(group, faults)
+                        rest.append(group.instance_id)
+                    group.ack()
+                return bool(groups)
+
+            for number in range(14):
+                data = pattern(group_key(number, 1), 600)
+                for _ in deadline("space for the stragglers' groups"):
+                    try:
+                        producer.put(f"{number}", group_size=2, index=1, data=data, timeout=0.005)
+                        break
+                    except shmbus.BusFullError:
+                        take(0)
+            while take(0.1):
+                pass
+            ledger = consumer.stats()
+        if sorted(map(int, rest)) != list(range(14)):
+            faults.append(f"lost or doubled: {sorted(map(int, rest))}")
+    log.unlink(missing_ok=True)
+    return verdict(signalled, faults, ledger, child)
+
+
+CASES = {"producer": producer_case, "collector": collector_case, "mover": mover_case}
+
+
+def main() -> None:
+    """Run all cases, or those whose name contains the second argument."""
+    name = sys.argv[1]
+    only = sys.argv[2] if len(sys.argv) > 2 else ""
+    for kind, points in POINTS.items():
+        for point, hits in points.items():
+            for hit in hits:
+                for action in ("kill", "stop"):
+                    case = f"{kind}:{point}:{hit}:{action}"
+                    if only not in case:
+                        continue
+                    report: dict[str, object] = {"case": case, "signalled": False}
+                    try:
+                        report |= CASES[kind](name, f"{point}:{hit}:{action}", action)
+                    except Exception as error:
+                        report["faults"] = [repr(error)]
+                    with contextlib.suppress(shmbus.BusNotFoundError):
+                        shmbus.unlink(name)
+                    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""A death, and a stop, at every named point of the core: of producers, collectors and the mover."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Spawner
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).parent / "failpoints.py"
+
+
+@pytest.fixture(scope="session")
+def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree whose extension has the points compiled in; the one in use here stays as it is."""
+    tree = tmp_path_factory.mktemp("failpoints")
+    shutil.copytree(ROOT / "shmbus", tree / "shmbus")
+    (tree / "shmbus_ext").mkdir()
+    for path in (ROOT / "shmbus_ext").glob("*.py*"):
+        shutil.copy(path, tree / "shmbus_ext")
+    argv = [sys.executable, "setup.py", "--quiet", "build_ext"]
+    argv += ["--build-lib", str(tree), "--build-temp", str(tree / "objects")]
+    env = {**os.environ, "SHMBUS_FAILPOINTS": "1", "SHMBUS_SANITIZE": "", "CFLAGS": "-O1"}
+    subprocess.run(argv, cwd=ROOT, env=env, check=True, capture_output=True, timeout=110)
+    return tree
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["producer", "collector", "mover"])
+def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(
+    kind: str, bus_name: str, spawn: Spawner, failpoint_build: Path
+) -> None:
+    env = {"PYTHONPATH": str(failpoint_build)}
+    child = spawn.script(PROGRAM.read_text(), bus_name, f"{kind}:", env=env)
+    reports = [json.loads(line) for line in child.finish(timeout=200).splitlines()]
+    assert len(reports) >= 14
+    assert [r for r in reports if r["faults"] or not r["signalled"]] == []
+
+
+def test_the_shipping_build_has_no_failpoints() -> None:
+    from shmbus_ext import _core
+
+    assert b"SHMBUS_FAILPOINT" not in Path(_core.__file__).read_bytes()

@@ -1,0 +1,303 @@
+"""The bus beside a twin in plain Python: whatever is done in whatever order, both say the same.
+
+Real producers and consumers, attached and closed at will, over a small bus; groups of one, so that
+each record shows what became of it. The last part resumes a handler from checkpoints at any point.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from typing import Any
+
+import hypothesis
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import shmbus
+from trainer_adapter import OnlineDataHandler
+
+CAPACITY = 128 << 10
+EXTENT = 4096
+#: Bytes; one extent holds it, so that a bus in which nothing is held always has room.
+LARGEST_SURE = 3000
+MAX_PRODUCERS = 3
+SIZES = st.one_of(st.integers(0, LARGEST_SURE), st.integers(LARGEST_SURE, 12_000))
+
+_names = (f"twin-{os.getpid()}-{number}" for number in itertools.count())
+
+
+def pattern(producer: int, number: int, size: int) -> np.ndarray:
+    """Bytes that tell one record from another."""
+    return ((np.arange(size) * 3 + producer * 101 + number * 7) % 251).astype(np.uint8)
+
+
+class RingBesideItsTwin(RuleBasedStateMachine):
+    """`unread`, `leased` and `acked` are what the twin knows of committed records."""
+
+    @initialize()
+    def create(self) -> None:
+        self.name = next(_names)
+        self.bus = shmbus.Bus.create(
+            self.name, CAPACITY, max_producers=MAX_PRODUCERS, extent_bytes=EXTENT
+        )
+        self.consumer = shmbus.Consumer(self.name)
+        self.producers: list[shmbus.Producer] = []
+        self.slots: list[tuple[shmbus.Producer, Any, int]] = []
+        self.counts: dict[int, int] = {}
+        self.unread: dict[tuple[int, int], int] = {}
+        self.leased: list[shmbus.Group] = []
+        self.acked = 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bus"):
+            return
+        self.consumer.close()
+        for producer in self.producers:
+            producer.close()
+        self.bus.unlink()
+        self.bus.close()
+
+    # -- producers
+
+    @precondition(lambda self: len(self.producers) < MAX_PRODUCERS)
+    @rule()
+    def attach(self) -> None:
+        try:
+            self.producers.append(shmbus.Producer(self.name, checksum=True))
+        except shmbus.BusBusyError:
+            # A slot that was closed is free again when the reader has looked.
+            self.consumer.stats()
+            self.producers.append(shmbus.Producer(self.name, checksum=True))
+        self.counts[self.producers[-1].producer_id] = 0
+
+    def nothing_is_held(self) -> bool:
+        return not (self.unread or self.leased or self.slots)
+
+    def expect_full(self, size: int) -> None:
+        assert size > LARGEST_SURE or not self.nothing_is_held(), "full, and nothing is held"
+        self.consumer.stats()
+
+    def note(self, producer: shmbus.Producer, size: int) -> None:
+        me = producer.producer_id
+        self.unread[me, self.counts[me]] = size
+        self.counts[me] += 1
+
+    @precondition(lambda self: self.producers)
+    @rule(data=st.data(), size=SIZES)
+    def put(self, data: st.DataObject, size: int) -> None:
+        producer = data.draw(st.sampled_from(self.producers))
+        me = producer.producer_id
+        try:
+            array = pattern(me, self.counts[me], size)
+            producer.put("a", group_size=1, index=0, data=array, timeout=0)
+        except shmbus.BusFullError:
+            self.expect_full(size)
+        else:
+            self.note(producer, size)
+
+    @precondition(lambda self: self.producers)
+    @rule(data=st.data(), sizes=st.lists(st.integers(0, 2000), min_size=1, max_size=4))
+    def put_many(self, data: st.DataObject, sizes: list[int]) -> None:
+        producer = data.draw(st.sampled_from(self.producers))
+        me = producer.producer_id
+        items = [
+            {
+                "instance_id": "m",
+                "group_size": 1,
+                "index": 0,
+                "data": pattern(me, self.counts[me] + i, size),
+            }
+            for i, size in enumerate(sizes)
+        ]
+        try:
+            done = producer.put_many(items, timeout=0)
+        except shmbus.BusFullError as error:
+            done = error.accepted
+        for size in sizes[:done]:
+            self.note(producer, size)
+
+    @precondition(lambda self: self.producers and len(self.slots) < 4)
+    @rule(data=st.data(), size=SIZES)
+    def reserve(self, data: st.DataObject, size: int) -> None:
+        producer = data.draw(st.sampled_from(self.producers))
+        fields = {"data": ("uint8", size)}
+        try:
+            slot = producer.reserve("r", group_size=1, index=0, fields=fields, timeout=0)
+        except shmbus.BusFullError:
+            self.expect_full(size)
+        else:
+            self.slots.append((producer, slot, size))
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), commit=st.booleans())
+    def end_reservation(self, data: st.DataObject, commit: bool) -> None:
+        at = data.draw(st.integers(0, len(self.slots) - 1))
+        producer, slot, size = self.slots.pop(at)
+        me = producer.producer_id
+        slot["data"][:] = pattern(me, self.counts[me], size)
+        if commit:
+            slot.commit()
+            self.note(producer, size)
+        else:
+            slot.abort()
+
+    @precondition(lambda self: self.producers)
+    @rule(data=st.data())
+    def close_producer(self, data: st.DataObject) -> None:
+        producer = data.draw(st.sampled_from(self.producers))
+        self.producers.remove(producer)
+        self.slots = [entry for entry in self.slots if entry[0] is not producer]
+        producer.close()
+
+    # -- the consumer
+
+    @rule(most=st.integers(1, 9))
+    def take(self, most: int) -> None:
+        groups = self.consumer.take(most, timeout=0)
+        assert len(groups) == min(most, len(self.unread))
+        for group in groups:
+            sample = group[0]
+            who = (sample.producer_id, sample.sequence)
+            size = self.unread.pop(who)
+            assert np.array_equal(sample["data"], pattern(*who, size)), who
+            self.leased.append(group)
+
+    @precondition(lambda self: self.leased)
+    @rule(data=st.data(), back=st.booleans())
+    def end_lease(self, data: st.DataObject, back: bool) -> None:
+        group = self.leased.pop(data.draw(st.integers(0, len(self.leased) - 1)))
+        sample = group[0]
+        if back:
+            self.unread[sample.producer_id, sample.sequence] = sample["data"].size
+            del sample
+            group.give_back()
+        else:
+            del sample
+            group.ack()
+            self.acked += 1
+
+    @rule()
+    def another_consumer(self) -> None:
+        for group in self.leased:
+            sample = group[0]
+            self.unread[sample.producer_id, sample.sequence] = sample["data"].size
+        self.leased.clear()
+        self.consumer.close()
+        self.consumer = shmbus.Consumer(self.name)
+
+    @invariant()
+    def the_ledger_says_what_the_twin_knows(self) -> None:
+        if not hasattr(self, "bus"):
+            return
+        ledger = self.consumer.stats()
+        assert ledger.balanced and not ledger.dropped, ledger
+        assert ledger.committed == sum(self.counts.values())
+        assert ledger.acknowledged == self.acked
+        assert ledger.leased == len(self.leased)
+        assert ledger.stashed + ledger.in_ring == len(self.unread)
+        assert ledger.producers == len(self.producers)
+
+
+def test_the_ring_does_what_its_twin_does(seed: int) -> None:
+    run_state_machine_as_test(
+        hypothesis.seed(seed)(RingBesideItsTwin),
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=60,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+# --- resuming at any point
+
+STEPS = st.lists(
+    st.sampled_from(["put", "train", "train", "save", "crash", "crash late"]), max_size=40
+)
+
+
+class Trainer:
+    """Trains, saves, acknowledges; after a crash it is what its last checkpoint says."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.trained: list[str] = []
+        self.saved: tuple[list[str], dict[str, Any] | None] = ([], None)
+        self.unacknowledged: deque[Any] = deque()
+        self.handler = OnlineDataHandler(name, groups_per_batch=2, device="cpu")
+
+    def train(self, timeout: float) -> bool:
+        try:
+            batch = self.handler.next_batch(timeout=timeout)
+        except TimeoutError:
+            return False
+        self.trained += sorted(set(batch.instance_ids))
+        self.unacknowledged.append(batch)
+        return True
+
+    def save(self) -> None:
+        """The checkpoint first, then the acknowledgements that it covers."""
+        self.saved = (list(self.trained), self.handler.state_dict())
+        while self.unacknowledged:
+            self.handler.ack(self.unacknowledged.popleft())
+
+    def crash(self, between_save_and_ack: bool) -> None:
+        if between_save_and_ack:
+            self.saved = (list(self.trained), self.handler.state_dict())
+        self.handler.close()
+        trained, state = self.saved
+        self.trained = list(trained)
+        self.unacknowledged.clear()
+        self.handler = OnlineDataHandler(self.name, groups_per_batch=2, device="cpu")
+        if state is not None:
+            self.handler.load_state_dict(state)
+
+
+def put_group(producer: shmbus.Producer, name: str) -> None:
+    for index in range(2):
+        tokens = np.full(3, index, np.int32)
+        producer.put(name, group_size=2, index=index, score=float(index), tokens=tokens)
+
+
+@settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@hypothesis.given(steps=STEPS)
+def test_a_handler_resumed_at_any_point_trains_every_group_once(steps: list[str]) -> None:
+    name = next(_names)
+    with (
+        shmbus.Bus.create(name, "1MiB", max_producers=2),
+        shmbus.Producer(name) as producer,
+    ):
+        trainer = Trainer(name)
+        groups = 0
+        for step in [*steps, "put"]:
+            if step == "put":
+                for _ in range(2):
+                    put_group(producer, f"g{groups}")
+                    groups += 1
+            elif step == "train":
+                trainer.train(timeout=0)
+            elif step == "save":
+                trainer.save()
+            else:
+                trainer.crash(between_save_and_ack=step == "crash late")
+        while trainer.train(timeout=0.05):
+            trainer.save()
+        trainer.save()
+        trainer.handler.close()
+        assert sorted(trainer.trained) == sorted(f"g{number}" for number in range(groups))
+        with shmbus.Consumer(name) as consumer:
+            ledger = consumer.stats()
+            assert ledger.balanced and ledger.acknowledged == 2 * groups, ledger
