@@ -6,9 +6,19 @@
 
 #include "doorbell.h"
 
-#define ID_TABLE 4096u
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
+
+static bool hold_record(HolderObject *self, const struct record_ref *ref) {
+    reader_hold(&((ReaderObject *)self)->c, ref);
+    return true;
+}
+
+static void let_go_of_record(HolderObject *self, const struct record_ref *ref) {
+    reader_let_go(&((ReaderObject *)self)->c, ref);
+}
+
+static const struct holder_kind reader_kind = {true, hold_record, let_go_of_record};
 
 static bool reader_usable(ReaderObject *self) {
     if (!self->attached) {
@@ -40,11 +50,7 @@ static int reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_TypeError, "this reader is initialised already");
         return -1;
     }
-    self->segment = (SegmentObject *)Py_NewRef(segment);
-    self->schemas = PyDict_New();
-    self->ids = PyMem_Calloc(ID_TABLE, sizeof *self->ids);
-    if (self->schemas == NULL || self->ids == NULL) {
-        PyErr_NoMemory();
+    if (!holder_init((HolderObject *)self, (SegmentObject *)segment, &reader_kind)) {
         return -1;
     }
     if (!segment_usable(self->segment, "handle")) {
@@ -84,7 +90,8 @@ static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
         if (status == 0) {
             break;
         }
-        TrajectoryObject *t = status < 0 ? NULL : trajectory_new(self, &ref);
+        TrajectoryObject *t =
+            status < 0 ? NULL : trajectory_new((HolderObject *)self, &self->c.copy, &ref);
         if (t == NULL || PyList_Append(found, (PyObject *)t) < 0) {
             Py_CLEAR(found);
             if (!PyErr_Occurred()) {
@@ -147,7 +154,8 @@ static PyObject *reader_wake(ReaderObject *self, PyObject *ignored) {
 }
 
 static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
-    if (!Py_IS_TYPE(item, &TrajectoryType) || ((TrajectoryObject *)item)->reader != self) {
+    if (!Py_IS_TYPE(item, &TrajectoryType) ||
+        ((TrajectoryObject *)item)->reader != (HolderObject *)self) {
         PyErr_Format(PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
                      Py_TYPE(item)->tp_name);
         return NULL;
@@ -324,13 +332,7 @@ static void reader_dealloc(ReaderObject *self) {
     if (self->segment != NULL) {
         reader_end(self);
     }
-    for (uint32_t i = 0; self->ids != NULL && i < ID_TABLE; i++) {
-        Py_XDECREF(self->ids[i]);
-    }
-    PyMem_Free(self->ids);
-    Py_XDECREF(self->schemas);
-    Py_XDECREF(self->last_schema);
-    Py_XDECREF(self->segment);
+    holder_clear((HolderObject *)self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 

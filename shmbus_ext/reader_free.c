@@ -139,12 +139,14 @@ void reader_announce_space(struct reader *self) {
 }
 
 /* A writable view of a producer that is gone pins nothing: its process has ended, or has put
- * private copies under its views. */
+ * private copies under its views. A borrower's views say so by a lock, whoever leased it the group:
+ * it is taken while the record is still leased, so before it can be found free here. */
 static bool view_keeps(const struct reader *self, uint32_t extent) {
     const struct extent_desc *desc = &self->segment->extents[extent];
-    return atomic_load_explicit(&desc->writer_pins, memory_order_acquire) != 0 &&
-           !reader_owner_gone(self, self->runs[extent].slot,
-                              atomic_load_explicit(&desc->producer_id, memory_order_relaxed));
+    return (atomic_load_explicit(&desc->writer_pins, memory_order_acquire) != 0 &&
+            !reader_owner_gone(self, self->runs[extent].slot,
+                               atomic_load_explicit(&desc->producer_id, memory_order_relaxed))) ||
+           segment_lock_probe(self->segment->fd, SHMBUS_LOCK_VIEW + extent) != LOCK_TAKEN;
 }
 
 static void park(struct reader *self, uint32_t extent) {
