@@ -228,9 +228,9 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     if paused is not None:
         reason, version, _ = paused
         return errors.BusFullError(
-            f"bus {segment.name!r} is paused at policy version {version} ({reason or 'no reason'}): "
-            f"producers wait, and this one did for {waited_s:.3g} s; resume it with "
-            f"`shmbus resume {segment.name}`, or wait longer"
+            f"bus {segment.name!r} is paused at policy version {version} "
+            f"({reason or 'no reason'}): producers wait, and this one did for {waited_s:.3g} s; "
+            f"resume it with `shmbus resume {segment.name}`, or wait longer"
         )
     held: dict[int, int] = segment.holders()
     free = segment.free_extents()
