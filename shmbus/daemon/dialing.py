@@ -11,7 +11,9 @@ import math
 import os
 import select
 import socket
+import threading
 import time
+from collections.abc import Iterator
 
 from shmbus import errors, limits, messages
 from shmbus.daemon import paths
@@ -60,6 +62,9 @@ class Wire:
     def __init__(self, name: str) -> None:
         self._name = name
         self._frames = messages.FrameBuffer()
+        self._users = 0
+        self._ended = False
+        self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             # A full backlog is EAGAIN for a socket with a timeout, and an endless wait without.
@@ -102,23 +107,43 @@ class Wire:
         return [messages.decode_reply(body) for body in self._frames.feed(data)]
 
     def _wait(self, events: int, timeout_s: float) -> bool:
-        if self._socket.fileno() < 0:
-            raise Away("the connection is closed")
-        poll = select.poll()
-        poll.register(self._socket, events)
-        return bool(poll.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
+        with self._used():
+            poll = select.poll()
+            poll.register(self._socket, events)
+            return bool(poll.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
 
     def await_end(self) -> None:
         """Sleep until the other end, or this one, has ended the connection."""
-        if self._socket.fileno() >= 0:
+        with contextlib.suppress(Away), self._used():
             poll = select.poll()
             poll.register(self._socket, 0)
             poll.poll()
 
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        """Keep the descriptor while a thread sleeps on it: its number must not be another's."""
+        with self._lock:
+            if self._ended:
+                raise Away("the connection is closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._ended and not self._users:
+                    self._socket.close()
+
     def end(self) -> None:
-        """Wake whoever waits here; the descriptor goes with the last of them."""
-        with contextlib.suppress(OSError):  # the other end was first
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """Wake whoever waits here; the last of them closes the descriptor."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            with contextlib.suppress(OSError):  # the other end was first
+                self._socket.shutdown(socket.SHUT_RDWR)
+            if not self._users:
+                self._socket.close()
 
     def forget(self) -> None:
         """Close this process's descriptor, and leave the connection to the other process."""
