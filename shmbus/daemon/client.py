@@ -44,10 +44,6 @@ class ClientLease:
         self.identities = _core.identities(samples)
         self.lost = False
 
-    def present(self) -> list[Trajectory]:
-        """Return the samples that are in, by index."""
-        return self.samples
-
 
 class DaemonClient:
     """Attaches to the daemon that serves a bus.

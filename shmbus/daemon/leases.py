@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 
 from shmbus import messages
 from shmbus.collector import Collector
-from shmbus.stash import OpenGroup
 from shmbus_ext import _core
 
 __all__ = ["Lease", "LeaseTable", "Session", "split_identities"]
@@ -41,7 +40,7 @@ class Lease:
     __slots__ = ("born_s", "group", "number", "rank", "samples", "size", "step")
 
     def __init__(
-        self, number: int, group: OpenGroup[Trajectory] | None, samples: list[Trajectory], size: int
+        self, number: int, group: _core.Row[Trajectory] | None, samples: list[Trajectory], size: int
     ) -> None:
         self.number = number
         self.group = group
@@ -120,7 +119,7 @@ class LeaseTable:
             return leases
         groups = self._collector.lease(max_groups - len(leases))
         for at, group in enumerate(groups):
-            samples = group.present()
+            samples = group.samples
             total += len(samples)
             if leases and total > max_trajectories:
                 for later in reversed(groups[at:]):
@@ -129,7 +128,7 @@ class LeaseTable:
             leases.append(self.lease_of(group, samples))
         return leases
 
-    def lease_of(self, group: OpenGroup[Trajectory], samples: list[Trajectory]) -> Lease:
+    def lease_of(self, group: _core.Row[Trajectory], samples: list[Trajectory]) -> Lease:
         """Give a number to a group that the stash has leased."""
         self._numbers += 1
         return Lease(self._numbers, group, samples, group.size)

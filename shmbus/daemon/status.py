@@ -20,7 +20,7 @@ def open_groups(collector: Collector, count: int, now: float) -> dict[str, Any]:
         key: Any = group.key
         if type(key) is tuple:
             key, epoch = key
-        present = {sample.index for sample in group.present()}
+        present = {sample.index for sample in group.samples}
         oldest.append(
             messages.OpenGroupStatus(
                 instance_id=key,
