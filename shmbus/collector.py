@@ -139,6 +139,15 @@ class Collector:
             stash.expire(now)
         return more
 
+    def pump_once(self, now: float) -> bool:
+        """Move one portion of the ring into the stash; True if there may be more."""
+        samples = self.reader.poll(limits.POLL_RECORDS)
+        if samples:
+            self.stash.add(samples, now)
+        if self._expires:
+            self.stash.expire(now)
+        return len(samples) == limits.POLL_RECORDS
+
     def lease(self, max_groups: int) -> list[_core.Row[Trajectory]]:
         """Lease what is ready; ProtocolError as for `take`."""
         stash = self.stash

@@ -8,6 +8,7 @@ from __future__ import annotations
 from shmbus_ext import _core
 
 __all__ = [
+    "AHEAD_GROUPS",
     "ATTACH_WAIT_S",
     "BURIAL_INTERVAL_S",
     "CLIENT_WAIT_S",
@@ -122,6 +123,9 @@ DAEMON_WAIT_S = 5.0
 #: Seconds that leases have to end after SIGTERM: an optimizer step, and less than systemd's 90.
 DRAIN_TIMEOUT_S = 30.0
 
+#: Groups of a take from which on the next portion is asked for ahead: below, the caller wants few.
+AHEAD_GROUPS = 16
+
 #: Seconds that one request for groups lasts; a longer wait is several, so that a daemon which does
 #: not answer is noticed.
 TAKE_SLICE_S = 10.0
@@ -140,7 +144,7 @@ REDIAL_INTERVAL_S = 0.02
 COALESCE_S = 0.0002
 
 #: The same while nobody waits: nothing is late then, and the ring keeps what comes.
-REST_S = 0.01
+REST_S = 0.002
 
 #: Steps that the fastest rank may be ahead of the slowest: what is formed for one that does not
 #: come holds space.

@@ -75,11 +75,15 @@ class Claim(_Message):
 
 
 class Take(_Message):
-    """Lease up to `max_groups`, waiting for the first as long as `timeout_s` says (None: ever)."""
+    """Lease up to `max_groups`, waiting for the first as long as `timeout_s` says (None: ever).
+
+    One that asks `ahead`, while it still works on what it took before, gets none where others ask.
+    """
 
     id: Count
     max_groups: Annotated[int, msgspec.Meta(ge=1)]
     timeout_s: Seconds | None = None
+    ahead: bool = False
 
 
 class TakeStep(_Message):

@@ -91,6 +91,7 @@ class DaemonClient:
         self._unconfirmed: dict[int, tuple[ClientLease, int]] = {}
         self._to_end: dict[int, list[int]] = {}
         self._late: int | None = None
+        self._spare: list[ClientLease] = []
         self._known = False
         segment = _segments.open_segment(name, read_only=True)
         self._borrower = _core.Borrower(segment)
@@ -353,12 +354,58 @@ class DaemonClient:
     # -- taking ---------------------------------------------------------------------------------
 
     def take(self, max_groups: int, timeout: float | None) -> list[ClientLease]:
-        """Lease complete groups; wait for the first, at most `timeout` seconds and one."""
+        """Lease complete groups; wait for the first, at most `timeout` seconds and one.
+
+        A large portion that came whole is followed by a request for the next, so that the daemon
+        prepares it meanwhile.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
-        return self._take_until(
-            deadline,
-            lambda id_, slice_s: messages.Take(id=id_, max_groups=max_groups, timeout_s=slice_s),
-        )
+        leases = self._take_spare(max_groups)
+        if not leases:
+            leases = self._take_until(
+                deadline,
+                lambda id_, slice_s: messages.Take(
+                    id=id_, max_groups=max_groups, timeout_s=slice_s
+                ),
+                max_groups if max_groups >= limits.AHEAD_GROUPS else 0,
+            )
+            if len(leases) > max_groups:
+                with self.lock:
+                    self._spare = leases[max_groups:]
+                    leases = leases[:max_groups]
+        return leases
+
+    def _take_spare(self, max_groups: int) -> list[ClientLease]:
+        with self.lock:
+            leases, self._spare = self._spare[:max_groups], self._spare[max_groups:]
+            return [lease for lease in leases if not lease.lost]
+
+    def _ask_ahead(self, max_groups: int) -> None:
+        with self.lock:
+            if self._late is None and self._wire is not None:
+                self._ids += 1
+                self._late = self._ids
+                self._replies[self._ids] = None
+                self._send(
+                    messages.Take(id=self._ids, max_groups=max_groups, timeout_s=0.0, ahead=True)
+                )
+
+    def _return_ahead(self) -> None:
+        """Give back what was asked for ahead: something else comes first now."""
+        with self.lock:
+            late, self._late = self._late, None
+            spare, self._spare = self._spare, []
+            wire = self._wire
+        if late is not None and wire is not None:
+            try:
+                reply = self._await(wire, late, time.monotonic() + limits.TAKE_GRACE_S)
+            except Away as error:
+                self._broken(wire, error)
+                reply = None
+            if isinstance(reply, messages.Leases):
+                spare += self._borrow(reply)
+        for lease in spare:
+            self._give_back(lease)
 
     def take_step(
         self,
@@ -384,7 +431,10 @@ class DaemonClient:
         )
 
     def _take_until(
-        self, deadline: float | None, make: Callable[[int, float], messages.Request]
+        self,
+        deadline: float | None,
+        make: Callable[[int, float], messages.Request],
+        ahead: int = 0,
     ) -> list[ClientLease]:
         while True:
             left = limits.TAKE_SLICE_S
@@ -397,6 +447,8 @@ class DaemonClient:
                 takes=True,
             )
             if isinstance(reply, messages.Leases) and reply.groups:
+                if ahead and len(reply.groups) == ahead:
+                    self._ask_ahead(ahead)
                 leases = self._borrow(reply)
                 if leases:
                     return leases
@@ -444,6 +496,11 @@ class DaemonClient:
 
     def give_back(self, lease: ClientLease) -> None:
         """Make a leased group the next to be delivered, to whoever asks."""
+        if self._late is not None or self._spare:
+            self._return_ahead()
+        self._give_back(lease)
+
+    def _give_back(self, lease: ClientLease) -> None:
         if lease.lost:
             return
         self._borrower.release(lease.samples)

@@ -25,18 +25,23 @@ from shmbus.ledger import Ledger
 
 __all__ = ["Service"]
 
-#: Groups that no reader ever has ready at once: pump on until the ring is empty.
+#: More trajectories than there can be.
 _ALL = 1 << 62
+#: Groups that a waiting request has the ring read for before other messages have their turn.
+_PORTION = 256
 
 
 class _Waiting:
-    __slots__ = ("deadline_s", "request", "session")
+    __slots__ = ("deadline_s", "request", "session", "wanted")
 
     def __init__(
         self, session: Session, request: messages.Take | messages.TakeStep, now: float
     ) -> None:
         self.session = session
         self.request = request
+        #: Groups that the ring is read for in one go.
+        self.wanted = request.max_groups if isinstance(request, messages.Take) else _PORTION
+        self.wanted = min(self.wanted, _PORTION)
         self.deadline_s = None if request.timeout_s is None else now + request.timeout_s
 
 
@@ -70,10 +75,18 @@ class Service:
     # -- the ring -------------------------------------------------------------------------------
 
     def pump(self, now: float) -> bool:
-        """Take one portion from the ring and serve who waits; True if there may be more."""
+        """Take a portion from the ring and serve who waits; True if there may be more.
+
+        Where somebody waits it is as much as they want, and else little, so that a message which
+        comes meanwhile is not kept waiting.
+        """
         if self._claims is not None:
             return False
-        more = self.collector.pump(_ALL, now)
+        collector = self.collector
+        wanted = max((w.wanted for w in self._waiting), default=0)
+        more = collector.pump_once(now)
+        while more and collector.stash.ready_groups < wanted:
+            more = collector.pump_once(now)
         self.serve(now)
         return more
 
@@ -378,7 +391,8 @@ class Service:
                 session.send(messages.Refused(kind="protocol", message=str(error), id=request.id))
                 return True
             if isinstance(request, messages.Take):
-                leases = self._lease(request.max_groups)
+                if not request.ahead or sum(not s.observer for s in self.sessions.values()) == 1:
+                    leases = self._lease(request.max_groups)
             elif session.rank not in self._doubt.ranks():
                 assert self.world is not None
                 wrong = self.world.disagreement(session.rank, request)
