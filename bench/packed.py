@@ -10,7 +10,7 @@ from bench.processes import STALL_S, MeasurementError, Role, run_together
 from bench.sending import check_ledger, produce, temporary_bus
 from bench.workload import Timed, Workload
 
-__all__ = ["PACKED_BYTES_PER_TOKEN", "TOKENS_PER_BATCH", "measure"]
+__all__ = ["PACKED_BYTES_PER_TOKEN", "TOKENS_PER_BATCH", "measure", "train"]
 
 #: int64 token and position, bool mask, float32 logprob and advantage.
 PACKED_BYTES_PER_TOKEN: Final = 8 + 8 + 1 + 4 + 4
@@ -22,7 +22,7 @@ def measure(workload: Workload) -> Timed:
     # A batch that is not full would wait for more at the end of the run.
     assert workload.trajectories * workload.tokens % TOKENS_PER_BATCH == 0
     with temporary_bus(workload.capacity) as name:
-        trainer = Role(_train, (name, workload))
+        trainer = Role(train, (name, workload))
         producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]
         (seconds, cpu_s), *producers_cpu_s = run_together([trainer, *producers])
     return Timed(
@@ -33,7 +33,7 @@ def measure(workload: Workload) -> Timed:
     )
 
 
-def _train(start: Callable[[], None], name: str, workload: Workload) -> tuple[float, float]:
+def train(start: Callable[[], None], name: str, workload: Workload) -> tuple[float, float]:
     """Take batches and acknowledge each; return seconds and processor seconds."""
     # Only this process needs torch.
     import torch

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench import idle, machine, memcpy, stash, stash_memory, throughput, wake
+from bench import daemon, idle, machine, memcpy, stash, stash_memory, throughput, wake
 from bench.processes import MeasurementError
 from bench.rows import Row, table
 from bench.sending import temporary_bus
@@ -37,6 +37,7 @@ NAMES: Final = (
     "stash",
     "stash-memory",
     "idle",
+    "daemon",
 )
 DEFAULT_CAPACITY: Final = "64MiB"
 FORMAT: Final = 1
@@ -173,6 +174,8 @@ def _others(
     if "idle" in names:
         say("a consumer asleep")
         rows.append(idle.measure(sizes.idle_s, capacity))
+    if "daemon" in names:
+        rows += daemon.measure(sizes.packed, sizes.repetitions, sizes.idle_s, capacity, say)
     return rows
 
 

@@ -129,13 +129,13 @@ def space_error(name: str, size: int) -> errors.CapacityError:
     )
 
 
-def open_segment(name: str) -> _core.Segment:
+def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
     """Map a segment; waits shortly for a creator that is still allocating it."""
     check_name(name)
     deadline = time.monotonic() + limits.ATTACH_WAIT_S
     while True:
         try:
-            return _open_once(name)
+            return _open_once(name, read_only)
         except _Unfinished as error:
             if time.monotonic() > deadline:
                 raise layout_error(name, "unfinished", 0, 0) from error
@@ -146,9 +146,9 @@ class _Unfinished(errors.LayoutMismatchError):
     """The segment's creator has not stored the magic yet."""
 
 
-def _open_once(name: str) -> _core.Segment:
+def _open_once(name: str, read_only: bool) -> _core.Segment:
     try:
-        shm = posix_ipc.SharedMemory(_PREFIX + name)
+        shm = posix_ipc.SharedMemory(_PREFIX + name, read_only=read_only)
     except posix_ipc.ExistentialError as error:
         raise errors.BusNotFoundError(
             f"there is no bus {name!r} ({shm_path(name)} does not exist); create it with "
@@ -161,7 +161,7 @@ def _open_once(name: str) -> _core.Segment:
             "user who created it"
         ) from error
     try:
-        return _core.Segment.open(shm.fd, name)
+        return _core.Segment.open(shm.fd, name, read_only)
     except BaseException:
         os.close(shm.fd)
         raise
@@ -224,6 +224,14 @@ def show_size(size: float) -> str:
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
     """Say who holds the space that a record of `size` bytes did not get."""
     extent = segment.extent_bytes
+    paused = segment.paused()
+    if paused is not None:
+        reason, version, _ = paused
+        return errors.BusFullError(
+            f"bus {segment.name!r} is paused at policy version {version} "
+            f"({reason or 'no reason'}): producers wait, and this one did for {waited_s:.3g} s; "
+            f"resume it with `shmbus resume {segment.name}`, or wait longer"
+        )
     held: dict[int, int] = segment.holders()
     free = segment.free_extents()
     wanted = -(-size // extent)

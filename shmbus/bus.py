@@ -196,6 +196,35 @@ class Bus:
         if self._closed:
             raise errors.BusClosedError(f"bus {self.name!r}: this handle is closed; open a new one")
 
+    def pause(self, reason: str = "") -> None:
+        """Let producers wait, as where the bus is full, until `resume`; consumers go on.
+
+        Parameters
+        ----------
+        reason : str
+            What producers are told, up to 119 bytes of UTF-8.
+
+        Raises
+        ------
+        ValueError
+            The reason is longer.
+        """
+        self._require_open()
+        if not isinstance(reason, str):
+            raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
+        self._segment.pause(reason, self._segment.policy_version)
+
+    def resume(self) -> None:
+        """End a pause, whoever began it."""
+        self._require_open()
+        self._segment.resume()
+
+    @property
+    def paused(self) -> str | None:
+        """The reason of the pause, maybe empty; None where producers need not wait."""
+        pause = self._segment.paused()
+        return None if pause is None else pause[0]
+
     def stats(self) -> BusStats:
         """Read the counters of the segment."""
         self._require_open()

@@ -139,6 +139,15 @@ class Collector:
             stash.expire(now)
         return more
 
+    def pump_once(self, now: float) -> bool:
+        """Move one portion of the ring into the stash; True if there may be more."""
+        samples = self.reader.poll(limits.POLL_RECORDS)
+        if samples:
+            self.stash.add(samples, now)
+        if self._expires:
+            self.stash.expire(now)
+        return len(samples) == limits.POLL_RECORDS
+
     def lease(self, max_groups: int) -> list[_core.Row[Trajectory]]:
         """Lease what is ready; ProtocolError as for `take`."""
         stash = self.stash
@@ -189,13 +198,21 @@ class Collector:
         self.reader.note(*self.stash.summary())
 
     def settle(self) -> None:
+        """Release what the stash discarded; raise the next duplicate that is to be raised."""
+        self.release_discards()
+        if self._errors:
+            raise self._errors.pop(0)
+
+    def next_error(self) -> errors.ProtocolError | None:
+        """Hand out a duplicate that is to be raised, once."""
+        return self._errors.pop(0) if self._errors else None
+
+    def release_discards(self) -> None:
         """Release what the stash discarded, each with its reason."""
         for discard in self.stash.take_discards():
             self.reader.release(discard.samples, REASONS.index(discard.reason))
             if discard.reason == "duplicate" and self._duplicate == "error":
                 self._errors.append(_duplicate_error(discard))
-        if self._errors:
-            raise self._errors.pop(0)
 
     # -- ending leases --------------------------------------------------------------------------
 

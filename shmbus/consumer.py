@@ -7,15 +7,18 @@ hears of it, so no source ends a lease twice.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal
 
-from shmbus import _segments, errors
+from shmbus import _segments, errors, limits
 from shmbus.collector import Collector
+from shmbus.daemon.client import DaemonClient
+from shmbus.daemon.dialing import Away, stale
 from shmbus.group import Group, GroupState
 from shmbus.ledger import Ledger
-from shmbus.producer import check_timeout
+from shmbus.producer import check_timeout, process_label
 from shmbus.source import Lease, Source
 from shmbus.stash import StashPolicy
 from shmbus_ext import _core
@@ -24,7 +27,11 @@ __all__ = ["Consumer"]
 
 
 class Consumer:
-    """Collects complete groups from a bus. One a bus; a second one gets BusBusyError.
+    """Collects complete groups from a bus: of a daemon where one serves it, else by itself.
+
+    Without a daemon there is one a bus, and a second one gets BusBusyError. With one (`shmbus serve
+    NAME`) there may be many: each group goes to one of them, or, with ranks, each step is shared
+    out among them. The policies of the stash are the daemon's then.
 
     What an earlier consumer had not acknowledged is delivered again. A handle pickles by name, and
     attaches when it is first used.
@@ -50,11 +57,20 @@ class Consumer:
         What becomes of the oldest incomplete groups above that.
     label : str, optional
         How messages of other processes name this one.
+    rank, world_size : int
+        Which of how many trainer processes share each step; more than one need the daemon.
+    daemon : bool, optional
+        True insists on a daemon, False never asks one; None takes it where it is.
 
     Raises
     ------
     BusNotFoundError, BusBusyError, LayoutMismatchError
-        There is no such bus, somebody reads it already, or it is of another layout.
+        There is no such bus, somebody reads it already or has this rank, or it is of another
+        layout.
+    DaemonUnavailableError
+        The daemon that serves this bus has gone, and did not come back, or one is needed.
+    ValueError
+        Also where the daemon's policies differ from those asked for here.
     """
 
     def __init__(
@@ -69,6 +85,9 @@ class Consumer:
         max_stash_bytes: int | None = None,
         on_overflow: Literal["wait", "drop", "partial"] = "wait",
         label: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        daemon: bool | None = None,
     ) -> None:
         self.name = _segments.check_name(name)
         _check_choice("on_timeout", on_timeout, ("wait", "drop", "partial"))
@@ -87,6 +106,9 @@ class Consumer:
         )
         self._duplicate = duplicate
         self._label = label
+        _check_rank(rank, world_size)
+        self._rank, self._world_size = rank, world_size
+        self._daemon = daemon if world_size == 1 else True
         self._begin()
         self._require_source()
 
@@ -111,7 +133,38 @@ class Consumer:
         return source
 
     def _attach(self) -> Source:
-        return Collector(self.name, self._policy, self._duplicate, self._label)
+        """Find the daemon where there is one; become the collector where there is none."""
+        if self._daemon is False:
+            return Collector(self.name, self._policy, self._duplicate, self._label)
+        deadline = time.monotonic() + limits.DAEMON_WAIT_S
+        while True:
+            try:
+                return self._dial()
+            except Away as error:
+                away = error
+            if not stale(self.name) and self._daemon is None:
+                try:
+                    return Collector(self.name, self._policy, self._duplicate, self._label)
+                except errors.BusBusyError as error:
+                    # A daemon holds the bus a moment before it listens.
+                    if "shmbus serve" not in str(error) or time.monotonic() > deadline:
+                        raise
+            if time.monotonic() > deadline:
+                raise errors.DaemonUnavailableError(
+                    f"bus {self.name!r}: no daemon answers ({away}); start it with `shmbus serve "
+                    f"{self.name}`"
+                    + ("" if self._daemon else ", or read the bus in this process by daemon=False")
+                ) from away
+            time.sleep(limits.REDIAL_INTERVAL_S)
+
+    def _dial(self) -> Source:
+        return DaemonClient(
+            self.name,
+            stash_options(self._policy, self._duplicate, only_set=True),
+            self._label or process_label(),
+            self._rank,
+            self._world_size,
+        )
 
     # -- taking ---------------------------------------------------------------------------------
 
@@ -142,7 +195,63 @@ class Consumer:
         if max_groups < 1:
             raise ValueError(f"max_groups: expected 1 or more, got {max_groups}")
         check_timeout(timeout)
-        leases = self._require_source().take(max_groups, timeout)
+        source = self._require_source()
+        if self._world_size > 1:
+            return self.take_step(groups=max_groups, max_wait=0.0, timeout=timeout)
+        leases = source.take(max_groups, timeout)
+        return [Group(self, lease) for lease in leases]
+
+    def take_step(
+        self,
+        *,
+        groups: int | None = None,
+        tokens: int | None = None,
+        max_wait: float | None = None,
+        field: str = "tokens",
+        timeout: float | None = None,
+    ) -> list[Group]:
+        """Take this rank's shard of its next step, once there are groups for every rank.
+
+        The shards of a step are disjoint, decided once, and balanced by the length of `field`. A
+        rank that died gets what it had not acknowledged again, before anything else.
+
+        Parameters
+        ----------
+        groups : int, optional
+            So many groups for each rank.
+        tokens : int, optional
+            Instead: as many whole groups as fit into this many elements of `field` a rank. A rank's
+            only group may have more.
+        max_wait : float, optional
+            Seconds after the step's first group when it is formed though it is not full, as soon as
+            each rank gets a group; None waits until it is full.
+        field : str
+            What a trajectory is weighed by.
+        timeout : float, optional
+            Seconds to wait: None waits for ever.
+
+        Returns
+        -------
+        list[Group]
+            Empty when the time is over. The same rank then asks for the same step again.
+
+        Raises
+        ------
+        ValueError
+            The ranks ask for one step in different ways, or there are no ranks.
+        """
+        if (groups is None) == (tokens is None):
+            raise ValueError("expected one of groups and tokens")
+        for name, value in (("groups", groups), ("tokens", tokens)):
+            _check_number(name, value, (int,), above=0)
+        check_timeout(max_wait)
+        check_timeout(timeout)
+        source = self._require_source()
+        if self._world_size == 1 or not isinstance(source, DaemonClient):
+            raise ValueError("take_step: expected a Consumer of world_size 2 or more")
+        leases = source.take_step(
+            groups=groups, tokens=tokens, max_wait=max_wait, field=field, timeout=timeout
+        )
         return [Group(self, lease) for lease in leases]
 
     def __iter__(self) -> Iterator[Group]:
@@ -160,6 +269,11 @@ class Consumer:
 
     def ack(self, groups: Group | Iterable[Group]) -> None:
         """Acknowledge one group or several; each is atomic, even if this process dies now.
+
+        Without a daemon they are acknowledged when this returns. With one they are on their way to
+        it: they take effect even if this process dies now, and, as long as it lives, even if the
+        daemon does, since the next one is told. Only if both die before the daemon has read it is
+        a group delivered again, as one that was never acknowledged.
 
         Parameters
         ----------
@@ -270,20 +384,29 @@ class Consumer:
         self.close()
 
     def __reduce__(self) -> tuple[Callable[..., Consumer], tuple[Any, ...]]:
-        return _rebuild, (type(self), self.name, self._policy, self._duplicate, self._label)
+        return _rebuild, (
+            type(self), self.name, self._policy, self._duplicate, self._label,
+            (self._rank, self._world_size, self._daemon),
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<Consumer {self.name!r}{' closed' if self._closed else ''}>"
 
 
 def _rebuild(
-    cls: type[Consumer], name: str, policy: StashPolicy, duplicate: Any, label: str | None
+    cls: type[Consumer],
+    name: str,
+    policy: StashPolicy,
+    duplicate: Any,
+    label: str | None,
+    place: tuple[int, int, bool | None],
 ) -> Consumer:
     self = cls.__new__(cls)
     self.name = name
     self._policy = policy
     self._duplicate = duplicate
     self._label = label
+    self._rank, self._world_size, self._daemon = place
     self._begin()
     return self
 
@@ -296,6 +419,36 @@ def _several(verb: str, groups: object) -> Iterable[Group]:
             f"{verb}: expected a Group or an iterable of Groups, got {type(groups).__name__}"
         )
     return groups
+
+
+def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False) -> dict[str, Any]:
+    """Return the stash's options by the names of Consumer; or those alone that are no default."""
+
+    def named(policy: StashPolicy, duplicate: str) -> dict[str, Any]:
+        return {
+            "group_timeout": policy.group_timeout_s,
+            "on_timeout": policy.on_timeout,
+            "max_policy_lag": policy.max_policy_lag,
+            "skip_zero_variance": policy.skip_zero_variance,
+            "duplicate": duplicate,
+            "max_stash_bytes": policy.max_stash_bytes,
+            "on_overflow": policy.on_overflow,
+        }
+
+    options = named(policy, duplicate)
+    usual = named(StashPolicy(), "drop")
+    return {k: v for k, v in options.items() if not only_set or v != usual[k]}
+
+
+def _check_rank(rank: object, world_size: object) -> None:
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    assert isinstance(rank, int) and isinstance(world_size, int)
+    if not 1 <= world_size <= limits.MAX_CLIENTS:
+        raise ValueError(f"world_size: expected 1 to {limits.MAX_CLIENTS}, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank: expected 0 to {world_size - 1}, got {rank}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -8,20 +8,39 @@ from __future__ import annotations
 from shmbus_ext import _core
 
 __all__ = [
+    "AHEAD_GROUPS",
     "ATTACH_WAIT_S",
+    "BURIAL_INTERVAL_S",
+    "CLIENT_WAIT_S",
+    "COALESCE_S",
+    "DAEMON_WAIT_S",
     "DEFAULT_CAPACITY",
     "DEFAULT_MAX_PRODUCERS",
+    "DRAIN_TIMEOUT_S",
     "EVACUATE_FREE_FRACTION",
     "EVACUATE_INTERVAL_S",
+    "HELLO_WAIT_S",
+    "MAX_CLIENTS",
+    "MAX_GRANT_TRAJECTORIES",
     "MAX_GROUP_SIZE",
     "MAX_ID_BYTES",
+    "MAX_MESSAGE_BYTES",
     "MAX_NAME_BYTES",
+    "MAX_STEPS_AHEAD",
+    "MAX_UNSENT_BYTES",
+    "MAX_WAITING",
     "META_ROOM_BYTES",
     "POLL_RECORDS",
     "RECENT_KEYS",
+    "RECLAIM_WAIT_S",
+    "REDIAL_INTERVAL_S",
+    "REST_S",
     "SPACE_WAIT_S",
     "SWEEP_INTERVAL_S",
+    "TAKE_GRACE_S",
     "TAKE_POLLS",
+    "TAKE_SLICE_S",
+    "UNCONFIRMED",
 ]
 
 #: Bytes for records of a bus that says nothing else: some 14,000 trajectories of 2,048 tokens.
@@ -65,3 +84,68 @@ SPACE_WAIT_S = 0.1
 
 #: Bytes kept for the meta of a reservation whose meta is set later.
 META_ROOM_BYTES = 1024
+
+# --- the daemon
+
+#: Clients of one daemon at a time; each has a range of lock bytes of its own in the layout.
+MAX_CLIENTS: int = _core.MAX_CLIENTS
+
+#: Bytes of one control message: room for the places of 2.5 times the most that is granted at once.
+MAX_MESSAGE_BYTES = 2 << 20
+
+#: Trajectories granted in one answer, a single larger group apart; 24 bytes of places for each.
+MAX_GRANT_TRAJECTORIES = 32_768
+
+#: Requests of one client that may wait for groups at once: threads of one Consumer.
+MAX_WAITING = 64
+
+#: Bytes that wait for a client that does not read; above this it is closed as too slow.
+MAX_UNSENT_BYTES = 8 << 20
+
+#: Seconds that a connection may stay without a Hello, so that half-open ones take no place.
+HELLO_WAIT_S = 5.0
+
+#: Seconds that a new daemon waits for the clients of the one before it, before it reads the ring;
+#: they come within milliseconds unless they are stopped.
+RECLAIM_WAIT_S = 2.0
+
+#: Seconds between looks whether a client that went away with leases still holds their locks; a
+#: dying process closes its socket and its segment within much less.
+BURIAL_INTERVAL_S = 0.02
+
+#: Seconds that a client goes on without its daemon before it raises DaemonUnavailableError.
+CLIENT_WAIT_S = 30.0
+
+#: Seconds that a new Consumer waits for the daemon of a bus that one has served: a supervisor
+#: starts it again within that.
+DAEMON_WAIT_S = 5.0
+
+#: Seconds that leases have to end after SIGTERM: an optimizer step, and less than systemd's 90.
+DRAIN_TIMEOUT_S = 30.0
+
+#: Groups of a take from which on the next portion is asked for ahead: below, the caller wants few.
+AHEAD_GROUPS = 16
+
+#: Seconds that one request for groups lasts; a longer wait is several, so that a daemon which does
+#: not answer is noticed.
+TAKE_SLICE_S = 10.0
+
+#: Seconds that a reply may be late before the client stops waiting for it.
+TAKE_GRACE_S = 1.0
+
+#: Ended leases whose confirmation nobody has read yet, above which the client looks for it.
+UNCONFIRMED = 256
+
+#: Seconds between two attempts to reach a daemon that is away.
+REDIAL_INTERVAL_S = 0.02
+
+#: Seconds that the daemon lets records gather after a look at the ring that completed no group for
+#: a client that waits: bounds its wake-ups, and adds at most this to a group's way.
+COALESCE_S = 0.0002
+
+#: The same while nobody waits: nothing is late then, and the ring keeps what comes.
+REST_S = 0.002
+
+#: Steps that the fastest rank may be ahead of the slowest: what is formed for one that does not
+#: come holds space.
+MAX_STEPS_AHEAD = 64

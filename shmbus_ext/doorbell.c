@@ -92,6 +92,11 @@ void doorbell_space_freed(struct bus_header *header, uint32_t extents) {
     }
 }
 
+void doorbell_space_all(struct bus_header *header) {
+    atomic_fetch_add_explicit(&header->space_bell, 1, memory_order_seq_cst);
+    futex_wake(&header->space_bell, INT_MAX);
+}
+
 static uint64_t clock_ns(clockid_t clock) {
     struct timespec ts;
     clock_gettime(clock, &ts);

@@ -27,6 +27,8 @@ enum doorbell_wait doorbell_await_space(struct bus_header *header, uint32_t tick
                                         int64_t timeout_ns);
 
 /* After so many extents were freed: wakes as many waiters, since one more would find nothing. */
+/* Wakes everybody who waits for space, whether they said so or not. */
+void doorbell_space_all(struct bus_header *header);
 void doorbell_space_freed(struct bus_header *header, uint32_t extents);
 
 /* CLOCK_MONOTONIC and CLOCK_REALTIME in nanoseconds. */

@@ -21,7 +21,7 @@
 #endif
 
 #define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
-#define SHMBUS_LAYOUT_VERSION 1u
+#define SHMBUS_LAYOUT_VERSION 2u
 
 /* Records start on cache lines, so that two records never share one. */
 #define SHMBUS_RECORD_ALIGN 64u
@@ -41,6 +41,7 @@
 #define SHMBUS_MAX_PRODUCERS 4096u
 #define SHMBUS_MAX_EXTENTS 65536u
 #define SHMBUS_LABEL_BYTES 48u
+#define SHMBUS_PAUSE_REASON_BYTES 120u
 
 /* Why records left the bus. Index into bus_header.released. */
 enum shmbus_reason {
@@ -73,6 +74,9 @@ enum shmbus_reason {
  *    384   ...  collector        reader       all         relaxed, for messages only
  *    512    80  released[]       reader       all         relaxed; exact through the intent
  *    640    48  intents          reader       reader      counts, move_from: release / acquire
+ *    704     4  paused           anybody      producers   release / acquire: 1 while they shall wait
+ *    708     4  lent             reader       reader      relaxed: 1 once borrowers may hold locks
+ *    712   136  pause            anybody      producers   before paused; for messages only
  */
 struct bus_header {
     _Atomic uint64_t magic;
@@ -121,6 +125,12 @@ struct bus_header {
     uint32_t move_generation;
     _Atomic uint64_t move_from;
     uint64_t move_to;
+
+    alignas(64) _Atomic uint32_t paused;
+    _Atomic uint32_t lent;
+    _Atomic int64_t pause_policy_version; /* the policy version when the pause began */
+    _Atomic uint64_t pause_unix_ns;       /* when that was */
+    char pause_reason[SHMBUS_PAUSE_REASON_BYTES];
 };
 
 #define SHMBUS_HEADER_BYTES 1024u
@@ -138,6 +148,9 @@ _Static_assert(offsetof(struct bus_header, collector_pid) == 384, "layout");
 _Static_assert(offsetof(struct bus_header, released) == 512, "layout");
 _Static_assert(offsetof(struct bus_header, intent_count) == 640, "layout");
 _Static_assert(offsetof(struct bus_header, move_from) == 672, "layout");
+_Static_assert(offsetof(struct bus_header, paused) == 704, "layout");
+_Static_assert(offsetof(struct bus_header, lent) == 708, "layout");
+_Static_assert(offsetof(struct bus_header, pause_reason) == 728, "layout");
 
 /* A slot is owned by whoever holds the file lock on byte SHMBUS_LOCK_SLOT + index of the segment;
  * the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */
@@ -290,6 +303,12 @@ _Static_assert(sizeof(struct schema_entry) == 12, "layout");
 #define SHMBUS_LOCK_BASE (INT64_C(1) << 60)
 #define SHMBUS_LOCK_COLLECTOR (SHMBUS_LOCK_BASE + 0)
 #define SHMBUS_LOCK_SLOT (SHMBUS_LOCK_BASE + 1024)
+/* Shared locks of processes that a daemon leases groups to; they outlive the daemon, and no client.
+ * A view's lock, one byte an extent: somebody looks at a record there, and the run is not freed. */
+#define SHMBUS_LOCK_VIEW (SHMBUS_LOCK_BASE + (INT64_C(1) << 20))
+/* A lease's lock, one byte an extent a client: that client has groups there that have not ended. */
+#define SHMBUS_LOCK_LEASE (SHMBUS_LOCK_BASE + (INT64_C(1) << 32))
+#define SHMBUS_MAX_CLIENTS 1024u
 
 /* A different struct layout, whatever the cause, must not pass for this one. */
 #define SHMBUS_LAYOUT_HASH                                                                    \

@@ -81,8 +81,9 @@ static bool add_types(PyObject *module) {
         PyTypeObject *type;
     } types[] = {{"Segment", &SegmentType}, {"Writer", &WriterType},
                  {"Slot", &SlotType},       {"Keeper", &KeeperType},
-                 {"Reader", &ReaderType},   {"Pin", &PinType},
-                 {"Schema", &SchemaType},   {"Trajectory", &TrajectoryType},
+                 {"Reader", &ReaderType},   {"Borrower", &BorrowerType},
+                 {"Pin", &PinType},         {"Schema", &SchemaType},
+                 {"Trajectory", &TrajectoryType},
                  {"Rows", &RowsType},       {"Row", &RowType}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
@@ -109,6 +110,9 @@ static bool add_constants(PyObject *module) {
         {"MAX_GROUP_SIZE", SHMBUS_MAX_GROUP_SIZE},
         {"MAX_PRODUCERS", SHMBUS_MAX_PRODUCERS},
         {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
+        {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1},
+        {"MAX_CLIENTS", SHMBUS_MAX_CLIENTS},
+        {"PLACE_BYTES", sizeof(struct wire_place)},
         {"SLOT_FREE", SHMBUS_SLOT_FREE},
         {"SLOT_ACTIVE", SHMBUS_SLOT_ACTIVE},
         {"SLOT_CLOSED", SHMBUS_SLOT_CLOSED},
@@ -137,7 +141,8 @@ PyMODINIT_FUNC PyInit__core(void) {
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && (!segment_init_fork() || !arguments_init() || !add_types(module) ||
                            !add_constants(module) || !gather_add_functions(module) ||
-                           !rows_add_constants(module) || !locate_add_functions(module))) {
+                           !borrower_add_functions(module) || !rows_add_constants(module) ||
+                           !locate_add_functions(module))) {
         Py_CLEAR(module);
     }
     return module;

@@ -168,21 +168,26 @@ static bool check_array(PyObject *object, const char *name, int type, uint64_t l
     return true;
 }
 
-static void hold_all(const struct source *sources, Py_ssize_t count) {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        const TrajectoryObject *t = sources[i].trajectory;
-        reader_hold(&t->reader->c, &t->ref);
-    }
-}
-
 static void let_go_all(const struct source *sources, const struct record_ref *refs,
                        Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
-        ReaderObject *reader = sources[i].trajectory->reader;
+        HolderObject *reader = sources[i].trajectory->reader;
         if (reader->attached) {
-            reader_let_go(&reader->c, &refs[i]);
+            reader->kind->let_go(reader, &refs[i]);
         }
     }
+}
+
+static bool hold_all(const struct source *sources, const struct record_ref *refs,
+                     Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        HolderObject *reader = sources[i].trajectory->reader;
+        if (!reader->kind->hold(reader, &refs[i])) {
+            let_go_all(sources, refs, i);
+            return false;
+        }
+    }
+    return true;
 }
 
 /* pack(trajectories, names, tokens, position_ids, loss_mask, logprobs, advantages, cu_seqlens,
@@ -227,8 +232,8 @@ static PyObject *gather_pack(PyObject *module, PyObject *args) {
            check_array(arrays[5], "cu_seqlens", NPY_INT32, n + 1, true, &to.offsets) &&
            check_array(arrays[6], "sequence_advantages", NPY_FLOAT32, n, false,
                        &to.sequence_advantages);
+    good = good && hold_all(sources, refs, count);
     if (good) {
-        hold_all(sources, count);
         Py_BEGIN_ALLOW_THREADS
         finite = copy_all(sources, count, &to);
         Py_END_ALLOW_THREADS

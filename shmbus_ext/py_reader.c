@@ -6,9 +6,19 @@
 
 #include "doorbell.h"
 
-#define ID_TABLE 4096u
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
+
+static bool hold_record(HolderObject *self, const struct record_ref *ref) {
+    reader_hold(&((ReaderObject *)self)->c, ref);
+    return true;
+}
+
+static void let_go_of_record(HolderObject *self, const struct record_ref *ref) {
+    reader_let_go(&((ReaderObject *)self)->c, ref);
+}
+
+static const struct holder_kind reader_kind = {true, hold_record, let_go_of_record};
 
 static bool reader_usable(ReaderObject *self) {
     if (!self->attached) {
@@ -40,11 +50,7 @@ static int reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_TypeError, "this reader is initialised already");
         return -1;
     }
-    self->segment = (SegmentObject *)Py_NewRef(segment);
-    self->schemas = PyDict_New();
-    self->ids = PyMem_Calloc(ID_TABLE, sizeof *self->ids);
-    if (self->schemas == NULL || self->ids == NULL) {
-        PyErr_NoMemory();
+    if (!holder_init((HolderObject *)self, (SegmentObject *)segment, &reader_kind)) {
         return -1;
     }
     if (!segment_usable(self->segment, "handle")) {
@@ -84,7 +90,8 @@ static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
         if (status == 0) {
             break;
         }
-        TrajectoryObject *t = status < 0 ? NULL : trajectory_new(self, &ref);
+        TrajectoryObject *t =
+            status < 0 ? NULL : trajectory_new((HolderObject *)self, &self->c.copy, &ref);
         if (t == NULL || PyList_Append(found, (PyObject *)t) < 0) {
             Py_CLEAR(found);
             if (!PyErr_Occurred()) {
@@ -147,7 +154,8 @@ static PyObject *reader_wake(ReaderObject *self, PyObject *ignored) {
 }
 
 static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
-    if (!Py_IS_TYPE(item, &TrajectoryType) || ((TrajectoryObject *)item)->reader != self) {
+    if (!Py_IS_TYPE(item, &TrajectoryType) ||
+        ((TrajectoryObject *)item)->reader != (HolderObject *)self) {
         PyErr_Format(PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
                      Py_TYPE(item)->tp_name);
         return NULL;
@@ -293,6 +301,16 @@ static PyObject *reader_note(ReaderObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Says that other processes may borrow what this reader reads, for as long as the bus exists. */
+static PyObject *reader_lend(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!reader_usable(self)) {
+        return NULL;
+    }
+    atomic_store_explicit(&self->segment->c.header->lent, 1, memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
 static void reader_end(ReaderObject *self) {
     if (!self->attached) {
         return;
@@ -324,13 +342,7 @@ static void reader_dealloc(ReaderObject *self) {
     if (self->segment != NULL) {
         reader_end(self);
     }
-    for (uint32_t i = 0; self->ids != NULL && i < ID_TABLE; i++) {
-        Py_XDECREF(self->ids[i]);
-    }
-    PyMem_Free(self->ids);
-    Py_XDECREF(self->schemas);
-    Py_XDECREF(self->last_schema);
-    Py_XDECREF(self->segment);
+    holder_clear((HolderObject *)self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -344,6 +356,7 @@ static PyMethodDef reader_methods[] = {
     {"tidy", (PyCFunction)(void (*)(void))reader_py_tidy, METH_NOARGS, NULL},
     {"count_unread", (PyCFunction)(void (*)(void))reader_py_count_unread, METH_NOARGS, NULL},
     {"note", (PyCFunction)(void (*)(void))reader_note, METH_VARARGS, NULL},
+    {"lend", (PyCFunction)(void (*)(void))reader_lend, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))reader_py_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -177,9 +177,9 @@ static PyObject *segment_py_create(PyTypeObject *type, PyObject *args) {
 }
 
 static PyObject *segment_py_open(PyTypeObject *type, PyObject *args) {
-    int fd;
+    int fd, read_only = 0;
     PyObject *name;
-    if (!PyArg_ParseTuple(args, "iU", &fd, &name)) {
+    if (!PyArg_ParseTuple(args, "iU|p", &fd, &name, &read_only)) {
         return NULL;
     }
     SegmentObject *self = segment_alloc(type, name);
@@ -188,7 +188,7 @@ static PyObject *segment_py_open(PyTypeObject *type, PyObject *args) {
     }
     enum segment_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = segment_open(&self->c, fd);
+    status = segment_open(&self->c, fd, read_only != 0);
     Py_END_ALLOW_THREADS
     if (status != SEGMENT_OK) {
         raise_status(self, status, 0);
@@ -305,6 +305,108 @@ static PyObject *segment_py_collector(SegmentObject *self, PyObject *ignored) {
         (unsigned long long)atomic_load_explicit(&h->collector_seen_ns, memory_order_relaxed));
 }
 
+/* pause(reason, policy_version): producers wait from now on, as where the bus is full. */
+static PyObject *segment_py_pause(SegmentObject *self, PyObject *args) {
+    const char *reason;
+    Py_ssize_t length;
+    long long version;
+    if (!PyArg_ParseTuple(args, "s#L", &reason, &length, &version) ||
+        !segment_usable(self, "handle")) {
+        return NULL;
+    }
+    if (self->c.read_only || length >= (Py_ssize_t)SHMBUS_PAUSE_REASON_BYTES) {
+        PyErr_Format(PyExc_ValueError, "bus '%U': the reason of a pause takes at most %u bytes",
+                     self->name, SHMBUS_PAUSE_REASON_BYTES - 1);
+        return NULL;
+    }
+    struct bus_header *h = self->c.header;
+    memset(h->pause_reason, 0, sizeof h->pause_reason);
+    memcpy(h->pause_reason, reason, (size_t)length);
+    atomic_store_explicit(&h->pause_policy_version, version, memory_order_relaxed);
+    atomic_store_explicit(&h->pause_unix_ns, clock_realtime_ns(), memory_order_relaxed);
+    atomic_store_explicit(&h->paused, 1, memory_order_release);
+    Py_RETURN_NONE;
+}
+
+static PyObject *segment_py_resume(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!segment_usable(self, "handle")) {
+        return NULL;
+    }
+    if (!self->c.read_only) {
+        atomic_store_explicit(&self->c.header->paused, 0, memory_order_release);
+        doorbell_space_all(self->c.header);
+    }
+    Py_RETURN_NONE;
+}
+
+/* (reason, policy_version, unix_ns) of the pause, or None. */
+static PyObject *segment_py_paused(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    struct bus_header *h = self->c.header;
+    if (atomic_load_explicit(&h->paused, memory_order_acquire) == 0) {
+        Py_RETURN_NONE;
+    }
+    char reason[SHMBUS_PAUSE_REASON_BYTES + 1];
+    memcpy(reason, h->pause_reason, SHMBUS_PAUSE_REASON_BYTES);
+    reason[SHMBUS_PAUSE_REASON_BYTES] = '\0';
+    return Py_BuildValue(
+        "(NLK)", PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace"),
+        (long long)atomic_load_explicit(&h->pause_policy_version, memory_order_relaxed),
+        (unsigned long long)atomic_load_explicit(&h->pause_unix_ns, memory_order_relaxed));
+}
+
+/* locks_held(kind) -> [(first, count)]: what others hold of the views' locks of
+ * extents (kind 0), or of one client's leases (kind 1 + client). */
+static PyObject *segment_py_locks_held(SegmentObject *self, PyObject *args) {
+    unsigned int kind;
+    if (!PyArg_ParseTuple(args, "I", &kind) || !segment_usable(self, "handle")) {
+        return NULL;
+    }
+    if (kind > SHMBUS_MAX_CLIENTS) {
+        PyErr_Format(PyExc_ValueError, "locks_held: kind %u out of range", kind);
+        return NULL;
+    }
+    int64_t base = kind == 0 ? SHMBUS_LOCK_VIEW
+                             : SHMBUS_LOCK_LEASE + (int64_t)(kind - 1) * SHMBUS_MAX_EXTENTS;
+    int64_t end = base + SHMBUS_MAX_EXTENTS;
+    PyObject *found = PyList_New(0);
+    /* Ranges yet to be looked at: each lock that is found splits one into two. */
+    int64_t(*todo)[2] = PyMem_Malloc(sizeof *todo * (SHMBUS_MAX_EXTENTS + 2));
+    if (found == NULL || todo == NULL) {
+        PyMem_Free(todo);
+        Py_XDECREF(found);
+        return PyErr_NoMemory();
+    }
+    size_t left = 0;
+    todo[left][0] = base;
+    todo[left++][1] = end;
+    while (left > 0) {
+        int64_t from = todo[--left][0], to = todo[left][1];
+        int64_t start = from, bytes = to - from;
+        if (bytes <= 0 || segment_lock_find(self->c.fd, &start, &bytes) != LOCK_HELD_ELSEWHERE) {
+            continue;
+        }
+        int64_t last = bytes == 0 || start + bytes > to ? to : start + bytes;
+        start = start < from ? from : start;
+        PyObject *row = Py_BuildValue("(LL)", (long long)(start - base), (long long)(last - start));
+        if (row == NULL || PyList_Append(found, row) < 0) {
+            Py_XDECREF(row);
+            Py_CLEAR(found);
+            break;
+        }
+        Py_DECREF(row);
+        if (left + 2 <= SHMBUS_MAX_EXTENTS + 2) {
+            todo[left][0] = from;
+            todo[left++][1] = start;
+            todo[left][0] = last;
+            todo[left++][1] = to;
+        }
+    }
+    PyMem_Free(todo);
+    return found;
+}
+
 static PyObject *segment_py_released(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *result = PyTuple_New(SHMBUS_REASONS);
@@ -343,6 +445,10 @@ static int set_policy_version(SegmentObject *self, PyObject *value, void *ignore
         PyErr_SetString(PyExc_TypeError, "policy_version cannot be deleted");
         return -1;
     }
+    if (self->c.read_only) {
+        PyErr_Format(PyExc_TypeError, "bus '%U' is mapped read-only here", self->name);
+        return -1;
+    }
     long long version = PyLong_AsLongLong(value);
     if (version == -1 && PyErr_Occurred()) {
         return -1;
@@ -373,6 +479,10 @@ static PyMethodDef segment_methods[] = {
     {"producers", (PyCFunction)(void (*)(void))segment_py_producers, METH_NOARGS, NULL},
     {"has_collector", (PyCFunction)(void (*)(void))segment_py_has_collector, METH_NOARGS, NULL},
     {"collector", (PyCFunction)(void (*)(void))segment_py_collector, METH_NOARGS, NULL},
+    {"pause", (PyCFunction)(void (*)(void))segment_py_pause, METH_VARARGS, NULL},
+    {"resume", (PyCFunction)(void (*)(void))segment_py_resume, METH_NOARGS, NULL},
+    {"paused", (PyCFunction)(void (*)(void))segment_py_paused, METH_NOARGS, NULL},
+    {"locks_held", (PyCFunction)(void (*)(void))segment_py_locks_held, METH_VARARGS, NULL},
     {"released", (PyCFunction)(void (*)(void))segment_py_released, METH_NOARGS, NULL},
     {"free_extents", (PyCFunction)(void (*)(void))segment_py_free_extents, METH_NOARGS, NULL},
     {"space_wanted", (PyCFunction)(void (*)(void))segment_py_space_wanted, METH_NOARGS, NULL},

@@ -15,7 +15,7 @@ static void pin_dealloc(PinObject *self) {
         self->next->previous = self->previous;
     }
     if (self->reader != NULL && self->segment->generation == fork_generation) {
-        reader_let_go(&self->reader->c, &self->ref);
+        self->reader->kind->let_go(self->reader, &self->ref);
     }
     Py_DECREF(self->segment);
     PyObject_Free(self);
@@ -28,7 +28,11 @@ PyTypeObject PinType = {
     .tp_flags = Py_TPFLAGS_DEFAULT,
 };
 
-static PinObject *pin_new(ReaderObject *reader, const struct record_ref *ref) {
+static PinObject *pin_new(HolderObject *reader, const struct record_ref *ref) {
+    /* Where a trajectory holds its space from its birth, the pin takes that over. */
+    if (!reader->kind->counts && !reader->kind->hold(reader, ref)) {
+        return NULL;
+    }
     PinObject *self = PyObject_New(PinObject, &PinType);
     if (self != NULL) {
         SegmentObject *segment = reader->segment;
@@ -41,6 +45,8 @@ static PinObject *pin_new(ReaderObject *reader, const struct record_ref *ref) {
             segment->pins->previous = self;
         }
         segment->pins = self;
+    } else if (!reader->kind->counts) {
+        reader->kind->let_go(reader, ref);
     }
     return self;
 }
@@ -48,7 +54,29 @@ static PinObject *pin_new(ReaderObject *reader, const struct record_ref *ref) {
 /* Groups arrive together: a small table keyed by checksum finds the string of the one before. */
 #define ID_TABLE 4096u
 
-static PyObject *shared_id(ReaderObject *reader, const char *text, uint32_t bytes, uint32_t hash) {
+bool holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind) {
+    self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
+    self->kind = kind;
+    self->schemas = PyDict_New();
+    self->ids = PyMem_Calloc(ID_TABLE, sizeof *self->ids);
+    if (self->schemas == NULL || self->ids == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    return true;
+}
+
+void holder_clear(HolderObject *self) {
+    for (uint32_t i = 0; self->ids != NULL && i < ID_TABLE; i++) {
+        Py_XDECREF(self->ids[i]);
+    }
+    PyMem_Free(self->ids);
+    Py_XDECREF(self->schemas);
+    Py_XDECREF(self->last_schema);
+    Py_XDECREF(self->segment);
+}
+
+static PyObject *shared_id(HolderObject *reader, const char *text, uint32_t bytes, uint32_t hash) {
     PyObject **place = &reader->ids[hash % ID_TABLE];
     if (*place != NULL) {
         Py_ssize_t length;
@@ -72,7 +100,7 @@ static uint32_t hash_bytes(const char *text, uint32_t bytes) {
     return hash ^ (hash >> 15);
 }
 
-static SchemaObject *shared_schema(ReaderObject *reader, const struct record_copy *copy) {
+static SchemaObject *shared_schema(HolderObject *reader, const struct record_copy *copy) {
     uint32_t bytes = copy->header.schema_bytes;
     SchemaObject *last = reader->last_schema;
     if (last != NULL && (uint32_t)PyBytes_GET_SIZE(last->encoded) == bytes &&
@@ -110,8 +138,8 @@ static PyObject *make_key(const TrajectoryObject *self) {
     return Py_BuildValue("(OL)", self->instance_id, (long long)self->epoch);
 }
 
-TrajectoryObject *trajectory_new(ReaderObject *reader, const struct record_ref *ref) {
-    const struct record_copy *copy = &reader->c.copy;
+TrajectoryObject *trajectory_new(HolderObject *reader, const struct record_copy *copy,
+                                 const struct record_ref *ref) {
     const struct record_header *header = &copy->header;
     TrajectoryObject *self = PyObject_New(TrajectoryObject, &TrajectoryType);
     if (self == NULL) {
@@ -119,8 +147,8 @@ TrajectoryObject *trajectory_new(ReaderObject *reader, const struct record_ref *
     }
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->ref = *ref;
-    self->held = true;
-    self->reader = (ReaderObject *)Py_NewRef((PyObject *)reader);
+    self->held = reader->kind->counts;
+    self->reader = (HolderObject *)Py_NewRef((PyObject *)reader);
     self->score = header->score;
     self->policy_version = header->policy_version;
     self->epoch = header->epoch;
@@ -158,7 +186,7 @@ static void trajectory_dealloc(TrajectoryObject *self) {
         Py_DECREF(self->pin);
     } else if (self->held && self->reader != NULL && self->reader->attached &&
                self->reader->segment->generation == fork_generation) {
-        reader_let_go(&self->reader->c, &self->ref);
+        self->reader->kind->let_go(self->reader, &self->ref);
     }
     if (self->shape != self->inline_shape) {
         PyMem_Free(self->shape);

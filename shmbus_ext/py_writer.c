@@ -57,9 +57,21 @@ static int writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
+static bool is_paused(const WriterObject *self) {
+    return atomic_load_explicit(&self->segment->c.header->paused, memory_order_acquire) != 0;
+}
+
+/* A paused bus is a full one, to those who want to write. */
+static enum writer_status try_claim(WriterObject *self, uint64_t bytes, struct reservation *at) {
+    if (is_paused(self) && bytes <= self->segment->c.record_limit) {
+        return WRITER_FULL;
+    }
+    return writer_claim(&self->c, bytes, at);
+}
+
 /* One attempt, and where the bus is full, waiting as long as timeout_s allows. */
 bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, struct reservation *at) {
-    enum writer_status status = writer_claim(&self->c, bytes, at);
+    enum writer_status status = try_claim(self, bytes, at);
     if (status == WRITER_OK) {
         return true;
     }
@@ -81,7 +93,7 @@ bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, str
         writer_seal(&self->c);
         uint32_t ticket = doorbell_want_space(segment->header);
         doorbell_ring(segment->header);
-        if (writer_claim(&self->c, bytes, at) == WRITER_OK) {
+        if (try_claim(self, bytes, at) == WRITER_OK) {
             return true;
         }
         double waited_s = (double)(clock_monotonic_ns() - start) / 1e9;
@@ -274,7 +286,7 @@ static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, 
     struct put_arguments arguments;
     struct reservation *to = &batch->at[batch->open];
     bool good = parse_item(self, &arguments, items, at);
-    if (good && writer_claim(&self->c, arguments.spec.record_bytes, to) != WRITER_OK) {
+    if (good && try_claim(self, arguments.spec.record_bytes, to) != WRITER_OK) {
         double left_s = -1.0;
         good = batch->committed > 0 || batch_make_way(self, batch, items, at + 1);
         if (good && batch->open > 0) {

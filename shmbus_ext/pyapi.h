@@ -72,21 +72,47 @@ typedef struct keeper {
 } KeeperObject;
 KeeperObject *keeper_new(SegmentObject *segment, const struct reservation *at);
 
-typedef struct {
-    PyObject_HEAD
-    SegmentObject *segment;
-    struct reader c;
+/* What trajectories are made by: a Reader, or the Borrower of a process that a daemon serves. */
+struct holder_kind;
+#define HOLDER_HEAD                                                                              \
+    PyObject_HEAD SegmentObject *segment;                                                        \
+    const struct holder_kind *kind;                                                              \
+    PyObject **ids;    /* recently read instance ids, so that a group shares one string */       \
+    PyObject *schemas; /* bytes -> Schema */                                                     \
+    struct schema_object *last_schema;                                                           \
     bool attached;
-    PyObject **ids; /* recently read instance ids, so that a group shares one string */
-    PyObject *schemas; /* bytes -> Schema */
-    struct schema_object *last_schema;
+
+typedef struct {
+    HOLDER_HEAD
+} HolderObject;
+
+/* How either keeps a record's space, beyond what a trajectory holds from its birth. */
+struct holder_kind {
+    bool counts; /* a trajectory holds its record's space from its birth */
+    bool (*hold)(HolderObject *self, const struct record_ref *ref); /* false with an exception */
+    void (*let_go)(HolderObject *self, const struct record_ref *ref);
+};
+bool holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind);
+void holder_clear(HolderObject *self);
+
+typedef struct {
+    HOLDER_HEAD
+    struct reader c;
 } ReaderObject;
+
+/* How a place travels from the daemon to a client: native numbers, one host. */
+struct wire_place {
+    uint32_t extent;
+    uint32_t generation;
+    uint64_t offset;
+    uint64_t bytes;
+};
 
 /* What holds a record's space while arrays look at it. */
 typedef struct pin {
     PyObject_HEAD
     SegmentObject *segment;
-    ReaderObject *reader; /* NULL once the reader is closed */
+    HolderObject *reader; /* NULL once the reader is closed */
     struct record_ref ref;
     struct pin *previous, *next;
 } PinObject;
@@ -113,7 +139,7 @@ enum element_kind kind_of_dtype(const PyArray_Descr *dtype);
 
 typedef struct {
     PyObject_HEAD
-    ReaderObject *reader;
+    HolderObject *reader;
     struct record_ref ref;
     SchemaObject *schema;
     PinObject *pin;
@@ -136,7 +162,8 @@ typedef struct {
     bool held;     /* counts in its run's live */
     bool released; /* acknowledged or dropped */
 } TrajectoryObject;
-TrajectoryObject *trajectory_new(ReaderObject *reader, const struct record_ref *ref);
+TrajectoryObject *trajectory_new(HolderObject *reader, const struct record_copy *copy,
+                                 const struct record_ref *ref);
 /* Sets an exception once the space may belong to somebody else. */
 bool trajectory_readable(const TrajectoryObject *self);
 const uint8_t *trajectory_bytes(const TrajectoryObject *self);
@@ -235,10 +262,11 @@ PyObject *writer_reserve_slot(WriterObject *self, PyObject *args);
 /* Ends every open reservation without a commit. */
 void writer_abort_open(WriterObject *self);
 
-extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, PinType,
-    TrajectoryType, SchemaType, RowsType, RowType;
+extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, BorrowerType,
+    PinType, TrajectoryType, SchemaType, RowsType, RowType;
 bool rows_add_constants(PyObject *module);
 bool gather_add_functions(PyObject *module);
 bool locate_add_functions(PyObject *module);
+bool borrower_add_functions(PyObject *module);
 
 #endif

@@ -4,7 +4,8 @@
  *  - One reader a segment, the holder of the collector's file lock. Its state is private memory;
  *    from shared memory it takes only what it has bounded.
  *  - A run is freed once it is sealed, walked to its end, without open reservation, without record
- *    in use (live), and without writable view of a living producer (writer_pins).
+ *    in use (live), without writable view of a living producer (writer_pins), and without a view
+ *    of a living borrower (SHMBUS_LOCK_VIEW).
  *  - Before a run is freed its link is taken or ended, so its owner never links to a freed run.
  *  - reader_release is atomic over death: all of its records are released, or none.
  */

@@ -175,13 +175,22 @@ void reader_announce_space(struct reader *self) {
 /* A writable view pins its run until its producer's slot has been taken over: then the process has
  * ended, or has put private copies under its views. One that has closed its lane, and still holds
  * the slot's lock, may not have done so yet. */
-static bool view_keeps(const struct reader *self, uint32_t extent) {
+static bool writer_keeps(const struct reader *self, uint32_t extent) {
     const struct extent_desc *desc = &self->segment->extents[extent];
     const struct producer_slot *owner = &self->segment->slots[self->runs[extent].slot];
     return atomic_load_explicit(&desc->writer_pins, memory_order_acquire) != 0 &&
            atomic_load_explicit(&owner->state, memory_order_acquire) != SHMBUS_SLOT_FREE &&
            atomic_load_explicit(&owner->producer_id, memory_order_acquire) ==
                atomic_load_explicit(&desc->producer_id, memory_order_relaxed);
+}
+
+/* A borrower's views say so by a lock, whoever leased it the group: it is taken while the record is
+ * still leased, so before it can be found free here. A bus that never lent needs no system call. */
+static bool view_keeps(const struct reader *self, uint32_t extent) {
+    const struct segment *segment = self->segment;
+    return writer_keeps(self, extent) ||
+           (atomic_load_explicit(&segment->header->lent, memory_order_relaxed) != 0 &&
+            segment_lock_probe(segment->fd, SHMBUS_LOCK_VIEW + extent) != LOCK_TAKEN);
 }
 
 static void park(struct reader *self, uint32_t extent) {

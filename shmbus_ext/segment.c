@@ -140,8 +140,16 @@ static uint32_t geometry_crc(const struct bus_header *header) {
     return shmbus_crc32c(0, (const uint8_t *)header + 8, 48);
 }
 
+static int protection(const struct segment *self) {
+    return self->read_only ? PROT_READ : PROT_READ | PROT_WRITE;
+}
+
+static int open_flags(const struct segment *self) {
+    return (self->read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC;
+}
+
 static enum segment_status map_file(struct segment *self) {
-    void *base = mmap(NULL, self->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, self->fd, 0);
+    void *base = mmap(NULL, self->bytes, protection(self), MAP_SHARED, self->fd, 0);
     if (base == MAP_FAILED) {
         self->base = NULL;
         return errno == ENOMEM ? SEGMENT_NO_SPACE : SEGMENT_SYSTEM_ERROR;
@@ -155,7 +163,7 @@ static enum segment_status map_file(struct segment *self) {
 static enum segment_status take_description(struct segment *self) {
     char path[32];
     snprintf(path, sizeof path, "/proc/self/fd/%d", self->fd);
-    int own = open(path, O_RDWR | O_CLOEXEC);
+    int own = open(path, open_flags(self));
     if (own < 0) {
         return SEGMENT_SYSTEM_ERROR;
     }
@@ -251,9 +259,10 @@ static enum segment_status check_header(struct segment *self, uint64_t file_byte
     return geometry_holds(&header, file_bytes, self) ? SEGMENT_OK : SEGMENT_BAD_GEOMETRY;
 }
 
-enum segment_status segment_open(struct segment *self, int fd) {
+enum segment_status segment_open(struct segment *self, int fd, bool read_only) {
     memset(self, 0, sizeof *self);
     self->fd = fd;
+    self->read_only = read_only;
     struct stat info;
     if (fstat(fd, &info) != 0) {
         return SEGMENT_SYSTEM_ERROR;
@@ -316,9 +325,9 @@ void segment_isolate(struct segment *self) {
     /* Through a description of its own: a mapping of the locked one would keep the lock. */
     char path[32];
     snprintf(path, sizeof path, "/proc/self/fd/%d", self->fd);
-    int fd = self->base == NULL ? -1 : open(path, O_RDWR | O_CLOEXEC);
+    int fd = self->base == NULL ? -1 : open(path, open_flags(self));
     if (fd >= 0) {
-        (void)mmap(self->base, self->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd, 0);
+        (void)mmap(self->base, self->bytes, protection(self), MAP_PRIVATE | MAP_FIXED, fd, 0);
         close(fd);
     }
 }
@@ -352,4 +361,26 @@ enum lock_status segment_lock_probe(int fd, int64_t byte) {
         return LOCK_ERROR;
     }
     return range.l_type == F_UNLCK ? LOCK_TAKEN : LOCK_HELD_ELSEWHERE;
+}
+
+enum lock_status segment_lock_shared(int fd, int64_t byte) {
+    struct flock range = lock_range(byte, F_RDLCK);
+    if (fcntl(fd, F_OFD_SETLK, &range) == 0) {
+        return LOCK_TAKEN;
+    }
+    return errno == EAGAIN || errno == EACCES ? LOCK_HELD_ELSEWHERE : LOCK_ERROR;
+}
+
+enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes) {
+    struct flock range = lock_range(*start, F_WRLCK);
+    range.l_len = *bytes;
+    if (fcntl(fd, F_OFD_GETLK, &range) != 0) {
+        return LOCK_ERROR;
+    }
+    if (range.l_type == F_UNLCK) {
+        return LOCK_TAKEN;
+    }
+    *start = range.l_start;
+    *bytes = range.l_len;
+    return LOCK_HELD_ELSEWHERE;
 }

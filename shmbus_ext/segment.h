@@ -25,6 +25,7 @@ enum segment_status {
 struct segment {
     int fd; /* a description of its own, for locks; not the one that is mapped */
     uint8_t *base;
+    bool read_only; /* mapped and opened so: a borrower's */
     uint64_t bytes;
     uint64_t data_offset;
     uint64_t extent_bytes;
@@ -59,7 +60,8 @@ bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_byt
 /* Both take fd over when they succeed. fd is of a new, empty file. Allocates and touches all of it, writes the tables, magic last. */
 enum segment_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);
-enum segment_status segment_open(struct segment *self, int fd);
+/* read_only: fd was opened so, and nothing is ever written through the mapping. */
+enum segment_status segment_open(struct segment *self, int fd, bool read_only);
 void segment_unmap(struct segment *self);
 
 /* Replaces [offset, offset + bytes) of the mapping by a private copy of what it holds now, so that
@@ -80,5 +82,10 @@ enum lock_status segment_lock(int fd, int64_t byte);
 void segment_unlock(int fd, int64_t byte);
 /* Whether somebody else's description holds the lock. */
 enum lock_status segment_lock_probe(int fd, int64_t byte);
+/* A lock that several may hold; a read-only description is enough for it. */
+enum lock_status segment_lock_shared(int fd, int64_t byte);
+/* The first lock of somebody else's found in [*start, *start + *bytes): LOCK_HELD_ELSEWHERE, with
+ * its range. */
+enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes);
 
 #endif

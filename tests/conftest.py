@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -59,8 +60,10 @@ _bus_numbers = itertools.count()
 
 
 def segments_named(prefix: str) -> list[Path]:
-    """The files of all buses whose name begins with `prefix`."""
-    return sorted(SHM_DIR.glob(f"{SEGMENT_PREFIX}{prefix}*"))
+    """The files of all buses whose name begins with `prefix`, and the sockets of their daemons."""
+    return sorted(
+        [*SHM_DIR.glob(f"{SEGMENT_PREFIX}{prefix}*"), *SHM_DIR.glob(f"shmbus-{prefix}*.sock")]
+    )
 
 
 @pytest.fixture
@@ -70,7 +73,9 @@ def bus_name() -> Iterator[str]:
     yield name
     # A test that kills a bus's owner can't remove the bus the regular way.
     for path in segments_named(name):
-        if path.name == SEGMENT_PREFIX + name or path.name.startswith(f"{SEGMENT_PREFIX}{name}."):
+        if path.name in (SEGMENT_PREFIX + name, f"shmbus-{name}.sock") or path.name.startswith(
+            f"{SEGMENT_PREFIX}{name}."
+        ):
             path.unlink(missing_ok=True)
 
 
@@ -216,6 +221,49 @@ class Spawner:
                 child.kill()
             # Captured by pytest, and shown where the test fails.
             print(f"--- child {number}, exit status {child.popen.returncode}\n{child.output()}")
+
+
+SERVE = "import sys; from shmbus.cli import main; sys.exit(main())"
+
+
+class Daemon:
+    """``shmbus serve`` as a process of its own, to be killed and started again."""
+
+    def __init__(self, spawner: Spawner, name: str, options: tuple[object, ...]) -> None:
+        self.name = name
+        self._spawner = spawner
+        self._options = options
+        self.child = self.start()
+
+    def start(self) -> Child:
+        """Start it, and wait until it serves."""
+        self.child = self._spawner.script(SERVE, "serve", self.name, *self._options)
+        wait_until(
+            lambda: " serving " in self.child.output() or not self.child.running,
+            what=f"the daemon of {self.name} to serve",
+        )
+        if not self.child.running:
+            raise AssertionError(f"the daemon ended:\n{self.child.output()}")
+        return self.child
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.child.kill()
+
+    def stop(self) -> str:
+        """SIGTERM; it must end in order."""
+        self.child.send_signal(signal.SIGTERM)
+        return self.child.finish()
+
+
+@pytest.fixture
+def daemon(spawn: Spawner, bus_name: str) -> Callable[..., Daemon]:
+    """Start a daemon: `daemon("--capacity", "16MiB")`; it is killed after the test."""
+
+    def start(*options: object, name: str = bus_name) -> Daemon:
+        return Daemon(spawn, name, options)
+
+    return start
 
 
 @pytest.fixture

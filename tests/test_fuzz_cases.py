@@ -1,4 +1,4 @@
-"""The cases that fuzzing the Python decoders kept, run again; check-fuzz in the Makefile has C's."""
+"""The cases that fuzzing the decoders kept, run again; check-fuzz in the Makefile has those of C."""
 
 from __future__ import annotations
 

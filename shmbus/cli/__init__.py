@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import shmbus
-from shmbus.cli import demo
+from shmbus.cli import demo, pause, serve
 
 __all__ = ["main"]
 
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"shmbus {shmbus.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     demo.add_parser(commands)
+    serve.add_parser(commands)
+    pause.add_parser(commands)
     parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)

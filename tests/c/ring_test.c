@@ -36,7 +36,7 @@ static void *work(void *argument) {
     struct segment segment;
     struct writer writer;
     int fd = reopen(me->fd);
-    CHECK(segment_open(&segment, fd) == SEGMENT_OK);
+    CHECK(segment_open(&segment, fd, false) == SEGMENT_OK);
     CHECK(writer_attach(&writer, &segment, "worker") == WRITER_OK);
     uint64_t random = me->seed;
     for (uint32_t i = 0; i < RECORDS; i++) {

@@ -1,0 +1,151 @@
+"""The daemon's rows: throughput beside the embedded consumer, its processor time, and its sleep.
+
+Embedded and daemon runs take turns, so that a slow minute of the machine falls on both.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import shmbus
+from bench import packed
+from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.rows import Row, Target
+from bench.sending import produce, temporary_bus
+from bench.workload import Workload
+from shmbus.daemon.paths import socket_path
+
+__all__ = ["measure"]
+
+#: Tokens of the second workload: four times the payload, which the daemon must not notice.
+LONG_TOKENS = 8192
+
+
+@contextmanager
+def _serving(name: str) -> Iterator[int]:
+    """Run a daemon on a bus; yield its pid."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shmbus", "serve", name, "--log-level", "warning"]
+    )
+    try:
+        deadline = time.monotonic() + STALL_S
+        while not os.path.exists(socket_path(name)):
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise MeasurementError("the daemon did not begin to serve")
+            time.sleep(0.01)
+        yield process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STALL_S)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor seconds of all threads of a process, as the scheduler counts them."""
+    nanoseconds = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        nanoseconds += int((task / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
+
+
+def _run(workload: Workload, *, daemon: bool) -> tuple[float, float]:
+    """Move a workload into packed batches; trajectories a second, daemon microseconds each."""
+    with temporary_bus(workload.capacity) as name:
+        if not daemon:
+            return _train(name, workload), 0.0
+        with _serving(name) as pid:
+            before = _cpu_s(pid)
+            rate = _train(name, workload)
+            return rate, (_cpu_s(pid) - before) / workload.trajectories * 1e6
+
+
+def _train(name: str, workload: Workload) -> float:
+    trainer = Role(packed.train, (name, workload))
+    producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]
+    (seconds, _), *_ = run_together([trainer, *producers])
+    return workload.trajectories / float(seconds)
+
+
+def measure(
+    trajectories: int, repetitions: int, idle_s: float, capacity: str, say: Callable[[str], None]
+) -> list[Row]:
+    """Measure all three.
+
+    Parameters
+    ----------
+    trajectories : int
+        Of one run.
+    repetitions : int
+    idle_s : float
+        Seconds that the daemon sleeps.
+    capacity : str
+    say : callable
+        Told what is under way.
+    """
+    short = Workload(trajectories=trajectories, tokens=2048, capacity=capacity)
+    long = Workload(trajectories=trajectories // 4, tokens=LONG_TOKENS, capacity=capacity)
+    ratios, rates, cpu, cpu_long = [], [], [], []
+    for number in range(repetitions):
+        say(f"packed batches without and with a daemon ({number + 1} of {repetitions})")
+        embedded, _ = _run(short, daemon=False)
+        rate, each = _run(short, daemon=True)
+        ratios.append(rate / embedded)
+        rates.append(rate)
+        cpu.append(each)
+        cpu_long.append(_run(long, daemon=True)[1])
+    say("a daemon asleep")
+    return [
+        Row(
+            name="daemon-packed",
+            title="put to packed torch batches through the daemon, 2,048 tokens",
+            measured=f"{statistics.median(rates):,.0f} trajectories/s",
+            value=statistics.median(ratios),
+            spread=(min(ratios), max(ratios)),
+            target=Target("at least", 0.8, "of embedded"),
+            figures={"trajectories_per_s": rates, "of_embedded": ratios},
+        ),
+        Row(
+            name="daemon-cpu",
+            title="the daemon's processor time, 2,048 tokens",
+            measured=f"{statistics.median(cpu):.2f} us a trajectory; "
+            f"{statistics.median(cpu_long):.2f} us at {LONG_TOKENS:,} tokens",
+            value=statistics.median(cpu),
+            spread=(min(cpu), max(cpu)),
+            target=Target("at most", 3.0, "us a trajectory"),
+            figures={"us_2048": cpu, f"us_{LONG_TOKENS}": cpu_long},
+        ),
+        _idle(idle_s, capacity),
+    ]
+
+
+def _idle(idle_s: float, capacity: str) -> Row:
+    with (
+        temporary_bus(capacity) as name,
+        _serving(name) as pid,
+        shmbus.Producer(name),
+        shmbus.Consumer(name) as consumer,
+    ):
+        consumer.take(timeout=0.0)
+        time.sleep(0.1)
+        before = _cpu_s(pid)
+        time.sleep(idle_s)
+        share = (_cpu_s(pid) - before) / idle_s
+    return Row(
+        name="daemon-idle",
+        title=f"a daemon asleep for {idle_s:.1f} s, with a producer and a consumer",
+        measured=f"{share * 100:.3f} % of a processor",
+        value=share * 100,
+        target=Target("at most", 0.1, "% of a processor"),
+        figures={"processor_share": share, "measured_s": idle_s},
+    )

@@ -1,0 +1,53 @@
+"""``shmbus pause NAME`` and ``shmbus resume NAME``: producers wait, as where the bus is full."""
+
+from __future__ import annotations
+
+import argparse
+
+from shmbus import Bus
+
+__all__ = ["add_parser", "run_pause", "run_resume"]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add both commands."""
+    pause = commands.add_parser(
+        "pause",
+        help="let the producers of a bus wait",
+        description="Let every put and reserve wait, up to its timeout, until the bus is resumed. "
+        "What is in the bus is delivered all the same.",
+        epilog='example:\n  shmbus pause run1 --reason "weights are being loaded"',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    pause.add_argument("name", metavar="NAME", help="the bus")
+    pause.add_argument("--reason", default="", help="what producers are told, up to 119 bytes")
+    pause.set_defaults(run=run_pause)
+    resume = commands.add_parser(
+        "resume",
+        help="let the producers of a bus go on",
+        description="End a pause, whoever began it.",
+        epilog="example:\n  shmbus resume run1",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    resume.add_argument("name", metavar="NAME", help="the bus")
+    resume.set_defaults(run=run_resume)
+
+
+def run_pause(parsed: argparse.Namespace) -> int:
+    """Pause."""
+    bus = Bus.open(parsed.name)
+    try:
+        bus.pause(parsed.reason)
+    finally:
+        bus.close()
+    return 0
+
+
+def run_resume(parsed: argparse.Namespace) -> int:
+    """Resume."""
+    bus = Bus.open(parsed.name)
+    try:
+        bus.resume()
+    finally:
+        bus.close()
+    return 0

@@ -1,0 +1,68 @@
+"""``shmbus serve NAME``: the daemon. Creates the bus or adopts it, and serves it until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+
+from shmbus import _segments, errors
+from shmbus.consumer import stash_options
+from shmbus.daemon import config, logs, server
+
+__all__ = ["add_parser", "run"]
+
+logger = logging.getLogger("shmbus.serve")
+
+_EXAMPLES = """\
+examples:
+  shmbus serve run1 --capacity 1GiB --group-timeout 600 --on-timeout partial
+  SHMBUS_LOG_FORMAT=json shmbus serve run1 --config run1.toml
+
+Every setting is also an environment variable (--group-timeout is SHMBUS_GROUP_TIMEOUT) and a key of
+the TOML file (group_timeout). Flags win over the environment, that over the file.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "serve",
+        help="run the daemon of a bus",
+        description="Create the bus, or adopt the one that is there, and lease its groups to "
+        "trainers until SIGTERM or SIGINT.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="the bus")
+    parser.add_argument("--config", metavar="FILE.toml", help="settings in a TOML file")
+    config.add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Serve; 0 after an orderly end, 2 where the settings are wrong."""
+    path = parsed.config or os.environ.get("SHMBUS_CONFIG")
+    try:
+        _segments.check_name(parsed.name)
+        settings = config.load(vars(parsed), os.environ, path)
+    except ValueError as error:
+        print(f"shmbus serve: {error}", file=sys.stderr)
+        return 2
+    logs.set_up(settings.log_format, settings.log_level)
+    with contextlib.suppress(errors.BusExistsError):
+        _segments.create_segment(parsed.name, settings.capacity, settings.max_producers, 0).close()
+    policy = settings.policy()
+    server.serve(
+        parsed.name,
+        policy,
+        settings.duplicate,
+        stash_options(policy, settings.duplicate),
+        settings.drain_timeout,
+    )
+    if settings.unlink_on_exit:
+        with contextlib.suppress(errors.BusNotFoundError):
+            _segments.unlink(parsed.name)
+    return 0

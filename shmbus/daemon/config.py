@@ -1,0 +1,181 @@
+"""Settings of ``shmbus serve``: flags before environment before TOML, one name each.
+
+``--group-timeout 60`` is ``SHMBUS_GROUP_TIMEOUT=60`` is ``group_timeout = 60``. A name in the file
+that is no setting is an error, and so is a value of the wrong type wherever it comes from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from shmbus import _segments, limits
+from shmbus.stash import StashPolicy
+
+__all__ = ["ConfigError", "Settings", "add_arguments", "load"]
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message says where it comes from and what is expected."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``shmbus serve`` can be told, by the names of the file.
+
+    Attributes
+    ----------
+    capacity : str | int
+        Bytes for records of a bus that does not exist yet.
+    max_producers : int
+        Producers at once, of a bus that does not exist yet.
+    group_timeout, on_timeout, max_policy_lag, skip_zero_variance, duplicate, max_stash_bytes,
+    on_overflow
+        As for `shmbus.Consumer`.
+    drain_timeout : float
+        Seconds that leased groups have to be acknowledged after SIGTERM.
+    unlink_on_exit : bool
+        Remove the bus at an orderly end.
+    log_format : "json" | "text"
+    log_level : "debug" | "info" | "warning" | "error"
+    """
+
+    capacity: str | int = limits.DEFAULT_CAPACITY
+    max_producers: int = limits.DEFAULT_MAX_PRODUCERS
+    group_timeout: float | None = None
+    on_timeout: Literal["wait", "drop", "partial"] = "wait"
+    max_policy_lag: int | None = None
+    skip_zero_variance: bool = False
+    duplicate: Literal["drop", "error"] = "drop"
+    max_stash_bytes: int | str | None = None
+    on_overflow: Literal["wait", "drop", "partial"] = "wait"
+    drain_timeout: float = limits.DRAIN_TIMEOUT_S
+    unlink_on_exit: bool = False
+    log_format: Literal["json", "text"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        """Bounds that the types do not say."""
+        _segments.parse_size(self.capacity)
+        if self.max_stash_bytes is not None:
+            _segments.parse_size(self.max_stash_bytes)
+        for name, lowest in (("group_timeout", 0), ("drain_timeout", 0), ("max_policy_lag", 0)):
+            value = getattr(self, name)
+            if value is not None and not value >= lowest:
+                raise ValueError(f"{name}: expected {lowest} or more, got {value}")
+
+    def policy(self) -> StashPolicy:
+        """Return the stash's part."""
+        size = self.max_stash_bytes
+        return StashPolicy(
+            group_timeout_s=self.group_timeout,
+            on_timeout=self.on_timeout,
+            max_policy_lag=self.max_policy_lag,
+            skip_zero_variance=self.skip_zero_variance,
+            max_stash_bytes=None if size is None else _segments.parse_size(size),
+            on_overflow=self.on_overflow,
+        )
+
+
+_HELP = {
+    "capacity": "bytes for records, if the bus is created",
+    "max_producers": "producers attached at once, if the bus is created",
+    "group_timeout": "seconds that a group may stay incomplete",
+    "on_timeout": "what becomes of it then: wait, drop or partial",
+    "max_policy_lag": "versions that a group's oldest sample may be behind",
+    "skip_zero_variance": "drop complete groups whose scores are all equal",
+    "duplicate": "a second sample of an index: drop, or also error",
+    "max_stash_bytes": "ring bytes that incomplete groups may hold",
+    "on_overflow": "what becomes of the oldest above that: wait, drop or partial",
+    "drain_timeout": "seconds that leased groups have to end after SIGTERM",
+    "unlink_on_exit": "remove the bus at an orderly end",
+    "log_format": "json or text",
+    "log_level": "debug, info, warning or error",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag a setting; each is None unless it was given."""
+    for field in msgspec.structs.fields(Settings):
+        flag = "--" + field.name.replace("_", "-")
+        text = _HELP[field.name]
+        if field.type is bool:
+            parser.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=None, help=text
+            )
+        else:
+            shown = "" if field.default is None else f" (default {field.default})"
+            parser.add_argument(flag, default=None, help=text + shown, metavar="VALUE")
+
+
+def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """Check each value's type; what comes as text is converted."""
+    types = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+    found = {}
+    for name, value in values.items():
+        if name not in types:
+            raise ConfigError(
+                f"{source}: there is no setting {name!r}; expected one of {', '.join(types)}"
+            )
+        try:
+            found[name] = msgspec.convert(value, types[name], strict=strict)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{source}: {name} = {value!r}: {error}") from error
+    return found
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    if sys.version_info < (3, 11):
+        raise ConfigError(
+            f"{path}: reading TOML needs Python 3.11 or newer, this is "
+            f"{sys.version.split()[0]}; give the settings as flags or SHMBUS_* variables"
+        )
+    import tomllib  # type: ignore[import-not-found,unused-ignore]
+
+    try:
+        with open(path, "rb") as file:
+            found: dict[str, Any] = tomllib.load(file)
+            return found
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: no TOML: {error}") from error
+
+
+def load(flags: Mapping[str, Any], environment: Mapping[str, str], path: str | None) -> Settings:
+    """Put the settings together.
+
+    Parameters
+    ----------
+    flags : mapping
+        By name; None for one that was not given.
+    environment : mapping
+        ``SHMBUS_`` and the name in capitals.
+    path : str, optional
+        A TOML file.
+
+    Raises
+    ------
+    ConfigError
+        An unknown name, or a value of the wrong type or out of bounds.
+    OSError
+        The file cannot be read.
+    """
+    names = [field.name for field in msgspec.structs.fields(Settings)]
+    values: dict[str, Any] = {}
+    if path is not None:
+        values.update(_convert(path, _read_file(path), strict=True))
+    for name in names:
+        variable = f"SHMBUS_{name.upper()}"
+        if variable in environment:
+            values.update(_convert(variable, {name: environment[variable]}, strict=False))
+    for name in names:
+        if flags.get(name) is not None:
+            flag = "--" + name.replace("_", "-")
+            values.update(_convert(flag, {name: flags[name]}, strict=False))
+    build: Callable[..., Settings] = Settings
+    try:
+        return build(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,169 @@
+"""Leases as the daemon knows them: who holds which group, and where a group goes when it ends.
+
+Invariants:
+
+- A group that the stash leased is in exactly one Lease, and a Lease is in exactly one place: a
+  session, in doubt, a step of the ranks, or back.
+- A group ends once, in the collector, whichever way.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from shmbus import messages
+from shmbus.collector import Collector
+from shmbus_ext import _core
+
+__all__ = ["Lease", "LeaseTable", "Session", "split_identities"]
+
+Trajectory = _core.Trajectory
+_PLACE = struct.Struct("=IIQQ")
+_IDENTITY_BYTES = 16
+
+
+def split_identities(packed: bytes) -> list[bytes]:
+    """(producer_id, sequence) of each trajectory, 16 bytes each."""
+    return [packed[at : at + _IDENTITY_BYTES] for at in range(0, len(packed), _IDENTITY_BYTES)]
+
+
+class Lease:
+    """One group on its way through the daemon. `group` is None for one that was claimed.
+
+    A claimed group was never in this daemon's stash: its trajectories were told by their identity
+    while the ring was read.
+    """
+
+    __slots__ = ("born_s", "group", "number", "rank", "samples", "size", "step")
+
+    def __init__(
+        self, number: int, group: _core.Row[Trajectory] | None, samples: list[Trajectory], size: int
+    ) -> None:
+        self.number = number
+        self.group = group
+        self.samples = samples
+        self.size = size
+        self.step = -1
+        self.rank = -1
+        self.born_s = time.monotonic()
+
+    def granted(self) -> messages.Granted:
+        """Say what its client needs to know."""
+        return messages.Granted(
+            number=self.number, size=self.size, places=_core.places(self.samples)
+        )
+
+    def extents(self) -> set[int]:
+        """Return the extents that its records begin in."""
+        return {place[0] for place in _PLACE.iter_unpack(_core.places(self.samples))}
+
+
+class Session:
+    """One client that said Hello. `send` is given a reply, and never blocks."""
+
+    def __init__(
+        self, client: int, hello: messages.Hello, send: Callable[[messages.Reply], None]
+    ) -> None:
+        self.client = client
+        self.pid = hello.pid
+        self.label = hello.label
+        self.rank = hello.rank if hello.world_size > 1 else -1
+        self.world_size = hello.world_size
+        self.observer = hello.observer
+        self.send = send
+        self.leases: dict[int, Lease] = {}
+        #: Whether it has said all that it holds from an earlier connection.
+        self.settled = hello.client < 0
+        self.waiting = 0
+
+    def status(self) -> messages.ClientStatus:
+        """For operators."""
+        now = time.monotonic()
+        return messages.ClientStatus(
+            client=self.client,
+            pid=self.pid,
+            label=self.label,
+            rank=self.rank,
+            world_size=self.world_size,
+            groups=len(self.leases),
+            trajectories=sum(len(lease.samples) for lease in self.leases.values()),
+            oldest_lease_s=max((now - x.born_s for x in self.leases.values()), default=0.0),
+            waiting=self.waiting > 0,
+        )
+
+
+class LeaseTable:
+    """Makes leases of the collector's groups, and ends them."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._numbers = 0
+        #: Claimed groups that were given back: the stash never knew them.
+        self.returned: deque[Lease] = deque()
+        #: Trajectories of claimed groups that are out or in doubt.
+        self.claimed_records = 0
+
+    def take(self, max_groups: int, max_trajectories: int) -> list[Lease]:
+        """Lease groups, oldest first; more than one only within the bound on trajectories."""
+        leases: list[Lease] = []
+        total = 0
+        while self.returned and len(leases) < max_groups:
+            lease = self.returned.popleft()
+            self.claimed_records += len(lease.samples)
+            total += len(lease.samples)
+            leases.append(self._anew(lease))
+        if len(leases) == max_groups:
+            return leases
+        groups = self._collector.lease(max_groups - len(leases))
+        for at, group in enumerate(groups):
+            samples = group.samples
+            total += len(samples)
+            if leases and total > max_trajectories:
+                for later in reversed(groups[at:]):
+                    self._collector.stash.give_back(later)
+                break
+            leases.append(self.lease_of(group, samples))
+        return leases
+
+    def lease_of(self, group: _core.Row[Trajectory], samples: list[Trajectory]) -> Lease:
+        """Give a number to a group that the stash has leased."""
+        self._numbers += 1
+        return Lease(self._numbers, group, samples, group.size)
+
+    def claimed(self, samples: list[Trajectory]) -> Lease:
+        """Give a number to a group that a client holds from an earlier daemon."""
+        self._numbers += 1
+        self.claimed_records += len(samples)
+        return Lease(self._numbers, None, samples, samples[0].group_size)
+
+    def _anew(self, lease: Lease) -> Lease:
+        self._numbers += 1
+        lease.number = self._numbers
+        lease.born_s = time.monotonic()
+        lease.step = lease.rank = -1
+        return lease
+
+    def end(self, lease: Lease, reason: int) -> None:
+        """Release a group: all of its trajectories, or, if the daemon dies now, none."""
+        if lease.group is not None:
+            self._collector.end(lease.group, reason)
+        else:
+            self._collector.reader.release(lease.samples, reason)
+            self.claimed_records -= len(lease.samples)
+
+    def give_back(self, leases: Iterable[Lease]) -> None:
+        """Make these groups the next to be delivered, in their order."""
+        for lease in sorted(leases, key=lambda each: -each.number):
+            if lease.group is not None:
+                self._collector.stash.give_back(lease.group)
+            else:
+                self.claimed_records -= len(lease.samples)
+                self.returned.appendleft(lease)
+
+    @property
+    def returned_records(self) -> int:
+        """Trajectories of claimed groups that nobody has."""
+        return sum(len(lease.samples) for lease in self.returned)

@@ -1,0 +1,56 @@
+"""The daemon's log on stderr: one JSON object a line, or text for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, Literal
+
+__all__ = ["set_up"]
+
+_USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    return {key: value for key, value in record.__dict__.items() if key not in _USUAL}
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extra(record),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        extra = " ".join(f"{key}={value}" for key, value in _extra(record).items())
+        return f"{line} {extra}" if extra else line
+
+
+def set_up(form: Literal["json", "text"], level: str) -> None:
+    """Send the records of ``shmbus`` to stderr.
+
+    Parameters
+    ----------
+    form : "json" | "text"
+        One object a line with time, level, logger, message and what goes with it; or plain text.
+    level : str
+        As logging names them: "info", "warning", ...
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        _Json() if form == "json" else _Text("%(asctime)s %(levelname)s %(message)s")
+    )
+    logger = logging.getLogger("shmbus")
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False

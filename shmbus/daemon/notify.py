@@ -1,0 +1,30 @@
+"""Telling systemd how the daemon is: one datagram, as sd_notify(3) describes it.
+
+Invariant: without NOTIFY_SOCKET, or with one that nobody reads, the daemon runs all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+
+__all__ = ["notify"]
+
+logger = logging.getLogger(__name__)
+
+
+def notify(state: str) -> bool:
+    """Send a state such as ``READY=1``; False where nobody asked for it or nobody listens."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address[:1] not in ("/", "@"):
+        return False
+    # A leading "@" stands for the NUL of the abstract namespace.
+    target = "\0" + address[1:] if address[0] == "@" else address
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        try:
+            sender.sendto(state.encode(), target)
+        except OSError as error:
+            logger.warning("could not tell %s of %s: %s", address, state, error)
+            return False
+    return True

@@ -1,0 +1,238 @@
+"""The daemon's process: the event loop, the thread that sleeps on the ring, the socket, the end.
+
+Invariants:
+
+- Only the holder of the collector's lock binds the socket, so a socket file that exists is its own
+  or stale; it is put in place by a rename, and removed at an orderly end.
+- Between a wake-up of the ring and the next look at it there is a rest, so that a flood costs a
+  bounded number of wake-ups. While nothing comes, nothing runs but one look a second for the dead.
+- An error that is nobody's fault but ours ends the daemon: what it holds is in the segment, and the
+  next one finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from shmbus import errors, limits
+from shmbus.collector import Collector
+from shmbus.daemon import notify, paths
+from shmbus.daemon.connection import Connection
+from shmbus.daemon.service import Service
+from shmbus.stash import StashPolicy
+
+__all__ = ["Server", "serve"]
+
+logger = logging.getLogger(__name__)
+
+
+class Server:
+    """Serves one bus until it is told to stop.
+
+    Parameters
+    ----------
+    collector : Collector
+        Attached to the bus; the server closes it.
+    policy : dict[str, Any]
+        The stash's options by the names that Consumer gives them.
+    drain_timeout_s : float
+        Seconds that leases have to end once it was told to stop.
+    """
+
+    def __init__(
+        self, collector: Collector, policy: dict[str, Any], *, drain_timeout_s: float
+    ) -> None:
+        self.service = Service(collector, policy)
+        self.connections: set[Connection] = set()
+        self.path = paths.socket_path(collector.segment.name)
+        self._collector = collector
+        self._drain_timeout_s = drain_timeout_s
+        self._failure: BaseException | None = None
+        self._rest = threading.Event()
+        self._hurry = threading.Event()
+        self._stopping = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain."""
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._idle = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._stop.set)
+        server = await self._loop.create_unix_server(
+            lambda: Connection(self), sock=self._listen(), backlog=limits.MAX_CLIENTS
+        )
+        watcher = threading.Thread(target=self._watch, name="shmbus-ring", daemon=True)
+        watcher.start()
+        self._tick()
+        notify.notify("READY=1")
+        logger.info("serving", extra={"bus": self._collector.segment.name, "socket": self.path})
+        try:
+            await self._stop.wait()
+            notify.notify("STOPPING=1")
+            if self._failure is None:
+                await self._drain()
+        finally:
+            self._stopping = True
+            server.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+            for connection in list(self.connections):
+                connection.close()
+            # One turn of the loop, in which they write what is queued.
+            await asyncio.sleep(0)
+            self._rest.set()
+            self._hurry.set()
+            self._collector.reader.wake()
+            await self._loop.run_in_executor(None, watcher.join)
+            if self._timer is not None:
+                self._timer.cancel()
+            self._collector.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _listen(self) -> socket.socket:
+        """Bind the socket under another name, and put it in place when it listens."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        fresh = f"/dev/shm/shmbus-new-{os.getpid()}-{time.monotonic_ns()}.sock"
+        before = os.umask(0o177)
+        try:
+            listener.bind(fresh)
+        finally:
+            os.umask(before)
+        try:
+            os.chmod(fresh, stat.S_IRUSR | stat.S_IWUSR)
+            listener.listen(limits.MAX_CLIENTS)
+            listener.setblocking(False)
+            os.rename(fresh, self.path)
+        except BaseException:
+            os.unlink(fresh)
+            listener.close()
+            raise
+        return listener
+
+    async def _drain(self) -> None:
+        """Grant nothing more, and wait for what is leased."""
+        service = self.service
+        service.draining = True
+        logger.info("draining", extra={"leased_groups": service.leased_groups})
+        deadline = time.monotonic() + self._drain_timeout_s
+        while service.leased_groups and (left := deadline - time.monotonic()) > 0:
+            self._idle.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), left)
+        logger.info("stopping", extra={"leased_groups": service.leased_groups})
+
+    def guard(self, work: Callable[[], None]) -> None:
+        """Run a piece of work; what is our own fault ends the daemon, with its traceback."""
+        try:
+            work()
+        except errors.ProtocolError:
+            raise
+        except BaseException as error:
+            logger.critical("the daemon ends: %r", error)
+            self._failure = error
+            self._stop.set()
+
+    # -- the ring and the clock -----------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Sleep on the ring, in a thread of its own; the loop says when to look again."""
+        reader = self._collector.reader
+        while not self._stopping:
+            reader.wait(None)
+            if self._stopping:
+                return
+            self._rest.clear()
+            self._loop.call_soon_threadsafe(self._ring)
+            self._rest.wait()
+            if self.service.waits:
+                time.sleep(limits.COALESCE_S)
+            else:
+                self._hurry.wait(limits.REST_S)
+
+    def _ring(self) -> None:
+        if self._stopping:
+            return
+        self.guard(self._pump)
+
+    def _pump(self) -> None:
+        now = time.monotonic()
+        if self.service.pump(now):
+            # Other events have their turn in between.
+            self._loop.call_soon(self._ring)
+            return
+        self._collector.keep_house(now)
+        self.changed()
+        self._rest.set()
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._stopping:
+            return
+        self.guard(lambda: self.service.tick(time.monotonic()))
+        self.changed()
+
+    def changed(self) -> None:
+        """After whatever happened: set the clock, hurry the ring's thread, end the drain."""
+        if self._stopping:
+            return
+        now = time.monotonic()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self.service.next_tick_s(now), self._tick)
+        if self.service.waits:
+            self._hurry.set()
+        else:
+            self._hurry.clear()
+        if self.service.draining and not self.service.leased_groups:
+            self._idle.set()
+
+
+def serve(
+    name: str, policy: StashPolicy, duplicate: Any, options: dict[str, Any], drain_timeout_s: float
+) -> None:
+    """Attach to a bus and serve it until SIGTERM or SIGINT.
+
+    Parameters
+    ----------
+    name : str
+        A bus that exists.
+    policy : StashPolicy
+        What becomes of groups that are late, stale, useless or too many.
+    duplicate : "drop" | "error"
+        As for `Consumer`.
+    options : dict[str, Any]
+        The same, by the names that Consumer gives them.
+    drain_timeout_s : float
+        Seconds that leases have to end once it was told to stop.
+
+    Raises
+    ------
+    BusNotFoundError, BusBusyError, LayoutMismatchError
+        There is no such bus, somebody reads it already, or it is of another layout.
+    """
+    collector = Collector(name, policy, duplicate, "shmbus serve")
+    collector.reader.lend()
+    server = Server(collector, options, drain_timeout_s=drain_timeout_s)
+    loop = uvloop.new_event_loop()
+    try:
+        loop.run_until_complete(server.run())
+    finally:
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()

@@ -1,0 +1,34 @@
+"""What a status says of incomplete groups, and of the daemon's own process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import shmbus
+from shmbus import messages
+from shmbus.collector import Collector
+
+__all__ = ["open_groups"]
+
+
+def open_groups(collector: Collector, count: int, now: float) -> dict[str, Any]:
+    """Fields of a status that the daemon itself has no say in."""
+    oldest = []
+    for group in collector.stash.oldest(count):
+        epoch = None
+        key: Any = group.key
+        if type(key) is tuple:
+            key, epoch = key
+        present = {sample.index for sample in group.samples}
+        oldest.append(
+            messages.OpenGroupStatus(
+                instance_id=key,
+                epoch=epoch,
+                size=group.size,
+                present=len(present),
+                missing=[index for index in range(group.size) if index not in present],
+                age_s=max(0.0, now - group.born_s),
+            )
+        )
+    return {"oldest": oldest, "pid": os.getpid(), "version": shmbus.__version__}

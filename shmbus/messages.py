@@ -1,0 +1,342 @@
+"""Control messages between the daemon and its clients: MessagePack in length-prefixed frames.
+
+Invariants:
+
+- No payload: a group travels as places in the segment (24 bytes a trajectory), an identity as
+  (producer_id, sequence), 16 bytes; both are packed by the core.
+- Whatever comes from a socket is bounded before it is decoded and validated by its struct's types;
+  a frame that is not exactly one message of its direction is a ProtocolError.
+- A field that is added has a default, so that neighbours of one VERSION understand each other.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from shmbus import errors, limits
+from shmbus.ledger import Ledger
+
+__all__ = ["VERSION", "FrameBuffer", "decode_reply", "decode_request", "frame"]
+
+#: Of the protocol. Both sides must have the same.
+VERSION = 1
+
+_HEAD = struct.Struct("<I")
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+class _Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+    pass
+
+
+# --- what clients say
+
+
+class Hello(_Message):
+    """The first message. `policy` holds the options that the client insists on, by name.
+
+    `client` is its number of an earlier connection, -1 for none; `next_step` what its rank takes
+    next. An observer leases nothing, and only asks.
+    """
+
+    version: int
+    bus: Text
+    created_unix_ns: Count = 0
+    pid: Count = 0
+    label: Text = ""
+    rank: Count = 0
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_CLIENTS)] = 1
+    policy: dict[str, Any] = {}
+    client: Annotated[int, msgspec.Meta(ge=-1, lt=limits.MAX_CLIENTS)] = -1
+    next_step: Count = 0
+    observer: bool = False
+
+
+class Held(_Message):
+    """A group that the client took from an earlier daemon: `reason` -1, or how it ended it."""
+
+    token: Count
+    identities: bytes
+    reason: Annotated[int, msgspec.Meta(ge=-1, le=255)] = -1
+    step: Annotated[int, msgspec.Meta(ge=-1)] = -1
+
+
+class Claim(_Message):
+    """After a Hello with a client number: all that it holds, in one or more of these."""
+
+    groups: list[Held]
+    last: bool = True
+
+
+class Take(_Message):
+    """Lease up to `max_groups`, waiting for the first as long as `timeout_s` says (None: ever).
+
+    One that asks `ahead`, while it still works on what it took before, gets none where others ask.
+    """
+
+    id: Count
+    max_groups: Annotated[int, msgspec.Meta(ge=1)]
+    timeout_s: Seconds | None = None
+    ahead: bool = False
+
+
+class TakeStep(_Message):
+    """Lease this rank's shard of its next step; each rank asks for a step with the same numbers.
+
+    `groups` a rank, or as many as fit into `tokens` a rank; the length of `field` is what a
+    trajectory weighs. `max_wait_s` after its first group a step is formed though it is not full.
+    """
+
+    id: Count
+    groups: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_wait_s: Seconds | None = None
+    field: Text = "tokens"
+    timeout_s: Seconds | None = None
+
+
+class End(_Message):
+    """Release these leases for a reason of the core. Answered by Ended, in order."""
+
+    numbers: list[Count]
+    reason: Annotated[int, msgspec.Meta(ge=0, le=255)]
+
+
+class GiveBack(_Message):
+    """End these leases without releasing: they are the next to be delivered."""
+
+    numbers: list[Count]
+
+
+class SetPolicyVersion(_Message):
+    """Publish the policy version."""
+
+    id: Count
+    policy_version: Count
+
+
+class GetLedger(_Message):
+    """Ask for the ledger."""
+
+    id: Count
+
+
+class GetStatus(_Message):
+    """Ask for what an operator wants to see."""
+
+    id: Count
+    oldest: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 10
+
+
+class Bye(_Message):
+    """Leave: what is still leased is given back at once."""
+
+
+Request: TypeAlias = (
+    Hello | Claim | Take | TakeStep | End | GiveBack | SetPolicyVersion | GetLedger | GetStatus
+    | Bye
+)  # fmt: skip
+
+
+# --- what the daemon says
+
+
+class Welcome(_Message):
+    """The answer to Hello. `policy` holds every option of the stash, by name."""
+
+    version: int
+    client: int
+    pid: int
+    policy: dict[str, Any] = {}
+
+
+class Granted(_Message):
+    """One leased group of `size`; `places` has PLACE_BYTES for each trajectory that is there."""
+
+    number: int
+    size: int
+    places: bytes
+
+
+class Leases(_Message):
+    """The answer to Take and TakeStep. `step` is -1 without ranks."""
+
+    id: int
+    groups: list[Granted] = []
+    step: int = -1
+
+
+class Claimed(_Message):
+    """The answer to the last Claim: what is leased again, as (token, new number), and the rest."""
+
+    kept: list[tuple[int, int]] = []
+    ended: list[int] = []
+    lost: list[int] = []
+
+
+class Ended(_Message):
+    """Leases that have ended for good, in the ledger too; `unknown` were not this client's."""
+
+    numbers: list[int]
+    unknown: list[int] = []
+
+
+class Done(_Message):
+    """The answer to SetPolicyVersion."""
+
+    id: int
+
+
+class LedgerReply(_Message):
+    """The answer to GetLedger."""
+
+    id: int
+    ledger: Ledger
+
+
+class OpenGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An incomplete group: which indices are missing, and for how long it has waited."""
+
+    instance_id: str
+    epoch: int | None
+    size: int
+    present: int
+    missing: list[int]
+    age_s: float
+
+
+class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that is attached: what it holds, and whether it waits for more.
+
+    `rank` is -1 without ranks. `connected` is False for one that has not come back yet and still
+    holds leases.
+    """
+
+    client: int
+    pid: int
+    label: str
+    rank: int = -1
+    world_size: int = 1
+    groups: int = 0
+    trajectories: int = 0
+    oldest_lease_s: float = 0.0
+    waiting: bool = False
+    connected: bool = True
+
+
+class StatusReply(_Message):
+    """The answer to GetStatus.
+
+    `recovering` while the daemon waits for clients of an earlier one. `next_steps` is what each
+    rank takes next; `in_doubt` counts groups that a client which has not come back may hold.
+    """
+
+    id: int
+    bus: str
+    pid: int
+    version: str
+    uptime_s: float
+    ledger: Ledger
+    policy: dict[str, Any]
+    clients: list[ClientStatus] = []
+    oldest: list[OpenGroupStatus] = []
+    recovering: bool = False
+    draining: bool = False
+    in_doubt: int = 0
+    world_size: int = 0
+    next_steps: dict[int, int] = {}
+    paused: str | None = None
+
+
+class Refused(_Message):
+    """The request `id` failed, or with -1 the connection, which is closed behind this."""
+
+    kind: Literal["protocol", "value", "busy", "closed", "version", "not_found"]
+    message: str
+    id: int = -1
+
+
+Reply: TypeAlias = Welcome | Leases | Claimed | Ended | Done | LedgerReply | StatusReply | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+
+
+def frame(message: _Message) -> bytes:
+    """Encode one message with its length before it.
+
+    Raises
+    ------
+    ProtocolError
+        It is larger than a frame may be.
+    """
+    body = _encoder.encode(message)
+    if len(body) > limits.MAX_MESSAGE_BYTES:
+        raise errors.ProtocolError(
+            f"a {type(message).__name__} message of {len(body)} bytes: at most "
+            f"{limits.MAX_MESSAGE_BYTES} fit into a frame; take fewer groups at a time"
+        )
+    return _HEAD.pack(len(body)) + body
+
+
+def decode_request(body: bytes) -> Request:
+    """Decode what a client said; ProtocolError where it is no message."""
+    request: Request = _decode(_request_decoder, body)
+    return request
+
+
+def decode_reply(body: bytes) -> Reply:
+    """Decode what the daemon said; ProtocolError where it is no message."""
+    reply: Reply = _decode(_reply_decoder, body)
+    return reply
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise errors.ProtocolError(
+            f"a frame of {len(body)} bytes is no control message of version {VERSION}: {error}"
+        ) from error
+
+
+class FrameBuffer:
+    """Bytes in, frames out. It never holds more than one frame's worth beyond what was fed."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add what was received; return the bodies that are complete.
+
+        Raises
+        ------
+        ProtocolError
+            A frame says that it is larger than any may be.
+        """
+        self._bytes += data
+        buffer = self._bytes
+        at = 0
+        bodies = []
+        while len(buffer) - at >= _HEAD.size:
+            (size,) = _HEAD.unpack_from(buffer, at)
+            if size > limits.MAX_MESSAGE_BYTES:
+                raise errors.ProtocolError(
+                    f"a frame of {size} bytes was announced, at most {limits.MAX_MESSAGE_BYTES} "
+                    "are allowed; the peer is no shmbus client, or sends too much at a time"
+                )
+            if len(buffer) - at - _HEAD.size < size:
+                break
+            at += _HEAD.size
+            bodies.append(bytes(buffer[at : at + size]))
+            at += size
+        if at:
+            del buffer[:at]
+        return bodies

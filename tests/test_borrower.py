@@ -1,0 +1,208 @@
+"""Borrowing: trajectories made from places, under locks that outlive the daemon and no client."""
+
+from __future__ import annotations
+
+import gc
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from conftest import Spawner, wait_until
+
+from shmbus import Bus, BusClosedError, Producer, _segments
+from shmbus_ext import _core
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, "1MiB", max_producers=4) as made:
+        yield made
+
+
+@pytest.fixture
+def reader(bus: Bus) -> Iterator[_core.Reader]:
+    reader = _core.Reader(_segments.open_segment(bus.name), "test")
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def borrower(bus: Bus) -> Iterator[_core.Borrower]:
+    borrower = _core.Borrower(_segments.open_segment(bus.name, read_only=True))
+    yield borrower
+    borrower.close()
+
+
+def put(bus: Bus, count: int, tokens: int = 100) -> None:
+    with Producer(bus.name) as producer:
+        for index in range(count):
+            producer.put(
+                "prompt", group_size=count, index=index, score=index / 2, policy_version=index,
+                tokens=np.arange(tokens, dtype=np.int32) + index, meta={"index": index},
+            )  # fmt: skip
+
+
+def view_locks(bus: Bus) -> int:
+    segment = _segments.open_segment(bus.name)
+    held = sum(count for _, count in segment.locks_held(0))
+    segment.close()
+    return held
+
+
+def lease_locks(bus: Bus, client: int = 0) -> int:
+    segment = _segments.open_segment(bus.name)
+    held = sum(count for _, count in segment.locks_held(1 + client))
+    segment.close()
+    return held
+
+
+def test_a_borrowed_trajectory_is_what_the_reader_has(
+    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
+) -> None:
+    put(bus, 5)
+    theirs = reader.poll(10)
+    ours = borrower.borrow(_core.places(theirs))
+    assert len(ours) == 5
+    for their, our in zip(theirs, ours, strict=True):
+        assert our.key == their.key and our.index == their.index and our.score == their.score
+        assert our.meta == their.meta and our.policy_version == their.policy_version
+        assert (our.producer_id, our.sequence) == (their.producer_id, their.sequence)
+        assert np.array_equal(our["tokens"], their["tokens"])
+        assert not our["tokens"].flags.writeable
+    assert _core.identities(ours) == _core.identities(theirs)
+    assert _core.identities(ours) == b"".join(
+        struct.pack("=QQ", t.producer_id, t.sequence) for t in ours
+    )
+
+
+def test_a_place_that_is_not_in_the_segment_is_refused_and_leaves_no_lock(
+    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
+) -> None:
+    put(bus, 1)
+    (good,) = struct.iter_unpack("=IIQQ", _core.places(reader.poll(1)))
+    extents = _segments.open_segment(bus.name).extent_count
+    for at, value in [
+        (0, extents), (0, 2**32 - 1), (1, good[1] + 1), (2, 63), (2, 2**63), (2, 64), (3, 64),
+        (3, 2**64 - 64), (3, good[3] + 64), (0, extents - 1),
+    ]:  # fmt: skip
+        forged = list(good)
+        forged[at] = value
+        with pytest.raises(ValueError, match=bus.name):
+            borrower.borrow(struct.pack("=IIQQ", *forged))
+    with pytest.raises(ValueError, match="23 bytes"):
+        borrower.borrow(struct.pack("=IIQQ", *good)[:-1])
+    assert borrower.locks() == (0, 0) and lease_locks(bus) == 0
+
+
+def test_a_released_record_cannot_be_borrowed(
+    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
+) -> None:
+    put(bus, 1)
+    found = reader.poll(1)
+    places = _core.places(found)
+    reader.release(found, _core.ACKED)
+    with pytest.raises(ValueError, match="no committed record"):
+        borrower.borrow(places)
+    assert lease_locks(bus) == 0
+
+
+def test_space_under_a_borrowed_view_is_not_used_again_until_the_view_is_gone(
+    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
+) -> None:
+    put(bus, 4, tokens=40_000)
+    found = reader.poll(4)
+    ours = borrower.borrow(_core.places(found))
+    view = ours[2]["tokens"]
+    copy = view.copy()
+    assert view_locks(bus) == 1
+    reader.release(found, _core.ACKED)
+    borrower.release(ours)
+    with pytest.raises(BusClosedError, match="acknowledged"):
+        ours[0]["tokens"]
+    # Every byte of the bus is written again, but for the run that the view lies in.
+    with Producer(bus.name) as producer:
+        for round_ in range(30):
+            producer.put(
+                str(round_), group_size=1, index=0, tokens=np.full(40_000, -1, np.int32), timeout=5
+            )
+            found = reader.poll(10)
+            reader.release(found, _core.ACKED)
+    assert np.array_equal(view, copy)
+    assert reader.segment.free_extents() < reader.segment.extent_count - 2
+    del view
+    gc.collect()
+    assert view_locks(bus) == 0
+    del found
+    reader.sweep()
+    held = reader.segment.extent_count - reader.segment.free_extents()
+    assert held <= 41  # the run that the last producer's lane ended with, at most
+
+
+def test_views_outlive_their_borrower_and_hold_nothing_then(
+    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
+) -> None:
+    put(bus, 1)
+    found = reader.poll(1)
+    ours = borrower.borrow(_core.places(found))
+    view = ours[0]["tokens"]
+    copy = view.copy()
+    borrower.close()
+    assert lease_locks(bus) == 0 and view_locks(bus) == 0
+    reader.release(found, _core.ACKED)
+    for _ in range(300):
+        put(bus, 1, tokens=4000)
+        reader.release(reader.poll(1), _core.ACKED)
+    assert np.array_equal(view, copy)
+    with pytest.raises(BusClosedError):
+        ours[0]["tokens"]
+
+
+def test_leases_move_with_the_client_number(
+    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
+) -> None:
+    put(bus, 3)
+    places = _core.places(reader.poll(3))
+    borrower.borrow(places)
+    borrower.borrow(places)
+    assert lease_locks(bus, 0) == 1
+    borrower.set_client(7)
+    assert lease_locks(bus, 0) == 0 and lease_locks(bus, 7) == 1
+    borrower.end_lease(places)
+    assert lease_locks(bus, 7) == 1
+    borrower.end_lease(places)
+    assert lease_locks(bus, 7) == 0
+    with pytest.raises(ValueError, match="client"):
+        borrower.set_client(_core.MAX_CLIENTS)
+
+
+BORROW = """
+import sys, time
+from shmbus import _segments
+from shmbus_ext import _core
+borrower = _core.Borrower(_segments.open_segment(sys.argv[1], read_only=True))
+ours = borrower.borrow(bytes.fromhex(sys.argv[2]))
+view = ours[0]["tokens"]
+print("looking")
+time.sleep(60)
+"""
+
+
+def test_a_borrower_that_is_killed_holds_nothing(
+    bus: Bus, reader: _core.Reader, spawn: Spawner
+) -> None:
+    put(bus, 2)
+    child = spawn.script(BORROW, bus.name, _core.places(reader.poll(2)).hex())
+    child.expect("looking")
+    assert lease_locks(bus) == 1 and view_locks(bus) == 1
+    child.kill()
+    wait_until(lambda: not lease_locks(bus) and not view_locks(bus))
+
+
+def test_the_policy_version_of_a_read_only_mapping_cannot_be_set(
+    bus: Bus, borrower: _core.Borrower
+) -> None:
+    with pytest.raises(TypeError, match="read-only"):
+        borrower.segment.policy_version = 3
+    with pytest.raises(OSError):
+        _core.Reader(_segments.open_segment(bus.name, read_only=True), "test")
