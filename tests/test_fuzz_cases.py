@@ -1,4 +1,4 @@
-"""The cases that fuzzing the decoders kept, run again; check-fuzz in the Makefile has those of C."""
+"""The cases that fuzzing kept of the decoders, run again; make check-fuzz has those of the core."""
 
 from __future__ import annotations
 
