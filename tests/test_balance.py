@@ -123,8 +123,6 @@ def test_a_budget_is_kept_with_few_parts(mix: str, seed: int) -> None:
 
 
 def test_a_sequence_above_the_budget_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"expected at most 4 tokens.*got 9 at 1; raise"
-    ):
+    with pytest.raises(ValueError, match=r"expected at most 4 tokens.*got 9 at 1; raise"):
         by_budget([3, 9], 4)
     assert by_budget([], 4) == []
