@@ -145,9 +145,10 @@ def _one_by_one(lengths: NDArray[np.int64]) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
-        for parts in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-            rows = (x.transpose(0, 1)[None] for x in parts)
-            outs.append(F.scaled_dot_product_attention(*rows, is_causal=True)[0].transpose(0, 1))
+        for parts in zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True):
+            rows, keys, values = (x.transpose(0, 1)[None] for x in parts)
+            out = F.scaled_dot_product_attention(rows, keys, values, is_causal=True)
+            outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
     return attend
@@ -174,9 +175,11 @@ def _buckets(lengths: NDArray[np.int64]) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
         for rows, places, shape in buckets:
-            padded = (pad_input(x[rows], places, *shape).transpose(1, 2) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(*padded, is_causal=True).transpose(1, 2)
-            outs.append(out.flatten(0, 1)[places])
+            queries, keys, values = (
+                pad_input(x[rows], places, *shape).transpose(1, 2) for x in (q, k, v)
+            )
+            out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            outs.append(out.transpose(1, 2).flatten(0, 1)[places])
         return torch.cat(outs)[back]
 
     return attend
