@@ -234,3 +234,44 @@ def test_few_samples_and_many_give_the_same(seed: int) -> None:
                     np.tile(scores, 100), np.tile(sizes, 100), kind, std=std
                 )
                 np.testing.assert_allclose(few, many[: len(few)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("std", ["bessel", "biased"])
+def test_normalisation_over_the_batch_is_by_its_formulas(std: Any, seed: int) -> None:
+    batch = [group for group in ragged(seed) if group]
+    flat = [s for group in batch for s in group]
+    sizes = [len(group) for group in batch]
+    mean = math.fsum(flat) / len(flat)
+    squares = math.fsum((s - mean) ** 2 for s in flat)
+    deviation = math.sqrt(squares / (len(flat) - (std == "bessel"))) + 0.1
+    got = group_advantages(np.array(flat), "batch", sizes=sizes, std=std, eps=0.1)
+    np.testing.assert_allclose(got, [(s - mean) / deviation for s in flat], rtol=1e-9, atol=1e-12)
+    got = group_advantages(np.array(flat), "batch_std", sizes=sizes, std=std, eps=0.1)
+    expected = [
+        (s - math.fsum(group) / len(group)) / deviation if len(group) > 1 else 0.0
+        for group in batch
+        for s in group
+    ]
+    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    groups=st.lists(st.lists(st.floats(-MAX_SCORE, MAX_SCORE), max_size=6), max_size=5),
+    kind=st.sampled_from(["batch", "batch_std"]),
+    eps=st.sampled_from([0.0, 1e-6, 1e300]),
+)
+def test_normalisation_over_the_batch_never_gives_nan_or_infinity(
+    groups: list[list[float]], kind: Any, eps: float
+) -> None:
+    flat = np.array([s for group in groups for s in group], dtype=np.float64)
+    got = advantages_for_groups(flat, [len(group) for group in groups], kind, eps=eps)
+    assert np.isfinite(got).all()
+
+
+def test_over_the_batch_a_group_of_one_is_compared_and_equal_scores_are_not() -> None:
+    got = group_advantages(np.array([0.0, 2.0]), "batch", sizes=[1, 1], eps=0.0)
+    np.testing.assert_allclose(got, [-(0.5**0.5), 0.5**0.5])
+    assert group_advantages(np.array([0.0, 2.0]), "batch_std", sizes=[1, 1]).tolist() == [0, 0]
+    for kind in ("batch", "batch_std"):
+        assert group_advantages([0.1] * 7, kind) == [0.0] * 7

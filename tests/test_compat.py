@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer_adapter import pad_input, unpad_input
+from trainer_adapter.compat import HuggingFaceStorageReader
 
 
 def random_mask(seed: int, batch: int = 6, seqlen: int = 9) -> Tensor:
@@ -120,3 +122,44 @@ def test_naming_the_package_loads_no_torch_until_a_name_needs_it() -> None:
         "assert set(t.__all__) <= set(dir(t)); t.pad_input; assert 'torch' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+# --- the reader of safetensors checkpoints
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+HAS_READER = (2, 7)
+
+
+@pytest.mark.skipif(TORCH < HAS_READER, reason="this torch has no such reader")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_safetensors_checkpoint_is_loaded_whatever_torch_calls_its_reader(
+    tmp_path: Path,
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    import torch.distributed.checkpoint as dcp
+
+    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
+    safetensors.save_file(weights, tmp_path / "model-00001-of-00001.safetensors")
+    index = dict.fromkeys(weights, "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    loaded = {name: torch.zeros_like(value) for name, value in weights.items()}
+    reader = HuggingFaceStorageReader(str(tmp_path))
+    dcp.load(loaded, storage_reader=reader, **({"no_dist": True} if TORCH >= (2, 8) else {}))
+    for name, value in weights.items():
+        assert torch.equal(loaded[name], value)
+
+
+@pytest.mark.skipif(TORCH < (2, 9), reason="this torch takes a token, or has no such reader")
+def test_a_token_is_refused_where_torch_takes_none(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"takes no token; for the hub's token set HF_TOKEN"):
+        HuggingFaceStorageReader(str(tmp_path), token="hf_x")
+
+
+def test_a_torch_without_the_reader_says_which_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer_adapter import compat
+
+    if TORCH >= HAS_READER:
+        # The same as torch 2.6, where none of these places exists.
+        monkeypatch.setattr(compat, "_READERS", [("torch.distributed.checkpoint.no_such", "X")])
+    with pytest.raises(ImportError, match=r"expected torch 2.7 or later, got"):
+        HuggingFaceStorageReader("anywhere")

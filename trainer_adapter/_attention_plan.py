@@ -24,6 +24,11 @@ CALL_WORK: Final = {"cpu": 2**19, "cuda": 2**31}
 (rows x keys x heads x head dimension) that the device does in that time: 0.1 ms on one CPU core
 at 5e9 a second; on a GPU, where the host needs 0.1 ms to start the kernels, at 2e13 a second."""
 
+MOVE_KEYS: Final = {"cpu": 32, "cuda": 160}
+"""What it costs to bring a token to its bucket and back, with its gradients, as keys that its row
+could see in that time: some 16 passes over its bytes at 10 GB/s on one CPU core, at 4 TB/s on a
+GPU. Sequences that each go alone, in their order, need not move."""
+
 MASK_ELEMENTS: Final = 2**23
 """Most elements of one mask: 8 MiB of bool, and 32 MiB where SDPA turns it into float32."""
 
@@ -126,6 +131,31 @@ def make_plan(lengths_q: bytes, lengths_k: bytes, window: Window, work: int, dev
         ]
     # In the order of the batch, sequences that each go alone need no moving at all.
     groups.sort(key=lambda group: group[1][0])
+    plan = _laid_out(groups, n_q, n_k, rows, keys, diagonal, window)
+    moved = int(rows.sum()) * (not plan.queries.identity) + int(keys.sum()) * (
+        not plan.keys.identity
+    )
+    shared = sum(len(members) - 1 for _, members in groups)
+    padding = sum(b.rows * b.keys * len(b.row_counts) for b in plan.buckets) - int(
+        (rows * keys)[rows > 0].sum()
+    )
+    # Queries and keys are half of what moves each.
+    if shared * call_work - padding < MOVE_KEYS.get(device, MOVE_KEYS["cuda"]) * moved / 2:
+        alone = [(kind, [member]) for kind, members in groups for member in members]
+        alone.sort(key=lambda group: group[1][0])
+        return _laid_out(alone, n_q, n_k, rows, keys, diagonal, window)
+    return plan
+
+
+def _laid_out(
+    groups: list[tuple[Kind, list[int]]],
+    n_q: IntArray,
+    n_k: IntArray,
+    rows: IntArray,
+    keys: IntArray,
+    diagonal: IntArray,
+    window: Window,
+) -> Plan:
     buckets = tuple(
         Bucket(kind, int(rows[m].max()), int(keys[m].max()), rows[m], keys[m], diagonal[m])
         for kind, m in groups

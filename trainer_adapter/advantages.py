@@ -5,7 +5,8 @@ Invariants:
 - Float64 inside, whatever comes in; one pass over all groups, no Python work a sample.
 - A group of one and a group whose scores are all equal give exactly 0 (kind "none" excepted, which
   compares nothing). Finite scores never give nan or an infinity.
-- Groups never touch: a group's advantages depend on its own scores only.
+- Groups never touch: a group's advantages depend on its own scores only, unless the kind is named
+  after the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ SMALL_SAMPLES: Final = 64
 """Samples up to which a batch is computed one group at a time, in plain floats."""
 
 FloatArray = npt.NDArray[np.float64]
-Kind = Literal["grpo", "dr_grpo", "rloo", "none"] | Callable[[FloatArray], Any]
+Kind = (
+    Literal["grpo", "dr_grpo", "rloo", "batch", "batch_std", "none"] | Callable[[FloatArray], Any]
+)
 Std = Literal["bessel", "biased"]
 
 
@@ -81,11 +84,14 @@ def group_advantages(
     ----------
     scores : array, tensor or list, [n] or [groups, n]
         One group, or groups of one size; or [samples], with `sizes` or `group_ids`.
-    kind : {"grpo", "dr_grpo", "rloo", "none"} or callable
+    kind : {"grpo", "dr_grpo", "rloo", "batch", "batch_std", "none"} or callable
         "grpo": ``(score - mean) / (std + eps)`` (Shao et al. 2024, arXiv:2402.03300). "dr_grpo":
         ``score - mean`` (Liu et al. 2025, arXiv:2503.20783). "rloo": the score minus the mean of
-        the *others* (Ahmadian et al. 2024, arXiv:2402.14740). "none": the score itself. A callable
-        gets each group's scores, float64 [n], and returns as many advantages.
+        the *others* (Ahmadian et al. 2024, arXiv:2402.14740). "batch": as "grpo", with mean and
+        deviation of all samples given, whatever their group (REINFORCE++, Hu 2025,
+        arXiv:2501.03262). "batch_std": the mean of the group, the deviation of all samples given
+        (Lite PPO, Liu et al. 2025, arXiv:2508.08221). "none": the score itself. A callable gets
+        each group's scores, float64 [n], and returns as many advantages.
     sizes : integers [groups], optional
         Sizes of groups that lie one after another in `scores`.
     group_ids : integers or strings [samples], optional
@@ -94,7 +100,7 @@ def group_advantages(
         Divide the squares by n - 1, as `torch.std`, TRL and verl do, or by n, as `numpy.std` does.
         The paper leaves it open.
     eps : float
-        Added to the standard deviation ("grpo" only), in units of the score.
+        Added to the standard deviation ("grpo", "batch", "batch_std"), in units of the score.
 
     Returns
     -------
@@ -110,7 +116,8 @@ def group_advantages(
     Notes
     -----
     A group of one, and a group of equal scores, give 0: with nothing to compare there is nothing
-    to learn, and 0 / 0 must not reach the weights.
+    to learn, and 0 / 0 must not reach the weights. Under "batch" it is the batch that is compared,
+    so there a group of one has an advantage too.
     """
     values, kept = _as_float64(scores)
     if sizes is not None and group_ids is not None:
@@ -300,16 +307,37 @@ def _by_sizes(
         return _by_callable(values, counts, kind)
     if kind == "none":
         return values.astype(np.float64)
-    if kind not in ("grpo", "dr_grpo", "rloo"):
+    if kind not in ("grpo", "dr_grpo", "rloo", "batch", "batch_std"):
         raise ValueError(
-            f"kind: expected 'grpo', 'dr_grpo', 'rloo', 'none' or a callable, got {kind!r}; "
-            "pass one of these"
+            "kind: expected 'grpo', 'dr_grpo', 'rloo', 'batch', 'batch_std', 'none' or a callable, "
+            f"got {kind!r}; pass one of these"
         )
     if len(values) == 0:
         return values.astype(np.float64)
+    whole = np.array([len(values)])
+    if kind == "batch":
+        return _compare(_Even(values, whole), "grpo", std, eps).ravel()
+    if kind == "batch_std":
+        return _over_batch_std(values, counts, std, eps)
     even = counts[0] * len(counts) == len(values) and bool((counts == counts[0]).all())
     groups = _Even(values, counts) if even else _Ragged(values, counts)
     return _compare(groups, kind, std, eps).ravel()
+
+
+def _over_batch_std(
+    values: FloatArray, counts: npt.NDArray[np.int64], std: Std, eps: float
+) -> FloatArray:
+    centred = _compare(_Ragged(values, counts), "dr_grpo", std, eps)
+    middle = values / len(values)
+    deviations = values - middle.sum()
+    # In units of the largest: no square can under- or overflow.
+    unit = np.abs(deviations).max()
+    if unit == 0 or values.min() == values.max():
+        return np.zeros_like(values)
+    squares = float(np.square(deviations / unit).sum())
+    relative = math.sqrt(squares / (len(values) - 1 if std == "bessel" else len(values)))
+    normalised: FloatArray = centred / unit / (relative + eps / unit)
+    return normalised
 
 
 class _Even:

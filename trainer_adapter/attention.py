@@ -1,8 +1,9 @@
 """Attention over a packed batch, by the native kernel where it can run and by SDPA elsewhere.
 
-A packed batch is one row of tokens, its sequences end to end. Two backends give the same results:
-`torch.nn.attention.varlen`, and `scaled_dot_product_attention` (SDPA) by a plan: one call for one
-sequence, or for several of like shape padded to one (`_attention_plan.py`, `_attention_sdpa.py`).
+A packed batch is one row of tokens, its sequences end to end. Three backends give the same results:
+`torch.nn.attention.varlen`, flash-attn where it is installed (`_attention_flash.py`), and
+`scaled_dot_product_attention` (SDPA) by a plan: one call for one sequence, or for several of like
+shape padded to one (`_attention_plan.py`, `_attention_sdpa.py`).
 
 Invariants:
 
@@ -29,12 +30,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_adapter._attention_flash import call_flash, flash_obstacle
+from trainer_adapter._attention_op import varlen_operator
 from trainer_adapter._attention_plan import UNLIMITED, IntArray, Window, make_plan
 from trainer_adapter._attention_sdpa import attend_by_plan, differentiable_lse, log_sum_exp
 
-__all__ = ["attention_backend", "varlen_attention"]
+__all__ = [
+    "attention_backend",
+    "register_with_transformers",
+    "transformers_inputs",
+    "varlen_attention",
+]
 
-Backend = Literal["auto", "native", "sdpa"]
+Backend = Literal["auto", "native", "flash", "sdpa"]
 
 NATIVE_DTYPES: Final = (torch.float16, torch.bfloat16)
 NATIVE_MAX_HEAD_DIM: Final = 256
@@ -109,7 +117,7 @@ def varlen_attention(
         Allow H_kv < H_q, where H_q is a multiple of it.
     return_lse : bool
         Also return the log-sum-exp of the scaled scores.
-    backend : {"auto", "native", "sdpa"}
+    backend : {"auto", "native", "flash", "sdpa"}
         See `attention_backend`.
 
     Returns
@@ -129,6 +137,8 @@ def varlen_attention(
     Notes
     -----
     The meaning is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691), version 2.1 and later.
+
+    Under `torch.compile` there is no graph break; by SDPA, backward then runs forward once more.
     """
     call = _Call(
         cu_seqlens_q,
@@ -142,8 +152,13 @@ def varlen_attention(
     chosen = attention_backend(
         q, k, call.max_q, call.max_k, scale=scale, window_size=call.window, backend=backend
     )
-    run = _run_native if chosen == "native" else _run_sdpa
-    return run(q, k, v, call, return_lse)
+    if torch.compiler.is_compiling() and chosen != "native":
+        out, lse = varlen_operator(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, call.max_q, call.max_k, call.scale, *call.window,
+            return_lse, chosen,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+    return _RUN[chosen](q, k, v, call, return_lse)
 
 
 def attention_backend(
@@ -155,12 +170,13 @@ def attention_backend(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     backend: Backend = "auto",
-) -> Literal["native", "sdpa"]:
+) -> Literal["native", "flash", "sdpa"]:
     """Tell which backend `varlen_attention` takes for these arguments.
 
     ``"auto"`` takes the native kernel where it can run and is right: on CUDA from compute
     capability 8.0 on, in float16 and bfloat16, with a torch that has it (2.10; windows and scales
-    of one's own from 2.11) and for the head dimension and window at hand.
+    of one's own from 2.11) and for the head dimension and window at hand. Else flash-attn, where
+    that is installed and can; else SDPA, which can always.
 
     Parameters
     ----------
@@ -170,29 +186,106 @@ def attention_backend(
     Returns
     -------
     str
-        ``"native"`` or ``"sdpa"``.
+        ``"native"``, ``"flash"`` or ``"sdpa"``.
 
     Raises
     ------
     ValueError
-        For another `backend`, and for ``"native"`` where it cannot run; the message says why.
+        For another `backend`, and for one that cannot run; the message says why.
     """
     if backend == "sdpa":
         return "sdpa"
-    if backend not in ("auto", "native"):
+    if backend not in ("auto", "native", "flash"):
         raise ValueError(
-            f"backend: expected 'auto', 'native' or 'sdpa', got {backend!r}; "
+            f"backend: expected 'auto', 'native', 'flash' or 'sdpa', got {backend!r}; "
             "'auto' fits every device"
         )
-    default_scale = scale is None or scale == q.shape[-1] ** -0.5
-    obstacle = _native_obstacle(q, k, max_q, max_k, default_scale, tuple(window_size))
-    if obstacle is None:
-        return "native"
-    if backend == "native":
+    window = tuple(window_size)
+    obstacle = None
+    if backend != "flash":
+        default_scale = scale is None or scale == q.shape[-1] ** -0.5
+        obstacle = _native_obstacle(q, k, max_q, max_k, default_scale, window)
+        if obstacle is None:
+            return "native"
+    if backend != "native":
+        obstacle = flash_obstacle(q, k, max_q, max_k, window)
+        if obstacle is None:
+            return "flash"
+    if backend != "auto":
         raise ValueError(
-            f"backend 'native' cannot run here: {obstacle}; pass backend='auto' or 'sdpa'"
+            f"backend {backend!r} cannot run here: {obstacle}; pass backend='auto' or 'sdpa'"
         )
     return "sdpa"
+
+
+def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend = "auto") -> str:
+    """Add `varlen_attention` to the attention functions of Hugging Face's transformers.
+
+    Then a stock model trains on packed batches::
+
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=register_with_transformers()
+        )
+        logits = model(**transformers_inputs(batch)).logits[0]
+
+    Parameters
+    ----------
+    name : str
+        What ``attn_implementation`` calls it.
+    backend : {"auto", "native", "flash", "sdpa"}
+        As for `varlen_attention`.
+
+    Returns
+    -------
+    str
+        `name`.
+
+    Raises
+    ------
+    ImportError
+        There is no transformers 4.48 or later here.
+
+    Notes
+    -----
+    The borders come from ``cu_seq_lens_q`` and its like, as transformers' own flash attention takes
+    them; without them from ``position_ids``, in one row that begins anew at each 0; without those
+    from a mask of padding; and else each row is a sequence. Causal attention, sliding windows and
+    a cache of keys are supported; dropout, soft caps and attention sinks are refused.
+    """
+    from trainer_adapter._attention_transformers import register
+
+    return register(name, backend)
+
+
+def transformers_inputs(batch: Any) -> dict[str, Any]:
+    """Return what a transformers model takes for a packed batch.
+
+    Parameters
+    ----------
+    batch : Batch or MicroBatch
+        Packed.
+
+    Returns
+    -------
+    dict
+        Keyword arguments for the model's call; ``logits[0]`` of its output is [T, vocabulary].
+
+    Raises
+    ------
+    ValueError
+        The batch is padded.
+    """
+    if batch.layout != "packed":
+        raise ValueError(f"batch: expected layout 'packed', got {batch.layout!r}; pack it so")
+    return {
+        "input_ids": batch.tokens[None],
+        "position_ids": batch.position_ids[None],
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
+        "use_cache": False,
+    }
 
 
 # --- arguments
@@ -208,6 +301,12 @@ class _Call:
     max_k: int
     scale: float
     window: Window
+
+    def borders_on(self, device: torch.device) -> list[Tensor]:
+        """Borders as the kernels want them."""
+        return [
+            x.to(device, torch.int32).contiguous() for x in (self.cu_seqlens_q, self.cu_seqlens_k)
+        ]
 
     def sides(self, q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor, int, str]]:
         """Borders, packed rows, longest length and name of the borders, for queries and keys."""
@@ -398,16 +497,39 @@ def _native_obstacle(
 def _run_native(
     q: Tensor, k: Tensor, v: Tensor, call: _Call, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
+    return _run_kernel(_call_native, q, k, v, call, return_lse)
+
+
+def _run_flash(
+    q: Tensor, k: Tensor, v: Tensor, call: _Call, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    return _run_kernel(_call_flash, q, k, v, call, return_lse)
+
+
+def _run_kernel(
+    run: Callable[[Tensor, Tensor, Tensor, _Call], tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: _Call,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     for borders, rows, longest, name in call.sides(q, k):
         # Borders on the device stay unread, since the host would have to wait for them.
         if borders.device.type == "cpu":
             _lengths(borders, len(rows), longest, name)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _call_native(q, k, v, call)[0]
+        return run(q, k, v, call)[0]
 
-    out, lse = _call_native(q, k, v, call)
+    out, lse = run(q, k, v, call)
     return (out, differentiable_lse(q, k, lse, call.scale, attend)) if return_lse else out
+
+
+def _call_flash(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    longest = (call.max_q, call.max_k)
+    return call_flash(q, k, v, call.borders_on(q.device), longest, call.scale, call.window)
 
 
 def _call_native(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
@@ -427,9 +549,7 @@ def _call_native(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, 
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    borders = [
-        x.to(q.device, torch.int32).contiguous() for x in (call.cu_seqlens_q, call.cu_seqlens_k)
-    ]
+    borders = call.borders_on(q.device)
     out, lse = entry.function(
         q, k, v, *borders, call.max_q, call.max_k, return_aux=entry.lse_request, **options
     )
@@ -455,3 +575,6 @@ def _run_sdpa(
         return out
     lse = log_sum_exp(q.detach(), k.detach(), plan, call.scale)
     return out, differentiable_lse(q, k, lse, call.scale, attend)
+
+
+_RUN: Final = {"native": _run_native, "flash": _run_flash, "sdpa": _run_sdpa}

@@ -1,7 +1,12 @@
-"""Padded to packed and back, as `flash_attn.bert_padding` has it, without flash-attn.
+"""Names that other packages moved or changed, with one meaning whatever is installed.
 
-flash-attn's `unpad_input` returned four values up to 2.6.3 and five from 2.7.0. Here it returns
-five, always.
+- `unpad_input`, `pad_input`: padded to packed and back, as `flash_attn.bert_padding` has it, and
+  without flash-attn. There `unpad_input` returned four values up to 2.6.3 and five from 2.7.0; here
+  it returns five, always. For any torch from 2.6 on.
+- `HuggingFaceStorageReader`: absent in torch 2.6; private in 2.7; public with a `token` in 2.8, and
+  without it from 2.9 on. Written for torch 2.6 to 2.13.
+
+docs/compat.md has which versions each was run with.
 
 Invariants:
 
@@ -11,12 +16,14 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import inspect
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-__all__ = ["pad_input", "unpad_input"]
+__all__ = ["HuggingFaceStorageReader", "pad_input", "unpad_input"]
 
 
 class _Take(torch.autograd.Function):
@@ -166,3 +173,59 @@ def _checked_mask(mask: Tensor, hidden: Tensor, name: str) -> Tensor:
             f"got {tuple(mask.shape)}; give each place of hidden one entry"
         )
     return mask.to(hidden.device) != 0
+
+
+# Where torch has, or had, the reader: the newest place first.
+_READERS: Final = (
+    ("torch.distributed.checkpoint.hf_storage", "HuggingFaceStorageReader"),
+    ("torch.distributed.checkpoint", "HuggingFaceStorageReader"),
+    ("torch.distributed.checkpoint._hf_storage", "_HuggingFaceStorageReader"),
+)
+
+
+def HuggingFaceStorageReader(path: str, *, token: str | None = None, **options: Any) -> Any:
+    """Make torch's reader of safetensors checkpoints, for `torch.distributed.checkpoint.load`.
+
+    Parameters
+    ----------
+    path : str
+        Folder with the checkpoint, or what fsspec takes for one.
+    token : str, optional
+        For torch 2.7 and 2.8, which pass it to the hub.
+    **options
+        What this torch's class takes besides, for instance ``thread_count`` in 2.13.
+
+    Returns
+    -------
+    torch.distributed.checkpoint.StorageReader
+
+    Raises
+    ------
+    ImportError
+        This torch has none (2.6), or lacks what it needs; the message says which version has.
+    TypeError
+        A token or an option that this torch's class does not take.
+    """
+    found: Any = None
+    problem = ""
+    for module, name in _READERS:
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ImportError as error:
+            problem = f" ({error})"
+        if found is not None:
+            break
+    if found is None:
+        raise ImportError(
+            f"HuggingFaceStorageReader: expected torch 2.7 or later, got {torch.__version__}"
+            f"{problem}; load the files with safetensors.torch.load_file instead"
+        )
+    if token is not None:
+        options["token"] = token
+    unknown = options.keys() - inspect.signature(found).parameters.keys()
+    if unknown:
+        raise TypeError(
+            f"HuggingFaceStorageReader: torch {torch.__version__} takes no "
+            f"{', '.join(sorted(unknown))}; for the hub's token set HF_TOKEN"
+        )
+    return found(path, **options)

@@ -4,7 +4,8 @@ Invariants:
 
 - A batch holds whole groups. What it was made of stays leased until `ack`, so a trainer that dies
   before that finds all of it again.
-- A group is in exactly one place: held over for the next batch, in a batch that is out, or ended.
+- A group is in exactly one place: held over for the next batch, in a batch that is ready or out,
+  or ended.
 - After `load_state_dict`, what the checkpoint had trained already is acknowledged and not yielded.
 """
 
@@ -14,16 +15,31 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TextIO
 
 import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
 from shmbus.gather import sequence_lengths
-from trainer_adapter.advantages import MAX_SCORE, Kind, advantages_for_groups
+from trainer_adapter._checks import (
+    check_count,
+    check_lengths,
+    check_prefetch,
+    check_scores,
+    check_wait,
+    group_of_sample,
+)
+from trainer_adapter._finite import NotFiniteError
+from trainer_adapter.advantages import Kind, advantages_for_groups
+from trainer_adapter.gpu import GpuPacker
+from trainer_adapter.overrides import Truncated, is_truncated
 from trainer_adapter.packing import Batch, BatchMemory, FieldNames, Layout, pack
+from trainer_adapter.prefetch import Prefetcher
+from trainer_adapter.progress import Progress
 
 __all__ = ["OnlineDataHandler"]
 
@@ -41,8 +57,10 @@ TAKE_GROUPS: Final = 64
 _STATE_VERSION = 1
 
 
-class OnlineDataHandler:
+class OnlineDataHandler(IterableDataset[Batch]):
     """Takes complete groups from a bus and yields them as batches of tensors.
+
+    It is a torch `IterableDataset`, for a DataLoader with ``batch_size=None`` and no workers.
 
     Parameters
     ----------
@@ -50,7 +68,7 @@ class OnlineDataHandler:
         The bus.
     tokens_per_batch : int, optional
         A batch holds as many whole groups as fit into this many tokens, 65,536 by default. A single
-        group larger than that comes alone.
+        group larger than that comes alone; a single *sequence* longer than that is malformed.
     groups_per_batch : int, optional
         Instead: exactly so many groups.
     advantages : "grpo" | "dr_grpo" | "rloo" | "none" or callable
@@ -67,6 +85,18 @@ class OnlineDataHandler:
     malformed : "raise" | "drop"
         A group whose arrays do not fit together is dropped and counted in either case; "raise"
         also raises its ValueError, once, and iteration can go on.
+    truncated : "keep" | "mask" | "drop"
+        What becomes of samples that did not come to their own end, as their
+        ``meta["finish_reason"]`` says ("length", "max_tokens" or "abort"): trained like others;
+        left out of the loss, while their scores still count for their groups; or dropped with
+        their whole group, since a batch holds whole groups only. `truncated_groups` counts groups
+        so dropped; the ledger has them under "malformed".
+    prefetch : int
+        Batches that a thread has ready, on their device, while the step runs; 0, the default, for
+        none and no thread. A batch is ready only when it is full; while the trainer waits, also
+        when `max_wait` is over. Those that `set_policy_version` made too old are made anew.
+    progress : bool or file
+        Write a line of progress to stderr, or to a file; also as ``handler.progress.line``.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow.
@@ -93,6 +123,9 @@ class OnlineDataHandler:
         max_wait: float | Literal["auto"] | None = "auto",
         fields: FieldNames | None = None,
         malformed: Literal["raise", "drop"] = "raise",
+        truncated: Truncated = "keep",
+        prefetch: int = 0,
+        progress: bool | TextIO = False,
         **consumer_options: Any,
     ) -> None:
         if tokens_per_batch is not None and groups_per_batch is not None:
@@ -101,8 +134,8 @@ class OnlineDataHandler:
             )
         if groups_per_batch is None and tokens_per_batch is None:
             tokens_per_batch = DEFAULT_TOKENS_PER_BATCH
-        _check_count("tokens_per_batch", tokens_per_batch)
-        _check_count("groups_per_batch", groups_per_batch)
+        check_count("tokens_per_batch", tokens_per_batch)
+        check_count("groups_per_batch", groups_per_batch)
         if (rank, world_size) != (0, 1):
             raise ValueError(
                 f"expected rank=0, world_size=1, got rank={rank}, world_size={world_size}: a bus "
@@ -112,12 +145,15 @@ class OnlineDataHandler:
             raise ValueError(f"layout: expected 'packed' or 'padded', got {layout!r}")
         if malformed not in ("raise", "drop"):
             raise ValueError(f"malformed: expected 'raise' or 'drop', got {malformed!r}")
+        if truncated not in ("keep", "mask", "drop"):
+            raise ValueError(f"truncated: expected 'keep', 'mask' or 'drop', got {truncated!r}")
+        check_prefetch(prefetch)
         if max_wait == "auto":
             max_wait = None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
-        _check_wait(max_wait)
+        check_wait(max_wait)
         if fields is not None and not isinstance(fields, FieldNames):
             raise TypeError(f"fields: expected FieldNames, got {type(fields).__name__}")
-        torch.device(device)
+        on_gpu = torch.device(device).type == "cuda"
         # A kind that does not exist should be known now, not with the first group.
         advantages_for_groups([0.0, 1.0], [2], advantages)
         self.tokens_per_batch = tokens_per_batch
@@ -133,6 +169,17 @@ class OnlineDataHandler:
         self._held: deque[tuple[shmbus.Group, int]] = deque()
         self._out: dict[int, Batch] = {}
         self._trained: set[tuple[int, int]] = set()
+        self._truncated: Truncated = truncated
+        self.truncated_groups = 0
+        self.progress = Progress.of(progress)
+        self._max_lag: int | None = consumer_options.get("max_policy_lag")
+        self._closed = False
+        self._gpu = None
+        if on_gpu:
+            self._gpu = GpuPacker(
+                device, advantages=advantages, layout=layout, fields=fields, truncated=truncated
+            )
+        self._prefetcher = Prefetcher(_Maker(self), prefetch, max_wait) if prefetch else None
         self._consumer = shmbus.Consumer(bus, **consumer_options)
         with shmbus.Bus.open(bus) as handle:
             self._created_unix_ns = handle.created_unix_ns
@@ -141,13 +188,18 @@ class OnlineDataHandler:
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches for ever, until `close`; an exception does not end the iteration."""
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "OnlineDataHandler: expected to be iterated by the process that made it, got a "
+                "DataLoader's worker; pass num_workers=0, and prefetch=1 to have batches ready"
+            )
         return self
 
     def __next__(self) -> Batch:
         try:
             return self.next_batch()
         except shmbus.BusClosedError:
-            if self._consumer.closed:
+            if self._closed or self._consumer.closed:
                 raise StopIteration from None
             raise
 
@@ -170,24 +222,85 @@ class OnlineDataHandler:
             No complete group came; the message says what is in the stash.
         ValueError
             A malformed group came, under ``malformed="raise"``. It has been dropped.
+        BusClosedError
+            The handler is closed, or was made before a fork.
         """
-        chosen = self._choose(timeout)
+        began = time.monotonic()
+        batch = None
+        while batch is None:
+            if self._prefetcher is not None:
+                batch = self._next_ready(self._prefetcher, timeout)
+            else:
+                if self._max_lag is not None:
+                    self._return_stale()
+                batch = self._make(self._choose(timeout))
         try:
-            batch = pack(
-                [group for group, _ in chosen],
+            if self._gpu is not None:
+                self._gpu.deliver(batch)
+            batch.step = self.step
+            self.progress.note(batch, time.monotonic() - began, self._consumer)
+            self._out[batch.step] = batch
+            self.step = batch.step + 1
+        except BaseException:
+            # A Ctrl-C, for instance: nobody has the batch.
+            self._out.pop(batch.step, None)
+            self._hold_first(batch)
+            raise
+        return batch
+
+    def _next_ready(self, prefetcher: Prefetcher, timeout: float | None) -> Batch | None:
+        """Return the batch that the thread has ready; None for one that has become too old."""
+        prefetcher.require_own_process()
+        batch = prefetcher.next(timeout, QUIET_NOTE_S, self._note_quiet)
+        if batch is None:
+            raise TimeoutError(f"no complete group within {timeout:g} s; {self._waiting()}")
+        if self._max_lag is not None and any(map(self._is_stale, batch.groups)):
+            with prefetcher.lock:
+                prefetcher.put_back(batch)
+                prefetcher.recall()
+                self._return_stale()
+            return None
+        return batch
+
+    def _make(self, chosen: list[tuple[shmbus.Group, int]]) -> Batch | None:
+        """Pack groups; whatever goes wrong, they are held again. None if one had to be dropped."""
+        groups = [group for group, _ in chosen]
+        try:
+            if self._gpu is not None:
+                return self._gpu.pack(groups)
+            return pack(
+                groups,
                 advantages=self._advantages,
                 layout=self._layout,
                 device=self._device,
                 fields=self._fields,
                 memory=self._memory,
+                truncated=self._truncated,
             )
+        except NotFiniteError as error:
+            group = chosen.pop(group_of_sample(groups, error.sample))[0]
+            self._held.extendleft(reversed(chosen))
+            group.drop()
+            logger.warning("dropped group %r: %s", group.instance_id, error)
+            if self._malformed == "raise":
+                raise
+            return None
         except BaseException:
             self._held.extendleft(reversed(chosen))
             raise
-        batch.step = self.step
-        self._out[self.step] = batch
-        self.step += 1
-        return batch
+
+    def _is_stale(self, group: shmbus.Group) -> bool:
+        assert self._max_lag is not None
+        oldest = min(t.policy_version for t in group.trajectories)
+        return oldest < self._consumer.policy_version - self._max_lag
+
+    def _return_stale(self) -> None:
+        """Give held groups that became too old to the Consumer, which drops and counts them."""
+        stale = [group for group, _ in self._held if self._is_stale(group)]
+        if stale:
+            self._held = deque(entry for entry in self._held if entry[0] not in stale)
+            for group in stale:
+                group.give_back()
 
     def _choose(self, timeout: float | None) -> list[tuple[shmbus.Group, int]]:
         """Collect groups until the budget is used, or max_wait after the first is over."""
@@ -215,13 +328,18 @@ class OnlineDataHandler:
                 noted = time.monotonic()
             elif time.monotonic() >= noted + QUIET_NOTE_S:
                 noted = time.monotonic()
-                logger.warning("still waiting for complete groups; %s", self._waiting())
+                self._note_quiet()
 
     def _hold_all(self, groups: list[shmbus.Group]) -> None:
         """Keep what was taken for the next batches; the first malformed group raises at the end."""
         if self._trained:
             trained = [group for group in groups if self._was_trained(group)]
             self._consumer.ack(trained)
+            groups = [group for group in groups if group.state == "leased"]
+        if self._truncated == "drop":
+            cut = [group for group in groups if is_truncated(group)]
+            self._consumer.drop(cut)
+            self.truncated_groups += len(cut)
             groups = [group for group in groups if group.state == "leased"]
         if not groups:
             return
@@ -245,9 +363,12 @@ class OnlineDataHandler:
     def _measure(self, groups: list[shmbus.Group]) -> list[tuple[shmbus.Group, int]]:
         """Pair each group with its tokens; raises if one of them is malformed."""
         trajectories = [t for group in groups for t in group.trajectories]
-        lengths = iter(sequence_lengths(trajectories, self._fields))
+        lengths = sequence_lengths(trajectories, self._fields)
         check_scores([t.score for t in trajectories])
-        return [(group, sum(islice(lengths, len(group.trajectories)))) for group in groups]
+        if self.tokens_per_batch is not None and max(lengths) > self.tokens_per_batch:
+            check_lengths(trajectories, lengths, self.tokens_per_batch)
+        left = iter(lengths)
+        return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]
 
     def _was_trained(self, group: shmbus.Group) -> bool:
         identities = {(t.producer_id, t.sequence) for t in group}
@@ -279,6 +400,9 @@ class OnlineDataHandler:
 
     def _cut(self) -> list[tuple[shmbus.Group, int]]:
         return [self._held.popleft() for _ in range(self._count())]
+
+    def _note_quiet(self) -> None:
+        logger.warning("still waiting for complete groups; %s", self._waiting())
 
     def _waiting(self) -> str:
         """Describe what is there instead of a batch, for a message."""
@@ -317,12 +441,29 @@ class OnlineDataHandler:
         """Return a batch that was not trained on; its groups are the next to be delivered."""
         self._require_out(batch, "give back")
         # Not to the consumer: groups that are held here would be delivered before them.
-        held = [
+        self._hold_first(batch)
+        del self._out[batch.step]
+
+    def _hold_first(self, batch: Batch) -> None:
+        """Hold the groups of a batch that is not out, before all others."""
+        with self._guard():
+            if self._prefetcher is not None:
+                # What is ready comes after it, so that is made anew.
+                self._prefetcher.recall()
+            self._unmake(batch)
+
+    def _unmake(self, batch: Batch) -> None:
+        self._held.extendleft(
             (group, sum(sequence_lengths(group.trajectories, self._fields)))
             for group in reversed(batch.groups)
-        ]
-        self._held.extendleft(held)
-        del self._out[batch.step]
+        )
+
+    def _guard(self) -> AbstractContextManager[Any]:
+        """Enter what guards the groups that are held, where a thread works with them too."""
+        if self._prefetcher is None:
+            return nullcontext()
+        self._prefetcher.require_own_process()
+        return self._prefetcher.lock
 
     def _require_out(self, batch: Batch, verb: str) -> None:
         if self._out.get(batch.step) is not batch:
@@ -349,7 +490,8 @@ class OnlineDataHandler:
         Batches that were yielded count as trained, acknowledged or not, as for torch's
         StatefulDataLoader. Plain ints, strs and lists, for any serialiser.
         """
-        trained = set(self._trained)
+        with self._guard():
+            trained = set(self._trained)
         for batch in self._out.values():
             trained |= {(t.producer_id, t.sequence) for group in batch.groups for t in group}
         return {
@@ -388,9 +530,15 @@ class OnlineDataHandler:
                 f"state_dict: expected what state_dict() returned, got {sorted(state)}: {error!r}"
             ) from error
         self.set_policy_version(policy_version)
-        self.step = step
-        # Numbers of producers are unique on one bus only.
-        self._trained = trained if created_unix_ns == self._created_unix_ns else set()
+        with self._guard():
+            if self._prefetcher is not None:
+                self._prefetcher.recall()
+            self.step = step
+            # Numbers of producers are unique on one bus only.
+            self._trained = trained if created_unix_ns == self._created_unix_ns else set()
+            held = [group for group, _ in self._held]
+            self._held.clear()
+            self._hold_all(held)
 
     def stats(self) -> shmbus.Ledger:
         """Return the ledger of the bus."""
@@ -398,7 +546,29 @@ class OnlineDataHandler:
 
     def close(self) -> None:
         """Leave the bus. What is not acknowledged is delivered again to the next reader."""
+        if self._closed:
+            return
+        self._closed = True
+        self.progress.end()
+        if self._prefetcher is not None:
+            if self._prefetcher.forked:
+                # The thread may have held the reader's lock when this process was forked off.
+                return
+            self._prefetcher.stop()
+        if self._gpu is not None:
+            self._gpu.close()
         self._consumer.close()
+
+    @property
+    def transport(self) -> str:
+        """How batches come to their device: "cpu", or as `trainer_adapter.gpu` says."""
+        return "cpu" if self._gpu is None else self._gpu.transport
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError(
+            "OnlineDataHandler: expected to stay in its process, got pickled; one process reads a "
+            "bus: give a DataLoader num_workers=0"
+        )
 
     def __enter__(self) -> OnlineDataHandler:
         return self
@@ -412,24 +582,31 @@ class OnlineDataHandler:
         self.close()
 
 
-def check_scores(scores: list[float]) -> None:
-    """Raise ValueError for a score that no advantage can be computed from."""
-    worst = max(scores, key=abs)
-    if abs(worst) > MAX_SCORE:
-        raise ValueError(
-            f"score: expected at most {MAX_SCORE:g} by magnitude, got {worst:g}; scale the reward"
-        )
+class _Maker:
+    """A handler's steps to a batch, for the thread that prefetches.
 
+    Parameters
+    ----------
+    handler : OnlineDataHandler
+    """
 
-def _check_wait(value: object) -> None:
-    if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-        raise ValueError(f"max_wait: expected 0 or more seconds, or None, got {value!r}")
+    def __init__(self, handler: OnlineDataHandler) -> None:
+        self._handler = handler
 
+    def consumer(self) -> shmbus.Consumer:
+        return self._handler._consumer
 
-def _check_count(name: str, value: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name}: expected 1 or more, got {value}")
+    def hold(self, groups: list[shmbus.Group]) -> None:
+        self._handler._hold_all(groups)
+
+    def holds_any(self) -> bool:
+        return bool(self._handler._held)
+
+    def holds_full(self) -> bool:
+        return self._handler._full()
+
+    def make(self) -> Batch | None:
+        return self._handler._make(self._handler._cut())
+
+    def unmake(self, batch: Batch) -> None:
+        self._handler._unmake(batch)

@@ -1,0 +1,269 @@
+"""Attention inside of models: compiled without a graph break, and as transformers calls it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_adapter import _attention_flash, attention
+from trainer_adapter.attention import (
+    attention_backend,
+    register_with_transformers,
+    transformers_inputs,
+    varlen_attention,
+)
+from trainer_adapter.packing import Batch
+
+LENGTHS = [5, 1, 9, 9, 0, 30]
+WINDOWS = [(-1, 0), (3, 1), (-1, -1)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def borders(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def operands(seed: int, lengths: list[int], heads: tuple[int, int] = (4, 2)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(sum(lengths), n, 16, generator=generator).requires_grad_()
+        for n in (heads[0], heads[1], heads[1])
+    ]
+
+
+# --- compiled
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_it_compiles_without_a_graph_break_and_gives_the_same(
+    window: tuple[int, int], return_lse: bool, seed: int
+) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
+        found: Any = varlen_attention(
+            q * 2, k, v, cu, cu, longest, longest,
+            window_size=window, enable_gqa=True, return_lse=return_lse,
+        )  # fmt: skip
+        if not return_lse:
+            return found.sin()
+        out, lse = found
+        return out.sin() + torch.where(lse.isfinite(), lse, 0).t()[:, :, None]
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for turn, lengths in enumerate((LENGTHS, [7, 8], LENGTHS[::-1])):
+        given = operands(seed + turn, lengths)
+        cu, longest = borders(lengths), max(lengths)
+        wanted = model(*given, cu, longest)
+        upstream = torch.randn_like(wanted)
+        right = torch.autograd.grad(wanted, given, upstream)
+        got = compiled(*given, cu, longest)
+        torch.testing.assert_close(got, wanted)
+        for mine, theirs in zip(torch.autograd.grad(got, given, upstream), right, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*given, cu, longest), wanted)
+
+
+def test_the_operator_is_what_torch_expects_of_one(seed: int) -> None:
+    from trainer_adapter._attention_op import varlen_operator
+
+    given = operands(seed, LENGTHS)
+    cu = borders(LENGTHS)
+    for return_lse in (False, True):
+        torch.library.opcheck(
+            varlen_operator, (*given, cu, cu, 30, 30, 0.25, -1, 0, return_lse, "sdpa")
+        )
+
+
+# --- flash-attn, by a stand-in with its signature: no machine without a GPU runs the real one
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
+        deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
+    ) -> Any:  # fmt: skip
+        assert causal == (window_size == (-1, 0)) and return_attn_probs
+        out, lse = varlen_attention(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            scale=softmax_scale, window_size=window_size, enable_gqa=True, return_lse=True,
+            backend="sdpa",
+        )  # fmt: skip
+        return out, lse.masked_fill(lse == -torch.inf, torch.inf), None
+
+    module: Any = ModuleType("flash_attn")
+    module.__version__ = "2.8.3"
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    _attention_flash.flash_function.cache_clear()
+    yield module
+    _attention_flash.flash_function.cache_clear()
+
+
+def test_flash_attn_is_called_as_it_wants_and_gives_the_same(
+    flash_attn: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    given = operands(seed, LENGTHS)
+    cu = borders(LENGTHS)
+    monkeypatch.setattr(attention, "flash_obstacle", lambda *facts: None)
+    assert attention_backend(*given[:2], 30, 30) == "flash"
+    for window in WINDOWS:
+        results = [
+            varlen_attention(
+                *given, cu, cu, 30, 30, window_size=window, enable_gqa=True, return_lse=True,
+                backend=backend,
+            )
+            for backend in ("flash", "sdpa")
+        ]  # fmt: skip
+        (out, lse), (wanted, right) = results
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(lse, right)
+        for mine, theirs in zip(
+            *(torch.autograd.grad(out.sum() + lse.sum(), given) for out, lse in results),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_an_older_flash_attn_and_none_at_all_say_so(flash_attn: Any, seed: int) -> None:
+    q, k, _ = operands(seed, LENGTHS)
+    with pytest.raises(ValueError, match="backend 'flash' cannot run here: it needs a CUDA device"):
+        attention_backend(q, k, 30, 30, backend="flash")
+    assert _attention_flash.flash_function()[0] is flash_attn.flash_attn_varlen_func
+    flash_attn.__version__ = "2.5.9"
+    _attention_flash.flash_function.cache_clear()
+    assert "needs flash-attn 2.6, this is 2.5.9" in _attention_flash.flash_function()[1]
+    sys.modules["flash_attn"] = None  # type: ignore[assignment]
+    _attention_flash.flash_function.cache_clear()
+    assert "not installed" in _attention_flash.flash_function()[1]
+
+
+# --- transformers
+
+
+def tiny(kind: str, seed: int, **more: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    shape = {
+        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "pad_token_id": 0, **more,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    config = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "mistral": transformers.MistralConfig,
+    }[kind](**shape)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def packed_batch(seed: int, lengths: list[int]) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    zeros = torch.zeros(total)
+    return Batch(
+        tokens=torch.randint(1, 50, (total,), generator=generator),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=borders(lengths), max_seqlen=max(lengths), loss_mask=zeros.bool(),
+        logprobs=zeros, advantages=zeros, scores=torch.zeros(len(lengths)),
+        instance_ids=["a"] * len(lengths), policy_versions=torch.zeros(len(lengths)).long(),
+        group_sizes=torch.tensor([len(lengths)]), groups=[],
+    )  # fmt: skip
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The sum over the tokens after the first."""
+    return torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum")
+
+
+def one_by_one(model: Any, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """Losses and gradients of each sequence alone, with transformers' own eager attention."""
+    model.zero_grad()
+    total = torch.zeros(())
+    for tokens in batch.tokens.split(batch.cu_seqlens.diff().tolist()):
+        loss = loss_of(model(input_ids=tokens[None], use_cache=False).logits[0], tokens)
+        loss.backward()
+        total = total + loss.detach()
+    return total, [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("by", ["borders", "positions"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_packed_batch_trains_a_stock_model_as_its_sequences_alone_would(
+    kind: str, by: str, seed: int
+) -> None:
+    lengths = [9, 2, 30, 9]
+    more = {"sliding_window": 5} if kind == "mistral" else {}
+    model = tiny(kind, seed, **more)
+    batch = packed_batch(seed, lengths)
+    model.set_attn_implementation("eager")
+    wanted, right = one_by_one(model, batch)
+    model.set_attn_implementation(register_with_transformers())
+    model.zero_grad()
+    inputs = transformers_inputs(batch)
+    if by == "positions":
+        inputs = {name: inputs[name] for name in ("input_ids", "position_ids", "use_cache")}
+    logits = model(**inputs).logits[0]
+    loss = sum(
+        loss_of(part, tokens)
+        for part, tokens in zip(logits.split(lengths), batch.tokens.split(lengths), strict=True)
+    )
+    loss.backward()
+    torch.testing.assert_close(loss, wanted)
+    for parameter, gradient in zip(model.parameters(), right, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_padded_rows_and_generation_give_what_transformers_own_attention_gives(seed: int) -> None:
+    model = tiny("llama", seed).eval()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 50, (3, 12), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    mask[2, :1] = 0
+    name = register_with_transformers()
+    outs = []
+    for implementation in ("eager", name):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits = model(input_ids=tokens, attention_mask=mask).logits
+            outs.append((
+                torch.where(mask[..., None] != 0, logits, 0),
+                model(input_ids=tokens).logits,
+                model.generate(
+                    tokens, attention_mask=mask, max_new_tokens=6, do_sample=False
+                ),
+            ))  # fmt: skip
+    for mine, theirs in zip(outs[1], outs[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_what_it_has_not_is_refused(seed: int) -> None:
+    model = tiny("llama", seed, attention_dropout=0.1)
+    model.set_attn_implementation(register_with_transformers())
+    model.train()
+    with pytest.raises(ValueError, match=r"dropout: expected 0, got 0\.1"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="layout 'packed', got 'padded'"):
+        batch = packed_batch(seed, [3])
+        batch.layout = "padded"
+        transformers_inputs(batch)

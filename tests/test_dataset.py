@@ -1,0 +1,252 @@
+"""The handler as torch's own tools use it: DataLoader, StatefulDataLoader, distributed checkpoints.
+
+And what single samples ask of a batch, what is truncated, and the progress line.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.utils.data import DataLoader, IterableDataset
+
+from shmbus import Bus, Producer
+from trainer_adapter import Batch, OnlineDataHandler, pack
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, capacity="4MiB", max_producers=4) as handle:
+        yield handle
+
+
+@pytest.fixture
+def producer(bus: Bus) -> Iterator[Producer]:
+    with Producer(bus.name) as handle:
+        yield handle
+
+
+def put(producer: Producer, key: str, metas: list[Any] | None = None, **more: Any) -> None:
+    metas = metas or [None, None]
+    for index, meta in enumerate(metas):
+        given = {
+            "tokens": np.full(4, index), "loss_mask": np.array([0, 1, 1, 1]),
+            "logprobs": np.full(4, -0.5, np.float32), "score": float(index), **more,
+        }  # fmt: skip
+        producer.put(key, group_size=len(metas), index=index, meta=meta, timeout=10, **given)
+
+
+def keys_of(batch: Batch) -> list[str]:
+    return [group.instance_id for group in batch.groups]
+
+
+# --- torch's loaders
+
+
+def test_a_data_loader_passes_batches_on(bus: Bus, producer: Producer) -> None:
+    for number in range(6):
+        put(producer, f"k{number}")
+    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
+        assert isinstance(handler, IterableDataset)
+        got = []
+        for batch in DataLoader(handler, batch_size=None):
+            got += keys_of(batch)
+            handler.ack(batch)
+            if len(got) == 6:
+                break
+        assert got == [f"k{number}" for number in range(6)]
+        assert handler.stats().acknowledged == 12
+
+
+def test_workers_of_a_data_loader_are_refused(bus: Bus) -> None:
+    with OnlineDataHandler(bus.name) as handler:
+        loader = DataLoader(handler, batch_size=None, num_workers=1, multiprocessing_context="fork")
+        with pytest.raises(RuntimeError, match="pass num_workers=0"):
+            next(iter(loader))
+        with pytest.raises(TypeError, match="one process reads a bus"):
+            pickle.dumps(handler)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_torchs_stateful_data_loader_resumes_it(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    keys = [f"k{number}" for number in range(10)]
+    for key in keys:
+        put(producer, key)
+    got: list[str] = []
+    state: Any = None
+    while len(got) < len(keys):
+        with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch) as handler:
+            loader = stateful.StatefulDataLoader(handler, batch_size=None)
+            if state is not None:
+                loader.load_state_dict(state)
+            for _, batch in zip(range(2), loader, strict=False):
+                got += keys_of(batch)
+                # The second of each life is trained, saved, and not acknowledged.
+                state = loader.state_dict()
+                if len(got) % 4 or len(got) == len(keys):
+                    handler.ack(batch)
+                if len(got) == len(keys):
+                    break
+    assert got == keys
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("acks", [0, 2])
+def test_a_distributed_checkpoint_saves_and_loads_it(
+    bus: Bus, producer: Producer, tmp_path: Path, acks: int
+) -> None:
+    keys = [f"k{number}" for number in range(8)]
+    for key in keys:
+        put(producer, key)
+    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
+        batches = [handler.next_batch(10) for _ in range(2)]
+        handler.set_policy_version(7)
+        dcp.save({"data": handler, "weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+        for batch in batches[:acks]:
+            handler.ack(batch)
+    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
+        # What this one holds before it loads is of another shape than what was saved.
+        dcp.load({"data": handler, "weight": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
+        assert (handler.step, producer.policy_version) == (2, 7)
+        got = [*keys_of(handler.next_batch(10)), *keys_of(handler.next_batch(10))]
+        assert got == keys[4:]
+
+
+# --- what samples ask for
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_sample_may_ask_for_an_advantage_of_zero(
+    bus: Bus, producer: Producer, layout: Any
+) -> None:
+    metas = [{"set_advantage_to_zero": True}, {"set_advantage_to_zero": False}, None, "text"]
+    put(producer, "a", metas)
+    put(producer, "own", [{"set_advantage_to_zero": 1}], advantages=np.full(4, 9.0))
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=2, advantages="dr_grpo", layout=layout
+    ) as handler:
+        batch = handler.next_batch(10)
+        rows = batch.advantages.reshape(5, 4)
+        # Its score still counts: the mean of 0, 1, 2, 3 is 1.5.
+        assert rows.tolist() == [[0.0] * 4, [-0.5] * 4, [0.5] * 4, [1.5] * 4, [0.0] * 4]
+        assert batch.loss_mask.reshape(5, 4)[0].tolist() == [False, True, True, True]
+
+
+REASONS = [{"finish_reason": reason} for reason in ("stop", "length", "max_tokens", "abort")]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("truncated", ["keep", "mask", "drop"])
+def test_truncated_samples_are_kept_masked_or_dropped_with_their_group(
+    bus: Bus, producer: Producer, truncated: Any, prefetch: int
+) -> None:
+    put(producer, "cut", REASONS)
+    put(producer, "whole", [{"finish_reason": "stop"}, {"note": "length finish_reason"}])
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, truncated=truncated, advantages="dr_grpo", prefetch=prefetch
+    ) as handler:
+        batch = handler.next_batch(10)
+        handler.ack(batch)
+        ledger = handler.stats()
+        if truncated == "drop":
+            assert keys_of(batch) == ["whole"]
+            assert handler.truncated_groups == 1
+            assert (ledger.dropped, ledger.acknowledged) == ({"malformed": 4}, 2)
+            return
+        assert keys_of(batch) == ["cut"]
+        trained = batch.loss_mask.reshape(4, 4).any(dim=1).tolist()
+        assert trained == [True, *[truncated == "keep"] * 3]
+        assert batch.logprobs.reshape(4, 4).any(dim=1).tolist() == trained
+        assert batch.advantages.reshape(4, 4)[:, 0].tolist() == [-1.5, -0.5, 0.5, 1.5]
+        assert batch.loss_mask[1] and handler.truncated_groups == 0
+
+
+def test_an_unknown_way_with_truncated_samples_is_refused(bus: Bus) -> None:
+    with pytest.raises(ValueError, match="truncated: expected 'keep', 'mask' or 'drop'"):
+        OnlineDataHandler(bus.name, truncated="cut")  # type: ignore[arg-type]
+
+
+# --- what is not finite
+
+
+@pytest.mark.parametrize("field", ["logprobs", "advantages"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("malformed", ["raise", "drop"])
+def test_what_is_not_finite_where_it_is_trained_drops_its_group_alone(
+    bus: Bus, producer: Producer, malformed: Any, wrong: float, field: str
+) -> None:
+    put(producer, "before")
+    put(producer, "bad", **{field: np.array([0, 0, wrong, 0], np.float32)})
+    put(producer, "after")
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=2, malformed=malformed, max_wait=0.05
+    ) as handler:
+        if malformed == "raise":
+            with pytest.raises(ValueError, match=rf"'bad'\[0\].*field '{field}'.*at token 2"):
+                handler.next_batch(10)
+        batch = handler.next_batch(10)
+        assert keys_of(batch) == ["before", "after"]
+        handler.ack(batch)
+        ledger = handler.stats()
+        assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"malformed": 2}, 4, True)
+
+
+def test_logprobs_outside_the_mask_may_be_anything(bus: Bus, producer: Producer) -> None:
+    put(producer, "a", logprobs=np.array([np.nan, -1, -1, -1]))
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        assert handler.next_batch(10).logprobs.isfinite().all()
+
+
+def test_a_sequence_above_the_budget_is_malformed_and_a_group_above_it_comes_alone(
+    bus: Bus, producer: Producer
+) -> None:
+    put(producer, "long", tokens=np.arange(11), loss_mask=np.ones(11), logprobs=np.zeros(11))
+    put(producer, "large", [None] * 5)
+    with OnlineDataHandler(bus.name, tokens_per_batch=10, max_wait=0.05) as handler:
+        with pytest.raises(
+            ValueError, match=r"'long'\[0\].*field 'tokens': expected at most 10 tokens.*got 11"
+        ):
+            handler.next_batch(10)
+        assert handler.next_batch(10).total_tokens == 20
+
+
+# --- the progress line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_the_progress_line_says_what_came_and_what_is_behind_it(
+    bus: Bus, producer: Producer, stream: Any
+) -> None:
+    written = stream()
+    put(producer, "a", policy_version=3)
+    producer.put("open", group_size=2, index=0, tokens=np.arange(3))
+    with OnlineDataHandler(bus.name, groups_per_batch=1, progress=written) as handler:
+        handler.set_policy_version(5)
+        handler.ack(handler.next_batch(10))
+        line = handler.progress.line
+    assert written.getvalue() == (f"\r{line}\x1b[K\n" if stream is Terminal else f"{line}\n")
+    for words in ("step 0: 1 groups, 2 sequences, 8 tokens", "lag 2.0", "1 groups open"):
+        assert words in line
+
+
+def test_pack_masks_truncated_samples_too(bus: Bus, producer: Producer) -> None:
+    put(producer, "cut", REASONS)
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        groups = handler.next_batch(10).groups
+        assert int(pack(groups, truncated="mask").loss_mask.sum()) == 3

@@ -1,0 +1,389 @@
+"""Batches made ahead by a thread: in the same order, with the same errors, and nothing lost."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Spawner, wait_until
+
+import shmbus
+from shmbus import Bus, Consumer, Producer
+from trainer_adapter import Batch, OnlineDataHandler
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, capacity="4MiB", max_producers=4) as handle:
+        yield handle
+
+
+@pytest.fixture
+def producer(bus: Bus) -> Iterator[Producer]:
+    with Producer(bus.name) as handle:
+        yield handle
+
+
+def put(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
+    for index in range(size):
+        given = {"tokens": np.full(5, index, np.int32), "score": index, **more}
+        producer.put(key, group_size=size, index=index, timeout=10, **given)
+
+
+def put_many(producer: Producer, count: int, **more: Any) -> list[str]:
+    keys = [f"k{number}" for number in range(count)]
+    for key in keys:
+        put(producer, key, **more)
+    return keys
+
+
+def keys_of(batch: Batch) -> list[str]:
+    return [group.instance_id for group in batch.groups]
+
+
+def ready(handler: OnlineDataHandler) -> int:
+    assert handler._prefetcher is not None
+    return handler._prefetcher.ready
+
+
+def fill(handler: OnlineDataHandler, count: int) -> None:
+    wait_until(lambda: ready(handler) == count, what=f"{count} batches ready")
+
+
+def prefetch_threads() -> int:
+    return sum(thread.name == "shmbus-prefetch" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_batches_come_in_the_same_order_and_are_ready_while_the_step_runs(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
+    keys = put_many(producer, 20)
+    with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch) as handler:
+        assert prefetch_threads() == 0
+        got = []
+        for step in range(10):
+            batch = handler.next_batch(10)
+            assert batch.step == step
+            got += keys_of(batch)
+            fill(handler, min(prefetch, 9 - step))
+            handler.ack(batch)
+        assert got == keys
+        assert (handler.stats().acknowledged, handler.stats().leased) == (40, 0)
+    assert prefetch_threads() == 0
+
+
+def test_what_is_ready_is_not_out_and_goes_back_to_the_bus_at_the_end(
+    bus: Bus, producer: Producer
+) -> None:
+    keys = put_many(producer, 8)
+    with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=2) as handler:
+        first = handler.next_batch(10)
+        fill(handler, 2)
+        assert len(handler.state_dict()["trained"]) == 4
+        handler.ack(first)
+        assert handler.state_dict()["trained"] == []
+    with Consumer(bus.name) as consumer:
+        left = consumer.take(64, 10)
+        assert [group.instance_id for group in left] == keys[2:]
+        assert consumer.stats().acknowledged == 4
+
+
+@pytest.mark.parametrize("acks", ["some", "all"])
+def test_after_a_restart_nothing_is_trained_twice_and_nothing_is_skipped(
+    bus: Bus, producer: Producer, seed: int, acks: str
+) -> None:
+    rng = random.Random(seed)
+    keys = put_many(producer, 60)
+    trained: list[str] = []
+    state: Any = None
+    while len(trained) < len(keys):
+        with OnlineDataHandler(bus.name, groups_per_batch=4, max_wait=0.02, prefetch=2) as handler:
+            if state is not None:
+                handler.load_state_dict(state)
+            out = []
+            for _ in range(rng.randrange(1, 6)):
+                if len(trained) < len(keys):
+                    out.append(handler.next_batch(10))
+                    trained += keys_of(out[-1])
+            state = json.loads(json.dumps(handler.state_dict()))
+            for batch in out:
+                if acks == "all" or rng.random() < 0.5:
+                    handler.ack(batch)
+    assert trained == keys
+
+
+def test_a_state_that_is_loaded_late_still_filters_what_is_ready(
+    bus: Bus, producer: Producer
+) -> None:
+    keys = put_many(producer, 8)
+    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
+        assert keys_of(handler.next_batch(10)) == keys[:2]
+        assert keys_of(handler.next_batch(10)) == keys[2:4]
+        state = handler.state_dict()
+    with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=2) as handler:
+        assert keys_of(handler.next_batch(10)) == keys[:2]
+        fill(handler, 2)
+        handler.load_state_dict(state)
+        assert keys_of(handler.next_batch(10)) == keys[4:6]
+
+
+def test_a_batch_given_back_comes_before_those_that_are_ready(bus: Bus, producer: Producer) -> None:
+    keys = put_many(producer, 12)
+    with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=2) as handler:
+        first, second = handler.next_batch(10), handler.next_batch(10)
+        fill(handler, 2)
+        handler.give_back(second)
+        handler.give_back(first)
+        got = []
+        for _ in range(6):
+            batch = handler.next_batch(10)
+            got += keys_of(batch)
+            handler.ack(batch)
+        assert got == keys
+        assert handler.stats().balanced
+
+
+def test_errors_come_in_their_turn_and_end_nothing(bus: Bus, producer: Producer) -> None:
+    put(producer, "before")
+    put(producer, "bad", tokens=np.ones(3))
+    put(producer, "worse", logprobs=np.full(5, np.nan, np.float32))
+    put(producer, "after")
+    with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=2) as handler:
+        seen = []
+        for _ in range(4):
+            try:
+                batch = handler.next_batch(10)
+            except ValueError as error:
+                seen.append(str(error).split("field")[1].split(":")[0])
+            else:
+                seen += keys_of(batch)
+                handler.ack(batch)
+        assert sorted(seen) == sorted(["before", "after", " 'tokens'", " 'logprobs'"])
+        assert seen.index("before") < seen.index(" 'logprobs'") < seen.index("after")
+        ledger = handler.stats()
+        assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"malformed": 4}, 4, True)
+
+
+def test_an_error_of_the_callers_own_loses_no_group(bus: Bus, producer: Producer) -> None:
+    calls = 0
+
+    def moody(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("not today")
+        return scores
+
+    keys = put_many(producer, 3)
+    with OnlineDataHandler(bus.name, groups_per_batch=3, advantages=moody, prefetch=1) as handler:
+        with pytest.raises(RuntimeError, match="not today"):
+            handler.next_batch(10)
+        assert keys_of(handler.next_batch(10)) == keys
+
+
+def test_a_batch_that_is_not_full_is_cut_only_while_somebody_waits(
+    bus: Bus, producer: Producer
+) -> None:
+    put(producer, "first")
+    with OnlineDataHandler(bus.name, tokens_per_batch=40, max_wait=0.05, prefetch=1) as handler:
+        assert keys_of(handler.next_batch(10)) == ["first"]
+        put_many(producer, 1)
+        wait_until(lambda: handler.stats().leased == 4, what="the group is held")
+        assert ready(handler) == 0
+        put(producer, "k1")
+        # Twice max_wait: a batch cut for nobody would be here by now.
+        time.sleep(0.1)
+        assert ready(handler) == 0
+        assert keys_of(handler.next_batch(10)) == ["k0", "k1"]
+
+
+def test_a_timeout_says_what_is_missing_and_loses_nothing(bus: Bus, producer: Producer) -> None:
+    producer.put("a", group_size=2, index=0, tokens=np.arange(3))
+    with OnlineDataHandler(bus.name, prefetch=1, max_wait=0.05) as handler:
+        with pytest.raises(TimeoutError, match="no complete group within 0 s"):
+            handler.next_batch(0)
+        wait_until(lambda: handler.stats().stashed == 1, what="it is read")
+        with pytest.raises(TimeoutError, match=r"no complete group.*1 incomplete groups"):
+            handler.next_batch(0.05)
+        producer.put("a", group_size=2, index=1, tokens=np.arange(3))
+        assert handler.next_batch(10).instance_ids == ["a", "a"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_became_stale_while_it_was_ready_is_dropped_as_stale(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
+    put_many(producer, 6, policy_version=1)
+    put(producer, "fresh", policy_version=4)
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, max_policy_lag=1, prefetch=prefetch
+    ) as handler:
+        handler.ack(handler.next_batch(10))
+        if prefetch:
+            fill(handler, 2)
+        handler.set_policy_version(4)
+        batch = handler.next_batch(10)
+        assert keys_of(batch) == ["fresh"]
+        handler.ack(batch)
+        # Where no thread does, the next look for groups drops them.
+        with pytest.raises(TimeoutError):
+            handler.next_batch(0.3)
+        ledger = handler.stats()
+        assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"stale": 10}, 4, True)
+
+
+def test_closing_ends_the_iteration_of_whoever_waits(bus: Bus, producer: Producer) -> None:
+    put_many(producer, 6)
+    handler = OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=1)
+    with ThreadPoolExecutor(1) as pool:
+        seen: list[Batch] = []
+        done = pool.submit(lambda: [seen.append(batch) for batch in handler])
+        wait_until(lambda: len(seen) == 3, what="three batches")
+        handler.close()
+        done.result(30)
+    handler.close()
+    assert prefetch_threads() == 0
+    with pytest.raises(shmbus.BusClosedError):
+        handler.next_batch(1)
+    Consumer(bus.name).close()
+
+
+def test_a_handler_that_nobody_has_any_more_frees_the_bus(bus: Bus, producer: Producer) -> None:
+    put_many(producer, 4)
+    handler = OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=1)
+    handler.next_batch(10)
+    gone = weakref.ref(handler)
+    del handler
+
+    def collected() -> bool:
+        gc.collect()
+        return gone() is None
+
+    wait_until(collected, what="the handler is collected")
+    wait_until(lambda: prefetch_threads() == 0, what="its thread ended")
+    Consumer(bus.name).close()
+
+
+def test_a_forked_child_gets_a_clear_error_and_never_waits_for_the_thread(
+    bus: Bus, producer: Producer
+) -> None:
+    put_many(producer, 6)
+    with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=2) as handler:
+        batch = handler.next_batch(10)
+        fill(handler, 2)
+        assert handler._prefetcher is not None
+        # As if the thread were packing in this very moment.
+        with handler._prefetcher.lock:
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                try:
+                    said = []
+                    for use in (
+                        lambda: handler.next_batch(1),
+                        lambda: handler.give_back(batch),
+                        handler.state_dict,
+                        handler.close,
+                    ):
+                        try:
+                            use()
+                        except Exception as error:
+                            said.append(type(error).__name__)
+                    os.write(write, ",".join(said).encode())
+                finally:
+                    os._exit(0)
+        os.close(write)
+        said = os.read(read, 1000).decode()
+        os.close(read)
+        os.waitpid(pid, 0)
+        assert said == "BusClosedError,BusClosedError,BusClosedError"
+        handler.ack(batch)
+        assert keys_of(handler.next_batch(10)) == ["k1"]
+
+
+INTERRUPTED = """
+import sys
+from trainer_adapter import OnlineDataHandler
+handler = OnlineDataHandler(sys.argv[1], groups_per_batch=2, prefetch=1)
+got = []
+print("waiting", flush=True)
+while True:
+    try:
+        batch = handler.next_batch(20)
+        got += [group.instance_id for group in batch.groups]
+        handler.ack(batch)
+        if len(got) == 2:
+            print("first", flush=True)
+        if len(got) == 6:
+            break
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+print(*got, handler.stats().acknowledged, flush=True)
+handler.close()
+"""
+
+
+def test_ctrl_c_interrupts_the_wait_and_loses_nothing(
+    bus: Bus, producer: Producer, spawn: Spawner
+) -> None:
+    child = spawn.script(INTERRUPTED, bus.name)
+    child.expect("waiting")
+    put(producer, "k0")
+    put(producer, "k1")
+    child.expect("first")
+    child.send_signal(signal.SIGINT)
+    child.expect("interrupted")
+    for number in range(2, 6):
+        put(producer, f"k{number}")
+    assert child.finish().splitlines()[-1] == "k0 k1 k2 k3 k4 k5 12"
+
+
+def test_many_threads_of_acks_and_batches_keep_the_ledger_balanced(
+    bus: Bus, producer: Producer, seed: int
+) -> None:
+    rng = random.Random(seed)
+    with (
+        OnlineDataHandler(bus.name, groups_per_batch=3, max_wait=0.05, prefetch=2) as handler,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        sending = pool.submit(put_many, producer, 300)
+        got: list[str] = []
+        while len(got) < 300:
+            batch = handler.next_batch(10)
+            if rng.random() < 0.2:
+                handler.give_back(batch)
+                continue
+            got += keys_of(batch)
+            handler.ack(batch)
+        sending.result()
+        assert sorted(got) == sorted(f"k{number}" for number in range(300))
+        assert (handler.stats().acknowledged, handler.stats().balanced) == (600, True)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "error", "match"),
+    [
+        (-1, ValueError, "prefetch: expected 0 to 8 batches, got -1"),
+        (9, ValueError, "got 9"),
+        (True, TypeError, "prefetch: expected an int, got bool"),
+        (1.5, TypeError, "got float"),
+    ],
+)
+def test_a_number_of_batches_that_is_none_is_refused(
+    bus: Bus, prefetch: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        OnlineDataHandler(bus.name, prefetch=prefetch)

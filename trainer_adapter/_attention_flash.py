@@ -1,0 +1,75 @@
+"""The flash-attn package as a backend of `varlen_attention`, where it is installed.
+
+Written for flash-attn 2.6 to 2.8 (`flash_attn.flash_attn_varlen_func`): from 2.1 on it aligns
+bottom-right, from 2.6 on its log-sum-exp is [heads, tokens]. Version 3 is another package.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["flash_function", "flash_obstacle"]
+
+FLASH_FROM: Final = (2, 6)
+FLASH_MAX_HEAD_DIM: Final = 256
+
+
+@functools.cache
+def flash_function() -> tuple[Callable[..., Any] | None, str]:
+    """Find the package's function; None with the reason where it cannot be used."""
+    try:
+        import flash_attn
+        from flash_attn import flash_attn_varlen_func
+    except ImportError as error:
+        return None, f"flash-attn is not installed ({error})"
+    version = tuple(int(part) for part in flash_attn.__version__.split(".")[:2])
+    if version < FLASH_FROM:
+        return None, f"it needs flash-attn 2.6, this is {flash_attn.__version__}"
+    return flash_attn_varlen_func, ""
+
+
+def flash_obstacle(
+    q: Tensor, k: Tensor, max_q: int, max_k: int, window: tuple[int, ...]
+) -> str | None:
+    """Say what keeps flash-attn from running, or from being right; None if nothing does."""
+    if not q.is_cuda or torch.version.hip is not None:
+        return f"it needs a CUDA device, got {q.device}"
+    function, reason = flash_function()
+    if function is None:
+        return reason
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it needs float16 or bfloat16, got {q.dtype}"
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+    head_dim = q.shape[-1]
+    if head_dim % 8 or head_dim > FLASH_MAX_HEAD_DIM:
+        return f"it needs a head dimension that is a multiple of 8 up to 256, got {head_dim}"
+    if q.numel() == 0 or k.numel() == 0:
+        return "it needs at least one query and one key token"
+    # As for torch's kernel, which is the same: a limit that is measured from a row far above its
+    # first key is another one.
+    left, right = window
+    if max_q > max_k and (right >= max_k or (left != -1 and right == -1)):
+        return f"window {window} with max_q {max_q} above max_k {max_k} is not what it computes"
+    return None
+
+
+def call_flash(
+    q: Tensor, k: Tensor, v: Tensor, borders: list[Tensor], longest: tuple[int, int],
+    scale: float, window: tuple[int, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output, and the log-sum-exp [H_q, T_q] cut off from the graph."""
+    function, reason = flash_function()
+    assert function is not None, reason
+    out, lse, _ = function(
+        q, k, v, *borders, *longest,
+        softmax_scale=scale, causal=window == (-1, 0), window_size=window, return_attn_probs=True,
+    )  # fmt: skip
+    lse = lse.detach()
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf)

@@ -1,0 +1,121 @@
+"""`varlen_attention` as one operator of torch, which compiled models run without a graph break.
+
+The SDPA path decides by the values of the borders, which no tracer can follow. As an operator it
+is opaque: in the graph there are a node forward and a node backward.
+
+Invariants:
+
+- Values and gradients are those of the eager call.
+- What backward needs it computes again, from the operands alone: an operator's own graph does not
+  outlive its call. That is one more forward; eager calls do without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["varlen_operator"]
+
+
+def _eager(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,
+    max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from trainer_adapter.attention import varlen_attention
+
+    chosen: Any = backend
+    result: Any = varlen_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k,
+        scale=scale, window_size=(left, right), enable_gqa=True, return_lse=return_lse,
+        backend=chosen,
+    )  # fmt: skip
+    if return_lse:
+        out, lse = result
+        return out, lse
+    return result, _no_lse(q)
+
+
+def _no_lse(q: Tensor) -> Tensor:
+    return q.new_empty((q.shape[1], 0), dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("shmbus::varlen_attention", mutates_args=())
+def varlen_operator(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,
+    max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend; the log-sum-exp has no columns where it was not asked for."""
+    with torch.no_grad():
+        out, lse = _eager(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale, left, right, return_lse,
+            backend,
+        )  # fmt: skip
+    return out.contiguous(), lse.contiguous()
+
+
+@varlen_operator.register_fake
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return_lse = rest[9]
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_no_lse(q).dtype)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), (
+        lse if return_lse else _no_lse(q)
+    )
+
+
+@torch.library.custom_op("shmbus::varlen_attention_backward", mutates_args=())
+def _backward_operator(
+    grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, max_q: int, max_k: int, scale: float, left: int, right: int,
+    return_lse: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    with _recording():
+        operands = q, k, v = [x.detach().requires_grad_() for x in (q, k, v)]
+        outs = _eager(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale, left, right, return_lse,
+            backend,
+        )  # fmt: skip
+        used = [(outs[0], grad_out), (outs[1], grad_lse)][: 2 if return_lse else 1]
+        to_q, to_k, to_v = torch.autograd.grad(
+            [out for out, _ in used], operands, [grad for _, grad in used]
+        )
+    return to_q.contiguous(), to_k.contiguous(), to_v.contiguous()
+
+
+@_backward_operator.register_fake
+def _(
+    grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Record a graph within an operator, where torch's dispatcher leaves autograd out."""
+    nothing = torch._C.DispatchKeySet.from_raw_repr(0)
+    with (
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), nothing),
+        torch.enable_grad(),
+        torch.autocast(device_type="cpu", enabled=False),
+        torch.autocast(device_type="cuda", enabled=False)
+        if torch.cuda.is_available()
+        else contextlib.nullcontext(),
+    ):
+        yield
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.facts = inputs[5:]
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    grads = _backward_operator(grad_out, grad_lse, *ctx.saved_tensors, *ctx.facts)
+    return (*grads, *(None,) * (2 + len(ctx.facts)))
+
+
+varlen_operator.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,161 @@
+"""`varlen_attention` as transformers calls an attention function.
+
+Written for transformers 4.48 (the first with `AttentionInterface`) to 5; tested with the version
+in constraints.txt.
+
+Invariants:
+
+- No row of the result depends on another sequence of a packed batch, whatever the mask says.
+- What cannot be computed here is refused, never left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_adapter.compat import pad_input, unpad_input
+
+__all__ = ["register"]
+
+
+def register(name: str, backend: Any) -> str:
+    """Add the function, and the mask that goes with it, under a name."""
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            f"register_with_transformers: expected transformers 4.48 or later, got {error}; "
+            "pip install 'shmbus[examples]'"
+        ) from error
+
+    def attend(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        return _forward(module, query, key, value, attention_mask, backend, options), None
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, _mask)
+    return name
+
+
+def _mask(*arguments: Any, attention_mask: Tensor | None = None, **facts: Any) -> Tensor | None:
+    """Pass on a mask of padding [B, K], and nothing where there is no padding."""
+    kv_length = facts.get("kv_length")
+    if attention_mask is None or attention_mask.dim() != 2:
+        return None
+    if kv_length is not None:
+        attention_mask = attention_mask[:, -kv_length:]
+    return None if bool(attention_mask.all()) else attention_mask
+
+
+def _forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    backend: Any,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend: query [B, H, L, D], key and value [B, H_kv, K, D]; the result is [B, L, H, D]."""
+    from trainer_adapter.attention import varlen_attention
+
+    _refuse(options)
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    window = options.get("sliding_window")
+    left = -1 if window is None else int(window) - 1
+    rows, length = query.shape[0], query.shape[2]
+    # [B, L, H, D], as the projections gave it.
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    places = None
+    if mask is not None:
+        k_packed, _, cu_k, max_k, _ = unpad_input(k, mask)
+        v_packed, *_ = unpad_input(v, mask)
+        q_packed, places, cu_q, max_q, _ = unpad_input(q, mask[:, -length:])
+        # A row that is all padding has no queries, and keys that nobody asks.
+    else:
+        (cu_q, max_q), (cu_k, max_k) = _borders(query, key, options)
+        q_packed, k_packed, v_packed = (x.flatten(0, 1) for x in (q, k, v))
+    out = varlen_attention(
+        q_packed,
+        k_packed,
+        v_packed,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        scale=options.get("scaling"),
+        window_size=(left, 0 if causal else left),
+        enable_gqa=True,
+        backend=backend,
+    )
+    if places is not None:
+        return pad_input(out, places, rows, length)
+    return out.unflatten(0, (rows, length))  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name}: expected None, got a value; varlen_attention has no such thing, take "
+                "attn_implementation='eager' for this model"
+            )
+    if options.get("dropout", 0.0):
+        raise ValueError(
+            f"dropout: expected 0, got {options['dropout']}; set the model's attention_dropout to 0"
+        )
+
+
+def _borders(
+    query: Tensor, key: Tensor, options: dict[str, Any]
+) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:
+    """Find where sequences begin, and the longest, for queries and keys."""
+    cu_q, cu_k = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    if cu_q is not None:
+        cu_k = cu_q if cu_k is None else cu_k
+        return (
+            (cu_q, _longest(cu_q, options.get("max_length_q"))),
+            (cu_k, _longest(cu_k, options.get("max_length_k"))),
+        )
+    rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
+    positions = options.get("position_ids")
+    if rows == 1 and length == keys and positions is not None and positions.numel() == length:
+        found = _from_positions(positions)
+        return found, found
+    return (_even(rows, length, query), length), (_even(rows, keys, query), keys)
+
+
+def _longest(borders: Tensor, given: Any) -> int:
+    return int(borders.diff().max()) if given is None else int(given)
+
+
+def _even(rows: int, length: int, like: Tensor) -> Tensor:
+    return torch.arange(rows + 1, dtype=torch.int32, device=like.device) * length
+
+
+def _from_positions(positions: Tensor) -> tuple[Tensor, int]:
+    """Find the borders of one packed row, in which a sequence begins at each position 0."""
+    # Kept with the tensor, since every layer asks.
+    kept: tuple[int, Tensor, int] | None = getattr(positions, "_shmbus_borders", None)
+    version = -1 if positions.is_inference() else positions._version
+    if kept is None or kept[0] != version or version < 0:
+        flat = positions.flatten()
+        starts = (flat == 0).nonzero().flatten()
+        if len(starts) == 0 or int(starts[0]) != 0:
+            # Not the beginning of anything: one sequence, as a model without packing has it.
+            starts = flat.new_zeros(1)
+        borders = torch.cat([starts, starts.new_tensor([len(flat)])]).int()
+        kept = (version, borders, int(borders.diff().max()))
+        positions._shmbus_borders = kept  # type: ignore[attr-defined]
+    return kept[1], kept[2]

@@ -1,0 +1,74 @@
+"""What OnlineDataHandler refuses: its own arguments, and groups that no batch can be made of.
+
+Invariant: an error names what it is about, what was expected, and what came.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final
+
+import shmbus
+from trainer_adapter.advantages import MAX_SCORE
+
+__all__ = [
+    "check_count",
+    "check_lengths",
+    "check_prefetch",
+    "check_scores",
+    "check_wait",
+    "group_of_sample",
+]
+
+#: Most batches that may be ready ahead: more would only be staler, and hold more of the ring.
+MAX_PREFETCH: Final = 8
+
+
+def group_of_sample(groups: list[shmbus.Group], sample: int) -> int:
+    """Find the group that has a sample of the packed batch, by the sample's position."""
+    ends = itertools.accumulate(len(group) for group in groups)
+    return next(number for number, end in enumerate(ends) if sample < end)
+
+
+def check_lengths(trajectories: list[shmbus.Trajectory], lengths: list[int], budget: int) -> None:
+    """Raise ValueError for a sequence that no batch has room for."""
+    for trajectory, length in zip(trajectories, lengths, strict=True):
+        if length > budget:
+            raise ValueError(
+                f"trajectory {trajectory.instance_id!r}[{trajectory.index}] of producer "
+                f"{trajectory.producer_id}: field 'tokens': expected at most {budget} tokens, as "
+                f"tokens_per_batch says, got {length}; raise it, or let workers end earlier"
+            )
+
+
+def check_scores(scores: list[float]) -> None:
+    """Raise ValueError for a score that no advantage can be computed from."""
+    worst = max(scores, key=abs)
+    if abs(worst) > MAX_SCORE:
+        raise ValueError(
+            f"score: expected at most {MAX_SCORE:g} by magnitude, got {worst:g}; scale the reward"
+        )
+
+
+def check_wait(value: object) -> None:
+    """Raise ValueError for what is no number of seconds."""
+    if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+        raise ValueError(f"max_wait: expected 0 or more seconds, or None, got {value!r}")
+
+
+def check_prefetch(value: object) -> None:
+    """Raise TypeError or ValueError for what is no number of batches."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"prefetch: expected an int, got {type(value).__name__}")
+    if not 0 <= value <= MAX_PREFETCH:
+        raise ValueError(f"prefetch: expected 0 to {MAX_PREFETCH} batches, got {value}")
+
+
+def check_count(name: str, value: int | None) -> None:
+    """Raise TypeError or ValueError for what is neither None nor a number from 1 on."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}: expected 1 or more, got {value}")

@@ -1,0 +1,180 @@
+"""Sequences, or whole groups, shared out so that each part has about as many tokens.
+
+Pure functions: equal lengths give equal parts, on every rank and every machine.
+
+Invariants:
+
+- Every item is in exactly one part, and the items of a part are in ascending order.
+- The bound of `balance` is that of longest-first greedy, which it starts from and never leaves for
+  something worse: the fullest part has at most ``4/3 - 1/(3 * parts)`` times the tokens of the best
+  division there is (Graham 1969, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math.
+  17(2)), and no two parts differ by more than the longest item.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Final
+
+__all__ = ["balance", "by_budget"]
+
+DIFFERENCING_WORK: Final = 1 << 16
+"""Items times parts up to which the second method is tried as well: some 30 ms of plain Python,
+while its gain shrinks with the number of items."""
+
+Parts = list[list[int]]
+
+
+def balance(lengths: Sequence[int], parts: int, *, fill_all: bool = True) -> Parts:
+    """Share items out over a number of parts.
+
+    Parameters
+    ----------
+    lengths : sequence of int, [n]
+        Tokens of each item, 0 or more; or any other whole-numbered cost.
+    parts : int
+        How many, for instance data-parallel ranks.
+    fill_all : bool
+        Require an item in every part, since a rank without one would leave its peers waiting.
+
+    Returns
+    -------
+    list[list[int]], [parts]
+        Positions of the items of each part. The largest sum of lengths is at most
+        ``4/3 - 1/(3 * parts)`` times the smallest possible, and no two sums differ by more than
+        the longest item.
+
+    Raises
+    ------
+    ValueError
+        A negative length; no part; with `fill_all`, fewer items than parts.
+
+    Notes
+    -----
+    Longest-first greedy (Graham 1969), and, where that is quick, the largest differencing method
+    (Karmarkar and Karp 1982, UCB/CSD 82/113), which is closer to the best where items are few; the
+    better one is taken.
+    """
+    if parts < 1:
+        raise ValueError(f"parts: expected 1 or more, got {parts}")
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"lengths: expected 0 or more, got {min(lengths)}")
+    if fill_all and len(lengths) < parts:
+        raise ValueError(
+            f"parts: expected at most {len(lengths)}, one item for each, got {parts}; lower "
+            "world_size, or put more groups into a batch"
+        )
+    shared = _longest_first(lengths, parts)
+    if 1 < parts < len(lengths) and len(lengths) * parts <= DIFFERENCING_WORK:
+        other = _by_differencing(lengths, parts)
+        # Compared from the fullest part down; the first method stays where neither is better.
+        if all(other) and _sums(lengths, other) < _sums(lengths, shared):
+            shared = other
+    return [sorted(part) for part in shared]
+
+
+def by_budget(lengths: Sequence[int], budget: int) -> Parts:
+    """Share items out over as few parts as it can, none above a budget.
+
+    Parameters
+    ----------
+    lengths : sequence of int, [n]
+        Tokens of each item, 0 or more.
+    budget : int
+        Most tokens of a part.
+
+    Returns
+    -------
+    list[list[int]]
+        Positions of the items of each part; at most ``11/9`` of the fewest parts possible, plus
+        one (first-fit decreasing: Dosa 2007), and balanced where that many parts allow it.
+
+    Raises
+    ------
+    ValueError
+        An item above the budget; the message names it.
+    """
+    for position, length in enumerate(lengths):
+        if length > budget:
+            raise ValueError(
+                f"lengths: expected at most {budget} tokens, as the budget says, got {length} at "
+                f"{position}; raise the budget"
+            )
+    if not lengths:
+        return []
+    fitted = _first_fit(lengths, budget)
+    fewest = max(1, -(-sum(lengths) // budget) if budget else 1)
+    for parts in range(fewest, len(fitted) + 1):
+        shared = balance(lengths, parts, fill_all=False)
+        if max(sum(lengths[i] for i in part) for part in shared) <= budget:
+            return [part for part in shared if part]
+    return [sorted(part) for part in fitted]
+
+
+def _order(lengths: Sequence[int]) -> list[int]:
+    """Longest first, and of equals the first first."""
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
+def _sums(lengths: Sequence[int], parts: Parts) -> list[int]:
+    return sorted((sum(lengths[i] for i in part) for part in parts), reverse=True)
+
+
+def _longest_first(lengths: Sequence[int], parts: int) -> Parts:
+    """Give each item, the longest first, to the part that has least."""
+    shared: Parts = [[] for _ in range(parts)]
+    # By tokens, then by items: so that items of length 0 go where nothing is yet.
+    least = [(0, 0, part) for part in range(parts)]
+    for item in _order(lengths):
+        tokens, items, part = least[0]
+        shared[part].append(item)
+        heapq.heapreplace(least, (tokens + lengths[item], items + 1, part))
+    return shared
+
+
+def _by_differencing(lengths: Sequence[int], parts: int) -> Parts:
+    """Join the two most uneven divisions, the fullest to the emptiest, until one is left."""
+    # A division: its spread, negated for the heap; a number to break ties; (sum, items), fullest
+    # first, with sums relative to the emptiest part.
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for number, item in enumerate(_order(lengths)):
+        rest: list[tuple[int, list[int]]] = [(0, []) for _ in range(parts - 1)]
+        heap.append((-lengths[item], number, [(lengths[item], [item]), *rest]))
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        joined = [
+            (high + low, items + more)
+            for (high, items), (low, more) in zip(one, reversed(other), strict=True)
+        ]
+        joined.sort(key=lambda entry: -entry[0])
+        emptiest = joined[-1][0]
+        heapq.heappush(
+            heap,
+            (
+                -(joined[0][0] - emptiest),
+                number,
+                [(total - emptiest, items) for total, items in joined],
+            ),
+        )
+        number += 1
+    return [items for _, items in heap[0][2]]
+
+
+def _first_fit(lengths: Sequence[int], budget: int) -> Parts:
+    """Put each item, the longest first, into the first part that has room."""
+    shared: Parts = []
+    room: list[int] = []
+    for item in _order(lengths):
+        for part, left in enumerate(room):
+            if lengths[item] <= left:
+                shared[part].append(item)
+                room[part] -= lengths[item]
+                break
+        else:
+            shared.append([item])
+            room.append(budget - lengths[item])
+    return shared

@@ -1,0 +1,180 @@
+"""A batch cut into micro-batches of whole sequences, for gradient accumulation.
+
+Invariants:
+
+- Every sequence is in exactly one micro-batch; its tokens, advantages and all else are unchanged.
+- Losses that are divided by the whole batch's counts add up to the loss of the whole batch.
+- Groups may be split: their advantages are there already. What is acknowledged is the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer_adapter.balance import balance, by_budget
+from trainer_adapter.packing import Batch, Layout
+
+__all__ = ["MicroBatch", "micro_batches"]
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """Some sequences of a batch; T tokens in S sequences, the longest of L tokens.
+
+    Attributes
+    ----------
+    tokens, position_ids, loss_mask, logprobs, advantages : Tensor [T] or [S, L]
+    cu_seqlens : int32 [S + 1]
+    max_seqlen : int
+    scores, policy_versions : Tensor [S]
+    instance_ids : list[str]
+    sequence_indices : int64 [S], on the host
+        Positions in the batch.
+    batch_loss_tokens : Tensor []
+        Tokens that the whole batch trains: the denominator of "token" normalisation.
+    batch_sequences : Tensor []
+        Sequences of the whole batch that train a token: that of "sequence" normalisation.
+    layout : "packed" | "padded"
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    loss_mask: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+    scores: Tensor
+    instance_ids: list[str]
+    policy_versions: Tensor
+    sequence_indices: Tensor
+    batch_loss_tokens: Tensor
+    batch_sequences: Tensor
+    layout: Layout
+
+    @property
+    def sequences(self) -> int:
+        """S, how many sequences there are."""
+        return len(self.instance_ids)
+
+
+def micro_batches(
+    batch: Batch, *, max_tokens: int | None = None, count: int | None = None
+) -> list[MicroBatch]:
+    """Cut a batch into micro-batches with about as many tokens each.
+
+    Parameters
+    ----------
+    batch : Batch
+    max_tokens : int, optional
+        As few as fit: none has more tokens than this; in a padded batch, sequences times the
+        longest of them.
+    count : int, optional
+        Instead: exactly so many, each with at least one sequence.
+
+    Returns
+    -------
+    list[MicroBatch]
+        Each with its sequences in the batch's order.
+
+    Raises
+    ------
+    ValueError
+        Both or neither was given; a sequence of more than `max_tokens`; fewer than `count`
+        sequences.
+
+    Notes
+    -----
+    For a loss that is that of the whole batch, give each micro-batch's loss the whole batch's
+    denominator, and add up the gradients::
+
+        for part in micro_batches(batch, max_tokens=16_384):
+            loss = policy_loss(..., denominator=part.batch_loss_tokens).loss
+            loss.backward()
+    """
+    if (max_tokens is None) == (count is None):
+        raise ValueError(
+            f"micro_batches: expected one of max_tokens and count, got {max_tokens} and {count}"
+        )
+    lengths = batch.cu_seqlens.diff().tolist()
+    if count is not None:
+        parts = balance(lengths, count)
+    elif batch.layout == "padded":
+        assert max_tokens is not None
+        parts = _padded_parts(lengths, max_tokens)
+    else:
+        assert max_tokens is not None
+        parts = by_budget(lengths, max_tokens)
+    loss_tokens = batch.loss_mask.sum()
+    trained = _trained_sequences(batch)
+    return [_take(batch, lengths, part, loss_tokens, trained) for part in parts]
+
+
+def _padded_parts(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Put sequences of like length together, as many as fit with the longest of them."""
+    parts: list[list[int]] = []
+    longest = 0
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[position]
+        if length > max_tokens:
+            # Says it in the words of the packed case.
+            by_budget(lengths, max_tokens)
+        if parts and (len(parts[-1]) + 1) * longest <= max_tokens:
+            parts[-1].append(position)
+        else:
+            parts.append([position])
+            longest = length
+    return [sorted(part) for part in parts]
+
+
+def _trained_sequences(batch: Batch) -> Tensor:
+    if batch.layout == "padded":
+        return batch.loss_mask.any(dim=1).sum()
+    # Counts at the borders; none of them waits for the device.
+    ends = torch.cumsum(torch.nn.functional.pad(batch.loss_mask, (1, 0)), dim=0)
+    return (ends[batch.cu_seqlens.long()].diff() > 0).sum()
+
+
+def _take(
+    batch: Batch, lengths: list[int], part: list[int], loss_tokens: Tensor, trained: Tensor
+) -> MicroBatch:
+    own = np.array([lengths[position] for position in part], np.int64)
+    borders = np.zeros(len(part) + 1, np.int32)
+    np.cumsum(own, out=borders[1:])
+    longest = int(own.max())
+    device = batch.tokens.device
+    indices = torch.tensor(part, dtype=torch.int64)
+    sequences = indices.to(device)
+
+    if batch.layout == "padded":
+
+        def rows(values: Tensor) -> Tensor:
+            return values.index_select(0, sequences)[:, :longest]
+    else:
+        starts = np.concatenate([[0], np.cumsum(lengths)])[part]
+        places = np.repeat(starts - borders[:-1], own) + np.arange(borders[-1])
+        tokens = torch.from_numpy(places).to(device)
+
+        def rows(values: Tensor) -> Tensor:
+            return values.index_select(0, tokens)
+
+    return MicroBatch(
+        tokens=rows(batch.tokens),
+        position_ids=rows(batch.position_ids),
+        cu_seqlens=torch.from_numpy(borders).to(device),
+        max_seqlen=longest,
+        loss_mask=rows(batch.loss_mask),
+        logprobs=rows(batch.logprobs),
+        advantages=rows(batch.advantages),
+        scores=batch.scores.index_select(0, sequences),
+        instance_ids=[batch.instance_ids[position] for position in part],
+        policy_versions=batch.policy_versions.index_select(0, sequences),
+        sequence_indices=indices,
+        batch_loss_tokens=loss_tokens,
+        batch_sequences=trained,
+        layout=batch.layout,
+    )

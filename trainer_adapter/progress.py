@@ -1,0 +1,95 @@
+"""One line that says what the trainer is doing.
+
+Invariant: the ledger is read only when a line is due, so counting a batch costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from typing import Final, TextIO
+
+import shmbus
+from trainer_adapter.packing import Batch
+
+__all__ = ["Progress"]
+
+#: Seconds between two looks at the ledger, each of which is a system call a producer.
+LOOK_PERIOD_S: Final = 1.0
+#: Seconds between two lines where a line cannot be written over, as in a log file.
+LOG_PERIOD_S: Final = 10.0
+#: Batches that a rate is taken over.
+RECENT: Final = 20
+
+
+class Progress:
+    """Counts what a handler yields and puts it into one line.
+
+    Parameters
+    ----------
+    stream : file or None
+        Where lines go: written over where it is a terminal. None writes nothing.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
+        self._next_s = 0.0
+        self.line = "no batch yet"
+        self.waited_s = 0.0
+
+    @classmethod
+    def of(cls, wanted: bool | TextIO) -> Progress:
+        """Make one for True (stderr), False (nowhere) or a stream."""
+        if isinstance(wanted, bool):
+            return cls(sys.stderr if wanted else None)
+        return cls(wanted)
+
+    def note(self, batch: Batch, waited_s: float, consumer: shmbus.Consumer) -> None:
+        """Count a batch that is about to be yielded; writes a line when one is due.
+
+        Parameters
+        ----------
+        batch : Batch
+        waited_s : float
+            How long it was waited for.
+        consumer : shmbus.Consumer
+        """
+        self.waited_s += waited_s
+        now_s = time.monotonic()
+        self._recent.append((now_s, _tokens(batch)))
+        if self._stream is None or now_s < self._next_s:
+            return
+        terminal = self._stream.isatty()
+        self._next_s = now_s + (LOOK_PERIOD_S if terminal else LOG_PERIOD_S)
+        self.line = self.text(batch, waited_s, consumer.stats())
+        self._stream.write(f"\r{self.line}\x1b[K" if terminal else f"{self.line}\n")
+        self._stream.flush()
+
+    def text(self, batch: Batch, waited_s: float, ledger: shmbus.Ledger) -> str:
+        """Put a batch and the bus behind it into one line."""
+        versions = [t.policy_version for group in batch.groups for t in group]
+        lag = ledger.policy_version - sum(versions) / max(1, len(versions))
+        span_s = self._recent[-1][0] - self._recent[0][0]
+        tokens = sum(count for _, count in list(self._recent)[1:])
+        rate = f", {tokens / span_s:,.0f} tokens/s" if span_s > 0 else ""
+        full = 1 - ledger.free / ledger.capacity if ledger.capacity else 0.0
+        dropped = sum(ledger.dropped.values())
+        return (
+            f"step {batch.step}: {len(batch.groups)} groups, {batch.sequences} sequences, "
+            f"{_tokens(batch):,} tokens{rate}; waited {waited_s:.2f} s; lag {lag:.1f}; ring "
+            f"{full:.0%} full, {ledger.groups_open} groups open, {ledger.producers} producers"
+            + (f", {dropped} dropped" if dropped else "")
+        )
+
+    def end(self) -> None:
+        """Leave the line for whatever is printed next."""
+        if self._stream is not None and self._stream.isatty() and self._recent:
+            self._stream.write("\n")
+            self._stream.flush()
+
+
+def _tokens(batch: Batch) -> int:
+    """Tokens of a batch, without waiting for a device where that can be."""
+    return len(batch.tokens) if batch.layout == "packed" else batch.total_tokens
