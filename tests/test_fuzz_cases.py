@@ -1,4 +1,4 @@
-"""The cases that fuzzing the Python decoders kept, run again; check-fuzz in the Makefile has C's."""
+"""The cases that fuzzing the Python decoders kept, run again; `make check-fuzz` has those in C."""
 
 from __future__ import annotations
 
