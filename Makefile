@@ -27,7 +27,8 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets that install into one environment must not do it at once.
 .NOTPARALLEL:
-.PHONY: help demo test check bench bench-calls bench-contenders bench-report explore fuzz sanitize clean FORCE
+.PHONY: help demo test check bench bench-calls bench-contenders bench-report explore fuzz soak sanitize
+.PHONY: clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
@@ -68,6 +69,9 @@ fuzz: $(VENV)/.fuzz fuzzers ## Fuzz what reads the segment, MINUTES in all (need
 	@mkdir -p build/fuzz/corpus/decoders
 	$(BIN)/python tests/fuzz/fuzz_decoders.py $(FUZZ_OPTIONS) build/fuzz/corpus/decoders \
 	    tests/fuzz/corpus/decoders
+
+soak: $(VENV)/.dev ## Full load under random kills and stops for MINUTES, then an audit (SEED plays it again)
+	$(BIN)/python tests/process/soak.py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$)
 
 sanitize: $(VENV)/.dev sanitize-c sanitize-python ## C and Python tests under ASan, UBSan and TSan
 

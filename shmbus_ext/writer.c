@@ -298,6 +298,7 @@ static bool seal_linked(struct segment *segment, uint64_t link, uint32_t slot_in
 static void seal_chain(struct segment *segment, struct producer_slot *slot, uint32_t slot_index) {
     uint64_t noted = atomic_load_explicit(&slot->current, memory_order_acquire);
     uint64_t first = atomic_load_explicit(&slot->first, memory_order_acquire);
+    uint64_t next_order = atomic_load_explicit(&slot->next_order, memory_order_relaxed);
     uint64_t link = noted;
     struct run run, last = {.span = 0};
     for (;;) {
@@ -308,9 +309,11 @@ static void seal_chain(struct segment *segment, struct producer_slot *slot, uint
                 link = noted = now;
                 continue;
             }
-            /* Or it may have ended the chain, and the owner begun another. */
+            /* Or it may have ended the chain, and the owner begun another with its newest run; any
+             * other first run is an old one, which a straggler keeps. */
             link = first;
-            if (!seal_linked(segment, link, slot_index, &last, &run)) {
+            if (!seal_linked(segment, link, slot_index, &last, &run) ||
+                run.order + 1 != next_order) {
                 return;
             }
         }

@@ -1,4 +1,4 @@
-"""The cases that fuzzing kept of the decoders, run again; make check-fuzz has those of the core."""
+"""The cases that fuzzing the Python decoders kept, run again; `make check-fuzz` has those in C."""
 
 from __future__ import annotations
 

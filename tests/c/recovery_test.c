@@ -195,7 +195,37 @@ static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(void)
     end_bus(&bus);
 }
 
+/* Records of a closed producer wait in its first run and in one behind a gap. Whoever takes its slot
+ * over must not note the first run as the last, or the next collector looks no further. */
+static void stragglers_on_both_sides_of_a_gap_are_found_again(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref refs[4];
+    make_bus(&bus, 8, 1);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus.segment));
+    for (int i = 0; i < 4; i++) {
+        put(&writer, 3000);
+        CHECK(reader_next(&reader, &refs[i]) == 1);
+    }
+    writer_close(&writer);
+    end(&reader, &refs[1]);
+    end(&reader, &refs[3]);
+    CHECK(reader_next(&reader, &refs[1]) == 0 && reader.runs_freed == 2);
+    die(&bus.other);
+    reader_sweep(&reader);
+    reader_detach(&reader);
+    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_next(&reader, &refs[0]) == 1 && reader.copy.header.sequence == 0);
+    CHECK(reader_next(&reader, &refs[2]) == 1 && reader.copy.header.sequence == 2);
+    CHECK(reader_next(&reader, &refs[1]) == 0 && reader.corrupt == 0);
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
 int main(void) {
+    stragglers_on_both_sides_of_a_gap_are_found_again();
     a_closed_producers_views_keep_their_run_until_its_lock_is_gone();
     a_run_sealed_for_want_of_space_is_freed();
     a_linked_run_is_found_though_its_owner_has_not_noted_it();

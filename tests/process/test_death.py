@@ -16,6 +16,7 @@ from conftest import Spawner, wait_until
 import shmbus
 
 STORM = Path(__file__).parent / "storm.py"
+SOAK = Path(__file__).parent / "soak.py"
 KILLS = 500
 
 WRITER = """
@@ -60,6 +61,17 @@ def test_five_hundred_killed_writers_lose_double_and_tear_nothing(
     assert report["received"] == report["committed"] == report["acknowledged"]
     assert report["balanced"] and report["dropped"] == {} and report["in_ring"] == 0
     assert report["free"] > 0.9, "what dead writers held was not given back"
+
+
+def test_a_short_soak_under_kills_and_stops_loses_doubles_and_tears_nothing(
+    bus_name: str, spawn: Spawner, seed: int
+) -> None:
+    child = spawn.script(SOAK.read_text(), bus_name, 8, seed)
+    report = json.loads(child.finish(timeout=110).splitlines()[-1])
+    assert report["producer kills"] > 10 and report["groups"] > 100, report
+    faults = ("lost", "unknown", "doubled", "torn or mixed", "hangs")
+    assert {name: report[name] for name in faults} == dict.fromkeys(faults, 0), report
+    assert report["balanced"] and set(report["dropped"]) <= {"timeout"}, report
 
 
 def test_a_reader_killed_with_a_lease_gives_it_back_whole(bus_name: str, spawn: Spawner) -> None:
