@@ -404,8 +404,7 @@ class DaemonClient:
                 reply = None
             if isinstance(reply, messages.Leases):
                 spare += self._borrow(reply)
-        for lease in spare:
-            self._give_back(lease)
+        self._give_back(spare)
 
     def take_step(
         self,
@@ -498,16 +497,17 @@ class DaemonClient:
         """Make a leased group the next to be delivered, to whoever asks."""
         if self._late is not None or self._spare:
             self._return_ahead()
-        self._give_back(lease)
+        self._give_back([lease])
 
-    def _give_back(self, lease: ClientLease) -> None:
-        if lease.lost:
-            return
-        self._borrower.release(lease.samples)
-        del self._leases[lease.number]
-        # With no lock on it, a daemon that comes next delivers it too.
-        self._borrower.end_lease(lease.places)
-        self._send(messages.GiveBack(numbers=[lease.number]))
+    def _give_back(self, leases: list[ClientLease]) -> None:
+        leases = [lease for lease in leases if not lease.lost]
+        for lease in leases:
+            self._borrower.release(lease.samples)
+            del self._leases[lease.number]
+            # With no lock on it, a daemon that comes next delivers it too.
+            self._borrower.end_lease(lease.places)
+        if leases:
+            self._send(messages.GiveBack(numbers=[lease.number for lease in leases]))
 
     def flush(self) -> None:
         """Say which leases have ended. Where the daemon is away, it is told when it is back."""
