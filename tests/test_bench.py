@@ -33,6 +33,9 @@ ROWS = [
     "stash-scrambled",
     "stash-memory",
     "idle",
+    "daemon-packed",
+    "daemon-cpu",
+    "daemon-idle",
 ]
 
 

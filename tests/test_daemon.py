@@ -164,8 +164,9 @@ def test_groups_asked_for_ahead_are_neither_lost_nor_out_of_turn(
     daemon: Served, bus_name: str
 ) -> None:
     daemon("--capacity", "8MiB")
-    for number in range(60):
-        put(bus_name, f"g{number:02}", size=1)
+    with Producer(bus_name) as producer:
+        for number in range(60):
+            producer.put(f"g{number:02}", group_size=1, index=0, tokens=np.zeros(9, np.int32))
     with Consumer(bus_name) as consumer:
         first = consumer.take(16, timeout=10)
         assert [g.instance_id for g in first] == [f"g{n:02}" for n in range(16)]
