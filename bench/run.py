@@ -174,7 +174,11 @@ def _others(
     if "idle" in names:
         say("a consumer asleep")
         rows.append(idle.measure(sizes.idle_s, capacity))
-    if "daemon" in names:
+    if "daemon" in names and importlib.util.find_spec("torch") is None:
+        rows.append(
+            Row(name="daemon", title="the daemon", measured="", skipped="there is no torch")
+        )
+    elif "daemon" in names:
         rows += daemon.measure(sizes.packed, sizes.repetitions, sizes.idle_s, capacity, say)
     return rows
 

@@ -152,10 +152,17 @@ class Consumer:
             if time.monotonic() > deadline:
                 raise errors.DaemonUnavailableError(
                     f"bus {self.name!r}: no daemon answers ({away}); start it with `shmbus serve "
-                    f"{self.name}`"
-                    + ("" if self._daemon else ", or read the bus in this process by daemon=False")
+                    f"{self.name}`{self._otherwise()}"
                 ) from away
             time.sleep(limits.REDIAL_INTERVAL_S)
+
+    def _otherwise(self) -> str:
+        if self._world_size > 1:
+            return (
+                f", which rank={self._rank}, world_size={self._world_size} need: without it a bus "
+                "has one reader"
+            )
+        return "" if self._daemon else ", or read the bus in this process by daemon=False"
 
     def _dial(self) -> Source:
         return DaemonClient(

@@ -31,6 +31,7 @@ __all__ = [
     "MAX_WAITING",
     "META_ROOM_BYTES",
     "POLL_RECORDS",
+    "READY_PRESSURE",
     "RECENT_KEYS",
     "RECLAIM_WAIT_S",
     "REDIAL_INTERVAL_S",
@@ -81,6 +82,10 @@ RECENT_KEYS = 65_536
 
 #: Seconds that one wait for space lasts before an asyncio producer looks at its deadline again.
 SPACE_WAIT_S = 0.1
+
+#: Fill of the bus below which `Producer.wait_ready` lets a worker begin another rollout: what many
+#: workers begin at once still fits.
+READY_PRESSURE = 0.75
 
 #: Bytes kept for the meta of a reservation whose meta is set later.
 META_ROOM_BYTES = 1024

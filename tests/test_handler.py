@@ -532,7 +532,7 @@ def test_what_is_no_state_is_refused_and_changes_nothing(bus: Bus, state: Any) -
         ({"groups_per_batch": -1}, ValueError, "groups_per_batch: expected 1 or more, got -1"),
         ({"groups_per_batch": 1.0}, TypeError, "groups_per_batch: expected an int, got float"),
         ({"tokens_per_batch": True}, TypeError, "tokens_per_batch: expected an int, got bool"),
-        ({"rank": 1, "world_size": 2}, ValueError, "rank=1, world_size=2"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank: expected 0 to 1, got 2"),
         ({"layout": "ragged"}, ValueError, "layout: expected .*'ragged'"),
         ({"malformed": "keep"}, ValueError, "malformed: expected .*'keep'"),
         ({"advantages": "ppo"}, ValueError, "kind: expected .*'ppo'"),

@@ -76,7 +76,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
     layout : "packed" | "padded"
     device : torch.device or str
     rank, world_size : int
-        Shards of one step need the daemon; a bus without one has a single reader.
+        This rank gets its shard of each step: disjoint from the others', balanced by tokens, and
+        formed once each rank gets a group. More than one need the daemon (`shmbus serve`); a rank
+        that starts again gets what it had not acknowledged before anything else.
     max_wait : float, optional
         Seconds after the first group of a batch when it is yielded though it is not full; None
         waits until it is. By default 1 for a token budget, and None for a number of groups.
@@ -136,11 +138,6 @@ class OnlineDataHandler(IterableDataset[Batch]):
             tokens_per_batch = DEFAULT_TOKENS_PER_BATCH
         check_count("tokens_per_batch", tokens_per_batch)
         check_count("groups_per_batch", groups_per_batch)
-        if (rank, world_size) != (0, 1):
-            raise ValueError(
-                f"expected rank=0, world_size=1, got rank={rank}, world_size={world_size}: a bus "
-                "without a daemon has one reader; shards for several ranks need the daemon"
-            )
         if layout not in ("packed", "padded"):
             raise ValueError(f"layout: expected 'packed' or 'padded', got {layout!r}")
         if malformed not in ("raise", "drop"):
@@ -180,7 +177,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 device, advantages=advantages, layout=layout, fields=fields, truncated=truncated
             )
         self._prefetcher = Prefetcher(_Maker(self), prefetch, max_wait) if prefetch else None
-        self._consumer = shmbus.Consumer(bus, **consumer_options)
+        self._sharded = world_size != 1
+        self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
         with shmbus.Bus.open(bus) as handle:
             self._created_unix_ns = handle.created_unix_ns
 
@@ -304,6 +302,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     def _choose(self, timeout: float | None) -> list[tuple[shmbus.Group, int]]:
         """Collect groups until the budget is used, or max_wait after the first is over."""
+        if self._sharded:
+            return self._choose_shard(timeout)
         began = noted = time.monotonic()
         first_came: float | None = None
         while True:
@@ -329,6 +329,29 @@ class OnlineDataHandler(IterableDataset[Batch]):
             elif time.monotonic() >= noted + QUIET_NOTE_S:
                 noted = time.monotonic()
                 self._note_quiet()
+
+    def _choose_shard(self, timeout: float | None) -> list[tuple[shmbus.Group, int]]:
+        """Take this rank's shard of the next step, as the daemon has shared it out."""
+        began = noted = time.monotonic()
+        while not self._held:
+            left = noted + QUIET_NOTE_S - time.monotonic()
+            if timeout is not None:
+                left = min(left, began + timeout - time.monotonic())
+            groups = self._consumer.take_step(
+                groups=self.groups_per_batch,
+                tokens=self.tokens_per_batch,
+                max_wait=self._max_wait,
+                field=self._fields.tokens,
+                timeout=max(left, 0.0),
+            )
+            self._hold_all(groups)
+            now = time.monotonic()
+            if not groups and timeout is not None and now >= began + timeout:
+                raise TimeoutError(f"no step within {timeout:g} s; {self._waiting()}")
+            if not groups and now >= noted + QUIET_NOTE_S:
+                noted = now
+                logger.warning("still waiting for a step of all ranks; %s", self._waiting())
+        return self._cut()
 
     def _hold_all(self, groups: list[shmbus.Group]) -> None:
         """Keep what was taken for the next batches; the first malformed group raises at the end."""

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from shmbus import messages
+from shmbus import limits, messages
 from shmbus.collector import Collector
 from shmbus_ext import _core
 
@@ -73,11 +73,31 @@ class Session:
         self.rank = hello.rank if hello.world_size > 1 else -1
         self.world_size = hello.world_size
         self.observer = hello.observer
-        self.send = send
+        self._send = send
+        self._ended: list[int] = []
+        self._unknown: list[int] = []
         self.leases: dict[int, Lease] = {}
         #: Whether it has said all that it holds from an earlier connection.
         self.settled = hello.client < 0
         self.waiting = 0
+
+    def send(self, reply: messages.Reply) -> None:
+        """Send a reply, after the confirmations that have gathered."""
+        self.confirm()
+        self._send(reply)
+
+    def note_ended(self, ended: list[int], unknown: list[int]) -> None:
+        """Have ended leases confirmed soon: with the next reply, or when they are many."""
+        self._ended += ended
+        self._unknown += unknown
+        if len(self._ended) + len(self._unknown) >= limits.UNCONFIRMED // 2:
+            self.confirm()
+
+    def confirm(self) -> None:
+        """Confirm now what has ended."""
+        if self._ended or self._unknown:
+            self._send(messages.Ended(numbers=self._ended, unknown=self._unknown))
+            self._ended, self._unknown = [], []
 
     def status(self) -> messages.ClientStatus:
         """For operators."""

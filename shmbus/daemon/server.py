@@ -64,6 +64,7 @@ class Server:
         self._hurry = threading.Event()
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = 0.0
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -193,9 +194,13 @@ class Server:
         if self._stopping:
             return
         now = time.monotonic()
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(self.service.next_tick_s(now), self._tick)
+        wait_s = self.service.next_tick_s(now)
+        # A tick too early does nothing; only one that would be late is set anew.
+        if self._timer is None or now + wait_s < self._timer_due_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_due_s = now + wait_s
+            self._timer = self._loop.call_later(wait_s, self._tick)
         if self.service.waits:
             self._hurry.set()
         else:

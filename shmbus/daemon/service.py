@@ -100,6 +100,8 @@ class Service:
             self._next_burial_s = now + limits.BURIAL_INTERVAL_S
             self._put_back(self._doubt.bury(set(self.sessions)))
         self.collector.stash.expire(now)
+        for session in self.sessions.values():
+            session.confirm()
         self.serve(now)
 
     def next_tick_s(self, now: float) -> float:
@@ -303,7 +305,7 @@ class Service:
         elif isinstance(request, messages.GiveBack):
             found = [session.leases.pop(n) for n in request.numbers if n in session.leases]
             self._put_back(found)
-            session.send(messages.Ended(numbers=[lease.number for lease in found]))
+            session.note_ended([lease.number for lease in found], [])
             self.serve(now)
         elif isinstance(request, messages.Claim):
             self._claim(session, request, now)
@@ -335,8 +337,9 @@ class Service:
         if session.waiting >= limits.MAX_WAITING:
             raise errors.ProtocolError(f"more than {limits.MAX_WAITING} requests wait already")
         session.waiting += 1
-        self._waiting.append(_Waiting(session, request, now))
-        if self.collector.stash.ready_groups:
+        waiting = _Waiting(session, request, now)
+        self._waiting.append(waiting)
+        if self.collector.stash.ready_groups >= waiting.wanted:
             self.serve(now)
         else:
             self.pump(now)
@@ -350,7 +353,7 @@ class Service:
                 continue
             self.table.end(lease, request.reason)
             ended.append(number)
-        session.send(messages.Ended(numbers=ended, unknown=unknown))
+        session.note_ended(ended, unknown)
         self.collector.flush()
 
     def _claim(self, session: Session, request: messages.Claim, now: float) -> None:
@@ -372,6 +375,8 @@ class Service:
         """Answer who waits, in the order of asking, as far as there is something for them."""
         if self._claims is not None:
             return
+        # A duplicate that is to be raised comes before the group that it was for.
+        self.collector.release_discards()
         still = []
         for waiting in self._waiting:
             if not self._answer(waiting, now):

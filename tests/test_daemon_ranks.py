@@ -1,0 +1,209 @@
+"""Ranks: shards of one step, disjoint and decided once, and a rank's own again after its death."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Daemon, Spawner, wait_until
+
+from shmbus import Bus, BusBusyError, Consumer, DaemonUnavailableError, Group, Producer
+
+Served = Callable[..., Daemon]
+
+
+def put(name: str, groups: range, tokens: Callable[[int], int] = lambda g: 10 + g % 7) -> None:
+    with Producer(name) as producer:
+        for group in groups:
+            for index in range(2):
+                producer.put(
+                    f"g{group}", group_size=2, index=index,
+                    tokens=np.full(tokens(group), group, np.int32),
+                )  # fmt: skip
+
+
+def ids(groups: list[Group]) -> list[str]:
+    return [group.instance_id for group in groups]
+
+
+def weight(groups: list[Group]) -> int:
+    return sum(t["tokens"].size for group in groups for t in group)
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Run calls in a thread each, and return what they returned."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(at: int) -> None:
+        results[at] = calls[at]()
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_shards_are_the_same_whoever_asks_first(daemon: Served, bus_name: str, first: int) -> None:
+    daemon("--capacity", "8MiB")
+    put(bus_name, range(8))
+    with (
+        Consumer(bus_name, rank=0, world_size=2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        got: dict[int, list[Group]] = {}
+        for rank in (first, 1 - first):
+            got[rank] = (zero, one)[rank].take_step(groups=4, timeout=10)
+        assert len(got[0]) == len(got[1]) == 4
+        # Heaviest first, a round to each: pinned, since it must never depend on who asks.
+        assert ids(got[0]) == ["g2", "g3", "g6", "g7"]
+        assert ids(got[1]) == ["g0", "g1", "g4", "g5"]
+        for rank in (0, 1):
+            (zero, one)[rank].ack(got[rank])
+        assert wait_until(lambda: zero.stats().acknowledged == 16)
+
+
+def test_a_step_fits_the_tokens_of_each_rank_and_is_balanced(daemon: Served, bus_name: str) -> None:
+    daemon("--capacity", "8MiB")
+    put(bus_name, range(40), tokens=lambda g: 1 + g * 13 % 50)
+    consumers = [Consumer(bus_name, rank=r, world_size=3) for r in range(3)]
+    steps = at_once(
+        *(lambda c=c: c.take_step(tokens=300, max_wait=0.1, timeout=10) for c in consumers)
+    )
+    loads = [weight(groups) for groups in steps]
+    assert all(0 < load <= 300 for load in loads)
+    heaviest = max(weight([g]) for groups in steps for g in groups)
+    assert max(loads) - min(loads) <= heaviest
+    taken = [i for groups in steps for i in ids(groups)]
+    assert len(set(taken)) == len(taken)
+    for consumer in consumers:
+        consumer.close()
+
+
+def test_no_step_is_formed_before_each_rank_gets_a_group(daemon: Served, bus_name: str) -> None:
+    daemon("--capacity", "8MiB")
+    put(bus_name, range(1), tokens=lambda g: 10)
+    with (
+        Consumer(bus_name, rank=0, world_size=2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        assert zero.take_step(groups=1, max_wait=0.0, timeout=0.2) == []
+        put(bus_name, range(1, 2), tokens=lambda g: 10)
+        assert ids(zero.take_step(groups=1, max_wait=0.0, timeout=10)) == ["g0"]
+        assert ids(one.take_step(groups=1, max_wait=0.0, timeout=10)) == ["g1"]
+
+
+RANK = """
+import sys, time
+from shmbus import Consumer
+consumer = Consumer(sys.argv[1], rank=1, world_size=2)
+groups = consumer.take_step(groups=3, timeout=20)
+groups[0].ack()
+consumer.stats()
+print(",".join(g.instance_id for g in groups[1:]))
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_died_gets_what_it_did_not_acknowledge_again_and_nobody_else_does(
+    daemon: Served, bus_name: str, spawn: Spawner
+) -> None:
+    daemon("--capacity", "8MiB")
+    put(bus_name, range(12))
+    child = spawn.script(RANK, bus_name)
+    wait_until(lambda: "," in child.output())
+    left = child.output().strip().split(",")
+    with Consumer(bus_name, rank=0, world_size=2) as zero:
+        assert not set(ids(zero.take_step(groups=3, timeout=10))) & set(left)
+        with pytest.raises(BusBusyError, match=f"rank 1 is pid {child.pid}"):
+            Consumer(bus_name, rank=1, world_size=2)
+        child.kill()
+        assert not set(ids(zero.take_step(groups=3, timeout=10))) & set(left)
+
+        def again() -> Consumer | None:
+            try:
+                return Consumer(bus_name, rank=1, world_size=2)
+            except BusBusyError:
+                return None
+
+        with wait_until(again) as one:  # type: ignore[union-attr]
+            assert ids(one.take_step(groups=3, timeout=10)) == left
+            assert len(one.take_step(groups=3, timeout=10)) == 3
+
+
+def test_ranks_that_ask_differently_for_a_step_are_told_so(daemon: Served, bus_name: str) -> None:
+    daemon("--capacity", "8MiB")
+    put(bus_name, range(8))
+    with (
+        Consumer(bus_name, rank=0, world_size=2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        zero.take_step(groups=2, timeout=10)
+        with pytest.raises(ValueError, match=r"groups=3.*groups=2"):
+            one.take_step(groups=3, timeout=10)
+        assert len(one.take_step(groups=2, timeout=10)) == 2
+
+
+def test_another_world_size_takes_over_when_the_ranks_are_gone(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB")
+    put(bus_name, range(8))
+    with Consumer(bus_name, rank=0, world_size=2) as zero:
+        with pytest.raises(ValueError, match="world of 2"):
+            Consumer(bus_name, rank=0, world_size=3)
+        assert len(zero.take_step(groups=2, timeout=10)) == 2
+    with Consumer(bus_name) as plain:
+        found = []
+        while len(found) < 8:
+            found += plain.take(8, timeout=10)
+        assert sorted(ids(found)) == [f"g{i}" for i in range(8)]
+
+
+def test_ranks_need_a_daemon(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "1MiB"),
+        pytest.raises(DaemonUnavailableError, match=r"shmbus serve.*rank=1, world_size=2"),
+    ):
+        Consumer(bus_name, rank=1, world_size=2)
+
+
+@pytest.mark.parametrize("rank, world_size", [(-1, 2), (2, 2), (0, 0), (0, 5000)])
+def test_a_rank_out_of_range_is_a_value_error(bus_name: str, rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"rank|world_size"):
+        Consumer(bus_name, rank=rank, world_size=world_size)
+
+
+def test_handlers_of_all_ranks_train_each_group_once(daemon: Served, bus_name: str) -> None:
+    pytest.importorskip("torch")
+    from trainer_adapter import OnlineDataHandler
+
+    daemon("--capacity", "8MiB")
+    put(bus_name, range(24))
+    handlers = [
+        OnlineDataHandler(bus_name, groups_per_batch=4, rank=rank, world_size=2)
+        for rank in range(2)
+    ]
+    trained: list[str] = []
+    for step in range(3):
+        batches = [handler.next_batch(10) for handler in handlers]
+        if step == 1:
+            handlers[0].give_back(batches[0])
+            again = handlers[0].next_batch(10)
+            assert again.instance_ids == batches[0].instance_ids
+            batches[0] = again
+        for handler, batch in zip(handlers, batches, strict=True):
+            assert len(batch.groups) == 4
+            trained += batch.instance_ids
+            handler.ack(batch)
+    assert sorted(trained) == sorted([f"g{n}" for n in range(24)] * 2)
+    with pytest.raises(TimeoutError, match="no step within"):
+        handlers[0].next_batch(0.1)
+    assert wait_until(lambda: handlers[1].stats().acknowledged == 48)
+    for handler in handlers:
+        handler.close()

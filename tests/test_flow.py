@@ -1,0 +1,148 @@
+"""Flow control: pauses that producers see, and pressure that they can wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from conftest import Spawner, wait_until
+
+from shmbus import Bus, BusFullError, Consumer, Producer
+from shmbus.cli import main
+
+TOKENS = np.zeros(1000, np.int32)
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, "1MiB", max_producers=4) as made:
+        yield made
+
+
+@pytest.fixture
+def producer(bus: Bus) -> Iterator[Producer]:
+    with Producer(bus.name) as made:
+        yield made
+
+
+def fill(producer: Producer) -> int:
+    count = 0
+    while True:
+        try:
+            producer.put(f"fill-{count}", group_size=1, index=0, tokens=TOKENS, timeout=0)
+        except BusFullError:
+            return count
+        count += 1
+
+
+def test_a_paused_bus_is_a_full_one_that_says_why(bus: Bus, producer: Producer) -> None:
+    bus.policy_version = 7
+    bus.pause("weights are being loaded")
+    assert bus.paused == producer.paused == "weights are being loaded"
+    for attempt in (
+        lambda: producer.put("a", group_size=1, index=0, tokens=TOKENS, timeout=0.05),
+        lambda: producer.put_many(
+            [{"instance_id": "a", "group_size": 1, "index": 0, "tokens": TOKENS}], timeout=0.05
+        ),
+        lambda: producer.reserve(
+            "a", group_size=1, index=0, fields={"tokens": ("int32", 5)}, timeout=0.05
+        ),
+    ):
+        with pytest.raises(BusFullError, match=r"paused at policy version 7 \(weights .*resume"):
+            attempt()
+    assert bus.stats().committed == 0
+    bus.resume()
+    assert bus.paused is None and producer.paused is None
+    producer.put("a", group_size=1, index=0, tokens=TOKENS, timeout=0)
+
+
+def test_resuming_lets_a_waiting_producer_go_on(bus: Bus, producer: Producer) -> None:
+    bus.pause()
+    put = threading.Thread(
+        target=lambda: producer.put("a", group_size=1, index=0, tokens=TOKENS, timeout=20),
+        daemon=True,
+    )
+    put.start()
+    time.sleep(0.1)
+    assert put.is_alive()
+    bus.resume()
+    put.join(10)
+    assert not put.is_alive() and bus.stats().committed == 1
+
+
+def test_what_was_reserved_before_a_pause_can_be_committed(bus: Bus, producer: Producer) -> None:
+    with producer.reserve("a", group_size=1, index=0, fields={"tokens": ("int32", 5)}) as slot:
+        bus.pause()
+        slot["tokens"][:] = 1
+    assert bus.stats().committed == 1
+    with Consumer(bus.name) as consumer:
+        assert len(consumer.take(timeout=5)) == 1
+
+
+def test_pressure_is_the_part_of_the_bus_that_is_held(bus: Bus, producer: Producer) -> None:
+    assert producer.pressure() < 0.1
+    fill(producer)
+    assert producer.pressure() > 0.9
+    with Consumer(bus.name) as consumer:
+        while groups := consumer.take(64, timeout=0):
+            consumer.ack(groups)
+        assert producer.pressure() < 0.5
+    bus.pause()
+    assert producer.pressure() == 1.0
+
+
+async def test_waiting_until_ready_leaves_the_loop_to_others(bus: Bus, producer: Producer) -> None:
+    assert await producer.wait_ready(timeout=0)
+    fill(producer)
+    assert not await producer.wait_ready(timeout=0.05)
+    turns = 0
+    done = False
+
+    async def other() -> None:
+        nonlocal turns
+        while not done:
+            turns += 1
+            await asyncio.sleep(0.005)
+
+    task = asyncio.create_task(other())
+    waiting = asyncio.create_task(producer.wait_ready(0.5, timeout=20))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    with Consumer(bus.name) as consumer:
+        while groups := consumer.take(64, timeout=0):
+            consumer.ack(groups)
+        assert await waiting
+    done = True
+    await task
+    assert turns > 3
+
+
+@pytest.mark.parametrize("below", [0, 1.5, -1])
+async def test_a_bound_out_of_range_is_a_value_error(producer: Producer, below: float) -> None:
+    with pytest.raises(ValueError, match="below"):
+        await producer.wait_ready(below)
+
+
+def test_the_command_line_pauses_and_resumes(bus: Bus, spawn: Spawner) -> None:
+    assert main(["pause", bus.name, "--reason", "why"]) == 0
+    assert bus.paused == "why"
+    spawn.module("shmbus", "resume", bus.name).finish()
+    assert wait_until(lambda: bus.paused is None)
+
+
+def test_a_reason_that_is_too_long_is_refused(bus: Bus) -> None:
+    with pytest.raises(ValueError, match="119 bytes"):
+        bus.pause("x" * 120)
+    bus.pause("ü" * 59)
+    assert bus.paused == "ü" * 59
+
+
+def test_pausing_an_unknown_bus_is_a_failure_with_its_name(
+    bus_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pause", bus_name]) == 1
+    assert bus_name in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""Settings of ``shmbus serve``: who wins, what is refused, and the command line around them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Daemon, Spawner, wait_until
+
+from shmbus import Bus
+from shmbus.cli import main
+from shmbus.daemon.config import ConfigError, Settings, load
+from shmbus.daemon.notify import notify
+
+needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib before Python 3.11")
+
+
+@needs_toml
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'capacity = "1GiB"\ngroup_timeout = 5\nmax_producers = 8\nduplicate = "error"\n'
+    )
+    environment = {"SHMBUS_GROUP_TIMEOUT": "6", "SHMBUS_MAX_PRODUCERS": "9", "SHMBUS_OTHER": "x"}
+    settings = load({"max_producers": "10", "capacity": None}, environment, str(path))
+    assert settings == Settings(
+        capacity="1GiB", group_timeout=6.0, max_producers=10, duplicate="error"
+    )
+
+
+def test_text_becomes_what_the_setting_is() -> None:
+    settings = load(
+        {"group_timeout": "1.5", "unlink_on_exit": True, "max_stash_bytes": "1MiB"},
+        {"SHMBUS_SKIP_ZERO_VARIANCE": "true", "SHMBUS_MAX_POLICY_LAG": "3"},
+        None,
+    )
+    assert settings.group_timeout == 1.5 and settings.unlink_on_exit
+    assert settings.skip_zero_variance is True and settings.max_policy_lag == 3
+    assert settings.policy().max_stash_bytes == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "match"),
+    [
+        ({"group_timeout": "soon"}, {}, "--group-timeout: group_timeout = 'soon'"),
+        ({"on_timeout": "explode"}, {}, "--on-timeout"),
+        ({"group_timeout": "-1"}, {}, "group_timeout: expected 0 or more"),
+        ({"capacity": "12 parsecs"}, {}, "size: expected"),
+        ({}, {"SHMBUS_LOG_FORMAT": "xml"}, "SHMBUS_LOG_FORMAT"),
+    ],
+)
+def test_a_wrong_value_names_where_it_comes_from(
+    flags: dict[str, str], environment: dict[str, str], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match.replace("--", "--?")):
+        load(flags, environment, None)
+
+
+@needs_toml
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("capacty = 3\n", "no setting 'capacty'"),
+        ("group_timeout = '5'\n", "group_timeout"),
+        ("a = [", "no TOML"),
+    ],
+)
+def test_a_wrong_file_ends_serve_with_status_2_and_makes_no_bus(
+    tmp_path: Path, bus_name: str, capsys: pytest.CaptureFixture[str], text: str, match: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert main(["serve", bus_name, "--config", str(path)]) == 2
+    assert match in capsys.readouterr().err
+    assert not Path(f"/dev/shm/shmbus.{bus_name}").exists()
+
+
+def test_a_file_that_is_not_there_is_a_failure(
+    tmp_path: Path, bus_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", bus_name, "--config", str(tmp_path / "none.toml")]) in (1, 2)
+    assert "none.toml" in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "shmbus serve run1" in text and "--drain-timeout" in text
+
+
+def test_the_log_is_json_where_it_is_asked_for(spawn: Spawner, bus_name: str) -> None:
+    child = spawn.module(
+        "shmbus", "serve", bus_name, "--capacity", "1MiB",
+        env={"SHMBUS_LOG_FORMAT": "json", "SHMBUS_UNLINK_ON_EXIT": "1"},
+    )  # fmt: skip
+    wait_until(lambda: '"serving"' in child.output())
+    child.send_signal(signal.SIGTERM)
+    lines = [json.loads(line) for line in child.finish().splitlines()]
+    assert [line["message"] for line in lines] == ["serving", "draining", "stopping"]
+    assert lines[0]["bus"] == bus_name and lines[0]["level"] == "info"
+
+
+def test_systemd_is_told_when_it_serves_and_when_it_stops(
+    spawn: Spawner, bus_name: str, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.settimeout(20)
+        listener.bind(str(tmp_path / "notify"))
+        child = spawn.module(
+            "shmbus", "serve", bus_name, "--capacity", "1MiB", "--unlink-on-exit",
+            env={"NOTIFY_SOCKET": str(tmp_path / "notify")},
+        )  # fmt: skip
+        assert listener.recv(100) == b"READY=1"
+        child.send_signal(signal.SIGTERM)
+        assert listener.recv(100) == b"STOPPING=1"
+        child.finish()
+
+
+def test_without_systemd_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert not notify("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere/at/all")
+    assert not notify("READY=1")
+
+
+def test_a_bus_that_is_there_is_adopted_as_it_is(
+    daemon: Callable[..., Daemon], bus_name: str
+) -> None:
+    with Bus.create(bus_name, "2MiB", max_producers=3) as bus:
+        served = daemon("--capacity", "8MiB")
+        served.stop()
+        assert bus.capacity == 2 << 20 and os.path.exists(f"/dev/shm/shmbus.{bus_name}")
