@@ -1,0 +1,190 @@
+"""The trainer's side on one core: packing against memcpy, and what the handler adds to a batch.
+
+``python -m bench.trainer --output bench/results/NAME.json [--plot NAME.png]``.
+
+- *Packing*: leased groups of 2,048-token records, more of them than any cache holds, into batches
+  of 65,536 tokens in reused memory; bytes of batch (25 a token) a second, against memcpy in the
+  same process.
+- *Overhead*: from the call of ``ack`` for one batch to the return of ``next_batch`` with the next.
+  Of a handler with ``prefetch=1``, once the next batch is ready; of a plain one, less what the same
+  call of `pack` takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+import shmbus
+from bench import machine
+from bench.workload import GROUP_SIZE
+from trainer_adapter import OnlineDataHandler
+from trainer_adapter.packing import BatchMemory, pack
+
+__all__ = ["main"]
+
+TOKENS: Final = 2048
+BATCH_TOKENS: Final = 65_536
+BYTES_PER_PACKED_TOKEN: Final = 25
+MEMCPY_BYTES: Final = 256 << 20
+PACKING_TARGET: Final = 1.5
+OVERHEAD_TARGET_US: Final = 100.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and write what was asked for; exit status 1 where a target is missed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.trainer", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    parser.add_argument("--plot", type=Path, help="where a picture goes")
+    parser.add_argument("--capacity", default="384MiB", help="of the ring (384MiB)")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    facts = machine.describe()
+    print(machine.summary(facts), flush=True)
+    before = _memcpy()
+    packing = _packing(options.capacity)
+    after = _memcpy()
+    memcpy = (before + after) / 2
+    ready_us = _overhead(prefetch=1)
+    plain_us = _overhead(prefetch=0)
+    result: dict[str, Any] = {
+        "machine": facts,
+        "memcpy_gb_per_s": [before / 1e9, after / 1e9],
+        "packing_gb_per_s": packing / 1e9,
+        "packing_of_memcpy": packing / memcpy,
+        "packing_target": PACKING_TARGET,
+        "overhead_us": {"ready": ready_us, "plain_less_pack": plain_us},
+        "overhead_target_us": OVERHEAD_TARGET_US,
+    }
+    print(
+        f"memcpy {before / 1e9:.1f} and {after / 1e9:.1f} GB/s\n"
+        f"packing {packing / 1e9:.1f} GB/s of batch, {packing / memcpy:.2f} of memcpy "
+        f"(target: at least {PACKING_TARGET})\n"
+        f"between two batches: {ready_us:.0f} us where the next is ready, {plain_us:.0f} us and "
+        f"its packing where not (target: at most {OVERHEAD_TARGET_US:.0f})"
+    )
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        _plot(result, options.plot)
+    return 0 if packing / memcpy >= PACKING_TARGET and ready_us <= OVERHEAD_TARGET_US else 1
+
+
+def _memcpy() -> float:
+    source, target = np.ones(MEMCPY_BYTES, np.uint8), np.ones(MEMCPY_BYTES, np.uint8)
+    seconds = []
+    for _ in range(15):
+        began = time.perf_counter()
+        ctypes.memmove(target.ctypes.data, source.ctypes.data, MEMCPY_BYTES)
+        seconds.append(time.perf_counter() - began)
+    return MEMCPY_BYTES / statistics.median(seconds)
+
+
+@contextmanager
+def _filled_bus(capacity: str, records: int) -> Iterator[str]:
+    name = f"bench-trainer-{os.getpid()}-{secrets.token_hex(3)}"
+    tokens = np.arange(TOKENS, dtype=np.int32)
+    mask = np.ones(TOKENS, np.uint8)
+    logprobs = np.full(TOKENS, -0.5, np.float32)
+    with shmbus.Bus.create(name, capacity), shmbus.Producer(name) as producer:
+        for number in range(records):
+            producer.put(
+                f"p{number // GROUP_SIZE}",
+                group_size=GROUP_SIZE,
+                index=number % GROUP_SIZE,
+                score=float(number % 3),
+                tokens=tokens,
+                loss_mask=mask,
+                logprobs=logprobs,
+                timeout=10.0,
+            )
+        yield name
+
+
+def _packing(capacity: str) -> float:
+    """Return bytes of batch a second."""
+    per_batch = BATCH_TOKENS // TOKENS // GROUP_SIZE
+    records = 1000 * per_batch // 4 * GROUP_SIZE
+    memory = BatchMemory()
+    with _filled_bus(capacity, records) as name, shmbus.Consumer(name) as consumer:
+        groups: list[shmbus.Group] = []
+        while len(groups) < records // GROUP_SIZE:
+            groups += consumer.take(1024, 10.0)
+        batches = [groups[at : at + per_batch] for at in range(0, len(groups), per_batch)]
+        rates = []
+        for _ in range(10):
+            began = time.perf_counter()
+            for batch in batches:
+                pack(batch, memory=memory)
+            seconds = time.perf_counter() - began
+            rates.append(records * TOKENS * BYTES_PER_PACKED_TOKEN / seconds)
+    return statistics.median(rates)
+
+
+def _overhead(prefetch: int) -> float:
+    """Return the microseconds from one batch to the next."""
+    per_batch = BATCH_TOKENS // TOKENS // GROUP_SIZE
+    count = 200
+    overheads = []
+    with (
+        _filled_bus("256MiB", count * per_batch * GROUP_SIZE) as name,
+        OnlineDataHandler(name, groups_per_batch=per_batch, prefetch=prefetch) as handler,
+    ):
+        memory = BatchMemory()
+        batch = handler.next_batch(10)
+        for _ in range(count - 2):
+            if handler._prefetcher is not None:
+                while not handler._prefetcher.ready:
+                    time.sleep(1e-4)
+            began = time.perf_counter()
+            handler.ack(batch)
+            batch = handler.next_batch(10)
+            seconds = time.perf_counter() - began
+            if not prefetch:
+                began = time.perf_counter()
+                pack(batch.groups, memory=memory)
+                seconds -= time.perf_counter() - began
+            overheads.append(seconds * 1e6)
+        handler.ack(batch)
+    return statistics.median(overheads)
+
+
+def _plot(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8, 3))
+    memcpy = statistics.mean(result["memcpy_gb_per_s"])
+    left.bar(["memcpy", "packing"], [memcpy, result["packing_gb_per_s"]], color=["0.6", "C0"])
+    left.axhline(memcpy * PACKING_TARGET, color="C3", linestyle=":", label="target")
+    left.set_ylabel("GB/s, one core")
+    left.legend()
+    names = ["next is ready", "plain, less packing"]
+    values = list(result["overhead_us"].values())
+    right.bar(names, values, color="C0")
+    right.axhline(OVERHEAD_TARGET_US, color="C3", linestyle=":", label="target")
+    right.set_ylabel("us between two batches")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
