@@ -16,15 +16,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from multiprocessing.synchronize import Barrier
+from multiprocessing.synchronize import Barrier, Event
 from typing import Any, Final
 
-__all__ = ["DEADLINE_S", "STALL_S", "MeasurementError", "Role", "run_alone", "run_together"]
+__all__ = [
+    "DEADLINE_S",
+    "STALL_S",
+    "MeasurementError",
+    "Role",
+    "Started",
+    "new_counters",
+    "new_event",
+    "run_alone",
+    "run_together",
+    "start_role",
+]
 
 #: Seconds after which a group of processes is given up: far more than any needs on a busy machine.
 DEADLINE_S: Final = 300.0
 #: Seconds that one call in a process may wait for another process, which may still import torch.
 STALL_S: Final = 60.0
+#: Seconds between two looks at processes that are watched, and at whether they are ready.
+WATCH_S: Final = 0.02
+READY_POLL_S: Final = 0.01
 
 _context = multiprocessing.get_context("spawn")
 
@@ -44,17 +58,22 @@ class Role:
     arguments: tuple[Any, ...] = ()
 
 
-def run_together(roles: Sequence[Role], deadline_s: float = DEADLINE_S) -> list[Any]:
+def run_together(
+    roles: Sequence[Role],
+    deadline_s: float = DEADLINE_S,
+    watch: Callable[[Sequence[int]], None] | None = None,
+) -> list[Any]:
     """Run each role in a process of its own, and return their results in the same order.
 
-    Each calls ``start()`` once, which returns when all have called it.
+    Each calls ``start()`` once, which returns when all have called it. `watch` is called with
+    their pids right before that, and then every `WATCH_S` while all of them run.
 
     Raises
     ------
     MeasurementError
         One of them raised, died, or ran past the deadline.
     """
-    barrier = _context.Barrier(len(roles))
+    barrier = _context.Barrier(len(roles) + (watch is not None))
     processes: list[SpawnProcess] = []
     pipes: list[Connection] = []
     try:
@@ -65,7 +84,10 @@ def run_together(roles: Sequence[Role], deadline_s: float = DEADLINE_S) -> list[
             there.close()
             processes.append(process)
             pipes.append(here)
-        results = _collect(roles, pipes, time.monotonic() + deadline_s)
+        deadline = time.monotonic() + deadline_s
+        if watch:
+            _watch(watch, processes, pipes, barrier, deadline)
+        results = _collect(roles, pipes, deadline)
         for process in processes:
             process.join()
         return results
@@ -82,16 +104,83 @@ def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
     return run_together([Role(function, arguments)])[0]
 
 
-def _child(pipe: Connection, barrier: Barrier, role: Role) -> None:
+class Started:
+    """A process by itself, begun at once, that runs until it is ended."""
+
+    def __init__(self, process: SpawnProcess, pipe: Connection) -> None:
+        self._process = process
+        self._pipe = pipe
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.is_alive()
+
+    def end(self) -> None:
+        """End it by SIGKILL, and reap it."""
+        self._process.kill()
+        self._process.join()
+
+    def failure(self) -> str:
+        """Return what it failed with; nothing if it has not."""
+        try:
+            if self._pipe.poll():
+                done, result = self._pipe.recv()
+                return "" if done else str(result)
+        except EOFError:
+            pass
+        return ""
+
+
+def start_role(role: Role) -> Started:
+    """Begin ``function(*arguments)`` in a process of its own, which waits for no other."""
+    here, there = _context.Pipe(duplex=False)
+    process = _context.Process(target=_child, args=(there, None, role), daemon=True)
+    process.start()
+    there.close()
+    return Started(process, here)
+
+
+def new_event() -> Event:
+    """Make an event that roles can share."""
+    return _context.Event()
+
+
+def new_counters(count: int) -> Any:
+    """Make so many integers that roles can share, without a lock: one writer each."""
+    return _context.RawArray("q", count)
+
+
+def _child(pipe: Connection, barrier: Barrier | None, role: Role) -> None:
     def start() -> None:
+        assert barrier is not None
         barrier.wait(STALL_S)
 
     # A Ctrl-C reaches every process of the terminal; the parent ends its children by itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        pipe.send((True, role.function(start, *role.arguments)))
+        arguments = (start, *role.arguments) if barrier else role.arguments
+        pipe.send((True, role.function(*arguments)))
     except Exception:
         pipe.send((False, traceback.format_exc()))
+
+
+def _watch(
+    watch: Callable[[Sequence[int]], None],
+    processes: Sequence[SpawnProcess],
+    pipes: Sequence[Connection],
+    barrier: Barrier,
+    deadline: float,
+) -> None:
+    """Wait until all are ready, look, let them begin, and look again until the first has ended."""
+    pids = [process.pid for process in processes if process.pid is not None]
+    while barrier.n_waiting < len(processes):
+        if wait(pipes, READY_POLL_S) or time.monotonic() > deadline:
+            return
+    watch(pids)
+    barrier.wait(STALL_S)
+    while not wait(pipes, WATCH_S) and time.monotonic() < deadline:
+        watch(pids)
 
 
 def _collect(roles: Sequence[Role], pipes: list[Connection], deadline: float) -> list[Any]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import shmbus
 from bench.processes import STALL_S, MeasurementError
-from bench.workload import GROUP_SIZE, Source, Workload
+from bench.workload import Item, Workload
 
 __all__ = ["check_ledger", "produce", "temporary_bus"]
 
@@ -33,18 +33,18 @@ def produce(start: Callable[[], None], name: str, workload: Workload, number: in
         start()
         began = time.process_time()
         if workload.batch:
-            _put_batches(producer, items, workload.batch)
+            _put_batches(producer, items, workload)
         else:
-            _put_each(producer, items)
+            _put_each(producer, items, workload.group_size)
         return time.process_time() - began
 
 
-def _put_each(producer: shmbus.Producer, items: Iterator[tuple[tuple[str, int], Source]]) -> None:
+def _put_each(producer: shmbus.Producer, items: Iterator[Item], group_size: int) -> None:
     put = producer.put
     for (instance_id, index), (tokens, loss_mask, logprobs) in items:
         put(
             instance_id,
-            group_size=GROUP_SIZE,
+            group_size=group_size,
             index=index,
             score=1.0,
             policy_version=_POLICY_VERSION,
@@ -55,14 +55,12 @@ def _put_each(producer: shmbus.Producer, items: Iterator[tuple[tuple[str, int], 
         )
 
 
-def _put_batches(
-    producer: shmbus.Producer, items: Iterator[tuple[tuple[str, int], Source]], size: int
-) -> None:
+def _put_batches(producer: shmbus.Producer, items: Iterator[Item], workload: Workload) -> None:
     """Build each batch's dicts within the loop, as a producer of fresh trajectories has to."""
     while batch := [
         {
             "instance_id": instance_id,
-            "group_size": GROUP_SIZE,
+            "group_size": workload.group_size,
             "index": index,
             "score": 1.0,
             "policy_version": _POLICY_VERSION,
@@ -70,7 +68,9 @@ def _put_batches(
             "loss_mask": loss_mask,
             "logprobs": logprobs,
         }
-        for (instance_id, index), (tokens, loss_mask, logprobs) in itertools.islice(items, size)
+        for (instance_id, index), (tokens, loss_mask, logprobs) in itertools.islice(
+            items, workload.batch
+        )
     ]:
         producer.put_many(batch, timeout=STALL_S)
 

@@ -1,0 +1,202 @@
+"""What every contender says of itself, and the two ends that it gives to the harness.
+
+A contender is one module of this package with
+
+- ``CONTENDER``: a `Contender`, which describes it;
+- ``link(workload)``: a context manager around whatever lies between the processes (a queue, a
+  server); it yields what its ends need to find each other, which has to survive `spawn`;
+- ``sender(address, workload, number)`` and ``receiver(address, workload)``: context managers that
+  yield a `Sender` and a `Receiver`, in processes of their own;
+- ``measure(workload)``: a `bench.workload.Measure` made of these;
+- where links take long to begin, ``host()``: a context manager around what they have in common.
+
+Invariants: what was sent before the sender's context ends arrives; nothing that a link started
+outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.processes import MeasurementError
+from bench.workload import Source, Workload
+
+__all__ = [
+    "Contender",
+    "Layout",
+    "Received",
+    "Receiver",
+    "Sender",
+    "free_port",
+    "started",
+]
+
+#: One trajectory as it arrives: instance id, index, and its arrays: tokens, loss_mask, logprobs,
+#: then those that go beside them. Valid until the next call of `Receiver.done`.
+Received: TypeAlias = tuple[str, int, tuple[NDArray[Any], ...]]
+
+#: Seconds that a server gets to begin, and to end by itself.
+SERVER_START_S: Final = 60.0
+SERVER_END_S: Final = 10.0
+#: Seconds between looks whether it has begun.
+SERVER_POLL_S: Final = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """What a contender is, for the table.
+
+    Attributes
+    ----------
+    name, title : str
+        For programs, and for people.
+    packages : tuple of str
+        Distributions whose versions are printed, the contender's own first.
+    programs : tuple of str
+        Executables that it needs, such as a server.
+    environment : str
+        The virtual environment that it runs in, of ``make bench-contenders``; "" for the one that
+        the benchmark itself runs in.
+    per_second : float
+        Trajectories of 2,048 tokens a second to expect: sizes its runs, and nothing else.
+    groups : str
+        What it does about groups: "" where it has no way to.
+    copies : int
+        Times that a payload byte is copied between the producer's array and the array that the
+        consumer looks at, by processor or kernel.
+    copied : str
+        Which copies these are.
+    favour : str
+        What it was given in its favour.
+    ordered : bool
+        Whether what one producer sends arrives in that order.
+    lasting : bool
+        Whether arrays that were received stay valid after `Receiver.done`.
+    """
+
+    name: str
+    title: str
+    packages: tuple[str, ...]
+    per_second: float
+    copies: int
+    copied: str
+    favour: str
+    programs: tuple[str, ...] = ()
+    environment: str = ""
+    groups: str = ""
+    ordered: bool = True
+    lasting: bool = True
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of its packages; raises `PackageNotFoundError` for a missing one."""
+        return {name: importlib.metadata.version(name) for name in self.packages}
+
+
+class Sender(Protocol):
+    """The producer's end."""
+
+    def send(self, instance_id: str, index: int, source: Source) -> None:
+        """Send one trajectory, with the metadata and side arrays of the workload."""
+
+    def flush(self) -> None:
+        """Hand over what was sent and is still held back to be sent with more."""
+
+
+class Receiver(Protocol):
+    """The consumer's end."""
+
+    def receive(self, timeout_s: float | None) -> Sequence[Received]:
+        """Return what is there, waiting for the first so long (None: for ever, 0: not at all)."""
+
+    def done(self) -> None:
+        """Give back all that was received: acknowledge it, free its memory."""
+
+
+class Layout:
+    """The arrays of a workload's trajectories, one behind the other in one piece of memory.
+
+    For contenders that move bytes: each array begins at a multiple of 8.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.sides = workload.side_arrays()
+        self._beside = sum(-(-array.nbytes // 8) * 8 for array in self.sides.values())
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes that a trajectory of so many tokens takes."""
+        return 2 * ((4 * tokens + 7) // 8 * 8) + (tokens + 7) // 8 * 8 + self._beside
+
+    def write(self, source: Source, target: NDArray[np.uint8]) -> None:
+        """Copy a trajectory into bytes."""
+        start = 0
+        for array in (*source, *self.sides.values()):
+            target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+            start += -(-array.nbytes // 8) * 8
+
+    def arrays(self, content: Any, tokens: int, start: int = 0) -> tuple[NDArray[Any], ...]:
+        """Make arrays out of such bytes; nothing is copied."""
+        mask = start + (4 * tokens + 7) // 8 * 8
+        logprobs = mask + (tokens + 7) // 8 * 8
+        own = (
+            np.frombuffer(content, np.int32, tokens, start),
+            np.frombuffer(content, np.uint8, tokens, mask),
+            np.frombuffer(content, np.float32, tokens, logprobs),
+        )
+        if not self.sides:
+            return own
+        start = logprobs + (4 * tokens + 7) // 8 * 8
+        beside = []
+        for like in self.sides.values():
+            array = np.frombuffer(content, like.dtype, like.size, start)
+            beside.append(array.reshape(like.shape))
+            start += -(-array.nbytes // 8) * 8
+        return (*own, *beside)
+
+
+def free_port() -> int:
+    """Find a port of the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def started(
+    argv: Sequence[str], ready: Callable[[], bool], **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server until the end of the context, from when ``ready()`` first returns true.
+
+    Its output goes to a file without a name, and is shown if it fails to begin.
+    """
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options
+        )
+        try:
+            deadline = time.monotonic() + SERVER_START_S
+            while not ready():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    output.seek(0)
+                    said = output.read().decode(errors="replace")
+                    raise MeasurementError(f"{argv[0]} did not begin: {said}")
+                time.sleep(SERVER_POLL_S)
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(SERVER_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

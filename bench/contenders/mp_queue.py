@@ -1,0 +1,88 @@
+"""multiprocessing.Queue: pickle into a pipe, out of a pipe; what one reaches for first."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import queue
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from bench.contenders.base import Contender, Received
+from bench.contest import moving
+from bench.workload import Source, Timed, Workload
+
+__all__ = ["CONTENDER", "MOST", "Receiver", "link", "measure", "receiver", "sender"]
+
+CONTENDER: Final = Contender(
+    name="multiprocessing.Queue",
+    title="multiprocessing.Queue",
+    packages=("numpy",),
+    per_second=28_000.0,
+    copies=4,
+    copied="into the pickle, into the pipe, out of the pipe, out of the pickle",
+    favour="one tuple of three arrays a trajectory, without a dict; bounded by count only",
+)
+
+#: A POSIX semaphore, which counts what is in the queue, ends there.
+MOST: Final = 32_767
+
+
+@contextlib.contextmanager
+def link(workload: Workload) -> Iterator[Any]:
+    """Make the queue."""
+    yield multiprocessing.get_context("spawn").Queue(min(workload.room, MOST))
+
+
+class _Sender:
+    def __init__(self, address: Any, workload: Workload) -> None:
+        self._put = address.put
+        self._sides = tuple(workload.side_arrays().values())
+        self._meta = workload.meta()
+
+    def send(self, instance_id: str, index: int, source: Source) -> None:
+        self._put((instance_id, index, 1.0, 3, self._meta, (*source, *self._sides)))
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back, but by the thread that feeds the pipe."""
+
+
+class Receiver:
+    """Takes one at a time: there is no call for several."""
+
+    def __init__(self, address: Any) -> None:
+        self._queue = address
+
+    def get(self, timeout_s: float | None) -> Sequence[Any]:
+        """Return one message, or none."""
+        try:
+            # Without a timeout where none is asked for: that spares a poll of the pipe.
+            return (self._queue.get(timeout_s != 0, timeout_s),)
+        except queue.Empty:
+            return ()
+
+    def receive(self, timeout_s: float | None) -> Sequence[Received]:
+        """Return one trajectory, or none."""
+        return [(one[0], one[1], one[-1]) for one in self.get(timeout_s)]
+
+    def done(self) -> None:
+        """Do nothing: what was received is the consumer's own."""
+
+
+@contextlib.contextmanager
+def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
+    """Send from this process."""
+    yield _Sender(address, workload)
+    address.close()
+    address.join_thread()
+
+
+@contextlib.contextmanager
+def receiver(address: Any, workload: Workload) -> Iterator[Receiver]:
+    """Receive in this process."""
+    yield Receiver(address)
+
+
+def measure(workload: Workload) -> Timed:
+    """Move a workload over a queue of its own."""
+    return moving.measure(__name__, workload)

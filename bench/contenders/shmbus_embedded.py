@@ -1,0 +1,123 @@
+"""shmbus, embedded: the consumer reads the ring itself, and groups by instance_id."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from bench.contenders.base import Contender, Received
+from bench.contest import moving
+from bench.workload import Source, Timed, Workload
+
+__all__ = ["CONTENDER", "link", "measure", "measure_packed", "receiver", "sender"]
+
+CONTENDER: Final = Contender(
+    name="shmbus",
+    title="shmbus, embedded",
+    packages=("shmbus", "numpy"),
+    per_second=900_000.0,
+    groups="complete groups only, by instance_id",
+    copies=1,
+    copied="into the ring",
+    favour="nothing: it groups, checks headers, and acknowledges, which the others mostly don't",
+    lasting=False,
+)
+
+#: Seconds that a put may wait for space: longer than any reader here is away.
+PUT_S: Final = 60.0
+
+
+@contextlib.contextmanager
+def link(workload: Workload) -> Iterator[str]:
+    """Create a bus, all of it allocated and touched."""
+    # Not at the top: the registry is read where shmbus may not be installed.
+    sending = importlib.import_module("bench.sending")
+    with sending.temporary_bus(workload.capacity) as name:
+        yield name
+
+
+class _Sender:
+    def __init__(self, producer: Any, workload: Workload) -> None:
+        self._put = producer.put
+        self._group_size = workload.group_size
+        self._meta = workload.meta()
+        self._sides = workload.side_arrays()
+
+    def send(self, instance_id: str, index: int, source: Source) -> None:
+        tokens, loss_mask, logprobs = source
+        self._put(
+            instance_id,
+            group_size=self._group_size,
+            index=index,
+            score=1.0,
+            policy_version=3,
+            meta=self._meta,
+            tokens=tokens,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            timeout=PUT_S,
+            **self._sides,
+        )
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back."""
+
+
+class _Receiver:
+    def __init__(self, consumer: Any, workload: Workload) -> None:
+        self._consumer = consumer
+        self._beside = tuple(workload.side_arrays())
+        self._groups: list[Any] = []
+
+    def receive(self, timeout_s: float | None) -> Sequence[Received]:
+        self._groups = groups = self._consumer.take(timeout=timeout_s)
+        if not self._beside:
+            return [
+                (group.instance_id, t.index, (t["tokens"], t["loss_mask"], t["logprobs"]))
+                for group in groups
+                for t in group
+            ]
+        names = ("tokens", "loss_mask", "logprobs", *self._beside)
+        return [
+            (group.instance_id, t.index, tuple([t[name] for name in names]))
+            for group in groups
+            for t in group
+        ]
+
+    def done(self) -> None:
+        self._consumer.ack(self._groups)
+        self._groups = []
+
+
+@contextlib.contextmanager
+def sender(address: str, workload: Workload, number: int) -> Iterator[_Sender]:
+    """Send from this process."""
+    import shmbus
+
+    with shmbus.Producer(address) as producer:
+        yield _Sender(producer, workload)
+
+
+@contextlib.contextmanager
+def receiver(address: str, workload: Workload) -> Iterator[_Receiver]:
+    """Receive in this process."""
+    import shmbus
+
+    with shmbus.Consumer(address) as consumer:
+        yield _Receiver(consumer, workload)
+
+
+def measure(workload: Workload) -> Timed:
+    """Move a workload over a bus of its own, by the loop of ``hop`` where that covers it."""
+    if workload.plain:
+        timed: Timed = importlib.import_module("bench.hop").measure(workload)
+        return timed
+    return moving.measure(__name__, workload)
+
+
+def measure_packed(workload: Workload) -> Timed:
+    """Move a workload into the batches of ``OnlineDataHandler``."""
+    timed: Timed = importlib.import_module("bench.packed").measure(workload)
+    return timed

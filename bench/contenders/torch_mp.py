@@ -1,0 +1,92 @@
+"""torch.multiprocessing: a queue of handles, and each tensor in shared memory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from bench.contenders import mp_queue
+from bench.contenders.base import Contender, Layout, Received
+from bench.contest import moving
+from bench.workload import Source, Timed, Workload
+
+__all__ = ["CONTENDER", "link", "measure", "receiver", "sender"]
+
+CONTENDER: Final = Contender(
+    name="torch.multiprocessing",
+    title="torch.multiprocessing, shared tensors",
+    packages=("torch",),
+    per_second=6_000.0,
+    copies=1,
+    copied="into a new shared tensor",
+    favour="one shared tensor a trajectory instead of three, filled in place, so copied once; "
+    "the file_system strategy, which needs no descriptor to be sent",
+)
+
+
+@contextlib.contextmanager
+def link(workload: Workload) -> Iterator[Any]:
+    """Make the queue."""
+    import torch.multiprocessing as mp
+
+    yield mp.get_context("spawn").Queue(min(workload.room, mp_queue.MOST))
+
+
+class _Sender:
+    def __init__(self, address: Any, workload: Workload) -> None:
+        import torch
+
+        self._torch = torch
+        self._put = address.put
+        self._layout = Layout(workload)
+        self._meta = workload.meta()
+
+    def send(self, instance_id: str, index: int, source: Source) -> None:
+        tokens = source[0].size
+        size = self._layout.nbytes(tokens)
+        # A storage that is shared from the beginning: share_memory_() would copy what it finds.
+        storage = self._torch.UntypedStorage._new_shared(size)
+        tensor = self._torch.tensor([], dtype=self._torch.uint8).set_(storage, 0, (size,))
+        self._layout.write(source, tensor.numpy())
+        self._put((instance_id, index, 1.0, 3, self._meta, tokens, tensor))
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back, but by the thread that feeds the pipe."""
+
+
+class _Receiver(mp_queue.Receiver):
+    def __init__(self, address: Any, workload: Workload) -> None:
+        super().__init__(address)
+        self._layout = Layout(workload)
+
+    def receive(self, timeout_s: float | None) -> Sequence[Received]:
+        for one in self.get(timeout_s):
+            instance_id, index, _, _, _, tokens, tensor = one
+            return ((instance_id, index, self._layout.arrays(tensor.numpy(), tokens)),)
+        return ()
+
+
+@contextlib.contextmanager
+def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
+    """Send from this process."""
+    import torch
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield _Sender(address, workload)
+    address.close()
+    address.join_thread()
+
+
+@contextlib.contextmanager
+def receiver(address: Any, workload: Workload) -> Iterator[_Receiver]:
+    """Receive in this process."""
+    import torch
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield _Receiver(address, workload)
+
+
+def measure(workload: Workload) -> Timed:
+    """Move a workload over a queue of its own."""
+    return moving.measure(__name__, workload)

@@ -1,0 +1,173 @@
+"""TransferQueue: kv_batch_put and kv_batch_get, on its own storage units, over Ray and zmq."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from bench.contenders import ray_objects
+from bench.contenders.base import Contender, Received
+from bench.contest import moving
+from bench.workload import Source, Timed, Workload
+
+__all__ = ["CONTENDER", "host", "link", "measure", "receiver", "sender"]
+
+CONTENDER: Final = Contender(
+    name="TransferQueue",
+    title="TransferQueue, kv_batch_put and get",
+    packages=("TransferQueue", "ray", "tensordict", "torch"),
+    environment="ray",
+    per_second=1_500.0,
+    copies=6,
+    copied="into a batch, into the socket, out of it into the storage unit, into the answer's "
+    "socket, out of it, out of the batch",
+    favour="64 trajectories a call; the keys are handed to the consumer by a queue beside it, so "
+    "that it need not list them; tensors of one length are stacked",
+    groups="",
+)
+
+PARTITION: Final = "train"
+#: Trajectories of one call.
+BATCH: Final = 64
+
+
+@contextlib.contextmanager
+def host() -> Iterator[None]:
+    """Run Ray, controller and storage for all links of this process."""
+    with _storage() as address:
+        _running.append(address)
+        try:
+            yield
+        finally:
+            _running.pop()
+
+
+_running: list[str] = []
+
+
+@contextlib.contextmanager
+def _storage() -> Iterator[str]:
+    os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
+    import transfer_queue
+
+    with ray_objects.cluster() as address:
+        transfer_queue.init()
+        try:
+            yield address
+        finally:
+            transfer_queue.close()
+
+
+@contextlib.contextmanager
+def link(workload: Workload) -> Iterator[Any]:
+    """Make the queue of keys, and run the rest where no host does."""
+    room = max(1, workload.room // BATCH)
+    with contextlib.nullcontext(_running[0]) if _running else _storage() as address:
+        yield address, multiprocessing.get_context("spawn").Queue(room)
+
+
+def _attach(address: str) -> Any:
+    os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
+    import ray
+    import transfer_queue
+
+    ray.init(
+        address=address,
+        namespace=ray_objects.NAMESPACE,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    transfer_queue.init()
+    return transfer_queue
+
+
+class _Sender:
+    def __init__(self, transfer_queue: Any, keys: Any, workload: Workload) -> None:
+        import tensordict
+        import torch
+
+        self._torch = torch
+        self._tensordict = tensordict.TensorDict
+        self._put = transfer_queue.kv_batch_put
+        self._keys = keys
+        self._sides = tuple(workload.side_arrays().values())
+        self._tags = {"score": 1.0, "policy_version": 3, "meta": workload.meta()}
+        self._held: list[tuple[str, Source]] = []
+        self._number = 0
+
+    def send(self, instance_id: str, index: int, source: Source) -> None:
+        # A prompt that comes again needs another key, or its samples would be overwritten.
+        self._held.append((f"{instance_id}/{index}/{self._number}", source))
+        self._number += 1
+        if len(self._held) >= BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._held:
+            return
+        keys = [key for key, _ in self._held]
+        columns = zip(*[(*source, *self._sides) for _, source in self._held], strict=True)
+        names = ["tokens", "loss_mask", "logprobs", *(f"side{i}" for i in range(len(self._sides)))]
+        fields = {name: self._column(column) for name, column in zip(names, columns, strict=True)}
+        batch = self._tensordict(fields, batch_size=len(keys))
+        meta = self._put(keys, PARTITION, batch, [self._tags] * len(keys))
+        self._held = []
+        self._keys.put(meta)
+
+    def _column(self, arrays: Sequence[Any]) -> Any:
+        tensors = [self._torch.from_numpy(array) for array in arrays]
+        if all(tensor.shape == tensors[0].shape for tensor in tensors):
+            return self._torch.stack(tensors)
+        return self._torch.nested.as_nested_tensor(tensors, layout=self._torch.jagged)
+
+
+class _Receiver:
+    def __init__(self, transfer_queue: Any, keys: Any) -> None:
+        self._transfer_queue = transfer_queue
+        self._queue = keys
+        self._metas: list[Any] = []
+
+    def receive(self, timeout_s: float | None) -> Sequence[Received]:
+        try:
+            meta = self._queue.get(timeout_s != 0, timeout_s)
+        except queue.Empty:
+            return ()
+        self._metas.append(meta)
+        batch = self._transfer_queue.kv_batch_get_by_meta(meta)
+        beside = sorted(name for name in batch.keys() if name.startswith("side"))  # noqa: SIM118
+        columns = [batch[name].unbind(0) for name in ("tokens", "loss_mask", "logprobs", *beside)]
+        received = []
+        for key, *tensors in zip(meta.keys, *columns, strict=True):
+            instance_id, index, _ = key.rsplit("/", 2)
+            received.append((instance_id, int(index), tuple([one.numpy() for one in tensors])))
+        return received
+
+    def done(self) -> None:
+        for meta in self._metas:
+            self._transfer_queue.kv_clear(meta.keys, PARTITION)
+        self._metas = []
+
+
+@contextlib.contextmanager
+def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
+    """Send from this process, a driver of its own."""
+    ray_address, keys = address
+    yield _Sender(_attach(ray_address), keys, workload)
+    keys.close()
+    keys.join_thread()
+
+
+@contextlib.contextmanager
+def receiver(address: Any, workload: Workload) -> Iterator[_Receiver]:
+    """Receive in this process, a driver of its own."""
+    ray_address, keys = address
+    yield _Receiver(_attach(ray_address), keys)
+
+
+def measure(workload: Workload) -> Timed:
+    """Move a workload through storage of its own."""
+    return moving.measure(__name__, workload)

@@ -1,0 +1,109 @@
+"""pyzmq: PUSH and PULL over an ipc socket, with msgspec."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from bench.contenders.base import Contender, Received
+from bench.contenders.packed_bytes import Decoder, Encoder
+from bench.contest import moving
+from bench.workload import Source, Timed, Workload
+
+__all__ = ["CONTENDER", "link", "measure", "receiver", "sender"]
+
+CONTENDER: Final = Contender(
+    name="pyzmq",
+    title="pyzmq ipc PUSH/PULL, msgspec",
+    packages=("pyzmq", "msgspec"),
+    per_second=50_000.0,
+    copies=5,
+    copied="into a message, into zmq's, into the socket, out of the socket, out of zmq's",
+    favour="one frame a trajectory; the high-water marks hold as many as the capacity does; "
+    "the consumer drains what is there before it waits again",
+)
+
+#: Messages of one call: as many as wait in a full socket buffer, and more.
+DRAIN: Final = 64
+#: Bytes from where on a frame without a copy is cheaper than the copy: pyzmq's own threshold.
+UNCOPIED_BYTES: Final = 65_536
+
+
+@contextlib.contextmanager
+def link(workload: Workload) -> Iterator[str]:
+    """Make a directory for the socket."""
+    with tempfile.TemporaryDirectory(prefix="shmbus-zmq-") as directory:
+        yield f"ipc://{Path(directory, 'socket')}"
+
+
+class _Sender:
+    def __init__(self, socket: Any, workload: Workload) -> None:
+        self._send = socket.send
+        self._copy = workload.bytes_each < UNCOPIED_BYTES
+        self._encode = Encoder(workload).encode
+
+    def send(self, instance_id: str, index: int, source: Source) -> None:
+        self._send(self._encode(instance_id, index, source), copy=self._copy)
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back, but by the socket's thread."""
+
+
+class _Receiver:
+    def __init__(self, socket: Any, workload: Workload) -> None:
+        import zmq
+
+        self._again = zmq.Again
+        self._noblock = zmq.NOBLOCK
+        self._socket = socket
+        self._copy = workload.bytes_each < UNCOPIED_BYTES
+        self._decode = Decoder(workload).decode
+
+    def receive(self, timeout_s: float | None) -> Sequence[Received]:
+        received: list[Received] = []
+        recv, decode, noblock = self._socket.recv, self._decode, self._noblock
+        try:
+            if not self._copy:
+                return [decode(recv(noblock, copy=False).buffer)]
+            while len(received) < DRAIN:
+                received.append(decode(recv(noblock)))
+        except self._again:
+            if not received and timeout_s != 0:
+                wait_ms = None if timeout_s is None else timeout_s * 1000
+                if self._socket.poll(wait_ms):
+                    return self.receive(0.0)
+        return received
+
+    def done(self) -> None:
+        """Do nothing: what was received is the consumer's own."""
+
+
+@contextlib.contextmanager
+def sender(address: str, workload: Workload, number: int) -> Iterator[_Sender]:
+    """Send from this process."""
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.linger = -1
+        socket.sndhwm = max(1, workload.room // (2 * workload.producers))
+        socket.connect(address)
+        yield _Sender(socket, workload)
+
+
+@contextlib.contextmanager
+def receiver(address: str, workload: Workload) -> Iterator[_Receiver]:
+    """Receive in this process."""
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.rcvhwm = max(1, workload.room // (2 * workload.producers))
+        socket.bind(address)
+        yield _Receiver(socket, workload)
+
+
+def measure(workload: Workload) -> Timed:
+    """Move a workload over a socket of its own."""
+    return moving.measure(__name__, workload)

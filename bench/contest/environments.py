@@ -1,0 +1,116 @@
+"""Which interpreter runs which contender, and the process that does.
+
+Most contenders run in the environment that the benchmark runs in. Some need packages that would
+change it for everyone (an old version of this, a hundred of that): ``make bench-contenders`` makes
+an environment of its own for each of those, below ``.venv-contenders``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from bench.contenders.base import Contender
+from bench.contest import usage
+from bench.processes import MeasurementError
+
+__all__ = ["ENVIRONMENTS", "ROOT", "ask", "environments_root", "interpreter"]
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+#: The environments that there are: names of files with what they need.
+ENVIRONMENTS: Final = ("atropos", "ray")
+#: Where they are, if not in the checkout.
+VARIABLE: Final = "SHMBUS_CONTENDERS"
+#: Seconds that a child gets to end what it started before it is ended itself.
+END_S: Final = 20.0
+
+
+def environments_root() -> Path:
+    """Return the directory that holds the environments."""
+    return Path(os.environ.get(VARIABLE) or ROOT / ".venv-contenders")
+
+
+def interpreter(contender: Contender) -> Path:
+    """Return the interpreter that runs a contender.
+
+    Raises
+    ------
+    MeasurementError
+        Its environment has not been made.
+    """
+    if not contender.environment:
+        return Path(sys.executable)
+    path = environments_root() / contender.environment / "bin" / "python"
+    if not path.exists():
+        raise MeasurementError(
+            f"its environment {contender.environment!r} is not there; run make bench-contenders"
+        )
+    return path
+
+
+def ask(
+    contender: Contender, requests: list[dict[str, Any]], deadline_s: float
+) -> list[dict[str, Any]]:
+    """Let a contender answer requests in a process of its own, within so many seconds.
+
+    An answer that has ``failed`` says why. Where the process came to no end, or died, its last
+    answer says that, and the rest are missing.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if contender.environment:
+        # What another interpreter has built is of no use to this one.
+        path = str(ROOT)
+    with (
+        tempfile.TemporaryDirectory(prefix="shmbus-bench-") as directory,
+        tempfile.TemporaryFile() as said,
+    ):
+        output = Path(directory, "answers.json")
+        child = subprocess.Popen(
+            [interpreter(contender), "-m", "bench.contest.child", contender.name, output],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=said,
+            env={**os.environ, "PYTHONPATH": path},
+            # A Ctrl-C is for the parent, which ends this one in order.
+            start_new_session=True,
+        )
+        why = ""
+        try:
+            child.communicate(json.dumps(requests).encode(), deadline_s)
+        except subprocess.TimeoutExpired:
+            why = f"not done within {deadline_s:g} s"
+        finally:
+            _end(child)
+        answers: list[dict[str, Any]] = []
+        if output.exists():
+            answers = json.loads(output.read_text())
+        if len(answers) < len(requests):
+            said.seek(0)
+            text = said.read().decode(errors="replace").strip()
+            last = text.splitlines()[-1] if text else "nothing"
+            why = why or f"exit status {child.returncode}; it said: {last}"
+            answers.append({"failed": why})
+        return answers
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a child, and by pid what it started, if it cannot do that itself any more."""
+    if child.poll() is not None:
+        return
+    child.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(END_S)
+        return
+    left = usage.descendants(child.pid)
+    child.kill()
+    child.wait()
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

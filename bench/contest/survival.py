@@ -1,0 +1,212 @@
+"""Whether a run goes on when one of its writers is killed in the middle of a write.
+
+A survivor and a victim send large trajectories to one reader, as fast as they can. The victim gets
+SIGKILL after a random while, and the next one begins; that several times over. Said is how many of
+the kills hit within a send; whether the reader went on receiving from the survivor after each one;
+and whether all that a victim's `send` had returned for has arrived, whole.
+
+Each trajectory is filled with one number, its own, so that a torn one shows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from bench.processes import Role, Started, new_counters, start_role
+from bench.workload import Source, Workload
+
+__all__ = ["Survival", "measure"]
+
+#: Tokens of a trajectory: megabytes, so that most kills hit a write; fewer where that takes long.
+TOKENS: Final = 262_144
+SLOW_TOKENS: Final = 16_384
+#: Contenders below this many trajectories (of 2,048 tokens) a second get the smaller ones.
+SLOW_PER_S: Final = 1_000.0
+#: Trajectories of a victim that have to arrive before it may be killed.
+ARRIVED: Final = 2
+#: A victim is killed at a random moment of so many seconds: some of its sends' worth.
+KILL_WITHIN_S: Final = 0.02
+#: Trajectories of the survivor that have to arrive after a kill: more than was on its way.
+GO_ON: Final = 40
+#: Seconds without one of them after which a run counts as stopped.
+PATIENCE_S: Final = 10.0
+#: Seconds that everything gets to begin, and that what victims sent gets to arrive.
+START_S: Final = 90.0
+LATE_S: Final = 3.0
+POLL_S: Final = 0.002
+CAPACITY: Final = "256MiB"
+#: What the tokens of a trajectory are filled with: this many for each sender.
+NUMBERS: Final = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survival:
+    """What became of a run.
+
+    Attributes
+    ----------
+    kills, in_send : int
+        Victims killed, and how many of them were within a send.
+    stopped_after : int, optional
+        The kill after which nothing came from the survivor any more; None if it always went on.
+    lost, torn, doubled : int
+        Trajectories of victims that were sent and never came; of anybody that came in pieces; and
+        that came more than once.
+    lasted_s : float
+    why : str
+        What the reader said when it failed, if it did.
+    """
+
+    kills: int
+    in_send: int
+    stopped_after: int | None
+    lost: int
+    torn: int
+    doubled: int
+    lasted_s: float
+    why: str = ""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run went on after every kill."""
+        return self.stopped_after is None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as what json can write."""
+        return {**asdict(self), "goes_on": self.goes_on}
+
+
+def measure(module: str, kills: int) -> Survival:
+    """Kill so many writers, one after the other, or until the run has stopped."""
+    contender = importlib.import_module(module)
+    slow = contender.CONTENDER.per_second < SLOW_PER_S
+    workload = Workload(
+        trajectories=kills + 1,
+        tokens=SLOW_TOKENS if slow else TOKENS,
+        producers=kills + 1,
+        group_size=1,
+        capacity=CAPACITY,
+    )
+    # For each sender: received, sent, whether it is within a send. Then torn and doubled.
+    counters = new_counters(3 * (kills + 1) + 2)
+    with contender.link(workload) as address:
+        senders = [
+            Role(_send, (module, address, workload, number, counters))
+            for number in range(kills + 1)
+        ]
+        reader = start_role(Role(_read, (module, address, workload, counters)))
+        running = [reader]
+        try:
+            return _kill_all(senders, reader, running, counters)
+        finally:
+            for one in running:
+                one.end()
+
+
+def _kill_all(
+    senders: list[Role], reader: Started, running: list[Started], counters: Any
+) -> Survival:
+    began = time.monotonic()
+    received, sent, within = (_Part(counters, offset) for offset in range(3))
+    generator = random.Random(len(senders))
+    running.append(start_role(senders[0]))
+    if not _wait(lambda: received[0] > ARRIVED, START_S, reader):
+        raise RuntimeError(f"nothing came from the survivor: {reader.failure()}")
+    in_send, stopped_after, killed = 0, None, 0
+    for number in range(1, len(senders)):
+        victim = start_role(senders[number])
+        running.append(victim)
+        arrived = _wait(lambda n=number: received[n] >= ARRIVED, START_S, reader)  # type: ignore[misc]
+        time.sleep(generator.uniform(0, KILL_WITHIN_S))
+        victim.end()
+        killed += 1
+        in_send += within[number]
+        mark = received[0]
+        if not arrived or not _wait(lambda m=mark: received[0] >= m + GO_ON, PATIENCE_S, reader):  # type: ignore[misc]
+            stopped_after = number
+            break
+    victims = range(1, killed + 1)
+    if stopped_after is None:
+        _wait(lambda: all(received[n] >= sent[n] for n in victims), LATE_S, reader)
+    return Survival(
+        kills=killed,
+        in_send=in_send,
+        stopped_after=stopped_after,
+        lost=sum(max(0, sent[n] - received[n]) for n in victims),
+        torn=counters[len(counters) - 2],
+        doubled=counters[len(counters) - 1],
+        lasted_s=time.monotonic() - began,
+        why=reader.failure(),
+    )
+
+
+class _Part:
+    """One of the three counters of each sender."""
+
+    def __init__(self, counters: Any, offset: int) -> None:
+        self._counters = counters
+        self._offset = offset
+
+    def __getitem__(self, number: int) -> int:
+        return int(self._counters[3 * number + self._offset])
+
+    def __setitem__(self, number: int, value: int) -> None:
+        self._counters[3 * number + self._offset] = value
+
+
+def _wait(condition: Callable[[], bool], seconds: float, reader: Started) -> bool:
+    """Wait until a condition holds; False if it takes longer, or the reader has failed."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline or not reader.running:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _send(module: str, address: Any, workload: Workload, number: int, counters: Any) -> None:
+    """Send for ever."""
+    sent, within = _Part(counters, 1), _Part(counters, 2)
+    tokens, mask, logprobs = workload.source()
+    source: Source = (tokens, mask, logprobs)
+    with importlib.import_module(module).sender(address, workload, number) as sender:
+        for count in itertools.count():
+            tokens.fill(number * NUMBERS + count)
+            mask.fill(count & 1)
+            logprobs.fill(count)
+            within[number] = 1
+            sender.send(f"{number}-{count}", 0, source)
+            sender.flush()
+            sent[number] = count + 1
+            within[number] = 0
+
+
+def _read(module: str, address: Any, workload: Workload, counters: Any) -> None:
+    """Receive for ever, and look at every value."""
+    received = _Part(counters, 0)
+    torn, doubled = len(counters) - 2, len(counters) - 1
+    last: dict[int, int] = {}
+    with importlib.import_module(module).receiver(address, workload) as receiver:
+        while True:
+            for _, _, (tokens, mask, logprobs, *_) in receiver.receive(None):
+                number, count = divmod(int(tokens[0]), NUMBERS)
+                whole = tokens.size == workload.tokens and all(
+                    bool(np.all(array == value))
+                    for array, value in ((tokens, tokens[0]), (mask, count & 1), (logprobs, count))
+                )
+                if not whole:
+                    counters[torn] += 1
+                elif count <= last.get(number, -1):
+                    counters[doubled] += 1
+                else:
+                    received[number] += 1
+                    last[number] = count
+            receiver.done()
