@@ -23,7 +23,7 @@ from bench.sending import temporary_bus
 from bench.sizes import FULL, QUICK, TINY, Sizes
 from shmbus import ShmbusError
 
-__all__ = ["main"]
+__all__ = ["DEFAULT_CAPACITY", "NAMES", "main", "measure", "notes"]
 
 NAMES: Final = (
     "hop-2048",
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_capacity(parser, options.capacity)
         print(machine.summary(facts), flush=True)
-        rows = _measure(options.only or list(NAMES), sizes, options.capacity, _say)
+        rows = measure(options.only or list(NAMES), sizes, options.capacity, _say)
     except (MeasurementError, ShmbusError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("bench: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     print(f"\n{table(rows)}")
-    print("".join(f"\n{note}" for note in _notes(rows, tiny=options.tiny)), end="")
+    print("".join(f"\n{note}" for note in notes(rows, tiny=options.tiny)), end="")
     if options.output:
         result = {
             "format": FORMAT,
@@ -128,7 +128,7 @@ def _say(what: str) -> None:
     print(f"measuring: {what}", file=sys.stderr, flush=True)
 
 
-def _measure(
+def measure(
     names: Sequence[str], sizes: Sizes, capacity: str, say: Callable[[str], None]
 ) -> list[Row]:
     """Measure the rows of these names, between two measurements of memcpy if one needs it."""
@@ -179,7 +179,7 @@ def _others(
     return rows
 
 
-def _notes(rows: Sequence[Row], *, tiny: bool) -> list[str]:
+def notes(rows: Sequence[Row], *, tiny: bool) -> list[str]:
     """Say what a reader of the table should know before believing it."""
     if tiny:
         return ["NOTE: --tiny shows that each row can be measured; its figures mean nothing.\n"]

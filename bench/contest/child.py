@@ -70,12 +70,8 @@ def answer(contender: ModuleType, request: dict[str, Any]) -> dict[str, Any]:
         if missing:
             raise MeasurementError(f"there is no {', '.join(missing)} on this machine")
         return {"python": platform.python_version(), "packages": contender.CONTENDER.versions()}
-    if what == "throughput":
-        return _timed(contender.measure(Workload(**request["workload"])))
-    if what == "watched":
-        return _timed(moving.measure(name, Workload(**request["workload"]), watch=True))
-    if what == "packed":
-        return _timed(_measure_packed(contender, Workload(**request["workload"])))
+    if what in ("throughput", "watched", "packed"):
+        return _moved(contender, what, Workload(**request["workload"]))
     if what == "latency":
         parameters = {key: value for key, value in request.items() if key != "what"}
         return dataclasses.asdict(latency.measure(name, **parameters))
@@ -84,15 +80,23 @@ def answer(contender: ModuleType, request: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(f"unknown request {what!r}")
 
 
-def _measure_packed(contender: ModuleType, workload: Workload) -> Timed:
-    if hasattr(contender, "measure_packed"):
-        timed: Timed = contender.measure_packed(workload)
-        return timed
-    return moving.measure(contender.__name__, workload, pack=True)
-
-
-def _timed(timed: Timed) -> dict[str, Any]:
-    return {**dataclasses.asdict(timed), "rate": timed.rate, "cpu_s": timed.cpu_s}
+def _moved(contender: ModuleType, what: str, workload: Workload) -> dict[str, Any]:
+    timed: Timed
+    if what == "watched":
+        timed = moving.measure(contender.__name__, workload, watch=True)
+    elif what == "throughput":
+        timed = contender.measure(workload)
+    elif hasattr(contender, "measure_packed"):
+        timed = contender.measure_packed(workload)
+    else:
+        timed = moving.measure(contender.__name__, workload, pack=True)
+    return {
+        **dataclasses.asdict(timed),
+        "rate": timed.rate,
+        "cpu_s": timed.cpu_s,
+        "tokens_moved": workload.total_tokens,
+        "bytes_each": workload.bytes_each,
+    }
 
 
 def _answer_or_say_why(contender: ModuleType, request: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Latency:
 
     probes: int
     us: tuple[float, ...]
+    percents: tuple[float, ...] = PERCENTS
 
     def percentile(self, percent: float) -> float:
         """Microseconds at one of `PERCENTS`."""

@@ -1,0 +1,366 @@
+"""The report of a run: Markdown tables and plots, made of ``results.json`` and nothing else.
+
+``python -m bench.report DIR`` makes them again; with ``--readme README.md`` it also replaces what
+stands there between its two marks, so that figures in the README are always of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from bench import machine
+from bench.verdicts import OURS, USUAL, find, percentile
+
+__all__ = ["contest_text", "main", "write"]
+
+BEGIN: Final = "<!-- bench: made by python -m bench.report; do not edit -->"
+END: Final = "<!-- bench: end -->"
+#: Tokens a second of a claim that is told in the field: over REST, and over shared memory.
+CLAIM_REST: Final = 223.0
+CLAIM_SHARED: Final = 6_284.0
+
+#: Heads, and lines of cells.
+_Table: TypeAlias = tuple[list[str], list[list[str]]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the report of a directory again."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report",
+        description="Make tables and plots of a run's results.json.",
+        epilog="example: python -m bench.report bench/results/two-cores --readme README.md",
+    )
+    parser.add_argument("directory", type=Path, help="that holds results.json")
+    parser.add_argument("--readme", type=Path, help="Markdown file whose block is replaced")
+    options = parser.parse_args(argv)
+    result = json.loads((options.directory / "results.json").read_text())
+    write(result, options.directory)
+    if options.readme:
+        _into_readme(result, options.directory, options.readme)
+    return 0
+
+
+def write(result: dict[str, Any], directory: Path) -> None:
+    """Write ``report.md`` and the plots; where matplotlib is missing, the report says so."""
+    try:
+        from bench import plots
+    except ModuleNotFoundError as error:
+        pictures: list[tuple[str, str]] = []
+        missing = f"\nNo plots: {error}; pip install 'shmbus[bench]'.\n"
+    else:
+        pictures = plots.write(result, directory)
+        missing = ""
+    parts = [
+        "# One run of the benchmark\n",
+        "```text\n" + machine.summary(result["machine"]) + "\n```\n",
+    ]
+    parts += [f"![{caption}]({name})\n\n*{caption}*\n" for name, caption in pictures]
+    parts += [missing, _rows(result), _contest(result), _claim(result), _skipped(result)]
+    parts += [_favours(result)]
+    (directory / "report.md").write_text("\n".join(filter(None, parts)))
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Lay out a Markdown table."""
+    text = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in text) + "\n"
+
+
+def aligned(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Lay out a table of plain text."""
+    cells = [list(heads), *map(list, lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def _rows(result: dict[str, Any]) -> str:
+    if not result["rows"]:
+        return ""
+    lines = []
+    for row in result["rows"]:
+        value = "" if row["value"] is None else f"{row['value']:.3g}"
+        if row["spread"]:
+            value += f" ({row['spread'][0]:.3g} to {row['spread'][1]:.3g})"
+        verdict = {None: "", True: "met", False: "**not met**"}[row["met"]]
+        if row["skipped"]:
+            verdict = f"skipped: {row['skipped']}"
+        lines.append([row["title"], row["measured"], value, row["target"] or "", verdict])
+    heads = ["what", "measured", "value (lowest to highest)", "target", "verdict"]
+    return "## Targets\n\n" + markdown(heads, lines)
+
+
+def _here(contest: dict[str, Any]) -> list[str]:
+    return [name for name, facts in contest["contenders"].items() if not facts["skipped"]]
+
+
+def _rate(one: dict[str, Any]) -> str:
+    return f"{one['rate']:,.0f}"
+
+
+def _cpu(one: dict[str, Any]) -> str:
+    return f"{one['cpu_s'] / one['tokens_moved'] * 1e6:.3g}"
+
+
+def _us(value: float) -> str:
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _percentiles(one: dict[str, Any]) -> str:
+    return " / ".join(_us(percentile(one, percent)) for percent in (50, 99, 99.9))
+
+
+def _survives(one: dict[str, Any]) -> str:
+    if not one["goes_on"]:
+        word = f"**no**: stopped after kill {one['stopped_after']}"
+    else:
+        word = f"yes, {one['kills']} of {one['kills']}"
+    harm = [f"{one[what]} {what}" for what in ("lost", "torn", "doubled") if one[what]]
+    return f"{word}{', ' if harm else ''}{', '.join(harm)}"
+
+
+def _throughput_table(result: dict[str, Any]) -> _Table:
+    contest = result["contest"]
+    ours = find(contest, "size", OURS, USUAL)
+    heads = ["contender", "trajectories/s", "M tokens/s", "of memcpy", "shmbus is", "read too",
+             "packed too", "CPU s a M tokens", "groups by id"]  # fmt: skip
+    lines = []
+    for name in _here(contest):
+        facts = contest["contenders"][name]
+        one = find(contest, "size", name, USUAL)
+        read, packed = find(contest, "read", name), find(contest, "packed", name)
+        if one is None:
+            lines.append([facts["title"], "failed, see below", *[""] * 7])
+            continue
+        of_memcpy = one["rate"] * one["bytes_each"] / result["memcpy_bytes_per_s"]
+        times = f"{ours['rate'] / one['rate']:,.3g} times" if ours and name != OURS else ""
+        lines.append(
+            [
+                facts["title"], _rate(one), f"{one['rate'] * USUAL / 1e6:,.3g}", f"{of_memcpy:.2g}",
+                times, _rate(read) if read else "", _rate(packed) if packed else "", _cpu(one),
+                facts["groups"] or "no",
+            ]
+        )  # fmt: skip
+    return heads, lines
+
+
+def _latency_table(result: dict[str, Any]) -> _Table:
+    contest = result["contest"]
+    heads = ["contender", "sleeping reader", "polling reader", "under load", "load, trajectories/s"]
+    lines = []
+    for name in _here(contest):
+        points = [find(contest, "latency", name, p) for p in ("sleeping", "busy", "under load")]
+        if any(points):
+            cells = [_percentiles(one) if one else "" for one in points]
+            load = points[2]
+            cells.append(f"{load['load_per_s']:,.0f}" if load else "")
+            lines.append([contest["contenders"][name]["title"], *cells])
+    return heads, lines
+
+
+def _cost_table(result: dict[str, Any]) -> _Table:
+    contest = result["contest"]
+    heads = ["contender", "copies", "CPU a byte, in memcpys", "page faults a trajectory",
+             "memory while running, MiB", "goes on after kill -9 in mid-write"]  # fmt: skip
+    lines = []
+    for name in _here(contest):
+        facts = contest["contenders"][name]
+        watched, killed = find(contest, "watched", name), find(contest, "survival", name)
+        faults = memory = ""
+        if watched:
+            all_faults = watched["faults"] + watched["figures"]["others_faults"]
+            faults = f"{all_faults / watched['trajectories']:.2f}"
+            memory = f"{watched['figures'].get('memory_bytes', 0) / 2**20:,.0f}"
+        survives = _survives(killed) if killed else ""
+        copies = f"{facts['copies']}: {facts['copied']}"
+        lines.append([facts["title"], copies, _memcpys(result, name), faults, memory, survives])
+    return heads, lines
+
+
+def _memcpys(result: dict[str, Any], name: str) -> str:
+    """Say what a further byte costs: the slope of processor time between two sizes."""
+    contest = result["contest"]
+    small, large = (find(contest, "size", name, tokens) for tokens in (USUAL, 32_768))
+    if small is None or large is None:
+        return ""
+    costs = [one["cpu_s"] / one["trajectories"] for one in (small, large)]
+    slope = (costs[1] - costs[0]) / (large["bytes_each"] - small["bytes_each"])
+    return f"{slope * result['memcpy_bytes_per_s']:.2g}"
+
+
+def _series_table(result: dict[str, Any], series: str) -> _Table:
+    contest = result["contest"]
+    points = list(dict.fromkeys(one["point"] for one in contest[series]))
+    heads = ["contender", *(f"{p:,}" if isinstance(p, int) else str(p) for p in points)]
+    lines = []
+    for name in _here(contest):
+        found = [find(contest, series, name, point) for point in points]
+        if any(found):
+            title = contest["contenders"][name]["title"]
+            lines.append([title, *(_rate(one) if one else "" for one in found)])
+    return heads, lines
+
+
+_TABLES: Final[tuple[tuple[str, str, Callable[[dict[str, Any]], _Table]], ...]] = (
+    ("At 2,048 tokens, one producer", "size", _throughput_table),
+    ("One way, p50 / p99 / p99.9, microseconds", "latency", _latency_table),
+    ("What it costs, and what a death does", "survival", _cost_table),
+)
+#: Series of rates, and what the table of each says.
+_RATES: Final = {
+    "size": "tokens",
+    "kind": "workload",
+    "producers": "producers",
+    "capacity": "size of the ring",
+}
+
+
+def _tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    contest = result["contest"]
+    if not contest:
+        return []
+    found = [(title, *make(result)) for title, series, make in _TABLES if contest[series]]
+    for series, what in _RATES.items():
+        if len({one["point"] for one in contest[series]}) > 1:
+            found.append((f"Trajectories a second by {what}", *_series_table(result, series)))
+    return found
+
+
+def _contest(result: dict[str, Any]) -> str:
+    return "\n".join(f"## {title}\n\n{markdown(*rest)}" for title, *rest in _tables(result))
+
+
+def contest_text(result: dict[str, Any]) -> str:
+    """Lay the tables of the contest out as plain text."""
+    parts = [f"{title}\n\n{aligned(*rest)}\n" for title, *rest in _tables(result)]
+    return "\n".join([*parts, *([_skipped(result)] if result["contest"] else [])])
+
+
+# -- what is said beside them ------------------------------------------------------------------
+
+
+def _versions(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+
+
+def _skipped(result: dict[str, Any]) -> str:
+    contest = result["contest"]
+    if not contest:
+        return ""
+    lines = [
+        f"- {facts['title']}: skipped: {facts['skipped']}"
+        for facts in contest["contenders"].values()
+        if facts["skipped"]
+    ]
+    lines += [
+        f"- {one['contender']}, {series} {one['point']}: failed: {one['failed']}"
+        for series, points in contest.items()
+        if isinstance(points, list)
+        for one in points
+        if "failed" in one
+    ]
+    return "Not measured:\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def _favours(result: dict[str, Any]) -> str:
+    contest = result["contest"]
+    if not contest:
+        return ""
+    lines = [
+        [facts["title"], f"{_versions(facts)}; Python {facts['python']}", facts["favour"]]
+        for name in _here(contest)
+        for facts in [contest["contenders"][name]]
+    ]
+    heads = ["contender", "versions", "in its favour"]
+    return "## Versions, and what each was given\n\n" + markdown(heads, lines)
+
+
+def _claim(result: dict[str, Any]) -> str:
+    """Say what part of a claim that is told in the field is transport, from what was measured."""
+    contest = result["contest"]
+    if not contest:
+        return ""
+    rest, ours = (find(contest, "size", name, USUAL) for name in ("atropos", OURS))
+    if rest is None or ours is None:
+        return ""
+    rest_tokens, our_tokens = rest["rate"] * USUAL, ours["rate"] * USUAL
+    text = [
+        "## The REST server, and a claim\n",
+        f"A claim goes round: {CLAIM_REST:,.0f} tokens/s over the Atropos REST server, "
+        f"{CLAIM_SHARED:,.0f} over shared memory. Here the server moved {rest_tokens:,.0f} "
+        f"tokens/s and shmbus {our_tokens:,.0f}. So at {CLAIM_REST:,.0f} tokens/s the server's transport "
+        f"takes {CLAIM_REST / rest_tokens:.2%} of the time, and at {CLAIM_SHARED:,.0f} tokens/s "
+        f"{CLAIM_SHARED / rest_tokens:.1%}; shared memory takes {CLAIM_SHARED / our_tokens:.4%}. "
+        "All the rest of such a difference is generation, waiting, polling or something else in "
+        "the loop around it.\n",
+    ]
+    paced = {name: find(contest, "paced", name, USUAL) for name in ("atropos", OURS)}
+    if paced["atropos"] and paced[OURS]:
+        rates = [
+            # Between the first delivery and the last lie all trajectories but the first.
+            (one["trajectories"] - 1) * USUAL / one["seconds"]
+            for one in (paced["atropos"], paced[OURS])
+            if one
+        ]
+        text.append(
+            f"At equal work (one producer that takes as long for each trajectory as a model with "
+            f"{CLAIM_SHARED:,.0f} tokens/s) the server delivered {rates[0]:,.0f} tokens/s and "
+            f"shmbus {rates[1]:,.0f}.\n"
+        )
+    return "\n".join(text)
+
+
+def _into_readme(result: dict[str, Any], directory: Path, readme: Path) -> None:
+    text = readme.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{readme}: expected the lines {BEGIN!r} and {END!r}, found none")
+    where = os.path.relpath(directory, readme.resolve().parent)
+    facts = result["machine"]
+    heads, lines = _throughput_table(result)
+    short = [[line[0], line[1], line[3], line[4], line[5], line[8]] for line in lines]
+    killed = {
+        contest_facts["title"]: find(result["contest"], "survival", name)
+        for name, contest_facts in result["contest"]["contenders"].items()
+    }
+    for line in short:
+        one = killed[line[0]]
+        line.append(_survives(one) if one else "")
+    chosen = [
+        heads[0],
+        heads[1],
+        heads[3],
+        heads[4],
+        heads[5],
+        heads[8],
+        "after kill -9 in mid-write",
+    ]
+    block = [
+        BEGIN,
+        f"![Throughput by size against memcpy]({where}/throughput.svg)\n",
+        f"One run of `shmbus bench --{result['level']}` on {facts['cores']} cores of an "
+        f"{facts['cpu']}, load {facts['load_average'][0]:.1f} at its start; "
+        f"[the whole report]({where}/report.md).\n",
+        markdown(chosen, short),
+        f"![One-way latency]({where}/latency.svg)\n",
+        f"![How costs grow]({where}/scaling.svg)\n" if result["open_groups"] else "",
+        END,
+    ]  # fmt: skip
+    readme.write_text(before + "\n".join(filter(None, block)) + after)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""The whole benchmark: ``shmbus bench``, ``make bench`` and ``python -m bench.suite`` are this.
+
+It measures shmbus by itself (`bench.run`), then every contender that is installed here
+(`bench.contest`), judges what was measured, and writes a directory: ``results.json`` with every
+number, ``report.md`` with the tables, and the plots. Progress goes to stderr, the tables to stdout.
+
+Exit status: 0 if everything could be measured (whether or not targets are met), 1 if not, 2 for
+wrong usage. A contender that is not installed is skipped by name, and no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from bench import curves, machine, memcpy, report, verdicts
+from bench import run as core
+from bench import sizes as core_sizes
+from bench.contenders import contenders
+from bench.contest import plan
+from bench.contest import run as contest
+from bench.processes import MeasurementError
+from bench.rows import Row, table
+from shmbus import ShmbusError
+
+__all__ = ["FORMAT", "main"]
+
+#: Of results.json.
+FORMAT: Final = 2
+OUTPUT: Final = "shmbus-bench"
+#: Open groups of the curve, and what is timed at each.
+OPEN_GROUPS: Final = (1_000, 10_000, 100_000, 1_000_000)
+OPEN_GROUP_ADDS: Final = 400_000
+LEVELS: Final = {"quick": plan.QUICK, "full": plan.FULL, "tiny": plan.TINY}
+CORE: Final = {
+    "quick": core_sizes.QUICK,
+    "full": core_sizes.FULL,
+    "tiny": core_sizes.TINY,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for, and return the exit status."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    output: Path = options.output
+    if not output.resolve().parent.is_dir():
+        parser.error(f"--output: there is no directory {output.resolve().parent}")
+    # An ordinary exit, so that processes, servers and segments are cleaned up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    began = time.monotonic()
+    facts = machine.describe()
+    print(machine.summary(facts), flush=True)
+    try:
+        rows, result = _measure(options, facts, _say_since(began))
+    except (MeasurementError, ShmbusError, OSError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    result["took_s"] = time.monotonic() - began
+    output.mkdir(exist_ok=True)
+    path = output / "results.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{table(rows)}\n\n{report.contest_text(result)}")
+    print("".join(f"\n{note}" for note in result["notes"]), end="")
+    report.write(result, output)
+    print(f"\n{result['took_s']:.0f} s; {path} and report.md beside it")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = list(contenders())
+    parser = argparse.ArgumentParser(
+        prog="shmbus bench",
+        description="Measure shmbus and the other ways to move a trajectory on this machine; "
+        "close other work first.",
+        epilog="examples:\n"
+        "  shmbus bench --quick\n"
+        "  shmbus bench --full --output bench/results/two-cores\n"
+        "  shmbus bench --contender pyzmq --series size --series survival\n"
+        "  shmbus bench --only hop-2048 --only wake      # rows of shmbus itself",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    level = parser.add_mutually_exclusive_group()
+    level.add_argument(
+        "--quick",
+        dest="level",
+        action="store_const",
+        const="quick",
+        help="the usual size of each contender: under five minutes (default)",
+    )
+    level.add_argument(
+        "--full",
+        dest="level",
+        action="store_const",
+        const="full",
+        help="every workload and curve: under thirty minutes",
+    )
+    level.add_argument(
+        "--tiny",
+        dest="level",
+        action="store_const",
+        const="tiny",
+        help="only see that everything runs; its figures mean nothing",
+    )
+    parser.add_argument(
+        "--only", action="append", choices=core.NAMES, metavar="ROW", default=[],
+        help=f"rows of shmbus itself, and no contender; may be repeated: {', '.join(core.NAMES)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--contender", action="append", choices=names, metavar="NAME", default=[],
+        help=f"only these beside shmbus; may be repeated: {', '.join(names)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--series", action="append", choices=contest.SERIES, metavar="NAME", default=[],
+        help=f"only these of the contest; may be repeated: {', '.join(contest.SERIES)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, default=Path(OUTPUT), metavar="DIR",
+        help=f"where results, report and plots go (default {OUTPUT})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--capacity", default=core.DEFAULT_CAPACITY, metavar="SIZE",
+        help=f"of the bus in the rows of shmbus itself (default {core.DEFAULT_CAPACITY})",
+    )  # fmt: skip
+    parser.set_defaults(level="quick")
+    return parser
+
+
+def _say_since(began: float) -> Callable[[str], None]:
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  {what}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _measure(
+    options: argparse.Namespace, facts: dict[str, Any], say: Callable[[str], None]
+) -> tuple[list[Row], dict[str, Any]]:
+    level, sizes = LEVELS[options.level], CORE[options.level]
+    chosen = bool(options.contender or options.series)
+    rows: list[Row] = []
+    if options.only or not chosen:
+        rows = core.measure(options.only or list(core.NAMES), sizes, options.capacity, say)
+    rates = [row.figures["mean_bytes_per_s"] for row in rows if row.name == "memcpy"]
+    if not rates:
+        say("memcpy")
+        rates = [memcpy.measure(sizes.memcpy_bytes, sizes.memcpy_repetitions)]
+    found: dict[str, Any] = {}
+    if chosen or not options.only:
+        known = list(contenders())
+        names = options.contender or known
+        series = options.series or contest.SERIES
+        found = contest.run([verdicts.OURS, *names], level, series, say)
+        rows += verdicts.rows(found)
+    groups: list[dict[str, Any]] = []
+    if options.level == "full" and not options.only and not chosen:
+        groups = curves.open_groups(OPEN_GROUPS, OPEN_GROUP_ADDS, say)
+    return rows, {
+        "format": FORMAT,
+        "machine": facts,
+        "level": options.level,
+        "settings": {
+            "shmbus": dataclasses.asdict(sizes) | {"capacity": options.capacity},
+            "contest": dataclasses.asdict(level),
+        },
+        "memcpy_bytes_per_s": rates[0],
+        "rows": [row.as_json() for row in rows],
+        "notes": core.notes(rows, tiny=options.level == "tiny"),
+        "contest": found,
+        "open_groups": groups,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
