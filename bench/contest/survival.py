@@ -34,15 +34,13 @@ SLOW_PER_S: Final = 1_000.0
 ARRIVED: Final = 2
 #: A victim is killed at a random moment of so many seconds: some of its sends' worth.
 KILL_WITHIN_S: Final = 0.02
-#: Trajectories of the survivor that have to arrive after a kill: more than was on its way.
-GO_ON: Final = 40
-#: Seconds without one of them after which a run counts as stopped.
+#: Seconds without one that the survivor began to send after the kill, after which a run counts as stopped.
 PATIENCE_S: Final = 10.0
 #: Seconds that everything gets to begin, and that what victims sent gets to arrive.
-START_S: Final = 90.0
+START_S: Final = 30.0
 LATE_S: Final = 3.0
 POLL_S: Final = 0.002
-CAPACITY: Final = "256MiB"
+CAPACITY: Final = "64MiB"
 #: What the tokens of a trajectory are filled with: this many for each sender.
 NUMBERS: Final = 10_000_000
 
@@ -95,8 +93,9 @@ def measure(module: str, kills: int) -> Survival:
         group_size=1,
         capacity=CAPACITY,
     )
-    # For each sender: received, sent, whether it is within a send. Then torn and doubled.
-    counters = new_counters(3 * (kills + 1) + 2)
+    # For each sender: received, sent, whether it is within a send. Then the survivor's latest to
+    # arrive, torn and doubled.
+    counters = new_counters(3 * (kills + 1) + 3)
     with contender.link(workload) as address:
         senders = [
             Role(_send, (module, address, workload, number, counters))
@@ -116,6 +115,7 @@ def _kill_all(
 ) -> Survival:
     began = time.monotonic()
     received, sent, within = (_Part(counters, offset) for offset in range(3))
+    latest = len(counters) - 3
     generator = random.Random(len(senders))
     running.append(start_role(senders[0]))
     if not _wait(lambda: received[0] > ARRIVED, START_S, reader):
@@ -129,8 +129,9 @@ def _kill_all(
         victim.end()
         killed += 1
         in_send += within[number]
-        mark = received[0]
-        if not arrived or not _wait(lambda m=mark: received[0] >= m + GO_ON, PATIENCE_S, reader):  # type: ignore[misc]
+        # One that was begun now or earlier may have been on its way.
+        mark = sent[0]
+        if not arrived or not _wait(lambda m=mark: counters[latest] > m, PATIENCE_S, reader):  # type: ignore[misc]
             stopped_after = number
             break
     victims = range(1, killed + 1)
@@ -175,13 +176,15 @@ def _wait(condition: Callable[[], bool], seconds: float, reader: Started) -> boo
 def _send(module: str, address: Any, workload: Workload, number: int, counters: Any) -> None:
     """Send for ever."""
     sent, within = _Part(counters, 1), _Part(counters, 2)
-    tokens, mask, logprobs = workload.source()
-    source: Source = (tokens, mask, logprobs)
+    size = workload.tokens
     with importlib.import_module(module).sender(address, workload, number) as sender:
         for count in itertools.count():
-            tokens.fill(number * NUMBERS + count)
-            mask.fill(count & 1)
-            logprobs.fill(count)
+            # New arrays each time: some contenders look at them only after send has returned.
+            source: Source = (
+                np.full(size, number * NUMBERS + count, np.int32),
+                np.full(size, count & 1, np.uint8),
+                np.full(size, count, np.float32),
+            )
             within[number] = 1
             sender.send(f"{number}-{count}", 0, source)
             sender.flush()
@@ -192,7 +195,7 @@ def _send(module: str, address: Any, workload: Workload, number: int, counters: 
 def _read(module: str, address: Any, workload: Workload, counters: Any) -> None:
     """Receive for ever, and look at every value."""
     received = _Part(counters, 0)
-    torn, doubled = len(counters) - 2, len(counters) - 1
+    latest, torn, doubled = range(len(counters) - 3, len(counters))
     last: dict[int, int] = {}
     with importlib.import_module(module).receiver(address, workload) as receiver:
         while True:
@@ -209,4 +212,6 @@ def _read(module: str, address: Any, workload: Workload, counters: Any) -> None:
                 else:
                     received[number] += 1
                     last[number] = count
+                    if number == 0:
+                        counters[latest] = count
             receiver.done()
