@@ -269,6 +269,9 @@ class Timed:
         Processor time of the consumer in that span, and of all producers while they sent.
     others_cpu_s : float
         Processor time of what else the system runs on, such as a server, while all that went on.
+    counted : int, optional
+        Trajectories that the rate counts: without those of the first delivery, which were sent
+        before the span began. None for all, where they are few among many.
     faults : int
         Minor page faults of consumer and producers in their spans.
     figures : dict
@@ -280,13 +283,14 @@ class Timed:
     consumer_cpu_s: float
     producer_cpu_s: float
     others_cpu_s: float = 0.0
+    counted: int | None = None
     faults: int = 0
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
         """Trajectories a second."""
-        return self.trajectories / self.seconds
+        return (self.trajectories if self.counted is None else self.counted) / self.seconds
 
     @property
     def cpu_s(self) -> float:

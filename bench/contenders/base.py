@@ -17,7 +17,6 @@ outlives it.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import socket
 import subprocess
 import tempfile
@@ -97,10 +96,6 @@ class Contender:
     groups: str = ""
     ordered: bool = True
     lasting: bool = True
-
-    def versions(self) -> dict[str, str]:
-        """Return the versions of its packages; raises `PackageNotFoundError` for a missing one."""
-        return {name: importlib.metadata.version(name) for name in self.packages}
 
 
 class Sender(Protocol):

@@ -52,9 +52,10 @@ _running: list[str] = []
 @contextlib.contextmanager
 def _storage() -> Iterator[str]:
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
-    import transfer_queue
 
     with ray_objects.cluster() as address:
+        import transfer_queue
+
         transfer_queue.init()
         try:
             yield address
@@ -72,15 +73,9 @@ def link(workload: Workload) -> Iterator[Any]:
 
 def _attach(address: str) -> Any:
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
-    import ray
+    ray_objects.attach(address)
     import transfer_queue
 
-    ray.init(
-        address=address,
-        namespace=ray_objects.NAMESPACE,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
     transfer_queue.init()
     return transfer_queue
 

@@ -88,6 +88,8 @@ def sender(address: str, workload: Workload, number: int) -> Iterator[_Sender]:
 
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.linger = -1
+        # The consumer may bind later than this connects, and the default is to look every 100 ms.
+        socket.reconnect_ivl = 1
         socket.sndhwm = max(1, workload.room // (2 * workload.producers))
         socket.connect(address)
         yield _Sender(socket, workload)

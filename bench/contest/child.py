@@ -15,8 +15,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import platform
-import shutil
 import signal
 import sys
 import time
@@ -28,7 +26,6 @@ from typing import Any, Final
 
 from bench.contenders import module as module_of
 from bench.contest import latency, moving, survival, usage
-from bench.processes import MeasurementError
 from bench.workload import Timed, Workload
 
 __all__ = ["answer", "main"]
@@ -65,11 +62,6 @@ def answer(contender: ModuleType, request: dict[str, Any]) -> dict[str, Any]:
     """Carry out one request: its ``what`` names it, the rest are its parameters."""
     what = request["what"]
     name = contender.__name__
-    if what == "versions":
-        missing = [one for one in contender.CONTENDER.programs if shutil.which(one) is None]
-        if missing:
-            raise MeasurementError(f"there is no {', '.join(missing)} on this machine")
-        return {"python": platform.python_version(), "packages": contender.CONTENDER.versions()}
     if what in ("throughput", "watched", "packed"):
         return _moved(contender, what, Workload(**request["workload"]))
     if what == "latency":

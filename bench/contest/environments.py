@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from bench.contenders.base import Contender
 from bench.contest import usage
 from bench.processes import MeasurementError
 
-__all__ = ["ENVIRONMENTS", "ROOT", "ask", "environments_root", "interpreter"]
+__all__ = ["ENVIRONMENTS", "ROOT", "ask", "environments_root", "interpreter", "versions"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 #: The environments that there are: names of files with what they need.
@@ -30,6 +31,8 @@ ENVIRONMENTS: Final = ("atropos", "ray")
 VARIABLE: Final = "SHMBUS_CONTENDERS"
 #: Seconds that a child gets to end what it started before it is ended itself.
 END_S: Final = 20.0
+#: Seconds to say versions.
+VERSIONS_S: Final = 60.0
 
 
 def environments_root() -> Path:
@@ -53,6 +56,37 @@ def interpreter(contender: Contender) -> Path:
             f"its environment {contender.environment!r} is not there; run make bench-contenders"
         )
     return path
+
+
+def versions(contender: Contender) -> dict[str, Any]:
+    """Return the versions of a contender's packages, and of the Python that runs it.
+
+    Raises
+    ------
+    MeasurementError
+        Something that it needs is not there; the message says what, and what to do.
+    """
+    missing = [program for program in contender.programs if shutil.which(program) is None]
+    if missing:
+        raise MeasurementError(f"there is no {', '.join(missing)} on this machine")
+    # Asked of the environment without importing anything in it.
+    code = (
+        "import importlib.metadata as m, json, platform, sys\n"
+        "print(json.dumps({'python': platform.python_version(),"
+        " 'packages': {name: m.version(name) for name in sys.argv[1:]}}))"
+    )
+    result = subprocess.run(
+        [interpreter(contender), "-c", code, *contender.packages],
+        capture_output=True,
+        text=True,
+        timeout=VERSIONS_S,
+        check=False,
+    )
+    if result.returncode:
+        last = result.stderr.strip().splitlines()[-1]
+        raise MeasurementError(f"not installed ({last}); pip install 'shmbus[bench-all]'")
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
 
 
 def ask(

@@ -29,7 +29,7 @@ MARK: Final = -1
 #: Microseconds between two probes: long enough for the reader to be asleep again.
 PAUSE_US: Final = (300.0, 1000.0)
 #: Probes at the beginning that are not counted: first calls, first touches.
-WARM_UP: Final = 20
+WARM_UP: Final = 100
 LOAD_TOKENS: Final = 2048
 #: The reader looks this often whether all is over, once it has all probes.
 LOOK_S: Final = 0.05

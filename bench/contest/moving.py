@@ -60,7 +60,7 @@ def measure(module: str, workload: Workload, *, pack: bool = False, watch: bool 
         producers = [
             Role(_produce, (module, address, workload, i)) for i in range(workload.producers)
         ]
-        (seconds, consumed), *sent = run_together(
+        (counted, seconds, consumed), *sent = run_together(
             [consumer, *producers], watch=look if watch else None
         )
         others = usage.spent(servers) - before
@@ -70,6 +70,7 @@ def measure(module: str, workload: Workload, *, pack: bool = False, watch: bool 
     return Timed(
         trajectories=workload.trajectories,
         seconds=seconds,
+        counted=counted,
         consumer_cpu_s=consumed.cpu_s,
         producer_cpu_s=sum(one.cpu_s for one in sent),
         others_cpu_s=others.cpu_s,
@@ -97,9 +98,9 @@ def _produce(
 
 def _consume(
     start: Callable[[], None], module: str, address: Any, workload: Workload, pack: bool
-) -> tuple[float, usage.Spent]:
-    """Receive all; return the seconds from the first delivery on, and what was spent in them."""
-    wanted, done = workload.trajectories, 0
+) -> tuple[int, float, usage.Spent]:
+    """Receive all; return what came after the first delivery, in how long, and at what cost."""
+    wanted, done, first = workload.trajectories, 0, 0
     contender = importlib.import_module(module)
     look: _Sink = _Reading(workload) if workload.read else _look
     if not contender.CONTENDER.ordered:
@@ -115,7 +116,7 @@ def _consume(
             if not received:
                 continue
             if began is None:
-                began, before = time.perf_counter(), usage.own()
+                began, before, first = time.perf_counter(), usage.own(), len(received)
             arrays = sink(received)
             done += len(received)
             if done < wanted:
@@ -126,7 +127,7 @@ def _consume(
             _check(workload, arrays)
         receiver.done()
         assert began is not None and before is not None
-        return time.perf_counter() - began, usage.own() - before
+        return wanted - first, time.perf_counter() - began, usage.own() - before
 
 
 def _check(workload: Workload, arrays: Sequence[NDArray[Any]]) -> None:

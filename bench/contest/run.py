@@ -31,9 +31,6 @@ SERIES = (
     "survival",
 )
 
-#: Seconds to say one's version, which imports nothing.
-VERSIONS_S = 60.0
-
 
 def run(
     names: Sequence[str], level: Level, series: Sequence[str], say: Callable[[str], None]
@@ -82,7 +79,7 @@ def _describe(contender: Contender) -> tuple[dict[str, Any], bool]:
         "environment": contender.environment,
     }
     try:
-        (answer,) = environments.ask(contender, [{"what": "versions"}], VERSIONS_S)
+        answer = environments.versions(contender)
     except MeasurementError as error:
         answer = {"failed": str(error)}
     facts["skipped"] = answer.get("failed")

@@ -196,7 +196,7 @@ def _read(module: str, address: Any, workload: Workload, counters: Any) -> None:
     """Receive for ever, and look at every value."""
     received = _Part(counters, 0)
     latest, torn, doubled = range(len(counters) - 3, len(counters))
-    last: dict[int, int] = {}
+    seen: set[tuple[int, int]] = set()
     with importlib.import_module(module).receiver(address, workload) as receiver:
         while True:
             for _, _, (tokens, mask, logprobs, *_) in receiver.receive(None):
@@ -207,11 +207,11 @@ def _read(module: str, address: Any, workload: Workload, counters: Any) -> None:
                 )
                 if not whole:
                     counters[torn] += 1
-                elif count <= last.get(number, -1):
+                elif (number, count) in seen:
                     counters[doubled] += 1
                 else:
                     received[number] += 1
-                    last[number] = count
+                    seen.add((number, count))
                     if number == 0:
-                        counters[latest] = count
+                        counters[latest] = max(counters[latest], count)
             receiver.done()
