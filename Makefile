@@ -27,11 +27,12 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets that install into one environment must not do it at once.
 .NOTPARALLEL:
-.PHONY: help demo test check bench explore fuzz sanitize clean FORCE
+.PHONY: help demo test check bench bench-calls bench-contenders bench-report explore fuzz sanitize \
+    clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 20
 
 demo: $(VENV)/.demo ## Train a small policy over the bus, workers and trainer on this machine
 	@$(BIN)/shmbus demo $(ARGS)
@@ -44,8 +45,16 @@ check: $(VENV)/.dev check-c ## Lint, formatting, strict types, warnings-as-error
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.bench ## Measure, and compare with other ways to move a trajectory
-	$(BIN)/python -m bench.run $(ARGS)
+bench: $(VENV)/.bench ## Measure, and compare with other ways to move a trajectory; make bench ARGS=--full
+	@$(BIN)/shmbus bench $(ARGS)
+
+bench-calls: $(VENV)/.bench ## Time the hot calls, comparable over commits; count the C core's instructions
+	$(BIN)/pytest bench/calls.py $(ARGS)
+	$(BIN)/python -m bench.instructions check
+
+bench-report: $(VENV)/.bench ## Measure everything anew, and put report, plots and README in order
+	$(BIN)/shmbus bench --full --output bench/results/two-cores $(ARGS)
+	$(BIN)/python -m bench.report bench/results/two-cores --readme README.md
 
 explore: build/explore/plain/explore ## Search the ring's interleavings, deaths included, as deep as stated (half an hour)
 	build/explore/plain/explore --deep $(ARGS)
@@ -64,7 +73,7 @@ fuzz: $(VENV)/.fuzz fuzzers ## Fuzz what reads the segment, MINUTES in all (need
 sanitize: $(VENV)/.dev sanitize-c sanitize-python ## C and Python tests under ASan, UBSan and TSan
 
 clean: ## Remove the environment and everything that was built
-	rm -rf $(VENV) build dist *.egg-info shmbus_ext/*.so
+	rm -rf $(VENV) $(CONTENDERS) build dist *.egg-info shmbus_ext/*.so
 	rm -rf .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -85,8 +94,8 @@ INSTALL_INPUTS := pyproject.toml setup.py constraints.txt $(VENV)/.switches \
     $(C_SOURCES) $(C_HEADERS)
 
 $(VENV)/.demo: EXTRAS := demo
-$(VENV)/.dev: EXTRAS := dev,train
-$(VENV)/.bench: EXTRAS := bench,train
+$(VENV)/.dev: EXTRAS := dev,train,bench-all
+$(VENV)/.bench: EXTRAS := bench-all,train
 $(VENV)/.fuzz: EXTRAS := dev,fuzz
 
 # Editable, so that the sources here are what runs. The build requirements go into the environment
@@ -95,6 +104,18 @@ $(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.fuzz: $(INSTALL_INPUTS)
 	@echo 'installing shmbus[$(EXTRAS)] into $(VENV) (the first time downloads PyTorch: minutes)'
 	@$(PIP) 'setuptools>=77' 'numpy>=2.0'
 	@$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# --- contenders of the benchmark whose packages would change the environment of everybody else
+
+CONTENDERS := .venv-contenders
+bench-contenders: $(patsubst bench/contenders/environments/%.txt,$(CONTENDERS)/%/.done,\
+    $(wildcard bench/contenders/environments/*.txt)) ## Make the environments of Ray, TransferQueue and Atropos
+
+$(CONTENDERS)/%/.done: bench/contenders/environments/%.txt constraints.txt
+	@echo 'making $(@D) with $(PYTHON): minutes, and gigabytes where PyTorch comes with CUDA'
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt -r $<
 	@touch $@
 
 # --- the C sources, and the ring's own tests

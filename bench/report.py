@@ -300,8 +300,8 @@ def _claim(result: dict[str, Any]) -> str:
         "## The REST server, and a claim\n",
         f"A claim goes round: {CLAIM_REST:,.0f} tokens/s over the Atropos REST server, "
         f"{CLAIM_SHARED:,.0f} over shared memory. Here the server moved {rest_tokens:,.0f} "
-        f"tokens/s and shmbus {our_tokens:,.0f}. So at {CLAIM_REST:,.0f} tokens/s the server's "
-        f"transport takes {CLAIM_REST / rest_tokens:.2%} of the time, and at {CLAIM_SHARED:,.0f} tokens/s "
+        f"tokens/s and shmbus {our_tokens:,.0f}. So at {CLAIM_REST:,.0f} tokens/s the server "
+        f"takes {CLAIM_REST / rest_tokens:.2%} of the time, and at {CLAIM_SHARED:,.0f} tokens/s "
         f"{CLAIM_SHARED / rest_tokens:.1%}; shared memory takes {CLAIM_SHARED / our_tokens:.4%}. "
         "All the rest of such a difference is generation, waiting, polling or something else in "
         "the loop around it.\n",

@@ -31,8 +31,8 @@ CONTENDER: Final = Contender(
 
 NAMESPACE: Final = "shmbus-bench"
 MAILBOX: Final = "mailbox"
-#: Where everything listens: nobody else is to reach it. By itself Ray replaces that by the address
-#: of the machine, unless it is told that there is no cluster, in a variable named for other systems.
+#: Where everything listens: nobody else is to reach it. By itself Ray replaces that by the
+#: machine's address, unless it is told that there is no cluster, by a variable named for others.
 LOOPBACK: Final = "127.0.0.1"
 NO_CLUSTER: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 #: Trajectories of one object: a group's worth.

@@ -56,15 +56,25 @@ def run(
             here += [known[name]] if there else []
     result: dict[str, Any] = {"contenders": described, "level": level.name}
     result |= {one: [] for one in SERIES}
-    if "size" in series:
-        result["size"] = _sizes(here, level, say)
+    light = [contender for contender in here if not contender.environment]
+    points: list[dict[str, Any]] = []
+    # Round by round, so that a slow minute of the machine does not fall on one contender alone.
+    for repetition in range(level.repetitions if "size" in series else 0):
+        for contender in light:
+            say(f"{contender.title}: size, {repetition + 1} of {level.repetitions}")
+            points += _ask(contender, _sizes(contender, level), level)
     for number, contender in enumerate(here):
         wanted = [one for one in plan(contender, level, number == 0) if one.series in series]
+        if contender.environment and "size" in series:
+            # One that takes long to begin does all of its repetitions in one go.
+            wanted = _sizes(contender, level) * level.repetitions + wanted
         if not wanted:
             continue
         say(f"{contender.title}: {', '.join(dict.fromkeys(one.series for one in wanted))}")
-        for planned, answer in _answers(contender, wanted, level):
-            result[planned.series].append(_point(contender, planned, answer))
+        for point in _ask(contender, wanted, level):
+            one = point.pop("series")
+            points.append(point) if one == "size" else result[one].append(point)
+    result["size"] = _medians(points)
     return result
 
 
@@ -88,60 +98,45 @@ def _describe(contender: Contender) -> tuple[dict[str, Any], bool]:
     return facts, "failed" not in answer
 
 
-def _sizes(here: Sequence[Contender], level: Level, say: Callable[[str], None]) -> list[Any]:
-    """Measure the sizes, round by round, so that a slow minute does not fall on one alone."""
-    points: dict[tuple[str, int], dict[str, Any]] = {}
-    for repetition in range(level.repetitions):
-        for contender in here:
-            # One that starts a cluster does all its repetitions in one go.
-            rounds = level.repetitions if contender.environment else 1
-            if repetition and contender.environment:
-                continue
-            say(f"{contender.title}: size, {repetition + 1} of {level.repetitions}")
-            wanted = [
-                Planned(
-                    series="size",
-                    point=tokens,
-                    request={
-                        "what": "throughput",
-                        "workload": sized(contender, level, tokens=tokens),
-                    },
-                )
-                for tokens in level.sizes
-            ] * rounds
-            for planned, answer in _answers(contender, wanted, level):
-                point = _point(contender, planned, answer)
-                key = contender.name, int(planned.point)
-                points.setdefault(key, {**point, "runs": []})["runs"].append(answer)
-    return [_median(point) for point in points.values()]
+def _sizes(contender: Contender, level: Level) -> list[Planned]:
+    """Plan one repetition of all sizes."""
+    return [
+        Planned(
+            series="size",
+            point=tokens,
+            request={"what": "throughput", "workload": sized(contender, level, tokens=tokens)},
+        )
+        for tokens in level.sizes
+    ]
 
 
-def _answers(
-    contender: Contender, wanted: Sequence[Planned], level: Level
-) -> list[tuple[Planned, dict[str, Any]]]:
+def _ask(contender: Contender, wanted: Sequence[Planned], level: Level) -> list[dict[str, Any]]:
     """Ask for all in one process; after one that came to no end, go on with the next."""
-    pairs: list[tuple[Planned, dict[str, Any]]] = []
-    while len(pairs) < len(wanted):
-        rest = wanted[len(pairs) :]
+    points: list[dict[str, Any]] = []
+    while len(points) < len(wanted):
+        rest = wanted[len(points) :]
         requests = [planned.request for planned in rest]
         answers = environments.ask(contender, requests, level.deadline_s)
-        pairs += zip(rest, answers, strict=False)
-    return pairs
+        for planned, answer in zip(rest, answers, strict=False):
+            asked = {key: value for key, value in planned.request.items() if key != "what"}
+            about = {"series": planned.series, "contender": contender.name, "point": planned.point}
+            points.append({**about, **asked, **answer})
+    return points
 
 
-def _point(contender: Contender, planned: Planned, answer: dict[str, Any]) -> dict[str, Any]:
-    asked = {key: value for key, value in planned.request.items() if key != "what"}
-    return {"contender": contender.name, "point": planned.point, **asked, **answer}
-
-
-def _median(point: dict[str, Any]) -> dict[str, Any]:
-    """Let the run with the median rate stand for all of a size."""
-    good = [one for one in point["runs"] if "failed" not in one]
-    if not good:
-        return point
-    rates = [one["rate"] for one in good]
-    middle = statistics.median_low(rates)
-    chosen = next(one for one in good if one["rate"] == middle)
-    spread = {"lowest": min(rates), "highest": max(rates)}
-    without = {key: value for key, value in point.items() if key != "failed"}
-    return {**without, **chosen, **spread}
+def _medians(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Let the run with the median rate stand for all of a contender's runs of a size."""
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for point in points:
+        runs.setdefault((point["contender"], point["point"]), []).append(point)
+    chosen = []
+    for same in runs.values():
+        good = [one for one in same if "failed" not in one]
+        if not good:
+            chosen.append(same[0])
+            continue
+        rates = [one["rate"] for one in good]
+        middle = statistics.median_low(rates)
+        stands = next(one for one in good if one["rate"] == middle)
+        chosen.append({**stands, "lowest": min(rates), "highest": max(rates), "rates": rates})
+    return chosen

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import shmbus
-from shmbus.cli import demo, pause, serve
+from shmbus.cli import bench, demo, pause, serve
 
 __all__ = ["main"]
 
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"shmbus {shmbus.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    bench.add_parser(commands)
     demo.add_parser(commands)
     serve.add_parser(commands)
     pause.add_parser(commands)

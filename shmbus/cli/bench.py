@@ -1,0 +1,65 @@
+"""``shmbus bench``: measure this machine; the code is in ``bench/`` of the source checkout.
+
+The benchmark is no part of the installed package: it needs the sources of the contenders' small
+programs, and what it compares with. So this command runs it where it lies beside the package, in
+an interpreter of its own, and says what to do where it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import shmbus
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_SUITE = Path("bench", "suite.py")
+_HELP = """usage: shmbus bench [options]
+
+Measure shmbus and the other ways to move a trajectory on this machine. It runs from a source
+checkout, which this is not:
+
+  git clone <the repository of shmbus> && cd shmbus
+  make bench                    # --quick: under five minutes
+  make bench ARGS=--full        # every workload and curve: under thirty
+
+example: shmbus bench --quick"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure this machine, beside other ways to move a trajectory",
+        # Options, and the help on them, are the benchmark's own.
+        add_help=False,
+        prefix_chars="\0",
+    )
+    parser.add_argument("options", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the benchmark of the checkout that this package lies in, and return its exit status."""
+    root = Path(shmbus.__file__).resolve().parents[1]
+    if not (root / _SUITE).is_file():
+        wants_help = {"-h", "--help"} & set(arguments.options)
+        print(_HELP, file=sys.stdout if wants_help else sys.stderr)
+        return 0 if wants_help else 1
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.suite", *arguments.options],
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            # It reaches both: the benchmark ends its processes, and this waits for that.
+            continue
