@@ -38,7 +38,7 @@ COLOURS: Final = {
     "TransferQueue": "#495057",
     "atropos": "#c2255c",
 }
-STYLE: Final = {
+STYLE: Final[dict[Any, Any]] = {
     "font.size": 10,
     "font.family": "DejaVu Sans",
     "axes.edgecolor": FAINT,

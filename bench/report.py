@@ -239,12 +239,14 @@ def _tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]
 
 
 def _contest(result: dict[str, Any]) -> str:
-    return "\n".join(f"## {title}\n\n{markdown(*rest)}" for title, *rest in _tables(result))
+    return "\n".join(
+        f"## {title}\n\n{markdown(heads, lines)}" for title, heads, lines in _tables(result)
+    )
 
 
 def contest_text(result: dict[str, Any]) -> str:
     """Lay the tables of the contest out as plain text."""
-    parts = [f"{title}\n\n{aligned(*rest)}\n" for title, *rest in _tables(result)]
+    parts = [f"{title}\n\n{aligned(heads, lines)}\n" for title, heads, lines in _tables(result)]
     return "\n".join([*parts, *([_skipped(result)] if result["contest"] else [])])
 
 

@@ -135,7 +135,8 @@ class Layout:
     def write(self, source: Source, target: NDArray[np.uint8]) -> None:
         """Copy a trajectory into bytes."""
         start = 0
-        for array in (*source, *self.sides.values()):
+        arrays: list[NDArray[Any]] = [*source, *self.sides.values()]
+        for array in arrays:
             target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
             start += -(-array.nbytes // 8) * 8
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from numpy.typing import NDArray
+
 from bench.contenders.base import Contender, Layout, Received
 from bench.contest import moving
 from bench.workload import Source, Timed, Workload
@@ -112,7 +114,8 @@ class _Sender:
         target = memoryview(content).cast("B")
         head = HEAD.pack(tokens, index, len(name), len(self._meta)) + name
         target[: len(head)] = head
-        for array in (*source, *self._beside):
+        arrays: tuple[NDArray[Any], ...] = (*source, *self._beside)
+        for array in arrays:
             nbytes = array.nbytes
             target[start : start + nbytes] = array.data.cast("B")
             start += (nbytes + 7) // 8 * 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,11 +44,14 @@ def link(workload: Workload) -> Iterator[Any]:
                     path.unlink()
 
 
+def _torch() -> Any:
+    # Its shared storage is not typed.
+    return importlib.import_module("torch")
+
+
 class _Sender:
     def __init__(self, address: Any, workload: Workload) -> None:
-        import torch
-
-        self._torch = torch
+        self._torch = _torch()
         self._put = address.put
         self._layout = Layout(workload)
         self._meta = workload.meta()
@@ -80,9 +84,7 @@ class _Receiver(mp_queue.Receiver):
 @contextlib.contextmanager
 def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
     """Send from this process."""
-    import torch
-
-    torch.multiprocessing.set_sharing_strategy("file_system")
+    _torch().multiprocessing.set_sharing_strategy("file_system")
     yield _Sender(address, workload)
     address.close()
     address.join_thread()
@@ -91,9 +93,7 @@ def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
 @contextlib.contextmanager
 def receiver(address: Any, workload: Workload) -> Iterator[_Receiver]:
     """Receive in this process."""
-    import torch
-
-    torch.multiprocessing.set_sharing_strategy("file_system")
+    _torch().multiprocessing.set_sharing_strategy("file_system")
     yield _Receiver(address, workload)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,11 @@ def link(workload: Workload) -> Iterator[str]:
         yield f"ipc://{Path(directory, 'socket')}"
 
 
+def _zmq() -> Any:
+    # Not by an import statement: its types are here only where it is installed.
+    return importlib.import_module("zmq")
+
+
 class _Sender:
     def __init__(self, socket: Any, workload: Workload) -> None:
         self._send = socket.send
@@ -54,8 +60,7 @@ class _Sender:
 
 class _Receiver:
     def __init__(self, socket: Any, workload: Workload) -> None:
-        import zmq
-
+        zmq = _zmq()
         self._again = zmq.Again
         self._noblock = zmq.NOBLOCK
         self._socket = socket
@@ -84,8 +89,7 @@ class _Receiver:
 @contextlib.contextmanager
 def sender(address: str, workload: Workload, number: int) -> Iterator[_Sender]:
     """Send from this process."""
-    import zmq
-
+    zmq = _zmq()
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.linger = -1
         # The consumer may bind later than this connects, and the default is to look every 100 ms.
@@ -98,8 +102,7 @@ def sender(address: str, workload: Workload, number: int) -> Iterator[_Sender]:
 @contextlib.contextmanager
 def receiver(address: str, workload: Workload) -> Iterator[_Receiver]:
     """Receive in this process."""
-    import zmq
-
+    zmq = _zmq()
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.rcvhwm = max(1, workload.room // (2 * workload.producers))
         socket.bind(address)

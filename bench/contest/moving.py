@@ -132,7 +132,8 @@ def _consume(
 
 def _check(workload: Workload, arrays: Sequence[NDArray[Any]]) -> None:
     """Refuse a last trajectory, which differs from all before it, that is not what was sent."""
-    for array, sent in zip(arrays, workload.source(last=True), strict=False):
+    expected: list[NDArray[Any]] = [*workload.source(last=True)]
+    for array, sent in zip(arrays, expected, strict=False):
         if not np.array_equal(array, sent):
             raise MeasurementError(f"expected {sent} at the end, got {array}")
 
@@ -147,7 +148,10 @@ class _Reading:
     """Copies every array into memory that is used again and again."""
 
     def __init__(self, workload: Workload) -> None:
-        like = [*workload.source(tokens=workload.longest), *workload.side_arrays().values()]
+        like: list[NDArray[Any]] = [
+            *workload.source(tokens=workload.longest),
+            *workload.side_arrays().values(),
+        ]
         self._memory = [np.ones(array.size, array.dtype) for array in like]
 
     def __call__(self, received: Sequence[Received]) -> Sequence[NDArray[Any]]:

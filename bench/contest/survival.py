@@ -34,7 +34,8 @@ SLOW_PER_S: Final = 1_000.0
 ARRIVED: Final = 2
 #: A victim is killed at a random moment of so many seconds: some of its sends' worth.
 KILL_WITHIN_S: Final = 0.02
-#: Seconds without one that the survivor began to send after the kill, after which a run counts as stopped.
+#: Seconds without one that the survivor began to send after the kill, after which a run counts as
+#: stopped.
 PATIENCE_S: Final = 10.0
 #: Seconds that everything gets to begin, and that what victims sent gets to arrive.
 START_S: Final = 30.0
