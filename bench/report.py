@@ -184,7 +184,7 @@ def _cost_table(result: dict[str, Any]) -> _Table:
             faults = f"{all_faults / watched['trajectories']:.2f}"
             memory = f"{watched['figures'].get('memory_bytes', 0) / 2**20:,.0f}"
         survives = _survives(killed) if killed else ""
-        copies = f"{facts['copies']}: {facts['copied']}"
+        copies = str(facts["copies"])
         lines.append([facts["title"], copies, _memcpys(result, name), faults, memory, survives])
     return heads, lines
 
@@ -281,11 +281,16 @@ def _favours(result: dict[str, Any]) -> str:
     if not contest:
         return ""
     lines = [
-        [facts["title"], f"{_versions(facts)}; Python {facts['python']}", facts["favour"]]
+        [
+            facts["title"],
+            f"{_versions(facts)}; Python {facts['python']}",
+            facts["favour"],
+            facts["copied"],
+        ]
         for name in _here(contest)
         for facts in [contest["contenders"][name]]
     ]
-    heads = ["contender", "versions", "in its favour"]
+    heads = ["contender", "versions", "in its favour", "where a byte is copied"]
     return "## Versions, and what each was given\n\n" + markdown(heads, lines)
 
 

@@ -36,8 +36,12 @@ __all__ = ["FORMAT", "main"]
 FORMAT: Final = 2
 OUTPUT: Final = "shmbus-bench"
 #: Open groups of the curve, and what is timed at each.
-OPEN_GROUPS: Final = (1_000, 10_000, 100_000, 1_000_000)
-OPEN_GROUP_ADDS: Final = 400_000
+OPEN_GROUPS: Final = {
+    "quick": (),
+    "full": (1_000, 10_000, 100_000, 1_000_000),
+    "tiny": (100, 1_000),
+}
+OPEN_GROUP_ADDS: Final = {"quick": 0, "full": 400_000, "tiny": 10_000}
 LEVELS: Final = {"quick": plan.QUICK, "full": plan.FULL, "tiny": plan.TINY}
 CORE: Final = {
     "quick": core_sizes.QUICK,
@@ -163,8 +167,9 @@ def _measure(
         found = contest.run([verdicts.OURS, *names], level, series, say)
         rows += verdicts.rows(found)
     groups: list[dict[str, Any]] = []
-    if options.level == "full" and not options.only and not chosen:
-        groups = curves.open_groups(OPEN_GROUPS, OPEN_GROUP_ADDS, say)
+    counts = OPEN_GROUPS[options.level]
+    if counts and not options.only and not chosen:
+        groups = curves.open_groups(counts, OPEN_GROUP_ADDS[options.level], say)
     return rows, {
         "format": FORMAT,
         "machine": facts,

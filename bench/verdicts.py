@@ -119,6 +119,7 @@ def _growth(contest: dict[str, Any]) -> Iterator[Row]:
         if len(points) < 2:
             continue
         costs = [one["cpu_s"] / one["trajectories"] * 1e6 for one in points]
+        # The processor time of a run is that of its processes, so that waiting for a core is none.
         last = points[-1]["point"]
         yield Row(
             name=f"growth-{series}",

@@ -41,10 +41,9 @@ LOAD_PER_S: Final = 5_000.0
 LOAD_PART: Final = 0.25
 #: Calls of TransferQueue carry this many; a run has to have several.
 LEAST: Final = 128
-#: Tokens a second of a claim that is told in the field about two ways to move trajectories: over
-#: REST, and over shared memory.
-CLAIM_REST: Final = 223.0
-CLAIM_SHARED: Final = 6_284.0
+#: Tokens a second at which the REST server is compared at equal work: what is told in the field of
+#: shared memory.
+PACED_PER_S: Final = 6_284.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +59,9 @@ class Level:
         Runs of each size.
     sizes, producers, capacities : tuple
         Points of those curves.
-    kinds : bool
-        Whether all of `KINDS` are measured.
+    everything : bool
+        Whether all of `KINDS` and batches are measured, and all series of contenders that start a
+        cluster.
     probes : int
         Of each latency; a contender that starts a cluster gets a tenth.
     kills : int
@@ -78,7 +78,7 @@ class Level:
     sizes: tuple[int, ...]
     producers: tuple[int, ...]
     capacities: tuple[str, ...]
-    kinds: bool
+    everything: bool
     probes: int
     kills: int
     paced: int
@@ -92,7 +92,7 @@ FULL: Final = Level(
     sizes=SIZES,
     producers=PRODUCERS,
     capacities=CAPACITIES,
-    kinds=True,
+    everything=True,
     probes=3000,
     kills=20,
     paced=16,
@@ -105,14 +105,24 @@ QUICK: Final = Level(
     sizes=(USUAL,),
     producers=(),
     capacities=(),
-    kinds=False,
+    everything=False,
     probes=600,
     kills=4,
     paced=0,
     deadline_s=120.0,
 )
 TINY: Final = replace(
-    QUICK, name="tiny", run_s=0.005, sizes=(256, USUAL), probes=20, kills=1, deadline_s=60.0
+    FULL,
+    name="tiny",
+    run_s=0.005,
+    repetitions=1,
+    sizes=(256, 512, USUAL),
+    producers=(1, 2),
+    capacities=("16MiB", "32MiB"),
+    probes=20,
+    kills=1,
+    paced=4,
+    deadline_s=60.0,
 )
 
 
@@ -157,12 +167,12 @@ def plan(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
         workload = sized(contender, level, **parameters)
         return Planned(series=series, point=point, request={"what": what, "workload": workload})
 
-    if not clustered or level.name == "full":
+    if not clustered or level.everything:
         yield throughput("read", "", "throughput", read=True)
         yield throughput("watched", "", "watched")
-    if level.name == "full":
+    if level.everything:
         yield throughput("packed", "", "packed", **_packable(contender, level))
-    if level.kinds:
+    if level.everything:
         for kind, parameters in KINDS.items():
             large = {"capacity": LARGE_CAPACITY} if parameters.get("side") in SIDES else {}
             yield throughput("kind", kind, "throughput", **parameters, **large)
@@ -177,7 +187,7 @@ def plan(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
     load = min(LOAD_PER_S, LOAD_PART * contender.per_second)
     readers = {"sleeping": 0.0, "busy": 0.0, "under load": load}
     for point, load_per_s in readers.items():
-        if not clustered or level.name == "full" or point == "sleeping":
+        if not clustered or level.everything or point == "sleeping":
             yield Planned(
                 series="latency",
                 point=point,
@@ -191,7 +201,7 @@ def plan(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
             )
     if level.paced and (ours or contender.name == "atropos"):
         paced = Workload(
-            trajectories=level.paced, tokens=USUAL, group_size=1, pause_s=USUAL / CLAIM_SHARED
+            trajectories=level.paced, tokens=USUAL, group_size=1, pause_s=USUAL / PACED_PER_S
         )
         request = {"what": "throughput", "workload": paced.as_parameters()}
         yield Planned(series="paced", point=USUAL, request=request)
