@@ -49,7 +49,7 @@ bench: $(VENV)/.bench ## Measure, and compare with other ways to move a trajecto
 	@$(BIN)/shmbus bench $(ARGS)
 
 bench-calls: $(VENV)/.bench ## Time the hot calls, comparable over commits; count the C core's instructions
-	$(BIN)/pytest bench/calls.py $(ARGS)
+	$(BIN)/pytest -o addopts= --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name bench/calls.py $(ARGS)
 	$(BIN)/python -m bench.instructions check
 
 bench-report: $(VENV)/.bench ## Measure everything anew, and put report, plots and README in order

@@ -106,8 +106,8 @@ def toolchain() -> str:
     return f"{Path(compiler[0]).name} {version}, {libc}, {platform.machine()}"
 
 
-def count() -> dict[str, float]:
-    """Return the instructions of one call of each operation."""
+def count(rounds: int = ROUNDS) -> dict[str, float]:
+    """Return the instructions of one call of each operation, over so many rounds."""
     if shutil.which("valgrind") is None:
         raise CannotCount(
             "there is no valgrind here; install it (Debian: apt-get install valgrind)"
@@ -121,22 +121,22 @@ def count() -> dict[str, float]:
             if path.name != "module.c" and not path.name.startswith("py_")
         ]
         _run([*_compiler(), *FLAGS, "-o", str(program), str(SOURCE), *ring, "-lrt"])
-        return {name: _count(program, name, calls) for name, calls in OPERATIONS.items()}
+        return {name: _count(program, name, calls, rounds) for name, calls in OPERATIONS.items()}
 
 
-def _count(program: Path, name: str, calls: int) -> float:
+def _count(program: Path, name: str, calls: int, rounds: int) -> float:
     """Count what lies within one function, with all that it calls."""
     output = program.with_name(f"{name}.out")
     said = _run(
         [
             "valgrind", "--tool=callgrind", f"--callgrind-out-file={output}",
-            f"--toggle-collect={name}", str(program), str(ROUNDS),
+            f"--toggle-collect={name}", str(program), str(rounds),
         ]
     )  # fmt: skip
     found = re.search(r"Collected *: *(\d+)", said)
     if found is None or int(found[1]) == 0:
         raise CannotCount(f"valgrind counted nothing within {name}; it said: {said[-500:]}")
-    return round(int(found[1]) / (calls * ROUNDS), 1)
+    return round(int(found[1]) / (calls * rounds), 1)
 
 
 def _compiler() -> list[str]:

@@ -33,7 +33,7 @@ from bench.workload import GROUP_SIZE
 from shmbus import limits
 from shmbus.stash import Stash
 
-__all__ = ["measure"]
+__all__ = ["Sample", "measure"]
 
 Order: TypeAlias = Literal["by age", "scrambled"]
 
@@ -44,7 +44,7 @@ PARTS: Final = 5
 SEED: Final = 20240229
 
 
-class _Sample(msgspec.Struct, gc=False):
+class Sample(msgspec.Struct, gc=False):
     """As a Trajectory is to the stash: the collector does not look at those either."""
 
     key: str
@@ -114,7 +114,7 @@ def _time_adds(
     start: Callable[[], None], order: Order, open_groups: int, adds: int
 ) -> dict[str, Any]:
     arrivals = (_by_age if order == "by age" else _scrambled)(open_groups)
-    stash: Stash[_Sample] = Stash()
+    stash: Stash[Sample] = Stash()
     gc.disable()
     start()
     # Fills the stash, and goes on until the dict has been used for a while at its final size.
@@ -135,14 +135,14 @@ def _time_adds(
 
 
 def _feed(
-    stash: Stash[_Sample], arrivals: Iterator[tuple[int, int]], adds: int
+    stash: Stash[Sample], arrivals: Iterator[tuple[int, int]], adds: int
 ) -> tuple[float, int, int]:
     """Add so many samples; return the seconds in add, the adds and the completions."""
     seconds = 0.0
     added = completed = 0
     while added < adds:
         samples = [
-            _Sample(f"prompt-{number}", GROUP_SIZE, index)
+            Sample(f"prompt-{number}", GROUP_SIZE, index)
             for number, index in islice(arrivals, BATCH)
         ]
         began = time.process_time()

@@ -103,7 +103,7 @@ def _consume(
     wanted, done, first = workload.trajectories, 0, 0
     contender = importlib.import_module(module)
     look: _Sink = _Reading(workload) if workload.read else _look
-    if not contender.CONTENDER.ordered:
+    if workload.arrival != "in order" or not contender.CONTENDER.ordered:
         look = _Counting(look)
     sink = Packing(workload, lasting=contender.CONTENDER.lasting) if pack else look
     began = before = None
@@ -193,11 +193,11 @@ class Packing:
         room = max(TOKENS_PER_BATCH, workload.longest * workload.group_size)
         self._group_size = workload.group_size
         self._open: dict[str, dict[int, tuple[NDArray[Any], ...]]] = {}
-        self._tokens = np.ones(room, np.int64)
-        self._positions = np.ones(room, np.int64)
-        self._mask = np.ones(room, np.bool_)
-        self._logprobs = np.ones(room, np.float32)
-        self._advantages = np.ones(room, np.float32)
+        self._memory_tokens = np.ones(room, np.int64)
+        self._memory_positions = np.ones(room, np.int64)
+        self._memory_mask = np.ones(room, np.bool_)
+        self._memory_logprobs = np.ones(room, np.float32)
+        self._memory_advantages = np.ones(room, np.float32)
         self._count = np.arange(workload.longest, dtype=np.int64)
         self._end = 0
         self.batches = 0
@@ -217,17 +217,27 @@ class Packing:
                     self._open[instance_id][index] = tuple(array.copy() for array in arrays)
         return ()
 
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """Tokens of the batch so far."""
+        return self._memory_tokens[: self._end]
+
+    @property
+    def advantages(self) -> NDArray[np.float32]:
+        """Advantages of the batch so far, one a token."""
+        return self._memory_advantages[: self._end]
+
     def _pack(self, group: Sequence[tuple[NDArray[Any], ...]]) -> None:
-        if self._end + sum(arrays[0].size for arrays in group) > self._tokens.size:
+        if self._end + sum(arrays[0].size for arrays in group) > self._memory_tokens.size:
             self.batches += 1
             self._end = 0
         scores = np.arange(len(group), dtype=np.float32) % 2
         advantages = (scores - scores.mean()) / (scores.std() + EPSILON)
         for (tokens, mask, logprobs, *_), advantage in zip(group, advantages, strict=True):
             part = slice(self._end, self._end + tokens.size)
-            self._tokens[part] = tokens
-            self._positions[part] = self._count[: tokens.size]
-            self._mask[part] = mask
-            self._logprobs[part] = logprobs
-            self._advantages[part] = advantage
+            self._memory_tokens[part] = tokens
+            self._memory_positions[part] = self._count[: tokens.size]
+            self._memory_mask[part] = mask
+            self._memory_logprobs[part] = logprobs
+            self._memory_advantages[part] = advantage
             self._end = part.stop

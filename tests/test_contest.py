@@ -1,0 +1,251 @@
+"""The contest of the benchmark: real contenders, real processes, real kills; no time is asserted.
+
+A contender that is not installed here is skipped by name. The two that start a cluster, and the
+server of Atropos, run in environments of their own, which a test has not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Spawner
+
+from bench import instructions, report, verdicts
+from bench.contenders import MODULES, contenders, module
+from bench.contest import environments, latency, moving, plan, survival
+from bench.contest.run import run
+from bench.processes import MeasurementError
+from bench.workload import OPEN_GROUPS, Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+LIGHT = [name for name, contender in contenders().items() if not contender.environment]
+
+
+def installed(name: str) -> ModuleType:
+    """The module of a contender, if it can run here."""
+    found = module(name)
+    try:
+        environments.versions(found.CONTENDER)
+    except MeasurementError as error:
+        pytest.skip(f"{name}: {error}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let child processes import the benchmark, from wherever the tests run."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
+# --- the contenders
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_contender_has_both_ends_and_says_what_it_was_given(name: str) -> None:
+    found = importlib.import_module(f"bench.contenders.{name}")
+    for part in ("link", "sender", "receiver", "measure"):
+        assert callable(getattr(found, part))
+    about = found.CONTENDER
+    assert about.packages and about.favour and about.copied
+    assert about.copies >= 1 and about.per_second > 0
+    assert about.environment in ("", *environments.ENVIRONMENTS)
+
+
+def test_each_environment_has_a_list_of_what_it_needs_and_every_pin_is_in_the_constraints() -> None:
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    for name in environments.ENVIRONMENTS:
+        text = (ROOT / "bench" / "contenders" / "environments" / f"{name}.txt").read_text()
+        wanted = {line for line in text.splitlines() if line and not line.startswith("#")}
+        assert wanted <= pinned
+        packages = [c.packages for c in contenders().values() if c.environment == name]
+        assert {package for some in packages for package in some} <= wanted
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_what_is_sent_arrives_whole_and_once(name: str) -> None:
+    found = installed(name)
+    workload = Workload(
+        trajectories=64,
+        tokens=100,
+        producers=2,
+        lengths="log-normal",
+        arrival="scrambled",
+        turns=2,
+        side="top-k-logits",
+        read=True,
+    )
+    timed = found.measure(workload)
+    assert timed.trajectories == 64
+    assert timed.seconds > 0
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_a_batch_is_packed_of_whole_groups(name: str) -> None:
+    found = installed(name)
+    workload = Workload(trajectories=32, tokens=2048, arrival="interleaved")
+    assert moving.measure(found.__name__, workload, pack=True).trajectories == 32
+
+
+def test_packing_sorts_scrambled_samples_and_lays_them_out_one_behind_the_other() -> None:
+    workload = Workload(trajectories=8, tokens=3, group_size=2)
+    packing = moving.Packing(workload, lasting=False)
+    made = {
+        (key, i): (np.full(3, 10 * i + n), np.ones(3, np.uint8), np.full(3, -1.0, np.float32))
+        for n, key in enumerate("ab")
+        for i in range(2)
+    }
+    for key, index in (("a", 1), ("b", 0), ("a", 0), ("b", 1)):
+        packing([(key, index, made[key, index])])
+    assert packing.tokens.tolist() == [0] * 3 + [10] * 3 + [1] * 3 + [11] * 3
+    assert packing.advantages[:3].tolist() == pytest.approx([-1.0] * 3, abs=1e-3)
+
+
+def test_latency_counts_every_probe_but_those_that_warm_up() -> None:
+    measured = latency.measure("bench.contenders.mp_queue", 20, "sleeping", 200.0, "8MiB")
+    assert measured.probes == 20
+    assert list(measured.us) == sorted(measured.us)
+    assert measured.percentile(50) > 0
+
+
+def test_a_writer_killed_within_a_put_stops_nobody_and_harms_nothing() -> None:
+    outcome = survival.measure("bench.contenders.shmbus_embedded", 3)
+    assert outcome.goes_on, outcome
+    assert (outcome.kills, outcome.lost, outcome.torn, outcome.doubled) == (3, 0, 0, 0)
+
+
+# --- running them
+
+
+def test_what_is_not_there_is_skipped_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SHMBUS_CONTENDERS", str(tmp_path))
+    found = run(["ray", "atropos"], plan.TINY, ["survival"], lambda _: None)
+    for name in ("ray", "atropos"):
+        assert "make bench-contenders" in found["contenders"][name]["skipped"]
+    result = {"contest": found, "rows": [], "memcpy_bytes_per_s": 1e10}
+    assert "Ray, put and get: skipped" in report.contest_text(result)
+
+
+def test_a_request_that_fails_says_why_and_the_next_one_is_answered() -> None:
+    contender = contenders()["multiprocessing.Queue"]
+    good = {"what": "throughput", "workload": {"trajectories": 16, "tokens": 8}}
+    answers = environments.ask(contender, [{"what": "nonsense"}, good], 60.0)
+    assert "unknown request 'nonsense'" in answers[0]["failed"]
+    assert answers[1]["trajectories"] == 16
+
+
+def test_a_request_that_comes_to_no_end_is_given_up() -> None:
+    contender = contenders()["multiprocessing.Queue"]
+    endless = {"trajectories": 8, "tokens": 8, "pause_s": 3600.0}
+    (answer,) = environments.ask(contender, [{"what": "throughput", "workload": endless}], 3.0)
+    assert answer == {"failed": "not done within 3 s"}
+
+
+@pytest.mark.slow
+def test_one_command_measures_and_writes_report_and_plots(spawn: Spawner, tmp_path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    output = tmp_path / "report"
+    arguments = ["--tiny", "--contender", "multiprocessing.Queue", "--output", output]
+    for series in ("size", "producers", "capacity", "latency", "survival"):
+        arguments += ["--series", series]
+    printed = spawn.module("shmbus.cli", "bench", *arguments).finish(110.0)
+    result = json.loads((output / "results.json").read_text())
+    assert set(result["contest"]["contenders"]) == {"shmbus", "multiprocessing.Queue"}
+    assert not [one for one in result["contest"]["size"] if "failed" in one]
+    for name in ("report.md", "throughput.svg", "latency.svg", "scaling.svg"):
+        assert (output / name).stat().st_size > 0
+    assert "multiprocessing.Queue" in printed
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    assert report.main([str(output), "--readme", str(readme)]) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "report/throughput.svg" in text
+
+
+def test_a_bad_command_line_is_refused_before_anything_is_measured(spawn: Spawner) -> None:
+    for arguments in (["--series", "nothing"], ["--contender", "x"], ["--quick", "--full"]):
+        child = spawn.module("shmbus.cli", "bench", *arguments)
+        assert child.wait() == 2
+        assert arguments[-1].strip("-") in child.output()
+    assert "example" in spawn.module("shmbus.cli", "bench", "--help").finish()
+
+
+def test_without_a_checkout_the_command_says_what_to_do(spawn: Spawner, tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns("__pycache__")
+    for package in ("shmbus", "shmbus_ext"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignore)
+    env = {"PYTHONPATH": str(tmp_path)}
+    child = spawn.module("shmbus.cli", "bench", "--quick", env=env)
+    assert child.wait() == 1
+    assert "make bench" in child.output()
+    assert "make bench" in spawn.module("shmbus.cli", "bench", "--help", env=env).finish()
+
+
+# --- workloads, verdicts, instructions
+
+
+@pytest.mark.parametrize("arrival", ["in order", "interleaved", "scrambled"])
+def test_every_order_of_arrival_completes_every_group(arrival: Any) -> None:
+    groups = 2 * OPEN_GROUPS + 5
+    workload = Workload(trajectories=groups * 8, tokens=4, arrival=arrival)
+    identities = [identity for identity, _ in workload.items(0)]
+    assert len(set(identities)) == len(identities) == groups * 8
+    last = {instance_id: place for place, (instance_id, _) in enumerate(identities)}
+    in_order = sorted(last.values()) == list(range(7, groups * 8, 8))
+    assert in_order == (arrival == "in order")
+
+
+def test_a_mix_of_lengths_is_the_same_each_time_and_counted_as_it_is_sent() -> None:
+    workload = Workload(trajectories=1024, tokens=512, producers=2, lengths="log-normal")
+    sent = [source[0].size for number in range(2) for _, source in workload.items(number)]
+    assert sum(sent) == workload.total_tokens
+    assert len(set(sent)) > 100
+    assert max(sent) == workload.longest
+
+
+def test_room_is_what_the_capacity_holds() -> None:
+    assert Workload(trajectories=8, tokens=1 << 20, capacity="1GiB").room == (1 << 30) // (9 << 20)
+    assert Workload(trajectories=8, tokens=1 << 20, capacity="1MiB").room == 2
+
+
+def test_a_verdict_compares_what_one_run_measured() -> None:
+    titles = {"shmbus": "shmbus", "pyzmq": "zmq", "ray": "ray"}
+    contest: dict[str, Any] = {series: [] for series in ("latency", "producers", "capacity")}
+    contest |= {"survival": [], "contenders": {n: {"title": t} for n, t in titles.items()}}
+    contest["size"] = [
+        {"contender": "shmbus", "point": 2048, "rate": 160.0, "lowest": 150.0, "highest": 170.0},
+        {"contender": "pyzmq", "point": 2048, "rate": 10.0, "lowest": 10.0, "highest": 10.0},
+    ]
+    (row,) = verdicts.rows(contest)
+    assert (row.name, row.value, row.spread, row.met) == ("against-pyzmq", 16.0, (15.0, 17.0), True)
+
+
+def test_only_more_than_three_percent_is_a_regression() -> None:
+    lines, regressions = instructions.compare(
+        {"op_put": 1000.0, "op_read": 1000.0, "op_gather": 1000.0},
+        {"op_put": 1031.0, "op_read": 1029.0, "op_gather": 500.0, "op_new": 1.0},
+    )
+    assert [name.split(":")[0] for name in regressions] == ["op_put"]
+    assert len(lines) == 4 and "new" in lines[3]
+
+
+@pytest.mark.slow
+def test_instructions_of_every_operation_are_counted_the_same_twice() -> None:
+    if shutil.which("valgrind") is None:
+        pytest.skip("valgrind is not installed")
+    counts = [instructions.count(rounds=20) for _ in range(2)]
+    assert counts[0].keys() == instructions.OPERATIONS.keys()
+    assert min(counts[0].values()) > 0
+    assert counts[0] == counts[1]
