@@ -37,6 +37,10 @@ __all__ = [
     "REDIAL_INTERVAL_S",
     "REST_S",
     "SPACE_WAIT_S",
+    "STATUS_ATTEMPTS",
+    "STATUS_GROUPS",
+    "STATUS_MISSING",
+    "STATUS_RECORDS",
     "SWEEP_INTERVAL_S",
     "TAKE_GRACE_S",
     "TAKE_POLLS",
@@ -154,3 +158,14 @@ REST_S = 0.002
 #: Steps that the fastest rank may be ahead of the slowest: what is formed for one that does not
 #: come holds space.
 MAX_STEPS_AHEAD = 64
+#: Walks that a status makes for a count at one instant, before it says that the bus was too busy.
+STATUS_ATTEMPTS = 3
+
+#: Incomplete groups that a status names, the oldest first: who waits, without a page of them.
+STATUS_GROUPS = 5
+
+#: Missing indices of a group that a status names; their number is always exact.
+STATUS_MISSING = 16
+
+#: Records that a status sorts into groups: about two seconds of work; beyond, groups stay unnamed.
+STATUS_RECORDS = 200_000

@@ -40,6 +40,17 @@ REFUSED_WIDTH: int
 REFUSED_RECENT: int
 
 ELEMENT_KINDS: tuple[str, ...]
+MAGIC: int
+HEADER_BYTES: int
+RELEASED_OFFSET: int
+REASONS: int
+LOCK_COLLECTOR: int
+LOCK_USERS: int
+LOCK_SLOT: int
+LINK_END: int
+REF_OFFSET_BITS: int
+FLAG_PAYLOAD_CRC: int
+FLAG_MOVED: int
 
 _Names = tuple[str, str | None, str | None, str | None]
 
@@ -53,6 +64,12 @@ class CollectorNote(TypedDict):
     stashed_records: int
     stashed_bytes: int
     seen_ns: int
+
+class StructLayout(TypedDict):
+    names: list[str]
+    formats: list[str]
+    offsets: list[int]
+    itemsize: int
 
 class Segment:
     name: str
@@ -247,6 +264,24 @@ def install(
 ) -> None: ...
 def crc32c(data: bytes, reference: bool = ..., /) -> int: ...
 def monotonic_ns() -> int: ...
+def layout() -> dict[str, StructLayout]: ...
+def lock_held(fd: int, byte: int, /) -> bool: ...
+def any_lock_held(fd: int, /) -> bool: ...
+def lock_all(fd: int, /) -> bool: ...
+def scan_run(
+    fd: int, position: int, used: int, extent: int, generation: int, below: int, /
+) -> tuple[bytes, tuple[int, int, int, int, int], int, int, bool]: ...
+def read_run(
+    fd: int,
+    position: int,
+    used: int,
+    extent: int,
+    generation: int,
+    start: int,
+    limit: int,
+    payload: bool,
+    /,
+) -> tuple[list[tuple[Any, ...]], int, bool]: ...
 def describe(
     trajectories: list[Trajectory], /
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str]]: ...
