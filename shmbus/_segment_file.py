@@ -205,8 +205,10 @@ class SegmentFile:
     Attributes
     ----------
     problem : LayoutMismatchError or None
-        Why this process cannot read it: unfinished, foreign, truncated or damaged. Where it is
-        not None, only `file_bytes`, `header`, `file_bytes` and the locks mean anything.
+        Why this process cannot read it: unfinished, foreign, truncated or damaged.
+    walkable : bool
+        Whether its tables mean anything: also those of a truncated one do, where they are there.
+        Otherwise only `header`, `file_bytes` and the locks do.
     """
 
     def __init__(self, name: str) -> None:
@@ -233,7 +235,7 @@ class SegmentFile:
             self.file_bytes = self.info.st_size
             raw = self._read(_core.HEADER_BYTES, 0)
             self.header: Any = np.frombuffer(raw, _HEADER, count=1)[0]
-            self.problem = self._check(raw)
+            self.problem, self.walkable = self._check(raw)
         except BaseException:
             os.close(self.fd)
             raise
@@ -255,11 +257,12 @@ class SegmentFile:
             count -= len(part)
         return b"".join(parts)
 
-    def _check(self, raw: bytes) -> errors.LayoutMismatchError | None:
+    def _check(self, raw: bytes) -> tuple[errors.LayoutMismatchError | None, bool]:
         """Make the core's checks of a header, in the core's order and words."""
         header = self.header
         version, found_hash = int(header["layout_version"]), int(header["layout_hash"])
         status = None
+        holds = self._geometry_holds(raw)
         if self.file_bytes == 0 or int(header["magic"]) == 0:
             status = ("unfinished", 0, 0)
         elif int(header["magic"]) != _core.MAGIC:
@@ -270,9 +273,12 @@ class SegmentFile:
             status = ("hash", found_hash, _core.LAYOUT_HASH & _LOW)
         elif int(header["segment_bytes"]) > self.file_bytes:
             status = ("truncated", self.file_bytes, 0)
-        elif not self._geometry_holds(raw):
+        elif not holds:
             status = ("geometry", 0, 0)
-        return None if status is None else _segments.layout_error(self.name, *status)
+        if status is None:
+            return None, True
+        problem = _segments.layout_error(self.name, *status)
+        return problem, holds and status[0] == "truncated"
 
     def _geometry_holds(self, raw: bytes) -> bool:
         header = self.header

@@ -17,6 +17,10 @@ __all__ = [
     "DEFAULT_CAPACITY",
     "DEFAULT_MAX_PRODUCERS",
     "DRAIN_TIMEOUT_S",
+    "DOCTOR_FILES",
+    "DOCTOR_SHM_FAIL_BYTES",
+    "DOCTOR_SHM_WARN_BYTES",
+    "DOCTOR_TORCH_S",
     "EVACUATE_FREE_FRACTION",
     "EVACUATE_INTERVAL_S",
     "HELLO_WAIT_S",
@@ -169,3 +173,15 @@ STATUS_MISSING = 16
 
 #: Records that a status sorts into groups: about two seconds of work; beyond, groups stay unnamed.
 STATUS_RECORDS = 200_000
+
+#: Free bytes of /dev/shm below which no useful bus fits: its tables and a few records.
+DOCTOR_SHM_FAIL_BYTES = 8 << 20
+
+#: Free bytes below which a bus of the default size does not fit twice: Docker's 64 MiB, for one.
+DOCTOR_SHM_WARN_BYTES = 512 << 20
+
+#: Open files a process below which a daemon with a few hundred clients runs out of them.
+DOCTOR_FILES = 1024
+
+#: Seconds that importing torch may take: a cold disk needs tens, a hanging driver for ever.
+DOCTOR_TORCH_S = 120.0

@@ -339,12 +339,8 @@ static enum record_verdict read_body(const struct run_at *run, struct record_cop
     uint8_t *raw = (uint8_t *)PyByteArray_AS_STRING(*image);
     memset(raw, 0, bytes);
     read_some(run->fd, raw, bytes, run->position + (long long)run->place.offset);
-    if (!whole) {
-        copy->header.flags &= ~(uint32_t)SHMBUS_FLAG_PAYLOAD_CRC;
-    }
-    enum record_verdict verdict =
-        record_read_body((const struct record_header *)(const void *)raw, copy);
-    return verdict;
+    const struct record_header *own = (const struct record_header *)(const void *)raw;
+    return whole ? record_read_body(own, copy) : record_read_tables(own, copy);
 }
 
 /* (offset, state, verdict, bytes, producer_id, sequence, lane_number, flags, policy_version, score,
