@@ -456,6 +456,11 @@ class SegmentFile:
         """Whether a living process owns the slot."""
         return _core.lock_held(self.fd, _core.LOCK_SLOT + slot)
 
+    def viewed(self, run: Run) -> bool:
+        """Whether a process that a daemon serves looks at a record there."""
+        extents = range(run.extent, run.extent + run.span)
+        return any(_core.lock_held(self.fd, _core.LOCK_VIEW + extent) for extent in extents)
+
     def collector_alive(self) -> bool:
         """Whether a living process collects."""
         return _core.lock_held(self.fd, _core.LOCK_COLLECTOR)

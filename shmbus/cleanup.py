@@ -29,6 +29,8 @@ from shmbus_ext import _core
 __all__ = ["Leftover", "remove", "survey"]
 
 Verdict = Literal["removable", "in_use", "not_ours", "unknown"]
+_SOCKET_PREFIXES: Final = ("shmbus-", "shmbus+")
+_SOCKET_SUFFIX: Final = ".sock"
 _LOST_UNKNOWN: Final = "what it holds cannot be told"
 
 
@@ -80,14 +82,24 @@ def survey() -> list[Leftover]:
     prefix = Path(_segments.shm_path(""))
     found = []
     for entry in sorted(os.scandir(prefix.parent), key=lambda entry: entry.name):
-        name = entry.name[len(prefix.name) :]
-        if not entry.name.startswith(prefix.name) or not name:
+        name = _name_of(entry.name, prefix.name)
+        if not name:
             continue
         try:
             found.append(_look(entry.path, name, os.lstat(entry.path)))
         except (FileNotFoundError, errors.BusNotFoundError):
             continue  # it went away meanwhile
     return found
+
+
+def _name_of(file: str, prefix: str) -> str:
+    """Name the bus that a file belongs to; "" for a file of somebody else's."""
+    if file.startswith(prefix):
+        return file[len(prefix) :]
+    if file.startswith(_SOCKET_PREFIXES) and file.endswith(_SOCKET_SUFFIX):
+        # One whose bus has too long a name for a socket is called by a digest of it.
+        return file[len(_SOCKET_PREFIXES[0]) : -len(_SOCKET_SUFFIX)]
+    return ""
 
 
 def _owner(uid: int) -> str:

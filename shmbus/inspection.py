@@ -284,6 +284,8 @@ def _run(file: SegmentFile, run: Run, scan: Scan, collects: bool) -> RunView:
         pins.append(f"{scan.committed:,} undelivered or unacknowledged")
     if run.writer_pins:
         pins.append(_several(run.writer_pins, "writable view"))
+    if file.viewed(run):
+        pins.append("views in a process that the daemon serves")
     if not pins:
         pins.append(
             "views in the collector's process, or its next look" if collects else "no collector"

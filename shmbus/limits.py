@@ -50,6 +50,10 @@ __all__ = [
     "TAKE_POLLS",
     "TAKE_SLICE_S",
     "UNCONFIRMED",
+    "TOP_HISTORY",
+    "TOP_SAMPLE_RECORDS",
+    "TOP_SAMPLE_RUNS",
+    "TOP_WALK_RECORDS",
 ]
 
 #: Bytes for records of a bus that says nothing else: some 14,000 trajectories of 2,048 tokens.
@@ -185,3 +189,13 @@ DOCTOR_FILES = 1024
 
 #: Seconds that importing torch may take: a cold disk needs tens, a hanging driver for ever.
 DOCTOR_TORCH_S = 120.0
+
+#: Looks that a live view remembers for its chart: wider than any terminal.
+TOP_HISTORY = 512
+
+#: Undelivered trajectories up to which each look also walks and groups them: some 0.2 s of work.
+TOP_WALK_RECORDS = 20_000
+
+#: Records and runs that a look takes for the mean size of a trajectory.
+TOP_SAMPLE_RECORDS = 8
+TOP_SAMPLE_RUNS = 8

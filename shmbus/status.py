@@ -28,6 +28,7 @@ __all__ = [
     "CollectorStatus",
     "GroupStatus",
     "LedgerStatus",
+    "PauseStatus",
     "ProducerStatus",
     "read_status",
 ]
@@ -149,6 +150,24 @@ class GroupStatus(msgspec.Struct, frozen=True):
     producers: list[int]
 
 
+class PauseStatus(msgspec.Struct, frozen=True):
+    """Somebody has asked producers to wait.
+
+    Attributes
+    ----------
+    reason : str
+        As it was given; may be "".
+    policy_version : int
+        The trainer's when the pause began.
+    age_s : float
+        Seconds since then.
+    """
+
+    reason: str
+    policy_version: int
+    age_s: float
+
+
 class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A bus at a glance.
 
@@ -166,6 +185,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         The part of the capacity that is leased, 0 to 1.
     space_wanted : bool
         Whether a producer waits for space.
+    paused : PauseStatus | None
+        Why producers shall wait, where they shall.
     max_producers : int
         How many may be attached at once.
     policy_version : int
@@ -195,6 +216,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     extent_bytes: int
     fill: float
     space_wanted: bool
+    paused: PauseStatus | None
     max_producers: int
     policy_version: int
     in_use: bool
@@ -256,6 +278,7 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
         extent_bytes=file.extent_bytes,
         fill=1 - free / capacity,
         space_wanted=bool(header["space_wanted"]),
+        paused=_pause(file),
         max_producers=file.max_producers,
         policy_version=int(header["policy_version"]),
         in_use=file.in_use(),
@@ -265,6 +288,17 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
         oldest_incomplete=groups.oldest if groups else [],
         collector=collector,
         producers=_producers(file, runs),
+    )
+
+
+def _pause(file: SegmentFile) -> PauseStatus | None:
+    header = file.header
+    if not int(header["paused"]):
+        return None
+    return PauseStatus(
+        reason=text(header["pause_reason"]),
+        policy_version=int(header["pause_policy_version"]),
+        age_s=max(0.0, time.time() - int(header["pause_unix_ns"]) / 1e9),
     )
 
 

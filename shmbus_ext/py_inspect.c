@@ -53,6 +53,10 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, intent_crc, 'u'),
     FIELD(bus_header, free_span, 'u'),
     FIELD(bus_header, free_first, 'u'),
+    FIELD(bus_header, paused, 'u'),
+    FIELD(bus_header, pause_policy_version, 'i'),
+    FIELD(bus_header, pause_unix_ns, 'u'),
+    FIELD(bus_header, pause_reason, 'S'),
     {NULL, 0, 0, 0},
 };
 
@@ -442,6 +446,7 @@ bool inspect_add_functions(PyObject *module) {
         {"LOCK_COLLECTOR", SHMBUS_LOCK_COLLECTOR},
         {"LOCK_USERS", SHMBUS_LOCK_USERS},
         {"LOCK_SLOT", SHMBUS_LOCK_SLOT},
+        {"LOCK_VIEW", SHMBUS_LOCK_VIEW},
         {"LINK_END", SHMBUS_LINK_END},
         {"REF_OFFSET_BITS", REF_OFFSET_BITS},
         {"FLAG_PAYLOAD_CRC", SHMBUS_FLAG_PAYLOAD_CRC},

@@ -5,6 +5,7 @@ Every command that removes names its buses: other runs on the same machine have 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -205,17 +206,36 @@ def test_another_users_segment_is_named_as_not_ours(bus_name: str) -> None:
     assert segment_path(bus_name).exists()
 
 
-def test_a_socket_is_abandoned_when_nobody_listens(bus_name: str) -> None:
-    path = segment_path(bus_name)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-        server.listen()
-        assert found(bus_name)["verdict"] == "in_use"
-        assert cli("gc", bus_name, "--yes").status == 0
-        assert path.exists()
-    assert found(bus_name)["verdict"] == "removable"
-    assert "nobody listens" in cli("gc", bus_name, "--yes").out
-    assert not path.exists()
+@pytest.mark.parametrize("mark", ["-", "+"])
+def test_a_socket_is_abandoned_when_nobody_listens(bus_name: str, mark: str) -> None:
+    path = Path(f"/dev/shm/shmbus{mark}{bus_name}.sock")
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+            server.listen()
+            assert found(bus_name)["verdict"] == "in_use"
+            assert cli("gc", bus_name, "--yes").status == 0
+            assert path.exists()
+        assert found(bus_name)["verdict"] == "removable"
+        assert "nobody listens" in cli("gc", bus_name, "--yes").out
+        assert not path.exists()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_a_full_backlog_is_a_living_daemon(bus_name: str) -> None:
+    path = Path(f"/dev/shm/shmbus-{bus_name}.sock")
+    try:
+        with socket.socket(socket.AF_UNIX) as server, contextlib.ExitStack() as clients:
+            server.bind(str(path))
+            server.listen(0)
+            for _ in range(4):
+                client = clients.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect_ex(str(path))
+            assert found(bus_name)["verdict"] == "in_use"
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def test_a_name_without_a_file_is_an_error_and_the_rest_is_done(bus_name: str) -> None:

@@ -109,6 +109,19 @@ def test_a_killed_producer_is_dead_by_its_lock(bus_name: str, spawn: Spawner) ->
         assert [p.state for p in read_status(bus_name).producers] == ["closed"]
 
 
+def test_a_pause_is_shown_with_its_reason(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB") as bus:
+        assert read_status(bus_name).paused is None
+        bus.policy_version = 4
+        bus._segment.pause("weights are being\x1b[31m updated", 4)
+        paused = read_status(bus_name).paused
+        assert paused is not None
+        assert paused.policy_version == 4
+        text = cli("status", bus_name).out
+        assert "producers are paused" in text
+        assert "weights are being\\x1b[31m updated" in text
+
+
 def test_a_stopped_producer_is_alive(bus_name: str, spawn: Spawner) -> None:
     import signal
 

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Sequence
 
 import shmbus
-from shmbus.cli import demo, doctor, gc, inspect, pause, serve, status
+from shmbus.cli import demo, doctor, gc, inspect, pause, serve, status, top
 from shmbus.cli import list as list_
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 

@@ -70,6 +70,11 @@ def _head(status: BusStatus) -> str:
         f"{show_duration(status.age_s)} ago, policy version {status.policy_version}",
         f"  {bar(status.fill, 40)} {status.fill:.0%} leased ({show_size(used)})",
     ]
+    if status.paused is not None:
+        lines.append(
+            f"  producers are paused since {show_duration(status.paused.age_s)}, at policy version "
+            f"{status.paused.policy_version}: {status.paused.reason or 'no reason given'}"
+        )
     if status.space_wanted:
         lines.append("  a producer waits for space")
     if not status.in_use:
