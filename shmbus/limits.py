@@ -34,6 +34,7 @@ __all__ = [
     "MAX_UNSENT_BYTES",
     "MAX_WAITING",
     "META_ROOM_BYTES",
+    "OBSERVE_WAIT_S",
     "POLL_RECORDS",
     "READY_PRESSURE",
     "RECENT_KEYS",
@@ -166,6 +167,7 @@ REST_S = 0.002
 #: Steps that the fastest rank may be ahead of the slowest: what is formed for one that does not
 #: come holds space.
 MAX_STEPS_AHEAD = 64
+
 #: Walks that a status makes for a count at one instant, before it says that the bus was too busy.
 STATUS_ATTEMPTS = 3
 
@@ -199,3 +201,6 @@ TOP_WALK_RECORDS = 20_000
 #: Records and runs that a look takes for the mean size of a trajectory.
 TOP_SAMPLE_RECORDS = 8
 TOP_SAMPLE_RUNS = 8
+
+#: Seconds that a daemon has to say how it is: it answers in milliseconds, or something is wrong.
+OBSERVE_WAIT_S = 1.0

@@ -14,7 +14,8 @@ import msgspec
 
 from shmbus import limits
 from shmbus._segment_file import SegmentFile
-from shmbus.status import BusStatus, status_of
+from shmbus.daemon.observe import ask_status
+from shmbus.status import BusStatus, join, status_of
 
 __all__ = ["Rates", "Watcher"]
 
@@ -90,7 +91,7 @@ class Watcher:
                 status = status_of(file)
             now = time.monotonic()
             self._sample(file)
-        self.status = status
+        self.status = join(status, ask_status(self.name))
         self._compare(status, now)
         self._before, self._at_s = status, now
 

@@ -2,35 +2,39 @@
 
 Invariants:
 
-- All comes from the segment file (`shmbus._segment_file`), read-only; a daemon's facts join in one
-  place, `join`.
+- All comes from the segment file (`shmbus._segment_file`), read-only; what a daemon adds comes in
+  at one place, `join`.
 - The ledger either was counted record by record at one instant (`exact`), or says that it was not.
 - Names in these structs are the names in ``--json``: they stay.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from shmbus import _segments, limits
+from shmbus import _segments, limits, messages
 from shmbus._segment_file import RecordRow, Run, SegmentFile, printable, text
+from shmbus.daemon.observe import ask_status
 from shmbus.ledger import REASONS
-from shmbus.stash import OpenGroup, Stash
 from shmbus_ext import _core
 
 __all__ = [
     "BusStatus",
     "CollectorStatus",
+    "DaemonStatus",
     "GroupStatus",
+    "LeaseStatus",
     "LedgerStatus",
     "PauseStatus",
     "ProducerStatus",
+    "join",
     "read_status",
+    "status_of",
 ]
 
 
@@ -168,6 +172,80 @@ class PauseStatus(msgspec.Struct, frozen=True):
     age_s: float
 
 
+class LeaseStatus(msgspec.Struct, frozen=True):
+    """A process that a daemon serves.
+
+    Attributes
+    ----------
+    client, pid : int
+        Its number at the daemon, and its process as numbered in its own pid namespace.
+    label : str
+        How it calls itself.
+    rank, world_size : int
+        Which of how many; -1 and 1 without ranks.
+    groups, trajectories : int
+        Leased to it now.
+    oldest_lease_s : float
+        Seconds that it has held the oldest of them.
+    waiting : bool
+        Whether it waits for more.
+    connected : bool
+        False for one that still holds leases and has not come back.
+    """
+
+    client: int
+    pid: int
+    label: str
+    rank: int
+    world_size: int
+    groups: int
+    trajectories: int
+    oldest_lease_s: float
+    waiting: bool
+    connected: bool
+
+
+class DaemonStatus(msgspec.Struct, frozen=True):
+    """What the daemon says of itself; all but `answers` and `problem` is empty where it does not.
+
+    Attributes
+    ----------
+    answers : bool
+        Whether it gave a status.
+    problem : str
+        Why not.
+    pid, version, uptime_s : int, str, float
+        Its process.
+    recovering, draining : bool
+        Whether it waits for clients of an earlier daemon, or for leases to end before it stops.
+    in_doubt : int
+        Groups that a client which has not come back may hold.
+    world_size : int
+        Ranks that share the steps; 0 without.
+    next_steps : dict[int, int]
+        What each rank takes next.
+    groups_open, groups_ready, groups_leased : int
+        Incomplete groups; complete ones that nobody has taken; delivered ones.
+    leases : list[LeaseStatus]
+        Who is attached, and what each holds.
+    """
+
+    answers: bool
+    problem: str = ""
+    pid: int = 0
+    version: str = ""
+    uptime_s: float = 0.0
+    recovering: bool = False
+    draining: bool = False
+    in_doubt: int = 0
+    world_size: int = 0
+    next_steps: dict[int, int] = {}
+    groups_open: int = 0
+    groups_ready: int = 0
+    groups_leased: int = 0
+    leases: list[LeaseStatus] = []
+
+
 class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A bus at a glance.
 
@@ -204,6 +282,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         Who reads.
     producers : list[ProducerStatus]
         Slots that have been used, by producer number.
+    daemon : DaemonStatus | None
+        What the daemon adds, where one serves the bus.
     """
 
     name: str
@@ -226,6 +306,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     oldest_incomplete: list[GroupStatus]
     collector: CollectorStatus
     producers: list[ProducerStatus]
+    daemon: DaemonStatus | None = None
 
 
 def read_status(name: str, *, walk: bool = True) -> BusStatus:
@@ -254,7 +335,72 @@ def read_status(name: str, *, walk: bool = True) -> BusStatus:
     """
     with SegmentFile(_segments.check_name(name)) as file:
         file.require()
-        return status_of(file, walk=walk)
+        return join(status_of(file, walk=walk), ask_status(name))
+
+
+def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStatus:
+    """Add what a daemon says to what the segment says; the one place where the two meet.
+
+    Parameters
+    ----------
+    status : BusStatus
+        From the segment.
+    reply : StatusReply, str or None
+        From `shmbus.daemon.observe.ask_status`.
+
+    Returns
+    -------
+    BusStatus
+        The same where there is no daemon.
+    """
+    if reply is None:
+        return status
+    if isinstance(reply, str):
+        return msgspec.structs.replace(
+            status, daemon=DaemonStatus(answers=False, problem=printable(reply))
+        )
+    daemon = DaemonStatus(
+        answers=True,
+        pid=reply.pid,
+        version=printable(reply.version),
+        uptime_s=reply.uptime_s,
+        recovering=reply.recovering,
+        draining=reply.draining,
+        in_doubt=reply.in_doubt,
+        world_size=reply.world_size,
+        next_steps=reply.next_steps,
+        groups_open=reply.ledger.groups_open,
+        groups_ready=reply.ledger.groups_ready,
+        groups_leased=reply.ledger.groups_leased,
+        leases=[
+            LeaseStatus(
+                client=client.client,
+                pid=client.pid,
+                label=printable(client.label),
+                rank=client.rank,
+                world_size=client.world_size,
+                groups=client.groups,
+                trajectories=client.trajectories,
+                oldest_lease_s=client.oldest_lease_s,
+                waiting=client.waiting,
+                connected=client.connected,
+            )
+            for client in reply.clients
+        ],
+    )
+    oldest = status.oldest_incomplete or [
+        GroupStatus(
+            instance_id=printable(group.instance_id),
+            epoch=group.epoch,
+            size=group.size,
+            present=group.present,
+            missing=group.missing[: limits.STATUS_MISSING],
+            age_s=group.age_s,
+            producers=[],
+        )
+        for group in reply.oldest
+    ]
+    return msgspec.structs.replace(status, daemon=daemon, oldest_incomplete=oldest)
 
 
 def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
@@ -457,8 +603,18 @@ def undelivered_records(file: SegmentFile, *, payload: bool = False) -> list[Rec
     return sorted(found.values(), key=lambda row: row.committed_ns)
 
 
+class _Open(msgspec.Struct):
+    """An incomplete group on its way."""
+
+    size: int
+    rows: dict[int, RecordRow]
+
+
 class _Groups:
-    """Undelivered records, grouped by the rules of the stash itself."""
+    """Undelivered records, grouped as the stash does it, in the order of commits.
+
+    A sample that the stash will discard (a duplicate, another size) joins no group here either.
+    """
 
     def __init__(self, file: SegmentFile, ledger: LedgerStatus) -> None:
         self.incomplete: int | None = None
@@ -466,23 +622,30 @@ class _Groups:
         self.oldest: list[GroupStatus] = []
         if ledger.leased + ledger.stashed + ledger.in_ring > limits.STATUS_RECORDS:
             return
-        stash: Stash[RecordRow] = Stash()
-        stash.add(undelivered_records(file), 0.0)
+        groups: dict[object, _Open] = {}
+        self.complete = 0
+        for row in undelivered_records(file):
+            group = groups.setdefault(row.key, _Open(row.group_size, {}))
+            if group.size == row.group_size:
+                group.rows.setdefault(row.index, row)
+            if len(group.rows) == group.size:
+                del groups[row.key]
+                self.complete += 1
         now = _core.monotonic_ns()
-        self.incomplete = stash.open_groups
-        self.complete = stash.ready_groups
-        self.oldest = [_group(group, now) for group in stash.oldest(limits.STATUS_GROUPS)]
+        self.incomplete = len(groups)
+        self.oldest = [_group(groups[key], now) for key in list(groups)[: limits.STATUS_GROUPS]]
 
 
-def _group(group: OpenGroup[Any], now_ns: int) -> GroupStatus:
-    present: list[RecordRow] = group.present()
-    missing = [i for i, sample in enumerate(group.samples) if sample is None]
+def _group(group: _Open, now_ns: int) -> GroupStatus:
+    rows = group.rows.values()
+    first = min(rows, key=lambda row: row.committed_ns)
+    missing = (index for index in range(group.size) if index not in group.rows)
     return GroupStatus(
-        instance_id=printable(present[0].instance_id),
-        epoch=present[0].epoch,
+        instance_id=printable(first.instance_id),
+        epoch=first.epoch,
         size=group.size,
-        present=len(present),
-        missing=missing[: limits.STATUS_MISSING],
-        age_s=max(0.0, (now_ns - min(row.committed_ns for row in present)) / 1e9),
-        producers=sorted({row.producer_id for row in present}),
+        present=len(group.rows),
+        missing=list(itertools.islice(missing, limits.STATUS_MISSING)),
+        age_s=max(0.0, (now_ns - first.committed_ns) / 1e9),
+        producers=sorted({row.producer_id for row in rows}),
     )

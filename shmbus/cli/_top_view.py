@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shmbus.cli._show import show_count, show_duration, show_size
 from shmbus.rates import Watcher
-from shmbus.status import BusStatus, GroupStatus, ProducerStatus
+from shmbus.status import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _STATE_STYLES = {"alive": "green", "dead": "bold red", "closed": "dim", "gone": "dim"}
@@ -49,6 +49,9 @@ def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
     ledger = _ledger(status)
     middle_rows = max(len(ledger), 6) + 2
     left = height - _TITLE_ROWS - (_CHART_ROWS + 3) - middle_rows
+    leases = [] if status.daemon is None else status.daemon.leases
+    lease_rows = min(len(leases), max(1, left // 4 - 2)) if leases else 0
+    left -= lease_rows + 3 if lease_rows else 0
     group_rows = min(len(status.oldest_incomplete), max(0, left // 3 - 2), 5)
     # What the lists below do not need makes the chart higher.
     needed = (group_rows + 3 if group_rows else 0) + max(4, len(status.producers) + 3)
@@ -60,6 +63,8 @@ def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
         _throughput(watcher, width, chart_rows),
         _middle(status, ledger, width, middle_rows),
     ]
+    if lease_rows:
+        parts.append(_leases(leases, lease_rows))
     if group_rows > 0:
         parts.append(_groups(status, group_rows))
         left -= group_rows + 3
@@ -228,9 +233,55 @@ def _collector(status: BusStatus) -> RenderableType:
                 f"{show_count(status.groups_complete)} complete"
             ),
         )
-    if collector.stragglers_bytes:
+    if status.daemon is not None:
+        grid.add_row("daemon", _daemon(status.daemon))
+    elif collector.stragglers_bytes:
         grid.add_row("moved", Text(f"{show_size(collector.stragglers_bytes)} of stragglers"))
     return grid
+
+
+def _daemon(daemon: DaemonStatus) -> Text:
+    if not daemon.answers:
+        return Text("does not answer", style="bold red")
+    if daemon.recovering:
+        return Text(f"recovering, {daemon.in_doubt} groups in doubt", style="yellow")
+    state = "draining, " if daemon.draining else ""
+    return Text(f"{state}up {show_duration(daemon.uptime_s)}, {daemon.groups_ready} ready")
+
+
+def _leases(leases: list[LeaseStatus], rows: int) -> Panel:
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
+    table.add_column("rank", no_wrap=True)
+    table.add_column("pid", justify="right", no_wrap=True)
+    table.add_column("label", ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column("groups", justify="right", no_wrap=True)
+    table.add_column("trajectories", justify="right", no_wrap=True)
+    table.add_column("held", justify="right", no_wrap=True)
+    table.add_column("now", no_wrap=True)
+    shown = leases if len(leases) <= rows else leases[: rows - 1]
+    for lease in shown:
+        now = ("away", "bold red")
+        if lease.connected:
+            now = ("waits", "dim") if lease.waiting else ("works", "green")
+        table.add_row(
+            Text("-" if lease.rank < 0 else f"{lease.rank} of {lease.world_size}"),
+            Text(str(lease.pid)),
+            Text(lease.label),
+            Text(show_count(lease.groups)),
+            Text(show_count(lease.trajectories)),
+            Text(show_duration(lease.oldest_lease_s) if lease.groups else "-"),
+            Text(*now),
+        )
+    if len(shown) < len(leases):
+        table.add_row("", "", Text(f"and {len(leases) - len(shown)} more", style="dim"))
+    return Panel(
+        table,
+        title="leases",
+        title_align="left",
+        border_style=_BORDER,
+        height=rows + 3,
+        box=box.ROUNDED,
+    )
 
 
 def _groups(status: BusStatus, rows: int) -> Panel:

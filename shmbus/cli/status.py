@@ -16,7 +16,7 @@ from shmbus.cli._show import (
     show_size,
     table,
 )
-from shmbus.status import BusStatus, read_status
+from shmbus.status import BusStatus, DaemonStatus, read_status
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -60,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _blocks(status: BusStatus) -> list[str]:
     blocks = [_head(status), _ledger(status), _groups(status), _collector(status)]
+    if status.daemon is not None:
+        blocks.append(_daemon(status.daemon))
     return [*blocks, _producers(status)]
 
 
@@ -139,6 +141,41 @@ def _collector(status: BusStatus) -> str:
         f"{show_count(collector.leased_groups)} leased and "
         f"{show_count(collector.stashed_groups)} stashed groups"
     )
+
+
+def _daemon(daemon: DaemonStatus) -> str:
+    if not daemon.answers:
+        return f"daemon  {daemon.problem}"
+    lines = [
+        f"daemon  pid {daemon.pid}, shmbus {daemon.version}, up {show_duration(daemon.uptime_s)}; "
+        f"groups: {show_count(daemon.groups_open)} incomplete, "
+        f"{show_count(daemon.groups_ready)} ready, {show_count(daemon.groups_leased)} leased"
+    ]
+    if daemon.recovering:
+        lines.append(
+            "  recovering: it waits for clients of an earlier daemon, who may hold "
+            f"{show_count(daemon.in_doubt)} groups"
+        )
+    if daemon.draining:
+        lines.append("  draining: it ends when all leases have")
+    rows = [
+        (
+            str(lease.client),
+            str(lease.pid),
+            lease.label,
+            "-" if lease.rank < 0 else f"{lease.rank} of {lease.world_size}",
+            "" if lease.rank < 0 else str(daemon.next_steps.get(lease.rank, "")),
+            show_count(lease.groups),
+            show_count(lease.trajectories),
+            show_duration(lease.oldest_lease_s) if lease.groups else "-",
+            "away" if not lease.connected else "waits for groups" if lease.waiting else "works",
+        )
+        for lease in daemon.leases
+    ]
+    if not rows:
+        return "\n".join([*lines, "  no trainer is attached"])
+    head = ("client>", "pid>", "label", "rank", "step>", "groups>", "trajectories>", "held>", "now")
+    return "\n".join([*lines, table(head, rows)])
 
 
 def _producers(status: BusStatus) -> str:
