@@ -16,11 +16,11 @@ __all__ = [
     "DAEMON_WAIT_S",
     "DEFAULT_CAPACITY",
     "DEFAULT_MAX_PRODUCERS",
-    "DRAIN_TIMEOUT_S",
     "DOCTOR_FILES",
     "DOCTOR_SHM_FAIL_BYTES",
     "DOCTOR_SHM_WARN_BYTES",
     "DOCTOR_TORCH_S",
+    "DRAIN_TIMEOUT_S",
     "EVACUATE_FREE_FRACTION",
     "EVACUATE_INTERVAL_S",
     "HELLO_WAIT_S",
@@ -34,6 +34,11 @@ __all__ = [
     "MAX_UNSENT_BYTES",
     "MAX_WAITING",
     "META_ROOM_BYTES",
+    "METRICS_POLL_S",
+    "METRICS_PORT",
+    "METRICS_PRODUCERS",
+    "METRICS_REQUEST_S",
+    "METRICS_THREADS",
     "OBSERVE_WAIT_S",
     "POLL_RECORDS",
     "READY_PRESSURE",
@@ -50,11 +55,11 @@ __all__ = [
     "TAKE_GRACE_S",
     "TAKE_POLLS",
     "TAKE_SLICE_S",
-    "UNCONFIRMED",
     "TOP_HISTORY",
     "TOP_SAMPLE_RECORDS",
     "TOP_SAMPLE_RUNS",
     "TOP_WALK_RECORDS",
+    "UNCONFIRMED",
 ]
 
 #: Bytes for records of a bus that says nothing else: some 14,000 trajectories of 2,048 tokens.
@@ -204,3 +209,19 @@ TOP_SAMPLE_RUNS = 8
 
 #: Seconds that a daemon has to say how it is: it answers in milliseconds, or something is wrong.
 OBSERVE_WAIT_S = 1.0
+
+#: Where metrics are served unless told otherwise: free in Prometheus' list of port allocations.
+METRICS_PORT = 9464
+
+#: Producer slots that are labels of their own; those beyond are one together, so that a bus with
+#: thousands of producers does not make thousands of time series.
+METRICS_PRODUCERS = 64
+
+#: Seconds that a client of the metrics server may be silent.
+METRICS_REQUEST_S = 5.0
+
+#: Requests for metrics that are answered at once; more are turned away.
+METRICS_THREADS = 8
+
+#: Seconds within which the metrics server notices that it shall stop.
+METRICS_POLL_S = 0.5
