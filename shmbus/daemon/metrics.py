@@ -249,6 +249,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = limits.METRICS_REQUEST_S
     server_version = f"shmbus/{shmbus.__version__}"
     sys_version = ""
+    protocol_version = "HTTP/1.0"
+
+    def version_string(self) -> str:
+        """Name the server, without the interpreter."""
+        return self.server_version
 
     def do_GET(self) -> None:
         """Answer one of the two paths."""
