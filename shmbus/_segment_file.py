@@ -89,6 +89,7 @@ class RecordRow(msgspec.Struct, frozen=True):
 
     extent: int
     generation: int
+    slot: int
     offset: int
     state: str
     verdict: str
@@ -120,6 +121,11 @@ class RecordRow(msgspec.Struct, frozen=True):
     def moved(self) -> bool:
         """Whether the collector has written it again, out of the way of others."""
         return bool(self.flags & _core.FLAG_MOVED)
+
+    @property
+    def checked(self) -> bool:
+        """Whether its producer asked for a checksum over meta and payload."""
+        return bool(self.flags & _core.FLAG_PAYLOAD_CRC)
 
     def fields(self) -> list[Field]:
         """Parse its schema, whose bounds the core has checked."""
@@ -436,7 +442,7 @@ class SegmentFile:
             if bad and not self._still(run):
                 return
             for row in rows:
-                yield RecordRow(run.extent, run.generation, *row)
+                yield RecordRow(run.extent, run.generation, run.slot, *row)
             if cut:
                 yield _unreadable(run, end)
                 return
@@ -496,6 +502,7 @@ def _unreadable(run: Run, at: int) -> RecordRow:
     return RecordRow(
         extent=run.extent,
         generation=run.generation,
+        slot=run.slot,
         offset=at,
         state="unreadable",
         verdict="frame",

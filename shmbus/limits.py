@@ -40,6 +40,8 @@ __all__ = [
     "METRICS_REQUEST_S",
     "METRICS_THREADS",
     "OBSERVE_WAIT_S",
+    "PARTS_WAITING",
+    "PART_BYTES",
     "POLL_RECORDS",
     "READY_PRESSURE",
     "RECENT_KEYS",
@@ -225,3 +227,10 @@ METRICS_THREADS = 8
 
 #: Seconds within which the metrics server notices that it shall stop.
 METRICS_POLL_S = 0.5
+
+#: Bytes of records above which a part of a snapshot is written: little enough to hold in memory a
+#: few times, enough that a file is one long write.
+PART_BYTES = 64 << 20
+
+#: Parts' worth of records that wait in memory, where there are many schemas.
+PARTS_WAITING = 4

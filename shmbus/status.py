@@ -32,9 +32,11 @@ __all__ = [
     "LedgerStatus",
     "PauseStatus",
     "ProducerStatus",
+    "counters",
     "join",
     "read_status",
     "status_of",
+    "undelivered_records",
 ]
 
 
@@ -506,7 +508,7 @@ def _producers(file: SegmentFile, runs: list[Run]) -> list[ProducerStatus]:
 # -- the ledger -------------------------------------------------------------------------------
 
 
-def _counters(file: SegmentFile) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def counters(file: SegmentFile) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """(released by reason, committed by slot, the intent): releases first, never more of them."""
     file.refresh()
     released = list(file.released())
@@ -554,14 +556,14 @@ def count_ledger(file: SegmentFile, collector: CollectorStatus, *, walk: bool) -
     """Make up the ledger, by a walk where one instant can be had."""
     attempts = limits.STATUS_ATTEMPTS if walk else 0
     walked: int | None = None
-    counters = _counters(file)
+    counts = counters(file)
     for _ in range(attempts):
         walked = count_undelivered(file)
-        again = _counters(file)
-        if walked is not None and again == counters:
+        again = counters(file)
+        if walked is not None and again == counts:
             break
-        walked, counters = None, again
-    released, by_slot, _ = counters
+        walked, counts = None, again
+    released, by_slot, _ = counts
     committed = sum(by_slot)
     undelivered = max(0, committed - sum(released))
     present = undelivered if walked is None else min(walked, undelivered)
@@ -586,7 +588,7 @@ def count_ledger(file: SegmentFile, collector: CollectorStatus, *, walk: bool) -
 
 
 def undelivered_records(file: SegmentFile, *, payload: bool = False) -> list[RecordRow]:
-    """Every readable committed record, each number once, in the order of commits."""
+    """Find every readable committed record, each number once, in the order of commits."""
     _, _, ended = file.intent()
     below = file.slots()["committed"].tolist()
     found: dict[tuple[int, int], RecordRow] = {}

@@ -249,6 +249,35 @@ class Borrower:
 
 def places(trajectories: list[Trajectory], /) -> bytes: ...
 def identities(trajectories: list[Trajectory], /) -> bytes: ...
+
+class Restorer:
+    def __init__(self, segment: Segment) -> None: ...
+    def put(
+        self,
+        producer_id: int,
+        sequence: int,
+        policy_version: int,
+        score: float,
+        group_size: int,
+        index: int,
+        epoch: int,
+        checksum: bool,
+        id: bytes,
+        schema: bytes,
+        shape: bytes,
+        meta: bytes,
+        fields: list[Any],
+        /,
+    ) -> bool: ...
+    def finish(
+        self,
+        released: tuple[int, ...],
+        slots: list[tuple[int, int, int, str, int, int]],
+        next_producer_id: int,
+        policy_version: int,
+        /,
+    ) -> None: ...
+
 def install(
     *,
     closed_error: type[BaseException],

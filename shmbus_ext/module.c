@@ -84,7 +84,8 @@ static bool add_types(PyObject *module) {
                  {"Reader", &ReaderType},   {"Borrower", &BorrowerType},
                  {"Pin", &PinType},         {"Schema", &SchemaType},
                  {"Trajectory", &TrajectoryType},
-                 {"Rows", &RowsType},       {"Row", &RowType}};
+                 {"Rows", &RowsType},       {"Row", &RowType},
+                 {"Restorer", &RestorerType}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
             PyModule_AddObjectRef(module, types[i].name, (PyObject *)types[i].type) < 0) {

@@ -269,5 +269,6 @@ bool gather_add_functions(PyObject *module);
 bool locate_add_functions(PyObject *module);
 bool borrower_add_functions(PyObject *module);
 bool inspect_add_functions(PyObject *module);
+extern PyTypeObject RestorerType;
 
 #endif

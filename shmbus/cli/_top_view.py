@@ -50,7 +50,7 @@ def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
     middle_rows = max(len(ledger), 6) + 2
     left = height - _TITLE_ROWS - (_CHART_ROWS + 3) - middle_rows
     leases = [] if status.daemon is None else status.daemon.leases
-    lease_rows = min(len(leases), max(1, left // 4 - 2)) if leases else 0
+    lease_rows = min(len(leases), max(2, left // 4 - 2)) if leases else 0
     left -= lease_rows + 3 if lease_rows else 0
     group_rows = min(len(status.oldest_incomplete), max(0, left // 3 - 2), 5)
     # What the lists below do not need makes the chart higher.

@@ -12,7 +12,6 @@ import time
 
 from shmbus import errors, limits, messages
 from shmbus.daemon.dialing import Away, Wire
-from shmbus.producer import process_label
 
 __all__ = ["ask_status"]
 
@@ -46,7 +45,7 @@ def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.Status
                     version=messages.VERSION,
                     bus=name,
                     pid=os.getpid(),
-                    label=process_label()[:200],
+                    label="shmbus status",
                     observer=True,
                 ),
                 messages.GetStatus(id=1, oldest=oldest),
@@ -55,6 +54,7 @@ def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.Status
             while (left := deadline - time.monotonic()) > 0:
                 for reply in wire.receive(left):
                     if isinstance(reply, messages.StatusReply):
+                        wire.send(messages.Bye())
                         return reply
                     if isinstance(reply, messages.Refused):
                         return f"its daemon (pid {wire.pid}) refuses: {reply.message}"
