@@ -307,9 +307,7 @@ def _records(tensors: dict[str, NDArray[Any]], part: Part) -> Iterator[Record]:
         shapes = tensors[f"field.{field.name}.shapes"].astype(np.uint64)
         if shapes.shape != (part.records, len(field.shape)):
             raise ValueError(f"shapes of {field.name!r}")
-        data = (
-            memoryview(np.ascontiguousarray(values)).cast("B") if values.size else memoryview(b"")
-        )
+        data = memoryview(values.tobytes())
         columns.append((field, data, shapes.tolist()))
     at = [0] * len(columns)
     for n in range(part.records):

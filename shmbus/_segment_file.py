@@ -385,7 +385,7 @@ class SegmentFile:
         """Extents that nobody leases."""
         return int(np.count_nonzero((self.extents()["word"] & np.uint64(_LOW)) == 0))
 
-    def _still(self, run: Run) -> bool:
+    def still(self, run: Run) -> bool:
         """Whether a run is still the lease that it was when it was found."""
         position = (
             _core.HEADER_BYTES
@@ -406,10 +406,12 @@ class SegmentFile:
         keys, counts, nbytes, end, cut = _core.scan_run(
             self.fd, self.position(run.extent), run.used, run.extent, run.generation, below
         )
-        changed = not self._still(run)
+        changed = not self.still(run)
         return Scan(keys, *counts, nbytes, run.used - end if cut else 0, changed)
 
-    def read_records(self, run: Run, *, payload: bool = False) -> Iterator[RecordRow]:
+    def read_records(
+        self, run: Run, *, payload: bool = False, start: int = 0
+    ) -> Iterator[RecordRow]:
         """Yield a run's records in the order of writing.
 
         Parameters
@@ -418,6 +420,8 @@ class SegmentFile:
             From `runs`.
         payload : bool
             Also verify payload checksums, where records carry them, which reads every byte.
+        start : int
+            Offset of the first record to yield, from an earlier walk of the same run.
 
         Yields
         ------
@@ -426,7 +430,7 @@ class SegmentFile:
             which checksum does not hold: "header", "payload"; a "frame" that does not hold ends
             the run with one row of state "unreadable", whose nbytes nobody can walk.
         """
-        at = 0
+        at = start
         while at < run.used:
             rows, end, cut = _core.read_run(
                 self.fd,
@@ -439,7 +443,7 @@ class SegmentFile:
                 payload,
             )
             bad = cut or any(row[2] != "ok" for row in rows)
-            if bad and not self._still(run):
+            if bad and not self.still(run):
                 return
             for row in rows:
                 yield RecordRow(run.extent, run.generation, run.slot, *row)

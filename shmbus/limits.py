@@ -11,6 +11,7 @@ __all__ = [
     "AHEAD_GROUPS",
     "ATTACH_WAIT_S",
     "BURIAL_INTERVAL_S",
+    "CAPTURE_POLL_S",
     "CLIENT_WAIT_S",
     "COALESCE_S",
     "DAEMON_WAIT_S",
@@ -234,3 +235,7 @@ PART_BYTES = 64 << 20
 
 #: Parts' worth of records that wait in memory, where there are many schemas.
 PARTS_WAITING = 4
+
+#: Seconds between two looks of a recording that finds nothing new: short, since what a fast consumer
+#: acknowledges meanwhile is missed, and a look costs microseconds.
+CAPTURE_POLL_S = 0.001

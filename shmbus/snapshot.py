@@ -8,7 +8,8 @@ Invariants:
 - It is of one instant: nobody collects meanwhile, and what producers commit after its beginning is
   not in it.
 - A restored bus appears whole, by one link, or not at all. Each record keeps its producer's number,
-  the ledger its counts, and no later producer gets a number again: nothing can be doubled.
+  the ledger its counts, and no later producer gets a number again; a snapshot is restored once,
+  unless told otherwise: nothing can be doubled.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from shmbus.producer import process_label
 from shmbus.status import counters, undelivered_records
 from shmbus_ext import _core
 
-__all__ = ["Manifest", "SlotCounts", "read_manifest", "restore", "take"]
+__all__ = ["Manifest", "SlotCounts", "read_manifest", "restore", "restored_as", "take"]
 
 MANIFEST: Final = "manifest.json"
+#: Says that its records are on a bus again.
+_RESTORED: Final = "restored.json"
 _FORMAT: Final = "shmbus-snapshot"
 _VERSION: Final = 1
 ManifestType = TypeVar("ManifestType", bound=msgspec.Struct)
@@ -284,6 +287,7 @@ def restore(
     name: str | None = None,
     *,
     capacity: int | str | None = None,
+    again: bool = False,
 ) -> Manifest:
     """Make a bus of a snapshot: its records, its ledger, its producers' numbers.
 
@@ -295,6 +299,8 @@ def restore(
         The bus; the one that the snapshot is of by default.
     capacity : int or str, optional
         Bytes for records; as it was by default.
+    again : bool
+        Also a snapshot that was restored before, so that its trajectories exist twice.
 
     Returns
     -------
@@ -304,6 +310,8 @@ def restore(
     ------
     BusExistsError
         There is a bus of that name; nothing is changed.
+    ProtocolError
+        The snapshot was restored before; no bus is made.
     FileNotFoundError, LayoutMismatchError
         There is no snapshot, or it is damaged; no bus is made.
     CapacityError
@@ -316,6 +324,12 @@ def restore(
     extent_bytes = manifest.extent_bytes if size == manifest.capacity else 0
     if os.path.lexists(_segments.shm_path(name)):
         raise _exists(name)
+    before = restored_as(directory)
+    if before is not None and not again:
+        raise errors.ProtocolError(
+            f"{directory} was restored already, as bus {before!r}: once more would deliver its "
+            "trajectories twice; if that is what you want, say so (--again)"
+        )
     # Nobody knows the bus by this name; `shmbus gc` finds it if this process dies.
     hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
     segment = _segments.create_segment(hidden, size, manifest.max_producers, extent_bytes)
@@ -328,7 +342,32 @@ def restore(
     finally:
         _segments.unlink(hidden)
         segment.close()
+    if before is None:
+        write_file(directory / _RESTORED, msgspec.json.encode({"bus": name}))
+        _sync(directory)
     return manifest
+
+
+def restored_as(directory: str | os.PathLike[str]) -> str | None:
+    """Name the bus that a snapshot was restored as; None where it was not yet.
+
+    Parameters
+    ----------
+    directory : path
+        The snapshot.
+
+    Returns
+    -------
+    str | None
+    """
+    try:
+        raw = (Path(directory) / _RESTORED).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return str(msgspec.json.decode(raw, type=dict[str, str])["bus"])
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+        return "?"  # it died while it wrote this: the bus was there before
 
 
 def _exists(name: str) -> errors.BusExistsError:

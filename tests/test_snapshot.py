@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner
+from conftest import Child, Spawner, wait_until
 from operators import WORKER, cli, data_offset, put_group, segment_path, write_at
 
 import shmbus
@@ -308,7 +312,45 @@ def test_restoring_never_touches_a_bus_that_is_there(bus_name: str, taken: Path)
         assert "exists already" in result.err
         assert bus.created_unix_ns == created
         assert cli("restore", str(taken), bus_name + ".other").status == 0
+        assert snapshot.restored_as(taken) == bus_name + ".other"
         assert read_status(bus_name + ".other").ledger.in_ring == 40
+
+
+def test_a_snapshot_is_restored_once_unless_told_otherwise(bus_name: str, taken: Path) -> None:
+    assert snapshot.restored_as(taken) is None
+    assert cli("restore", str(taken)).status == 0
+    shmbus.unlink(bus_name)
+    result = cli("restore", str(taken))
+    assert result.status == 1
+    assert "twice" in result.err
+    assert not segment_path(bus_name).exists()
+    assert cli("restore", str(taken), "--again").status == 0
+    assert read_status(bus_name).ledger.in_ring == 40
+
+
+def test_the_daemon_restores_once_serves_metrics_and_goes_on(
+    bus_name: str, taken: Path, spawn: Spawner
+) -> None:
+    arguments = ("serve", bus_name, "--restore", taken, "--metrics-port", 0)
+    for expected in (40, 36):
+        child = spawn.module("shmbus.cli", *arguments)
+        wait_until(functools.partial(said_metrics, child), what="the daemon's metrics")
+        address = re.findall(r"http://[0-9.:]+/metrics", child.output())[0]
+        wait_until(lambda: segment_path(bus_name).exists(), what="the bus")
+        with shmbus.Consumer(bus_name) as consumer:
+            group = consumer.take(1, timeout=10)[0]
+            ledger = consumer.stats()
+            assert ledger.committed == 40
+            assert ledger.leased + ledger.stashed + ledger.in_ring == expected
+            group.ack()
+        with urllib.request.urlopen(address, timeout=20) as reply:
+            assert f'shmbus_committed_total{{bus="{bus_name}"}} 40.0' in reply.read().decode()
+        child.send_signal(signal.SIGKILL if expected == 40 else signal.SIGTERM)
+        child.wait()
+
+
+def said_metrics(child: Child) -> bool:
+    return "metrics at http" in child.output()
 
 
 def test_a_bus_too_small_for_its_records_is_an_error_and_no_bus(bus_name: str, taken: Path) -> None:

@@ -12,12 +12,24 @@ import sys
 from collections.abc import Sequence
 
 import shmbus
-from shmbus.cli import demo, doctor, gc, inspect, metrics, pause, serve, snapshot, status, top
+from shmbus.cli import (
+    demo,
+    doctor,
+    gc,
+    inspect,
+    metrics,
+    pause,
+    record,
+    serve,
+    snapshot,
+    status,
+    top,
+)
 from shmbus.cli import list as list_
 
 __all__ = ["main"]
 
-_COMMANDS = (serve, status, top, list_, gc, doctor, inspect, metrics, pause, snapshot, demo)
+_COMMANDS = (serve, status, top, list_, gc, doctor, inspect, metrics, pause, snapshot, record, demo)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

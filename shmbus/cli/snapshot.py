@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from shmbus import snapshot
+from shmbus import errors, snapshot
 from shmbus.cli._show import add_command, bus_name, print_json, printable, show_count, show_size
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ def add_parser(commands: Commands) -> None:
     back.add_argument(
         "name", metavar="NAME", type=bus_name, nargs="?", help="the bus (default: as it was called)"
     )
+    back.add_argument(
+        "--again", action="store_true", help="also a snapshot that was restored before"
+    )
     back.add_argument("--capacity", metavar="SIZE", help="bytes for records (default: as it was)")
 
 
@@ -67,10 +70,13 @@ def run_restore(arguments: argparse.Namespace) -> int:
     """Restore, and say what is there now."""
     try:
         manifest = snapshot.restore(
-            arguments.directory, arguments.name, capacity=arguments.capacity
+            arguments.directory,
+            arguments.name,
+            capacity=arguments.capacity,
+            again=arguments.again,
         )
     except (TypeError, ValueError) as error:
-        if isinstance(error, snapshot.errors.ShmbusError):
+        if isinstance(error, errors.ShmbusError):
             raise
         raise RuntimeError(str(error)) from error
     if arguments.json:
