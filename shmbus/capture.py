@@ -92,9 +92,8 @@ class Replayed(msgspec.Struct, frozen=True):
 class _Tap:
     """Finds what was committed since the last look."""
 
-    def __init__(self, file: SegmentFile, writer: PartWriter) -> None:
+    def __init__(self, file: SegmentFile) -> None:
         self._file = file
-        self._writer = writer
         self._start = file.slots()["committed"].tolist()
         self._looked: list[int] = []
         self._at: dict[tuple[int, int], int] = {}
@@ -105,7 +104,7 @@ class _Tap:
         """Count commits since the beginning."""
         return sum(self._file.slots()["committed"][:-1].tolist()) - sum(self._start[:-1])
 
-    def look(self) -> bool:
+    def look(self, writer: PartWriter) -> bool:
         """Read what is new; whether anything had happened."""
         now = self._file.slots()["committed"].tolist()
         if now == self._looked:
@@ -116,10 +115,10 @@ class _Tap:
             # Stragglers in the collector's lane were there before, under the same numbers.
             if run.slot < self._file.max_producers:
                 lease = (run.extent, run.generation)
-                self._at[lease] = self._read(run, known.get(lease, 0))
+                self._at[lease] = self._read(run, known.get(lease, 0), writer)
         return True
 
-    def _read(self, run: Run, at: int) -> int:
+    def _read(self, run: Run, at: int, writer: PartWriter) -> int:
         """Take a run's new records; return where the next look begins: at the first open one."""
         whole = True
         for row in self._file.read_records(run, start=at):
@@ -142,7 +141,7 @@ class _Tap:
                 break
             if not whole:
                 self._ahead.add(number)
-            self._writer.add(found)
+            writer.add(found)
             self.records += 1
         return at
 
@@ -186,18 +185,18 @@ def record(
     _segments.check_name(name)
 
     def write(path: Path) -> Capture:
-        tap = _Tap(file, PartWriter(path))
+        writer = PartWriter(path)
         began, began_unix_ns = time.monotonic(), time.time_ns()
         while not stop():
             elapsed = time.monotonic() - began
             if seconds is not None and elapsed >= seconds:
                 break
-            if not tap.look():
+            if not tap.look(writer):
                 time.sleep(limits.CAPTURE_POLL_S)
             if records is not None and tap.records >= records:
                 break
         committed = tap.committed()
-        tap.look()
+        tap.look(writer)
         return Capture(
             format=_FORMAT,
             version=_VERSION,
@@ -207,11 +206,13 @@ def record(
             seconds=time.monotonic() - began,
             records=tap.records,
             missed=max(0, committed - tap.records),
-            parts=tap._writer.finish(),
+            parts=writer.finish(),
         )
 
     with SegmentFile(name) as file:
         file.require()
+        # From here on nothing is missed in silence; the directory is there for all to see after.
+        tap = _Tap(file)
         return snapshot.write_directory(Path(directory), write)
 
 

@@ -236,6 +236,6 @@ PART_BYTES = 64 << 20
 #: Parts' worth of records that wait in memory, where there are many schemas.
 PARTS_WAITING = 4
 
-#: Seconds between two looks of a recording that finds nothing new: short, since what a fast consumer
-#: acknowledges meanwhile is missed, and a look costs microseconds.
+#: Seconds between two looks of a recording that finds nothing new: short, since what a consumer
+#: acknowledges meanwhile is missed, and since a look costs microseconds.
 CAPTURE_POLL_S = 0.001
