@@ -387,3 +387,9 @@ def test_a_number_of_batches_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         OnlineDataHandler(bus.name, prefetch=prefetch)
+
+
+@pytest.mark.parametrize("given", [{"prefetch": 1}, {"truncated": "drop"}], ids=str)
+def test_what_would_let_ranks_drift_apart_is_refused(bus: Bus, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"with several ranks, got"):
+        OnlineDataHandler(bus.name, rank=0, world_size=2, **given)

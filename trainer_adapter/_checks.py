@@ -6,19 +6,25 @@ Invariant: an error names what it is about, what was expected, and what came.
 from __future__ import annotations
 
 import itertools
-from typing import Final
+from typing import Any, Final
 
 import shmbus
 from trainer_adapter.advantages import MAX_SCORE
 
 __all__ = [
+    "STATE_VERSION",
+    "check_choices",
     "check_count",
+    "check_for_ranks",
     "check_lengths",
     "check_prefetch",
     "check_scores",
     "check_wait",
     "group_of_sample",
+    "parse_state",
 ]
+
+STATE_VERSION: Final = 1
 
 #: Most batches that may be ready ahead: more would only be staler, and hold more of the ring.
 MAX_PREFETCH: Final = 8
@@ -72,3 +78,57 @@ def check_count(name: str, value: int | None) -> None:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name}: expected 1 or more, got {value}")
+
+
+def check_choices(**given: object) -> None:
+    """Raise ValueError for what is not among the values of its argument."""
+    for name, value in given.items():
+        if value not in _CHOICES[name]:
+            *first, last = map(repr, _CHOICES[name])
+            raise ValueError(f"{name}: expected {', '.join(first)} or {last}, got {value!r}")
+
+
+_CHOICES: Final = {
+    "layout": ("packed", "padded"),
+    "malformed": ("raise", "drop"),
+    "truncated": ("keep", "mask", "drop"),
+}
+
+
+def check_for_ranks(prefetch: int, truncated: str) -> None:
+    """Raise ValueError for what would let the steps of several ranks drift apart."""
+    if prefetch:
+        raise ValueError(
+            f"prefetch: expected 0 with several ranks, got {prefetch}; a rank that takes a step "
+            "ahead of the others would leave them waiting"
+        )
+    if truncated == "drop":
+        raise ValueError(
+            "truncated: expected 'keep' or 'mask' with several ranks, got 'drop'; a rank whose "
+            "groups are all dropped would have no step"
+        )
+
+
+def parse_state(state: Any) -> tuple[int, int, set[tuple[int, int]], int]:
+    """Return step, policy version, what was trained, and the bus's birth, of a handler's state.
+
+    Raises
+    ------
+    ValueError
+        It is not a handler's state, or of another version.
+    """
+    if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+        version = state.get("version") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"state_dict: expected version {STATE_VERSION}, got {version!r}; it is not a "
+            "handler's state, or was saved by another version of shmbus"
+        )
+    try:
+        step, policy_version = int(state["step"]), int(state["policy_version"])
+        trained = {(int(producer), int(seq)) for producer, seq in state["trained"]}
+        created_unix_ns = int(state["bus_created_unix_ns"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"state_dict: expected what state_dict() returned, got {sorted(state)}: {error!r}"
+        ) from error
+    return step, policy_version, trained, created_unix_ns

@@ -26,14 +26,19 @@ from torch.utils.data import IterableDataset, get_worker_info
 import shmbus
 from shmbus.gather import sequence_lengths
 from trainer_adapter._checks import (
+    STATE_VERSION,
+    check_choices,
     check_count,
+    check_for_ranks,
     check_lengths,
     check_prefetch,
     check_scores,
     check_wait,
     group_of_sample,
+    parse_state,
 )
 from trainer_adapter._finite import NotFiniteError
+from trainer_adapter._maker import HandlerMaker
 from trainer_adapter.advantages import Kind, advantages_for_groups
 from trainer_adapter.gpu import GpuPacker
 from trainer_adapter.overrides import Truncated, is_truncated
@@ -53,8 +58,6 @@ DEFAULT_MAX_WAIT_S: Final = 1.0
 QUIET_NOTE_S: Final = 30.0
 #: Groups taken from the bus at a time.
 TAKE_GROUPS: Final = 64
-
-_STATE_VERSION = 1
 
 
 class OnlineDataHandler(IterableDataset[Batch]):
@@ -138,13 +141,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
             tokens_per_batch = DEFAULT_TOKENS_PER_BATCH
         check_count("tokens_per_batch", tokens_per_batch)
         check_count("groups_per_batch", groups_per_batch)
-        if layout not in ("packed", "padded"):
-            raise ValueError(f"layout: expected 'packed' or 'padded', got {layout!r}")
-        if malformed not in ("raise", "drop"):
-            raise ValueError(f"malformed: expected 'raise' or 'drop', got {malformed!r}")
-        if truncated not in ("keep", "mask", "drop"):
-            raise ValueError(f"truncated: expected 'keep', 'mask' or 'drop', got {truncated!r}")
+        check_choices(layout=layout, malformed=malformed, truncated=truncated)
         check_prefetch(prefetch)
+        if world_size != 1:
+            check_for_ranks(prefetch, truncated)
         if max_wait == "auto":
             max_wait = None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
         check_wait(max_wait)
@@ -176,7 +176,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             self._gpu = GpuPacker(
                 device, advantages=advantages, layout=layout, fields=fields, truncated=truncated
             )
-        self._prefetcher = Prefetcher(_Maker(self), prefetch, max_wait) if prefetch else None
+        self._prefetcher = Prefetcher(HandlerMaker(self), prefetch, max_wait) if prefetch else None
         self._sharded = world_size != 1
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
         with shmbus.Bus.open(bus) as handle:
@@ -229,7 +229,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             if self._prefetcher is not None:
                 batch = self._next_ready(self._prefetcher, timeout)
             else:
-                if self._max_lag is not None:
+                if self._max_lag is not None and not self._sharded:
                     self._return_stale()
                 batch = self._make(self._choose(timeout))
         try:
@@ -252,7 +252,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         batch = prefetcher.next(timeout, QUIET_NOTE_S, self._note_quiet)
         if batch is None:
             raise TimeoutError(f"no complete group within {timeout:g} s; {self._waiting()}")
-        if self._max_lag is not None and any(map(self._is_stale, batch.groups)):
+        if self._max_lag is not None and self._stale_among(batch.groups):
             with prefetcher.lock:
                 prefetcher.put_back(batch)
                 prefetcher.recall()
@@ -287,14 +287,14 @@ class OnlineDataHandler(IterableDataset[Batch]):
             self._held.extendleft(reversed(chosen))
             raise
 
-    def _is_stale(self, group: shmbus.Group) -> bool:
+    def _stale_among(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
         assert self._max_lag is not None
-        oldest = min(t.policy_version for t in group.trajectories)
-        return oldest < self._consumer.policy_version - self._max_lag
+        bound = self._consumer.policy_version - self._max_lag
+        return [g for g in groups if min(t.policy_version for t in g.trajectories) < bound]
 
     def _return_stale(self) -> None:
         """Give held groups that became too old to the Consumer, which drops and counts them."""
-        stale = [group for group, _ in self._held if self._is_stale(group)]
+        stale = self._stale_among([group for group, _ in self._held])
         if stale:
             self._held = deque(entry for entry in self._held if entry[0] not in stale)
             for group in stale:
@@ -518,7 +518,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         for batch in self._out.values():
             trained |= {(t.producer_id, t.sequence) for group in batch.groups for t in group}
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "step": self.step,
             "policy_version": self._consumer.policy_version,
             "bus_created_unix_ns": self._created_unix_ns,
@@ -538,20 +538,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         ValueError
             It is not a handler's state, or of another version.
         """
-        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
-            version = state.get("version") if isinstance(state, dict) else type(state).__name__
-            raise ValueError(
-                f"state_dict: expected version {_STATE_VERSION}, got {version!r}; it is not a "
-                "handler's state, or was saved by another version of shmbus"
-            )
-        try:
-            step, policy_version = int(state["step"]), int(state["policy_version"])
-            trained = {(int(producer), int(seq)) for producer, seq in state["trained"]}
-            created_unix_ns = int(state["bus_created_unix_ns"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"state_dict: expected what state_dict() returned, got {sorted(state)}: {error!r}"
-            ) from error
+        step, policy_version, trained, created_unix_ns = parse_state(state)
         self.set_policy_version(policy_version)
         with self._guard():
             if self._prefetcher is not None:
@@ -603,33 +590,3 @@ class OnlineDataHandler(IterableDataset[Batch]):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class _Maker:
-    """A handler's steps to a batch, for the thread that prefetches.
-
-    Parameters
-    ----------
-    handler : OnlineDataHandler
-    """
-
-    def __init__(self, handler: OnlineDataHandler) -> None:
-        self._handler = handler
-
-    def consumer(self) -> shmbus.Consumer:
-        return self._handler._consumer
-
-    def hold(self, groups: list[shmbus.Group]) -> None:
-        self._handler._hold_all(groups)
-
-    def holds_any(self) -> bool:
-        return bool(self._handler._held)
-
-    def holds_full(self) -> bool:
-        return self._handler._full()
-
-    def make(self) -> Batch | None:
-        return self._handler._make(self._handler._cut())
-
-    def unmake(self, batch: Batch) -> None:
-        self._handler._unmake(batch)
