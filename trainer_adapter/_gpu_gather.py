@@ -263,7 +263,7 @@ def _launch(
 ) -> None:
     import triton.language as tl
 
-    from trainer_adapter._gpu_kernel import CHUNK_TOKENS, ROW_COLUMNS, pack_records
+    from trainer_adapter._gpu_kernel import CHUNK_TOKENS, ROW_COLUMNS, WARPS, pack_records
 
     # As numpy's kinds; a bool is a byte, and one that is missing has any type.
     types = {
@@ -294,6 +294,8 @@ def _launch(
             HAS_ADVANTAGES=launch.kinds[3] >= 0,
             COLUMNS=ROW_COLUMNS,
             CHUNK=CHUNK_TOKENS,
+            NOWHERE=NOWHERE,
+            num_warps=WARPS,
         )
 
 
