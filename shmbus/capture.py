@@ -27,11 +27,10 @@ from shmbus._parts import (
     PartWriter,
     Record,
     damaged,
-    parse_fields,
     read_parts,
     read_record,
 )
-from shmbus._segment_file import Run, SegmentFile
+from shmbus._segment_file import Run, SegmentFile, parse_fields
 
 __all__ = ["Capture", "Replayed", "record", "replay"]
 
@@ -94,7 +93,7 @@ class _Tap:
 
     def __init__(self, file: SegmentFile) -> None:
         self._file = file
-        self._start = file.slots()["committed"].tolist()
+        self._start: list[int] = file.slots()["committed"].tolist()
         self._looked: list[int] = []
         self._at: dict[tuple[int, int], int] = {}
         self._ahead: set[tuple[int, int]] = set()
@@ -102,7 +101,8 @@ class _Tap:
 
     def committed(self) -> int:
         """Count commits since the beginning."""
-        return sum(self._file.slots()["committed"][:-1].tolist()) - sum(self._start[:-1])
+        now: list[int] = self._file.slots()["committed"].tolist()
+        return sum(now[:-1]) - sum(self._start[:-1])
 
     def look(self, writer: PartWriter) -> bool:
         """Read what is new; whether anything had happened."""
