@@ -28,11 +28,11 @@ import msgspec
 
 import shmbus
 from shmbus import _segments, errors
+from shmbus._counting import counters, undelivered_records
 from shmbus._parts import Part, PartWriter, Record, damaged, read_parts, read_record, write_file
 from shmbus._segment_file import SegmentFile
 from shmbus.ledger import REASONS
 from shmbus.producer import process_label
-from shmbus.status import counters, undelivered_records
 from shmbus_ext import _core
 
 __all__ = ["Manifest", "SlotCounts", "read_manifest", "restore", "restored_as", "take"]
