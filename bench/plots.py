@@ -28,6 +28,7 @@ FAINT: Final = "#9aa5b1"
 #: One colour a contender, the same in each plot; told apart also in greys and by most eyes.
 COLOURS: Final = {
     OURS: "#d6336c",
+    "shmbus-daemon": "#f783ac",
     "iceoryx2": "#1c7ed6",
     "faster-fifo": "#2b8a3e",
     "pyzmq": "#e8890c",
