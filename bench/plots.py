@@ -199,6 +199,7 @@ def _bars(result: dict[str, Any]) -> Figure:
             textcoords="offset points",
             va="center",
             fontsize=9,
+            zorder=6,
             # Where the roofline crosses a number, the number stays readable.
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )
