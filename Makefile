@@ -112,8 +112,8 @@ $(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.fuzz: $(INSTALL_INPUTS)
 # --- contenders of the benchmark whose packages would change the environment of everybody else
 
 CONTENDERS := .venv-contenders
-bench-contenders: $(patsubst bench/contenders/environments/%.txt,$(CONTENDERS)/%/.done,\
-    $(wildcard bench/contenders/environments/*.txt)) ## Make the environments of Ray, TransferQueue and Atropos
+CONTENDER_LISTS := $(wildcard bench/contenders/environments/*.txt)
+bench-contenders: $(CONTENDER_LISTS:bench/contenders/environments/%.txt=$(CONTENDERS)/%/.done) ## Make the environments of Ray, TransferQueue and Atropos
 
 $(CONTENDERS)/%/.done: bench/contenders/environments/%.txt constraints.txt
 	@echo 'making $(@D) with $(PYTHON): minutes, and gigabytes where PyTorch comes with CUDA'

@@ -28,6 +28,7 @@ FAINT: Final = "#9aa5b1"
 #: One colour a contender, the same in each plot; told apart also in greys and by most eyes.
 COLOURS: Final = {
     OURS: "#d6336c",
+    "shmbus-daemon": "#f783ac",
     "iceoryx2": "#1c7ed6",
     "faster-fifo": "#2b8a3e",
     "pyzmq": "#e8890c",
@@ -198,6 +199,7 @@ def _bars(result: dict[str, Any]) -> Figure:
             textcoords="offset points",
             va="center",
             fontsize=9,
+            zorder=6,
             # Where the roofline crosses a number, the number stays readable.
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )

@@ -114,6 +114,11 @@ def _cpu(one: dict[str, Any]) -> str:
     return f"{one['cpu_s'] / one['tokens_moved'] * 1e6:.3g}"
 
 
+def _short(value: float) -> str:
+    """Write a number with about three digits, and never with an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2g}"
+
+
 def _us(value: float) -> str:
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
@@ -145,10 +150,10 @@ def _throughput_table(result: dict[str, Any]) -> _Table:
             lines.append([facts["title"], "failed, see below", *[""] * 7])
             continue
         of_memcpy = one["rate"] * one["bytes_each"] / result["memcpy_bytes_per_s"]
-        times = f"{ours['rate'] / one['rate']:,.3g} times" if ours and name != OURS else ""
+        times = f"{_short(ours['rate'] / one['rate'])} times" if ours and name != OURS else ""
         lines.append(
             [
-                facts["title"], _rate(one), f"{one['rate'] * USUAL / 1e6:,.3g}", f"{of_memcpy:.2g}",
+                facts["title"], _rate(one), _short(one["rate"] * USUAL / 1e6), f"{of_memcpy:.2g}",
                 times, _rate(read) if read else "", _rate(packed) if packed else "", _cpu(one),
                 facts["groups"] or "no",
             ]

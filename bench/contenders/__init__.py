@@ -17,6 +17,7 @@ __all__ = ["MODULES", "contenders", "module"]
 #: In the order of the table. The first one is what the others are compared with.
 MODULES: Final = (
     "shmbus_embedded",
+    "shmbus_daemon",
     "iceoryx2",
     "faster_fifo",
     "zmq_ipc",
