@@ -6,6 +6,7 @@ Python objects are counted after a warm-up and at the end.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -33,10 +34,8 @@ def cycle(name: str, number: int) -> None:
                 kept = slot["data"][1:]
             producer.put_many([{"instance_id": "c", "group_size": 1, "index": 0, "data": DATA}])
             producer.reserve("d", group_size=1, index=0, fields={"data": ("u1", 9)}).abort()
-            try:
+            with contextlib.suppress(ValueError):
                 producer.put("e", group_size=0, index=0, data=DATA)
-            except ValueError:
-                pass
         groups = consumer.take(8, timeout=1)
         views = [group[0]["data"] for group in groups]
         assert len(groups) == 3 and groups[0][0].meta == {"n": number}
