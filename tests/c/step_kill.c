@@ -60,7 +60,7 @@ static void produce(void) {
 }
 
 static void end(struct reader *reader, struct record_ref *refs, uint32_t n) {
-    const struct record_ref *pointers[RECORDS];
+    const struct record_ref *pointers[RECORDS] = {NULL};
     for (uint32_t i = 0; i < n; i++) {
         pointers[i] = &refs[i];
     }
