@@ -21,14 +21,17 @@ RING_SOURCES := $(filter-out shmbus_ext/module.c shmbus_ext/py_%.c,$(C_SOURCES))
 C_TESTS := $(patsubst tests/c/%.c,%,$(sort $(wildcard tests/c/*.c)))
 C_STRICT := -std=c11 -Wall -Wextra -Wconversion -Werror -pthread -Ishmbus_ext
 C_TEST_SECONDS := 300
+# Stepping needs ptrace, which qemu-user has not; valgrind is too slow for what runs long.
+VALGRIND_TESTS := recovery_test
+CROSS_TESTS := recovery_test ring_test record_fuzz
 comma := ,
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two targets that install into one environment must not do it at once.
 .NOTPARALLEL:
-.PHONY: help demo test check bench bench-calls bench-contenders bench-report explore fuzz soak sanitize
-.PHONY: clean FORCE
+.PHONY: help demo test check bench bench-calls bench-contenders bench-report explore fuzz soak leaks
+.PHONY: valgrind cross sanitize clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
@@ -72,6 +75,15 @@ fuzz: $(VENV)/.fuzz fuzzers ## Fuzz what reads the segment, MINUTES in all (need
 
 soak: $(VENV)/.dev ## Full load under random kills and stops for MINUTES, then an audit (SEED plays it again)
 	$(BIN)/python tests/process/soak.py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$)
+
+leaks: $(VENV)/.dev ## Count what 10,000 cycles of everything leave behind
+	$(BIN)/python tests/process/leaks.py leaks-$$$$ 10000
+
+valgrind: $(addprefix build/c/valgrind/,$(VALGRIND_TESTS)) ## Run C tests under valgrind
+	@for test in $^; do valgrind -q --error-exitcode=1 --leak-check=full $$test || exit 1; done
+
+cross: $(addprefix build/c/aarch64/,$(CROSS_TESTS)) ## Build for aarch64 and run C tests under qemu-user
+	@for test in $^; do qemu-aarch64 $$test || exit 1; done
 
 sanitize: $(VENV)/.dev sanitize-c sanitize-python ## C and Python tests under ASan, UBSan and TSan
 
@@ -197,6 +209,13 @@ check-c: check-explore
 check-explore: build/explore/plain/explore
 	build/explore/plain/explore
 	@for seed in $(EXPLORE_SHORT_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
+
+build/c/valgrind/%: tests/c/%.c $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(C_STRICT) -O1 -g -o $@ $< $(RING_SOURCES) -Wl,--as-needed -lrt
+build/c/aarch64/%: tests/c/%.c $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
+	@mkdir -p $(@D)
+	aarch64-linux-gnu-gcc $(C_STRICT) -O2 -static -o $@ $< $(RING_SOURCES)
 
 # The suite in a copy of the tree, so that the extension in use here stays a plain one. The
 # sanitizer's library has to be the first one in a process, and libstdc++ there when it starts;

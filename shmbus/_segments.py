@@ -184,6 +184,8 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
         ) from error
     identity = os.fstat(shm.fd)
     try:
+        if not read_only:
+            _check_owner(name, identity.st_uid)
         segment = _core.Segment.open(shm.fd, name, read_only)
     except BaseException:
         os.close(shm.fd)
@@ -193,6 +195,16 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
         segment.close()
         raise _Unfinished(f"bus {name!r}: {shm_path(name)} was removed while it was being opened")
     return segment
+
+
+def _check_owner(name: str, owner: int) -> None:
+    """Refuse what another user has put under this name: they could read all, and truncate it."""
+    if owner != os.geteuid():
+        raise PermissionError(
+            f"bus {name!r}: {shm_path(name)} belongs to uid {owner}, this process runs as uid "
+            f"{os.geteuid()}; a bus is for the user who created it: run as that user, or choose "
+            "another name"
+        )
 
 
 def layout_error(name: str, status: str, found: int, expected: int) -> errors.LayoutMismatchError:

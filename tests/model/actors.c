@@ -11,6 +11,8 @@
 #define PAYLOAD_BYTES 8
 /* Fills a run of two extents. */
 #define JUMBO_BYTES 600
+/* Fills an extent. */
+#define WHOLE_BYTES 300
 
 struct actor {
     struct segment segment;
@@ -72,7 +74,7 @@ static void end_record(struct actor *self, uint64_t number, const struct reserva
         ghost_aborted(life, number);
     } else {
         ghost_begin_commit(life, number);
-        if (way == PUT) {
+        if (way == PUT || way == WHOLE) {
             writer_publish(writer, at);
         } else {
             writer_commit(writer, at);
@@ -91,6 +93,10 @@ static struct actor *attach_producer(void) {
     return self;
 }
 
+static uint64_t payload_of(enum way way) {
+    return way == JUMBO ? JUMBO_BYTES : way == WHOLE ? WHOLE_BYTES : PAYLOAD_BYTES;
+}
+
 void produce(const enum way *ways, unsigned n) {
     struct actor *self = attach_producer();
     uint64_t number = 0;
@@ -100,7 +106,7 @@ void produce(const enum way *ways, unsigned n) {
             engine_pause();
             continue;
         }
-        open_record(self, number, ways[i] == JUMBO ? JUMBO_BYTES : PAYLOAD_BYTES, &at);
+        open_record(self, number, payload_of(ways[i]), &at);
         if (ways[i] == RESERVE || ways[i] == ABORT || ways[i] == JUMBO) {
             writer_reserve(&self->writer, &at);
         }
@@ -206,7 +212,9 @@ void collect(unsigned group, uint8_t producers, enum habit habit) {
         if (self->held_count == group && habit == MOVES) {
             move_all(self);
         }
-        if (self->held_count == group || (last && !found && self->held_count > 0)) {
+        if (found && habit == KEEPS && self->keys[0][1] % 2 == 0) {
+            self->held_count = 0;
+        } else if (self->held_count == group || (last && !found && self->held_count > 0)) {
             acknowledge(self);
         }
         if (habit == SWEEPS) {

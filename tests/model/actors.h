@@ -4,10 +4,11 @@
 
 #include "model.h"
 
-/* How a record comes into the ring, or does not; IDLE is a long while without one. */
-enum way { PUT, RESERVE, ABORT, JUMBO, IDLE };
-/* What a collector does besides. */
-enum habit { PLAIN, SWEEPS, MOVES };
+/* How a record comes into the ring, or does not; IDLE is a long while without one,
+ * WHOLE fills an extent. */
+enum way { PUT, RESERVE, ABORT, JUMBO, IDLE, WHOLE };
+/* What a collector does besides; one that keeps leaves every other record unacknowledged. */
+enum habit { PLAIN, SWEEPS, MOVES, KEEPS };
 
 void produce(const enum way *ways, unsigned n);
 void produce_interleaved(void);

@@ -38,6 +38,7 @@ PRODUCER(puts_five, PUT, PUT, PUT, PUT, PUT)
 PRODUCER(reserves_two, RESERVE, RESERVE)
 PRODUCER(aborts_and_reserves, ABORT, RESERVE)
 PRODUCER(puts_large, JUMBO, JUMBO)
+PRODUCER(fills_four, WHOLE, WHOLE, WHOLE, WHOLE)
 
 #define COLLECTOR(name, group, producers, habit)                                                 \
     static void name(void) {                                                                     \
@@ -49,6 +50,7 @@ COLLECTOR(collects_from_two, 1, 3, PLAIN)
 COLLECTOR(collects_pairs_from_two, 2, 3, PLAIN)
 COLLECTOR(sweeps_over_two, 1, 3, SWEEPS)
 COLLECTOR(moves_from_one, 2, 1, MOVES)
+COLLECTOR(keeps_from_one, 1, 1, KEEPS)
 
 static const struct scenario scenarios[] = {
     {"put", "one producer that puts now and then", {puts_now_and_then, collects_from_one}, 4, 1, 3, 1,
@@ -69,6 +71,8 @@ static const struct scenario scenarios[] = {
      {puts_three, collects_pairs_from_one, collects_from_one}, 3, 1, 7, 2, 1},
     {"move", "stragglers are moved, by collectors that die",
      {puts_three, moves_from_one, collects_from_one}, 5, 1, 7, 2, 1},
+    {"keep", "a collector that keeps stragglers, and its successor",
+     {fills_four, keeps_from_one, collects_from_one}, 6, 1, 7, 1, 1},
     {"large", "runs of two extents, leased and freed", {puts_large, puts_two, collects_from_two}, 8,
      2, 7, 1, 1},
 };

@@ -74,6 +74,13 @@ def test_a_short_soak_under_kills_and_stops_loses_doubles_and_tears_nothing(
     assert report["balanced"] and set(report["dropped"]) <= {"timeout"}, report
 
 
+def test_cycles_of_everything_leave_nothing_behind(bus_name: str, spawn: Spawner) -> None:
+    child = spawn.script((STORM.parent / "leaks.py").read_text(), bus_name, 150)
+    report = json.loads(child.finish(timeout=100).splitlines()[-1])
+    assert report["descriptors"] == report["mappings"] == report["segments"] == 0, report
+    assert report["objects"] < 50 and report["blocks"] < 300, report
+
+
 def test_a_reader_killed_with_a_lease_gives_it_back_whole(bus_name: str, spawn: Spawner) -> None:
     with shmbus.Bus.create(bus_name, "16MiB"), shmbus.Producer(bus_name) as producer:
         for prompt in range(20):

@@ -1,0 +1,112 @@
+"""What another user of the machine can and cannot do: docs/security.md, with real uids.
+
+The other user is `nobody`, in a child that has given root up; so these tests need root.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Spawner
+
+import shmbus
+
+ROOT = Path(__file__).resolve().parents[1]
+NOBODY = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+
+# The extension and its imports are loaded while that is still allowed.
+BECOME_NOBODY = f"""
+import os, sys, numpy as np, shmbus
+name = sys.argv[1]
+path = "/dev/shm/shmbus." + name
+shmbus.Bus.create(name + ".warm", "64KiB").unlink()
+os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
+def denied(action, *kinds):
+    try:
+        action()
+    except kinds as error:
+        return str(error)
+    raise AssertionError("allowed: " + repr(action))
+"""
+
+
+@needs_root
+def test_another_user_can_neither_read_write_truncate_nor_remove_a_bus(
+    bus_name: str, spawn: Spawner
+) -> None:
+    script = (
+        BECOME_NOBODY
+        + """
+for attach in (shmbus.Producer, shmbus.Consumer, shmbus.Bus.open):
+    assert "uid" in denied(lambda: attach(name), PermissionError)
+denied(lambda: open(path, "rb"), PermissionError)
+denied(lambda: open(path, "r+b"), PermissionError)
+denied(lambda: os.truncate(path, 0), PermissionError)
+denied(lambda: os.unlink(path), PermissionError)
+denied(lambda: os.rename(path, path + ".x"), PermissionError)
+denied(lambda: os.chmod(path, 0o666), PermissionError)
+denied(lambda: shmbus.unlink(name), PermissionError)
+denied(lambda: shmbus.Bus.create(name, "1MiB"), PermissionError, shmbus.BusExistsError)
+denied(lambda: os.kill(os.getppid(), 9), PermissionError)
+denied(lambda: os.listdir(f"/proc/{os.getppid()}/fd"), PermissionError)
+denied(lambda: open(f"/proc/{os.getppid()}/mem", "rb"), PermissionError)
+"""
+    )
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
+        producer.put("a", group_size=1, index=0, data=np.arange(9))
+        spawn.script(script, bus_name).finish()
+        with shmbus.Consumer(bus_name) as consumer:
+            (group,) = consumer.take(timeout=5)
+            assert (group[0]["data"] == np.arange(9)).all()
+            group.ack()
+
+
+@needs_root
+def test_a_bus_that_another_user_planted_is_refused(bus_name: str, spawn: Spawner) -> None:
+    """Its owner could read what is put, and end by truncation whoever has mapped it."""
+    script = (
+        BECOME_NOBODY
+        + """
+shmbus.Bus.create(name, "1MiB")
+os.chmod(path, 0o666)
+"""
+    )
+    spawn.script(script, bus_name).finish()
+    for attach in (shmbus.Producer, shmbus.Consumer):
+        with pytest.raises(PermissionError, match=f"belongs to uid {NOBODY}"):
+            attach(bus_name)
+    with pytest.raises(shmbus.BusExistsError):
+        shmbus.Bus.create(bus_name, "1MiB")
+
+
+def test_a_segment_is_created_for_its_user_only(bus_name: str) -> None:
+    before = os.umask(0)
+    try:
+        with shmbus.Bus.create(bus_name, "64KiB"):
+            assert Path(f"/dev/shm/shmbus.{bus_name}").stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+
+
+def test_no_module_that_reads_a_segment_or_a_socket_knows_pickle_or_eval() -> None:
+    offences = []
+    for package in ("shmbus", "trainer_adapter"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [node.module or ""]
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    names = [node.func.id]
+                if any(re.fullmatch("pickle|marshal|shelve|dill|eval|exec", n) for n in names):
+                    offences.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert offences == []
