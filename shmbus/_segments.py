@@ -5,6 +5,7 @@ Invariant: a segment that could not be finished is gone again when create_segmen
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
@@ -31,11 +32,14 @@ def check_name(name: object) -> str:
     """Return the name if it can name a bus; TypeError or ValueError say what is wrong with it."""
     if not isinstance(name, str):
         raise TypeError(f"bus name: expected a str, got {type(name).__name__}")
-    if not name or "/" in name or "\0" in name or len(os.fsencode(name)) > limits.MAX_NAME_BYTES:
+    encoded = name.encode("utf-8", "replace")
+    if not encoded or len(encoded) > limits.MAX_NAME_BYTES or not {"/", "\0"}.isdisjoint(name):
         raise ValueError(
             f"bus name: expected 1 to {limits.MAX_NAME_BYTES} bytes without '/' and NUL, got "
             f"{name!r}; it becomes the file {_SHM_DIRECTORY}{_PREFIX}NAME"
         )
+    if encoded != name.encode("utf-8", "surrogatepass"):
+        raise ValueError(f"bus name: expected text that UTF-8 can encode, got {name!r}")
     return name
 
 
@@ -103,12 +107,30 @@ def create_segment(
             f"bus {name!r}: may not create {shm_path(name)}; it belongs to another user, or "
             f"{_SHM_DIRECTORY} is not writable for uid {os.geteuid()}"
         ) from error
+    identity = os.fstat(shm.fd)
     try:
-        return _core.Segment.create(shm.fd, name, size, max_producers, extent_bytes)
+        segment = _core.Segment.create(shm.fd, name, size, max_producers, extent_bytes)
     except BaseException:
         os.close(shm.fd)
-        posix_ipc.unlink_shared_memory(_PREFIX + name)
+        with contextlib.suppress(posix_ipc.ExistentialError):  # somebody has removed it already
+            posix_ipc.unlink_shared_memory(_PREFIX + name)
         raise
+    if not _is_named(name, identity):
+        segment.close()
+        raise errors.BusNotFoundError(
+            f"bus {name!r}: somebody removed {shm_path(name)} while it was being created; "
+            "create it again"
+        )
+    return segment
+
+
+def _is_named(name: str, identity: os.stat_result) -> bool:
+    """Whether the name still leads to that file."""
+    try:
+        found = os.stat(shm_path(name))
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, identity)
 
 
 def _check_room(name: str, size: int) -> None:
@@ -160,11 +182,17 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
             f"bus {name!r}: may not open {shm_path(name)} as uid {os.geteuid()}; a bus is for the "
             "user who created it"
         ) from error
+    identity = os.fstat(shm.fd)
     try:
-        return _core.Segment.open(shm.fd, name, read_only)
+        segment = _core.Segment.open(shm.fd, name, read_only)
     except BaseException:
         os.close(shm.fd)
         raise
+    if not _is_named(name, identity):
+        # Removed between opening and saying so by a lock: what has no name is no bus any more.
+        segment.close()
+        raise _Unfinished(f"bus {name!r}: {shm_path(name)} was removed while it was being opened")
+    return segment
 
 
 def layout_error(name: str, status: str, found: int, expected: int) -> errors.LayoutMismatchError:

@@ -11,11 +11,16 @@ __all__ = [
     "AHEAD_GROUPS",
     "ATTACH_WAIT_S",
     "BURIAL_INTERVAL_S",
+    "CAPTURE_POLL_S",
     "CLIENT_WAIT_S",
     "COALESCE_S",
     "DAEMON_WAIT_S",
     "DEFAULT_CAPACITY",
     "DEFAULT_MAX_PRODUCERS",
+    "DOCTOR_FILES",
+    "DOCTOR_SHM_FAIL_BYTES",
+    "DOCTOR_SHM_WARN_BYTES",
+    "DOCTOR_TORCH_S",
     "DRAIN_TIMEOUT_S",
     "EVACUATE_FREE_FRACTION",
     "EVACUATE_INTERVAL_S",
@@ -30,6 +35,14 @@ __all__ = [
     "MAX_UNSENT_BYTES",
     "MAX_WAITING",
     "META_ROOM_BYTES",
+    "METRICS_POLL_S",
+    "METRICS_PORT",
+    "METRICS_PRODUCERS",
+    "METRICS_REQUEST_S",
+    "METRICS_THREADS",
+    "OBSERVE_WAIT_S",
+    "PARTS_WAITING",
+    "PART_BYTES",
     "POLL_RECORDS",
     "READY_PRESSURE",
     "RECENT_KEYS",
@@ -37,10 +50,18 @@ __all__ = [
     "REDIAL_INTERVAL_S",
     "REST_S",
     "SPACE_WAIT_S",
+    "STATUS_ATTEMPTS",
+    "STATUS_GROUPS",
+    "STATUS_MISSING",
+    "STATUS_RECORDS",
     "SWEEP_INTERVAL_S",
     "TAKE_GRACE_S",
     "TAKE_POLLS",
     "TAKE_SLICE_S",
+    "TOP_HISTORY",
+    "TOP_SAMPLE_RECORDS",
+    "TOP_SAMPLE_RUNS",
+    "TOP_WALK_RECORDS",
     "UNCONFIRMED",
 ]
 
@@ -154,3 +175,67 @@ REST_S = 0.002
 #: Steps that the fastest rank may be ahead of the slowest: what is formed for one that does not
 #: come holds space.
 MAX_STEPS_AHEAD = 64
+
+#: Walks that a status makes for a count at one instant, before it says that the bus was too busy.
+STATUS_ATTEMPTS = 3
+
+#: Incomplete groups that a status names, the oldest first: who waits, without a page of them.
+STATUS_GROUPS = 5
+
+#: Missing indices of a group that a status names; their number is always exact.
+STATUS_MISSING = 16
+
+#: Records that a status sorts into groups: about two seconds of work; beyond, groups stay unnamed.
+STATUS_RECORDS = 200_000
+
+#: Free bytes of /dev/shm below which no useful bus fits: its tables and a few records.
+DOCTOR_SHM_FAIL_BYTES = 8 << 20
+
+#: Free bytes below which a bus of the default size does not fit twice: Docker's 64 MiB, for one.
+DOCTOR_SHM_WARN_BYTES = 512 << 20
+
+#: Open files a process below which a daemon with a few hundred clients runs out of them.
+DOCTOR_FILES = 1024
+
+#: Seconds that importing torch may take: a cold disk needs tens, a hanging driver for ever.
+DOCTOR_TORCH_S = 120.0
+
+#: Looks that a live view remembers for its chart: wider than any terminal.
+TOP_HISTORY = 512
+
+#: Undelivered trajectories up to which each look also walks and groups them: some 0.2 s of work.
+TOP_WALK_RECORDS = 20_000
+
+#: Records and runs that a look takes for the mean size of a trajectory.
+TOP_SAMPLE_RECORDS = 8
+TOP_SAMPLE_RUNS = 8
+
+#: Seconds that a daemon has to say how it is: it answers in milliseconds, or something is wrong.
+OBSERVE_WAIT_S = 1.0
+
+#: Where metrics are served unless told otherwise: free in Prometheus' list of port allocations.
+METRICS_PORT = 9464
+
+#: Producer slots that are labels of their own; those beyond are one together, so that a bus with
+#: thousands of producers does not make thousands of time series.
+METRICS_PRODUCERS = 64
+
+#: Seconds that a client of the metrics server may be silent.
+METRICS_REQUEST_S = 5.0
+
+#: Requests for metrics that are answered at once; more are turned away.
+METRICS_THREADS = 8
+
+#: Seconds within which the metrics server notices that it shall stop.
+METRICS_POLL_S = 0.5
+
+#: Bytes of records above which a part of a snapshot is written: little enough to hold in memory a
+#: few times, enough that a file is one long write.
+PART_BYTES = 64 << 20
+
+#: Parts' worth of records that wait in memory, where there are many schemas.
+PARTS_WAITING = 4
+
+#: Seconds between two looks of a recording that finds nothing new: short, since what a consumer
+#: acknowledges meanwhile is missed, and since a look costs microseconds.
+CAPTURE_POLL_S = 0.001

@@ -40,6 +40,18 @@ REFUSED_WIDTH: int
 REFUSED_RECENT: int
 
 ELEMENT_KINDS: tuple[str, ...]
+MAGIC: int
+HEADER_BYTES: int
+RELEASED_OFFSET: int
+REASONS: int
+LOCK_COLLECTOR: int
+LOCK_USERS: int
+LOCK_SLOT: int
+LOCK_VIEW: int
+LINK_END: int
+REF_OFFSET_BITS: int
+FLAG_PAYLOAD_CRC: int
+FLAG_MOVED: int
 
 _Names = tuple[str, str | None, str | None, str | None]
 
@@ -53,6 +65,12 @@ class CollectorNote(TypedDict):
     stashed_records: int
     stashed_bytes: int
     seen_ns: int
+
+class StructLayout(TypedDict):
+    names: list[str]
+    formats: list[str]
+    offsets: list[int]
+    itemsize: int
 
 class Segment:
     name: str
@@ -231,6 +249,35 @@ class Borrower:
 
 def places(trajectories: list[Trajectory], /) -> bytes: ...
 def identities(trajectories: list[Trajectory], /) -> bytes: ...
+
+class Restorer:
+    def __init__(self, segment: Segment) -> None: ...
+    def put(
+        self,
+        producer_id: int,
+        sequence: int,
+        policy_version: int,
+        score: float,
+        group_size: int,
+        index: int,
+        epoch: int,
+        checksum: bool,
+        id: bytes,
+        schema: bytes,
+        shape: bytes,
+        meta: bytes,
+        fields: list[Any],
+        /,
+    ) -> bool: ...
+    def finish(
+        self,
+        released: tuple[int, ...],
+        slots: list[tuple[int, int, int, str, int, int]],
+        next_producer_id: int,
+        policy_version: int,
+        /,
+    ) -> None: ...
+
 def install(
     *,
     closed_error: type[BaseException],
@@ -247,6 +294,24 @@ def install(
 ) -> None: ...
 def crc32c(data: bytes, reference: bool = ..., /) -> int: ...
 def monotonic_ns() -> int: ...
+def layout() -> dict[str, StructLayout]: ...
+def lock_held(fd: int, byte: int, /) -> bool: ...
+def any_lock_held(fd: int, /) -> bool: ...
+def lock_all(fd: int, /) -> bool: ...
+def scan_run(
+    fd: int, position: int, used: int, extent: int, generation: int, below: int, /
+) -> tuple[bytes, tuple[int, int, int, int, int], int, int, bool]: ...
+def read_run(
+    fd: int,
+    position: int,
+    used: int,
+    extent: int,
+    generation: int,
+    start: int,
+    limit: int,
+    payload: bool,
+    /,
+) -> tuple[list[tuple[Any, ...]], int, bool]: ...
 def describe(
     trajectories: list[Trajectory], /
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str]]: ...

@@ -299,9 +299,11 @@ struct schema_entry {
 };
 _Static_assert(sizeof(struct schema_entry) == 12, "layout");
 
-/* File locks (open file description locks) on the segment: byte offsets, all behind its end. */
+/* File locks (open file description locks) on the segment: byte offsets, all behind its end. Everybody
+ * who has the segment open shares USERS, so who gets it alone knows that nobody has. */
 #define SHMBUS_LOCK_BASE (INT64_C(1) << 60)
 #define SHMBUS_LOCK_COLLECTOR (SHMBUS_LOCK_BASE + 0)
+#define SHMBUS_LOCK_USERS (SHMBUS_LOCK_BASE + 1)
 #define SHMBUS_LOCK_SLOT (SHMBUS_LOCK_BASE + 1024)
 /* Shared locks of processes that a daemon leases groups to; they outlive the daemon, and no client.
  * A view's lock, one byte an extent: somebody looks at a record there, and the run is not freed. */

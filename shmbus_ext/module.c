@@ -84,7 +84,8 @@ static bool add_types(PyObject *module) {
                  {"Reader", &ReaderType},   {"Borrower", &BorrowerType},
                  {"Pin", &PinType},         {"Schema", &SchemaType},
                  {"Trajectory", &TrajectoryType},
-                 {"Rows", &RowsType},       {"Row", &RowType}};
+                 {"Rows", &RowsType},       {"Row", &RowType},
+                 {"Restorer", &RestorerType}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
             PyModule_AddObjectRef(module, types[i].name, (PyObject *)types[i].type) < 0) {
@@ -142,7 +143,7 @@ PyMODINIT_FUNC PyInit__core(void) {
     if (module != NULL && (!segment_init_fork() || !arguments_init() || !add_types(module) ||
                            !add_constants(module) || !gather_add_functions(module) ||
                            !borrower_add_functions(module) || !rows_add_constants(module) ||
-                           !locate_add_functions(module))) {
+                           !locate_add_functions(module) || !inspect_add_functions(module))) {
         Py_CLEAR(module);
     }
     return module;

@@ -268,5 +268,7 @@ bool rows_add_constants(PyObject *module);
 bool gather_add_functions(PyObject *module);
 bool locate_add_functions(PyObject *module);
 bool borrower_add_functions(PyObject *module);
+bool inspect_add_functions(PyObject *module);
+extern PyTypeObject RestorerType;
 
 #endif

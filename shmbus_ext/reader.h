@@ -20,6 +20,9 @@
 #include "segment.h"
 #include "writer.h"
 
+/* A record in the intent log: its extent above these bits, its offset in RECORD_ALIGN below. */
+#define REF_OFFSET_BITS 40
+
 struct record_ref {
     struct record_place place;
     uint64_t bytes;

@@ -6,7 +6,6 @@
 #include "failpoints.h"
 #include "reader.h"
 
-#define REF_OFFSET_BITS 40
 /* Producers that wait are woken when this part of the bus has become free. */
 #define ANNOUNCE_SHARE 32u
 

@@ -158,7 +158,8 @@ static bool tables_hold(const struct record_copy *copy) {
     return at == end && words == header->shape_words;
 }
 
-enum record_verdict record_read_body(const struct record_header *shared, struct record_copy *copy) {
+enum record_verdict record_read_tables(const struct record_header *shared,
+                                       struct record_copy *copy) {
     const struct record_header *header = &copy->header;
     uint64_t tables = tables_bytes(header);
     if (header->id_bytes == 0 || header->id_bytes > SHMBUS_MAX_ID_BYTES ||
@@ -179,6 +180,15 @@ enum record_verdict record_read_body(const struct record_header *shared, struct 
         header->group_size > SHMBUS_MAX_GROUP_SIZE || header->index >= header->group_size ||
         !tables_hold(copy)) {
         return RECORD_BAD_HEADER;
+    }
+    return RECORD_OK;
+}
+
+enum record_verdict record_read_body(const struct record_header *shared, struct record_copy *copy) {
+    const struct record_header *header = &copy->header;
+    enum record_verdict verdict = record_read_tables(shared, copy);
+    if (verdict != RECORD_OK) {
+        return verdict;
     }
     if ((header->flags & SHMBUS_FLAG_PAYLOAD_CRC) &&
         payload_crc(shared, header) != header->payload_crc) {

@@ -78,8 +78,10 @@ struct record_copy {
 /* Frame only: enough to step over. */
 enum record_verdict record_read_frame(const struct record_header *shared, uint64_t room,
                                       const struct record_place *place, struct record_header *copy);
-/* Completes a copy whose frame was read: header checksum, bounds of each field, payload checksum
- * where the record carries one. */
+/* Completes a copy whose frame was read: header checksum, bounds of each field. */
+enum record_verdict record_read_tables(const struct record_header *shared,
+                                       struct record_copy *copy);
+/* The same, and the payload checksum where the record carries one. */
 enum record_verdict record_read_body(const struct record_header *shared, struct record_copy *copy);
 
 #endif

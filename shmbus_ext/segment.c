@@ -167,6 +167,13 @@ static enum segment_status take_description(struct segment *self) {
     if (own < 0) {
         return SEGMENT_SYSTEM_ERROR;
     }
+    enum lock_status lock = segment_lock_shared(own, SHMBUS_LOCK_USERS);
+    if (lock != LOCK_TAKEN) {
+        close(own);
+        /* Who removes it holds it for a moment only; the caller looks again whether it is there. */
+        return lock == LOCK_HELD_ELSEWHERE ? SEGMENT_UNFINISHED : SEGMENT_SYSTEM_ERROR;
+    }
+    segment_unlock(self->fd, SHMBUS_LOCK_USERS);
     close(self->fd);
     self->fd = own;
     return SEGMENT_OK;
@@ -181,6 +188,11 @@ enum segment_status segment_create(struct segment *self, int fd,
     self->extent_bytes = plan->extent_bytes;
     self->extent_count = plan->extent_count;
     self->max_producers = plan->max_producers;
+    /* From the first moment on, so that nobody takes a segment in the making for a forgotten one. */
+    if (segment_lock_shared(fd, SHMBUS_LOCK_USERS) != LOCK_TAKEN) {
+        errno = EBUSY;
+        return SEGMENT_SYSTEM_ERROR;
+    }
     int error = posix_fallocate(fd, 0, (off_t)plan->segment_bytes);
     if (error != 0) {
         errno = error;
@@ -332,48 +344,49 @@ void segment_isolate(struct segment *self) {
     }
 }
 
-static struct flock lock_range(int64_t byte, short type) {
+static struct flock lock_range(int64_t byte, int64_t bytes, short type) {
     struct flock range;
     memset(&range, 0, sizeof range);
     range.l_type = type;
     range.l_whence = SEEK_SET;
     range.l_start = byte;
-    range.l_len = 1;
+    range.l_len = bytes;
     return range;
 }
 
-enum lock_status segment_lock(int fd, int64_t byte) {
-    struct flock range = lock_range(byte, F_WRLCK);
+static enum lock_status take_lock(int fd, struct flock range) {
     if (fcntl(fd, F_OFD_SETLK, &range) == 0) {
         return LOCK_TAKEN;
     }
     return errno == EAGAIN || errno == EACCES ? LOCK_HELD_ELSEWHERE : LOCK_ERROR;
 }
 
-void segment_unlock(int fd, int64_t byte) {
-    struct flock range = lock_range(byte, F_UNLCK);
-    (void)fcntl(fd, F_OFD_SETLK, &range);
-}
-
-enum lock_status segment_lock_probe(int fd, int64_t byte) {
-    struct flock range = lock_range(byte, F_WRLCK);
+static enum lock_status probe_lock(int fd, struct flock range) {
     if (fcntl(fd, F_OFD_GETLK, &range) != 0) {
         return LOCK_ERROR;
     }
     return range.l_type == F_UNLCK ? LOCK_TAKEN : LOCK_HELD_ELSEWHERE;
 }
 
+enum lock_status segment_lock(int fd, int64_t byte) {
+    return take_lock(fd, lock_range(byte, 1, F_WRLCK));
+}
+
+void segment_unlock(int fd, int64_t byte) {
+    struct flock range = lock_range(byte, 1, F_UNLCK);
+    (void)fcntl(fd, F_OFD_SETLK, &range);
+}
+
+enum lock_status segment_lock_probe(int fd, int64_t byte) {
+    return probe_lock(fd, lock_range(byte, 1, F_WRLCK));
+}
+
 enum lock_status segment_lock_shared(int fd, int64_t byte) {
-    struct flock range = lock_range(byte, F_RDLCK);
-    if (fcntl(fd, F_OFD_SETLK, &range) == 0) {
-        return LOCK_TAKEN;
-    }
-    return errno == EAGAIN || errno == EACCES ? LOCK_HELD_ELSEWHERE : LOCK_ERROR;
+    return take_lock(fd, lock_range(byte, 1, F_RDLCK));
 }
 
 enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes) {
-    struct flock range = lock_range(*start, F_WRLCK);
-    range.l_len = *bytes;
+    struct flock range = lock_range(*start, *bytes, F_WRLCK);
     if (fcntl(fd, F_OFD_GETLK, &range) != 0) {
         return LOCK_ERROR;
     }
@@ -383,4 +396,13 @@ enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes) {
     *start = range.l_start;
     *bytes = range.l_len;
     return LOCK_HELD_ELSEWHERE;
+}
+
+/* A length of 0 reaches to the last byte that a file can have. */
+enum lock_status segment_lock_all(int fd) {
+    return take_lock(fd, lock_range(0, 0, F_WRLCK));
+}
+
+enum lock_status segment_lock_probe_all(int fd) {
+    return probe_lock(fd, lock_range(0, 0, F_WRLCK));
 }

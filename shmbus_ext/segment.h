@@ -87,5 +87,8 @@ enum lock_status segment_lock_shared(int fd, int64_t byte);
 /* The first lock of somebody else's found in [*start, *start + *bytes): LOCK_HELD_ELSEWHERE, with
  * its range. */
 enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes);
+/* Every byte at once: taken only where no description but this one holds any lock. */
+enum lock_status segment_lock_all(int fd);
+enum lock_status segment_lock_probe_all(int fd);
 
 #endif

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import logging
 import os
 import sys
 
-from shmbus import _segments, errors
+from shmbus import _segments, errors, snapshot
 from shmbus.consumer import stash_options
 from shmbus.daemon import config, logs, server
 
@@ -19,6 +20,7 @@ logger = logging.getLogger("shmbus.serve")
 _EXAMPLES = """\
 examples:
   shmbus serve run1 --capacity 1GiB --group-timeout 600 --on-timeout partial
+  shmbus serve run1 --metrics-port 9464 --restore /data/run1-before-reboot
   SHMBUS_LOG_FORMAT=json shmbus serve run1 --config run1.toml
 
 Every setting is also an environment variable (--group-timeout is SHMBUS_GROUP_TIMEOUT) and a key of
@@ -52,17 +54,49 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"shmbus serve: {error}", file=sys.stderr)
         return 2
     logs.set_up(settings.log_format, settings.log_level)
+    if settings.restore is not None:
+        _restore(parsed.name, settings.restore)
     with contextlib.suppress(errors.BusExistsError):
         _segments.create_segment(parsed.name, settings.capacity, settings.max_producers, 0).close()
     policy = settings.policy()
-    server.serve(
-        parsed.name,
-        policy,
-        settings.duplicate,
-        stash_options(policy, settings.duplicate),
-        settings.drain_timeout,
-    )
+    with contextlib.ExitStack() as stack:
+        if settings.metrics_port is not None:
+            stack.enter_context(_metrics(parsed.name, settings.metrics_port, settings.metrics_host))
+        server.serve(
+            parsed.name,
+            policy,
+            settings.duplicate,
+            stash_options(policy, settings.duplicate),
+            settings.drain_timeout,
+        )
     if settings.unlink_on_exit:
         with contextlib.suppress(errors.BusNotFoundError):
             _segments.unlink(parsed.name)
     return 0
+
+
+def _restore(name: str, directory: str) -> None:
+    """Make the bus of a snapshot, once: one that is started again with the same flags goes on."""
+    before = snapshot.restored_as(directory)
+    if before is not None:
+        logger.info("%s was restored before, as bus %r; not again", directory, before)
+        return
+    try:
+        manifest = snapshot.restore(directory, name)
+    except errors.BusExistsError:
+        logger.info("bus %r is there; %s is not restored", name, directory)
+        return
+    logger.info("restored %d trajectories from %s", manifest.records, directory)
+
+
+def _metrics(name: str, port: int, host: str) -> contextlib.AbstractContextManager[object]:
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise RuntimeError(
+            "--metrics-port needs prometheus_client; install the extra: "
+            "pip install 'shmbus[metrics]'"
+        )
+    from shmbus.daemon.metrics import MetricsServer
+
+    serving = MetricsServer(name, port, host)
+    logger.info("metrics at http://%s:%d/metrics", serving.host, serving.port)
+    return serving

@@ -39,6 +39,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Seconds that leased groups have to be acknowledged after SIGTERM.
     unlink_on_exit : bool
         Remove the bus at an orderly end.
+    restore : str | None
+        A snapshot that the bus is made of, if there is no bus and it was not restored before.
+    metrics_port : int | None
+        Where to serve Prometheus metrics; None for nowhere, 0 for any free port.
+    metrics_host : str
+        At which address; loopback unless told.
     log_format : "json" | "text"
     log_level : "debug" | "info" | "warning" | "error"
     """
@@ -54,6 +60,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     on_overflow: Literal["wait", "drop", "partial"] = "wait"
     drain_timeout: float = limits.DRAIN_TIMEOUT_S
     unlink_on_exit: bool = False
+    restore: str | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     log_format: Literal["json", "text"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -66,6 +75,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             value = getattr(self, name)
             if value is not None and not value >= lowest:
                 raise ValueError(f"{name}: expected {lowest} or more, got {value}")
+
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"metrics_port: expected 0 to 65535, got {self.metrics_port}")
 
     def policy(self) -> StashPolicy:
         """Return the stash's part."""
@@ -92,6 +104,9 @@ _HELP = {
     "on_overflow": "what becomes of the oldest above that: wait, drop or partial",
     "drain_timeout": "seconds that leased groups have to end after SIGTERM",
     "unlink_on_exit": "remove the bus at an orderly end",
+    "restore": "a snapshot to make the bus of, if there is none yet",
+    "metrics_port": "serve Prometheus metrics and /healthz at this port, such as 9464",
+    "metrics_host": "the address for that",
     "log_format": "json or text",
     "log_level": "debug, info, warning or error",
 }

@@ -1,0 +1,137 @@
+"""``shmbus gc``: what nobody alive uses any more, named first, and removed only with ``--yes``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from shmbus import cleanup, errors
+from shmbus.cli._show import add_command, print_json, printable, show_count, show_size, table
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_SHOWN = {
+    "removable": "abandoned",
+    "in_use": "in use",
+    "not_ours": "not ours",
+    "unknown": "left alone",
+}
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = add_command(
+        commands,
+        "gc",
+        run,
+        help="find and remove segments and sockets that nobody alive uses",
+        description="Looks at every segment and daemon socket in /dev/shm. One is abandoned when "
+        "no living process has it open, which file locks prove, in whatever container; age and "
+        "pids count for nothing. Says what would be lost, and removes only with --yes.",
+        examples=[
+            "shmbus gc                    # look only",
+            "shmbus gc --yes              # remove everything that is abandoned",
+            "shmbus gc --yes --keep-data  # but no bus that holds undelivered trajectories",
+            "shmbus gc --yes run1 run2    # only these",
+        ],
+        json=True,
+    )
+    parser.add_argument("names", metavar="NAME", nargs="*", help="only these buses")
+    parser.add_argument("--yes", action="store_true", help="remove what is abandoned")
+    parser.add_argument(
+        "--keep-data",
+        action="store_true",
+        help="leave segments that hold undelivered trajectories, or whose content cannot be told",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show, and with --yes remove; 1 where something named is not there or could not be removed."""
+    found = cleanup.survey()
+    wanted = set(arguments.names)
+    unknown = wanted - {leftover.name for leftover in found}
+    if wanted:
+        found = [leftover for leftover in found if leftover.name in wanted]
+    chosen = [leftover for leftover in found if _chosen(leftover, arguments.keep_data)]
+    if arguments.json:
+        print_json([_for_json(leftover) for leftover in found])
+    else:
+        _print(found, chosen, arguments.yes)
+    for name in sorted(unknown):
+        print(
+            f"shmbus gc: there is no file of a bus {printable(name)!r}; `shmbus gc` lists all",
+            file=sys.stderr,
+        )
+    failed = bool(unknown)
+    if arguments.yes:
+        failed = not _remove(chosen, quiet=arguments.json) or failed
+    return 1 if failed else 0
+
+
+def _chosen(leftover: cleanup.Leftover, keep_data: bool) -> bool:
+    return leftover.verdict == "removable" and (not keep_data or leftover.undelivered == 0)
+
+
+def _for_json(leftover: cleanup.Leftover) -> dict[str, object]:
+    row = {name: getattr(leftover, name) for name in leftover.__struct_fields__}
+    del row["device"], row["inode"]
+    return {**row, "path": printable(leftover.path), "name": printable(leftover.name)}
+
+
+def _print(found: list[cleanup.Leftover], chosen: list[cleanup.Leftover], yes: bool) -> None:
+    if not found:
+        print("nothing in /dev/shm is called like a bus")
+        return
+    rows = [
+        (
+            _SHOWN[leftover.verdict],
+            printable(leftover.path),
+            show_size(leftover.size),
+            leftover.reason + _loss(leftover),
+        )
+        for leftover in found
+    ]
+    print(table(("", "file", "size>", "why"), rows, indent=""))
+    if chosen and not yes:
+        total = show_size(sum(leftover.size for leftover in chosen))
+        print(f"\n`shmbus gc --yes` would remove {_things(len(chosen))} and free {total}")
+    elif not chosen:
+        print("\nnothing to remove")
+
+
+def _loss(leftover: cleanup.Leftover) -> str:
+    if leftover.kind != "segment" or leftover.verdict != "removable":
+        return ""
+    if leftover.undelivered is None:
+        return ""
+    if leftover.undelivered == 0:
+        return "; nothing undelivered in it"
+    groups = ""
+    if leftover.undelivered_groups is not None:
+        groups = f" ({show_count(leftover.undelivered_groups)} complete groups)"
+    return f"; {show_count(leftover.undelivered)} undelivered trajectories{groups} would be lost"
+
+
+def _things(count: int) -> str:
+    return f"{count} file{'s' if count != 1 else ''}"
+
+
+def _remove(chosen: list[cleanup.Leftover], *, quiet: bool) -> bool:
+    """Remove each by itself; whether all of it worked."""
+    removed = []
+    failures = 0
+    for leftover in chosen:
+        try:
+            cleanup.remove(leftover)
+            removed.append(leftover)
+        except FileNotFoundError:
+            continue  # somebody else has removed it: what was wanted is so
+        except (errors.BusBusyError, OSError) as error:
+            failures += 1
+            print(f"shmbus gc: {error}", file=sys.stderr)
+    if removed and not quiet:
+        freed = show_size(sum(leftover.size for leftover in removed))
+        print(f"\nremoved {_things(len(removed))}, freed {freed}")
+    return failures == 0

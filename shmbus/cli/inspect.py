@@ -1,0 +1,195 @@
+"""``shmbus inspect``: a segment laid open, for a bus that is stuck, damaged or foreign."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from shmbus.cli._show import (
+    add_command,
+    bus_name,
+    print_json,
+    show_count,
+    show_duration,
+    show_size,
+    table,
+)
+from shmbus.inspection import Inspection, RecordView, RunView, inspect
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_DEFAULT_LIMIT = 20
+_ID_WIDTH = 32
+#: Lines of runs for people; JSON has them all.
+_RUNS_SHOWN = 40
+_HEX = {"magic": 16, "layout_hash": 8, "geometry_crc": 8, "intent_crc": 8}
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = add_command(
+        commands,
+        "inspect",
+        run,
+        help="walk a segment read-only, record by record",
+        description="Walks a segment without mapping or changing it: header, slots, runs, records "
+        "with their checksums, and what keeps each run from being reused. For a bus that is stuck, "
+        "damaged, or of another layout, live or not. Exit status 1 where no process of this "
+        "version could use the segment, or something in it is damaged.",
+        examples=[
+            "shmbus inspect run1",
+            "shmbus inspect run1 --producer 3 --limit 100 --payload",
+            "shmbus inspect run1 --json | jq '.runs[] | {extent, pinned_by}'",
+        ],
+        json=True,
+    )
+    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
+    parser.add_argument(
+        "--producer", metavar="N", type=int, help="only what producer number N has written"
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="K",
+        type=_limit,
+        default=_DEFAULT_LIMIT,
+        help=f"records to show (default {_DEFAULT_LIMIT})",
+    )
+    parser.add_argument(
+        "--payload", action="store_true", help="verify payload checksums too, where there are any"
+    )
+
+
+def _limit(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {value}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found; 1 where it is damaged."""
+    found = inspect(
+        arguments.name,
+        producer=arguments.producer,
+        limit=arguments.limit,
+        payload=arguments.payload,
+    )
+    if arguments.json:
+        print_json(found)
+    else:
+        print("\n\n".join(_blocks(found)))
+    unreadable = sum(run.unreadable for run in found.runs)
+    damaged = sum(record.verdict != "ok" for record in found.records)
+    if found.problem is not None:
+        print(f"shmbus inspect: {found.problem}", file=sys.stderr)
+    elif unreadable or damaged:
+        print(
+            f"shmbus inspect: {damaged} of the records shown are damaged, and "
+            f"{show_size(unreadable)} lie behind damaged frames; a consumer counts them as corrupt "
+            "and goes on",
+            file=sys.stderr,
+        )
+    return 1 if found.problem is not None or unreadable or damaged else 0
+
+
+def _blocks(found: Inspection) -> list[str]:
+    blocks = [_header(found)]
+    if found.slots:
+        blocks.append(_slots(found))
+    if found.runs:
+        blocks.append(_runs(found.runs))
+    if found.records:
+        blocks.append(_records(found.records, found.records_omitted))
+    return blocks
+
+
+def _header(found: Inspection) -> str:
+    use = "open in a living process" if found.in_use else "open in no living process"
+    rows = [
+        (name, f"{value:#0{_HEX[name] + 2}x}" if name in _HEX else str(value))
+        for name, value in found.header.items()
+    ]
+    half = (len(rows) + 1) // 2
+    pairs = [
+        (*left, *right)
+        for left, right in zip(
+            rows[:half], rows[half:] + [("", "")] * (2 * half - len(rows)), strict=True
+        )
+    ]
+    return (
+        f"segment {found.path}  {show_size(found.file_bytes)}, {use}\n"
+        f"{table(('header', '', '', ''), pairs)}"
+    )
+
+
+def _slots(found: Inspection) -> str:
+    rows = [
+        (
+            str(slot.slot),
+            str(slot.producer_id),
+            str(slot.pid),
+            slot.label,
+            slot.state,
+            "held" if slot.locked else "free",
+            show_count(slot.committed),
+            show_count(slot.aborted),
+            "under way" if slot.commit_under_way else "",
+        )
+        for slot in found.slots
+    ]
+    head = ("slot>", "id>", "pid>", "label", "state", "lock", "committed>", "aborted>", "commit")
+    return f"slots\n{table(head, rows)}"
+
+
+def _runs(runs: list[RunView]) -> str:
+    rows = [
+        (
+            "stragglers" if run.collector else f"slot {run.slot}",
+            f"{run.extent}" if run.span == 1 else f"{run.extent}-{run.extent + run.span - 1}",
+            str(run.producer_id),
+            f"{show_size(run.used)} of {show_size(run.room)}",
+            str(run.committed),
+            str(run.reserved),
+            str(run.released + run.aborted),
+            _trouble(run),
+            ", ".join(run.pinned_by),
+        )
+        for run in runs[:_RUNS_SHOWN]
+    ]
+    head = ("lane", "extent>", "id>", "used>", "live>", "open>", "done>", "damage", "kept by")
+    hidden = len(runs) - len(rows)
+    more = f"\n  and {show_count(hidden)} more: --json" if hidden else ""
+    return f"runs\n{table(head, rows)}{more}"
+
+
+def _trouble(run: RunView) -> str:
+    parts = []
+    if run.unknown:
+        parts.append(f"{run.unknown} of no state")
+    if run.unreadable:
+        parts.append(f"{show_size(run.unreadable)} unreadable")
+    return ", ".join(parts) or "-"
+
+
+def _records(records: list[RecordView], omitted: int) -> str:
+    rows = []
+    for record in records:
+        name = record.instance_id + ("" if record.epoch is None else f" epoch {record.epoch}")
+        rows.append(
+            (
+                f"{record.extent}+{record.offset}",
+                f"{record.producer_id}.{record.sequence}",
+                name if len(name) <= _ID_WIDTH else name[: _ID_WIDTH - 3] + "...",
+                f"{record.index}/{record.group_size}" if record.group_size else "",
+                record.state + (" moved" if record.moved else ""),
+                show_size(record.nbytes),
+                "" if record.age_s is None else show_duration(record.age_s),
+                record.verdict if record.verdict == "ok" else f"{record.verdict} damaged",
+                ", ".join(record.fields),
+            )
+        )
+    head = ("at>", "number>", "instance", "index", "state", "size>", "age>", "checks", "fields")
+    more = f"\n  and {show_count(omitted)} more: --limit" if omitted else ""
+    return f"records\n{table(head, rows)}{more}"

@@ -1,0 +1,108 @@
+"""``shmbus list``: every bus on this machine, one a line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shmbus import errors
+from shmbus._segment_file import bus_names
+from shmbus.cli._show import add_command, print_json, printable, show_count, show_size, table
+from shmbus.status import read_status
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+class BusLine(msgspec.Struct, frozen=True):
+    """One bus; everything but name and problem is None where it cannot be read.
+
+    Attributes
+    ----------
+    name : str
+        The bus.
+    capacity : int | None
+        Bytes for records.
+    fill : float | None
+        The part of it that is leased.
+    undelivered : int | None
+        Trajectories that are committed and neither acknowledged nor dropped.
+    producers : int | None
+        Living ones.
+    collector : str | None
+        Who reads, "" where nobody does.
+    problem : str | None
+        Why it cannot be read.
+    """
+
+    name: str
+    capacity: int | None = None
+    fill: float | None = None
+    undelivered: int | None = None
+    producers: int | None = None
+    collector: str | None = None
+    problem: str | None = None
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    add_command(
+        commands,
+        "list",
+        run,
+        help="list the buses of this machine",
+        description="Lists every bus in /dev/shm: how large and how full it is, and who uses it.",
+        examples=["shmbus list", "shmbus list --json | jq -r '.[].name'"],
+        json=True,
+    )
+
+
+def _line(name: str) -> BusLine | None:
+    try:
+        status = read_status(name, walk=False)
+    except errors.BusNotFoundError:
+        return None  # it went away meanwhile
+    except (errors.LayoutMismatchError, PermissionError, ValueError) as error:
+        return BusLine(printable(name), problem=printable(str(error)))
+    ledger = status.ledger
+    collector = status.collector
+    return BusLine(
+        name=status.name,
+        capacity=status.capacity,
+        fill=status.fill,
+        undelivered=ledger.leased + ledger.stashed + ledger.in_ring,
+        producers=sum(producer.state == "alive" for producer in status.producers),
+        collector=f"{collector.label} (pid {collector.pid})" if collector.alive else "",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the list, which may be empty."""
+    lines = [line for name in bus_names() if (line := _line(name)) is not None]
+    if arguments.json:
+        print_json(lines)
+        return 0
+    if not lines:
+        print("there is no bus on this machine; `shmbus.Bus.create(name)` makes one")
+        return 0
+    head = ("name", "size>", "fill>", "undelivered>", "producers>", "collector")
+    rows = [
+        (
+            line.name,
+            show_size(line.capacity),
+            f"{line.fill:.0%}",
+            show_count(line.undelivered or 0),
+            str(line.producers),
+            line.collector or "-",
+        )
+        for line in lines
+        if line.capacity is not None
+    ]
+    if rows:
+        print(table(head, rows, indent=""))
+    for line in lines:
+        if line.problem is not None:
+            print(f"{line.name}: {line.problem}")
+    return 0

@@ -1,0 +1,65 @@
+"""``shmbus metrics``: Prometheus metrics of a bus that no daemon serves, over loopback HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from shmbus import limits
+from shmbus.cli._show import add_command, bus_name
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = add_command(
+        commands,
+        "metrics",
+        run,
+        help="serve Prometheus metrics of a bus",
+        description="Serves /metrics and /healthz of a bus until SIGTERM or SIGINT. The bus need "
+        "not be there yet, and may come and go. docs/grafana.json is a dashboard for them.",
+        examples=[
+            "shmbus metrics run1",
+            "shmbus metrics run1 --port 9500 & curl -s localhost:9500/metrics",
+        ],
+    )
+    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=limits.METRICS_PORT,
+        help=f"where to listen (default {limits.METRICS_PORT}; 0 takes any free one)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="loopback unless told otherwise")
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"expected 0 to 65535, got {value}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        print(
+            "shmbus metrics needs prometheus_client; install the extra: "
+            "pip install 'shmbus[metrics]'",
+            file=sys.stderr,
+        )
+        return 1
+    from shmbus.daemon.metrics import MetricsServer
+
+    signals = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    with MetricsServer(arguments.name, arguments.port, arguments.host) as server:
+        print(f"http://{server.host}:{server.port}/metrics", flush=True)
+        signal.sigwait(signals)
+    return 0

@@ -1,0 +1,90 @@
+"""``shmbus snapshot`` and ``shmbus restore``: everything undelivered to disk, and back."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from shmbus import errors, snapshot
+from shmbus.cli._show import add_command, bus_name, print_json, printable, show_count, show_size
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(commands: Commands) -> None:
+    """Add both commands to the parser of the command line."""
+    take = add_command(
+        commands,
+        "snapshot",
+        run_snapshot,
+        help="write everything undelivered on a bus to disk",
+        description="Writes every trajectory that is committed and not acknowledged to a new "
+        "directory of safetensors files, with the ledger and the producers' numbers. The bus "
+        "stays as it is. Nobody may collect meanwhile: stop the trainer or the daemon first; "
+        "producers may go on, and what they commit after the beginning is not in it.",
+        examples=["shmbus snapshot run1 /data/run1-before-reboot"],
+        json=True,
+    )
+    take.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
+    take.add_argument("directory", metavar="DIR", help="a directory that does not exist yet")
+    back = add_command(
+        commands,
+        "restore",
+        run_restore,
+        help="make a bus of a snapshot",
+        description="Makes a new bus of a snapshot: its records with their producers' numbers, and "
+        "its ledger. The bus appears whole or not at all.",
+        examples=[
+            "shmbus restore /data/run1-before-reboot",
+            "shmbus restore /data/run1-before-reboot run2 --capacity 1GiB",
+        ],
+        json=True,
+    )
+    back.add_argument("directory", metavar="DIR", help="the snapshot")
+    back.add_argument(
+        "name", metavar="NAME", type=bus_name, nargs="?", help="the bus (default: as it was called)"
+    )
+    back.add_argument(
+        "--again", action="store_true", help="also a snapshot that was restored before"
+    )
+    back.add_argument("--capacity", metavar="SIZE", help="bytes for records (default: as it was)")
+
+
+def run_snapshot(arguments: argparse.Namespace) -> int:
+    """Take a snapshot, and say what is in it."""
+    manifest = snapshot.take(arguments.name, arguments.directory)
+    if arguments.json:
+        print_json(manifest)
+    else:
+        size = sum(part.nbytes for part in manifest.parts)
+        lost = f"; {show_count(manifest.unreadable)} are damaged" if manifest.unreadable else ""
+        print(
+            f"{show_count(manifest.records)} trajectories of bus {printable(manifest.bus)} "
+            f"({show_size(size)}) are in {printable(arguments.directory)}{lost}"
+        )
+    return 0
+
+
+def run_restore(arguments: argparse.Namespace) -> int:
+    """Restore, and say what is there now."""
+    try:
+        manifest = snapshot.restore(
+            arguments.directory,
+            arguments.name,
+            capacity=arguments.capacity,
+            again=arguments.again,
+        )
+    except (TypeError, ValueError) as error:
+        if isinstance(error, errors.ShmbusError):
+            raise
+        raise RuntimeError(str(error)) from error
+    if arguments.json:
+        print_json(manifest)
+    else:
+        name = manifest.bus if arguments.name is None else arguments.name
+        print(
+            f"bus {printable(name)} is back with {show_count(manifest.records)} trajectories, at "
+            f"policy version {manifest.policy_version}"
+        )
+    return 0

@@ -1,0 +1,380 @@
+"""Prometheus metrics at ``/metrics`` and a health check at ``/healthz``, over loopback HTTP.
+
+Invariants:
+
+- A scrape reads the ledger when it comes; nothing is counted twice or kept in between.
+- Cardinality is bounded: labels are states, reasons and producer slots, the latter up to
+  `METRICS_PRODUCERS`; no pid, no label, no instance id ever becomes a label.
+- The server answers two paths to readers only, in threads of its own; a slow or silent client
+  costs one of them for a few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+import shmbus
+from shmbus import errors, limits
+from shmbus.ledger import REASONS
+from shmbus.status import BusStatus, read_status
+
+__all__ = ["BusCollector", "MetricsServer", "health"]
+
+
+class BusCollector(Collector):
+    """What a scrape of one bus yields.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def describe(self) -> list[Metric]:
+        """Promise nothing, so that registering does not look at a bus that may not be there yet."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the bus, and yield its metrics; of one that cannot be read, only that it is down."""
+        up = GaugeMetricFamily("shmbus_up", "1 while the bus can be read, else 0.", labels=["bus"])
+        try:
+            status = read_status(self._name, walk=False)
+        except (shmbus.ShmbusError, OSError):
+            up.add_metric([self._name], 0)
+            yield up
+            return
+        up.add_metric([self._name], 1)
+        yield up
+        yield from _ledger(status)
+        yield from _space(status)
+        yield from _collector(status)
+        yield from _producers(status)
+        if status.daemon is not None:
+            yield from _daemon(status)
+
+
+def _gauge(name: str, text: str, status: BusStatus, value: float) -> Metric:
+    metric = GaugeMetricFamily(name, text, labels=["bus"])
+    metric.add_metric([status.name], value)
+    return metric
+
+
+def _gauges(
+    name: str, text: str, status: BusStatus, label: str, values: dict[str, float]
+) -> Metric:
+    metric = GaugeMetricFamily(name, text, labels=["bus", label])
+    for key, value in values.items():
+        metric.add_metric([status.name, key], value)
+    return metric
+
+
+def _ledger(status: BusStatus) -> Iterator[Metric]:
+    ledger = status.ledger
+    for name, text, value in (
+        ("shmbus_committed", "Trajectories that producers have committed.", ledger.committed),
+        ("shmbus_acknowledged", "Trajectories that trainers acknowledged.", ledger.acknowledged),
+    ):
+        counter = CounterMetricFamily(name, text, labels=["bus"])
+        counter.add_metric([status.name], value)
+        yield counter
+    dropped = CounterMetricFamily(
+        "shmbus_dropped", "Trajectories that left otherwise, by reason.", labels=["bus", "reason"]
+    )
+    for reason in REASONS[1:]:
+        dropped.add_metric([status.name, reason], ledger.dropped.get(reason, 0))
+    yield dropped
+    yield _gauges(
+        "shmbus_trajectories",
+        "Undelivered and unacknowledged trajectories, by where they are.",
+        status,
+        "state",
+        {"leased": ledger.leased, "stashed": ledger.stashed, "in_ring": ledger.in_ring},
+    )
+
+
+def _space(status: BusStatus) -> Iterator[Metric]:
+    used = status.capacity - status.free
+    for name, text, value in (
+        ("shmbus_capacity_bytes", "Bytes for records.", status.capacity),
+        ("shmbus_used_bytes", "Bytes in extents that somebody leases.", used),
+        ("shmbus_space_wanted", "1 while a producer waits for space.", status.space_wanted),
+        ("shmbus_paused", "1 while producers shall wait.", status.paused is not None),
+        ("shmbus_policy_version", "The trainer's current policy version.", status.policy_version),
+        ("shmbus_age_seconds", "Seconds since the bus was created.", status.age_s),
+    ):
+        yield _gauge(name, text, status, float(value))
+
+
+def _collector(status: BusStatus) -> Iterator[Metric]:
+    collector = status.collector
+    yield _gauge(
+        "shmbus_collector_up", "1 while a living process reads the bus.", status, collector.alive
+    )
+    if collector.seen_ago_s is not None:
+        yield _gauge(
+            "shmbus_collector_lag_seconds",
+            "Seconds since the collector last looked.",
+            status,
+            collector.seen_ago_s,
+        )
+    yield _gauge(
+        "shmbus_straggler_bytes",
+        "Bytes of stragglers that were moved out of the way.",
+        status,
+        collector.stragglers_bytes,
+    )
+    if status.daemon is None or not status.daemon.answers:
+        yield _gauges(
+            "shmbus_groups",
+            "Groups that the collector holds, by state.",
+            status,
+            "state",
+            {"leased": collector.leased_groups, "stashed": collector.stashed_groups},
+        )
+
+
+def _producers(status: BusStatus) -> Iterator[Metric]:
+    states = {"alive": 0.0, "dead": 0.0, "closed": 0.0, "gone": 0.0}
+    committed: dict[str, float] = {}
+    held: dict[str, float] = {}
+    for producer in status.producers:
+        states[producer.state] += 1
+        # A slot is a bounded label; its count goes on under its next owner.
+        slot = str(producer.slot) if producer.slot < limits.METRICS_PRODUCERS else "other"
+        committed[slot] = committed.get(slot, 0) + producer.committed
+        held[slot] = held.get(slot, 0) + producer.held_bytes
+    yield _gauges("shmbus_producers", "Producer slots by state.", status, "state", states)
+    counter = CounterMetricFamily(
+        "shmbus_producer_committed",
+        "Trajectories committed, by producer slot.",
+        labels=["bus", "slot"],
+    )
+    for slot, value in committed.items():
+        counter.add_metric([status.name, slot], value)
+    yield counter
+    yield _gauges(
+        "shmbus_producer_held_bytes", "Ring bytes held, by producer slot.", status, "slot", held
+    )
+
+
+def _daemon(status: BusStatus) -> Iterator[Metric]:
+    daemon = status.daemon
+    assert daemon is not None
+    yield _gauge("shmbus_daemon_up", "1 while the daemon answers.", status, daemon.answers)
+    if not daemon.answers:
+        return
+    info = InfoMetricFamily("shmbus_daemon", "The daemon.", labels=["bus"])
+    info.add_metric([status.name], {"version": daemon.version})
+    yield info
+    yield _gauges(
+        "shmbus_groups",
+        "Groups that the collector holds, by state.",
+        status,
+        "state",
+        {
+            "open": daemon.groups_open,
+            "ready": daemon.groups_ready,
+            "leased": daemon.groups_leased,
+        },
+    )
+    yield _gauge("shmbus_clients", "Attached trainers.", status, len(daemon.leases))
+    yield _gauge(
+        "shmbus_oldest_lease_seconds",
+        "Seconds that the oldest lease has been held.",
+        status,
+        max((lease.oldest_lease_s for lease in daemon.leases if lease.groups), default=0.0),
+    )
+    oldest = max((group.age_s for group in status.oldest_incomplete), default=0.0)
+    yield _gauge(
+        "shmbus_oldest_incomplete_group_seconds",
+        "Seconds that the oldest incomplete group has waited.",
+        status,
+        oldest,
+    )
+
+
+def health(name: str) -> tuple[bool, dict[str, Any]]:
+    """Say whether a bus works, for ``/healthz``.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+
+    Returns
+    -------
+    tuple[bool, dict]
+        False where it cannot be read, its daemon does not answer, or its ledger does not balance.
+    """
+    try:
+        status = read_status(name, walk=False)
+    except (shmbus.ShmbusError, OSError) as error:
+        return False, {"bus": name, "healthy": False, "problem": str(error)}
+    problem = ""
+    if status.daemon is not None and not status.daemon.answers:
+        problem = status.daemon.problem
+    elif not status.ledger.balanced:
+        problem = "the ledger does not balance"
+    return not problem, {
+        "bus": status.name,
+        "healthy": not problem,
+        "problem": problem,
+        "collector": status.collector.alive,
+        "fill": round(status.fill, 4),
+        "version": shmbus.__version__,
+    }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = limits.METRICS_REQUEST_S
+    server_version = f"shmbus/{shmbus.__version__}"
+    sys_version = ""
+    protocol_version = "HTTP/1.0"
+
+    def version_string(self) -> str:
+        """Name the server, without the interpreter."""
+        return self.server_version
+
+    def do_GET(self) -> None:
+        """Answer one of the two paths."""
+        path = urlsplit(self.path).path
+        if path == "/metrics":
+            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(HTTPStatus.OK, content_type, encode(self.server.registry))
+        elif path == "/healthz":
+            healthy, body = health(self.server.bus)
+            status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
+            self._answer(status, "application/json", json.dumps(body).encode() + b"\n")
+        else:
+            text = b"there is /metrics and /healthz\n"
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", text)
+
+    do_HEAD = do_GET
+
+    def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: a scrape every few seconds is no event."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    # Another server on this port is an error, and not a second listener.
+    allow_reuse_port = False
+
+    def __init__(self, address: tuple[str, int], bus: str, registry: CollectorRegistry) -> None:
+        self.bus = bus
+        self.registry = registry
+        self._threads_free = threading.BoundedSemaphore(limits.METRICS_THREADS)
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a request a thread, or close it where all are taken."""
+        if self._threads_free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer in the thread, and free it whatever happens."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._threads_free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that went away in the middle; the next one gets its answer."""
+
+
+class MetricsServer:
+    """Serves ``/metrics`` and ``/healthz`` of one bus from a thread.
+
+    Parameters
+    ----------
+    name : str
+        The bus; it need not be there yet.
+    port : int
+        Where to listen; 0 takes any free one.
+    host : str
+        Loopback unless told otherwise.
+    on_failure : callable, optional
+        Called with the exception if serving ends by one.
+
+    Raises
+    ------
+    DaemonUnavailableError
+        The port is in use, or not this user's to take; the message says what to do.
+
+    Attributes
+    ----------
+    host, port : str, int
+        Where it listens.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        port: int = limits.METRICS_PORT,
+        host: str = "127.0.0.1",
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(BusCollector(name))
+        self._on_failure = on_failure
+        try:
+            self._server = _Server((host, port), name, registry)
+        except (OSError, OverflowError) as error:
+            raise errors.DaemonUnavailableError(
+                f"bus {name!r}: cannot serve metrics at {host}:{port}: {error}; choose another "
+                f"port, or see who has it: ss -ltnp 'sport = :{port}'"
+            ) from error
+        self.host = host
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._serve, name="shmbus-metrics", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._server.serve_forever(poll_interval=limits.METRICS_POLL_S)
+        except Exception as error:
+            if self._on_failure is None:
+                raise
+            self._on_failure(error)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

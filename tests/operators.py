@@ -1,0 +1,93 @@
+"""What the tests of the operators' commands share: the real command line, and buses in odd states.
+
+Invariant: a command runs as a process of its own, as users start it; its output is what they see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import shmbus
+from shmbus_ext import _core
+
+#: Far beyond any command here; only a hang meets it.
+COMMAND_TIMEOUT_S = 60
+
+# Puts a number of complete groups of 4, and one sample of another, says so, and waits.
+WORKER = """
+import sys, time, numpy as np, shmbus
+producer = shmbus.Producer(sys.argv[1], label=sys.argv[3])
+for number in range(int(sys.argv[2])):
+    for index in range(4):
+        producer.put(f"{sys.argv[3]}-{number}", group_size=4, index=index, score=index,
+                     tokens=np.arange(64, dtype=np.int32))
+producer.put(f"{sys.argv[3]}-open", group_size=4, index=1, tokens=np.arange(64, dtype=np.int32))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+class Result(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        """What it printed, as JSON."""
+        return json.loads(self.out)
+
+
+def cli(*arguments: str, env: dict[str, str] | None = None, stdin: str = "") -> Result:
+    """Run ``shmbus ARGUMENTS`` and wait for its end."""
+    done = subprocess.run(
+        [sys.executable, "-m", "shmbus.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        env={**os.environ, **(env or {})},
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def segment_path(name: str) -> Path:
+    """The file of a bus."""
+    return Path("/dev/shm") / f"shmbus.{name}"
+
+
+def put_group(producer: shmbus.Producer, instance_id: str, size: int = 4, skip: int = -1) -> None:
+    """Put all samples of a group but one."""
+    for index in range(size):
+        if index != skip:
+            tokens = np.arange(64, dtype=np.int32)
+            producer.put(instance_id, group_size=size, index=index, score=index, tokens=tokens)
+
+
+def write_at(name: str, position: int, data: bytes) -> None:
+    """Overwrite bytes of a segment, as a stray pointer would."""
+    with segment_path(name).open("r+b") as file:
+        file.seek(position)
+        file.write(data)
+
+
+def header_offset(field: str) -> int:
+    """Where a field of the header lies."""
+    layout = _core.layout()["bus_header"]
+    return layout["offsets"][layout["names"].index(field)]
+
+
+def data_offset(name: str) -> int:
+    """Where the first record of a bus lies."""
+    raw = segment_path(name).read_bytes()[: _core.HEADER_BYTES]
+    at = header_offset("data_offset")
+    return int.from_bytes(raw[at : at + 8], "little")

@@ -1,0 +1,84 @@
+"""``shmbus doctor``: findings with hints, and an exit status that scripts can use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from operators import cli
+
+import shmbus
+from shmbus import diagnosis
+
+#: What every machine is asked for.
+CHECKS = {
+    "shm", "memory", "open_files", "locked_memory", "huge_pages", "kernel", "file_locks", "cpu",
+    "python", "shmbus", "numpy", "msgspec", "posix_ipc", "uvloop", "rich", "prometheus_client",
+    "safetensors", "round_trip", "leftovers", "torch", "flash_attn",
+}  # fmt: skip
+
+
+def test_doctor_passes_where_the_tests_pass(tmp_path: Path) -> None:
+    result = cli("doctor", "--json")
+    findings = {finding["check"]: finding for finding in result.json()}
+    assert findings.keys() >= CHECKS
+    assert {f["level"] for f in findings.values()} <= {"ok", "warn"}
+    assert result.status == 0
+    assert findings["shmbus"]["found"].startswith(f"shmbus {shmbus.__version__}")
+    assert findings["file_locks"]["level"] == findings["round_trip"]["level"] == "ok"
+    assert "CPU only" in findings["torch"]["found"] or "CUDA" in findings["torch"]["found"]
+    for finding in findings.values():
+        assert finding["hint"] or finding["level"] == "ok", finding
+
+
+def test_doctor_prints_a_line_a_check_and_a_verdict() -> None:
+    result = cli("doctor", "--quick")
+    assert result.status == 0
+    assert "all that a bus needs is here" in result.out
+    assert "round_trip" in result.out
+
+
+def test_doctor_leaves_nothing_behind() -> None:
+    def ours() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if "doctor" in name}
+
+    before = ours()
+    cli("doctor", "--quick")
+    assert ours() <= before
+
+
+def test_asking_for_torch_does_not_load_it_here() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from shmbus.diagnosis import diagnose; list(diagnose());"
+        "print(any(name.startswith('torch') for name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_a_failing_check_gives_status_1_with_a_hint(tmp_path: Path) -> None:
+    # A file size limit below any bus: what a user meets who set ulimit -f.
+    import subprocess
+    import sys
+
+    command = f"ulimit -f 64; exec {sys.executable} -m shmbus.cli doctor --quick"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "FAIL" in done.stdout and "1 failed" in done.stdout
+    assert "ulimit -f unlimited" in done.stdout
+
+
+def test_a_torch_that_cannot_be_imported_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('libcuda.so.1 is broken')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    finding = diagnosis._check_torch(True)
+    assert finding.level == "warn"
+    assert "libcuda.so.1 is broken" in finding.found

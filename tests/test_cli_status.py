@@ -1,0 +1,349 @@
+"""``shmbus status``: the ledger balances, liveness is proved, any file is a safe thing to ask."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from pathlib import Path
+
+import pytest
+from conftest import Spawner, wait_until
+from operators import (
+    WORKER,
+    cli,
+    data_offset,
+    header_offset,
+    put_group,
+    segment_path,
+    write_at,
+)
+
+import shmbus
+from shmbus.status import BusStatus, read_status
+from shmbus_ext import _core
+
+
+def check_balance(status: BusStatus) -> None:
+    ledger = status.ledger
+    assert ledger.balanced
+    assert ledger.committed == (
+        ledger.acknowledged
+        + ledger.leased
+        + ledger.stashed
+        + ledger.in_ring
+        + ledger.unreadable
+        + sum(ledger.dropped.values())
+    )
+
+
+def test_status_says_where_every_trajectory_is(bus_name: str, spawn: Spawner) -> None:
+    with shmbus.Bus.create(bus_name, "8MiB"):
+        worker = spawn.script(WORKER, bus_name, 10, "w")
+        worker.expect("ready")
+        with shmbus.Consumer(bus_name, label="the trainer") as consumer:
+            groups = consumer.take(6, timeout=10)
+            for group in groups[:2]:
+                group.ack()
+            consumer.policy_version = 7
+            result = cli("status", bus_name, "--json")
+            assert result.status == 0
+            status = result.json()
+            assert status["name"] == bus_name
+            assert status["policy_version"] == 7
+            ledger = status["ledger"]
+            assert ledger["committed"] == 41
+            assert ledger["acknowledged"] == 8
+            assert ledger["leased"] == 16
+            assert ledger["stashed"] == 17
+            assert (ledger["in_ring"], ledger["unreadable"]) == (0, 0)
+            assert ledger["exact"] and ledger["balanced"]
+            assert status["collector"]["alive"]
+            assert status["collector"]["label"] == "the trainer"
+            assert status["collector"]["leased_groups"] == 4
+            (producer,) = status["producers"]
+            assert (producer["label"], producer["state"]) == ("w", "alive")
+            assert producer["pid"] == worker.pid
+            assert producer["committed"] == 41
+            assert status["groups_incomplete"] == 1
+            assert status["groups_complete"] == 8
+            (oldest,) = status["oldest_incomplete"]
+            assert oldest["instance_id"] == "w-open"
+            assert (oldest["present"], oldest["size"]) == (1, 4)
+            assert oldest["missing"] == [0, 2, 3]
+            assert oldest["producers"] == [1]
+            text = cli("status", bus_name)
+            assert text.status == 0
+            for expected in ("balances, counted record by record", "w-open", "1 of 4", "alive"):
+                assert expected in text.out
+
+
+def test_without_a_consumer_the_undelivered_are_counted_in_the_ring(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "4MiB"), shmbus.Producer(bus_name) as producer:
+        for number in range(5):
+            put_group(producer, f"g{number}")
+        with shmbus.Consumer(bus_name) as consumer:
+            consumer.take(1, timeout=10)[0].ack()
+            leased = consumer.take(1, timeout=10)
+            assert leased
+        status = read_status(bus_name)
+        assert not status.collector.alive
+        assert (status.ledger.acknowledged, status.ledger.in_ring) == (4, 16)
+        assert status.ledger.leased == status.ledger.stashed == 0
+        assert status.ledger.exact
+        check_balance(status)
+
+
+def test_a_killed_producer_is_dead_by_its_lock(bus_name: str, spawn: Spawner) -> None:
+    with shmbus.Bus.create(bus_name, "4MiB"):
+        worker = spawn.script(WORKER, bus_name, 1, "w")
+        worker.expect("ready")
+        assert [p.state for p in read_status(bus_name).producers] == ["alive"]
+        worker.kill()
+        assert [p.state for p in read_status(bus_name).producers] == ["dead"]
+        with shmbus.Consumer(bus_name) as consumer:
+            consumer.stats()
+        assert [p.state for p in read_status(bus_name).producers] == ["gone"]
+        with shmbus.Producer(bus_name):
+            pass
+        assert [p.state for p in read_status(bus_name).producers] == ["closed"]
+
+
+def test_a_pause_is_shown_with_its_reason(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB") as bus:
+        assert read_status(bus_name).paused is None
+        bus.policy_version = 4
+        bus._segment.pause("weights are being\x1b[31m updated", 4)
+        paused = read_status(bus_name).paused
+        assert paused is not None
+        assert paused.policy_version == 4
+        text = cli("status", bus_name).out
+        assert "producers are paused" in text
+        assert "weights are being\\x1b[31m updated" in text
+
+
+def test_a_stopped_producer_is_alive(bus_name: str, spawn: Spawner) -> None:
+    import signal
+
+    with shmbus.Bus.create(bus_name, "4MiB"):
+        worker = spawn.script(WORKER, bus_name, 1, "w")
+        worker.expect("ready")
+        worker.send_signal(signal.SIGSTOP)
+        assert [p.state for p in read_status(bus_name).producers] == ["alive"]
+
+
+def test_status_balances_while_producers_and_a_consumer_work(bus_name: str, spawn: Spawner) -> None:
+    busy = """
+import sys, numpy as np, shmbus
+with shmbus.Producer(sys.argv[1]) as producer:
+    number = 0
+    print("ready", flush=True)
+    while True:
+        for index in range(4):
+            producer.put(f"{producer.producer_id}-{number}", group_size=4, index=index,
+                         tokens=np.zeros(256, np.int32))
+        number += 1
+"""
+    with shmbus.Bus.create(bus_name, "4MiB"):
+        for _ in range(2):
+            spawn.script(busy, bus_name).expect("ready")
+        with shmbus.Consumer(bus_name) as consumer:
+            for _ in range(50):
+                for group in consumer.take(16, timeout=10)[:8]:
+                    group.ack()
+                check_balance(read_status(bus_name))
+
+
+def test_an_acknowledgement_that_a_death_cut_short_counts_as_done(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "4MiB"), shmbus.Producer(bus_name) as producer:
+        put_group(producer, "a")
+        put_group(producer, "b")
+        # The intent of releasing the first two records, as a collector leaves it that dies there.
+        layout = _core.layout()
+        tables = _core.HEADER_BYTES + 65 * layout["producer_slot"]["itemsize"]
+        with shmbus.Bus.open(bus_name) as bus:
+            extents = bus.capacity // bus.extent_bytes
+        log_at = tables + extents * layout["extent_desc"]["itemsize"]
+        record_bytes = producer.stats().bytes // 8
+        log = b"".join(
+            (n * record_bytes // _core.RECORD_ALIGN).to_bytes(8, "little") for n in range(2)
+        )
+        about = ((2 << 32) | _core.ACKED).to_bytes(8, "little") + bytes(8)
+        crc = _core.crc32c(about + log)
+        write_at(bus_name, log_at, log)
+        write_at(bus_name, header_offset("intent_reason"), _core.ACKED.to_bytes(4, "little"))
+        write_at(bus_name, header_offset("intent_crc"), crc.to_bytes(4, "little"))
+        write_at(bus_name, header_offset("intent_count"), (2).to_bytes(4, "little"))
+        status = read_status(bus_name)
+        check_balance(status)
+        assert (status.ledger.acknowledged, status.ledger.in_ring) == (2, 6)
+        with shmbus.Consumer(bus_name) as consumer:
+            ledger = consumer.stats()
+            assert (ledger.acknowledged, ledger.in_ring) == (2, 6)
+
+
+def test_a_damaged_record_makes_the_ledger_say_so_and_the_status_1(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "4MiB"), shmbus.Producer(bus_name) as producer:
+        put_group(producer, "a")
+        put_group(producer, "b")
+        write_at(bus_name, data_offset(bus_name) + 8, b"\xff" * 24)
+        result = cli("status", bus_name, "--json")
+        assert result.status == 1
+        ledger = result.json()["ledger"]
+        assert (ledger["in_ring"], ledger["unreadable"]) == (0, 8)
+        assert ledger["exact"] and not ledger["balanced"]
+        assert "does not balance" in result.err
+        assert "does not balance" in cli("status", bus_name).out
+
+
+@pytest.mark.parametrize("command", ["status"])
+def test_an_unknown_bus_is_a_message_with_the_next_step(command: str, bus_name: str) -> None:
+    result = cli(command, bus_name)
+    assert result.status == 1
+    assert bus_name in result.err and "create it with" in result.err
+    with shmbus.Bus.create(bus_name + ".other", "1MiB"):
+        assert repr(bus_name + ".other") in cli(command, bus_name).err
+
+
+def test_a_name_that_can_name_no_bus_is_a_usage_error() -> None:
+    for name in ("a/b", "", "x" * 201, "\udcff"):
+        result = cli("status", name)
+        assert result.status == 2
+        assert "error: argument NAME: bus name: expected" in result.err
+    assert cli("status").status == 2
+    assert cli("status", "a", "--wrong").status == 2
+
+
+def damage_unfinished(name: str) -> None:
+    write_at(name, header_offset("magic"), bytes(8))
+
+
+def damage_magic(name: str) -> None:
+    write_at(name, header_offset("magic"), b"notabus!")
+
+
+def damage_version(name: str) -> None:
+    write_at(name, header_offset("layout_version"), (77).to_bytes(4, "little"))
+
+
+def damage_hash(name: str) -> None:
+    write_at(name, header_offset("layout_hash"), (77).to_bytes(4, "little"))
+
+
+def damage_geometry(name: str) -> None:
+    write_at(name, header_offset("extent_count"), (2**31).to_bytes(4, "little"))
+
+
+def damage_truncated(name: str) -> None:
+    os.truncate(segment_path(name), 300_000)
+
+
+def damage_empty(name: str) -> None:
+    os.truncate(segment_path(name), 0)
+
+
+DAMAGES = {
+    "was never finished": damage_unfinished,
+    "is not a shmbus segment": damage_magic,
+    "layout version 77": damage_version,
+    "layout hash 0x0000004d": damage_hash,
+    "damaged": damage_geometry,
+    "300000 bytes": damage_truncated,
+    "never finished": damage_empty,
+}
+
+
+@pytest.mark.parametrize("expected", DAMAGES)
+def test_a_damaged_or_foreign_segment_is_one_clear_message(bus_name: str, expected: str) -> None:
+    shmbus.Bus.create(bus_name, "1MiB").close()
+    DAMAGES[expected](bus_name)
+    result = cli("status", bus_name)
+    assert result.status == 1
+    assert expected in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_what_is_no_file_is_no_segment(bus_name: str, tmp_path: Path) -> None:
+    path = segment_path(bus_name)
+    target = tmp_path / "target"
+    target.write_bytes(b"secret")
+    path.symlink_to(target)
+    assert cli("status", bus_name).status == 1
+    path.unlink()
+    os.mkfifo(path)
+    assert "is no regular file" in cli("status", bus_name).err
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        assert "is no segment" in cli("status", bus_name).err
+    path.unlink()
+
+
+def test_scribbled_tables_never_crash_a_look(bus_name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
+        for number in range(20):
+            put_group(producer, f"g{number}")
+        original = segment_path(bus_name).read_bytes()
+        end = data_offset(bus_name) + 40_000
+        for _ in range(150):
+            for _ in range(rng.randint(1, 30)):
+                at = rng.randrange(64, end - 16)
+                write_at(bus_name, at, rng.randbytes(rng.choice([1, 4, 8, 16])))
+            status = read_status(bus_name)
+            assert status.ledger.committed >= 0
+            write_at(bus_name, 64, original[64:end])
+        check_balance(read_status(bus_name))
+
+
+@pytest.mark.parametrize("suffix", ["with space", "ünïcode", "new\nline", "\x1b[31mred", "[red]"])
+def test_odd_names_are_shown_and_steer_no_terminal(bus_name: str, suffix: str) -> None:
+    name = f"{bus_name}.{suffix}"
+    with shmbus.Bus.create(name, "1MiB"), shmbus.Producer(name, label="\x1b[2Jx") as producer:
+        put_group(producer, "\x1b[31m[bold]id", skip=0)
+        text = cli("status", name)
+        assert text.status == 0, text.err
+        assert "\x1b" not in text.out
+        assert "\\x1b[31m[bold]id" in text.out
+        assert len(cli("status", name, "--json").json()["producers"]) == 1
+
+
+def test_a_look_changes_nothing_in_the_segment(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
+        put_group(producer, "a")
+        before = segment_path(bus_name).read_bytes()
+        os.chmod(segment_path(bus_name), 0o400)
+        assert cli("status", bus_name).status == 0
+        assert cli("status", bus_name).status == 0
+        assert segment_path(bus_name).read_bytes() == before
+
+
+def test_a_reader_that_goes_early_ends_the_command_quietly(bus_name: str) -> None:
+    import subprocess
+    import sys
+
+    with shmbus.Bus.create(bus_name, "1MiB"):
+        command = f"{sys.executable} -m shmbus.cli status {bus_name} | true"
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        assert done.stderr == ""
+
+
+def test_an_ascii_terminal_gets_escapes_and_no_traceback(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"):
+        result = cli("status", bus_name, env={"PYTHONIOENCODING": "ascii"})
+        assert result.status == 0
+        assert "\\u2591" in result.out
+
+
+def test_a_handle_alone_shows_the_bus_in_use(bus_name: str, spawn: Spawner) -> None:
+    child = spawn.script(
+        "import sys, time, shmbus\n"
+        "bus = shmbus.Bus.create(sys.argv[1], '1MiB')\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)",
+        bus_name,
+    )
+    child.expect("ready")
+    assert read_status(bus_name).in_use
+    child.kill()
+    assert not wait_until(lambda: [read_status(bus_name).in_use])[0]

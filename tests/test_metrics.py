@@ -1,0 +1,227 @@
+"""Metrics and health over real HTTP: what a scrape says, and what bad clients cannot do."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Spawner, wait_until
+from operators import WORKER, cli, header_offset, put_group, write_at
+from prometheus_client.parser import text_string_to_metric_families
+
+import shmbus
+from shmbus import limits
+from shmbus.daemon.metrics import MetricsServer, health
+
+DASHBOARD = Path(__file__).parents[1] / "docs" / "grafana.json"
+
+
+@pytest.fixture
+def server(bus_name: str) -> Iterator[MetricsServer]:
+    """A server of the test's bus, which may not be there yet."""
+    with MetricsServer(bus_name, 0) as serving:
+        yield serving
+
+
+def get(server: MetricsServer, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(
+            f"http://{server.host}:{server.port}{path}", timeout=20
+        ) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def scrape(server: MetricsServer) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Each sample by its name and the values of its labels but the bus."""
+    status, text = get(server, "/metrics")
+    assert status == 200
+    return {
+        (sample.name, tuple(v for k, v in sample.labels.items() if k != "bus")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_scrape_says_what_the_ledger_says(
+    bus_name: str, server: MetricsServer, spawn: Spawner
+) -> None:
+    assert scrape(server) == {("shmbus_up", ()): 0}
+    with shmbus.Bus.create(bus_name, "4MiB"):
+        worker = spawn.script(WORKER, bus_name, 6, "w")
+        worker.expect("ready")
+        with shmbus.Consumer(bus_name) as consumer:
+            groups = consumer.take(4, timeout=10)
+            groups[0].ack()
+            groups[1].drop()
+            found = scrape(server)
+            assert found["shmbus_up", ()] == 1
+            assert found["shmbus_committed_total", ()] == 25
+            assert found["shmbus_acknowledged_total", ()] == 4
+            assert found["shmbus_dropped_total", ("malformed",)] == 4
+            assert found["shmbus_trajectories", ("leased",)] == 8
+            assert found["shmbus_groups", ("leased",)] == 2
+            assert found["shmbus_producers", ("alive",)] == 1
+            assert found["shmbus_producer_committed_total", ("0",)] == 25
+            assert found["shmbus_collector_up", ()] == 1
+            undelivered = sum(
+                value for (name, _), value in found.items() if name == "shmbus_trajectories"
+            )
+            assert undelivered == 25 - 8
+        worker.kill()
+        found = scrape(server)
+        assert found["shmbus_producers", ("dead",)] == 1
+        assert found["shmbus_collector_up", ()] == 0
+    assert scrape(server) == {("shmbus_up", ()): 0}
+
+
+def test_the_number_of_series_is_bounded_whatever_is_on_the_bus(
+    bus_name: str, server: MetricsServer
+) -> None:
+    with shmbus.Bus.create(bus_name, "8MiB", max_producers=200):
+        producers = [shmbus.Producer(bus_name, label=f"w{n}") for n in range(100)]
+        for number, producer in enumerate(producers):
+            put_group(producer, f"g{number}")
+        found = scrape(server)
+        slots = [key for key in found if key[0] == "shmbus_producer_committed_total"]
+        assert len(slots) == limits.METRICS_PRODUCERS + 1
+        assert found["shmbus_producer_committed_total", ("other",)] == 4 * 36
+        assert sum(found[key] for key in slots) == 400
+        assert len(found) < 200
+        for producer in producers:
+            producer.close()
+
+
+def test_healthz_is_200_while_the_bus_can_be_read_and_503_with_a_reason_otherwise(
+    bus_name: str, server: MetricsServer
+) -> None:
+    status, text = get(server, "/healthz")
+    assert status == 503
+    assert "there is no bus" in json.loads(text)["problem"]
+    with shmbus.Bus.create(bus_name, "1MiB"):
+        status, text = get(server, "/healthz")
+        assert (status, json.loads(text)["healthy"]) == (200, True)
+        write_at(bus_name, header_offset("layout_version"), (9).to_bytes(4, "little"))
+        status, text = get(server, "/healthz")
+        assert status == 503
+        assert "layout version 9" in json.loads(text)["problem"]
+
+
+def test_other_paths_and_methods_are_refused(bus_name: str, server: MetricsServer) -> None:
+    assert get(server, "/")[0] == 404
+    assert get(server, "/metrics/../../etc/passwd")[0] == 404
+    assert get(server, "/metrics?name[]=shmbus_up")[0] == 200
+    request = urllib.request.Request(
+        f"http://{server.host}:{server.port}/metrics", data=b"x", method="POST"
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=20)
+    with refused.value as error:
+        assert error.code == 501
+
+
+def test_silent_and_rude_clients_do_not_stop_a_scrape(bus_name: str, server: MetricsServer) -> None:
+    address = (server.host, server.port)
+    silent = [socket.create_connection(address) for _ in range(limits.METRICS_THREADS - 1)]
+    rude = socket.create_connection(address)
+    rude.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000)
+    rude.close()
+    wait_until(lambda: get_or_none(server) == 200, what="a scrape beside silent clients")
+    for each in silent:
+        each.close()
+
+
+def get_or_none(server: MetricsServer) -> int | None:
+    try:
+        return get(server, "/metrics")[0]
+    except (urllib.error.URLError, ConnectionError):
+        return None
+
+
+def test_it_listens_on_loopback_unless_told(server: MetricsServer) -> None:
+    assert server.host == "127.0.0.1"
+
+
+def test_a_port_in_use_is_a_clear_message(bus_name: str, server: MetricsServer) -> None:
+    with pytest.raises(shmbus.DaemonUnavailableError, match="choose another port"):
+        MetricsServer(bus_name, server.port)
+    result = cli("metrics", bus_name, "--port", str(server.port))
+    assert result.status == 1
+    assert "choose another port" in result.err
+    assert cli("metrics", bus_name, "--port", "70000").status == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_serves_until_a_signal(
+    bus_name: str, spawn: Spawner, number: signal.Signals
+) -> None:
+    child = spawn.module("shmbus.cli", "metrics", bus_name, "--port", "0")
+    wait_until(lambda: "/metrics\n" in child.output(), what="its address")
+    with urllib.request.urlopen(child.output().strip(), timeout=20) as reply:
+        assert "shmbus_up" in reply.read().decode()
+    child.send_signal(number)
+    assert child.wait() == 0
+
+
+def test_without_the_client_library_there_is_a_message_that_names_the_extra(bus_name: str) -> None:
+    code = (
+        "import importlib.util, sys; importlib.util.find_spec = lambda name: None;"
+        f"from shmbus.cli import main; sys.exit(main(['metrics', {bus_name!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'shmbus[metrics]'" in done.stderr
+
+
+def test_health_of_a_bus_that_is_not_there_is_no_exception(bus_name: str) -> None:
+    healthy, body = health(bus_name)
+    assert not healthy and bus_name in body["problem"]
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist(
+    bus_name: str, server: MetricsServer, spawn: Spawner
+) -> None:
+    board = json.loads(DASHBOARD.read_text())
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    wanted = set(re.findall(r"\bshmbus_\w+", " ".join(expressions)))
+    child = spawn.module("shmbus.cli", "serve", bus_name, "--capacity", "1MiB")
+    try:
+        wait_until(lambda: ("shmbus_daemon_up", ()) in scrape(server), what="a daemon that answers")
+        with shmbus.Producer(bus_name) as producer:
+            put_group(producer, "a")
+            names = {name for name, _ in scrape(server)}
+    finally:
+        child.send_signal(signal.SIGTERM)
+        child.wait()
+    assert wanted <= names, wanted - names
+    for word in ("Trajectories a second", "Fill", "Groups by state", "Drops", "Producers"):
+        assert any(word in panel["title"] for panel in panels), word
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+    places = [
+        (x, y)
+        for panel in board["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(places) == len(set(places))
+    assert max(x for x, _ in places) < 24
+
+
+def test_pausing_shows(bus_name: str, server: MetricsServer) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"):
+        assert scrape(server)["shmbus_paused", ()] == 0
+        assert cli("pause", bus_name).status == 0
+        assert scrape(server)["shmbus_paused", ()] == 1

@@ -1,0 +1,387 @@
+"""Snapshots: whole or not there at all; what comes back is what was there, once."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Child, Spawner, wait_until
+from operators import WORKER, cli, data_offset, put_group, segment_path, write_at
+
+import shmbus
+from shmbus import snapshot
+from shmbus.status import read_status
+
+
+def fill(producer: shmbus.Producer, rng: np.random.Generator, groups: int) -> dict[Any, Any]:
+    """Put groups of 3 with all kinds of arrays; return what was put, by (id, index)."""
+    put = {}
+    structured = np.dtype([("a", "<i2"), ("b", "<f8", (2,))])
+    for number in range(groups):
+        for index in range(3):
+            arrays: dict[str, Any] = {
+                "tokens": rng.integers(0, 50_000, rng.integers(0, 40), dtype=np.int32),
+                "mask": rng.random((2, int(rng.integers(0, 9)))) > 0.5,
+                "scalar": np.asarray(rng.random()),
+            }
+            if number % 3 == 1:
+                arrays = {"half": rng.random(7).astype(np.float16), "s": np.zeros(3, structured)}
+                arrays["s"]["a"] = number
+            if number % 3 == 2:
+                arrays = {"words": np.array(["ab", "cde"]), "big": np.full(9000, number, ">i4")}
+            meta = {"number": number, "index": index} if index else None
+            producer.put(
+                f"prompt-ü-{number}", group_size=3, index=index, score=float(rng.random()),
+                policy_version=number, epoch=number if number % 2 else None, meta=meta, **arrays,
+            )  # fmt: skip
+            put[f"prompt-ü-{number}", index] = (arrays, meta, number)
+    return put
+
+
+def check(trajectory: shmbus.Trajectory, put: dict[Any, Any]) -> None:
+    arrays, meta, number = put.pop((trajectory.instance_id, trajectory.index))
+    assert trajectory.meta == meta
+    assert trajectory.policy_version == number
+    assert trajectory.epoch == (number if number % 2 else None)
+    assert set(trajectory.keys()) == set(arrays)
+    for name, array in arrays.items():
+        assert trajectory[name].dtype == array.dtype
+        assert trajectory[name].shape == array.shape
+        np.testing.assert_array_equal(trajectory[name], array)
+
+
+def test_what_comes_back_is_what_was_there_with_its_ledger(
+    bus_name: str, tmp_path: Path, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    numbers = {}
+    with shmbus.Bus.create(bus_name, "8MiB") as bus:
+        bus.policy_version = 31
+        with shmbus.Producer(bus_name, checksum=True, label="w1") as producer:
+            put = fill(producer, rng, 30)
+            put_group(producer, "open", skip=2)
+        with shmbus.Consumer(bus_name) as consumer:
+            groups = consumer.take(5, timeout=10)
+            for group in groups[:3]:
+                for trajectory in group:
+                    check(trajectory, put)
+                group.ack()
+            for trajectory in groups[3]:
+                put.pop((trajectory.instance_id, trajectory.index))
+            groups[3].drop()
+            for group in groups[4:]:
+                numbers = {(t.instance_id, t.index): (t.producer_id, t.sequence) for t in group}
+        before = read_status(bus_name)
+        manifest = snapshot.take(bus_name, tmp_path / "snap")
+        assert manifest.records == 30 * 3 - 12 + 3
+        assert read_status(bus_name).ledger == before.ledger
+    assert snapshot.restore(tmp_path / "snap") == manifest
+    after = read_status(bus_name)
+    assert after.ledger == before.ledger
+    assert after.policy_version == 31
+    assert (after.capacity, after.extent_bytes) == (before.capacity, before.extent_bytes)
+    assert [p.committed for p in after.producers] == [p.committed for p in before.producers]
+    assert [p.label for p in after.producers] == ["w1"]
+    with shmbus.Producer(bus_name) as producer, shmbus.Consumer(bus_name) as consumer:
+        assert producer.producer_id >= manifest.next_producer_id
+        producer.put("open", group_size=4, index=2, score=2)
+        while len(put) > 0:
+            for group in consumer.take(64, timeout=10):
+                for trajectory in group:
+                    key = (trajectory.instance_id, trajectory.index)
+                    if key in numbers:
+                        assert numbers[key] == (trajectory.producer_id, trajectory.sequence)
+                    if trajectory.instance_id != "open":
+                        check(trajectory, put)
+                group.ack()
+        consumer.take(64, timeout=0)
+        ledger = consumer.stats()
+        assert ledger.balanced
+        assert ledger.dropped == {"malformed": 3}
+        assert ledger.committed == 30 * 3 + 3 + 1
+        assert ledger.leased + ledger.stashed + ledger.in_ring in (0, 4)
+
+
+def test_a_dead_buses_records_go_through_a_snapshot(
+    bus_name: str, spawn: Spawner, tmp_path: Path
+) -> None:
+    shmbus.Bus.create(bus_name, "4MiB").close()
+    for label in ("a", "b"):
+        worker = spawn.script(WORKER, bus_name, 20, label)
+        worker.expect("ready")
+        worker.kill()
+    assert cli("snapshot", bus_name, str(tmp_path / "snap")).status == 0
+    shmbus.unlink(bus_name)
+    result = cli("restore", str(tmp_path / "snap"), "--json")
+    assert result.status == 0
+    assert result.json()["records"] == 162
+    with shmbus.Consumer(bus_name) as consumer:
+        assert len(consumer.take(100, timeout=10)) == 40
+        assert consumer.stats().balanced
+
+
+def test_snapshots_of_snapshots_change_nothing(bus_name: str, tmp_path: Path) -> None:
+    with shmbus.Bus.create(bus_name, "2MiB"), shmbus.Producer(bus_name) as producer:
+        fill(producer, np.random.default_rng(0), 20)
+        first = snapshot.take(bus_name, tmp_path / "1")
+    snapshot.restore(tmp_path / "1")
+    second = snapshot.take(bus_name, tmp_path / "2")
+    shmbus.unlink(bus_name)
+    snapshot.restore(tmp_path / "2", capacity="3MiB")
+    third = snapshot.take(bus_name, tmp_path / "3")
+    for each in (second, third):
+        assert each.slots == first.slots and each.released == first.released
+        assert each.records == first.records
+        assert each.next_producer_id >= first.next_producer_id
+    with shmbus.Consumer(bus_name) as consumer:
+        assert len(consumer.take(100, timeout=10)) == 20
+        assert consumer.stats().balanced
+
+
+def test_moved_stragglers_are_in_it_once(bus_name: str, tmp_path: Path) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
+        with shmbus.Consumer(bus_name) as consumer:
+            number = 0
+            while consumer.stats().moved == 0:
+                number += 1
+                put_group(producer, f"straggler-{number}", size=2, skip=1)
+                for filler in range(8):
+                    body = np.zeros(1500, np.int8)
+                    producer.put(f"f{number}.{filler}", group_size=1, index=0, b=body, timeout=10)
+                for group in consumer.take(64, timeout=0.01):
+                    group.ack()
+                time.sleep(0.001 if number < 200 else 0.06)
+                assert number < 300
+        ledger = read_status(bus_name).ledger
+        assert snapshot.take(bus_name, tmp_path / "snap").records == ledger.in_ring
+    snapshot.restore(tmp_path / "snap")
+    assert read_status(bus_name).ledger == ledger
+
+
+def test_what_is_unreadable_stays_accounted_for(bus_name: str, tmp_path: Path) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name, checksum=True) as producer:
+        for name in ("a", "b", "c"):
+            put_group(producer, name, size=1)
+        size = producer.stats().bytes // 3
+        write_at(bus_name, data_offset(bus_name) + size - 64, b"\xff" * 64)
+        manifest = snapshot.take(bus_name, tmp_path / "snap")
+        assert (manifest.records, manifest.unreadable) == (2, 1)
+    snapshot.restore(tmp_path / "snap")
+    with shmbus.Consumer(bus_name) as consumer:
+        assert [g.instance_id for g in consumer.take(9, timeout=10)] == ["b", "c"]
+        consumer.take(9, timeout=0)
+        ledger = consumer.stats()
+        assert ledger.balanced
+        assert ledger.dropped == {"corrupt": 1}
+
+
+def test_other_programs_can_read_the_parts(bus_name: str, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
+        put_group(producer, "p")
+        snapshot.take(bus_name, tmp_path / "snap")
+    (part,) = (tmp_path / "snap").glob("*.safetensors")
+    tensors = load_file(part)
+    assert tensors["field.tokens.values"].dtype == np.int32
+    assert tensors["field.tokens.shapes"].tolist() == [[64]] * 4
+    assert tensors["score"].tolist() == [0, 1, 2, 3]
+    digest = subprocess.run(["sha256sum", part], capture_output=True, text=True).stdout.split()[0]
+    manifest = json.loads((tmp_path / "snap" / "manifest.json").read_text())
+    assert manifest["parts"][0]["sha256"] == digest
+
+
+def test_a_bus_that_is_read_is_refused_and_nothing_is_left(bus_name: str, tmp_path: Path) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Consumer(bus_name, label="trainer"):
+        result = cli("snapshot", bus_name, str(tmp_path / "snap"))
+        assert result.status == 1
+        assert "trainer" in result.err
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing_half_written(bus_name: str, tmp_path: Path) -> None:
+    with shmbus.Bus.create(bus_name, "4MiB"), shmbus.Producer(bus_name) as producer:
+        for number in range(300):
+            put_group(producer, f"g{number}")
+        # A limit on the size of files fails in the middle of a write, as a full disk does.
+        command = (
+            f"ulimit -f 100; exec {sys.executable} -m shmbus.cli snapshot {bus_name} {tmp_path}/s"
+        )
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "File too large" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+        assert snapshot.take(bus_name, tmp_path / "s").records == 1200
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_snapshot_or_none(
+    bus_name: str, spawn: Spawner, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    with shmbus.Bus.create(bus_name, "16MiB"), shmbus.Producer(bus_name) as producer:
+        for number in range(200):
+            data = np.zeros(10_000, np.int32)
+            producer.put(f"g{number}", group_size=1, index=0, **{f"field{number % 20}": data})
+        whole = 0
+        for attempt in range(12):
+            target = tmp_path / f"snap{attempt}"
+            child = spawn.module("shmbus.cli", "snapshot", bus_name, target)
+            time.sleep(rng.uniform(0.1, 0.6))
+            child.kill()
+            if target.exists():
+                whole += 1
+                snapshot.restore(target, bus_name + ".back")
+                assert read_status(bus_name + ".back").ledger.in_ring == 200
+                shmbus.unlink(bus_name + ".back")
+        assert read_status(bus_name).ledger.in_ring == 200
+
+
+@pytest.fixture
+def taken(bus_name: str, tmp_path: Path) -> Path:
+    """A snapshot of a bus that is gone."""
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
+        for number in range(10):
+            put_group(producer, f"g{number}")
+        snapshot.take(bus_name, tmp_path / "snap")
+    return tmp_path / "snap"
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    path = directory / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_part(directory: Path, **changes: Any) -> None:
+    (part,) = json.loads((directory / "manifest.json").read_text())["parts"]
+    edit(directory, parts=[{**part, **changes}])
+
+
+DAMAGES = {
+    "a flipped bit": lambda d: flip(next(d.glob("part*"))),
+    "a short part": lambda d: os.truncate(next(d.glob("part*")), 1000),
+    "an empty part": lambda d: os.truncate(next(d.glob("part*")), 0),
+    "a missing part": lambda d: next(d.glob("part*")).unlink(),
+    "no manifest": lambda d: (d / "manifest.json").unlink(),
+    "a short manifest": lambda d: os.truncate(d / "manifest.json", 300),
+    "no JSON": lambda d: (d / "manifest.json").write_bytes(b"\xff\xfe{"),
+    "another version": lambda d: edit(d, version=99),
+    "another format": lambda d: edit(d, format="tar"),
+    "negative counts": lambda d: edit(d, records=-1),
+    "missing reasons": lambda d: edit(d, released={"acknowledged": 3}),
+    "a number that cannot be": lambda d: edit(d, next_producer_id=1),
+    "fewer records": lambda d: edit_part(d, records=3),
+    "a part outside": lambda d: edit_part(d, file="../../etc/passwd"),
+    "more slots than the bus": lambda d: edit(d, max_producers=0),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_snapshot_makes_no_bus(bus_name: str, taken: Path, damage: str) -> None:
+    DAMAGES[damage](taken)
+    before = set(os.listdir("/dev/shm"))
+    result = cli("restore", str(taken))
+    assert result.status == 1, result.out
+    assert len(result.err.splitlines()) == 1
+    assert not segment_path(bus_name).exists()
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "restoring" in name}
+
+
+def test_restoring_never_touches_a_bus_that_is_there(bus_name: str, taken: Path) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB") as bus:
+        created = bus.created_unix_ns
+        result = cli("restore", str(taken))
+        assert result.status == 1
+        assert "exists already" in result.err
+        assert bus.created_unix_ns == created
+        assert cli("restore", str(taken), bus_name + ".other").status == 0
+        assert snapshot.restored_as(taken) == bus_name + ".other"
+        assert read_status(bus_name + ".other").ledger.in_ring == 40
+
+
+def test_a_snapshot_is_restored_once_unless_told_otherwise(bus_name: str, taken: Path) -> None:
+    assert snapshot.restored_as(taken) is None
+    assert cli("restore", str(taken)).status == 0
+    shmbus.unlink(bus_name)
+    result = cli("restore", str(taken))
+    assert result.status == 1
+    assert "twice" in result.err
+    assert not segment_path(bus_name).exists()
+    assert cli("restore", str(taken), "--again").status == 0
+    assert read_status(bus_name).ledger.in_ring == 40
+
+
+def test_the_daemon_restores_once_serves_metrics_and_goes_on(
+    bus_name: str, taken: Path, spawn: Spawner
+) -> None:
+    arguments = ("serve", bus_name, "--restore", taken, "--metrics-port", 0)
+    for expected in (40, 36):
+        child = spawn.module("shmbus.cli", *arguments)
+        wait_until(functools.partial(said_metrics, child), what="the daemon's metrics")
+        address = re.findall(r"http://[0-9.:]+/metrics", child.output())[0]
+        wait_until(lambda: segment_path(bus_name).exists(), what="the bus")
+        with shmbus.Consumer(bus_name) as consumer:
+            group = consumer.take(1, timeout=10)[0]
+            ledger = consumer.stats()
+            assert ledger.committed == 40
+            assert ledger.leased + ledger.stashed + ledger.in_ring == expected
+            group.ack()
+        with urllib.request.urlopen(address, timeout=20) as reply:
+            assert f'shmbus_committed_total{{bus="{bus_name}"}} 40.0' in reply.read().decode()
+        child.send_signal(signal.SIGKILL if expected == 40 else signal.SIGTERM)
+        child.wait()
+
+
+def said_metrics(child: Child) -> bool:
+    return "metrics at http" in child.output()
+
+
+def test_a_bus_too_small_for_its_records_is_an_error_and_no_bus(bus_name: str, taken: Path) -> None:
+    result = cli("restore", str(taken), "--capacity", "8KiB")
+    assert result.status == 1
+    assert "larger capacity" in result.err
+    assert not segment_path(bus_name).exists()
+    assert cli("restore", str(taken), "--capacity", "nonsense").status == 1
+
+
+def test_where_something_is_no_snapshot_is_written(bus_name: str, taken: Path) -> None:
+    snapshot.restore(taken)
+    result = cli("snapshot", bus_name, str(taken))
+    assert result.status == 1
+    assert "choose another" in result.err
+    (taken.parent / "file").touch()
+    assert cli("snapshot", bus_name, str(taken.parent / "file")).status == 1
+    (taken.parent / "empty").mkdir()
+    assert cli("snapshot", bus_name, str(taken.parent / "empty")).status == 0
+    assert cli("snapshot", bus_name, "/proc/snap").status == 1
+
+
+def test_without_safetensors_there_is_a_message_that_names_the_extra(
+    bus_name: str, tmp_path: Path
+) -> None:
+    code = (
+        "import sys; sys.modules['safetensors'] = None;"
+        f"from shmbus.cli import main; sys.exit(main(['snapshot', {bus_name!r}, '{tmp_path}/s']))"
+    )
+    with shmbus.Bus.create(bus_name, "1MiB"):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "pip install 'shmbus[snapshot]'" in done.stderr
+        assert list(tmp_path.iterdir()) == []
