@@ -96,7 +96,8 @@ class Connection(asyncio.Protocol):
         self._cancel_timer()
         session, self._session = self._session, None
         if session is not None:
-            logger.info(
+            logger.log(
+                _level(session),
                 "client left",
                 extra={"client": session.client, "pid": session.pid, "orderly": self._left_orderly},
             )
@@ -138,7 +139,8 @@ class Connection(asyncio.Protocol):
                 policy=dict(service.policy),
             )
         )
-        logger.info(
+        logger.log(
+            _level(found),
             "client came",
             extra={"client": found.client, "pid": found.pid, "label": found.label,
                    "rank": found.rank},
@@ -174,3 +176,8 @@ class Connection(asyncio.Protocol):
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
+
+
+def _level(session: Session) -> int:
+    """`status` and `top` come once a second, which is no news."""
+    return logging.DEBUG if session.observer else logging.INFO
