@@ -1,0 +1,140 @@
+"""The table of open groups beside a dict: keys, widths, ages, refusals and references."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import pytest
+
+from shmbus_ext._core import REFUSED_DUPLICATE, REFUSED_RECENT, REFUSED_WIDTH, Row, Rows
+
+#: Around each border: inline and allocated keys, the pools of rows, and rows with cells elsewhere.
+WIDTHS = (1, 2, 7, 8, 9, 16, 17, 64, 256, 257, 700)
+KEYS: tuple[Hashable, ...] = (
+    "", "a", "x" * 24, "x" * 25, "x" * 255, "é" * 12, "é" * 13, "ключ", "鍵" * 12, "🔑" * 7,
+    "\x01\x01", "ā",
+    ("a", 0), ("a", -1), ("a", 2**62), ("x" * 25, 3),
+)  # fmt: skip
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """What the table asks of a sample."""
+
+    key: Hashable
+    group_size: int
+    index: int
+    nbytes: int = 1
+
+
+def put(rows: Rows[Sample], *samples: Sample) -> list[Row[Sample] | tuple[int, Sample]]:
+    return rows.put(samples, 0.0, {})
+
+
+def test_the_table_does_what_a_dict_of_lists_does(seed: int) -> None:
+    generator = random.Random(seed)
+    rows: Rows[Sample] = Rows(count_bytes=True)
+    model: dict[Hashable, list[Sample | None]] = {}
+    for _ in range(6000):
+        if model and generator.random() < 0.02:
+            oldest = rows.take_oldest()
+            assert oldest.key == next(iter(model))
+            cells = model.pop(oldest.key)
+            assert oldest.samples == [sample for sample in cells if sample is not None]
+            assert (oldest.size, oldest.missing) == (len(cells), cells.count(None))
+        key = generator.choice(KEYS)
+        width = generator.choice(WIDTHS) if key not in model else len(model[key])
+        sample = Sample(key, width, generator.randrange(width), generator.randrange(100))
+        left = put(rows, sample)
+        cells = model.setdefault(key, [None] * width)
+        if cells[sample.index] is not None:
+            assert left == [(REFUSED_DUPLICATE, sample)]
+            continue
+        cells[sample.index] = sample
+        if None in cells:
+            assert not left
+        else:
+            [row] = left
+            assert isinstance(row, Row)
+            assert (row.key, row.samples, row.missing) == (key, model.pop(key), 0)
+        there = [sample for cells in model.values() for sample in cells if sample is not None]
+        assert (len(rows), rows.cells) == (len(model), len(there))
+        assert rows.nbytes == sum(sample.nbytes for sample in there)
+    assert [row.key for row in rows.oldest(99)] == list(model)
+    assert rows.samples() == [s for cells in model.values() for s in cells if s is not None]
+
+
+def test_another_width_is_refused_and_a_finished_epoch_is_not_begun_again() -> None:
+    rows: Rows[Sample] = Rows()
+    recent: dict[Hashable, None] = {}
+    assert put(rows, Sample("a", 3, 0)) == []
+    other = Sample("a", 300, 299)
+    assert put(rows, other) == [(REFUSED_WIDTH, other)]
+    [row] = rows.put([Sample(("a", 1), 1, 0)], 0.0, recent)
+    assert isinstance(row, Row)
+    assert recent == {("a", 1): None}
+    again = Sample(("a", 1), 1, 0)
+    assert rows.put([again], 0.0, recent) == [(REFUSED_RECENT, again)]
+
+
+@pytest.mark.parametrize("width", [2, 300])
+def test_the_table_holds_one_reference_to_a_sample_and_lets_it_go(width: int) -> None:
+    sample = Sample("a" * 40, width, 0)
+    before = sys.getrefcount(sample)
+    rows: Rows[Sample] = Rows()
+    put(rows, sample)
+    assert sys.getrefcount(sample) == before + 1
+    row = rows.take_oldest()
+    assert row.samples == [sample]
+    assert sys.getrefcount(sample) == before + 1
+    del row
+    put(rows, sample)
+    del rows
+    assert sys.getrefcount(sample) == before
+
+
+def test_memory_of_rows_that_are_gone_is_used_again() -> None:
+    rows: Rows[Sample] = Rows()
+
+    def fill() -> None:
+        put(rows, *(Sample(f"a prompt whose name is long {n}", 8, 0) for n in range(5000)))
+
+    fill()
+    peak = rows.memory_bytes
+    for _ in range(5):
+        while len(rows):
+            rows.take_oldest()
+        fill()
+    assert rows.memory_bytes == peak
+    assert rows.oldest_born_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("sample", "error"),
+    [
+        (Sample(7, 2, 0), TypeError),
+        (Sample(("a", "b"), 2, 0), TypeError),
+        (Sample("a", 0, 0), ValueError),
+        (Sample("a", 2, 2), ValueError),
+        (Sample("a", 2**40, 0), ValueError),
+        (Sample("a", 2, -1), OverflowError),
+    ],
+)
+def test_a_sample_that_makes_no_sense_raises_and_the_table_goes_on(
+    sample: Sample, error: type[Exception]
+) -> None:
+    rows: Rows[Sample] = Rows()
+    with pytest.raises(error):
+        put(rows, Sample("b", 2, 0), sample)
+    assert rows.cells == 0
+    assert put(rows, Sample("c", 2, 0), Sample("c", 2, 1))
+
+
+def test_there_is_no_oldest_of_nothing() -> None:
+    rows: Rows[Sample] = Rows()
+    assert rows.oldest(3) == [] and rows.oldest_born_s is None
+    with pytest.raises(IndexError):
+        rows.take_oldest()
