@@ -23,6 +23,10 @@ from typing import TypeVar
 
 import pytest
 
+# A shell that starts this in the background has it ignore Ctrl-C, and children inherit that; the
+# tests that interrupt one would wait in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SHM_DIR = Path("/dev/shm")
 SEGMENT_PREFIX = "shmbus."
 RUN_PREFIX = f"test-{os.getpid()}-"
