@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +72,22 @@ def put_group(producer: shmbus.Producer, instance_id: str, size: int = 4, skip: 
         if index != skip:
             tokens = np.arange(64, dtype=np.int32)
             producer.put(instance_id, group_size=size, index=index, score=index, tokens=tokens)
+
+
+def put_until_moved(producer: shmbus.Producer, consumer: shmbus.Consumer) -> None:
+    """Leave stragglers behind while the bus fills, until the collector has moved one."""
+    number = 0
+    while consumer.stats().moved == 0:
+        number += 1
+        put_group(producer, f"straggler-{number}", size=2, skip=1)
+        for filler in range(8):
+            body = np.zeros(1500, np.int8)
+            producer.put(f"f{number}.{filler}", group_size=1, index=0, b=body, timeout=10)
+        for group in consumer.take(64, timeout=0.01):
+            group.ack()
+        # One thread is both sides here: leave the collector time to make room.
+        time.sleep(0.001 if number < 200 else 0.06)
+        assert number < 300
 
 
 def write_at(name: str, position: int, data: bytes) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-import time
 
-import numpy as np
 from conftest import Spawner
-from operators import WORKER, cli, data_offset, header_offset, put_group, segment_path, write_at
+from operators import (
+    WORKER,
+    cli,
+    data_offset,
+    header_offset,
+    put_group,
+    put_until_moved,
+    segment_path,
+    write_at,
+)
 
 import shmbus
 from shmbus.inspection import inspect
@@ -132,18 +139,7 @@ def test_a_dead_owners_open_reservation_is_shown_as_what_it_is(
 def test_moved_stragglers_lie_in_the_collectors_lane(bus_name: str) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
         with shmbus.Consumer(bus_name) as consumer:
-            number = 0
-            while consumer.stats().moved == 0:
-                number += 1
-                put_group(producer, f"straggler-{number}", size=2, skip=1)
-                for filler in range(8):
-                    body = np.zeros(1500, np.int8)
-                    producer.put(f"f{number}.{filler}", group_size=1, index=0, b=body, timeout=10)
-                for group in consumer.take(64, timeout=0.01):
-                    group.ack()
-                # One thread is both sides here: leave the collector time to make room.
-                time.sleep(0.001 if number < 200 else 0.06)
-                assert number < 300
+            put_until_moved(producer, consumer)
         found = inspect(bus_name, limit=10_000)
         moved = [r for r in found.records if r.moved]
         assert moved and all(r.instance_id.startswith("straggler") for r in moved)

@@ -153,8 +153,6 @@ def test_a_request_that_comes_to_no_end_is_given_up() -> None:
 
 @pytest.mark.slow
 def test_one_command_measures_and_writes_report_and_plots(spawn: Spawner, tmp_path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        pytest.skip("matplotlib is not installed")
     output = tmp_path / "report"
     arguments = ["--tiny", "--contender", "multiprocessing.Queue", "--output", output]
     for series in ("size", "producers", "capacity", "latency", "survival"):

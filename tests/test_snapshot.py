@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Child, Spawner, wait_until
-from operators import WORKER, cli, data_offset, put_group, segment_path, write_at
+from operators import WORKER, cli, data_offset, put_group, put_until_moved, segment_path, write_at
 
 import shmbus
 from shmbus import snapshot
@@ -153,17 +153,7 @@ def test_snapshots_of_snapshots_change_nothing(bus_name: str, tmp_path: Path) ->
 def test_moved_stragglers_are_in_it_once(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
         with shmbus.Consumer(bus_name) as consumer:
-            number = 0
-            while consumer.stats().moved == 0:
-                number += 1
-                put_group(producer, f"straggler-{number}", size=2, skip=1)
-                for filler in range(8):
-                    body = np.zeros(1500, np.int8)
-                    producer.put(f"f{number}.{filler}", group_size=1, index=0, b=body, timeout=10)
-                for group in consumer.take(64, timeout=0.01):
-                    group.ack()
-                time.sleep(0.001 if number < 200 else 0.06)
-                assert number < 300
+            put_until_moved(producer, consumer)
         ledger = read_status(bus_name).ledger
         assert snapshot.take(bus_name, tmp_path / "snap").records == ledger.in_ring
     snapshot.restore(tmp_path / "snap")
