@@ -25,7 +25,7 @@ Truncated = Literal["keep", "mask", "drop"]
 
 TRUNCATED_REASONS: Final = frozenset({"length", "max_tokens", "abort"})
 """Values of ``meta["finish_reason"]`` that say that a sample did not come to its own end:
-inference servers call a limit that was reached "length" or "max_tokens", and one cut short "abort"."""
+servers call a limit that was reached "length" or "max_tokens", and a request cut short "abort"."""
 
 #: Bits of a sample's flags: no token of it is trained; its advantages are 0.
 MASKED: Final = 1
