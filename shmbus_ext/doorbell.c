@@ -37,15 +37,14 @@ static long futex_wake(_Atomic uint32_t *word, int count) {
     return syscall(SYS_futex, word, FUTEX_WAKE, count, NULL, NULL, 0);
 }
 
-void doorbell_ring(struct bus_header *header) {
+bool doorbell_ring(struct bus_header *header) {
     /* SYNC: bell. The fence orders the publication before the look at the bell. */
     full_fence(&header->bell);
     if (atomic_load_explicit(&header->bell, memory_order_relaxed) == 0) {
-        return;
+        return false;
     }
-    if (atomic_exchange_explicit(&header->bell, 0, memory_order_seq_cst) != 0) {
-        futex_wake(&header->bell, 1);
-    }
+    return atomic_exchange_explicit(&header->bell, 0, memory_order_seq_cst) != 0 &&
+           futex_wake(&header->bell, 1) > 0;
 }
 
 void doorbell_announce(struct bus_header *header) {

@@ -7,14 +7,15 @@
 #ifndef SHMBUS_DOORBELL_H
 #define SHMBUS_DOORBELL_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "layout.h"
 
 enum doorbell_wait { DOORBELL_WOKEN = 0, DOORBELL_TIMEOUT = 1, DOORBELL_INTERRUPTED = 2 };
 
-/* Producer, after it has published. */
-void doorbell_ring(struct bus_header *header);
+/* Producer, after it has published. Whether it woke a reader. */
+bool doorbell_ring(struct bus_header *header);
 
 /* Reader: announce sleep, look again, then doorbell_sleep or doorbell_stay. */
 void doorbell_announce(struct bus_header *header);
@@ -27,9 +28,9 @@ enum doorbell_wait doorbell_await_space(struct bus_header *header, uint32_t tick
                                         int64_t timeout_ns);
 
 /* After so many extents were freed: wakes as many waiters, since one more would find nothing. */
+void doorbell_space_freed(struct bus_header *header, uint32_t extents);
 /* Wakes everybody who waits for space, whether they said so or not. */
 void doorbell_space_all(struct bus_header *header);
-void doorbell_space_freed(struct bus_header *header, uint32_t extents);
 
 /* CLOCK_MONOTONIC and CLOCK_REALTIME in nanoseconds. */
 uint64_t clock_monotonic_ns(void);

@@ -64,7 +64,11 @@ static void slot_finish(SlotObject *self, bool commit) {
     } else {
         writer_abort(&self->writer->c, &self->at);
     }
-    doorbell_ring(self->writer->segment->c.header);
+    if (commit) {
+        writer_tell_reader(self->writer);
+    } else {
+        doorbell_ring(self->writer->segment->c.header);
+    }
 }
 
 static bool slot_usable(SlotObject *self) {

@@ -251,6 +251,8 @@ struct slot_object {
 };
 
 bool writer_usable(WriterObject *self);
+/* After a commit: wakes the reader where it sleeps, and lets it run first where that helps. */
+void writer_tell_reader(WriterObject *self);
 /* Room for a record, waiting for it as long as timeout_s allows; false with an exception set. */
 bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
                        struct reservation *at);

@@ -112,6 +112,15 @@ static void link_run(struct writer *self, uint64_t link) {
     self->last_link = link;
 }
 
+/* Whether the reader, where there is one, has looked at the bus since the last run began. */
+static void look_back(struct writer *self) {
+    const struct bus_header *header = self->segment->header;
+    uint64_t seen_ns = atomic_load_explicit(&header->collector_seen_ns, memory_order_relaxed);
+    self->ahead = seen_ns < self->run_began_ns &&
+                  atomic_load_explicit(&header->collector_pid, memory_order_relaxed) != 0;
+    self->run_began_ns = clock_monotonic_ns();
+}
+
 static enum writer_status next_run(struct writer *self, uint64_t bytes) {
     struct segment *segment = self->segment;
     uint32_t span = (uint32_t)((bytes + segment->extent_bytes - 1) / segment->extent_bytes);
@@ -126,6 +135,7 @@ static enum writer_status next_run(struct writer *self, uint64_t bytes) {
         return WRITER_FULL;
     }
     FAILPOINT("run-leased");
+    look_back(self);
     writer_seal(self);
     /* SYNC: run-noted. Whoever sees this order has the note of the run before it. */
     uint64_t order =
