@@ -124,29 +124,22 @@ class Collector:
 
     def pump(self, wanted: int, now: float) -> bool:
         """Move what the ring has into the stash; True if there may be more at once."""
-        stash = self.stash
-        more = False
         for _ in range(limits.TAKE_POLLS):
-            if stash.ready_groups >= wanted:
-                break
-            samples = self.reader.poll(limits.POLL_RECORDS)
-            if samples:
-                stash.add(samples, now)
-            more = len(samples) == limits.POLL_RECORDS
-            if not more:
-                break
-        if self._expires:
-            stash.expire(now)
-        return more
+            if self.stash.ready_groups >= wanted:
+                return True
+            if not self.pump_once(now):
+                return False
+        return True
 
     def pump_once(self, now: float) -> bool:
         """Move one portion of the ring into the stash; True if there may be more."""
-        samples = self.reader.poll(limits.POLL_RECORDS)
-        if samples:
-            self.stash.add(samples, now)
+        stash = self.stash
+        left: list[_core.Row[Trajectory] | tuple[int, Trajectory]] = []
+        count = self.reader.poll_into(stash.rows, limits.POLL_RECORDS, now, left)
+        stash.sort_out(left)
         if self._expires:
-            self.stash.expire(now)
-        return len(samples) == limits.POLL_RECORDS
+            stash.expire(now)
+        return count == limits.POLL_RECORDS
 
     def lease(self, max_groups: int) -> list[_core.Row[Trajectory]]:
         """Lease what is ready; ProtocolError as for `take`."""
@@ -195,7 +188,7 @@ class Collector:
 
     def flush(self) -> None:
         """Tell other processes what is held here, for their messages."""
-        self.reader.note(*self.stash.summary())
+        self.reader.note(self.stash.rows)
 
     def settle(self) -> None:
         """Release what the stash discarded; raise the next duplicate that is to be raised."""

@@ -205,8 +205,7 @@ class Consumer:
         source = self._require_source()
         if self._world_size > 1:
             return self.take_step(groups=max_groups, max_wait=0.0, timeout=timeout)
-        leases = source.take(max_groups, timeout)
-        return [Group(self, lease) for lease in leases]
+        return Group.make(self, source.take(max_groups, timeout))
 
     def take_step(
         self,
@@ -259,7 +258,7 @@ class Consumer:
         leases = source.take_step(
             groups=groups, tokens=tokens, max_wait=max_wait, field=field, timeout=timeout
         )
-        return [Group(self, lease) for lease in leases]
+        return Group.make(self, leases)
 
     def __iter__(self) -> Iterator[Group]:
         """Complete groups for ever, until the consumer is closed."""
@@ -344,7 +343,7 @@ class Consumer:
         if not isinstance(group, Group):
             raise TypeError(f"{verb}: expected a Group, got {type(group).__name__}")
         group.require_leased(verb)
-        lease = group._lease
+        lease: Lease = group._lease
         if group._consumer is not self or not source.is_leased(lease):
             raise errors.ProtocolError(
                 f"group {group.instance_id!r}: cannot {verb} it here, since another Consumer "

@@ -6,23 +6,18 @@ the others exactly once, and only the Consumer changes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from shmbus import errors
-from shmbus.source import Lease
-from shmbus_ext._core import Trajectory
-
-if TYPE_CHECKING:
-    from shmbus.consumer import Consumer
+from shmbus_ext._core import GroupBase
 
 __all__ = ["Group"]
 
 GroupState = Literal["leased", "acknowledged", "given_back", "dropped"]
 
 
-class Group:
+class Group(GroupBase):
     """All samples of one prompt, ordered by index.
 
     As a context manager it acknowledges on success and gives itself back on an exception.
@@ -42,25 +37,14 @@ class Group:
         The samples, ordered by index.
     """
 
-    __slots__ = ("_consumer", "_lease", "epoch", "instance_id", "size", "state", "trajectories")
+    __slots__ = ()
 
-    def __init__(self, consumer: Consumer, lease: Lease) -> None:
-        self._consumer = consumer
-        self._lease = lease
-        key = lease.key
-        if type(key) is tuple:
-            self.instance_id, self.epoch = key
-        else:
-            self.instance_id, self.epoch = key, None
-        self.size = lease.size
-        # A list of its own: what the caller does to it must not change what is acknowledged.
-        self.trajectories: list[Trajectory] = list(lease.samples)
-        self.state: GroupState = "leased"
+    state: GroupState
 
     @property
     def complete(self) -> bool:
         """Whether every sample is here."""
-        return len(self.trajectories) == self.size
+        return len(self) == self.size
 
     def ack(self) -> None:
         """Acknowledge: the group is done with, and its space goes back to the ring.
@@ -103,15 +87,6 @@ class Group:
                 f"group {self.instance_id!r}: cannot {verb} it, since it is {self.state} already; "
                 "each delivered group ends once"
             )
-
-    def __len__(self) -> int:
-        return len(self.trajectories)
-
-    def __iter__(self) -> Iterator[Trajectory]:
-        return iter(self.trajectories)
-
-    def __getitem__(self, position: int) -> Trajectory:
-        return self.trajectories[position]
 
     def __enter__(self) -> Group:
         return self

@@ -3,7 +3,8 @@
 No clock, no lock, no socket, no payload: time and the policy version are arguments, and a sample is
 anything with ``key``, ``group_size``, ``index`` (and ``score``, ``policy_version``, ``nbytes``
 where a policy asks for them). Which cell of which group a sample belongs to is the business of a
-table in C (`_core.Rows`), made for a million open groups; what follows from it is decided here.
+table in C (`_core.Rows`), made for a million open groups, which also keeps the complete ones in
+their order; what follows from it is decided here.
 
 Invariants
 ----------
@@ -21,7 +22,6 @@ The rules where a producer is unclear
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -113,48 +113,47 @@ class Stash(Generic[S]):
     def __init__(self, policy: StashPolicy | None = None) -> None:
         self.policy = policy or StashPolicy()
         self.discards: list[Discard[S]] = []
-        self.ready_records = 0
-        self.leased_records = 0
         self.timeouts = 0
         self.overflows = 0
         self._limit = self.policy.max_stash_bytes
-        self._skips = self.policy.skip_zero_variance
-        self._open: Rows[S] = Rows(count_bytes=self._limit is not None)
-        self._ready: deque[Row[S]] = deque()
-        self._leased: dict[int, Row[S]] = {}
-        self._recent: dict[Hashable, None] = {}
-        self._numbers = 0
+        #: Whoever reads samples straight into it calls `sort_out` with what `Rows.put` returns.
+        self.rows: Rows[S] = Rows(
+            count_bytes=self._limit is not None, judged=self.policy.skip_zero_variance
+        )
 
     def add(self, samples: Iterable[S], now_s: float) -> None:
         """Take samples in. Costs O(1) each, however many groups are open."""
-        for left in self._open.put(samples, now_s, self._recent):
-            if isinstance(left, tuple):
-                why, sample = left
+        self.sort_out(self.rows.put(samples, now_s))
+
+    def sort_out(self, left: list[Row[S] | tuple[int, S]]) -> None:
+        """Decide on what came and is in no group: refused samples, and groups to be judged."""
+        for each in left:
+            if isinstance(each, tuple):
+                why, sample = each
                 self.discards.append(Discard(_REFUSALS[why], sample.key, [sample]))
-            elif self._skips and _scores_equal(left.samples):
-                self.discards.append(Discard("zero_variance", left.key, left.samples))
+            elif _scores_equal(each.samples):
+                self.discards.append(Discard("zero_variance", each.key, each.samples))
             else:
-                self._ready.append(left)
-                self.ready_records += left.size
-        while len(self._recent) > limits.RECENT_KEYS:
-            del self._recent[next(iter(self._recent))]
+                self.rows.push(each)
+        recent = self.rows.recent
+        while len(recent) > limits.RECENT_KEYS:
+            del recent[next(iter(recent))]
         if self._limit is not None:
             self._overflow(self._limit)
 
     def _end_oldest(self, policy: str, reason: Reason) -> None:
         """End an incomplete group: it is discarded, or delivered as it is."""
-        group = self._open.take_oldest()
+        group = self.rows.take_oldest()
         if policy == "partial":
-            self._ready.append(group)
-            self.ready_records += len(group.samples)
+            self.rows.push(group)
         else:
             self.discards.append(Discard(reason, group.key, group.samples))
 
     def _overflow(self, limit: int) -> None:
-        if self._open.nbytes <= limit:
+        if self.rows.nbytes <= limit:
             return
         self.overflows += 1
-        while self.policy.on_overflow != "wait" and self._open.nbytes > limit:
+        while self.policy.on_overflow != "wait" and self.rows.nbytes > limit:
             self._end_oldest(self.policy.on_overflow, "overflow")
 
     def expire(self, now_s: float) -> None:
@@ -168,42 +167,35 @@ class Stash(Generic[S]):
         timeout_s = self.policy.group_timeout_s
         if timeout_s is None or self.policy.on_timeout == "wait":
             return None
-        born_s = self._open.oldest_born_s
+        born_s = self.rows.oldest_born_s
         return None if born_s is None else born_s + timeout_s
 
     def lease(self, max_groups: int, policy_version: int = 0) -> list[Row[S]]:
         """Hand out ready groups, in the order of completion; stale ones are discarded instead."""
-        leased: list[Row[S]] = []
         lag = self.policy.max_policy_lag
-        ready = self._ready
-        while ready and len(leased) < max_groups:
-            group = ready.popleft()
-            samples = group.samples
-            self.ready_records -= len(samples)
-            if lag is not None and min(s.policy_version for s in samples) < policy_version - lag:
-                self.discards.append(Discard("stale", group.key, samples))
-                continue
-            self._numbers += 1
-            group.number = self._numbers
-            self._leased[group.number] = group
-            self.leased_records += len(samples)
-            leased.append(group)
-        return leased
+        if lag is None:
+            return self.rows.lease(max_groups)
+        fresh: list[Row[S]] = []
+        while len(fresh) < max_groups and (leased := self.rows.lease(max_groups - len(fresh))):
+            for group in leased:
+                if min(s.policy_version for s in group.samples) < policy_version - lag:
+                    self.rows.end_lease(group)
+                    self.discards.append(Discard("stale", group.key, group.samples))
+                else:
+                    fresh.append(group)
+        return fresh
 
     def end_lease(self, group: Row[S]) -> None:
         """Forget a leased group: its samples were acknowledged or dropped."""
-        del self._leased[group.number]
-        self.leased_records -= len(group.samples)
+        self.rows.end_lease(group)
 
     def give_back(self, group: Row[S]) -> None:
         """Make a leased group the next to be delivered."""
-        self.end_lease(group)
-        self._ready.appendleft(group)
-        self.ready_records += len(group.samples)
+        self.rows.give_back(group)
 
     def is_leased(self, group: Row[S]) -> bool:
         """Whether the group is under lease now."""
-        return self._leased.get(group.number) is group
+        return self.rows.is_leased(group)
 
     def take_discards(self) -> list[Discard[S]]:
         """Return the discards and forget them."""
@@ -212,49 +204,41 @@ class Stash(Generic[S]):
 
     def oldest(self, count: int) -> list[Row[S]]:
         """Return copies of the incomplete groups that have waited longest, oldest first."""
-        return self._open.oldest(count)
+        return self.rows.oldest(count)
 
     def waiting_samples(self) -> list[S]:
         """Every sample that is not leased: of open groups by age, then of ready ones."""
-        found = self._open.samples()
-        for group in self._ready:
-            found.extend(group.samples)
-        return found
-
-    def summary(self) -> tuple[int, int, int, int]:
-        """Leased groups and samples, and those of groups that nobody has taken."""
-        groups = self._open
-        return (
-            len(self._leased),
-            self.leased_records,
-            len(groups) + len(self._ready),
-            groups.cells + self.ready_records,
-        )
-
-    @property
-    def open_records(self) -> int:
-        """Samples of incomplete groups."""
-        return self._open.cells
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the table of open groups, the samples themselves not counted."""
-        return self._open.memory_bytes
+        return self.rows.samples() + self.rows.ready_samples()
 
     @property
     def open_groups(self) -> int:
         """Incomplete groups."""
-        return len(self._open)
+        return len(self.rows)
+
+    @property
+    def open_records(self) -> int:
+        """Their samples."""
+        return self.rows.cells
 
     @property
     def ready_groups(self) -> int:
         """Complete groups that nobody has taken."""
-        return len(self._ready)
+        return self.rows.ready_rows
+
+    @property
+    def ready_records(self) -> int:
+        """Their samples."""
+        return self.rows.ready_cells
 
     @property
     def leased_groups(self) -> int:
         """Groups that were taken and not acknowledged."""
-        return len(self._leased)
+        return self.rows.leased_rows
+
+    @property
+    def leased_records(self) -> int:
+        """Their samples."""
+        return self.rows.leased_cells
 
 
 def _scores_equal(samples: Sequence[Sample]) -> bool:

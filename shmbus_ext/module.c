@@ -85,6 +85,7 @@ static bool add_types(PyObject *module) {
                  {"Pin", &PinType},         {"Schema", &SchemaType},
                  {"Trajectory", &TrajectoryType},
                  {"Rows", &RowsType},       {"Row", &RowType},
+                 {"GroupBase", &GroupBaseType},
                  {"Restorer", &RestorerType}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
@@ -143,6 +144,7 @@ PyMODINIT_FUNC PyInit__core(void) {
     if (module != NULL && (!segment_init_fork() || !arguments_init() || !add_types(module) ||
                            !add_constants(module) || !gather_add_functions(module) ||
                            !borrower_add_functions(module) || !rows_add_constants(module) ||
+                           !group_add_words() ||
                            !locate_add_functions(module) || !inspect_add_functions(module))) {
         Py_CLEAR(module);
     }

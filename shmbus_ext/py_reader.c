@@ -2,7 +2,7 @@
  *
  * Invariant: one Reader a segment, proved by the collector's file lock. The interpreter lock
  * serialises its calls; it is let go only while the reader sleeps. */
-#include "pyapi.h"
+#include "py_rows.h"
 
 #include "doorbell.h"
 
@@ -75,6 +75,23 @@ static int reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
+static void note_seen(ReaderObject *self) {
+    atomic_store_explicit(&self->segment->c.header->collector_seen_ns, clock_monotonic_ns(),
+                          memory_order_relaxed);
+}
+
+/* The next trajectory; NULL where there is none, or with an exception. */
+static PyObject *next_trajectory(ReaderObject *self) {
+    struct record_ref ref;
+    int status = reader_next(&self->c, &ref);
+    if (status < 0) {
+        return PyErr_NoMemory();
+    }
+    return status == 0
+               ? NULL
+               : (PyObject *)trajectory_new((HolderObject *)self, &self->c.copy, &ref);
+}
+
 /* poll(limit) -> list[Trajectory]: what is committed and was not handed out yet. */
 static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
@@ -82,25 +99,51 @@ static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
         return NULL;
     }
     PyObject *found = PyList_New(0);
-    atomic_store_explicit(&self->segment->c.header->collector_seen_ns, clock_monotonic_ns(),
-                          memory_order_relaxed);
-    for (Py_ssize_t i = 0; found != NULL && i < limit; i++) {
-        struct record_ref ref;
-        int status = reader_next(&self->c, &ref);
-        if (status == 0) {
+    note_seen(self);
+    while (found != NULL && PyList_GET_SIZE(found) < limit) {
+        PyObject *t = next_trajectory(self);
+        if (t == NULL) {
             break;
         }
-        TrajectoryObject *t =
-            status < 0 ? NULL : trajectory_new((HolderObject *)self, &self->c.copy, &ref);
-        if (t == NULL || PyList_Append(found, (PyObject *)t) < 0) {
+        if (PyList_Append(found, t) < 0) {
             Py_CLEAR(found);
-            if (!PyErr_Occurred()) {
-                PyErr_NoMemory();
-            }
         }
-        Py_XDECREF(t);
+        Py_DECREF(t);
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(found);
     }
     return found;
+}
+
+/* poll_into(rows, limit, now_s, left) -> int: poll and Rows.put in one, without a list between
+ * them. How many were read; what put returns is appended to `left`. */
+static PyObject *reader_poll_into(ReaderObject *self, PyObject *args) {
+    PyObject *rows, *left;
+    Py_ssize_t limit, total = 0;
+    double now_s;
+    if (!PyArg_ParseTuple(args, "O!ndO!", &RowsType, &rows, &limit, &now_s, &PyList_Type, &left) ||
+        !reader_usable(self)) {
+        return NULL;
+    }
+    note_seen(self);
+    PyObject *batch[ROWS_BATCH];
+    Py_ssize_t count = ROWS_BATCH;
+    bool good = true;
+    while (good && count == ROWS_BATCH && total < limit) {
+        count = 0;
+        while (count < ROWS_BATCH && total + count < limit &&
+               (batch[count] = next_trajectory(self)) != NULL) {
+            count++;
+        }
+        good = !PyErr_Occurred() &&
+               rows_put_samples((RowsObject *)rows, batch, count, now_s, left);
+        for (Py_ssize_t i = 0; i < count; i++) {
+            Py_DECREF(batch[i]);
+        }
+        total += count;
+    }
+    return good ? PyLong_FromSsize_t(total) : NULL;
 }
 
 /* wait(timeout_s | None) -> bool: sleeps until something may have come. */
@@ -285,19 +328,25 @@ static PyObject *reader_py_count_unread(ReaderObject *self, PyObject *ignored) {
     return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
 }
 
-/* note(leased_groups, leased_records, stashed_groups, stashed_records): what others can read of
- * this consumer. */
-static PyObject *reader_note(ReaderObject *self, PyObject *args) {
-    unsigned int groups;
-    unsigned long long n[3];
-    if (!PyArg_ParseTuple(args, "IKKK", &groups, &n[0], &n[1], &n[2]) || !reader_usable(self)) {
+/* note(rows): what others can read of this consumer. */
+static PyObject *reader_note(ReaderObject *self, PyObject *argument) {
+    if (!Py_IS_TYPE(argument, &RowsType)) {
+        PyErr_Format(PyExc_TypeError, "note: expected Rows, got %.100s",
+                     Py_TYPE(argument)->tp_name);
         return NULL;
     }
+    if (!reader_usable(self)) {
+        return NULL;
+    }
+    const RowsObject *rows = (const RowsObject *)argument;
     struct bus_header *h = self->segment->c.header;
-    atomic_store_explicit(&h->collector_leased_groups, groups, memory_order_relaxed);
-    atomic_store_explicit(&h->collector_leased_records, n[0], memory_order_relaxed);
-    atomic_store_explicit(&h->collector_stashed_groups, n[1], memory_order_relaxed);
-    atomic_store_explicit(&h->collector_stashed_records, n[2], memory_order_relaxed);
+    atomic_store_explicit(&h->collector_leased_groups, (uint32_t)rows->leased.rows,
+                          memory_order_relaxed);
+    atomic_store_explicit(&h->collector_leased_records, rows->leased.cells, memory_order_relaxed);
+    atomic_store_explicit(&h->collector_stashed_groups, rows->c.count + rows->ready.rows,
+                          memory_order_relaxed);
+    atomic_store_explicit(&h->collector_stashed_records, rows->cells + rows->ready.cells,
+                          memory_order_relaxed);
     Py_RETURN_NONE;
 }
 
@@ -348,6 +397,7 @@ static void reader_dealloc(ReaderObject *self) {
 
 static PyMethodDef reader_methods[] = {
     {"poll", (PyCFunction)(void (*)(void))reader_poll, METH_O, NULL},
+    {"poll_into", (PyCFunction)(void (*)(void))reader_poll_into, METH_VARARGS, NULL},
     {"wait", (PyCFunction)(void (*)(void))reader_wait, METH_O, NULL},
     {"wake", (PyCFunction)(void (*)(void))reader_wake, METH_NOARGS, NULL},
     {"release", (PyCFunction)(void (*)(void))reader_py_release, METH_VARARGS, NULL},
@@ -355,7 +405,7 @@ static PyMethodDef reader_methods[] = {
     {"sweep", (PyCFunction)(void (*)(void))reader_py_sweep, METH_NOARGS, NULL},
     {"tidy", (PyCFunction)(void (*)(void))reader_py_tidy, METH_NOARGS, NULL},
     {"count_unread", (PyCFunction)(void (*)(void))reader_py_count_unread, METH_NOARGS, NULL},
-    {"note", (PyCFunction)(void (*)(void))reader_note, METH_VARARGS, NULL},
+    {"note", (PyCFunction)(void (*)(void))reader_note, METH_O, NULL},
     {"lend", (PyCFunction)(void (*)(void))reader_lend, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))reader_py_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

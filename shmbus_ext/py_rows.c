@@ -1,33 +1,11 @@
-/* Rows: samples in cells of rows by key, for shmbus.stash. Row: one that left the table.
+/* Rows: samples in cells of rows by key, for shmbus.stash; what leaves the table is py_row.c's.
  *
  * It knows a sample by `key`, `group_size`, `index` and `nbytes` only, and decides nothing: what a
- * full row, a taken cell or another width mean is the stash's.
+ * taken cell or another width mean is the stash's, and a full row's fate too where it is `judged`.
  *
  * Invariant: each cell that is not NULL owns a reference; a row's cells are emptied before the row
  * goes back to its pool. */
-#include "pyapi.h"
-
-/* Samples looked at together, so that the cache misses of one overlap with those of the others. */
-#define BATCH 32
-
-typedef struct {
-    PyObject_HEAD
-    struct rows c;
-    uint64_t cells;  /* that are filled */
-    uint64_t nbytes; /* of the samples in them, where they are counted */
-    bool count_bytes;
-} RowsObject;
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *key;
-    PyObject *samples; /* list, by index */
-    double born_s;
-    long long nbytes;
-    long long number;
-    unsigned int size;
-    unsigned int missing;
-} RowObject;
+#include "py_rows.h"
 
 static struct {
     PyObject *key, *group_size, *index, *nbytes;
@@ -146,25 +124,6 @@ static bool sum_bytes(PyObject *samples, uint64_t *total) {
     return true;
 }
 
-/* A row as an object, without its samples yet. */
-static RowObject *describe_row(const struct row *row, PyObject *key) {
-    RowObject *made = PyObject_New(RowObject, &RowType);
-    if (made == NULL) {
-        return NULL;
-    }
-    made->key = Py_NewRef(key);
-    made->born_s = row->born_s;
-    made->size = row->width;
-    made->missing = row->missing;
-    made->number = -1;
-    made->nbytes = 0;
-    made->samples = PyList_New((Py_ssize_t)(row->width - row->missing));
-    if (made->samples == NULL) {
-        Py_CLEAR(made);
-    }
-    return made;
-}
-
 static PyObject *first_sample(struct row *row) {
     uint32_t i = 0;
     while (row_cells(row)[i] == NULL) {
@@ -175,7 +134,7 @@ static PyObject *first_sample(struct row *row) {
 
 static RowObject *copy_row(const RowsObject *self, struct row *row) {
     PyObject *key = key_of(first_sample(row));
-    RowObject *copy = key == NULL ? NULL : describe_row(row, key);
+    RowObject *copy = key == NULL ? NULL : row_new(row, key);
     Py_XDECREF(key);
     Py_ssize_t at = 0;
     for (uint32_t i = 0; copy != NULL && i < row->width; i++) {
@@ -196,7 +155,7 @@ static RowObject *copy_row(const RowsObject *self, struct row *row) {
 /* Takes a row out of the table, as an object that has its references from then on. The samples,
  * which no cache may hold any more, are not looked at unless their bytes count. */
 static RowObject *take_row(RowsObject *self, struct row *row, uint64_t hash, PyObject *key) {
-    RowObject *taken = describe_row(row, key);
+    RowObject *taken = row_new(row, key);
     if (taken == NULL) {
         return NULL;
     }
@@ -222,12 +181,11 @@ static RowObject *take_row(RowsObject *self, struct row *row, uint64_t hash, PyO
 enum { REFUSED_MEMORY = -1, TAKEN = 0, COMPLETED, REFUSED_DUPLICATE, REFUSED_WIDTH, REFUSED_RECENT };
 
 /* Puts one sample into its cell; what came of it. */
-static int arrive(RowsObject *self, const struct arrival *from, double now_s, PyObject *recent,
-                  struct row **at) {
+static int arrive(RowsObject *self, const struct arrival *from, double now_s, struct row **at) {
     struct row *row = rows_find(&self->c, &from->at);
     if (row == NULL) {
         if (from->at.tag != NO_EPOCH) {
-            int known = PyDict_Contains(recent, from->key);
+            int known = PyDict_Contains(self->recent, from->key);
             if (known != 0) {
                 return known < 0 ? REFUSED_MEMORY : REFUSED_RECENT;
             }
@@ -258,79 +216,90 @@ static bool append(PyObject *list, PyObject *item) {
     return good;
 }
 
-/* Up to BATCH samples: first the misses of all of them, then the work. */
+/* A full row is ready to be leased, or, where it is to be judged, left to the caller. */
+static bool complete(RowsObject *self, struct row *row, const struct arrival *last,
+                     PyObject *left) {
+    RowObject *taken = take_row(self, row, last->at.hash, last->key);
+    if (taken == NULL) {
+        return false;
+    }
+    if (last->at.tag != NO_EPOCH && PyDict_SetItem(self->recent, taken->key, Py_None) < 0) {
+        Py_DECREF(taken);
+        return false;
+    }
+    if (self->judged) {
+        return append(left, (PyObject *)taken);
+    }
+    rows_push_ready(self, taken);
+    Py_DECREF(taken);
+    return true;
+}
+
+/* First the misses of all of them, then the work. */
 static bool put_batch(RowsObject *self, struct arrival *arrivals, Py_ssize_t count, double now_s,
-                      PyObject *recent, PyObject *left) {
+                      PyObject *left) {
     for (Py_ssize_t i = 0; i < count; i++) {
         rows_expect_row(&self->c, arrivals[i].at.hash, arrivals[i].cell);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         struct row *row = NULL;
-        int status = arrive(self, &arrivals[i], now_s, recent, &row);
-        if (status == COMPLETED) {
-            const struct arrival *last = &arrivals[i];
-            RowObject *taken = take_row(self, row, last->at.hash, last->key);
-            if (taken != NULL && last->at.tag != NO_EPOCH &&
-                PyDict_SetItem(recent, taken->key, Py_None) < 0) {
-                Py_CLEAR(taken);
-            }
-            if (!append(left, (PyObject *)taken)) {
-                return false;
-            }
-        } else if (status == REFUSED_MEMORY) {
+        int status = arrive(self, &arrivals[i], now_s, &row);
+        if (status == REFUSED_MEMORY ||
+            (status == COMPLETED && !complete(self, row, &arrivals[i], left))) {
             return false;
-        } else if (status != TAKEN &&
-                   !append(left, Py_BuildValue("(iO)", status, arrivals[i].sample))) {
+        }
+        if (status > COMPLETED && !append(left, Py_BuildValue("(iO)", status, arrivals[i].sample))) {
             return false;
         }
     }
     return true;
 }
 
-static bool put_all(RowsObject *self, PyObject *items, double now_s, PyObject *recent,
-                    PyObject *left) {
-    struct arrival arrivals[BATCH];
-    Py_ssize_t total = PySequence_Fast_GET_SIZE(items);
+bool rows_put_samples(RowsObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
+                      PyObject *left) {
+    struct arrival arrivals[ROWS_BATCH];
+    Py_ssize_t ready = 0;
     bool good = true;
-    for (Py_ssize_t at = 0; good && at < total;) {
-        Py_ssize_t count = 0;
-        for (; good && count < BATCH && at + count < total; count++) {
-            struct arrival *arrival = &arrivals[count];
-            good = look_at(self, PySequence_Fast_GET_ITEM(items, at + count), arrival);
-            if (good && (arrival->width == 0 || arrival->cell >= arrival->width)) {
-                PyErr_Format(PyExc_ValueError, "index: expected less than group_size %u, got %u",
-                             arrival->width, arrival->cell);
-                Py_CLEAR(arrival->key);
-                good = false;
-            }
-            if (!good) {
-                break;
-            }
-            rows_expect_entry(&self->c, arrival->at.hash);
+    for (; good && ready < count; ready++) {
+        struct arrival *arrival = &arrivals[ready];
+        if (!look_at(self, samples[ready], arrival)) {
+            good = false;
+            break;
         }
-        good = good && put_batch(self, arrivals, count, now_s, recent, left);
-        for (Py_ssize_t i = 0; i < count; i++) {
-            Py_XDECREF(arrivals[i].key);
+        if (arrival->width == 0 || arrival->cell >= arrival->width) {
+            PyErr_Format(PyExc_ValueError, "index: expected less than group_size %u, got %u",
+                         arrival->width, arrival->cell);
+            Py_CLEAR(arrival->key);
+            good = false;
+            break;
         }
-        at += count;
+        rows_expect_entry(&self->c, arrival->at.hash);
+    }
+    good = good && put_batch(self, arrivals, ready, now_s, left);
+    for (Py_ssize_t i = 0; i < ready; i++) {
+        Py_XDECREF(arrivals[i].key);
     }
     return good;
 }
 
-/* put(samples, now_s, recent) -> list: each sample into its cell. What it returns is what is not in
- * the table now, in order: a Row that this filled, or (why, sample) for one that was refused. The
- * keys of full rows that have an epoch go into the dict `recent`, and a row whose key is there is
- * not begun again. */
+/* put(samples, now_s) -> list: each sample into its cell. What it returns is what is not in the
+ * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged, a
+ * Row that this filled. The keys of full rows that have an epoch go into the dict `recent`, and a
+ * row whose key is there is not begun again. */
 static PyObject *rows_put(RowsObject *self, PyObject *args) {
-    PyObject *samples, *recent;
+    PyObject *samples;
     double now_s;
-    if (!PyArg_ParseTuple(args, "OdO!", &samples, &now_s, &PyDict_Type, &recent)) {
+    if (!PyArg_ParseTuple(args, "Od", &samples, &now_s)) {
         return NULL;
     }
     PyObject *items = PySequence_Fast(samples, "put: expected an iterable of samples");
     PyObject *left = items == NULL ? NULL : PyList_New(0);
-    if (left != NULL && !put_all(self, items, now_s, recent, left)) {
-        Py_CLEAR(left);
+    Py_ssize_t total = left == NULL ? 0 : PySequence_Fast_GET_SIZE(items);
+    for (Py_ssize_t at = 0; left != NULL && at < total; at += ROWS_BATCH) {
+        Py_ssize_t count = total - at < ROWS_BATCH ? total - at : ROWS_BATCH;
+        if (!rows_put_samples(self, PySequence_Fast_ITEMS(items) + at, count, now_s, left)) {
+            Py_CLEAR(left);
+        }
     }
     Py_XDECREF(items);
     return left;
@@ -393,9 +362,9 @@ static PyObject *rows_samples(RowsObject *self, PyObject *ignored) {
 }
 
 static int rows_init_object(RowsObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"count_bytes", NULL};
-    int count_bytes = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$p", names, &count_bytes)) {
+    static char *names[] = {"count_bytes", "judged", NULL};
+    int count_bytes = 0, judged = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$pp", names, &count_bytes, &judged)) {
         return -1;
     }
     if (self->c.entries != NULL) {
@@ -403,6 +372,11 @@ static int rows_init_object(RowsObject *self, PyObject *args, PyObject *kwargs) 
         return -1;
     }
     self->count_bytes = count_bytes != 0;
+    self->judged = judged != 0;
+    self->recent = PyDict_New();
+    if (self->recent == NULL) {
+        return -1;
+    }
     if (!rows_begin(&self->c)) {
         PyErr_NoMemory();
         return -1;
@@ -420,6 +394,8 @@ static void rows_dealloc(RowsObject *self) {
         }
     }
     rows_end(&self->c);
+    rows_clear_lists(self);
+    Py_XDECREF(self->recent);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -446,6 +422,12 @@ static PyMethodDef rows_methods[] = {
     {"take_oldest", (PyCFunction)(void (*)(void))rows_take_oldest, METH_NOARGS, NULL},
     {"oldest", (PyCFunction)(void (*)(void))rows_py_oldest, METH_O, NULL},
     {"samples", (PyCFunction)(void (*)(void))rows_samples, METH_NOARGS, NULL},
+    {"push", (PyCFunction)(void (*)(void))rows_py_push, METH_O, NULL},
+    {"lease", (PyCFunction)(void (*)(void))rows_lease, METH_O, NULL},
+    {"end_lease", (PyCFunction)(void (*)(void))rows_end_lease, METH_O, NULL},
+    {"give_back", (PyCFunction)(void (*)(void))rows_give_back, METH_O, NULL},
+    {"is_leased", (PyCFunction)(void (*)(void))rows_is_leased, METH_O, NULL},
+    {"ready_samples", (PyCFunction)(void (*)(void))rows_ready_samples, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -460,6 +442,12 @@ static PyMemberDef rows_members[] = {
     {"cells", T_ULONGLONG, offsetof(RowsObject, cells), READONLY, "Samples in all rows."},
     {"nbytes", T_ULONGLONG, offsetof(RowsObject, nbytes), READONLY,
      "Their bytes, under count_bytes."},
+    {"ready_rows", T_ULONGLONG, offsetof(RowsObject, ready.rows), READONLY, "Full, not leased."},
+    {"ready_cells", T_ULONGLONG, offsetof(RowsObject, ready.cells), READONLY, "Their samples."},
+    {"leased_rows", T_ULONGLONG, offsetof(RowsObject, leased.rows), READONLY, "Under lease."},
+    {"leased_cells", T_ULONGLONG, offsetof(RowsObject, leased.cells), READONLY, "Their samples."},
+    {"recent", T_OBJECT_EX, offsetof(RowsObject, recent), READONLY,
+     "Keys with an epoch whose rows were full, oldest first; the stash bounds it."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -476,32 +464,6 @@ PyTypeObject RowsType = {
     .tp_as_sequence = &rows_sequence,
     .tp_init = (initproc)rows_init_object,
     .tp_new = PyType_GenericNew,
-};
-
-static void row_dealloc(RowObject *self) {
-    Py_XDECREF(self->key);
-    Py_XDECREF(self->samples);
-    PyObject_Free(self);
-}
-
-static PyMemberDef row_members[] = {
-    {"key", T_OBJECT_EX, offsetof(RowObject, key), READONLY, "Its samples' key."},
-    {"samples", T_OBJECT_EX, offsetof(RowObject, samples), READONLY,
-     "The samples that are in, by index."},
-    {"size", T_UINT, offsetof(RowObject, size), READONLY, "Samples of a full one."},
-    {"missing", T_UINT, offsetof(RowObject, missing), READONLY, "How many are not in."},
-    {"born_s", T_DOUBLE, offsetof(RowObject, born_s), READONLY, "When its first sample came."},
-    {"nbytes", T_LONGLONG, offsetof(RowObject, nbytes), READONLY, "Under count_bytes."},
-    {"number", T_LONGLONG, offsetof(RowObject, number), 0, "Of its lease; the stash's."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-PyTypeObject RowType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Row",
-    .tp_basicsize = sizeof(RowObject),
-    .tp_dealloc = (destructor)row_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_members = row_members,
 };
 
 bool rows_add_constants(PyObject *module) {

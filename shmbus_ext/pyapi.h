@@ -265,8 +265,9 @@ PyObject *writer_reserve_slot(WriterObject *self, PyObject *args);
 void writer_abort_open(WriterObject *self);
 
 extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, BorrowerType,
-    PinType, TrajectoryType, SchemaType, RowsType, RowType;
+    PinType, TrajectoryType, SchemaType, RowsType, RowType, GroupBaseType;
 bool rows_add_constants(PyObject *module);
+bool group_add_words(void);
 bool gather_add_functions(PyObject *module);
 bool locate_add_functions(PyObject *module);
 bool borrower_add_functions(PyObject *module);

@@ -31,12 +31,12 @@ class Sample:
 
 
 def put(rows: Rows[Sample], *samples: Sample) -> list[Row[Sample] | tuple[int, Sample]]:
-    return rows.put(samples, 0.0, {})
+    return rows.put(samples, 0.0)
 
 
 def test_the_table_does_what_a_dict_of_lists_does(seed: int) -> None:
     generator = random.Random(seed)
-    rows: Rows[Sample] = Rows(count_bytes=True)
+    rows: Rows[Sample] = Rows(count_bytes=True, judged=True)
     model: dict[Hashable, list[Sample | None]] = {}
     for _ in range(6000):
         if model and generator.random() < 0.02:
@@ -48,6 +48,7 @@ def test_the_table_does_what_a_dict_of_lists_does(seed: int) -> None:
         key = generator.choice(KEYS)
         width = generator.choice(WIDTHS) if key not in model else len(model[key])
         sample = Sample(key, width, generator.randrange(width), generator.randrange(100))
+        rows.recent.clear()
         left = put(rows, sample)
         cells = model.setdefault(key, [None] * width)
         if cells[sample.index] is not None:
@@ -68,16 +69,15 @@ def test_the_table_does_what_a_dict_of_lists_does(seed: int) -> None:
 
 
 def test_another_width_is_refused_and_a_finished_epoch_is_not_begun_again() -> None:
-    rows: Rows[Sample] = Rows()
-    recent: dict[Hashable, None] = {}
+    rows: Rows[Sample] = Rows(judged=True)
     assert put(rows, Sample("a", 3, 0)) == []
     other = Sample("a", 300, 299)
     assert put(rows, other) == [(REFUSED_WIDTH, other)]
-    [row] = rows.put([Sample(("a", 1), 1, 0)], 0.0, recent)
+    [row] = put(rows, Sample(("a", 1), 1, 0))
     assert isinstance(row, Row)
-    assert recent == {("a", 1): None}
+    assert rows.recent == {("a", 1): None}
     again = Sample(("a", 1), 1, 0)
-    assert rows.put([again], 0.0, recent) == [(REFUSED_RECENT, again)]
+    assert put(rows, again) == [(REFUSED_RECENT, again)]
 
 
 @pytest.mark.parametrize("width", [2, 300])
@@ -130,7 +130,8 @@ def test_a_sample_that_makes_no_sense_raises_and_the_table_goes_on(
     with pytest.raises(error):
         put(rows, Sample("b", 2, 0), sample)
     assert rows.cells == 0
-    assert put(rows, Sample("c", 2, 0), Sample("c", 2, 1))
+    assert put(rows, Sample("c", 2, 0), Sample("c", 2, 1)) == []
+    assert (rows.cells, rows.ready_rows) == (0, 1)
 
 
 def test_there_is_no_oldest_of_nothing() -> None:
@@ -138,3 +139,47 @@ def test_there_is_no_oldest_of_nothing() -> None:
     assert rows.oldest(3) == [] and rows.oldest_born_s is None
     with pytest.raises(IndexError):
         rows.take_oldest()
+
+
+def test_full_rows_are_leased_in_their_order_and_one_given_back_is_the_next() -> None:
+    rows: Rows[Sample] = Rows()
+    samples = [Sample(key, 2, index) for key in "abc" for index in (1, 0)]
+    assert put(rows, *samples) == []
+    assert (len(rows), rows.ready_rows, rows.ready_cells) == (0, 3, 6)
+    assert rows.ready_samples() == [samples[at] for at in (1, 0, 3, 2, 5, 4)]
+    a, b = rows.lease(2)
+    assert (a.key, b.key) == ("a", "b") and a.samples == [samples[1], samples[0]]
+    assert (rows.ready_rows, rows.leased_rows, rows.leased_cells) == (1, 2, 4)
+    rows.give_back(b)
+    assert not rows.is_leased(b)
+    rows.end_lease(a)
+    assert [row.key for row in rows.lease(9)] == ["b", "c"] and rows.lease(1) == []
+    assert rows.is_leased(b) and not rows.is_leased(a) and not rows.is_leased("b")
+
+
+def test_a_row_ends_once_and_where_it_was_leased() -> None:
+    rows: Rows[Sample] = Rows()
+    others: Rows[Sample] = Rows()
+    put(rows, Sample("a", 1, 0))
+    [row] = rows.lease(1)
+    for wrong in (others.end_lease, others.give_back, rows.push):
+        with pytest.raises(ValueError, match="expected a row"):
+            wrong(row)
+    rows.end_lease(row)
+    for wrong in (rows.end_lease, rows.give_back):
+        with pytest.raises(ValueError, match="expected a row under lease here"):
+            wrong(row)
+    rows.push(row)
+    assert rows.lease(1) == [row]
+
+
+def test_what_is_ready_or_leased_is_let_go_with_the_table() -> None:
+    samples = [Sample(key, 1, 0) for key in "ab"]
+    before = [sys.getrefcount(sample) for sample in samples]
+    rows: Rows[Sample] = Rows()
+    put(rows, *samples)
+    [row] = rows.lease(1)
+    del rows
+    assert row.samples == samples[:1]
+    del row
+    assert [sys.getrefcount(sample) for sample in samples] == before

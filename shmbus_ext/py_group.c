@@ -1,0 +1,187 @@
+/* GroupBase: what shmbus.Group is made of: the samples of one lease, for reading.
+ *
+ * It is in C since a trainer makes one a group and reads it a sample at a time.
+ *
+ * Invariant: `samples` is the lease's own list, which nobody changes: what the caller does to
+ * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
+#include "py_rows.h"
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *consumer;
+    PyObject *lease;
+    PyObject *key;
+    PyObject *samples;
+    PyObject *trajectories; /* NULL until it is asked for */
+    PyObject *state;
+    unsigned int size;
+} GroupObject;
+
+static struct {
+    PyObject *key, *samples, *size, *leased;
+} word;
+
+/* What the group says of its lease: a Row, or any object with the same attributes. */
+static bool read_lease(GroupObject *self, PyObject *lease) {
+    if (Py_IS_TYPE(lease, &RowType)) {
+        const RowObject *row = (const RowObject *)lease;
+        self->key = Py_NewRef(row->key);
+        self->samples = Py_NewRef(row->samples);
+        self->size = row->size;
+        return true;
+    }
+    self->key = PyObject_GetAttr(lease, word.key);
+    self->samples = PyObject_GetAttr(lease, word.samples);
+    PyObject *size = PyObject_GetAttr(lease, word.size);
+    if (self->key == NULL || self->samples == NULL || size == NULL) {
+        Py_XDECREF(size);
+        return false;
+    }
+    self->size = (unsigned int)PyLong_AsUnsignedLong(size);
+    Py_DECREF(size);
+    if (!PyErr_Occurred() && !PyList_Check(self->samples)) {
+        PyErr_Format(PyExc_TypeError, "samples: expected a list, got %.100s",
+                     Py_TYPE(self->samples)->tp_name);
+    }
+    return !PyErr_Occurred();
+}
+
+static PyObject *group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease) {
+    GroupObject *self = (GroupObject *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->consumer = Py_NewRef(consumer);
+    self->lease = Py_NewRef(lease);
+    self->state = Py_NewRef(word.leased);
+    if (!read_lease(self, lease)) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+/* make(consumer, leases) -> list: a group of this type for each lease. */
+static PyObject *group_make(PyObject *type, PyObject *args) {
+    PyObject *consumer, *leases;
+    if (!PyArg_ParseTuple(args, "OO!", &consumer, &PyList_Type, &leases)) {
+        return NULL;
+    }
+    PyObject *groups = PyList_New(PyList_GET_SIZE(leases));
+    for (Py_ssize_t i = 0; groups != NULL && i < PyList_GET_SIZE(groups); i++) {
+        PyObject *group =
+            group_new((PyTypeObject *)type, consumer, PyList_GET_ITEM(leases, i));
+        if (group == NULL) {
+            Py_CLEAR(groups);
+        } else {
+            PyList_SET_ITEM(groups, i, group);
+        }
+    }
+    return groups;
+}
+
+static PyObject *visible(const GroupObject *self) {
+    return self->trajectories != NULL ? self->trajectories : self->samples;
+}
+
+static PyObject *group_trajectories(GroupObject *self, void *ignored) {
+    (void)ignored;
+    if (self->trajectories == NULL) {
+        self->trajectories = PyList_GetSlice(self->samples, 0, PY_SSIZE_T_MAX);
+    }
+    return Py_XNewRef(self->trajectories);
+}
+
+static PyObject *group_instance_id(GroupObject *self, void *ignored) {
+    (void)ignored;
+    return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 0) : self->key);
+}
+
+static PyObject *group_epoch(GroupObject *self, void *ignored) {
+    (void)ignored;
+    return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 1) : Py_None);
+}
+
+static Py_ssize_t group_length(GroupObject *self) {
+    return PyList_GET_SIZE(visible(self));
+}
+
+static PyObject *group_item(GroupObject *self, PyObject *position) {
+    return PyObject_GetItem(visible(self), position);
+}
+
+static PyObject *group_iter(GroupObject *self) {
+    return PyObject_GetIter(visible(self));
+}
+
+static int group_traverse(GroupObject *self, visitproc visit, void *arg) {
+    Py_VISIT(self->consumer);
+    Py_VISIT(self->lease);
+    Py_VISIT(self->key);
+    Py_VISIT(self->samples);
+    Py_VISIT(self->trajectories);
+    return 0;
+}
+
+static int group_clear(GroupObject *self) {
+    Py_CLEAR(self->consumer);
+    Py_CLEAR(self->lease);
+    return 0;
+}
+
+static void group_dealloc(GroupObject *self) {
+    PyObject_GC_UnTrack(self);
+    group_clear(self);
+    Py_XDECREF(self->key);
+    Py_XDECREF(self->samples);
+    Py_XDECREF(self->trajectories);
+    Py_XDECREF(self->state);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef group_methods[] = {
+    {"make", (PyCFunction)(void (*)(void))group_make, METH_VARARGS | METH_CLASS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef group_members[] = {
+    {"_consumer", T_OBJECT_EX, offsetof(GroupObject, consumer), READONLY, NULL},
+    {"_lease", T_OBJECT_EX, offsetof(GroupObject, lease), READONLY, NULL},
+    {"size", T_UINT, offsetof(GroupObject, size), READONLY, "Samples in a complete group: int."},
+    {"state", T_OBJECT_EX, offsetof(GroupObject, state), 0, "Where the lease stands: str."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef group_getset[] = {
+    {"instance_id", (getter)group_instance_id, NULL, "The prompt's key: str.", NULL},
+    {"epoch", (getter)group_epoch, NULL, "The producers' epoch, or None.", NULL},
+    {"trajectories", (getter)group_trajectories, NULL, "The samples, ordered by index: list.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PySequenceMethods group_sequence = {.sq_length = (lenfunc)group_length};
+static PyMappingMethods group_mapping = {.mp_length = (lenfunc)group_length,
+                                         .mp_subscript = (binaryfunc)group_item};
+
+PyTypeObject GroupBaseType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupBase",
+    .tp_basicsize = sizeof(GroupObject),
+    .tp_dealloc = (destructor)group_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_traverse = (traverseproc)group_traverse,
+    .tp_clear = (inquiry)group_clear,
+    .tp_methods = group_methods,
+    .tp_members = group_members,
+    .tp_getset = group_getset,
+    .tp_as_sequence = &group_sequence,
+    .tp_as_mapping = &group_mapping,
+    .tp_iter = (getiterfunc)group_iter,
+};
+
+bool group_add_words(void) {
+    word.key = PyUnicode_InternFromString("key");
+    word.samples = PyUnicode_InternFromString("samples");
+    word.size = PyUnicode_InternFromString("size");
+    word.leased = PyUnicode_InternFromString("leased");
+    return word.key != NULL && word.samples != NULL && word.size != NULL && word.leased != NULL;
+}
