@@ -102,13 +102,9 @@ class Collector:
         """
         now = time.monotonic()
         deadline = None if timeout is None else now + timeout
-        reader = self.reader
-        woken = False
         while True:
             with self.lock:
-                if not woken:
-                    # Between a wake-up and the caller nothing is done that can wait.
-                    self.keep_house(now)
+                self.keep_house(now)
                 more = self.pump(max_groups, now)
                 leased = self.lease(max_groups)
                 if leased:
@@ -119,8 +115,22 @@ class Collector:
                 if left is not None and left <= 0:
                     return []
                 wait_s = self.wait_s(now, left)
-            woken = reader.wait(wait_s)
+            leased = self._sleep(max_groups, wait_s)
+            if leased:
+                return leased
             now = time.monotonic()
+
+    def _sleep(self, max_groups: int, wait_s: float) -> list[_core.Row[Trajectory]]:
+        """Sleep until records come, and lease: nothing between the two that can wait."""
+        left: list[_core.Row[Trajectory] | tuple[int, Trajectory]] = []
+        rows = self.stash.rows
+        if self.reader.wait_into(self.lock, rows, limits.POLL_RECORDS, wait_s, left) < 0:
+            return []
+        try:
+            self.stash.sort_out(left)
+            return self.lease(max_groups)
+        finally:
+            self.lock.release()
 
     def pump(self, wanted: int, now: float) -> bool:
         """Move what the ring has into the stash; True if there may be more at once."""

@@ -1,6 +1,7 @@
 """Types of the C core. Only ``shmbus`` calls it; what users see is documented there."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Generic, TypedDict, TypeVar, overload
 
@@ -194,6 +195,15 @@ class Reader:
         rows: Rows[Trajectory],
         limit: int,
         now_s: float,
+        left: list[Row[Trajectory] | tuple[int, Trajectory]],
+        /,
+    ) -> int: ...
+    def wait_into(
+        self,
+        lock: AbstractContextManager[Any],
+        rows: Rows[Trajectory],
+        limit: int,
+        timeout_s: float,
         left: list[Row[Trajectory] | tuple[int, Trajectory]],
         /,
     ) -> int: ...

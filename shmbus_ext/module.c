@@ -60,6 +60,30 @@ static PyObject *monotonic_ns(PyObject *module, PyObject *ignored) {
     return PyLong_FromUnsignedLongLong(clock_monotonic_ns());
 }
 
+PyObject *set_aside_error(void) {
+#if PY_VERSION_HEX >= 0x030C0000
+    return PyErr_GetRaisedException();
+#else
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL) {
+        PyException_SetTraceback(error, traceback);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+#endif
+}
+
+void restore_error(PyObject *error) {
+#if PY_VERSION_HEX >= 0x030C0000
+    PyErr_SetRaisedException(error);
+#else
+    PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error, PyException_GetTraceback(error));
+#endif
+}
+
 static PyMethodDef functions[] = {
     {"install", (PyCFunction)(void (*)(void))install, METH_VARARGS | METH_KEYWORDS, NULL},
     {"crc32c", crc32c, METH_VARARGS, NULL},

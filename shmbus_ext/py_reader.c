@@ -116,18 +116,12 @@ static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
     return found;
 }
 
-/* poll_into(rows, limit, now_s, left) -> int: poll and Rows.put in one, without a list between
- * them. How many were read; what put returns is appended to `left`. */
-static PyObject *reader_poll_into(ReaderObject *self, PyObject *args) {
-    PyObject *rows, *left;
-    Py_ssize_t limit, total = 0;
-    double now_s;
-    if (!PyArg_ParseTuple(args, "O!ndO!", &RowsType, &rows, &limit, &now_s, &PyList_Type, &left) ||
-        !reader_usable(self)) {
-        return NULL;
-    }
+/* How many of at most `limit` came; -1 with an exception. */
+static Py_ssize_t poll_into(ReaderObject *self, RowsObject *rows, Py_ssize_t limit, double now_s,
+                            PyObject *left) {
     note_seen(self);
     PyObject *batch[ROWS_BATCH];
+    Py_ssize_t total = 0;
     Py_ssize_t count = ROWS_BATCH;
     bool good = true;
     while (good && count == ROWS_BATCH && total < limit) {
@@ -136,28 +130,37 @@ static PyObject *reader_poll_into(ReaderObject *self, PyObject *args) {
                (batch[count] = next_trajectory(self)) != NULL) {
             count++;
         }
-        good = !PyErr_Occurred() &&
-               rows_put_samples((RowsObject *)rows, batch, count, now_s, left);
+        good = !PyErr_Occurred() && rows_put_samples(rows, batch, count, now_s, left);
         for (Py_ssize_t i = 0; i < count; i++) {
             Py_DECREF(batch[i]);
         }
         total += count;
     }
-    return good ? PyLong_FromSsize_t(total) : NULL;
+    return good ? total : -1;
 }
 
-/* wait(timeout_s | None) -> bool: sleeps until something may have come. */
-static PyObject *reader_wait(ReaderObject *self, PyObject *argument) {
-    double timeout_s;
-    if (!parse_timeout(argument, &timeout_s) || !reader_usable(self)) {
+/* poll_into(rows, limit, now_s, left) -> int: poll and Rows.put in one, without a list between
+ * them. How many were read; what put returns is appended to `left`. */
+static PyObject *reader_poll_into(ReaderObject *self, PyObject *args) {
+    PyObject *rows, *left;
+    Py_ssize_t limit;
+    double now_s;
+    if (!PyArg_ParseTuple(args, "O!ndO!", &RowsType, &rows, &limit, &now_s, &PyList_Type, &left) ||
+        !reader_usable(self)) {
         return NULL;
     }
+    Py_ssize_t count = poll_into(self, (RowsObject *)rows, limit, now_s, left);
+    return count < 0 ? NULL : PyLong_FromSsize_t(count);
+}
+
+/* Sleeps until something may have come: 1; 0 when the time is over, -1 with an exception. */
+static int wait_for_events(ReaderObject *self, double timeout_s) {
     struct bus_header *header = self->segment->c.header;
     if (reader_has_events(&self->c)) {
-        Py_RETURN_TRUE;
+        return 1;
     }
     if (timeout_s == 0) {
-        Py_RETURN_FALSE;
+        return 0;
     }
     uint64_t start = clock_monotonic_ns();
     SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
@@ -180,11 +183,57 @@ static PyObject *reader_wait(ReaderObject *self, PyObject *argument) {
         Py_END_ALLOW_THREADS
         if (PyErr_CheckSignals() < 0 || !reader_usable(self)) {
             Py_DECREF(segment);
-            return NULL;
+            return -1;
         }
     }
     Py_DECREF(segment);
-    return PyBool_FromLong(woken == DOORBELL_WOKEN);
+    return woken == DOORBELL_WOKEN;
+}
+
+/* wait(timeout_s | None) -> bool: sleeps until something may have come. */
+static PyObject *reader_wait(ReaderObject *self, PyObject *argument) {
+    double timeout_s;
+    if (!parse_timeout(argument, &timeout_s) || !reader_usable(self)) {
+        return NULL;
+    }
+    int came = wait_for_events(self, timeout_s);
+    return came < 0 ? NULL : PyBool_FromLong(came);
+}
+
+/* wait_into(lock, rows, limit, timeout_s, left) -> int: wait and poll_into in one, so that little
+ * lies between a wake-up and the record. How many were read, with the lock taken before that and
+ * left to the caller; or -1 when the time is over, without it. */
+static PyObject *reader_wait_into(ReaderObject *self, PyObject *args) {
+    PyObject *lock, *rows, *left;
+    Py_ssize_t limit;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "OO!ndO!", &lock, &RowsType, &rows, &limit, &timeout_s,
+                          &PyList_Type, &left) ||
+        !reader_usable(self)) {
+        return NULL;
+    }
+    int came = wait_for_events(self, timeout_s);
+    if (came <= 0) {
+        return came < 0 ? NULL : PyLong_FromLong(-1);
+    }
+    PyObject *taken = PyObject_CallMethod(lock, "acquire", NULL);
+    if (taken == NULL) {
+        return NULL;
+    }
+    Py_DECREF(taken);
+    /* Another thread may have closed it before the lock was free. */
+    Py_ssize_t count = -1;
+    if (reader_usable(self)) {
+        double now_s = (double)clock_monotonic_ns() * 1e-9;
+        count = poll_into(self, (RowsObject *)rows, limit, now_s, left);
+    }
+    if (count < 0) {
+        PyObject *error = set_aside_error();
+        Py_XDECREF(PyObject_CallMethod(lock, "release", NULL));
+        restore_error(error);
+        return NULL;
+    }
+    return PyLong_FromSsize_t(count);
 }
 
 /* Wakes a thread of this process that sleeps in wait(). */
@@ -398,6 +447,7 @@ static void reader_dealloc(ReaderObject *self) {
 static PyMethodDef reader_methods[] = {
     {"poll", (PyCFunction)(void (*)(void))reader_poll, METH_O, NULL},
     {"poll_into", (PyCFunction)(void (*)(void))reader_poll_into, METH_VARARGS, NULL},
+    {"wait_into", (PyCFunction)(void (*)(void))reader_wait_into, METH_VARARGS, NULL},
     {"wait", (PyCFunction)(void (*)(void))reader_wait, METH_O, NULL},
     {"wake", (PyCFunction)(void (*)(void))reader_wake, METH_NOARGS, NULL},
     {"release", (PyCFunction)(void (*)(void))reader_py_release, METH_VARARGS, NULL},

@@ -17,6 +17,8 @@
  * more seldom, for signals and a writer that is closed under it. */
 #define FIRST_SLICE_NS INT64_C(2000000)
 #define WAIT_SLICE_NS INT64_C(100000000)
+/* Since the reader last looked: so long that handing it the processor costs little beside it. */
+#define LONG_SILENCE_NS UINT64_C(100000)
 /* Closing waits in steps of this for copies that other threads have under way. */
 #define CLOSE_POLL_US 50
 
@@ -121,11 +123,17 @@ bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, str
 
 /* A processor that several processes share goes on with the one that it has: a reader that was just
  * woken, or has fallen behind, may wait there until the producers' time slices are over. So the
- * producer steps aside, once a wake-up and at most once a run; where nobody else wants the
- * processor this is one short system call. It keeps the reader's and the ring's memory in the
- * caches, too: a ring that is always full is read and written at the speed of main memory. */
+ * producer steps aside: at a wake-up after a long silence, and at most once a run. Where nobody else
+ * wants the processor this is one short system call. It also keeps the ring in the caches: one that
+ * is always full is written and read at the speed of main memory. Not at every wake-up: a producer
+ * and a reader on one processor would hand it to and fro for every record. */
 void writer_tell_reader(WriterObject *self) {
-    bool woken = doorbell_ring(self->segment->c.header);
+    struct bus_header *header = self->segment->c.header;
+    bool woken = doorbell_ring(header);
+    if (woken) {
+        uint64_t seen_ns = atomic_load_explicit(&header->collector_seen_ns, memory_order_relaxed);
+        woken = clock_monotonic_ns() - seen_ns > LONG_SILENCE_NS;
+    }
     if (woken || self->c.ahead) {
         self->c.ahead = false;
         Py_BEGIN_ALLOW_THREADS
@@ -226,23 +234,13 @@ static PyObject *writer_put(WriterObject *self, PyObject *const *args, Py_ssize_
 
 /* Says on the exception that is set how many items were put before it. */
 static void note_accepted(Py_ssize_t done) {
-#if PY_VERSION_HEX >= 0x030C0000
-    PyObject *error = PyErr_GetRaisedException();
-#else
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-#endif
+    PyObject *error = set_aside_error();
     PyObject *accepted = PyLong_FromSsize_t(done);
     if (accepted == NULL || PyObject_SetAttrString(error, "accepted", accepted) < 0) {
         PyErr_Clear();
     }
     Py_XDECREF(accepted);
-#if PY_VERSION_HEX >= 0x030C0000
-    PyErr_SetRaisedException(error);
-#else
-    PyErr_Restore(type, error, traceback);
-#endif
+    restore_error(error);
 }
 
 /* Items of one put_many that are in the ring, reserved and filled, and not committed. */

@@ -40,6 +40,10 @@ extern struct hooks hooks;
 /* Raises what a hook that makes exceptions returns. */
 void raise_hook(PyObject *hook, PyObject *arguments);
 
+/* Takes the exception that is set, and sets it again. */
+PyObject *set_aside_error(void);
+void restore_error(PyObject *error);
+
 extern uint32_t fork_generation;
 
 struct keeper;
