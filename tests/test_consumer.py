@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,18 @@ def test_scrambled_and_interleaved_samples_of_many_producers_come_out_as_whole_g
         for producer in producers:
             of_it = [t.sequence for g in groups for t in g if t.producer_id == producer.producer_id]
             assert sorted(of_it) == list(range(producer.stats().committed))
+
+
+def test_a_group_that_its_consumer_keeps_goes_with_it(bus: Bus, producer: Producer) -> None:
+    put(producer, "a", 0)
+    put(producer, "a", 1)
+    consumer = Consumer(bus.name)
+    vars(consumer)["kept"] = consumer.take(1, 10)
+    consumer.close()
+    gone = weakref.ref(consumer)
+    del consumer
+    gc.collect()
+    assert gone() is None
 
 
 def test_groups_come_in_the_order_of_completion_and_a_prompt_again_begins_a_new_one(
