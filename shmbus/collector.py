@@ -127,7 +127,8 @@ class Collector:
         if self.reader.wait_into(self.lock, rows, limits.POLL_RECORDS, wait_s, left) < 0:
             return []
         try:
-            self.stash.sort_out(left)
+            if left:
+                self.stash.sort_out(left)
             return self.lease(max_groups)
         finally:
             self.lock.release()

@@ -18,6 +18,16 @@ static void let_go_of_record(HolderObject *self, const struct record_ref *ref) {
     reader_let_go(&((ReaderObject *)self)->c, ref);
 }
 
+static struct {
+    PyObject *acquire, *release;
+} word;
+
+bool reader_add_words(void) {
+    word.acquire = PyUnicode_InternFromString("acquire");
+    word.release = PyUnicode_InternFromString("release");
+    return word.acquire != NULL && word.release != NULL;
+}
+
 static const struct holder_kind reader_kind = {true, hold_record, let_go_of_record};
 
 static bool reader_usable(ReaderObject *self) {
@@ -216,7 +226,7 @@ static PyObject *reader_wait_into(ReaderObject *self, PyObject *args) {
     if (came <= 0) {
         return came < 0 ? NULL : PyLong_FromLong(-1);
     }
-    PyObject *taken = PyObject_CallMethod(lock, "acquire", NULL);
+    PyObject *taken = PyObject_CallMethodNoArgs(lock, word.acquire);
     if (taken == NULL) {
         return NULL;
     }
@@ -229,7 +239,7 @@ static PyObject *reader_wait_into(ReaderObject *self, PyObject *args) {
     }
     if (count < 0) {
         PyObject *error = set_aside_error();
-        Py_XDECREF(PyObject_CallMethod(lock, "release", NULL));
+        Py_XDECREF(PyObject_CallMethodNoArgs(lock, word.release));
         restore_error(error);
         return NULL;
     }

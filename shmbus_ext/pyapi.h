@@ -272,6 +272,7 @@ extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, B
     PinType, TrajectoryType, SchemaType, RowsType, RowType, GroupBaseType;
 bool rows_add_constants(PyObject *module);
 bool group_add_words(void);
+bool reader_add_words(void);
 bool gather_add_functions(PyObject *module);
 bool locate_add_functions(PyObject *module);
 bool borrower_add_functions(PyObject *module);
