@@ -7,7 +7,6 @@ import os
 import random
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,18 +101,6 @@ def test_scrambled_and_interleaved_samples_of_many_producers_come_out_as_whole_g
         for producer in producers:
             of_it = [t.sequence for g in groups for t in g if t.producer_id == producer.producer_id]
             assert sorted(of_it) == list(range(producer.stats().committed))
-
-
-def test_a_group_that_its_consumer_keeps_goes_with_it(bus: Bus, producer: Producer) -> None:
-    put(producer, "a", 0)
-    put(producer, "a", 1)
-    consumer = Consumer(bus.name)
-    vars(consumer)["kept"] = consumer.take(1, 10)
-    consumer.close()
-    gone = weakref.ref(consumer)
-    del consumer
-    gc.collect()
-    assert gone() is None
 
 
 def test_groups_come_in_the_order_of_completion_and_a_prompt_again_begins_a_new_one(
@@ -236,45 +223,6 @@ def test_the_bound_on_stashed_bytes_drops_the_oldest_groups(bus: Bus, producer: 
         assert ledger.dropped == {"overflow": 16}
         put(producer, "k19", 1)
         assert names(take_all(consumer, 1)) == ["k19"]
-
-
-# --- leases
-
-
-def test_a_block_acknowledges_on_success_and_gives_back_on_an_error(
-    bus: Bus, producer: Producer
-) -> None:
-    with Consumer(bus.name) as consumer:
-        for key in "abc":
-            put_group(producer, key)
-        first, second = consumer.take(2, 10)
-        with pytest.raises(RuntimeError, match="mine"), first:
-            raise RuntimeError("mine")
-        with second:
-            second.drop()
-        again, last = take_all(consumer, 2)
-        assert (again.instance_id, last.instance_id) == ("a", "c")
-        assert_whole(again)
-        with again as entered:
-            assert entered is again
-        assert [first.state, second.state, again.state] == ["given_back", "dropped", "acknowledged"]
-
-
-def test_changing_the_list_of_a_group_changes_nothing_about_its_end(
-    bus: Bus, producer: Producer
-) -> None:
-    with Consumer(bus.name) as consumer:
-        for key in "abc":
-            put_group(producer, key, 4)
-        a, b, c = take_all(consumer, 3)
-        for group in (a, b, c):
-            group.trajectories.reverse()
-            group.trajectories.pop()
-        a.ack()
-        b.drop()
-        c.give_back()
-        assert balanced(consumer).acknowledged == 4
-        assert_whole(take_all(consumer, 1)[0], 4)
 
 
 # --- one consumer after another
