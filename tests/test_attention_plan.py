@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer_adapter import _attention_moves as moving
 from trainer_adapter import _attention_plan as planning
 
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (2, 0), (-1, 2), (2, -1), (3, 1), (40, 40)]
@@ -33,8 +34,13 @@ def test_equal_sequences_share_one_call_and_large_ones_go_alone() -> None:
     apart = plan_of([(100, 100), (800, 800), (400, 400)])
     assert [b.rows for b in apart.buckets] == [100, 800, 400]
     # In the order of the batch, so that no token has to move.
-    assert apart.queries.identity
-    assert apart.keys.identity
+    assert apart.queries.starts == apart.keys.starts == (0, 100, 900)
+
+
+def test_only_tokens_of_sequences_that_share_a_call_move() -> None:
+    plan = plan_of([(2, 2), (900, 900), (3, 3), (2, 2), (700, 700)])
+    assert [(b.rows, len(b.row_counts)) for b in plan.buckets] == [(3, 3), (900, 1), (700, 1)]
+    assert plan.queries.starts == plan.keys.starts == (-1, 2, 907)
 
 
 def test_a_causal_batch_needs_no_mask_even_where_key_lengths_differ() -> None:
@@ -67,3 +73,36 @@ def test_padding_never_costs_more_than_one_call_a_bucket(seed: int) -> None:
             (bucket.row_counts * bucket.key_counts).sum()
         )
         assert padding <= planning.CALL_WORK["cpu"] // 512
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("way", ["_taken", "_put"])
+def test_tokens_come_to_their_buckets_and_back_with_their_gradients(
+    monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], way: str, seed: int
+) -> None:
+    # As each device does it, on this one.
+    chosen = getattr(moving, way)
+    monkeypatch.setattr(moving, "_taken", chosen)
+    rng = np.random.default_rng(seed)
+    lengths = [(int(a), int(b)) for a, b in rng.integers(0, 30, (40, 2))] + [(300, 300)]
+    plan = plan_of(lengths, window)
+    for moves in (plan.queries, plan.keys):
+        placed = torch.from_numpy(moves.places >= 0)
+        x = torch.randn(len(placed), 3, 5, dtype=torch.float64).requires_grad_()
+        parts = moving.spread(x, moves)
+        assert [len(part) for part in parts] == list(moves.sizes)
+        slots = torch.cat(parts)
+        rows = torch.from_numpy(moves.slots)
+        assert torch.equal(slots[rows >= 0], x[rows[rows >= 0]])
+        assert not slots[rows < 0].any()
+        back = moving.collect(parts, moves)
+        assert torch.equal(back[placed], x[placed])
+        assert not back[~placed].any()
+        # Each gradient is that of its own token, and padding's goes nowhere.
+        upstream = torch.randn_like(slots)
+        (to_x,) = torch.autograd.grad(slots, x, upstream, retain_graph=True)
+        right = torch.zeros_like(x).index_copy(0, rows[rows >= 0], upstream[rows >= 0])
+        assert torch.equal(to_x, right)
+        upstream = torch.randn_like(back)
+        (to_x,) = torch.autograd.grad(back, x, upstream)
+        assert torch.equal(to_x, upstream * placed[:, None, None])

@@ -19,15 +19,16 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-CALL_WORK: Final = {"cpu": 2**19, "cuda": 2**31}
+CALL_WORK: Final = {"cpu": 2**19, "cuda": 2**28}
 """What one more SDPA call costs, forward and backward, as multiply-adds of the score matrix
 (rows x keys x heads x head dimension) that the device does in that time: 0.1 ms on one CPU core
-at 5e9 a second; on a GPU, where the host needs 0.1 ms to start the kernels, at 2e13 a second."""
+at 5e9 a second; on a GPU, where kernels of a call need some 10 us to begin and to end, at 2e13 a
+second. The host needs 0.2 ms a call, but is ahead of the device as long as calls are large."""
 
 MOVE_KEYS: Final = {"cpu": 32, "cuda": 160}
 """What it costs to bring a token to its bucket and back, with its gradients, as keys that its row
 could see in that time: some 16 passes over its bytes at 10 GB/s on one CPU core, at 4 TB/s on a
-GPU. Sequences that each go alone, in their order, need not move."""
+GPU. A sequence that goes alone need not move."""
 
 MASK_ELEMENTS: Final = 2**23
 """Most elements of one mask: 8 MiB of bool, and 32 MiB where SDPA turns it into float32."""
@@ -76,12 +77,17 @@ class Moves:
         Packed row of each slot, or -1 for padding.
     places : int64 [T]
         Slot of each packed row, or -1 for a row that is in no bucket.
+    sizes, starts : int, one a bucket
+        Slots of the bucket; the packed row that it begins with where its slots are rows that lie
+        behind each other, and -1 where they are not.
     identity : bool
-        Nothing moves.
+        Slots and packed rows are the same.
     """
 
     slots: IntArray
     places: IntArray
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
     identity: bool
 
 
@@ -122,29 +128,32 @@ def make_plan(lengths_q: bytes, lengths_k: bytes, window: Window, work: int, dev
         "band": ~all_behind | ~(all_ahead | square),
     }
     call_work = CALL_WORK.get(device, CALL_WORK["cuda"]) // work
+    move_keys = MOVE_KEYS.get(device, MOVE_KEYS["cuda"])
     groups: list[tuple[Kind, list[int]]] = []
     for kind, members in kinds.items():
         candidates = np.flatnonzero(members & (rows > 0))
-        groups += [
-            (kind, sorted(group))
-            for group in _grouped(candidates, rows, keys, call_work, kind, window)
-        ]
-    # In the order of the batch, sequences that each go alone need no moving at all.
+        for group in map(sorted, _grouped(candidates, rows, keys, call_work, kind, window)):
+            whole = (rows[group] == n_q[group]).all() and (keys[group] == n_k[group]).all()
+            neighbours = group[-1] - group[0] == len(group) - 1
+            shares = _worth_sharing(
+                rows[group], keys[group], call_work, move_keys, bool(whole and neighbours)
+            )
+            groups += [(kind, group)] if shares else [(kind, [i]) for i in group]
+    # In the order of the batch, sequences that each go alone are views of it.
     groups.sort(key=lambda group: group[1][0])
-    plan = _laid_out(groups, n_q, n_k, rows, keys, diagonal, window)
-    moved = int(rows.sum()) * (not plan.queries.identity) + int(keys.sum()) * (
-        not plan.keys.identity
-    )
-    shared = sum(len(members) - 1 for _, members in groups)
-    padding = sum(b.rows * b.keys * len(b.row_counts) for b in plan.buckets) - int(
-        (rows * keys)[rows > 0].sum()
-    )
-    # Queries and keys are half of what moves each.
-    if shared * call_work - padding < MOVE_KEYS.get(device, MOVE_KEYS["cuda"]) * moved / 2:
-        alone = [(kind, [member]) for kind, members in groups for member in members]
-        alone.sort(key=lambda group: group[1][0])
-        return _laid_out(alone, n_q, n_k, rows, keys, diagonal, window)
-    return plan
+    return _laid_out(groups, n_q, n_k, rows, keys, diagonal, window)
+
+
+def _worth_sharing(
+    rows: IntArray, keys: IntArray, call_work: int, move_keys: int, together: bool
+) -> bool:
+    """Whether one call for all of them costs less than one for each, with the way there.
+
+    Those that lie together in the packed row, and are of one shape, need not move.
+    """
+    padding = int(rows.max()) * int(keys.max()) * len(rows) - int((rows * keys).sum())
+    moved = 0 if together and padding == 0 else int(rows.sum() + keys.sum()) // 2
+    return (len(rows) - 1) * call_work >= padding + move_keys * moved
 
 
 def _laid_out(
@@ -203,14 +212,25 @@ def block_rows(keys: int, window: Window) -> int:
 
 def _moves(groups: list[tuple[IntArray, IntArray]], tokens: int) -> Moves:
     """Lay out the slots; each group holds the first row and the number of rows of its sequences."""
-    padded = [np.empty(0, np.int64)]
+    padded = []
     for starts, counts in groups:
         column = np.arange(counts.max())
         inside = column < counts[:, None]
         padded.append(np.where(inside, starts[:, None] + column, -1).ravel())
-    slots = np.concatenate(padded)
+    slots = np.concatenate([np.empty(0, np.int64), *padded])
     places = np.full(tokens, -1, np.int64)
     real = np.flatnonzero(slots >= 0)
     places[slots[real]] = real
-    identity = np.array_equal(slots, np.arange(tokens))
-    return Moves(slots, places, identity)
+    return Moves(
+        slots,
+        places,
+        tuple(map(len, padded)),
+        tuple(_first_of_run(part) for part in padded),
+        identity=np.array_equal(slots, np.arange(tokens)),
+    )
+
+
+def _first_of_run(rows: IntArray) -> int:
+    """Return the first of rows that lie behind each other, -1 if these do not."""
+    first = int(rows[0])
+    return first if np.array_equal(rows, np.arange(first, first + len(rows))) else -1

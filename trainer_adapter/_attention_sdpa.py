@@ -2,9 +2,7 @@
 
 Invariants:
 
-- Tokens move between packed rows and buckets by plain gathers, forward and backward; padding is
-  zeros, and gets no gradient.
-- Where a sequence is alone in its bucket, its rows are views.
+- Tokens come to their buckets and back as `_attention_moves.py` has it.
 - A mask holds at most `MASK_ELEMENTS`, or `MIN_BLOCK_ROWS` rows of one sequence's keys.
 """
 
@@ -12,21 +10,19 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer_adapter._attention_moves import collect, gather_packed, spread
 from trainer_adapter._attention_plan import (
     MASK_ELEMENTS,
     UNLIMITED,
     Bucket,
-    IntArray,
-    Moves,
     Plan,
     Window,
     block_rows,
@@ -35,99 +31,29 @@ from trainer_adapter._attention_plan import (
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class _Index(NamedTuple):
-    """Rows to take, as the device wants it."""
-
-    rows: Tensor  # int64 [n], 0 where there is no row
-    missing: Tensor | None  # positions without a row, if there are any
-
-
-# A model asks for the same moves in each of its layers, so they go to the device once.
-_indices: weakref.WeakKeyDictionary[Moves, dict[torch.device, tuple[_Index, _Index]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _index(rows: IntArray, device: torch.device) -> _Index:
-    missing = np.flatnonzero(rows < 0)
-    return _Index(
-        torch.from_numpy(np.maximum(rows, 0)).to(device),
-        torch.from_numpy(missing).to(device) if len(missing) else None,
-    )
-
-
-def _moves_on(moves: Moves, device: torch.device) -> tuple[_Index, _Index]:
-    """Slots and places of a plan's moves, on a device."""
-    of_moves = _indices.setdefault(moves, {})
-    found = of_moves.get(device)
-    if found is None:
-        found = of_moves[device] = (_index(moves.slots, device), _index(moves.places, device))
-    return found
-
-
-def _select(x: Tensor, index: _Index, fill: float) -> Tensor:
-    """Take rows of `x`, and a row of `fill` where there is none."""
-    if len(x) == 0:
-        return x.new_full((len(index.rows), *x.shape[1:]), fill)
-    taken = x.index_select(0, index.rows)
-    if index.missing is not None:
-        taken.index_fill_(0, index.missing, fill)
-    return taken
-
-
-class _Move(torch.autograd.Function):
-    """Move rows by an index whose inverse is known.
-
-    The inverse makes the gradient a plain gather too; torch's own would scatter, row by row on
-    the CPU and by atomic additions on a GPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: _Index, inverse: _Index) -> Tensor:
-        ctx.inverse = inverse
-        return _select(x, index, 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _select(grad, ctx.inverse, 0.0), None, None
-
-
-def _move(x: Tensor, index: _Index, inverse: _Index) -> Tensor:
-    moved: Tensor = _Move.apply(x, index, inverse)  # type: ignore[no-untyped-call]
-    return moved
-
-
-def _to_buckets(x: Tensor, moves: Moves, sizes: list[tuple[int, int]]) -> list[Tensor]:
-    """Bring packed rows [T, H, D] into one [B, n, H, D] a bucket."""
-    if not sizes:
-        return []
-    slots = x if moves.identity else _move(x, *_moves_on(moves, x.device))
-    # Not slices: each slice's gradient would be as long as the whole batch.
-    parts = torch.split(slots, [count * length for count, length in sizes])
-    return [part.reshape(*size, *x.shape[1:]) for part, size in zip(parts, sizes, strict=True)]
-
-
 def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
     """Run the plan."""
     if not plan.buckets:
         # Zeros, but connected: all gradients are there, and 0.
         return q.new_zeros(q.shape) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
-    row_sizes = [(len(bucket.row_counts), bucket.rows) for bucket in plan.buckets]
-    key_sizes = [(len(bucket.row_counts), bucket.keys) for bucket in plan.buckets]
-    parts = zip(
+    outs = []
+    for bucket, *operands in zip(
         plan.buckets,
-        _to_buckets(q, plan.queries, row_sizes),
-        _to_buckets(k, plan.keys, key_sizes),
-        _to_buckets(v, plan.keys, key_sizes),
+        spread(q, plan.queries),
+        spread(k, plan.keys),
+        spread(v, plan.keys),
         strict=True,
-    )
-    outs = [
-        _attend_bucket(bucket, rows, keys, values, plan.window, scale).flatten(0, 1)
-        for bucket, rows, keys, values in parts
-    ]
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    moves = plan.queries
-    return out if moves.identity else _move(out, *_moves_on(moves, out.device)[::-1])
+    ):
+        rows, keys, values = _by_sequence(bucket, *operands)
+        out = _attend_bucket(bucket, rows, keys, values, plan.window, scale)
+        outs.append(out.flatten(0, 1))
+    return collect(outs, plan.queries)
+
+
+def _by_sequence(bucket: Bucket, *operands: Tensor) -> list[Tensor]:
+    """See the slots [B * n, ...] of a bucket as [B, n, ...]."""
+    count = len(bucket.row_counts)
+    return [x.unflatten(0, (count, -1)) for x in operands]  # type: ignore[no-untyped-call]
 
 
 def _attend_bucket(
@@ -211,17 +137,15 @@ def _visible(
 def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
     """Compute the log-sum-exp [H_q, T_q] by blocks of rows, outside of any graph."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    row_sizes = [(len(bucket.row_counts), bucket.rows) for bucket in plan.buckets]
-    key_sizes = [(len(bucket.row_counts), bucket.keys) for bucket in plan.buckets]
-    found = [q.new_empty((0, q.shape[1]), dtype=dtype)]
+    if not plan.buckets:
+        return q.new_full((q.shape[1], len(q)), -math.inf, dtype=dtype)
+    found = []
     # Autocast would take the products down to half precision.
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for bucket, rows, keys in zip(
-            plan.buckets,
-            _to_buckets(q, plan.queries, row_sizes),
-            _to_buckets(k, plan.keys, key_sizes),
-            strict=True,
+        for bucket, *operands in zip(
+            plan.buckets, spread(q, plan.queries), spread(k, plan.keys), strict=True
         ):
+            rows, keys = _by_sequence(bucket, *operands)
             rows = rows.reshape(*rows.shape[:2], k.shape[1], -1, k.shape[2])
             rows = rows.permute(0, 2, 3, 1, 4).to(dtype)
             keys = keys.permute(0, 2, 3, 1).unsqueeze(2).to(dtype)
@@ -235,8 +159,7 @@ def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
                 scores.masked_fill_(~seen[:, None, None], -math.inf)
                 blocks.append(scores.logsumexp(dim=-1))
             found.append(torch.cat(blocks, dim=-1).flatten(1, 2).transpose(1, 2).flatten(0, 1))
-    lse = _select(torch.cat(found), _moves_on(plan.queries, q.device)[1], -math.inf)
-    return lse.t().contiguous()
+    return gather_packed(found, plan.queries, -math.inf).t().contiguous()
 
 
 class _DifferentiableLse(torch.autograd.Function):
