@@ -116,6 +116,25 @@ WIDEST void gather_fill_f32(float *dst, float value, uint64_t n) {
     }
 }
 
+WIDEST static bool any_beyond_i64(const uint64_t *values, uint64_t n) {
+    uint64_t seen = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        seen |= values[i];
+    }
+    return seen > (uint64_t)INT64_MAX;
+}
+
+uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n) {
+    if (!any_beyond_i64(values, n)) {
+        return n;
+    }
+    uint64_t at = 0;
+    while (values[at] <= (uint64_t)INT64_MAX) {
+        at++;
+    }
+    return at;
+}
+
 /* Bits and not comparisons: they vectorise, and no compiler flag can argue them away. */
 #define EXPONENT_F32 UINT32_C(0x7f800000)
 

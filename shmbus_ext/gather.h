@@ -34,6 +34,9 @@ void gather_fill_f32(float *dst, float value, uint64_t n);
 /* 0 where the mask is 0, by selection: whatever stood there, a NaN too, is gone. */
 void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n);
 
+/* The position of the first that is more than an int64 holds; n where there is none. */
+uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n);
+
 bool gather_any_not_finite(const float *values, uint64_t n);
 /* The position of the first nan or infinity; n where there is none. */
 uint64_t gather_find_not_finite(const float *values, uint64_t n);

@@ -46,6 +46,16 @@ static bool field_error(const TrajectoryObject *t, PyObject *name, const char *e
     return false;
 }
 
+/* A batch's tokens are int64. */
+static bool check_range(const struct source *source, PyObject *name) {
+    const uint64_t *ids = (const uint64_t *)source->data[FIELD_TOKENS];
+    uint64_t at = gather_find_beyond_i64(ids, source->length);
+    return at == source->length ||
+           field_error(source->trajectory, name, "ids below 2**63",
+                       PyUnicode_FromFormat("%llu at token %llu", (unsigned long long)ids[at],
+                                            (unsigned long long)at));
+}
+
 static bool find_field(struct source *source, const struct lookup *lookup, int f, PyObject *name) {
     TrajectoryObject *t = source->trajectory;
     int at = lookup->at[f];
@@ -80,7 +90,7 @@ static bool find_field(struct source *source, const struct lookup *lookup, int f
                                                 (unsigned long long)source->length));
     }
     source->data[f] = trajectory_bytes(t) + shape[0];
-    return true;
+    return f != FIELD_TOKENS || source->kinds[f] != ELEMENT_U64 || check_range(source, name);
 }
 
 bool find_sources(PyObject *items, PyObject *const *names, struct source *sources) {

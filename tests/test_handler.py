@@ -330,6 +330,10 @@ MALFORMED: dict[str, tuple[Sample, str]] = {
     "2-D tokens": ({"tokens": np.ones((3, 1), int)}, "'tokens'.*one dimension.*2"),
     "0-D tokens": ({"tokens": np.array(5)}, "'tokens'.*one dimension.*0"),
     "big-endian tokens": ({"tokens": np.ones(3, ">i4")}, "'tokens'.*integer.*>i4"),
+    "tokens beyond int64": (
+        {"tokens": np.array([1, 2**63], np.uint64)},
+        r"'tokens'.*ids below 2\*\*63.*9223372036854775808 at token 1",
+    ),
     "short mask": ({"tokens": np.arange(3), "loss_mask": np.ones(2)}, "'loss_mask'.*tokens.*2"),
     "2-D mask": ({"tokens": np.arange(3), "loss_mask": np.ones((3, 1))}, "'loss_mask'.*one dim"),
     "complex mask": ({"tokens": np.arange(3), "loss_mask": np.ones(3, "F")}, "'loss_mask'.*numer"),
@@ -340,7 +344,7 @@ MALFORMED: dict[str, tuple[Sample, str]] = {
         {"tokens": np.arange(3), "advantages": np.ones(0)},
         "'advantages'.*tokens.*0",
     ),
-    "a huge score": ({"tokens": np.arange(3), "score": 1e39}, "score.*1e.?38.*1e.?39"),
+    "a huge score": ({"tokens": np.arange(3), "score": 1e39}, "'bad'.*score.*1e.?38.*1e.?39"),
 }
 
 

@@ -47,13 +47,15 @@ def check_lengths(trajectories: list[shmbus.Trajectory], lengths: list[int], bud
             )
 
 
-def check_scores(scores: list[float]) -> None:
+def check_scores(trajectories: list[shmbus.Trajectory]) -> None:
     """Raise ValueError for a score that no advantage can be computed from."""
-    worst = max(scores, key=abs)
-    if abs(worst) > MAX_SCORE:
-        raise ValueError(
-            f"score: expected at most {MAX_SCORE:g} by magnitude, got {worst:g}; scale the reward"
-        )
+    if max(map(abs, [t.score for t in trajectories])) <= MAX_SCORE:
+        return
+    worst = max(trajectories, key=lambda t: abs(t.score))
+    raise ValueError(
+        f"trajectory {worst.instance_id!r}[{worst.index}] of producer {worst.producer_id}: score: "
+        f"expected at most {MAX_SCORE:g} by magnitude, got {worst.score:g}; scale the reward"
+    )
 
 
 def check_wait(value: object) -> None:

@@ -387,7 +387,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         """Pair each group with its tokens; raises if one of them is malformed."""
         trajectories = [t for group in groups for t in group.trajectories]
         lengths = sequence_lengths(trajectories, self._fields)
-        check_scores([t.score for t in trajectories])
+        check_scores(trajectories)
         if self.tokens_per_batch is not None and max(lengths) > self.tokens_per_batch:
             check_lengths(trajectories, lengths, self.tokens_per_batch)
         left = iter(lengths)
