@@ -30,14 +30,20 @@ from numpy.typing import NDArray
 import shmbus
 from bench import machine
 from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE
+from trainer_adapter._cuda import Staging
 from trainer_adapter.attention import attention_backend, varlen_attention
-from trainer_adapter.gpu import GpuPacker, Pending
+from trainer_adapter.gpu import GpuPacker, Pending, begin_gather
 from trainer_adapter.packing import pack
 
 __all__ = ["main"]
 
 #: Tokens of a record: 18 KB.
 TOKENS: Final = 2048
+#: Groups of a batch: 64k, 256k and 1M tokens. Another size is a quarter of all there are: what a
+#: rank of a big job has.
+SMALL_BATCHES: Final = (4, 16, 64)
+#: Clock cycles that a device sleeps while the host plans: some 5 ms.
+AHEAD_CYCLES: Final = 10_000_000
 #: Bytes of one pinned copy: far beyond all that a launch costs.
 PINNED_BYTES: Final = 256 << 20
 #: Heads and their size in the attention rows.
@@ -109,8 +115,7 @@ def _transfer(capacity: str, repetitions: int) -> list[dict[str, Any]]:
                 groups += consumer.take(1024, 10.0)
             rows = [_pinned_copy(repetitions)]
             for transport in ("gather", "pinned", "copy"):
-                # A batch of a step, and one as large as a rank of a big job has.
-                for per_batch in (32, len(groups) // 4):
+                for per_batch in (*SMALL_BATCHES, len(groups) // 4):
                     rows.append(_one_transport(groups, transport, per_batch, repetitions))
             rows.append(_pinned_copy(repetitions))
     pinned = statistics.mean([rows[0]["gb_per_s"], rows[-1]["gb_per_s"]])
@@ -162,20 +167,44 @@ def _one_transport(
         runs = [_run(packer, batches) for _ in range(max(3, repetitions // 2))]
         runs.sort()
         seconds, cpu_s = runs[len(runs) // 2]
-        alone = _device_seconds(lambda: packer.pack(batches[0]), repetitions, packer._stream)
+        alone = [_wall_seconds(lambda: packer.pack(batches[0])) for _ in range(repetitions)]
+        kernel = _kernel_seconds(packer, batches[0], repetitions) if transport == "gather" else None
     finally:
         packer.close()
     tokens = len(batches) * per_batch * GROUP_SIZE * TOKENS
     width = BYTES_PER_TOKEN if transport == "gather" else 25
-    return {
+    row: dict[str, Any] = {
         "what": transport,
         "tokens_per_batch": per_batch * GROUP_SIZE * TOKENS,
         "gb_per_s": tokens * width / seconds / 1e9,
         "records_per_s": tokens / TOKENS / seconds,
         "cpu_s_per_s": cpu_s / seconds,
         "cpu_us_per_record": cpu_s / (tokens / TOKENS) * 1e6,
-        "one_batch_on_the_device_ms": alone * 1e3,
+        "one_batch_ms": statistics.median(alone) * 1e3,
     }
+    if kernel is not None:
+        batch_bytes = per_batch * GROUP_SIZE * TOKENS * width
+        row["device_ms"] = kernel * 1e3
+        row["device_gb_per_s"] = batch_bytes / kernel / 1e9
+    return row
+
+
+def _wall_seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _kernel_seconds(packer: GpuPacker, batch: list[shmbus.Group], repetitions: int) -> float:
+    """Time that the device needs for a batch when the host is not what it waits for."""
+    assert packer._registration is not None
+    staging, shift = Staging(packer.device), packer._registration.device_shift
+    stream = torch.cuda.current_stream()
+
+    def work() -> None:
+        begin_gather(batch, packer.device, stream=stream, device_shift=shift, staging=staging)
+
+    return _device_seconds(work, repetitions, ahead=True)
 
 
 def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[float, float]:
@@ -192,20 +221,22 @@ def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[float, f
     return time.perf_counter() - began, time.process_time() - began_cpu
 
 
-def _device_seconds(
-    work: Callable[[], object], repetitions: int, stream: torch.cuda.Stream | None = None
-) -> float:
-    """Median time that the device needs for some work, by events on a stream."""
-    stream = stream or torch.cuda.current_stream()
+def _device_seconds(work: Callable[[], object], repetitions: int, *, ahead: bool = False) -> float:
+    """Median time that the device needs for some work, by events on the current stream.
+
+    With `ahead`, the device is kept busy until the host has given it all of the work.
+    """
     seconds = []
     for turn in range(repetitions + 3):
         events = [
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
         ]
-        events[0].record(stream)
+        if ahead:
+            torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        events[0].record()
         work()
-        events[1].record(stream)
+        events[1].record()
         torch.cuda.synchronize()
         if turn >= 3:
             seconds.append(events[0].elapsed_time(events[1]) / 1e3)

@@ -42,6 +42,7 @@ REFUSED_WIDTH: int
 REFUSED_RECENT: int
 
 ELEMENT_KINDS: tuple[str, ...]
+ROW_WORDS: int
 MAGIC: int
 HEADER_BYTES: int
 RELEASED_OFFSET: int
@@ -371,8 +372,14 @@ def pack(
     sequence_advantages: NDArray[np.float32],
     /,
 ) -> bool: ...
-def locate(
-    trajectories: list[Trajectory], names: _Names, /
-) -> tuple[int, int, NDArray[np.int64]]: ...
+def plan_gather(
+    trajectories: list[Trajectory],
+    names: _Names,
+    memory: NDArray[np.uint8],
+    shift: int,
+    chunk_tokens: int,
+    /,
+) -> tuple[int, int, int, int, int, list[tuple[int, int, tuple[int, int, int, int]]]]: ...
+def mapping_of(trajectory: Trajectory, /) -> tuple[int, int]: ...
 def find_not_finite(values: NDArray[np.float32], /) -> int: ...
 def mentioning(trajectories: list[Trajectory], word: bytes, /) -> list[int]: ...

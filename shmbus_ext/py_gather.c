@@ -200,6 +200,16 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
     return true;
 }
 
+bool batch_fits(uint64_t tokens) {
+    if (tokens > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError,
+                     "a batch of %llu tokens is more than int32 cu_seqlens can index; lower "
+                     "tokens_per_batch",
+                     (unsigned long long)tokens);
+    }
+    return tokens <= INT32_MAX;
+}
+
 /* pack(trajectories, names, tokens, position_ids, loss_mask, logprobs, advantages, cu_seqlens,
  * sequence_advantages) -> bool: fills all arrays, in the trajectories' order; whether all logprobs
  * and advantages in them are finite. */
@@ -226,13 +236,7 @@ static PyObject *gather_pack(PyObject *module, PyObject *args) {
         total += sources[i].length;
         refs[i] = sources[i].trajectory->ref;
     }
-    if (good && total > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError,
-                     "a batch of %llu tokens is more than int32 cu_seqlens can index; lower "
-                     "tokens_per_batch",
-                     (unsigned long long)total);
-        good = false;
-    }
+    good = good && batch_fits(total);
     uint64_t n = (uint64_t)count;
     good = good && check_array(arrays[0], "tokens", NPY_INT64, total, true, &to.tokens) &&
            check_array(arrays[1], "position_ids", NPY_INT64, total, true, &to.positions) &&

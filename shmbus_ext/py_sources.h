@@ -17,6 +17,9 @@ struct source {
     uint8_t kinds[FIELDS];
 };
 
+/* Whether int32 borders can index so many tokens; false with an exception. */
+bool batch_fits(uint64_t tokens);
+
 /* One source a trajectory of the list; false with an exception that names what does not fit. */
 bool find_sources(PyObject *items, PyObject *const *names, struct source *sources);
 

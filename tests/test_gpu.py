@@ -6,6 +6,7 @@ Whatever the transport, a batch is what `pack` makes of the same groups on the h
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from conftest import Spawner
 
 from shmbus import Bus, Consumer, Producer
+from shmbus.locate import KINDS, plan_gather
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -69,6 +71,86 @@ def assert_same(got: Batch, want: Batch) -> None:
     assert (got.layout, got.groups) == (want.layout, want.groups)
 
 
+# --- the table that the kernel gathers by
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+FIELDS = ("tokens", "loss_mask", "logprobs", "advantages")
+
+
+def table_by_hand(
+    trajectories: list[Any], shift: int, chunk: int
+) -> tuple[Any, list[Any], list[int]]:
+    """Rows, launches with their chunks, and borders, from the arrays themselves."""
+    lengths = [len(t["tokens"]) for t in trajectories]
+    borders = [0, *itertools.accumulate(lengths)]
+    rows, launches = [], {}
+    for number, t in enumerate(trajectories):
+        given = [dict(t).get(name) for name in FIELDS]
+        addresses = [0 if a is None else address(a) + shift for a in given]
+        rows.append([*addresses, lengths[number], borders[number], 0, 0])
+        kinds = tuple(-1 if a is None else KINDS.index(a.dtype) for a in given)
+        chunks = [[number, at] for at in range(0, lengths[number], chunk)]
+        launches.setdefault(kinds, []).extend(chunks)
+    return (
+        np.array(rows),
+        [(kinds, chunks) for kinds, chunks in launches.items() if chunks],
+        borders,
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1024])
+def test_the_table_says_where_each_field_is_and_each_token_goes(
+    bus: Bus, seed: int, chunk: int
+) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        put_random(producer, seed, 8, 300)
+        trajectories = [t for group in consumer.take(64, 10) for t in group]
+        memory = np.full(1 << 17, 0xAA, np.uint8)
+        table = plan_gather(trajectories, None, memory, shift=4096, chunk_tokens=chunk)
+        rows, launches, borders = table_by_hand(trajectories, 4096, chunk)
+        count = len(trajectories)
+        assert (table.tokens, table.longest) == (borders[-1], max(np.diff(borders)))
+        assert (memory[: table.chunks_at].view(np.int64).reshape(count, -1) == rows).all()
+        chunks = memory[table.chunks_at : table.borders_at].view(np.int32)
+        mine = [
+            (kinds, chunks[2 * first : 2 * (first + n)].reshape(n, 2).tolist())
+            for first, n, kinds in table.launches
+        ]
+        assert mine == launches
+        found = memory[table.borders_at :].view(np.int32)[: count + 1]
+        assert found.tolist() == borders
+        assert (memory[table.nbytes :] == 0xAA).all()
+        # Too little memory, by a byte: all is said but what is in it, and nothing is written.
+        small = np.full(table.nbytes - 1, 0xAA, np.uint8)
+        again = plan_gather(trajectories, None, small, shift=4096, chunk_tokens=chunk)
+        assert (again.nbytes, again.tokens, again.launches) == (table.nbytes, table.tokens, [])
+        assert (small == 0xAA).all()
+
+
+def test_a_table_is_refused_for_what_no_batch_can_be_made_of(bus: Bus) -> None:
+    memory = np.empty(4096, np.uint8)
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        with pytest.raises(ValueError, match="at least one trajectory"):
+            plan_gather([], None, memory, shift=0, chunk_tokens=8)
+        producer.put("a", group_size=1, index=0, tokens=np.arange(3), logprobs=np.zeros(2))
+        (group,) = consumer.take(1, 10)
+        with pytest.raises(ValueError, match="'logprobs': expected as many elements as tokens"):
+            plan_gather(group.trajectories, None, memory, shift=0, chunk_tokens=8)
+        names = FieldNames(logprobs=None)
+        for wrong in (
+            memory[1:],
+            memory[::2],
+            memory.view(np.int32),
+            np.frombuffer(b"0" * 99, np.uint8),
+        ):
+            with pytest.raises(ValueError, match="writable, contiguous memory of dtype uint8"):
+                plan_gather(group.trajectories, names, wrong, shift=0, chunk_tokens=8)
+
+
 # --- the kernel, without a GPU
 
 INTERPRETED = """
@@ -77,13 +159,16 @@ import numpy as np, torch
 sys.path.insert(0, sys.argv[1])
 from test_gpu import assert_same, put_random
 from shmbus import Consumer, Producer
-from trainer_adapter import pack
+from trainer_adapter import _cuda, _gpu_gather, pack
 from trainer_adapter.gpu import begin_gather
 
 name, seed = sys.argv[2], int(sys.argv[3])
 device = torch.device("cpu")
 with Producer(name) as producer, Consumer(name) as consumer:
     for round, longest in enumerate((60, 5000, 1)):
+        if round == 1:
+            # A table that is larger than usual, in memory that is not.
+            _gpu_gather.USUAL_TABLE_BYTES, _cuda.STAGING_BYTES = 0, 1
         put_random(producer, seed + round, 3, longest)
         groups = consumer.take(64, 10)
         assert len(groups) == 3

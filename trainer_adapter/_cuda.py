@@ -1,4 +1,4 @@
-"""Host memory as CUDA reads it: pinned blocks for batches, and the ring, registered.
+"""Host memory as CUDA reads it: pinned blocks for batches and tables, and the ring, registered.
 
 Invariants:
 
@@ -17,13 +17,16 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from trainer_adapter.packing import BatchMemory
 
-__all__ = ["PinnedMemory", "Registration"]
+__all__ = ["PinnedMemory", "Registration", "Staging", "StagingBlock"]
 
 #: cudaHostRegisterPortable | cudaHostRegisterMapped: for all contexts, with an address there.
 REGISTER_FLAGS: Final = 0x01 | 0x02
+#: Bytes that a block of `Staging` is rounded up to: the table of half a million tokens.
+STAGING_BYTES: Final = 1 << 16
 
 
 class PinnedMemory(BatchMemory):
@@ -33,6 +36,56 @@ class PinnedMemory(BatchMemory):
         """Return a new block; RuntimeError where the system gives no such memory."""
         block: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         return block
+
+
+class StagingBlock:
+    """Memory of `Staging`: pinned, with the event of the last copy from it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._device = device
+        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self.array: NDArray[np.uint8] = self._host.numpy()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy from it is under way."""
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def send(self, nbytes: int) -> Tensor:
+        """Copy its first bytes to the device, on the current stream, and return them there."""
+        there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        there.copy_(self._host[:nbytes], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return there
+
+
+class Staging:
+    """Host memory to make tables in that go to one device; used again once they are there.
+
+    A block is busy until the device has copied it, whoever lets go of it before.
+
+    Parameters
+    ----------
+    device : torch.device
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._blocks: list[StagingBlock] = []
+
+    def take(self, size: int) -> StagingBlock:
+        """Return a block of at least `size` bytes, whatever they are; `send` it before the next."""
+        idle = [block for block in self._blocks if block.idle]
+        for block in idle:
+            if block.array.nbytes >= size:
+                return block
+        # What was too small once will be so again.
+        self._blocks = [block for block in self._blocks if block not in idle]
+        self._blocks.append(StagingBlock(-(-size // STAGING_BYTES) * STAGING_BYTES, self._device))
+        return self._blocks[-1]
 
 
 class Registration:

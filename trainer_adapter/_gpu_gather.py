@@ -9,9 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,8 @@ from torch import Tensor
 
 import shmbus
 from shmbus.gather import FieldNames, describe
-from shmbus.locate import KINDS, Places, locate
+from shmbus.locate import KINDS, ROW_WORDS, GatherTable, plan_gather
+from trainer_adapter._cuda import Staging, StagingBlock
 from trainer_adapter._finite import not_finite
 from trainer_adapter.advantages import Kind, advantages_for_groups
 from trainer_adapter.overrides import ZEROED, Truncated, sample_flags
@@ -30,10 +30,28 @@ __all__ = ["Pending", "begin_gather"]
 
 #: Bytes that parts of one block on the device are aligned to: what vector loads want, and more.
 PART_ALIGN: Final = 64
+#: Bytes of table that a sequence of up to 20,000 tokens has; longer ones cost a second attempt.
+USUAL_TABLE_BYTES: Final = 256
+#: Words of a row that are filled in here: flags of `overrides.py`; in the first half of the other,
+#: the advantage of a sequence whose tokens bring none.
+FLAGS_WORD: Final = 6
+GAIN_WORD: Final = 7
+#: Of an entry of the table of chunks.
+CHUNK_BYTES: Final = 8
+#: What the kernel fills, in the order of its arguments.
+OUTPUTS: Final = {
+    "tokens": torch.int64,
+    "position_ids": torch.int64,
+    "loss_mask": torch.bool,
+    "logprobs": torch.float32,
+    "advantages": torch.float32,
+}
 #: What an event is created with so that a thread that waits for it sleeps instead of spinning.
 BLOCKING: Final = True
 #: No token is at this position: "nothing is broken", for the kernel's minimum.
 NOWHERE: Final = 2**62
+#: What the kernel lowers: the first token whose logprob, and whose advantage, is not finite.
+NOTHING_BROKEN: Final = (NOWHERE, NOWHERE)
 
 
 class Pending:
@@ -97,6 +115,7 @@ def begin_gather(
     *,
     stream: torch.cuda.Stream | None = None,
     device_shift: int = 0,
+    staging: Staging | None = None,
     advantages: Kind = "grpo",
     layout: Layout = "packed",
     fields: FieldNames | None = None,
@@ -113,6 +132,8 @@ def begin_gather(
         The current stream; None on a device that has none.
     device_shift : int
         What an address in this process is off from the device's.
+    staging : Staging, optional
+        Where tables are made; memory of its own without it.
     advantages, layout, fields, truncated
         As for `pack`.
 
@@ -127,53 +148,40 @@ def begin_gather(
     """
     names = fields or FieldNames()
     trajectories = [t for group in groups for t in group.trajectories]
-    places = locate(trajectories, names)
-    total = int(places.lengths.sum())
-    if total > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"a batch of {total} tokens is more than int32 cu_seqlens can index; lower "
-            "tokens_per_batch"
-        )
-    sizes = np.array([len(group.trajectories) for group in groups], np.int64)
+    sizes = [len(group.trajectories) for group in groups]
     scores, policy_versions, instance_ids = describe(trajectories)
-    borders = np.zeros(len(trajectories) + 1, np.int32)
-    np.cumsum(places.lengths, out=borders[1:])
     flags = sample_flags(trajectories, truncated)
     per_sequence = advantages_for_groups(scores, sizes, advantages)
     if flags is not None:
         per_sequence[flags & ZEROED != 0] = 0
-    tables, plan = _tables(places, device_shift, flags)
-    small: list[NDArray[Any]] = [
-        per_sequence,
-        borders,
-        scores.astype(np.float32),
-        policy_versions,
-        sizes,
-    ]
-    sent, block = _to_device(device, [*tables, *small])
-    rows, chunks, broken, gains, cu_seqlens, device_scores, versions, group_sizes = sent
+    block, table = _plan(trajectories, names, device_shift, staging or Staging(device), len(groups))
+    count = len(trajectories)
+    rows = block.array[: table.chunks_at].view(np.int64).reshape(count, ROW_WORDS)
+    if flags is not None:
+        rows[:, FLAGS_WORD] = flags
+    rows.view(np.float32)[:, 2 * GAIN_WORD] = per_sequence
+    borders = block.array[table.borders_at :][: 4 * (count + 1)].view(np.int32).copy()
+    parts = _append(block.array, table.nbytes, scores, policy_versions, sizes)
+    there = block.send(parts.end)
     out = {
-        "tokens": torch.empty(total, dtype=torch.int64, device=device),
-        "position_ids": torch.empty(total, dtype=torch.int64, device=device),
-        "loss_mask": torch.empty(total, dtype=torch.bool, device=device),
-        "logprobs": torch.empty(total, dtype=torch.float32, device=device),
-        "advantages": torch.empty(total, dtype=torch.float32, device=device),
+        name: torch.empty(table.tokens, dtype=dtype, device=device)
+        for name, dtype in OUTPUTS.items()
     }
-    _launch(rows, gains, chunks, out, broken, plan)
+    _launch(there, table, parts.broken_at, out)
     found = torch.empty(2, dtype=torch.int64, pin_memory=device.type == "cuda")
-    found.copy_(broken, non_blocking=True)
+    found.copy_(_part(there, parts.broken_at, 2, torch.int64), non_blocking=True)
     batch = Batch(
         tokens=out["tokens"],
         position_ids=out["position_ids"],
         loss_mask=out["loss_mask"],
         logprobs=out["logprobs"],
         advantages=out["advantages"],
-        cu_seqlens=cu_seqlens,
-        max_seqlen=int(places.lengths.max()),
-        scores=device_scores,
+        cu_seqlens=_part(there, table.borders_at, count + 1, torch.int32),
+        max_seqlen=table.longest,
+        scores=_part(there, parts.scores_at, count, torch.float32),
         instance_ids=instance_ids,
-        policy_versions=versions,
-        group_sizes=group_sizes,
+        policy_versions=_part(there, parts.versions_at, count, torch.int64),
+        group_sizes=_part(there, parts.sizes_at, len(sizes), torch.int64),
         groups=groups,
         transport="gather",
     )
@@ -183,87 +191,69 @@ def begin_gather(
     def check() -> None:
         _require_finite(found.tolist(), out, names, borders, trajectories)
 
-    return Pending(batch, stream, keep=(block, sent), check=check)
+    return Pending(batch, stream, keep=there, check=check)
 
 
-class _Launch:
-    """One launch: chunks that lie behind each other, of records whose fields have these dtypes."""
+def _plan(
+    trajectories: list[shmbus.Trajectory],
+    names: FieldNames,
+    device_shift: int,
+    staging: Staging,
+    groups: int,
+) -> tuple[StagingBlock, GatherTable]:
+    """Make the kernel's table in a block that has room for what is appended to it."""
+    from trainer_adapter._gpu_kernel import CHUNK_TOKENS
 
-    def __init__(self, first: int, count: int, kinds: tuple[int, ...]) -> None:
-        self.first = first
-        self.count = count
-        self.kinds = kinds
-
-
-def _tables(
-    places: Places, device_shift: int, flags: NDArray[np.uint8] | None
-) -> tuple[list[NDArray[Any]], list[_Launch]]:
-    """Make the kernel's tables: rows, chunks, and what it reports into; and the launches."""
-    from trainer_adapter._gpu_kernel import CHUNK_TOKENS, ROW_COLUMNS
-
-    lengths = places.lengths
-    rows = np.zeros((len(lengths), ROW_COLUMNS), np.int64)
-    np.add(places.offsets, places.base + device_shift, out=rows[:, :4])
-    rows[:, 4] = lengths
-    np.cumsum(lengths[:-1], out=rows[1:, 5])
-    if flags is not None:
-        rows[:, 6] = flags
-    # Sequences of like dtypes behind each other; nearly always that is all of them.
-    order = np.arange(len(lengths))
-    borders = [0, len(lengths)]
-    if not (places.kinds == places.kinds[0]).all():
-        order = np.lexsort(places.kinds.T)
-        differ = (np.diff(places.kinds[order], axis=0) != 0).any(axis=1)
-        borders = [0, *(np.flatnonzero(differ) + 1).tolist(), len(lengths)]
-    counts = -(-lengths[order] // CHUNK_TOKENS)
-    ends = np.cumsum(counts)
-    chunks = np.empty((int(ends[-1]), 2), np.int32)
-    chunks[:, 0] = np.repeat(order, counts)
-    chunks[:, 1] = (np.arange(len(chunks)) - np.repeat(ends - counts, counts)) * CHUNK_TOKENS
-    plan = []
-    for low, high in itertools.pairwise(borders):
-        first = int(ends[low] - counts[low])
-        kinds = tuple(places.kinds[order[low]].tolist())
-        plan.append(_Launch(first, int(ends[high - 1]) - first, kinds))
-    broken = np.full(2, NOWHERE, np.int64)
-    return [rows, chunks, broken], [launch for launch in plan if launch.count]
+    appended = len(trajectories) * 12 + groups * 8 + 5 * PART_ALIGN
+    block = staging.take(len(trajectories) * USUAL_TABLE_BYTES + appended)
+    while True:
+        table = plan_gather(
+            trajectories, names, block.array, shift=device_shift, chunk_tokens=CHUNK_TOKENS
+        )
+        if table.nbytes + appended <= block.array.nbytes:
+            return block, table
+        block = staging.take(table.nbytes + appended)
 
 
-def _to_device(device: torch.device, arrays: list[NDArray[Any]]) -> tuple[list[Tensor], Tensor]:
-    """Copy small arrays to the device as one block, which is returned too: it is still read."""
-    places = [0]
-    for array in arrays:
-        places.append(places[-1] + -(-array.nbytes // PART_ALIGN) * PART_ALIGN)
-    block = torch.empty(places[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host = block.numpy()
-    for array, at in zip(arrays, places, strict=False):
-        host[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = block.to(device, non_blocking=True)
-    sent = [
-        there[at : at + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
-        for array, at in zip(arrays, places, strict=False)
-    ]
-    return sent, block
+class _Parts(NamedTuple):
+    """Where in the block lies what is not the kernel's table."""
+
+    versions_at: int
+    sizes_at: int
+    broken_at: int
+    scores_at: int
+    end: int
 
 
-_TORCH_DTYPES: Final = {
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float32): torch.float32,
-}
+def _append(
+    block: NDArray[np.uint8],
+    at: int,
+    scores: NDArray[np.float64],
+    policy_versions: NDArray[np.int64],
+    sizes: list[int],
+) -> _Parts:
+    """Put what a batch says of its sequences and groups behind the table."""
+    places = [at]
+    for values, dtype in (
+        (policy_versions, np.int64), (sizes, np.int64), (NOTHING_BROKEN, np.int64),
+        (scores, np.float32),
+    ):  # fmt: skip
+        end = at + len(values) * np.dtype(dtype).itemsize
+        block[at:end].view(dtype)[:] = values
+        at = -(-end // PART_ALIGN) * PART_ALIGN
+        places.append(at)
+    return _Parts(*places)
 
 
-def _launch(
-    rows: Tensor,
-    gains: Tensor,
-    chunks: Tensor,
-    out: dict[str, Tensor],
-    broken: Tensor,
-    plan: list[_Launch],
-) -> None:
+def _part(there: Tensor, at: int, length: int, dtype: torch.dtype) -> Tensor:
+    return there[at : at + length * dtype.itemsize].view(dtype)
+
+
+def _launch(there: Tensor, table: GatherTable, broken_at: int, out: dict[str, Tensor]) -> None:
+    """Start the kernel, once for all sequences that have the same fields."""
     import triton.language as tl
 
-    from trainer_adapter._gpu_kernel import CHUNK_TOKENS, ROW_COLUMNS, WARPS, pack_records
+    from trainer_adapter._gpu_kernel import CHUNK_TOKENS, WARPS, pack_records
 
     # As numpy's kinds; a bool is a byte, and one that is missing has any type.
     types = {
@@ -271,28 +261,24 @@ def _launch(
         "i4": tl.int32, "u4": tl.uint32, "i8": tl.int64, "u8": tl.uint64,
         "f4": tl.float32, "f8": tl.float64,
     }  # fmt: skip
-    for launch in plan:
+    broken = _part(there, broken_at, 2, torch.int64)
+    for first, count, kinds in table.launches:
         tokens, mask, logprobs, advantages = (
-            types[KINDS[kind].str[1:]] if kind >= 0 else tl.int8 for kind in launch.kinds
+            types[KINDS[kind].str[1:]] if kind >= 0 else tl.int8 for kind in kinds
         )
-        pack_records[(launch.count,)](
-            rows,
-            gains,
-            chunks[launch.first :],
-            out["tokens"],
-            out["position_ids"],
-            out["loss_mask"].view(torch.uint8),
-            out["logprobs"],
-            out["advantages"],
+        pack_records[(count,)](
+            there,
+            table.chunks_at + first * CHUNK_BYTES,
+            *out.values(),
             broken,
             TOKENS=tokens,
             MASK=mask,
             LOGPROBS=logprobs,
             ADVANTAGES=advantages,
-            HAS_MASK=launch.kinds[1] >= 0,
-            HAS_LOGPROBS=launch.kinds[2] >= 0,
-            HAS_ADVANTAGES=launch.kinds[3] >= 0,
-            COLUMNS=ROW_COLUMNS,
+            HAS_MASK=kinds[1] >= 0,
+            HAS_LOGPROBS=kinds[2] >= 0,
+            HAS_ADVANTAGES=kinds[3] >= 0,
+            WORDS=ROW_WORDS,
             CHUNK=CHUNK_TOKENS,
             NOWHERE=NOWHERE,
             num_warps=WARPS,

@@ -18,7 +18,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-__all__ = ["CHUNK_TOKENS", "ROW_COLUMNS", "WARPS", "pack_records"]
+__all__ = ["CHUNK_TOKENS", "WARPS", "pack_records"]
 
 CHUNK_TOKENS: Final = 1024
 """Tokens of a program."""
@@ -27,19 +27,14 @@ WARPS: Final = 8
 """Warps of a program. With `CHUNK_TOKENS`, a thread reads four tokens of a field: one vector of 16
 bytes. On an H200, 50 of 55 GB/s; with twice as many tokens a thread, 36; with four times, 25."""
 
-ROW_COLUMNS: Final = 7
-"""Words of a row: addresses of tokens, mask, logprobs and advantages; tokens; where the sequence
-begins in the batch; flags of `overrides.py`."""
-
 
 @triton.jit
 def pack_records(
-    rows,  # int64 [S, ROW_COLUMNS]
-    sequence_advantages,  # float32 [S]
-    chunks,  # int32 [C, 2]: sequence, and its first token here
+    table,  # uint8: that of `shmbus.locate.plan_gather`
+    chunks_at,  # where the first chunk of this launch is in it
     tokens,  # int64 [T]
     position_ids,  # int64 [T]
-    loss_mask,  # uint8 [T]
+    loss_mask,  # bool [T]
     logprobs,  # float32 [T]
     advantages,  # float32 [T]
     broken,  # int64 [2]: first token whose logprob, and whose advantage, is not finite
@@ -50,22 +45,22 @@ def pack_records(
     HAS_MASK: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
     HAS_ADVANTAGES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
     CHUNK: tl.constexpr,
     NOWHERE: tl.constexpr,
 ):
     """Pack one chunk; the upper-case dtypes are those of the records."""
-    chunk = tl.program_id(0)
-    sequence = tl.load(chunks + 2 * chunk)
-    first = tl.multiple_of(tl.load(chunks + 2 * chunk + 1), 16)
-    row = rows + sequence.to(tl.int64) * COLUMNS
+    chunk = (table + chunks_at).to(tl.pointer_type(tl.int32)) + 2 * tl.program_id(0)
+    sequence = tl.load(chunk)
+    first = tl.multiple_of(tl.load(chunk + 1), 16)
+    row = table.to(tl.pointer_type(tl.int64)) + sequence.to(tl.int64) * WORDS
     length = tl.load(row + 4)
     start = tl.load(row + 5)
     flags = tl.load(row + 6)
+    gain = tl.load((row + 7).to(tl.pointer_type(tl.float32)))
     here = first + tl.arange(0, CHUNK)
     inside = here < length
     at = start + here
-    gain = tl.load(sequence_advantages + sequence)
     # All of the record's fields are asked for before the first is used: the way to the host's
     # memory is long. Each begins on a cache line, so whole vectors can be read.
     address = tl.multiple_of(tl.load(row).to(tl.pointer_type(TOKENS)), 16)
@@ -84,7 +79,7 @@ def pack_records(
     trained = inside & ((flags & 1) == 0)
     if HAS_MASK:
         trained = trained & (kept != 0)
-    tl.store(loss_mask + at, trained.to(tl.uint8), mask=inside)
+    tl.store(loss_mask + at, trained, mask=inside)
     values = tl.zeros([CHUNK], dtype=tl.float32)
     if HAS_LOGPROBS:
         values = tl.where(trained, read.to(tl.float32), 0.0)
