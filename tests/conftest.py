@@ -19,9 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+
+from shmbus import Bus, Producer
 
 # A shell that starts this in the background has it ignore Ctrl-C, and children inherit that; the
 # tests that interrupt one would wait in vain.
@@ -268,6 +270,25 @@ def daemon(spawn: Spawner, bus_name: str) -> Callable[..., Daemon]:
         return Daemon(spawn, name, options)
 
     return start
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    """A small bus; a file that needs another one has its own."""
+    with Bus.create(bus_name, capacity="4MiB", max_producers=4) as handle:
+        yield handle
+
+
+@pytest.fixture
+def producer(bus: Bus) -> Iterator[Producer]:
+    """A producer of it."""
+    with Producer(bus.name) as handle:
+        yield handle
+
+
+def keys_of(batch: Any) -> list[str]:
+    """The instance ids of a batch's groups."""
+    return [group.instance_id for group in batch.groups]
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import keys_of
 from torch.utils.data import DataLoader, IterableDataset
 
 from shmbus import Bus, Producer
-from trainer_adapter import Batch, OnlineDataHandler, pack
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="4MiB", max_producers=4) as handle:
-        yield handle
-
-
-@pytest.fixture
-def producer(bus: Bus) -> Iterator[Producer]:
-    with Producer(bus.name) as handle:
-        yield handle
+from trainer_adapter import OnlineDataHandler, pack
 
 
 def put(producer: Producer, key: str, metas: list[Any] | None = None, **more: Any) -> None:
@@ -41,10 +29,6 @@ def put(producer: Producer, key: str, metas: list[Any] | None = None, **more: An
             "logprobs": np.full(4, -0.5, np.float32), "score": float(index), **more,
         }  # fmt: skip
         producer.put(key, group_size=len(metas), index=index, meta=meta, timeout=10, **given)
-
-
-def keys_of(batch: Batch) -> list[str]:
-    return [group.instance_id for group in batch.groups]
 
 
 # --- torch's loaders

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import keys_of
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
+from trainer_adapter.packing import BLOCK_BYTES, BatchMemory
 
 Sample = dict[str, Any]
 
@@ -25,18 +26,6 @@ DTYPES = {
     "scores": torch.float32, "policy_versions": torch.int64, "group_sizes": torch.int64,
 }  # fmt: skip
 PER_TOKEN = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="4MiB", max_producers=4) as handle:
-        yield handle
-
-
-@pytest.fixture
-def producer(bus: Bus) -> Iterator[Producer]:
-    with Producer(bus.name) as handle:
-        yield handle
 
 
 def sample(rng: np.random.Generator, length: int, **more: Any) -> Sample:
@@ -104,10 +93,6 @@ def expected(groups: list[list[Sample]], kind: Any = "grpo") -> dict[str, np.nda
         "policy_versions": np.array([s.get("policy_version", 0) for s in samples]),
         "group_sizes": np.array([len(group) for group in groups]),
     }  # fmt: skip
-
-
-def keys_of(batch: Batch) -> list[str]:
-    return [group.instance_id for group in batch.groups]
 
 
 def assert_batch(batch: Batch, groups: dict[str, Any], kind: Any = "grpo") -> None:
@@ -319,6 +304,32 @@ def test_a_timeout_says_what_is_missing(bus: Bus, producer: Producer) -> None:
             assert words in str(caught.value)
         producer.put("a", group_size=2, index=1, tokens=np.arange(3))
         assert handler.next_batch(10).instance_ids == ["a", "a"]
+
+
+def test_memory_that_a_kept_tensor_looks_at_is_not_packed_into(
+    bus: Bus, producer: Producer, seed: int
+) -> None:
+    put_random(producer, seed, 8)
+    memory = BatchMemory()
+    with Consumer(bus.name) as consumer:
+        groups = consumer.take(8, 10)
+        while len(groups) < 8:
+            groups += consumer.take(8, 10)
+        kept, wanted, places = [], [], set()
+        for group in groups:
+            batch = pack(group, memory=memory)
+            places.add(batch.tokens.data_ptr() // BLOCK_BYTES)
+            # One small view of a batch keeps its block.
+            kept.append(batch.logprobs[1:])
+            wanted.append(kept[-1].clone())
+            del batch
+        assert len(places) == len(groups)
+        for view, right in zip(kept, wanted, strict=True):
+            assert torch.equal(view, right)
+        kept.clear()
+        del view
+        # With nobody looking, one block is enough.
+        assert len({pack(group, memory=memory).tokens.data_ptr() for group in groups}) == 1
 
 
 # --- what is malformed

@@ -10,29 +10,16 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Spawner, keys_of, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import Batch, OnlineDataHandler
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="4MiB", max_producers=4) as handle:
-        yield handle
-
-
-@pytest.fixture
-def producer(bus: Bus) -> Iterator[Producer]:
-    with Producer(bus.name) as handle:
-        yield handle
 
 
 def put(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
@@ -46,10 +33,6 @@ def put_many(producer: Producer, count: int, **more: Any) -> list[str]:
     for key in keys:
         put(producer, key, **more)
     return keys
-
-
-def keys_of(batch: Batch) -> list[str]:
-    return [group.instance_id for group in batch.groups]
 
 
 def ready(handler: OnlineDataHandler) -> int:
