@@ -37,6 +37,7 @@ OPERATIONS: Final = {
     "op_put": 32,
     "op_reserve_and_commit": 32,
     "op_read": 64,
+    "op_look_in_vain": 64,
     "op_release_a_group": 8,
     "op_gather": 1,
 }

@@ -30,6 +30,10 @@ _RESERVED = frozenset(
     {"instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout"}
 )
 
+# What a timeout may be. Named here, since a reader that polls has its timeout checked each time.
+_SECONDS = (int, float, np.integer, np.floating)
+_LONGEST_S = sys.float_info.max
+
 
 class ProducerStats(msgspec.Struct, frozen=True):
     """What a Producer has done since it attached.
@@ -59,9 +63,9 @@ def check_timeout(timeout: object) -> None:
     """Raise TypeError or ValueError unless it is None or a number of seconds from 0 on."""
     if timeout is None:
         return
-    if not isinstance(timeout, (int, float, np.integer, np.floating)):
+    if not isinstance(timeout, _SECONDS):
         raise TypeError(f"timeout: expected seconds or None, got {type(timeout).__name__}")
-    if not 0 <= timeout <= sys.float_info.max and timeout != math.inf:
+    if not 0 <= timeout <= _LONGEST_S and timeout != math.inf:
         raise ValueError(
             f"timeout: expected 0 or more seconds, or None to wait for ever, got {timeout!r}"
         )

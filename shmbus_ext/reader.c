@@ -104,6 +104,10 @@ static void make_ref(const struct reader *self, struct record_ref *ref,
 
 /* All lanes are read to their ends: what their counters promise and nobody met is lost. */
 static void settle(struct reader *self) {
+    if (!self->unsettled) {
+        return;
+    }
+    self->unsettled = false;
     uint64_t promised = 0;
     for (uint32_t i = 0; i < self->segment->max_producers; i++) {
         promised += self->lanes[i].seen_committed;
@@ -266,7 +270,8 @@ static int next_ended(struct reader *self, struct lane *lane, struct record_ref 
     return 0;
 }
 
-static void end_visit(struct lane *lane) {
+static void end_visit(struct reader *self, struct lane *lane) {
+    self->unsettled = true;
     lane->visiting = false;
     lane->seen_committed = lane->visit_committed;
     lane->seen_aborted = lane->visit_aborted;
@@ -306,7 +311,7 @@ static int lane_next(struct reader *self, struct lane *lane, struct record_ref *
         case STEP_NO_MEMORY:
             return -1;
         case STEP_END:
-            end_visit(lane);
+            end_visit(self, lane);
             return 0;
         case STEP_AGAIN:
             break;
@@ -314,15 +319,17 @@ static int lane_next(struct reader *self, struct lane *lane, struct record_ref *
     }
 }
 
-/* Which lanes are worth a look changes only when a producer comes or goes. */
+/* Which lanes are worth a look changes only when a producer comes or goes, and when lanes without a
+ * producer have been read to their ends. */
 static void refresh_active(struct reader *self) {
     uint32_t epoch =
         atomic_load_explicit(&self->segment->header->attach_epoch, memory_order_acquire);
-    if (epoch == self->attach_epoch && self->active_count != UINT32_MAX) {
+    if (epoch == self->attach_epoch && !self->active_outdated) {
         return;
     }
     self->attach_epoch = epoch;
     self->active_count = 0;
+    self->active_outdated = false;
     for (uint32_t i = 0; i < self->segment->max_producers; i++) {
         struct lane *lane = &self->lanes[i];
         uint32_t state = atomic_load_explicit(&self->segment->slots[i].state, memory_order_acquire);
@@ -362,6 +369,11 @@ int reader_next(struct reader *self, struct record_ref *ref) {
         self->quota_left = LANE_QUOTA;
     }
     settle(self);
+    if (!self->read_once) {
+        /* Most lanes that were looked at because this reader was new have nobody who writes. */
+        self->read_once = true;
+        self->active_outdated = true;
+    }
     return 0;
 }
 

@@ -74,9 +74,11 @@ struct reader {
     struct run_state *runs; /* extent_count */
     uint32_t *active;       /* lanes worth a visit */
     uint32_t active_count;
+    bool active_outdated; /* to be chosen anew, whatever the epoch */
+    bool read_once;       /* every lane was read to its end since the attach */
+    bool unsettled;       /* some lane was, since the counters were compared */
     uint32_t turn;       /* position in active of the lane that is visited */
     uint32_t quota_left;
-    bool progress;
     uint32_t attach_epoch;
     struct writer mover; /* the collector's own lane */
     uint32_t mover_run;

@@ -129,7 +129,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     self->runs = calloc(segment->extent_count, sizeof *self->runs);
     self->active = calloc(segment->max_producers, sizeof *self->active);
     self->parked = calloc(segment->extent_count, sizeof *self->parked);
-    self->active_count = UINT32_MAX; /* look at the slots at once */
+    self->active_outdated = true;
     self->mover_run = NO_EXTENT;
     if (self->lanes == NULL || self->runs == NULL || self->active == NULL ||
         self->parked == NULL) {

@@ -17,7 +17,7 @@
 #include "reader.h"
 #include "writer.h"
 
-enum { WINDOW = 64, PAYLOAD = 64, TOKENS = 2048, CAPACITY = 4 << 20, FIELDS = 3 };
+enum { WINDOW = 64, PAYLOAD = 64, TOKENS = 2048, CAPACITY = 4 << 20, FIELDS = 3, PRODUCERS = 64 };
 
 /* Not inlined, so that a profiler sees where each begins and ends. */
 #define OPERATION __attribute__((noinline, noclone)) static void
@@ -96,6 +96,10 @@ OPERATION op_read(struct reader *reader, struct record_ref *ref) {
     require(reader_next(reader, ref) > 0, "reader_next");
 }
 
+OPERATION op_look_in_vain(struct reader *reader, struct record_ref *ref) {
+    require(reader_next(reader, ref) == 0, "reader_next");
+}
+
 OPERATION op_release_a_group(struct reader *reader, struct record_ref *refs) {
     const struct record_ref *group[8];
     for (int i = 0; i < 8; i++) {
@@ -137,7 +141,7 @@ int main(int argc, char **argv) {
     static struct batch batch;
     int fd = memfd_create("shmbus-hot-path", MFD_CLOEXEC);
     char path[64];
-    require(segment_plan(CAPACITY, 8, 0, &plan), "segment_plan");
+    require(segment_plan(CAPACITY, PRODUCERS, 0, &plan), "segment_plan");
     require(segment_create(&segment, fd, &plan) == SEGMENT_OK, "segment_create");
     /* An open file description of its own, as a producer's process has it. */
     snprintf(path, sizeof path, "/proc/self/fd/%d", segment.fd);
@@ -155,6 +159,11 @@ int main(int argc, char **argv) {
         }
         for (uint32_t i = 0; i < WINDOW; i++) {
             op_read(&reader, &refs[i]);
+        }
+        /* The first one ends the visit of the lanes, and the others are what a poller does. */
+        for (uint32_t i = 0; i < WINDOW; i++) {
+            struct record_ref none;
+            op_look_in_vain(&reader, &none);
         }
         for (uint32_t i = 0; i < WINDOW; i += 8) {
             op_release_a_group(&reader, &refs[i]);

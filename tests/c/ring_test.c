@@ -246,6 +246,36 @@ static void an_interrupted_commit_is_counted_by_its_heir(void) {
     close(segment.fd);
 }
 
+/* What a look at an idle bus costs follows from the producers that are there, not from the slots. */
+static void lanes_without_a_producer_are_not_looked_at(void) {
+    struct segment segment;
+    struct writer writers[2];
+    struct reader reader;
+    struct record_ref ref;
+    int fd = memory_file(), fds[2];
+    make_segment(&segment, fd, 1 << 20);
+    struct segment own[2] = {segment, segment};
+    for (int i = 0; i < 2; i++) {
+        own[i].fd = fds[i] = reopen(segment.fd);
+    }
+    CHECK(writer_attach(&writers[0], &own[0], "first") == WRITER_OK);
+    put(&writers[0], "prompt", 10, 1);
+    CHECK(reader_attach(&reader, &segment));
+    CHECK(reader_next(&reader, &ref) == 1);
+    CHECK(reader_next(&reader, &ref) == 0);
+    CHECK(reader_next(&reader, &ref) == 0 && reader.active_count == 1);
+    CHECK(writer_attach(&writers[1], &own[1], "second") == WRITER_OK);
+    put(&writers[1], "prompt", 10, 2);
+    put(&writers[0], "prompt", 10, 3);
+    CHECK(reader_next(&reader, &ref) == 1 && reader_next(&reader, &ref) == 1);
+    CHECK(reader_next(&reader, &ref) == 0 && reader.active_count == 2 && reader.corrupt == 0);
+    reader_detach(&reader);
+    segment_unmap(&segment);
+    close(fds[0]);
+    close(fds[1]);
+    close(segment.fd);
+}
+
 /* Random bytes over every table while a reader walks: it ends, and stays inside. */
 static void scribbled_tables_neither_crash_nor_stall(uint64_t *random) {
     for (int round = 0; round < 300; round++) {
@@ -297,6 +327,7 @@ int main(void) {
     an_interrupted_release_is_finished();
     an_interrupted_move_delivers_one_copy();
     an_interrupted_commit_is_counted_by_its_heir();
+    lanes_without_a_producer_are_not_looked_at();
     scribbled_tables_neither_crash_nor_stall(&random);
     puts("ring_test: passed");
     return 0;
