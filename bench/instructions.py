@@ -13,25 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from bench.native import CannotRun, compile_program, compiler, run
+
 __all__ = ["OPERATIONS", "compare", "count", "main"]
 
-ROOT: Final = Path(__file__).resolve().parents[1]
-SOURCE: Final = Path("bench", "c", "hot_path.c")
+SOURCE: Final = Path(__file__).with_name("c") / "hot_path.c"
 BASELINES: Final = Path(__file__).with_name("baselines.json")
-#: As setup.py compiles the extension.
-FLAGS: Final = ("-std=c11", "-O3", "-pthread", "-Ishmbus_ext", "-DNDEBUG")
 #: Functions of hot_path.c, and how often a round calls each.
 OPERATIONS: Final = {
     "op_put": 32,
@@ -45,11 +41,6 @@ OPERATIONS: Final = {
 ROUNDS: Final = 400
 #: A regression: so much more than the baseline.
 TOLERANCE: Final = 0.03
-DEADLINE_S: Final = 300.0
-
-
-class CannotCount(Exception):
-    """There is no valgrind or no compiler here, or one of them failed; the message says which."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         key, counts = toolchain(), count()
-    except CannotCount as error:
+    except CannotRun as error:
         print(f"instructions: {error}", file=sys.stderr)
         return 1
     known = json.loads(options.baselines.read_text()) if options.baselines.exists() else {}
@@ -101,61 +92,35 @@ def compare(baseline: dict[str, float], counts: dict[str, float]) -> tuple[list[
 
 def toolchain() -> str:
     """Name what the counts depend on: compiler with version, C library, architecture."""
-    compiler = _compiler()
-    version = _run([*compiler, "-dumpfullversion", "-dumpversion"]).strip()
+    command = compiler()
+    version = run([*command, "-dumpfullversion", "-dumpversion"])[0].strip()
     libc = "-".join(platform.libc_ver())
-    return f"{Path(compiler[0]).name} {version}, {libc}, {platform.machine()}"
+    return f"{Path(command[0]).name} {version}, {libc}, {platform.machine()}"
 
 
 def count(rounds: int = ROUNDS) -> dict[str, float]:
     """Return the instructions of one call of each operation, over so many rounds."""
     if shutil.which("valgrind") is None:
-        raise CannotCount(
-            "there is no valgrind here; install it (Debian: apt-get install valgrind)"
-        )
+        raise CannotRun("there is no valgrind here; install it (Debian: apt-get install valgrind)")
     with tempfile.TemporaryDirectory(prefix="shmbus-instructions-") as directory:
         program = Path(directory, "hot_path")
-        # The ring alone: what knows neither Python nor its headers.
-        ring = [
-            str(path.relative_to(ROOT))
-            for path in sorted(ROOT.glob("shmbus_ext/*.c"))
-            if path.name != "module.c" and not path.name.startswith("py_")
-        ]
-        _run([*_compiler(), *FLAGS, "-o", str(program), str(SOURCE), *ring, "-lrt"])
+        compile_program(SOURCE, program, ring=True)
         return {name: _count(program, name, calls, rounds) for name, calls in OPERATIONS.items()}
 
 
 def _count(program: Path, name: str, calls: int, rounds: int) -> float:
     """Count what lies within one function, with all that it calls."""
     output = program.with_name(f"{name}.out")
-    said = _run(
+    said, heard = run(
         [
             "valgrind", "--tool=callgrind", f"--callgrind-out-file={output}",
             f"--toggle-collect={name}", str(program), str(rounds),
         ]
     )  # fmt: skip
-    found = re.search(r"Collected *: *(\d+)", said)
+    found = re.search(r"Collected *: *(\d+)", said + heard)
     if found is None or int(found[1]) == 0:
-        raise CannotCount(f"valgrind counted nothing within {name}; it said: {said[-500:]}")
+        raise CannotRun(f"valgrind counted nothing within {name}; it said: {heard[-500:]}")
     return round(int(found[1]) / (calls * rounds), 1)
-
-
-def _compiler() -> list[str]:
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    found = shutil.which(compiler[0])
-    if found is None:
-        raise CannotCount(f"there is no C compiler {compiler[0]!r}; install one, or name it in CC")
-    # `cc` says nothing about which one it is.
-    return [str(Path(found).resolve()), *compiler[1:]]
-
-
-def _run(argv: Sequence[str]) -> str:
-    result = subprocess.run(
-        argv, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    if result.returncode:
-        raise CannotCount(f"{shlex.join(argv)} failed: {(result.stdout + result.stderr)[-2000:]}")
-    return result.stdout + result.stderr
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench import daemon, idle, machine, memcpy, stash, stash_memory, throughput, wake
+from bench import daemon, idle, machine, memcpy, polled, stash, stash_memory, throughput, wake
 from bench.processes import MeasurementError
 from bench.rows import Row, table
 from bench.sending import temporary_bus
@@ -34,6 +34,7 @@ NAMES: Final = (
     "packed",
     "four-producers",
     "wake",
+    "polled",
     "stash",
     "stash-memory",
     "idle",
@@ -165,6 +166,9 @@ def _others(
     if "wake" in names:
         say("wake-up of a sleeping reader, beside a raw futex")
         rows += wake.measure(sizes.wakes, sizes.wake_turns, capacity)
+    if "polled" in names:
+        say("one way to a polling reader, beside the ring alone")
+        rows += polled.measure(sizes.wakes, sizes.wake_turns, capacity)
     if "stash" in names:
         say("the stash with few and with many open groups")
         rows += stash.measure(sizes.stash_groups, sizes.stash_adds)

@@ -80,17 +80,6 @@ def _throughput(contest: dict[str, Any]) -> Iterator[Row]:
 
 
 def _latency(contest: dict[str, Any]) -> Iterator[Row]:
-    busy = find(contest, "latency", OURS, "busy")
-    if busy:
-        p50, p99 = percentile(busy, 50), percentile(busy, 99)
-        yield Row(
-            name="busy-p50",
-            title="one way to a polling reader, p50",
-            measured=f"{p50:.2f} us, p99 {p99:.2f} us",
-            value=p50,
-            target=Target("at most", 1.0, "us"),
-            figures={"p50_us": p50, "p99_us": p99},
-        )
     ours = find(contest, "latency", OURS, "under load")
     theirs = find(contest, "latency", "faster-fifo", "under load")
     if ours and theirs:

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import os
 import random
-import shlex
-import shutil
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
@@ -24,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from bench.processes import DEADLINE_S, STALL_S, MeasurementError, Role, run_together
+from bench.native import CannotRun, compile_program, run
+from bench.processes import STALL_S, MeasurementError, Role, run_together
 from bench.rows import Row, Target
 from bench.sending import temporary_bus
 
-__all__ = ["measure"]
+__all__ = ["WARM_UP", "measure", "pauses_ns", "put_after_pauses"]
 
 #: Microseconds between two puts: long enough for the reader to be asleep again.
 PAUSE_US: Final = (300.0, 1000.0)
@@ -41,20 +39,26 @@ SOURCE: Final = Path(__file__).with_name("raw_futex.c")
 
 def measure(wakes: int, turns: int, capacity: str) -> list[Row]:
     """Measure so many wake-ups in each of so many turns; a row for p50 and one for p99."""
-    pauses = _pauses_ns(wakes)
+    pauses = pauses_ns(wakes)
     ours: list[NDArray[np.int64]] = []
     raw: list[NDArray[np.int64]] = []
     with tempfile.TemporaryDirectory(prefix="shmbus-bench-") as directory:
         program = Path(directory, "raw_futex")
-        why_not = _compile(program)
+        why_not = ""
+        try:
+            compile_program(SOURCE, program)
+        except CannotRun as error:
+            why_not = str(error)
         for _ in range(turns):
             if not why_not:
-                raw.append(_run_raw(program, pauses)[WARM_UP:])
+                said, _ = run([str(program)], "\n".join(map(str, pauses)))
+                raw.append(np.array(said.split(), np.int64)[WARM_UP:])
             ours.append(_run_shmbus(pauses, capacity)[WARM_UP:])
     return [_row(percent, ours, raw, why_not) for percent in (50, 99)]
 
 
-def _pauses_ns(wakes: int) -> list[int]:
+def pauses_ns(wakes: int) -> list[int]:
+    """Return the nanoseconds before each put, those of the warm-up first."""
     generator = random.Random(SEED)
     return [int(generator.uniform(*PAUSE_US) * 1000) for _ in range(WARM_UP + wakes)]
 
@@ -87,22 +91,27 @@ def _row(
     )
 
 
-# -- shmbus -----------------------------------------------------------------------------------
-
-
-def _run_shmbus(pauses_ns: list[int], capacity: str) -> NDArray[np.int64]:
+def _run_shmbus(pauses: list[int], capacity: str) -> NDArray[np.int64]:
     with temporary_bus(capacity) as name:
         latencies, _ = run_together(
-            [Role(_sleep_until_put, (name, len(pauses_ns))), Role(_put, (name, pauses_ns))]
+            [Role(_sleep_until_put, (name, len(pauses))), Role(put_after_pauses, (name, pauses))]
         )
     return np.array(latencies, np.int64)
 
 
-def _put(start: Callable[[], None], name: str, pauses_ns: list[int]) -> None:
+def put_after_pauses(
+    start: Callable[[], None], name: str, pauses: list[int], cores: Collection[int] = ()
+) -> None:
+    """Put a group of one after each pause; it holds the stamp from right before that.
+
+    With `cores`, the process keeps to those.
+    """
+    if cores:
+        os.sched_setaffinity(0, cores)
     stamp = np.zeros(1, np.int64)
     with shmbus.Producer(name) as producer:
         start()
-        for pause_ns in pauses_ns:
+        for pause_ns in pauses:
             time.sleep(pause_ns / 1e9)
             stamp[0] = time.monotonic_ns()
             producer.put("wake", group_size=1, index=0, stamp=stamp, timeout=STALL_S)
@@ -120,30 +129,3 @@ def _sleep_until_put(start: Callable[[], None], name: str, wakes: int) -> list[i
             latencies.append(came - int(groups[0][0]["stamp"][0]))
             consumer.ack(groups)
     return latencies
-
-
-# -- the raw futex ----------------------------------------------------------------------------
-
-
-def _compile(program: Path) -> str:
-    """Compile the C program; return why that is not possible, or nothing."""
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    if shutil.which(compiler[0]) is None:
-        return f"there is no C compiler {compiler[0]!r}; install one, or name it in CC"
-    argv = [*compiler, "-std=c11", "-O2", "-o", str(program), str(SOURCE)]
-    result = subprocess.run(argv, capture_output=True, text=True, check=False)
-    return f"{shlex.join(argv)} failed: {result.stderr}" if result.returncode else ""
-
-
-def _run_raw(program: Path, pauses_ns: list[int]) -> NDArray[np.int64]:
-    result = subprocess.run(
-        [str(program)],
-        input="\n".join(map(str, pauses_ns)),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    if result.returncode:
-        raise MeasurementError(f"raw_futex.c ended with {result.returncode}: {result.stderr}")
-    return np.array(result.stdout.split(), np.int64)

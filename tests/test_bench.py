@@ -29,6 +29,8 @@ ROWS = [
     "four-producers",
     "wake-p50",
     "wake-p99",
+    "polled-p50",
+    "polled-published-p50",
     "stash-by-age",
     "stash-scrambled",
     "stash-memory",

@@ -1,0 +1,69 @@
+"""C programs of the benchmark: compiled where they are needed, by what ``CC`` names or ``cc``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final
+
+__all__ = ["ROOT", "CannotRun", "compile_program", "compiler", "run"]
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+#: As setup.py compiles the extension.
+RING_FLAGS: Final = ("-O3", "-Ishmbus_ext", "-DNDEBUG")
+DEADLINE_S: Final = 300.0
+
+
+class CannotRun(Exception):
+    """Something is missing here, or a program failed; the message says which."""
+
+
+def compiler() -> list[str]:
+    """Return the command of the compiler, the file itself and not a name such as ``cc``."""
+    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    found = shutil.which(command[0])
+    if found is None:
+        raise CannotRun(f"there is no C compiler {command[0]!r}; install one, or name it in CC")
+    return [str(Path(found).resolve()), *command[1:]]
+
+
+def compile_program(source: Path, program: Path, *, ring: bool = False) -> None:
+    """Compile one file, with the ring if it calls that: what knows neither Python nor its headers.
+
+    Raises
+    ------
+    CannotRun
+        There is no compiler, or it refused; the message has its words.
+    """
+    linked = [
+        str(path)
+        for path in sorted(ROOT.glob("shmbus_ext/*.c"))
+        if path.name != "module.c" and not path.name.startswith("py_")
+    ]
+    more = [*RING_FLAGS, *linked] if ring else ["-O2"]
+    run([*compiler(), "-std=c11", "-pthread", "-o", str(program), str(source), *more, "-lrt"])
+
+
+def run(argv: list[str], given: str = "") -> tuple[str, str]:
+    """Run a program in the checkout; return what it said on stdout and on stderr.
+
+    Raises
+    ------
+    CannotRun
+        It failed, or came to no end.
+    """
+    try:
+        result = subprocess.run(
+            argv, input=given, cwd=ROOT, capture_output=True, text=True, check=False,
+            timeout=DEADLINE_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise CannotRun(f"{shlex.join(argv)}: not done in {DEADLINE_S:g} s") from error
+    if result.returncode:
+        raise CannotRun(
+            f"{shlex.join(argv)} ended with {result.returncode}: {result.stderr[-2000:]}"
+        )
+    return result.stdout, result.stderr
