@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from bench.verdicts import OURS, USUAL, find
+from bench.verdicts import GROWTH, OURS, USUAL, find
 
 __all__ = ["write"]
 
@@ -74,12 +74,18 @@ def write(result: dict[str, Any], directory: Path) -> list[tuple[str, str]]:
         if any("rate" in one for one in contest["size"]):
             sizes = {one["point"] for one in contest["size"]}
             figure = _throughput(result) if len(sizes) > 2 else _bars(result)
-            drawn.append(_save(figure, directory, "throughput.svg", "Throughput against memcpy"))
+            caption = (
+                "Throughput against memcpy, which copies from memory to memory; what is in the "
+                "cache at both ends can be faster than that"
+            )
+            drawn.append(_save(figure, directory, "throughput.svg", caption))
         if any("us" in one for one in contest["latency"]):
             caption = "One-way latency: the share of probes that took at most so long"
             drawn.append(_save(_latency(result), directory, "latency.svg", caption))
         if contest["producers"] or result["open_groups"]:
-            caption = "How the cost of a trajectory grows"
+            caption = (
+                f"How the cost of a trajectory grows; dotted: {GROWTH:g} times the first point"
+            )
             drawn.append(_save(_scaling(result), directory, "scaling.svg", caption))
     return drawn
 
@@ -233,7 +239,7 @@ def _latency(result: dict[str, Any]) -> Figure:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_formatter(FuncFormatter(_plain))
         axes.set_title(head)
-        axes.set_xlabel("microseconds")
+        axes.set_xlabel("microseconds (1k: a millisecond)")
     all_axes[0].set_ylabel("percent of probes that took at most so long")
     names = [_titles(contest)[name] for name in named]
     figure.legend(named.values(), names, loc="lower center", ncols=5, frameon=False, fontsize=9)
@@ -263,6 +269,11 @@ def _scaling(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def _limit(axes: Axes, first: float) -> None:
+    """Draw what no point of a curve of ours may exceed."""
+    axes.axhline(GROWTH * first, color=COLOURS[OURS], linestyle=(0, (1, 2)), linewidth=1.2)
+
+
 def _by_producers(axes: Axes, result: dict[str, Any]) -> None:
     contest = result["contest"]
     counts = sorted({int(one["point"]) for one in contest["producers"]})
@@ -270,10 +281,13 @@ def _by_producers(axes: Axes, result: dict[str, Any]) -> None:
     for name, title in _titles(contest).items():
         found = [find(contest, "producers", name, count) for count in counts]
         good = [one for one in found if one]
+        costs = [one["cpu_s"] / one["trajectories"] * 1e6 for one in good]
+        if good and name == OURS:
+            _limit(axes, costs[0])
         if good:
             axes.plot(
                 [one["point"] for one in good],
-                [one["cpu_s"] / one["trajectories"] * 1e6 for one in good],
+                costs,
                 marker="o",
                 markersize=4,
                 label=title,
@@ -288,9 +302,12 @@ def _by_producers(axes: Axes, result: dict[str, Any]) -> None:
 
 def _by_capacity(axes: Axes, result: dict[str, Any]) -> None:
     points = [one for one in result["contest"]["capacity"] if "rate" in one]
+    costs = [one["cpu_s"] / one["trajectories"] * 1e6 for one in points]
+    if points:
+        _limit(axes, costs[0])
     axes.plot(
         range(len(points)),
-        [one["cpu_s"] / one["trajectories"] * 1e6 for one in points],
+        costs,
         marker="o",
         markersize=4,
         **_line(OURS),
@@ -312,6 +329,7 @@ def _by_open_groups(axes: Axes, result: dict[str, Any]) -> None:
             label = order.replace("-", " ")
             axes.annotate(label, (x[-1], y[-1]), xytext=(-4, 7), textcoords="offset points",
                           ha="right", fontsize=9)  # fmt: skip
+    _limit(axes, min(one["ns"] for one in points if one["open_groups"] == points[0]["open_groups"]))
     axes.set_ylim(0, 1.15 * max(one["ns"] for one in points))
     axes.xaxis.set_major_formatter(FuncFormatter(_plain))
     axes.set_title("open groups (shmbus)")

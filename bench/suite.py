@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = machine.describe()
     print(machine.summary(facts), flush=True)
     try:
-        rows, result = _measure(options, facts, _say_since(began))
+        rows, result = _measure(options, facts, began)
     except (MeasurementError, ShmbusError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
@@ -148,9 +148,10 @@ def _say_since(began: float) -> Callable[[str], None]:
 
 
 def _measure(
-    options: argparse.Namespace, facts: dict[str, Any], say: Callable[[str], None]
+    options: argparse.Namespace, facts: dict[str, Any], began: float
 ) -> tuple[list[Row], dict[str, Any]]:
     level, sizes = LEVELS[options.level], CORE[options.level]
+    say = _say_since(began)
     chosen = bool(options.contender or options.series)
     rows: list[Row] = []
     if options.only or not chosen:
@@ -159,17 +160,19 @@ def _measure(
     if not rates:
         say("memcpy")
         rates = [memcpy.measure(sizes.memcpy_bytes, sizes.memcpy_repetitions)]
+    groups: list[dict[str, Any]] = []
+    counts = OPEN_GROUPS[options.level]
+    if counts and not options.only and not chosen:
+        groups = curves.open_groups(counts, OPEN_GROUP_ADDS[options.level], say)
+        rows += verdicts.open_groups(groups)
     found: dict[str, Any] = {}
     if chosen or not options.only:
         known = list(contenders())
         names = options.contender or known
         series = options.series or contest.SERIES
-        found = contest.run([verdicts.OURS, *names], level, series, say)
+        left_s = level.budget_s - (time.monotonic() - began)
+        found = contest.run([verdicts.OURS, *names], level, series, say, left_s)
         rows += verdicts.rows(found)
-    groups: list[dict[str, Any]] = []
-    counts = OPEN_GROUPS[options.level]
-    if counts and not options.only and not chosen:
-        groups = curves.open_groups(counts, OPEN_GROUP_ADDS[options.level], say)
     return rows, {
         "format": FORMAT,
         "machine": facts,

@@ -20,7 +20,7 @@ from conftest import Spawner
 
 from bench import instructions, report, verdicts
 from bench.contenders import MODULES, contenders, module
-from bench.contest import environments, latency, moving, plan, survival
+from bench.contest import child, environments, latency, moving, plan, survival
 from bench.contest.run import run
 from bench.processes import MeasurementError
 from bench.workload import OPEN_GROUPS, Workload
@@ -129,7 +129,7 @@ def test_what_is_not_there_is_skipped_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SHMBUS_CONTENDERS", str(tmp_path))
-    found = run(["ray", "atropos"], plan.TINY, ["survival"], lambda _: None)
+    found = run(["ray", "atropos"], plan.TINY, ["survival"], lambda _: None, 60.0)
     for name in ("ray", "atropos"):
         assert "make bench-contenders" in found["contenders"][name]["skipped"]
     result = {"contest": found, "rows": [], "memcpy_bytes_per_s": 1e10}
@@ -139,7 +139,7 @@ def test_what_is_not_there_is_skipped_by_name(
 def test_a_request_that_fails_says_why_and_the_next_one_is_answered() -> None:
     contender = contenders()["multiprocessing.Queue"]
     good = {"what": "throughput", "workload": {"trajectories": 16, "tokens": 8}}
-    answers = environments.ask(contender, [{"what": "nonsense"}, good], 60.0)
+    answers = environments.ask(contender, [{"what": "nonsense"}, good], 60.0, 0.0)
     assert "unknown request 'nonsense'" in answers[0]["failed"]
     assert answers[1]["trajectories"] == 16
 
@@ -147,8 +147,34 @@ def test_a_request_that_fails_says_why_and_the_next_one_is_answered() -> None:
 def test_a_request_that_comes_to_no_end_is_given_up() -> None:
     contender = contenders()["multiprocessing.Queue"]
     endless = {"trajectories": 8, "tokens": 8, "pause_s": 3600.0}
-    (answer,) = environments.ask(contender, [{"what": "throughput", "workload": endless}], 3.0)
+    requests = [{"what": "throughput", "workload": endless}]
+    (answer,) = environments.ask(contender, requests, 2.0, 1.0)
     assert answer == {"failed": "not done within 3 s"}
+
+
+def test_a_share_that_is_over_is_said_and_nothing_is_begun_any_more() -> None:
+    said: list[str] = []
+    series = ["size", "latency"]
+    found = run(["shmbus", "multiprocessing.Queue"], plan.TINY, series, said.append, 0.0)
+    points = found["size"] + found["latency"]
+    assert {one["contender"] for one in points} == {"shmbus", "multiprocessing.Queue"}
+    assert all(child.NO_TURN in one["failed"] for one in points)
+    assert "0 s at most" in said[0]
+    result = {"contest": found, "rows": [], "memcpy_bytes_per_s": 1e10}
+    assert child.NO_TURN in report.contest_text(result)
+
+
+def test_a_turn_leaves_to_others_what_it_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    def ask(_: Any, requests: list[Any], share_s: float, __: float) -> list[dict[str, Any]]:
+        shares.append(share_s)
+        return [{"failed": "at once"}] * len(requests)
+
+    monkeypatch.setattr(environments, "ask", ask)
+    names = ["shmbus", "multiprocessing.Queue"]
+    run(names, plan.FULL, ["latency"], lambda _: None, 100.0)
+    assert 0 < shares[0] < 60 < shares[1] <= 100
 
 
 @pytest.mark.slow

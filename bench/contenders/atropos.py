@@ -25,6 +25,7 @@ CONTENDER: Final = Contender(
     packages=("atroposlib", "fastapi", "uvicorn", "pydantic", "msgspec"),
     environment="atropos",
     per_second=110.0,
+    begin_s=1.5,
     groups="as its environment sent them: the samples of a group have to come together",
     copies=10,
     copied="into lists, into JSON, into the socket, out of it, out of JSON, and the same back",

@@ -69,6 +69,8 @@ class Contender:
         the benchmark itself runs in.
     per_second : float
         Trajectories of 2,048 tokens a second to expect: sizes its runs, and nothing else.
+    begin_s : float
+        Seconds that its processes take to begin, to expect: part of its share of the run.
     groups : str
         What it does about groups: "" where it has no way to.
     copies : int
@@ -91,6 +93,7 @@ class Contender:
     copies: int
     copied: str
     favour: str
+    begin_s: float = 0.6
     programs: tuple[str, ...] = ()
     environment: str = ""
     groups: str = ""

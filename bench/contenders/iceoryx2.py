@@ -35,6 +35,9 @@ CONTENDER: Final = Contender(
 BORROWED: Final = 64
 #: Publishers beyond the workload's: those that a dead process leaves behind for a while.
 SPARE_PUBLISHERS: Final = 40
+#: Seconds that a sender waits for the reader to end, or at least to look, and between two looks.
+LEAVE_S: Final = 1.0
+LEAVE_POLL_S: Final = 0.005
 #: Number of tokens, index, bytes of the instance id, bytes of the metadata.
 HEAD: Final = struct.Struct("<IIHI")
 HEAD_BYTES: Final = 64
@@ -171,7 +174,12 @@ class _Receiver:
 @contextlib.contextmanager
 def sender(address: str, workload: Workload, number: int) -> Iterator[_Sender]:
     """Send from this process."""
-    yield _Sender(_Port(address, workload), workload)
+    port = _Port(address, workload)
+    yield _Sender(port, workload)
+    # What a publisher leaves behind reaches only a subscriber that has looked at it before.
+    deadline = time.monotonic() + LEAVE_S
+    while port.service.dynamic_config.number_of_subscribers and time.monotonic() < deadline:
+        time.sleep(LEAVE_POLL_S)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ CONTENDER: Final = Contender(
     packages=("ray", "numpy"),
     environment="ray",
     per_second=4_000.0,
+    begin_s=2.5,
     copies=1,
     copied="into the object store",
     favour="eight trajectories an object; refs go through one actor, several at a time; the "

@@ -21,6 +21,7 @@ CONTENDER: Final = Contender(
     title="torch.multiprocessing, shared tensors",
     packages=("torch",),
     per_second=3_000.0,
+    begin_s=3.5,
     copies=1,
     copied="into a new shared tensor",
     favour="one shared tensor a trajectory instead of three, filled in place, so copied once; "

@@ -22,6 +22,7 @@ CONTENDER: Final = Contender(
     packages=("TransferQueue", "ray", "tensordict", "torch"),
     environment="ray",
     per_second=1_500.0,
+    begin_s=7.0,
     copies=6,
     copied="into a batch, into the socket, out of it into the storage unit, into the answer's "
     "socket, out of it, out of the batch",

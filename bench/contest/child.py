@@ -1,8 +1,10 @@
 """One contender, measured in an interpreter of its own: ``python -m bench.contest.child NAME``.
 
-stdin: a JSON list of requests. The file named last on the command line gets a JSON list of answers,
-one for each request, as they come: an answer that failed says so, and the next request goes on.
-What the contender's libraries print is of no concern.
+stdin: JSON, ``requests`` and ``share_s``: what to answer, and within how many seconds. The file
+named last on the command line gets a JSON list of answers, one for each request, as they come: an
+answer that failed says so, and the next request goes on. A request that would begin after the share
+is over has no turn, and its answer says that. What the contender's libraries print is nobody's
+concern.
 
 Invariant: no process that this one or its descendants started outlives it, also those that made
 themselves daemons.
@@ -20,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -28,13 +31,15 @@ from bench.contenders import module as module_of
 from bench.contest import latency, moving, survival, usage
 from bench.workload import Timed, Workload
 
-__all__ = ["answer", "main"]
+__all__ = ["NO_TURN", "answer", "main"]
 
 #: prctl: processes whose parent has ended become children of this one, not of init.
 PR_SET_CHILD_SUBREAPER: Final = 36
 #: Seconds that processes which are left over get to end by themselves.
 END_S: Final = 5.0
 POLL_S: Final = 0.05
+#: Begins what is said of a request that came too late to be answered.
+NO_TURN: Final = "no turn, since the contender's share of the run was over"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     name, output = argv
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    requests = json.load(sys.stdin)
+    given = json.load(sys.stdin)
+    requests, share_s = given["requests"], given["share_s"]
+    began = time.monotonic()
     contender = module_of(name)
     answers: list[dict[str, Any]] = []
     try:
@@ -50,7 +57,10 @@ def main(argv: Sequence[str]) -> int:
             if requests and hasattr(contender, "host"):
                 stack.enter_context(contender.host())
             for request in requests:
-                answers.append(_answer_or_say_why(contender, request))
+                if time.monotonic() - began > share_s:
+                    answers.append({"failed": f"{NO_TURN}: {share_s:.0f} s"})
+                else:
+                    answers.append(_answer_or_say_why(contender, request))
                 _write(Path(output), answers)
     finally:
         _end_all()
@@ -110,18 +120,22 @@ def _write(path: Path, answers: list[dict[str, Any]]) -> None:
 
 def _end_all() -> None:
     """End what is left of this process's descendants, each by its pid, and reap it."""
+    # multiprocessing's own process ignores SIGTERM; it ends, and removes what was left behind, once
+    # nobody can tell it anything more.
+    tracker: Any = resource_tracker._resource_tracker
     deadline = time.monotonic() + END_S
     asked: set[int] = set()
-    while pids := usage.descendants(os.getpid()):
+    while pids := [pid for pid in usage.descendants(os.getpid()) if pid != tracker._pid]:
         for pid in pids:
             if pid not in asked or time.monotonic() > deadline:
                 asked.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if time.monotonic() > deadline else signal.SIGTERM)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
         time.sleep(POLL_S)
+    tracker._stop()
 
 
 if __name__ == "__main__":

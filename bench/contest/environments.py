@@ -90,12 +90,13 @@ def versions(contender: Contender) -> dict[str, Any]:
 
 
 def ask(
-    contender: Contender, requests: list[dict[str, Any]], deadline_s: float
+    contender: Contender, requests: list[dict[str, Any]], share_s: float, patience_s: float
 ) -> list[dict[str, Any]]:
-    """Let a contender answer requests in a process of its own, within so many seconds.
+    """Let a contender answer requests in a process of its own.
 
-    An answer that has ``failed`` says why. Where the process came to no end, or died, its last
-    answer says that, and the rest are missing.
+    After `share_s` it begins no further one, and after `patience_s` more it is ended. An answer
+    that has ``failed`` says why. Where the process came to no end, or died, its last answer says
+    that, and the rest are missing.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if contender.environment:
@@ -117,9 +118,10 @@ def ask(
         )
         why = ""
         try:
-            child.communicate(json.dumps(requests).encode(), deadline_s)
+            given = json.dumps({"requests": requests, "share_s": share_s})
+            child.communicate(given.encode(), share_s + patience_s)
         except subprocess.TimeoutExpired:
-            why = f"not done within {deadline_s:g} s"
+            why = f"not done within {share_s + patience_s:.0f} s"
         finally:
             _end(child)
         answers: list[dict[str, Any]] = []

@@ -13,7 +13,18 @@ from typing import Any, Final
 from bench.contenders.base import Contender
 from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE, SIDES, Workload
 
-__all__ = ["FULL", "KINDS", "PRODUCERS", "QUICK", "TINY", "Level", "Planned", "plan", "sized"]
+__all__ = [
+    "FULL",
+    "KINDS",
+    "PRODUCERS",
+    "QUICK",
+    "TINY",
+    "Level",
+    "Planned",
+    "plan",
+    "sized",
+    "sizes",
+]
 
 #: Tokens that trajectories have in the field: a short answer, the usual, long, a reasoning trace.
 SIZES: Final = (256, 2048, 8192, 32_768)
@@ -41,6 +52,15 @@ LOAD_PER_S: Final = 5_000.0
 LOAD_PART: Final = 0.25
 #: Calls of TransferQueue carry this many; a run has to have several.
 LEAST: Final = 128
+#: Most producers of a contender; those whose processes take seconds to begin get few.
+MANY_PRODUCERS: Final = 64
+FEW_PRODUCERS: Final = 4
+SLOW_BEGIN_S: Final = 1.4
+#: Processes that begin in the time of one, to expect.
+BEGIN_AT_ONCE: Final = 4
+#: Seconds that a probe takes, to expect, and those after which a run has been found to stop.
+PROBE_S: Final = 0.001
+STOPPED_S: Final = 5.0
 #: Tokens a second at which the REST server is compared at equal work: what is told in the field of
 #: shared memory.
 PACED_PER_S: Final = 6_284.0
@@ -65,11 +85,14 @@ class Level:
     probes : int
         Of each latency; a contender that starts a cluster gets a tenth.
     kills : int
-        Writers that are killed; a contender that starts a cluster gets a quarter.
+        Writers that are killed; a contender whose processes take long to begin gets a quarter.
     paced : int
         Trajectories of the comparison at equal work; 0 for none.
-    deadline_s : float
-        Seconds for all that is asked of one contender in one process.
+    budget_s : float
+        Seconds for the whole benchmark, of which the contest gets what is left when shmbus by
+        itself has been measured.
+    patience_s : float
+        Seconds beyond its share that a contender gets to end what it has begun.
     """
 
     name: str
@@ -82,7 +105,8 @@ class Level:
     probes: int
     kills: int
     paced: int
-    deadline_s: float
+    budget_s: float
+    patience_s: float
 
 
 FULL: Final = Level(
@@ -96,7 +120,8 @@ FULL: Final = Level(
     probes=3000,
     kills=20,
     paced=16,
-    deadline_s=600.0,
+    budget_s=1680.0,
+    patience_s=60.0,
 )
 QUICK: Final = Level(
     name="quick",
@@ -109,7 +134,8 @@ QUICK: Final = Level(
     probes=600,
     kills=4,
     paced=0,
-    deadline_s=120.0,
+    budget_s=280.0,
+    patience_s=20.0,
 )
 TINY: Final = replace(
     FULL,
@@ -122,7 +148,8 @@ TINY: Final = replace(
     probes=20,
     kills=1,
     paced=4,
-    deadline_s=60.0,
+    budget_s=600.0,
+    patience_s=60.0,
 )
 
 
@@ -139,11 +166,14 @@ class Planned:
         Where in the series it is.
     request : dict
         For `bench.contest.child`.
+    expected_s : float
+        What it takes, roughly: contenders share the time by the sums of these.
     """
 
     series: str
     point: str | int
     request: dict[str, Any]
+    expected_s: float
 
 
 def sized(contender: Contender, level: Level, **parameters: Any) -> dict[str, Any]:
@@ -159,30 +189,74 @@ def sized(contender: Contender, level: Level, **parameters: Any) -> dict[str, An
     return {**one, "trajectories": max(1, round(wanted / unit)) * unit}
 
 
+def sizes(contender: Contender, level: Level) -> list[Planned]:
+    """List one repetition of all sizes."""
+    return [_throughput(contender, level, "size", tokens, tokens=tokens) for tokens in level.sizes]
+
+
 def plan(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
-    """List what is asked of a contender once; repetitions of "size" come on top."""
+    """List what is asked of a contender beside its sizes, what claims rest on first.
+
+    Who runs out of time loses what comes last.
+    """
     clustered = bool(contender.environment)
-
-    def throughput(series: str, point: str | int, what: str, **parameters: Any) -> Planned:
-        workload = sized(contender, level, **parameters)
-        return Planned(series=series, point=point, request={"what": what, "workload": workload})
-
     if not clustered or level.everything:
-        yield throughput("read", "", "throughput", read=True)
-        yield throughput("watched", "", "watched")
+        yield _throughput(contender, level, "read", "", read=True)
+    yield from _latencies(contender, level)
+    yield _survival(contender, level)
     if level.everything:
-        yield throughput("packed", "", "packed", **_packable(contender, level))
-    if level.everything:
-        for kind, parameters in KINDS.items():
-            large = {"capacity": LARGE_CAPACITY} if parameters.get("side") in SIDES else {}
-            yield throughput("kind", kind, "throughput", **parameters, **large)
+        yield _throughput(
+            contender, level, "packed", "", what="packed", **_packable(contender, level)
+        )
+    most = MANY_PRODUCERS if contender.begin_s < SLOW_BEGIN_S else FEW_PRODUCERS
     for producers in level.producers:
-        if producers <= (4 if clustered else max(level.producers)):
-            more = {"producers": producers, "capacity": LARGE_CAPACITY}
-            yield throughput("producers", producers, "throughput", **more)
+        if producers <= most:
+            more: dict[str, Any] = {"producers": producers, "capacity": LARGE_CAPACITY}
+            yield _throughput(contender, level, "producers", producers, **more)
     if ours:
         for capacity in level.capacities:
-            yield throughput("capacity", capacity, "throughput", capacity=capacity)
+            yield _throughput(contender, level, "capacity", capacity, capacity=capacity)
+    if level.paced and (ours or contender.name == "atropos"):
+        paced = Workload(
+            trajectories=level.paced, tokens=USUAL, group_size=1, pause_s=USUAL / PACED_PER_S
+        )
+        yield Planned(
+            series="paced",
+            point=USUAL,
+            request={"what": "throughput", "workload": paced.as_parameters()},
+            expected_s=contender.begin_s + level.paced * paced.pause_s,
+        )
+    if not clustered or level.everything:
+        yield _throughput(contender, level, "watched", "", what="watched")
+    if level.everything:
+        for kind, parameters in KINDS.items():
+            large: dict[str, Any] = (
+                {"capacity": LARGE_CAPACITY} if parameters.get("side") in SIDES else {}
+            )
+            yield _throughput(contender, level, "kind", kind, **large, **parameters)
+
+
+def _throughput(
+    contender: Contender,
+    level: Level,
+    series: str,
+    point: str | int,
+    what: str = "throughput",
+    **parameters: Any,
+) -> Planned:
+    workload = sized(contender, level, **parameters)
+    # Processes begin side by side, on few cores.
+    begin_s = contender.begin_s * (1 + workload["producers"] / BEGIN_AT_ONCE)
+    return Planned(
+        series=series,
+        point=point,
+        request={"what": what, "workload": workload},
+        expected_s=begin_s + level.run_s,
+    )
+
+
+def _latencies(contender: Contender, level: Level) -> Iterator[Planned]:
+    clustered = bool(contender.environment)
     probes = max(10, level.probes // 10) if clustered else level.probes
     load = min(LOAD_PER_S, LOAD_PART * contender.per_second)
     readers = {"sleeping": 0.0, "busy": 0.0, "under load": load}
@@ -198,15 +272,19 @@ def plan(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
                     "load_per_s": load_per_s,
                     "capacity": "64MiB",
                 },
+                expected_s=contender.begin_s + probes * PROBE_S,
             )
-    if level.paced and (ours or contender.name == "atropos"):
-        paced = Workload(
-            trajectories=level.paced, tokens=USUAL, group_size=1, pause_s=USUAL / PACED_PER_S
-        )
-        request = {"what": "throughput", "workload": paced.as_parameters()}
-        yield Planned(series="paced", point=USUAL, request=request)
-    kills = max(1, level.kills // 4) if clustered else level.kills
-    yield Planned(series="survival", point="", request={"what": "survival", "kills": kills})
+
+
+def _survival(contender: Contender, level: Level) -> Planned:
+    # Each victim is a process that begins.
+    kills = level.kills if contender.begin_s < SLOW_BEGIN_S else max(1, level.kills // 4)
+    return Planned(
+        series="survival",
+        point="",
+        request={"what": "survival", "kills": kills},
+        expected_s=contender.begin_s * (kills + 1) + STOPPED_S,
+    )
 
 
 def _packable(contender: Contender, level: Level) -> dict[str, Any]:

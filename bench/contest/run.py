@@ -7,13 +7,16 @@ were measured, or why it was skipped; each series is a list of points, each with
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bench.contenders import contenders
 from bench.contenders.base import Contender
 from bench.contest import environments
-from bench.contest.plan import Level, Planned, plan, sized
+from bench.contest.child import NO_TURN
+from bench.contest.plan import Level, Planned, plan, sizes
 from bench.processes import MeasurementError
 
 __all__ = ["SERIES", "run"]
@@ -32,8 +35,25 @@ SERIES = (
 )
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """What one process of a contender is asked, and what that is for."""
+
+    contender: Contender
+    wanted: list[Planned]
+    text: str
+
+    @property
+    def expected_s(self) -> float:
+        return self.contender.begin_s + sum(one.expected_s for one in self.wanted)
+
+
 def run(
-    names: Sequence[str], level: Level, series: Sequence[str], say: Callable[[str], None]
+    names: Sequence[str],
+    level: Level,
+    series: Sequence[str],
+    say: Callable[[str], None],
+    seconds: float,
 ) -> dict[str, Any]:
     """Measure the contenders of these names.
 
@@ -46,7 +66,11 @@ def run(
         Of `SERIES`.
     say : callable
         Told what is measured next.
+    seconds : float
+        For all of it. Each turn gets a part of what is left, by what is expected of it and of those
+        that follow; what has no turn within its part is a point that ``failed``.
     """
+    deadline = time.monotonic() + seconds
     known = contenders()
     described: dict[str, dict[str, Any]] = {}
     here: list[Contender] = []
@@ -56,26 +80,35 @@ def run(
             here += [known[name]] if there else []
     result: dict[str, Any] = {"contenders": described, "level": level.name}
     result |= {one: [] for one in SERIES}
-    light = [contender for contender in here if not contender.environment]
-    points: list[dict[str, Any]] = []
-    # Round by round, so that a slow minute of the machine does not fall on one contender alone.
-    for repetition in range(level.repetitions if "size" in series else 0):
-        for contender in light:
-            say(f"{contender.title}: size, {repetition + 1} of {level.repetitions}")
-            points += _ask(contender, _sizes(contender, level), level)
+    turns = list(_turns(here, level, series))
+    expected_s = sum(turn.expected_s for turn in turns)
+    say(f"the contest: about {expected_s:.0f} s, {seconds:.0f} s at most")
+    for turn in turns:
+        left_s = max(0.0, deadline - time.monotonic())
+        share_s = left_s * turn.expected_s / expected_s
+        expected_s -= turn.expected_s
+        say(f"{turn.contender.title}: {turn.text}; {share_s:.0f} s at most")
+        for point in _ask(turn, share_s, level.patience_s):
+            result[point.pop("series")].append(point)
+    result["size"] = _medians(result["size"])
+    return result
+
+
+def _turns(here: Sequence[Contender], level: Level, series: Sequence[str]) -> Iterator[_Turn]:
+    rounds = level.repetitions if "size" in series else 0
+    # Round by round, so that a slow minute of the machine does not fall on one contender alone. One
+    # that takes long to begin does all of its repetitions in one go, and so does a single one.
+    apart = [contender for contender in here if rounds > 1 and not contender.environment]
+    for number in range(rounds):
+        for contender in apart:
+            yield _Turn(contender, sizes(contender, level), f"size, {number + 1} of {rounds}")
     for number, contender in enumerate(here):
         wanted = [one for one in plan(contender, level, number == 0) if one.series in series]
-        if contender.environment and "size" in series:
-            # One that takes long to begin does all of its repetitions in one go.
-            wanted = _sizes(contender, level) * level.repetitions + wanted
-        if not wanted:
-            continue
-        say(f"{contender.title}: {', '.join(dict.fromkeys(one.series for one in wanted))}")
-        for point in _ask(contender, wanted, level):
-            one = point.pop("series")
-            points.append(point) if one == "size" else result[one].append(point)
-    result["size"] = _medians(points)
-    return result
+        if contender not in apart:
+            wanted = sizes(contender, level) * rounds + wanted
+        if wanted:
+            text = ", ".join(dict.fromkeys(one.series for one in wanted))
+            yield _Turn(contender, wanted, text)
 
 
 def _describe(contender: Contender) -> tuple[dict[str, Any], bool]:
@@ -98,29 +131,22 @@ def _describe(contender: Contender) -> tuple[dict[str, Any], bool]:
     return facts, "failed" not in answer
 
 
-def _sizes(contender: Contender, level: Level) -> list[Planned]:
-    """Plan one repetition of all sizes."""
-    return [
-        Planned(
-            series="size",
-            point=tokens,
-            request={"what": "throughput", "workload": sized(contender, level, tokens=tokens)},
-        )
-        for tokens in level.sizes
-    ]
-
-
-def _ask(contender: Contender, wanted: Sequence[Planned], level: Level) -> list[dict[str, Any]]:
+def _ask(turn: _Turn, share_s: float, patience_s: float) -> list[dict[str, Any]]:
     """Ask for all in one process; after one that came to no end, go on with the next."""
     points: list[dict[str, Any]] = []
-    while len(points) < len(wanted):
-        rest = wanted[len(points) :]
-        requests = [planned.request for planned in rest]
-        answers = environments.ask(contender, requests, level.deadline_s)
+    deadline = time.monotonic() + share_s
+    while len(points) < len(turn.wanted):
+        rest = turn.wanted[len(points) :]
+        left_s = deadline - time.monotonic()
+        if points and left_s <= 0:
+            answers = [{"failed": f"{NO_TURN}: {share_s:.0f} s"}] * len(rest)
+        else:
+            requests = [planned.request for planned in rest]
+            answers = environments.ask(turn.contender, requests, max(0.0, left_s), patience_s)
         for planned, answer in zip(rest, answers, strict=False):
             asked = {key: value for key, value in planned.request.items() if key != "what"}
-            about = {"series": planned.series, "contender": contender.name, "point": planned.point}
-            points.append({**about, **asked, **answer})
+            about = {"series": planned.series, "point": planned.point}
+            points.append({**about, "contender": turn.contender.name, **asked, **answer})
     return points
 
 
