@@ -133,10 +133,24 @@ def _growth(contest: dict[str, Any]) -> Iterator[Row]:
         yield _growth_row(
             series,
             f"processor time a trajectory, {last} {what} against {points[0]['point']}",
-            "",
+            _scheduling(points) if series == "producers" else "",
             [one["point"] for one in points],
             costs,
         )
+
+
+def _scheduling(points: Sequence[dict[str, Any]]) -> str:
+    """Say what of the growth is switching between processes, where they outnumber the cores."""
+    kernel_us, switches = [], []
+    for one in (points[0], points[-1]):
+        figures, count = one["figures"], one["trajectories"]
+        kernel_s = figures["producer_kernel_s"] + figures["consumer_kernel_s"]
+        kernel_us.append(kernel_s / count * 1e6)
+        switches.append(figures["switches"] / count)
+    return (
+        f"of it in the kernel {kernel_us[1]:.2f} against {kernel_us[0]:.2f}, "
+        f"{switches[1]:.3f} switches against {switches[0]:.3f}"
+    )
 
 
 def _growth_row(

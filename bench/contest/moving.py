@@ -64,7 +64,12 @@ def measure(module: str, workload: Workload, *, pack: bool = False, watch: bool 
             [consumer, *producers], watch=look if watch else None
         )
         others = usage.spent(servers) - before
-    figures: dict[str, Any] = {"others_faults": others.faults}
+    figures: dict[str, Any] = {
+        "others_faults": others.faults,
+        "producer_kernel_s": sum(one.kernel_s for one in sent),
+        "consumer_kernel_s": consumed.kernel_s,
+        "switches": consumed.switches + sum(one.switches for one in sent),
+    }
     if levels:
         figures |= {"memory_before_bytes": levels[0], "memory_bytes": max(levels)}
     return Timed(

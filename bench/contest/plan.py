@@ -211,8 +211,13 @@ def plan(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
     most = MANY_PRODUCERS if contender.begin_s < SLOW_BEGIN_S else FEW_PRODUCERS
     for producers in level.producers:
         if producers <= most:
-            more: dict[str, Any] = {"producers": producers, "capacity": LARGE_CAPACITY}
-            yield _throughput(contender, level, "producers", producers, **more)
+            # A consumer that reads is the slower side, so that the ring is full at each point. One
+            # that only looks would leave one producer a ring in the cache, and many one in memory,
+            # and the curve would be the cache's.
+            yield _throughput(
+                contender, level, "producers", producers,
+                producers=producers, read=True, capacity=LARGE_CAPACITY,
+            )  # fmt: skip
     if ours:
         for capacity in level.capacities:
             yield _throughput(contender, level, "capacity", capacity, capacity=capacity)

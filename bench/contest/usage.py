@@ -22,18 +22,39 @@ _SYSTEM: Final = 12
 
 @dataclass(frozen=True)
 class Spent:
-    """Processor seconds and minor page faults, of one process or several."""
+    """What one process or several have spent.
+
+    Attributes
+    ----------
+    cpu_s : float
+        Processor seconds, those in the kernel included.
+    faults : int
+        Minor page faults.
+    kernel_s : float
+        Processor seconds in the kernel: system calls, faults, switching.
+    switches : int
+        How often one was taken off its processor, by itself or by the scheduler.
+    """
 
     cpu_s: float
     faults: int
+    kernel_s: float = 0.0
+    switches: int = 0
 
     def __sub__(self, before: Spent) -> Spent:
-        return Spent(self.cpu_s - before.cpu_s, self.faults - before.faults)
+        return Spent(
+            self.cpu_s - before.cpu_s,
+            self.faults - before.faults,
+            self.kernel_s - before.kernel_s,
+            self.switches - before.switches,
+        )
 
 
 def own() -> Spent:
     """Return what this process has spent so far, all its threads together."""
-    return Spent(time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    switches = used.ru_nvcsw + used.ru_nivcsw
+    return Spent(time.process_time(), used.ru_minflt, used.ru_stime, switches)
 
 
 def descendants(root: int) -> list[int]:
