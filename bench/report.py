@@ -1,7 +1,7 @@
 """The report of a run: Markdown tables and plots, made of ``results.json`` and nothing else.
 
 ``python -m bench.report DIR`` makes them again; with ``--readme README.md`` it also replaces what
-stands there between its two marks, so that figures in the README are always of one run.
+stands there between its marks, so that figures in the README are always of one run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bench.verdicts import OURS, USUAL, find, percentile
 __all__ = ["contest_text", "main", "write"]
 
 BEGIN: Final = "<!-- bench: made by python -m bench.report; do not edit -->"
+BEGIN_ROWS: Final = "<!-- bench rows: made by python -m bench.report; do not edit -->"
 END: Final = "<!-- bench: end -->"
 #: Tokens a second of a claim that is told in the field: over REST, and over shared memory.
 CLAIM_REST: Final = 223.0
@@ -89,8 +90,13 @@ def aligned(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def _rows(result: dict[str, Any]) -> str:
     if not result["rows"]:
         return ""
+    return "## Targets\n\n" + _shortfalls(result) + _judged(result["rows"])
+
+
+def _judged(rows: Sequence[dict[str, Any]]) -> str:
+    """Lay out rows with what each has to reach, and whether it does."""
     lines = []
-    for row in result["rows"]:
+    for row in rows:
         value = "" if row["value"] is None else _short(row["value"])
         if row["spread"] and row["spread"][0] < row["spread"][1]:
             value += f" ({_short(row['spread'][0])} to {_short(row['spread'][1])})"
@@ -99,7 +105,7 @@ def _rows(result: dict[str, Any]) -> str:
             verdict = f"skipped: {row['skipped']}"
         lines.append([row["title"], row["measured"], value, row["target"] or "", verdict])
     heads = ["what", "measured", "value (lowest to highest)", "target", "verdict"]
-    return "## Targets\n\n" + _shortfalls(result) + markdown(heads, lines)
+    return markdown(heads, lines)
 
 
 def _shortfalls(result: dict[str, Any]) -> str:
@@ -355,14 +361,29 @@ def _claim(result: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def _into_readme(result: dict[str, Any], directory: Path, readme: Path) -> None:
-    text = readme.read_text()
-    before, begin, rest = text.partition(BEGIN)
+def _between(text: str, begin: str, block: str) -> str:
+    """Replace what stands between a mark and the next end."""
+    before, found, rest = text.partition(begin)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{readme}: expected the lines {BEGIN!r} and {END!r}, found none")
+    if not found or not end:
+        raise SystemExit(f"expected the lines {begin!r} and {END!r} in the README, found none")
+    return f"{before}{begin}\n{block}\n{END}{after}"
+
+
+def _into_readme(result: dict[str, Any], directory: Path, readme: Path) -> None:
     where = os.path.relpath(directory, readme.resolve().parent)
     facts = result["machine"]
+    own = [row for row in result["rows"] if not row["name"].startswith("against-")]
+    run = (
+        f"One run of `shmbus bench --{result['level']}` on {facts['cores']} cores of an "
+        f"{facts['cpu']}, load {facts['load_average'][0]:.1f} at its start; "
+        f"[the whole report]({where}/report.md).\n"
+    )
+    text = _between(readme.read_text(), BEGIN_ROWS, f"{run}\n{_judged(own)}")
+    readme.write_text(_between(text, BEGIN, _beside_others(result, where)))
+
+
+def _beside_others(result: dict[str, Any], where: str) -> str:
     heads, lines = _throughput_table(result)
     short = [[line[0], line[1], line[3], line[4], line[5], line[8]] for line in lines]
     killed = {
@@ -382,17 +403,12 @@ def _into_readme(result: dict[str, Any], directory: Path, readme: Path) -> None:
         "after kill -9 in mid-write",
     ]
     block = [
-        BEGIN,
         f"![Throughput by size against memcpy]({where}/throughput.svg)\n",
-        f"One run of `shmbus bench --{result['level']}` on {facts['cores']} cores of an "
-        f"{facts['cpu']}, load {facts['load_average'][0]:.1f} at its start; "
-        f"[the whole report]({where}/report.md).\n",
         markdown(chosen, short),
         f"![One-way latency]({where}/latency.svg)\n",
         f"![How costs grow]({where}/scaling.svg)\n" if result["open_groups"] else "",
-        END,
     ]  # fmt: skip
-    readme.write_text(before + "\n".join(filter(None, block)) + after)
+    return "\n".join(filter(None, block))
 
 
 if __name__ == "__main__":

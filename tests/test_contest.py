@@ -191,11 +191,12 @@ def test_one_command_measures_and_writes_report_and_plots(spawn: Spawner, tmp_pa
         assert (output / name).stat().st_size > 0
     assert "multiprocessing.Queue" in printed
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    blocks = [f"{begin}\nold\n{report.END}\n" for begin in (report.BEGIN_ROWS, report.BEGIN)]
+    readme.write_text(f"before\n{blocks[0]}between\n{blocks[1]}after\n")
     assert report.main([str(output), "--readme", str(readme)]) == 0
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "report/throughput.svg" in text
+    assert "report/throughput.svg" in text and f"{report.END}\nbetween\n" in text
 
 
 def test_a_bad_command_line_is_refused_before_anything_is_measured(spawn: Spawner) -> None:
