@@ -299,7 +299,7 @@ def _skipped(result: dict[str, Any]) -> str:
         if facts["skipped"]
     ]
     lines += [
-        f"- {one['contender']}, {series} {one['point']}: failed: {one['failed']}"
+        f"- {one['contender']}, {series} {one['point']}".rstrip() + f": {one['failed']}"
         for series, points in contest.items()
         if isinstance(points, list)
         for one in points

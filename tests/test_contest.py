@@ -52,7 +52,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_every_contender_has_both_ends_and_says_what_it_was_given(name: str) -> None:
     found = importlib.import_module(f"bench.contenders.{name}")
-    for part in ("link", "sender", "receiver", "measure"):
+    for part in ("link", "sender", "receiver"):
         assert callable(getattr(found, part))
     about = found.CONTENDER
     assert about.packages and about.favour and about.copied
@@ -83,7 +83,7 @@ def test_what_is_sent_arrives_whole_and_once(name: str) -> None:
         side="top-k-logits",
         read=True,
     )
-    timed = found.measure(workload)
+    timed = moving.measure(found.__name__, workload)
     assert timed.trajectories == 64
     assert timed.seconds > 0
 

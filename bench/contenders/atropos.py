@@ -13,11 +13,10 @@ from typing import Any, Final
 import numpy as np
 
 from bench.contenders.base import Contender, Received, free_port, started
-from bench.contest import moving
 from bench.processes import STALL_S, MeasurementError
-from bench.workload import Source, Timed, Workload
+from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "link", "measure", "receiver", "sender"]
+__all__ = ["CONTENDER", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="atropos",
@@ -182,8 +181,3 @@ def sender(address: int, workload: Workload, number: int) -> Iterator[_Sender]:
 def receiver(address: int, workload: Workload) -> Iterator[_Receiver]:
     """Receive in this process."""
     yield _Receiver(address, workload)
-
-
-def measure(workload: Workload) -> Timed:
-    """Move a workload through a server of its own."""
-    return moving.measure(__name__, workload)

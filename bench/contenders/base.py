@@ -7,7 +7,8 @@ A contender is one module of this package with
   server); it yields what its ends need to find each other, which has to survive `spawn`;
 - ``sender(address, workload, number)`` and ``receiver(address, workload)``: context managers that
   yield a `Sender` and a `Receiver`, in processes of their own;
-- ``measure(workload)``: a `bench.workload.Measure` made of these;
+- where its own loop is a better one, ``measure(workload)`` and ``measure_packed(workload)``, each a
+  `bench.workload.Measure`; `bench.contest.moving` has the loop for all others;
 - where links take long to begin, ``host()``: a context manager around what they have in common.
 
 Invariants: what was sent before the sender's context ends arrives; nothing that a link started

@@ -9,10 +9,9 @@ from typing import Any, Final
 
 from bench.contenders.base import Contender, Received
 from bench.contenders.packed_bytes import Decoder, Encoder
-from bench.contest import moving
-from bench.workload import Source, Timed, Workload
+from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "link", "measure", "receiver", "sender"]
+__all__ = ["CONTENDER", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="faster-fifo",
@@ -86,8 +85,3 @@ def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
 def receiver(address: Any, workload: Workload) -> Iterator[_Receiver]:
     """Receive in this process."""
     yield _Receiver(address, workload)
-
-
-def measure(workload: Workload) -> Timed:
-    """Move a workload over a ring of its own."""
-    return moving.measure(__name__, workload)

@@ -14,10 +14,9 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from bench.contenders.base import Contender, Layout, Received
-from bench.contest import moving
-from bench.workload import Source, Timed, Workload
+from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "link", "measure", "receiver", "sender"]
+__all__ = ["CONTENDER", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="iceoryx2",
@@ -186,8 +185,3 @@ def sender(address: str, workload: Workload, number: int) -> Iterator[_Sender]:
 def receiver(address: str, workload: Workload) -> Iterator[_Receiver]:
     """Receive in this process."""
     yield _Receiver(_Port(address, workload), workload)
-
-
-def measure(workload: Workload) -> Timed:
-    """Move a workload over a service of its own."""
-    return moving.measure(__name__, workload)

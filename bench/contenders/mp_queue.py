@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from bench.contenders.base import Contender, Received
-from bench.contest import moving
-from bench.workload import Source, Timed, Workload
+from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "MOST", "Receiver", "link", "measure", "receiver", "sender"]
+__all__ = ["CONTENDER", "MOST", "Receiver", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="multiprocessing.Queue",
@@ -81,8 +80,3 @@ def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
 def receiver(address: Any, workload: Workload) -> Iterator[Receiver]:
     """Receive in this process."""
     yield Receiver(address)
-
-
-def measure(workload: Workload) -> Timed:
-    """Move a workload over a queue of its own."""
-    return moving.measure(__name__, workload)

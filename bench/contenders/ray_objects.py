@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from bench.contenders.base import Contender, Received
-from bench.contest import moving
-from bench.workload import Source, Timed, Workload
+from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "attach", "cluster", "host", "link", "measure", "receiver", "sender"]
+__all__ = ["CONTENDER", "attach", "cluster", "host", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="ray",
@@ -224,8 +223,3 @@ def receiver(address: str, workload: Workload) -> Iterator[_Receiver]:
     yield _Receiver(mailbox)
     ray.get(mailbox.end.remote())
     ray.shutdown()
-
-
-def measure(workload: Workload) -> Timed:
-    """Move a workload through a Ray of its own."""
-    return moving.measure(__name__, workload)

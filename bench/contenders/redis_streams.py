@@ -12,10 +12,9 @@ from typing import Any, Final
 
 from bench.contenders.base import Contender, Received, started
 from bench.contenders.packed_bytes import Decoder, Encoder
-from bench.contest import moving
-from bench.workload import Source, Timed, Workload
+from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "link", "measure", "receiver", "sender"]
+__all__ = ["CONTENDER", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="redis",
@@ -112,8 +111,3 @@ def receiver(address: str, workload: Workload) -> Iterator[_Receiver]:
 
     with redis.Redis(unix_socket_path=address) as client:
         yield _Receiver(client, workload)
-
-
-def measure(workload: Workload) -> Timed:
-    """Move a workload through a server of its own."""
-    return moving.measure(__name__, workload)

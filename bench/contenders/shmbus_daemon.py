@@ -12,10 +12,9 @@ from typing import Final
 from bench.contenders import shmbus_embedded
 from bench.contenders.base import Contender, started
 from bench.contenders.shmbus_embedded import receiver, sender
-from bench.contest import moving
-from bench.workload import Timed, Workload
+from bench.workload import Workload
 
-__all__ = ["CONTENDER", "link", "measure", "receiver", "sender"]
+__all__ = ["CONTENDER", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="shmbus-daemon",
@@ -39,8 +38,3 @@ def link(workload: Workload) -> Iterator[str]:
         argv = [sys.executable, "-m", "shmbus", "serve", name, "--log-level", "warning"]
         with started(argv, Path(paths.socket_path(name)).exists):
             yield name
-
-
-def measure(workload: Workload) -> Timed:
-    """Move a workload over a bus and a daemon of its own."""
-    return moving.measure(__name__, workload)

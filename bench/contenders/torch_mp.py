@@ -11,10 +11,9 @@ from typing import Any, Final
 
 from bench.contenders import mp_queue
 from bench.contenders.base import Contender, Layout, Received
-from bench.contest import moving
-from bench.workload import Source, Timed, Workload
+from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "link", "measure", "receiver", "sender"]
+__all__ = ["CONTENDER", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="torch.multiprocessing",
@@ -96,8 +95,3 @@ def receiver(address: Any, workload: Workload) -> Iterator[_Receiver]:
     """Receive in this process."""
     _torch().multiprocessing.set_sharing_strategy("file_system")
     yield _Receiver(address, workload)
-
-
-def measure(workload: Workload) -> Timed:
-    """Move a workload over a queue of its own."""
-    return moving.measure(__name__, workload)

@@ -11,10 +11,9 @@ from typing import Any, Final
 
 from bench.contenders import ray_objects
 from bench.contenders.base import Contender, Received
-from bench.contest import moving
-from bench.workload import Source, Timed, Workload
+from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "host", "link", "measure", "receiver", "sender"]
+__all__ = ["CONTENDER", "host", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="TransferQueue",
@@ -162,8 +161,3 @@ def receiver(address: Any, workload: Workload) -> Iterator[_Receiver]:
     """Receive in this process, a driver of its own."""
     ray_address, keys = address
     yield _Receiver(_attach(ray_address), keys)
-
-
-def measure(workload: Workload) -> Timed:
-    """Move a workload through storage of its own."""
-    return moving.measure(__name__, workload)

@@ -11,10 +11,9 @@ from typing import Any, Final
 
 from bench.contenders.base import Contender, Received
 from bench.contenders.packed_bytes import Decoder, Encoder
-from bench.contest import moving
-from bench.workload import Source, Timed, Workload
+from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "link", "measure", "receiver", "sender"]
+__all__ = ["CONTENDER", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="pyzmq",
@@ -107,8 +106,3 @@ def receiver(address: str, workload: Workload) -> Iterator[_Receiver]:
         socket.rcvhwm = max(1, workload.room // (2 * workload.producers))
         socket.bind(address)
         yield _Receiver(socket, workload)
-
-
-def measure(workload: Workload) -> Timed:
-    """Move a workload over a socket of its own."""
-    return moving.measure(__name__, workload)

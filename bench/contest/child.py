@@ -86,8 +86,10 @@ def _moved(contender: ModuleType, what: str, workload: Workload) -> dict[str, An
     timed: Timed
     if what == "watched":
         timed = moving.measure(contender.__name__, workload, watch=True)
-    elif what == "throughput":
+    elif what == "throughput" and hasattr(contender, "measure"):
         timed = contender.measure(workload)
+    elif what == "throughput":
+        timed = moving.measure(contender.__name__, workload)
     elif hasattr(contender, "measure_packed"):
         timed = contender.measure_packed(workload)
     else:
