@@ -166,6 +166,7 @@ static PyObject *reader_poll_into(ReaderObject *self, PyObject *args) {
 /* Sleeps until something may have come: 1; 0 when the time is over, -1 with an exception. */
 static int wait_for_events(ReaderObject *self, double timeout_s) {
     struct bus_header *header = self->segment->c.header;
+    reader_tidy_in_a_pause(&self->c);
     if (reader_has_events(&self->c)) {
         return 1;
     }
@@ -359,6 +360,7 @@ static PyObject *reader_evacuate(ReaderObject *self, PyObject *items) {
         }
     }
     PyMem_Free(movable);
+    reader_tidy(reader);
     return PyLong_FromUnsignedLongLong(reader->runs_freed - freed);
 }
 

@@ -38,7 +38,8 @@ struct run_state {
     uint32_t live; /* records handed out and not let go */
     uint32_t open; /* reservations seen and not ended */
     uint8_t phase;
-    bool parked; /* in reader.parked: only a writer's view keeps it */
+    bool parked;   /* in reader.parked: only views keep it, if anything does */
+    bool unviewed; /* within reader_tidy: no borrower looks at it */
 };
 
 struct pending {
@@ -86,6 +87,7 @@ struct reader {
     uint64_t moved_room, moved_count;
     uint32_t *parked;
     uint32_t parked_count;
+    uint32_t parked_new; /* extents of those that reader_tidy has not looked at */
     /* Proof that nothing is lost: what was released before this reader came, and the commits that
      * it has met since. When all is read, they are what the lanes' counters promise. */
     uint64_t released_before, met;
@@ -123,10 +125,15 @@ void reader_let_go(struct reader *self, const struct record_ref *ref);
 /* Writes a record again in the collector's lane and ends the first copy; ref follows it. */
 bool reader_move(struct reader *self, struct record_ref *ref);
 
-/* Takes over the lanes of producers that are proved dead, frees what only waited for a writer's
- * view. Returns how many producers were found dead. */
+/* Takes over the lanes of producers that are proved dead, and tidies. Returns how many producers
+ * were found dead. */
 uint32_t reader_sweep(struct reader *self);
+
+/* Frees the runs that have ended and that no view keeps. On a bus that has lent, each run waits for
+ * this until there are a share of the bus, or until the reader has nothing better to do: one system
+ * call then tells of many. */
 void reader_tidy(struct reader *self);
+void reader_tidy_in_a_pause(struct reader *self);
 
 /* Committed records that this reader has not handed out, by walking them; `committed` gets the
  * commits of all lanes as of the same instant. */

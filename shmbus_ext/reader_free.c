@@ -1,4 +1,5 @@
 /* What the collector gives back: releases of records, runs, and stragglers moved out of the way. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "checksum.h"
@@ -6,8 +7,8 @@
 #include "failpoints.h"
 #include "reader.h"
 
-/* Producers that wait are woken when this part of the bus has become free. */
-#define ANNOUNCE_SHARE 32u
+/* What has ended is looked at, and producers that wait are woken, when it is this part of the bus. */
+#define NOTABLE_SHARE 32u
 
 static struct record_header *record_of(const struct segment *segment,
                                        const struct record_place *place) {
@@ -136,6 +137,10 @@ void reader_replay_intents(struct segment *segment) {
     replay_move(segment);
 }
 
+static uint32_t notable(const struct reader *self) {
+    return (self->segment->extent_count + NOTABLE_SHARE - 1) / NOTABLE_SHARE;
+}
+
 static void free_run(struct reader *self, uint32_t extent) {
     struct segment *segment = self->segment;
     struct run_state *run = &self->runs[extent];
@@ -159,7 +164,7 @@ static void free_run(struct reader *self, uint32_t extent) {
     memset(run, 0, sizeof *run);
     self->runs_freed++;
     writer_keep_spare(&self->mover);
-    if (self->freed_unannounced >= (segment->extent_count + ANNOUNCE_SHARE - 1) / ANNOUNCE_SHARE) {
+    if (self->freed_unannounced >= notable(self)) {
         reader_announce_space(self);
     }
 }
@@ -183,28 +188,19 @@ static bool writer_keeps(const struct reader *self, uint32_t extent) {
                atomic_load_explicit(&desc->producer_id, memory_order_relaxed);
 }
 
-/* A borrower's views say so by a lock, whoever leased it the group: it is taken while the record is
- * still leased, so before it can be found free here. A bus that never lent needs no system call. */
-static bool view_keeps(const struct reader *self, uint32_t extent) {
-    const struct segment *segment = self->segment;
-    return writer_keeps(self, extent) ||
-           (atomic_load_explicit(&segment->header->lent, memory_order_relaxed) != 0 &&
-            segment_lock_probe(segment->fd, SHMBUS_LOCK_VIEW + extent) != LOCK_TAKEN);
+static bool is_over(const struct run_state *run) {
+    return run->phase == RUN_WALKED && run->live == 0 && run->open == 0;
+}
+
+static bool is_lent(const struct reader *self) {
+    return atomic_load_explicit(&self->segment->header->lent, memory_order_relaxed) != 0;
 }
 
 static void park(struct reader *self, uint32_t extent) {
     if (!self->runs[extent].parked) {
         self->runs[extent].parked = true;
         self->parked[self->parked_count++] = extent;
-    }
-}
-
-static void unpark(struct reader *self, uint32_t extent) {
-    for (uint32_t i = 0; self->runs[extent].parked && i < self->parked_count; i++) {
-        if (self->parked[i] == extent) {
-            self->parked[i] = self->parked[--self->parked_count];
-            self->runs[extent].parked = false;
-        }
+        self->parked_new += self->runs[extent].span;
     }
 }
 
@@ -221,16 +217,8 @@ static void note_successor(struct reader *self, uint32_t extent, uint64_t next) 
     }
 }
 
-void reader_try_free(struct reader *self, uint32_t extent) {
-    struct run_state *run = &self->runs[extent];
-    if (run->phase != RUN_WALKED || run->live > 0 || run->open > 0) {
-        return;
-    }
-    if (view_keeps(self, extent)) {
-        park(self, extent);
-        return;
-    }
-    unpark(self, extent);
+static void unlink_and_free(struct reader *self, uint32_t extent) {
+    const struct run_state *run = &self->runs[extent];
     /* SYNC: run-linked. After this its owner cannot link to it: it has, or it will begin anew. */
     uint64_t next = link_make(run->generation, 0);
     bool ended = atomic_compare_exchange_strong_explicit(
@@ -251,6 +239,99 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     free_run(self, extent);
 }
 
+void reader_try_free(struct reader *self, uint32_t extent) {
+    if (!is_over(&self->runs[extent])) {
+        return;
+    }
+    /* On a bus that never lent nobody but its producer can have a view that this process has not. */
+    if (is_lent(self) || writer_keeps(self, extent)) {
+        park(self, extent);
+    } else if (!self->runs[extent].parked) {
+        unlink_and_free(self, extent);
+    }
+}
+
+static int by_extent(const void *one, const void *other) {
+    uint32_t a = *(const uint32_t *)one, b = *(const uint32_t *)other;
+    return (a > b) - (a < b);
+}
+
+/* The first of parked[from..to), which is in order, that is not below a lock's byte. */
+static uint32_t parked_at(const struct reader *self, uint32_t from, uint32_t to, int64_t byte) {
+    while (from < to) {
+        uint32_t middle = from + (to - from) / 2;
+        if (SHMBUS_LOCK_VIEW + (int64_t)self->parked[middle] < byte) {
+            from = middle + 1;
+        } else {
+            to = middle;
+        }
+    }
+    return from;
+}
+
+/* Marks those of parked[from..to) that no borrower looks at. A borrower's views say so by a lock,
+ * whoever leased it the group: it is taken while the record is still leased, so before its run was
+ * parked. One question is enough for any number of runs, and two more for each lock between them. */
+static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
+    while (from < to) {
+        int64_t start = SHMBUS_LOCK_VIEW + (int64_t)self->parked[from];
+        int64_t bytes = (int64_t)self->parked[to - 1] - (int64_t)self->parked[from] + 1;
+        enum lock_status found = segment_lock_find(self->segment->fd, &start, &bytes);
+        if (found == LOCK_TAKEN) {
+            for (uint32_t i = from; i < to; i++) {
+                self->runs[self->parked[i]].unviewed = true;
+            }
+        }
+        if (found != LOCK_HELD_ELSEWHERE) {
+            return;
+        }
+        uint32_t before = parked_at(self, from, to, start);
+        uint32_t behind = bytes == 0 ? to : parked_at(self, before, to, start + bytes);
+        /* The shorter side by recursion, so that it is never deep. */
+        if (before - from < to - behind) {
+            find_unviewed(self, from, before);
+            from = behind;
+        } else {
+            find_unviewed(self, behind, to);
+            to = before;
+        }
+    }
+}
+
+void reader_tidy(struct reader *self) {
+    uint32_t count = self->parked_count;
+    self->parked_new = 0;
+    if (count == 0) {
+        return;
+    }
+    bool lent = is_lent(self);
+    for (uint32_t i = 0; i < count; i++) {
+        self->runs[self->parked[i]].unviewed = !lent;
+    }
+    if (lent) {
+        qsort(self->parked, count, sizeof *self->parked, by_extent);
+        find_unviewed(self, 0, count);
+    }
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t extent = self->parked[i];
+        if (!self->runs[extent].unviewed || writer_keeps(self, extent)) {
+            self->parked[kept++] = extent;
+        } else {
+            unlink_and_free(self, extent);
+        }
+    }
+    self->parked_count = kept;
+}
+
+void reader_tidy_in_a_pause(struct reader *self) {
+    /* Where space is short, what a view kept a moment ago is worth another look. */
+    if (self->parked_new > 0 || atomic_load_explicit(&self->segment->header->space_wanted,
+                                                     memory_order_relaxed) != 0) {
+        reader_tidy(self);
+    }
+}
+
 void reader_hold(struct reader *self, const struct record_ref *ref) {
     struct run_state *run = &self->runs[ref->place.extent];
     run->live++;
@@ -263,13 +344,9 @@ void reader_let_go(struct reader *self, const struct record_ref *ref) {
     run->live_bytes -= ref->bytes;
     if (run->live == 0) {
         reader_try_free(self, ref->place.extent);
-    }
-}
-
-void reader_tidy(struct reader *self) {
-    /* Backwards: freeing one takes it out of the list and puts the last in its place. */
-    for (uint32_t i = self->parked_count; i-- > 0;) {
-        reader_try_free(self, self->parked[i]);
+        if (self->parked_new >= notable(self)) {
+            reader_tidy(self);
+        }
     }
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 import struct
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,6 +25,7 @@ def bus(bus_name: str) -> Iterator[Bus]:
 @pytest.fixture
 def reader(bus: Bus) -> Iterator[_core.Reader]:
     reader = _core.Reader(_segments.open_segment(bus.name), "test")
+    reader.lend()
     yield reader
     reader.close()
 
@@ -137,6 +140,70 @@ def test_space_under_a_borrowed_view_is_not_used_again_until_the_view_is_gone(
     reader.sweep()
     held = reader.segment.extent_count - reader.segment.free_extents()
     assert held <= 41  # the run that the last producer's lane ended with, at most
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_exactly_the_runs_that_nobody_looks_at_are_free(
+    bus: Bus, reader: _core.Reader, borrower: _core.Borrower, seed: int
+) -> None:
+    draw = random.Random(seed)
+    other = _core.Borrower(_segments.open_segment(bus.name, read_only=True))
+    # Each run is one record: no two fit into an extent.
+    count = draw.randrange(1, reader.segment.extent_count - 2)
+    with Producer(bus.name) as producer:
+        for index in range(count):
+            producer.put("g", group_size=count, index=index, tokens=np.zeros(800, np.int32))
+    found = reader.poll(count)
+    assert not reader.poll(1)  # the last run is walked to its end
+    share = draw.random()
+    views = {}
+    for at, trajectory in enumerate(found):
+        if draw.random() < share:
+            holder = draw.choice([borrower, other])
+            views[at] = holder.borrow(_core.places([trajectory]))[0]["tokens"]
+    reader.release(found, _core.ACKED)
+    beside = set()
+    while True:
+        reader.tidy()
+        held = reader.segment.extent_count - reader.segment.free_extents()
+        beside.add(held - len(views))
+        assert view_locks(bus) == len(views)
+        if not views:
+            break
+        for at in draw.sample(sorted(views), draw.randrange(1, len(views) + 1)):
+            del views[at]
+    # The mover's spare and the last producer's run, in every round.
+    assert len(beside) == 1 and beside.pop() <= 2
+    other.close()
+
+
+def test_views_that_end_after_their_lease_leave_no_producer_waiting(
+    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
+) -> None:
+    # The reader only sleeps and wakes: nobody tells it that a view has ended.
+    rounds = 40 * reader.segment.extent_count
+    sending = threading.Thread(target=put_singles, args=(bus.name, rounds))
+    sending.start()
+    views: list[np.ndarray] = []
+    looks = taken = 0
+    while taken < rounds:
+        found = reader.poll(64)
+        if not found:
+            reader.wait(1.0)
+            looks += 1
+            continue
+        taken += len(found)
+        views = [t["tokens"] for t in borrower.borrow(_core.places(found))]
+        reader.release(found, _core.ACKED)
+        borrower.end_lease(_core.places(found))
+    sending.join()
+    assert len(views) and looks < taken
+
+
+def put_singles(name: str, count: int) -> None:
+    with Producer(name) as producer:
+        for index in range(count):
+            producer.put(str(index), group_size=1, index=0, tokens=np.zeros(800, np.int32))
 
 
 def test_views_outlive_their_borrower_and_hold_nothing_then(

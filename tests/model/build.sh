@@ -23,8 +23,7 @@ for name in doorbell extents reader reader_attach reader_free record writer; do
     compile "$ring/$name.c" -include tests/model/hooks.h
 done
 # shellcheck disable=SC2086
-compile "$ring/segment.c" $small -Dsegment_lock=kernel_lock -Dsegment_unlock=kernel_unlock \
-    -Dsegment_lock_probe=kernel_lock_probe
+compile "$ring/segment.c" $small -Dsegment_lock=kernel_lock -Dsegment_unlock=kernel_unlock
 compile "$ring/checksum.c"
 for name in engine memory ghost actors explore; do
     # shellcheck disable=SC2086

@@ -407,17 +407,6 @@ void segment_unlock(int fd, int64_t byte) {
     }
 }
 
-enum lock_status segment_lock_probe(int fd, int64_t byte) {
-    (void)fd;
-    engine_yield(OP_LOCK, NOWHERE, memory_order_seq_cst, "segment_lock_probe");
-    before_operation(&world.processes[running], NOWHERE, memory_order_seq_cst, true);
-    after_operation(memory_order_seq_cst);
-    uint8_t owner = *lock_place(byte);
-    bool elsewhere = owner != 0 && owner != running + 1;
-    engine_observe(elsewhere);
-    return elsewhere ? LOCK_HELD_ELSEWHERE : LOCK_TAKEN;
-}
-
 /* ---- what a process keeps for itself ---- */
 
 void *memory_heap(int process, size_t bytes) {
