@@ -25,8 +25,10 @@ from shmbus.daemon.paths import socket_path
 
 __all__ = ["measure"]
 
-#: Tokens of the second workload: four times the payload, which the daemon must not notice.
+#: Tokens of the second workload: four times the payload, which the daemon must not notice. Its
+#: batches have as many trajectories, since each costs the daemon a message of its own.
 LONG_TOKENS = 8192
+TRAJECTORIES_PER_BATCH = packed.TOKENS_PER_BATCH // 2048
 
 
 @contextmanager
@@ -71,7 +73,8 @@ def _run(workload: Workload, *, daemon: bool) -> tuple[float, float]:
 
 
 def _train(name: str, workload: Workload) -> float:
-    trainer = Role(packed.train, (name, workload))
+    tokens_per_batch = TRAJECTORIES_PER_BATCH * workload.tokens
+    trainer = Role(packed.train, (name, workload, tokens_per_batch))
     producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]
     (seconds, _), *_ = run_together([trainer, *producers])
     return workload.trajectories / float(seconds)

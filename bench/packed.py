@@ -33,7 +33,12 @@ def measure(workload: Workload) -> Timed:
     )
 
 
-def train(start: Callable[[], None], name: str, workload: Workload) -> tuple[float, float]:
+def train(
+    start: Callable[[], None],
+    name: str,
+    workload: Workload,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+) -> tuple[float, float]:
     """Take batches and acknowledge each; return seconds and processor seconds."""
     # Only this process needs torch.
     import torch
@@ -42,7 +47,7 @@ def train(start: Callable[[], None], name: str, workload: Workload) -> tuple[flo
 
     done = 0
     began = began_cpu = None
-    with OnlineDataHandler(name, tokens_per_batch=TOKENS_PER_BATCH) as handler:
+    with OnlineDataHandler(name, tokens_per_batch=tokens_per_batch) as handler:
         start()
         while done < workload.trajectories:
             batch = handler.next_batch(STALL_S)
