@@ -18,6 +18,7 @@ import msgspec
 
 from shmbus import errors, limits
 from shmbus.ledger import Ledger
+from shmbus_ext import _core
 
 __all__ = ["VERSION", "FrameBuffer", "decode_reply", "decode_request", "frame"]
 
@@ -63,7 +64,7 @@ class Held(_Message):
 
     token: Count
     identities: bytes
-    reason: Annotated[int, msgspec.Meta(ge=-1, le=255)] = -1
+    reason: Annotated[int, msgspec.Meta(ge=-1, lt=_core.REASONS)] = -1
     step: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
@@ -105,7 +106,7 @@ class End(_Message):
     """Release these leases for a reason of the core. Answered by Ended, in order."""
 
     numbers: list[Count]
-    reason: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    reason: Annotated[int, msgspec.Meta(ge=0, lt=_core.REASONS)]
 
 
 class GiveBack(_Message):
