@@ -265,7 +265,11 @@ def read_part(directory: Path, part: Part) -> Iterator[Record]:
     except FileNotFoundError as error:
         raise damaged(path, "the manifest names it, and it is not there") from error
     if len(data) != part.nbytes or hashlib.sha256(data).hexdigest() != part.sha256:
-        raise damaged(path, f"expected {part.nbytes} bytes of sha256 {part.sha256[:12]}...")
+        raise damaged(
+            path,
+            f"expected {part.nbytes} bytes of sha256 {part.sha256[:12]}..., got {len(data)} of "
+            f"{hashlib.sha256(data).hexdigest()[:12]}...",
+        )
     try:
         tensors = _safetensors().load(data)
         yield from _records(tensors, part)

@@ -135,13 +135,23 @@ class GetStatus(_Message):
     oldest: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 10
 
 
+class TakeSnapshot(_Message):
+    """Write everything undelivered to a new directory. Answered by SnapshotTaken, or Refused.
+
+    Until then no group is granted, and what clients end is kept, and confirmed afterwards.
+    """
+
+    id: Count
+    directory: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+
+
 class Bye(_Message):
     """Leave: what is still leased is given back at once."""
 
 
 Request: TypeAlias = (
     Hello | Claim | Take | TakeStep | End | GiveBack | SetPolicyVersion | GetLedger | GetStatus
-    | Bye
+    | TakeSnapshot | Bye
 )  # fmt: skip
 
 
@@ -255,15 +265,24 @@ class StatusReply(_Message):
     paused: str | None = None
 
 
+class SnapshotTaken(_Message):
+    """The answer to TakeSnapshot: the manifest, as it is on disk."""
+
+    id: int
+    manifest: bytes
+
+
 class Refused(_Message):
     """The request `id` failed, or with -1 the connection, which is closed behind this."""
 
-    kind: Literal["protocol", "value", "busy", "closed", "version", "not_found"]
+    kind: Literal["protocol", "value", "busy", "closed", "version", "not_found", "failed"]
     message: str
     id: int = -1
 
 
-Reply: TypeAlias = Welcome | Leases | Claimed | Ended | Done | LedgerReply | StatusReply | Refused
+Reply: TypeAlias = (
+    Welcome | Leases | Claimed | Ended | Done | LedgerReply | StatusReply | SnapshotTaken | Refused
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)

@@ -176,11 +176,23 @@ def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> Mani
         write_file(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
         _sync(partial)
         os.rename(partial, target)
-    except BaseException:
+    except BaseException as error:
+        written = sum(path.stat().st_size for path in partial.iterdir())
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_room(target, written) from error
         raise
     _sync(target.parent)
     return manifest
+
+
+def _no_room(target: Path, written: int) -> OSError:
+    free = shutil.disk_usage(target.parent).free
+    what = (
+        f"no room: it needs more than {written:,} bytes, and {free:,} are free there; make room or "
+        "choose a directory on another disk (nothing is left of this attempt)"
+    )
+    return OSError(errno.ENOSPC, what, str(target))
 
 
 def _sync(directory: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shmbus import errors, snapshot
 from shmbus.cli._show import add_command, bus_name, print_json, printable, show_count, show_size
+from shmbus.daemon.observe import ask_snapshot
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -21,8 +22,9 @@ def add_parser(commands: Commands) -> None:
         help="write everything undelivered on a bus to disk",
         description="Writes every trajectory that is committed and not acknowledged to a new "
         "directory of safetensors files, with the ledger and the producers' numbers. The bus "
-        "stays as it is. Nobody may collect meanwhile: stop the trainer or the daemon first; "
-        "producers may go on, and what they commit after the beginning is not in it.",
+        "stays as it is. Where a daemon serves the bus it writes them, and trainers wait "
+        "meanwhile; one that reads the bus itself has to be stopped. Producers may go on; "
+        "what they commit after the beginning is not in it.",
         examples=["shmbus snapshot run1 /data/run1-before-reboot"],
         json=True,
     )
@@ -53,7 +55,9 @@ def add_parser(commands: Commands) -> None:
 
 def run_snapshot(arguments: argparse.Namespace) -> int:
     """Take a snapshot, and say what is in it."""
-    manifest = snapshot.take(arguments.name, arguments.directory)
+    manifest = ask_snapshot(arguments.name, arguments.directory)
+    if manifest is None:
+        manifest = snapshot.take(arguments.name, arguments.directory)
     if arguments.json:
         print_json(manifest)
     else:

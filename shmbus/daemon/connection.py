@@ -33,6 +33,7 @@ class Host(Protocol):
 
     def guard(self, work: Callable[[], None]) -> None: ...
     def changed(self) -> None: ...
+    def snapshot(self, session: Session, request: messages.TakeSnapshot) -> None: ...
 
 
 class Connection(asyncio.Protocol):
@@ -120,6 +121,8 @@ class Connection(asyncio.Protocol):
                     f"expected Hello as the first message, got {type(request).__name__}"
                 )
             self._greet(request)
+        elif isinstance(request, messages.TakeSnapshot):
+            self._server.snapshot(session, request)
         else:
             self._server.guard(lambda: self._server.service.handle(session, request))
 

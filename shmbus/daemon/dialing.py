@@ -39,6 +39,7 @@ def refusal(reply: messages.Refused) -> Exception:
         "busy": errors.BusBusyError,
         "not_found": errors.BusNotFoundError,
         "closed": Away,
+        "failed": RuntimeError,
     }
     return kinds.get(reply.kind, errors.ProtocolError)(reply.message)
 

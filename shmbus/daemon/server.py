@@ -24,12 +24,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import uvloop
 
-from shmbus import errors, limits
+from shmbus import errors, limits, messages, snapshot
 from shmbus.collector import Collector
 from shmbus.daemon import notify, paths
 from shmbus.daemon.connection import Connection
+from shmbus.daemon.leases import Session
 from shmbus.daemon.service import Service
 from shmbus.stash import StashPolicy
 
@@ -63,6 +65,7 @@ class Server:
         self._rest = threading.Event()
         self._hurry = threading.Event()
         self._stopping = False
+        self._snapshot: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
 
@@ -88,6 +91,9 @@ class Server:
             notify.notify("STOPPING=1")
             if self._failure is None:
                 await self._drain()
+            if self._snapshot is not None:
+                # It reads the bus as its collector.
+                await self._snapshot
         finally:
             self._stopping = True
             server.close()
@@ -150,6 +156,36 @@ class Server:
             self._failure = error
             self._stop.set()
 
+    def snapshot(self, session: Session, request: messages.TakeSnapshot) -> None:
+        """Write the bus to disk in a thread; the loop goes on, and what it must not do waits."""
+        if not os.path.isabs(request.directory):
+            what = f"directory: expected an absolute path, got {request.directory!r}"
+            session.send(messages.Refused(kind="value", message=what, id=request.id))
+            return
+        busy = self.service.freeze()
+        if busy is not None:
+            session.send(messages.Refused(kind="busy", message=busy, id=request.id))
+            return
+        logger.info("taking a snapshot", extra={"directory": request.directory})
+        self._snapshot = self._loop.create_task(self._take_snapshot(session, request))
+
+    async def _take_snapshot(self, session: Session, request: messages.TakeSnapshot) -> None:
+        name = self._collector.segment.name
+        reply: messages.Reply
+        try:
+            manifest = await self._loop.run_in_executor(
+                None, lambda: snapshot.take(name, request.directory, collecting=True)
+            )
+            reply = messages.SnapshotTaken(id=request.id, manifest=msgspec.json.encode(manifest))
+            logger.info("took a snapshot", extra={"records": manifest.records})
+        except Exception as error:
+            reply = messages.Refused(kind="failed", message=str(error), id=request.id)
+            logger.warning("took no snapshot: %s", error)
+        self.guard(self.service.thaw)
+        session.send(reply)
+        self._ring()
+        self.changed()
+
     # -- the ring and the clock -----------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -177,6 +213,8 @@ class Server:
         if self.service.pump(now):
             # Other events have their turn in between.
             self._loop.call_soon(self._ring)
+            return
+        if self.service.frozen:
             return
         self._collector.keep_house(now)
         self.changed()

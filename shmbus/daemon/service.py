@@ -5,6 +5,7 @@ Invariants:
 - One thread calls it. Nothing here blocks, and nothing is work proportional to a payload.
 - A request that waits is answered once: with groups, with none when its time is over, or not at
   all when its client is gone.
+- While it is frozen nothing is released or moved: somebody writes the bus to disk.
 - No group is leased before what clients of an earlier daemon hold has been told apart (recovery).
 """
 
@@ -61,10 +62,13 @@ class Service:
         self.policy = policy
         self.sessions: dict[int, Session] = {}
         self.draining = False
+        self.frozen = False
         self.began_s = time.monotonic()
         self.table = LeaseTable(collector)
         self.world: World | None = None
         self._waiting: list[_Waiting] = []
+        self._ending: list[tuple[Session, Lease, int]] = []
+        self._claiming: list[tuple[Session, messages.Claim]] = []
         self._doubt = InDoubt(collector.segment)
         self._before = extents_of_clients(collector.segment)
         self._claims: Claims | None = Claims()
@@ -82,6 +86,9 @@ class Service:
         """
         if self._claims is not None:
             return False
+        if self.frozen:
+            self.serve(now)
+            return False
         collector = self.collector
         wanted = max((w.wanted for w in self._waiting), default=0)
         more = collector.pump_once(now)
@@ -92,6 +99,9 @@ class Service:
 
     def tick(self, now: float) -> None:
         """Do what is due: house-keeping, the end of waits, of recovery, and of the dead."""
+        if self.frozen:
+            self.serve(now)
+            return
         self.collector.keep_house(now)
         if self._claims is not None:
             self._end_recovery_if_all_came(now)
@@ -106,7 +116,7 @@ class Service:
 
     def next_tick_s(self, now: float) -> float:
         """Seconds until `tick` has something to do."""
-        wait_s = self.collector.wait_s(now, None)
+        wait_s = limits.SWEEP_INTERVAL_S if self.frozen else self.collector.wait_s(now, None)
         if self._claims is not None:
             wait_s = min(wait_s, self._reclaim_until_s - now)
         elif len(self._doubt):
@@ -125,6 +135,34 @@ class Service:
     def waits(self) -> bool:
         """Whether somebody waits for groups."""
         return bool(self._waiting)
+
+    # -- snapshots ------------------------------------------------------------------------------
+
+    def freeze(self) -> str | None:
+        """Release and move nothing until `thaw`; or say why that cannot be now."""
+        name = self.collector.segment.name
+        if self.frozen:
+            return f"bus {name!r}: a snapshot is under way already; try again when it is done"
+        if self._claims is not None:
+            return (
+                f"bus {name!r}: its daemon has just begun, and still asks clients what they hold; "
+                f"try again in {limits.RECLAIM_WAIT_S:g} s"
+            )
+        self.frozen = True
+        return None
+
+    def thaw(self) -> None:
+        """Do what had to wait, and go on."""
+        self.frozen = False
+        ending, self._ending = self._ending, []
+        for session, lease, reason in ending:
+            self.table.end(lease, reason)
+            session.note_ended([lease.number], [])
+        claiming, self._claiming = self._claiming, []
+        for session, claim in claiming:
+            if self.sessions.get(session.client) is session:
+                self._claim(session, claim, time.monotonic())
+        self.collector.flush()
 
     # -- recovery -------------------------------------------------------------------------------
 
@@ -308,7 +346,10 @@ class Service:
             session.note_ended([lease.number for lease in found], [])
             self.serve(now)
         elif isinstance(request, messages.Claim):
-            self._claim(session, request, now)
+            if self.frozen:
+                self._claiming.append((session, request))
+            else:
+                self._claim(session, request, now)
         elif isinstance(request, messages.SetPolicyVersion):
             self.collector.policy_version = request.policy_version
             session.send(messages.Done(id=request.id))
@@ -351,6 +392,9 @@ class Service:
             if lease is None:
                 unknown.append(number)
                 continue
+            if self.frozen:
+                self._ending.append((session, lease, request.reason))
+                continue
             self.table.end(lease, request.reason)
             ended.append(number)
         session.note_ended(ended, unknown)
@@ -375,8 +419,9 @@ class Service:
         """Answer who waits, in the order of asking, as far as there is something for them."""
         if self._claims is not None:
             return
-        # A duplicate that is to be raised comes before the group that it was for.
-        self.collector.release_discards()
+        if not self.frozen:
+            # A duplicate that is to be raised comes before the group that it was for.
+            self.collector.release_discards()
         still = []
         for waiting in self._waiting:
             if not self._answer(waiting, now):
@@ -384,13 +429,13 @@ class Service:
             else:
                 waiting.session.waiting -= 1
         self._waiting = still
-        if self.collector.stash.discards:
+        if self.collector.stash.discards and not self.frozen:
             self.collector.release_discards()
 
     def _answer(self, waiting: _Waiting, now: float) -> bool:
         session, request = waiting.session, waiting.request
         step, leases = -1, None
-        if not self.draining:
+        if not self.draining and not self.frozen:
             error = self.collector.next_error()
             if error is not None:
                 session.send(messages.Refused(kind="protocol", message=str(error), id=request.id))
@@ -430,7 +475,8 @@ class Service:
     @property
     def leased_groups(self) -> int:
         """Groups that clients hold, or may hold."""
-        return sum(len(s.leases) for s in self.sessions.values()) + len(self._doubt)
+        held = sum(len(s.leases) for s in self.sessions.values())
+        return held + len(self._doubt) + len(self._ending)
 
     def ledger(self) -> Ledger:
         """Return the ledger; what was claimed is leased, and what was returned is stashed."""

@@ -230,6 +230,7 @@ def some_request(draw: random.Random, kind: str) -> messages.Request:
         lambda: messages.SetPolicyVersion(id=number, policy_version=number),
         lambda: messages.End(numbers=numbers, reason=reason),
         lambda: messages.GiveBack(numbers=numbers),
+        lambda: messages.TakeSnapshot(id=number, directory=draw.choice(["/dev/null/no", "no"])),
     ]
     if kind == "rank":
         says += [lambda: messages.TakeStep(id=number, groups=2, timeout_s=wait_s)] * 3
