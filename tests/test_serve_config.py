@@ -49,9 +49,10 @@ def test_text_becomes_what_the_setting_is() -> None:
     ("flags", "environment", "match"),
     [
         ({"group_timeout": "soon"}, {}, "--group-timeout: group_timeout = 'soon'"),
-        ({"on_timeout": "explode"}, {}, "--on-timeout"),
+        ({"on_timeout": "explode"}, {}, "--on-timeout.*expected one of wait, drop, partial"),
         ({"group_timeout": "-1"}, {}, "group_timeout: expected 0 or more"),
-        ({"capacity": "12 parsecs"}, {}, "size: expected"),
+        ({"capacity": "12 parsecs"}, {}, "--capacity: capacity = '12 parsecs': size: expected"),
+        ({}, {"SHMBUS_MAX_STASH_BYTES": "5"}, "SHMBUS_MAX_STASH_BYTES.*expected 4096 bytes to"),
         ({}, {"SHMBUS_LOG_FORMAT": "xml"}, "SHMBUS_LOG_FORMAT"),
     ],
 )
@@ -138,3 +139,11 @@ def test_a_bus_that_is_there_is_adopted_as_it_is(
         served = daemon("--capacity", "8MiB")
         served.stop()
         assert bus.capacity == 2 << 20 and os.path.exists(f"/dev/shm/shmbus.{bus_name}")
+
+
+@needs_toml
+def test_a_file_that_is_not_there_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "never-made", "--config", str(tmp_path / "none.toml")]) == 2
+    assert "none.toml: No such file or directory; expected a TOML file" in capsys.readouterr().err

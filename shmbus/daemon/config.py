@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -68,16 +68,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         """Bounds that the types do not say."""
-        _segments.parse_size(self.capacity)
-        if self.max_stash_bytes is not None:
-            _segments.parse_size(self.max_stash_bytes)
-        for name, lowest in (("group_timeout", 0), ("drain_timeout", 0), ("max_policy_lag", 0)):
-            value = getattr(self, name)
-            if value is not None and not value >= lowest:
-                raise ValueError(f"{name}: expected {lowest} or more, got {value}")
-
-        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
-            raise ValueError(f"metrics_port: expected 0 to 65535, got {self.metrics_port}")
+        for name in self.__struct_fields__:
+            _check_bounds(name, getattr(self, name))
 
     def policy(self) -> StashPolicy:
         """Return the stash's part."""
@@ -126,6 +118,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, default=None, help=text + shown, metavar="VALUE")
 
 
+def _check_bounds(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if name in ("capacity", "max_stash_bytes"):
+        _segments.parse_size(value)
+    elif name in ("group_timeout", "drain_timeout", "max_policy_lag") and not value >= 0:
+        raise ValueError(f"{name}: expected 0 or more, got {value}")
+    elif name == "metrics_port" and not 0 <= value <= 65535:
+        raise ValueError(f"{name}: expected 0 to 65535, got {value}")
+
+
 def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     """Check each value's type; what comes as text is converted."""
     types = {field.name: field.type for field in msgspec.structs.fields(Settings)}
@@ -137,8 +140,12 @@ def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, 
             )
         try:
             found[name] = msgspec.convert(value, types[name], strict=strict)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{source}: {name} = {value!r}: {error}") from error
+            _check_bounds(name, found[name])
+        except ValueError as error:
+            what = f"{source}: {name} = {value!r}: {error}"
+            if get_origin(types[name]) is Literal:
+                what += f"; expected one of {', '.join(get_args(types[name]))}"
+            raise ConfigError(what) from error
     return found
 
 
@@ -156,6 +163,10 @@ def _read_file(path: str) -> dict[str, Any]:
             return found
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: no TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; expected a TOML file, or none: leave --config out"
+        ) from error
 
 
 def load(flags: Mapping[str, Any], environment: Mapping[str, str], path: str | None) -> Settings:
@@ -173,9 +184,7 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], path: str | N
     Raises
     ------
     ConfigError
-        An unknown name, or a value of the wrong type or out of bounds.
-    OSError
-        The file cannot be read.
+        An unknown name, a value of the wrong type or out of bounds, or a file that cannot be read.
     """
     names = [field.name for field in msgspec.structs.fields(Settings)]
     values: dict[str, Any] = {}

@@ -75,8 +75,8 @@ def ask_snapshot(name: str, directory: str) -> Manifest | None:
     """
     try:
         wire = Wire(name)
-    except (Away, ValueError):
-        return None
+    except (Away, ValueError, PermissionError):
+        return None  # where it is another user's, so is the bus, and who reads that says so
     question = messages.TakeSnapshot(id=1, directory=os.path.abspath(directory))
     try:
         reply = _ask(wire, name, question, "shmbus snapshot", None)
