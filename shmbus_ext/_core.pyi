@@ -63,10 +63,8 @@ class CollectorNote(TypedDict):
     label: str
     leased_groups: int
     leased_records: int
-    leased_bytes: int
     stashed_groups: int
     stashed_records: int
-    stashed_bytes: int
     seen_ns: int
 
 class StructLayout(TypedDict):

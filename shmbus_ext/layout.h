@@ -21,7 +21,7 @@
 #endif
 
 #define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
-#define SHMBUS_LAYOUT_VERSION 2u
+#define SHMBUS_LAYOUT_VERSION 3u
 
 /* Records start on cache lines, so that two records never share one. */
 #define SHMBUS_RECORD_ALIGN 64u
@@ -102,10 +102,8 @@ struct bus_header {
     alignas(64) _Atomic uint32_t collector_pid;
     _Atomic uint32_t collector_leased_groups;
     _Atomic uint64_t collector_leased_records;
-    _Atomic uint64_t collector_leased_bytes;
     _Atomic uint64_t collector_stashed_groups;
     _Atomic uint64_t collector_stashed_records;
-    _Atomic uint64_t collector_stashed_bytes;
     _Atomic uint64_t collector_seen_ns; /* CLOCK_MONOTONIC of its last poll */
     char collector_label[SHMBUS_LABEL_BYTES];
 

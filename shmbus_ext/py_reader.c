@@ -431,7 +431,6 @@ static void reader_end(ReaderObject *self) {
         writer_seal(&self->c.mover);
         atomic_store_explicit(&header->collector_leased_groups, 0, memory_order_relaxed);
         atomic_store_explicit(&header->collector_leased_records, 0, memory_order_relaxed);
-        atomic_store_explicit(&header->collector_leased_bytes, 0, memory_order_relaxed);
         atomic_store_explicit(&header->collector_pid, 0, memory_order_relaxed);
     }
     /* Views get copies of their own before the lock says that the space is the next reader's. */

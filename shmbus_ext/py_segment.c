@@ -284,22 +284,17 @@ static PyObject *segment_py_collector(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     struct bus_header *h = self->c.header;
     return Py_BuildValue(
-        "{s:I,s:N,s:I,s:K,s:K,s:K,s:K,s:K,s:K}", "pid",
+        "{s:I,s:N,s:I,s:K,s:K,s:K,s:K}", "pid",
         atomic_load_explicit(&h->collector_pid, memory_order_relaxed), "label",
         label_text(h->collector_label), "leased_groups",
         atomic_load_explicit(&h->collector_leased_groups, memory_order_relaxed), "leased_records",
         (unsigned long long)atomic_load_explicit(&h->collector_leased_records,
                                                  memory_order_relaxed),
-        "leased_bytes",
-        (unsigned long long)atomic_load_explicit(&h->collector_leased_bytes, memory_order_relaxed),
         "stashed_groups",
         (unsigned long long)atomic_load_explicit(&h->collector_stashed_groups,
                                                  memory_order_relaxed),
         "stashed_records",
         (unsigned long long)atomic_load_explicit(&h->collector_stashed_records,
-                                                 memory_order_relaxed),
-        "stashed_bytes",
-        (unsigned long long)atomic_load_explicit(&h->collector_stashed_bytes,
                                                  memory_order_relaxed),
         "seen_ns",
         (unsigned long long)atomic_load_explicit(&h->collector_seen_ns, memory_order_relaxed));
