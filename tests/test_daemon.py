@@ -490,3 +490,31 @@ def test_a_lease_that_ends_for_no_known_reason_is_refused(daemon: Served, bus_na
         assert isinstance(refused, messages.Refused) and "reason" in refused.message
     with Consumer(bus_name) as consumer:
         assert take_exactly(consumer, 1)[0].instance_id == "a"
+
+
+def test_what_a_client_acknowledged_before_it_was_gone_counts(
+    daemon: Served, bus_name: str
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    put(bus_name, "a")
+    with raw(bus_name) as connection:
+        connection.sendall(hello(bus_name) + messages.frame(messages.Take(id=1, max_groups=1)))
+        buffer = messages.FrameBuffer()
+        replies: list[messages.Reply] = []
+        while not (replies and isinstance(replies[-1], messages.Leases)):
+            replies += [messages.decode_reply(body) for body in buffer.feed(connection.recv(65536))]
+        number = replies[-1].groups[0].number
+        connection.sendall(
+            messages.frame(messages.Take(id=2, max_groups=1, timeout_s=0.2))
+            + messages.frame(messages.GetLedger(id=3))
+        )
+        while not isinstance(replies[-1], messages.LedgerReply):
+            replies += [messages.decode_reply(body) for body in buffer.feed(connection.recv(65536))]
+        # When the daemon goes on, an answer is due first, to a client that is gone.
+        served.child.send_signal(signal.SIGSTOP)
+        connection.sendall(messages.frame(messages.End(numbers=[number], reason=0)))
+    time.sleep(0.3)
+    served.child.send_signal(signal.SIGCONT)
+    with Consumer(bus_name) as consumer:
+        assert consumer.take(timeout=0.3) == []
+        assert consumer.stats().acknowledged == 4

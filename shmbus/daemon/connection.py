@@ -5,12 +5,15 @@ Invariants:
 - A client that is malformed, silent, slow or too eager costs its own connection, and nobody else
   anything: what it sends is bounded by a frame, what it does not read by MAX_UNSENT_BYTES.
 - Nothing is read from a client that does not read what it was sent.
+- What a client said before it was gone is done before its session ends, unless it broke a rule.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -45,6 +48,9 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._session: Session | None = None
         self._left_orderly = False
+        self._refused = False
+        self._fd = -1
+        self._inode = 0
         self._hello_timer: asyncio.TimerHandle | None = None
         self._peer_pid = 0
 
@@ -54,6 +60,8 @@ class Connection(asyncio.Protocol):
         """Check who it is; it has HELLO_WAIT_S for its Hello."""
         self._transport = cast(asyncio.Transport, transport)
         connection = cast(socket.socket, transport.get_extra_info("socket"))
+        self._fd = connection.fileno()
+        self._inode = os.fstat(self._fd).st_ino
         name = self._server.service.collector.segment.name
         self._server.connections.add(self)
         try:
@@ -92,6 +100,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Let the service know: what it held is for others."""
+        if self._session is not None and not self._left_orderly and not self._refused:
+            self._hear_out()
         self._transport = None
         self._server.connections.discard(self)
         self._cancel_timer()
@@ -106,6 +116,22 @@ class Connection(asyncio.Protocol):
                 lambda: self._server.service.leave(session, orderly=self._left_orderly)
             )
         self._server.changed()
+
+    def _hear_out(self) -> None:
+        """Read what is left: an answer that could not be written ends the transport before that.
+
+        The transport closes its descriptor after `connection_lost`; the inode makes sure of it. No
+        more than a socket holds, since one that only stopped reading may go on for ever.
+        """
+        with contextlib.suppress(OSError, errors.ProtocolError):
+            left = limits.MAX_MESSAGE_BYTES
+            while left > 0 and os.fstat(self._fd).st_ino == self._inode:
+                data = os.read(self._fd, left)
+                if not data:
+                    return
+                left -= len(data)
+                for body in self._frames.feed(data):
+                    self._receive(messages.decode_request(body))
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -157,10 +183,12 @@ class Connection(asyncio.Protocol):
         transport.write(messages.frame(reply))
         if transport.get_write_buffer_size() > limits.MAX_UNSENT_BYTES:
             logger.warning("closed a client that does not read", extra={"pid": self._peer_pid})
+            self._refused = True
             transport.abort()
 
     def refuse(self, kind: str, message: str) -> None:
         """Say why, and close."""
+        self._refused = True
         logger.warning("refused a client: %s", message, extra={"pid": self._peer_pid})
         self.send(messages.Refused(kind=kind, message=message))  # type: ignore[arg-type]
         if self._transport is not None:
