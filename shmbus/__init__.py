@@ -19,10 +19,12 @@ from shmbus.errors import (
     ProtocolError,
     RecordTooLargeError,
     ShmbusError,
+    StallError,
 )
 from shmbus.group import Group
 from shmbus.ledger import Ledger
 from shmbus.producer import Producer, ProducerStats
+from shmbus.stall import StallReport
 from shmbus_ext import _core
 from shmbus_ext._core import Slot, Trajectory
 
@@ -47,6 +49,8 @@ __all__ = [
     "RecordTooLargeError",
     "ShmbusError",
     "Slot",
+    "StallError",
+    "StallReport",
     "Trajectory",
     "__version__",
     "unlink",

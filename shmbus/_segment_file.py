@@ -169,6 +169,8 @@ class Scan(msgspec.Struct, frozen=True):
         Records by state; committed without those whose owner has not counted them yet.
     nbytes : int
         Ring bytes of the committed ones.
+    newest_ns : int
+        When the newest was committed, also of those that were released; 0 for none.
     unreadable : int
         Bytes behind a damaged frame, which nobody can walk.
     changed : bool
@@ -182,6 +184,7 @@ class Scan(msgspec.Struct, frozen=True):
     released: int
     unknown: int
     nbytes: int
+    newest_ns: int
     unreadable: int
     changed: bool
 
@@ -403,11 +406,11 @@ class SegmentFile:
 
     def scan(self, run: Run, below: int) -> Scan:
         """Count a run's records; of the committed ones those that its lane numbered below."""
-        keys, counts, nbytes, end, cut = _core.scan_run(
+        keys, counts, nbytes, newest_ns, end, cut = _core.scan_run(
             self.fd, self.position(run.extent), run.used, run.extent, run.generation, below
         )
         changed = not self.still(run)
-        return Scan(keys, *counts, nbytes, run.used - end if cut else 0, changed)
+        return Scan(keys, *counts, nbytes, newest_ns, run.used - end if cut else 0, changed)
 
     def read_records(
         self, run: Run, *, payload: bool = False, start: int = 0

@@ -20,6 +20,7 @@ from shmbus.group import Group, GroupState
 from shmbus.ledger import Ledger
 from shmbus.producer import check_timeout, process_label
 from shmbus.source import Lease, Source
+from shmbus.stall import OnStall, Watch
 from shmbus.stash import StashPolicy
 from shmbus_ext import _core
 
@@ -61,6 +62,13 @@ class Consumer:
         Which of how many trainer processes share each step; more than one need the daemon.
     daemon : bool, optional
         True insists on a daemon, False never asks one; None takes it where it is.
+    on_stall : "log" | "raise" | callable | None
+        What happens each time that nothing was committed, acknowledged or dropped on the bus for
+        `stall_timeout` seconds while `take` or `take_step` waits, in one call or in several: a
+        warning of the logger ``shmbus.stall``; a StallError; a call with the StallReport, whose
+        exceptions end the wait; or nothing.
+    stall_timeout : float
+        Those seconds.
 
     Raises
     ------
@@ -88,6 +96,8 @@ class Consumer:
         rank: int = 0,
         world_size: int = 1,
         daemon: bool | None = None,
+        on_stall: OnStall = "log",
+        stall_timeout: float = limits.STALL_TIMEOUT_S,
     ) -> None:
         self.name = _segments.check_name(name)
         _check_choice("on_timeout", on_timeout, ("wait", "drop", "partial"))
@@ -109,6 +119,7 @@ class Consumer:
         _check_rank(rank, world_size)
         self._rank, self._world_size = rank, world_size
         self._daemon = daemon if world_size == 1 else True
+        self._watch = Watch(name, on_stall, stall_timeout)
         self._begin()
         self._require_source()
 
@@ -194,6 +205,8 @@ class Consumer:
         ------
         ProtocolError
             A duplicate came, under ``duplicate="error"``; once for each, with nothing lost.
+        StallError
+            Nothing has moved for too long, under ``on_stall="raise"``.
         BusClosedError
             The consumer is closed, or was made before a fork.
         """
@@ -205,7 +218,18 @@ class Consumer:
         source = self._require_source()
         if self._world_size > 1:
             return self.take_step(groups=max_groups, max_wait=0.0, timeout=timeout)
-        return Group.make(self, source.take(max_groups, timeout))
+        watch = self._watch
+        began_s = time.monotonic()
+        leases = source.take(max_groups, watch.first_s(timeout))
+        if not leases and timeout != 0:
+            leases = watch.go_on(
+                lambda slice_s: source.take(max_groups, slice_s),
+                source.segment,
+                "a complete group",
+                began_s,
+                timeout,
+            )
+        return Group.make(self, leases)
 
     def take_step(
         self,
@@ -245,6 +269,8 @@ class Consumer:
         ------
         ValueError
             The ranks ask for one step in different ways, or there are no ranks.
+        StallError
+            As for `take`.
         """
         if (groups is None) == (tokens is None):
             raise ValueError("expected one of groups and tokens")
@@ -255,8 +281,16 @@ class Consumer:
         source = self._require_source()
         if self._world_size == 1 or not isinstance(source, DaemonClient):
             raise ValueError("take_step: expected a Consumer of world_size 2 or more")
-        leases = source.take_step(
-            groups=groups, tokens=tokens, max_wait=max_wait, field=field, timeout=timeout
+
+        def wait(slice_s: float | None) -> list[Any]:
+            return source.take_step(
+                groups=groups, tokens=tokens, max_wait=max_wait, field=field, timeout=slice_s
+            )
+
+        watch = self._watch
+        began_s = time.monotonic()
+        leases = wait(watch.first_s(timeout)) or watch.go_on(
+            wait, source.segment, "this rank's step", began_s, timeout
         )
         return Group.make(self, leases)
 
@@ -392,7 +426,7 @@ class Consumer:
     def __reduce__(self) -> tuple[Callable[..., Consumer], tuple[Any, ...]]:
         return _rebuild, (
             type(self), self.name, self._policy, self._duplicate, self._label,
-            (self._rank, self._world_size, self._daemon),
+            (self._rank, self._world_size, self._daemon), self._watch.options,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -406,6 +440,7 @@ def _rebuild(
     duplicate: Any,
     label: str | None,
     place: tuple[int, int, bool | None],
+    stall: tuple[OnStall, float],
 ) -> Consumer:
     self = cls.__new__(cls)
     self.name = name
@@ -413,6 +448,7 @@ def _rebuild(
     self._duplicate = duplicate
     self._label = label
     self._rank, self._world_size, self._daemon = place
+    self._watch = Watch(name, *stall)
     self._begin()
     return self
 

@@ -13,12 +13,18 @@
      +-- RecordTooLargeError     larger than any record of this bus (also a ValueError)
      +-- ProtocolError           a producer broke the rules, as by a duplicate
      +-- DaemonUnavailableError  the daemon that serves the bus does not answer
+     +-- StallError              nothing moves on the bus; its report names who holds what
 
 Wrong argument types and values are ``TypeError`` and ``ValueError``. Each message says what failed,
 what was expected, what came, and what to do next.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shmbus.stall import StallReport
 
 __all__ = [
     "BusBusyError",
@@ -32,6 +38,7 @@ __all__ = [
     "ProtocolError",
     "RecordTooLargeError",
     "ShmbusError",
+    "StallError",
 ]
 
 
@@ -85,3 +92,22 @@ class ProtocolError(ShmbusError):
 
 class DaemonUnavailableError(ShmbusError):
     """The daemon that serves this bus does not answer."""
+
+
+class StallError(ShmbusError):
+    """Somebody waited and nothing moved for `stall_timeout` seconds, under ``on_stall="raise"``.
+
+    The wait can be begun again; nothing is lost by it.
+
+    Attributes
+    ----------
+    report : StallReport
+        Who holds what and who is missing; also the text of this error.
+    """
+
+    def __init__(self, report: StallReport) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+    def __reduce__(self) -> tuple[type[StallError], tuple[StallReport]]:
+        return StallError, (self.report,)

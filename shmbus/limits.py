@@ -50,6 +50,9 @@ __all__ = [
     "REDIAL_INTERVAL_S",
     "REST_S",
     "SPACE_WAIT_S",
+    "STALL_LOOKS",
+    "STALL_TIMEOUT_MAX_S",
+    "STALL_TIMEOUT_S",
     "STATUS_ATTEMPTS",
     "STATUS_GROUPS",
     "STATUS_MISSING",
@@ -107,6 +110,17 @@ SPACE_WAIT_S = 0.1
 #: Fill of the bus below which `Producer.wait_ready` lets a worker begin another rollout: what many
 #: workers begin at once still fits.
 READY_PRESSURE = 0.75
+
+#: Seconds in which nothing moved while somebody waits, after which it is reported: with many
+#: workers something moves every second, and a minute of nothing costs a job less than an hour.
+STALL_TIMEOUT_S = 60.0
+
+#: The longest that may be asked for: a day without a word is what the watchdog is against.
+STALL_TIMEOUT_MAX_S = 86_400.0
+
+#: Looks at the bus in each such period, each some microseconds: a stall is told a fourth late at
+#: the most.
+STALL_LOOKS = 4
 
 #: Bytes kept for the meta of a reservation whose meta is set later.
 META_ROOM_BYTES = 1024

@@ -7,6 +7,7 @@ speed: attaching, reservations by field names, and waiting without blocking an e
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import os
 import sys
@@ -20,11 +21,15 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from shmbus import _segments, errors, limits
+from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
 __all__ = ["Producer", "ProducerStats"]
 
 FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]]"
+
+#: What a producer waits for, in a report of a stall.
+_SPACE = "space in the ring"
 
 _RESERVED = frozenset(
     {"instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout"}
@@ -91,6 +96,11 @@ class Producer(_core.Writer):
         Also protect the payload by a CRC-32C, which the consumer verifies; the header always is.
     label : str, optional
         How messages of other processes name this one; the script's name by default.
+    on_stall : "log" | "raise" | callable | None
+        What happens each time that nothing has moved on the bus for `stall_timeout` seconds while
+        `put`, `put_many`, `reserve`, `aput` or `wait_ready` waits for space, as for `Consumer`.
+    stall_timeout : float
+        Those seconds.
 
     Raises
     ------
@@ -102,8 +112,17 @@ class Producer(_core.Writer):
         The segment is of another layout, or damaged.
     """
 
-    def __init__(self, name: str, *, checksum: bool = False, label: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        checksum: bool = False,
+        label: str | None = None,
+        on_stall: OnStall = "log",
+        stall_timeout: float = limits.STALL_TIMEOUT_S,
+    ) -> None:
         self.name = _segments.check_name(name)
+        self._watch = Watch(name, on_stall, stall_timeout)
         self._checksum = bool(checksum)
         self._label = label
         self._space: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
@@ -113,6 +132,10 @@ class Producer(_core.Writer):
         except BaseException:
             segment.close()
             raise
+        if self._watch.slice_s is not None:
+            # Nothing here refers to this Producer, which so ends with its last reference.
+            look = functools.partial(self._watch.look, segment, _SPACE)
+            self._watch_waits(look, self._watch.slice_s)
 
     def reserve(
         self,
@@ -212,7 +235,8 @@ class Producer(_core.Writer):
         await self._retry(lambda: self.put(instance_id, timeout=0, **arguments), timeout)
 
     async def _retry(self, attempt: Callable[[], Any], timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = None if timeout is None else began + timeout
         ticket: int | None = None
         while True:
             try:
@@ -226,6 +250,7 @@ class Producer(_core.Writer):
                 ticket = self._want_space()
                 continue
             await self._space_freed(ticket, deadline)
+            await self._look(began)
             ticket = None
 
     async def _space_freed(self, ticket: int, deadline: float | None) -> None:
@@ -239,6 +264,11 @@ class Producer(_core.Writer):
             waiting = loop.run_in_executor(None, self._await_space, ticket, wait_s)
             self._space[loop] = waiting
         await asyncio.wait([waiting], timeout=wait_s)
+
+    async def _look(self, began: float) -> None:
+        """Let the watchdog look, in a thread: a report takes longer than a loop may stand still."""
+        waited_s = time.monotonic() - began
+        await asyncio.to_thread(self._watch.look, self._segment, _SPACE, waited_s)
 
     def pressure(self) -> float:
         """How near the bus is to making producers wait: 0 for empty, 1 for full or paused.
@@ -277,13 +307,15 @@ class Producer(_core.Writer):
         check_timeout(timeout)
         if not 0 < below <= 1:
             raise ValueError(f"below: expected more than 0, at most 1, got {below!r}")
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = None if timeout is None else began + timeout
         while self.pressure() >= below:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
             ticket = self._want_space()
             if self.pressure() >= below:
                 await self._space_freed(ticket, deadline)
+                await self._look(began)
         return True
 
     @property
@@ -318,15 +350,23 @@ class Producer(_core.Writer):
         self.close()
 
     def __reduce__(self) -> tuple[Callable[..., Producer], tuple[Any, ...]]:
-        return _rebuild, (type(self), self.name, self._checksum, self._label)
+        return _rebuild, (
+            type(self), self.name, self._checksum, self._label, self._watch.options,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"producer_id={self.producer_id}"
         return f"<Producer {self.name!r} {state}>"
 
 
-def _rebuild(cls: type[Producer], name: str, checksum: bool, label: str | None) -> Producer:
-    return cls(name, checksum=checksum, label=label)
+def _rebuild(
+    cls: type[Producer],
+    name: str,
+    checksum: bool,
+    label: str | None,
+    stall: tuple[OnStall, float],
+) -> Producer:
+    return cls(name, checksum=checksum, label=label, on_stall=stall[0], stall_timeout=stall[1])
 
 
 def _parse_field(name: str, spec: FieldSpec) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -36,6 +36,10 @@ class Source(Protocol):
     def lock(self) -> Lock:
         """What serialises it; not held while it sleeps."""
 
+    @property
+    def segment(self) -> _core.Segment:
+        """The bus's, as this process has it mapped."""
+
     def require(self) -> None:
         """Raise BusClosedError where it cannot be used in this process."""
 

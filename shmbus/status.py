@@ -10,15 +10,15 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable
 
 import msgspec
 
 from shmbus import _segments, limits, messages
-from shmbus._counting import count_undelivered, counters, undelivered_records
-from shmbus._segment_file import RecordRow, Run, SegmentFile, printable, text
+from shmbus._counting import count_undelivered, counters
+from shmbus._open_groups import GroupStatus, OpenGroups
+from shmbus._segment_file import Run, SegmentFile, printable, text
 from shmbus.daemon.observe import ask_status
 from shmbus.ledger import REASONS
 from shmbus_ext import _core
@@ -84,6 +84,12 @@ class ProducerStatus(msgspec.Struct, frozen=True):
         Trajectories, by all that ever owned the slot.
     held_bytes : int
         Ring bytes in the lane's extents.
+    reservations : int | None
+        Of these, records that were begun and neither committed nor aborted; None where the records
+        were not looked at.
+    idle_s : float | None
+        Seconds since its last commit, by the records that are still in its extents; None where
+        none is.
     """
 
     slot: int
@@ -94,6 +100,8 @@ class ProducerStatus(msgspec.Struct, frozen=True):
     committed: int
     aborted: int
     held_bytes: int
+    reservations: int | None = None
+    idle_s: float | None = None
 
 
 class CollectorStatus(msgspec.Struct, frozen=True):
@@ -124,34 +132,6 @@ class CollectorStatus(msgspec.Struct, frozen=True):
     stashed_groups: int
     stashed_records: int
     stragglers_bytes: int
-
-
-class GroupStatus(msgspec.Struct, frozen=True):
-    """An incomplete group.
-
-    Attributes
-    ----------
-    instance_id : str
-        The prompt's key.
-    epoch : int | None
-        Where its producers gave one.
-    size, present : int
-        Samples that make it complete, and how many are in.
-    missing : list[int]
-        The first missing indices.
-    age_s : float
-        Seconds since its first sample was committed.
-    producers : list[int]
-        Who sent what is there.
-    """
-
-    instance_id: str
-    epoch: int | None
-    size: int
-    present: int
-    missing: list[int]
-    age_s: float
-    producers: list[int]
 
 
 class PauseStatus(msgspec.Struct, frozen=True):
@@ -409,7 +389,8 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
     runs = file.runs()
     collector = _collector(file, runs)
     ledger = count_ledger(file, collector, walk=walk)
-    groups = _Groups(file, ledger) if walk else None
+    undelivered = ledger.leased + ledger.stashed + ledger.in_ring
+    groups = OpenGroups(file, undelivered) if walk else None
     free = file.free_extents() * file.extent_bytes
     capacity = file.extent_count * file.extent_bytes
     header = file.header
@@ -433,7 +414,7 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
         groups_complete=groups.complete if groups else None,
         oldest_incomplete=groups.oldest if groups else [],
         collector=collector,
-        producers=_producers(file, runs),
+        producers=_producers(file, runs, walk=walk),
     )
 
 
@@ -477,12 +458,26 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
     )
 
 
-def _producers(file: SegmentFile, runs: list[Run]) -> list[ProducerStatus]:
+def _activity(file: SegmentFile, runs: list[Run]) -> dict[int, tuple[int, int]]:
+    """Open reservations and the time of the newest commit, by slot."""
+    found: dict[int, tuple[int, int]] = {}
+    for run in runs:
+        scan = file.scan(run, 2**64 - 1)
+        if not scan.changed:
+            reserved, newest_ns = found.get(run.slot, (0, 0))
+            found[run.slot] = (reserved + scan.reserved, max(newest_ns, scan.newest_ns))
+    return found
+
+
+def _producers(file: SegmentFile, runs: list[Run], *, walk: bool) -> list[ProducerStatus]:
     found = []
     held = _held_bytes(runs)
+    activity = _activity(file, runs) if walk else {}
+    now_ns = _core.monotonic_ns()
     for slot, row in enumerate(file.slots()[:-1]):
         if not int(row["producer_id"]):
             continue
+        reserved, newest_ns = activity.get(slot, (0, 0))
         state = int(row["state"])
         if state == _core.SLOT_ACTIVE:
             shown = "alive" if file.slot_alive(slot) else "dead"
@@ -498,6 +493,8 @@ def _producers(file: SegmentFile, runs: list[Run]) -> list[ProducerStatus]:
                 committed=int(row["committed"]),
                 aborted=int(row["aborted"]),
                 held_bytes=held.get(slot, 0),
+                reservations=reserved if walk else None,
+                idle_s=max(0.0, (now_ns - newest_ns) / 1e9) if newest_ns else None,
             )
         )
     return sorted(found, key=lambda producer: producer.producer_id)
@@ -535,55 +532,4 @@ def count_ledger(file: SegmentFile, collector: CollectorStatus, *, walk: bool) -
         unreadable=unreadable,
         exact=walked is not None,
         balanced=committed == sum(released) + (present if walked is None else walked),
-    )
-
-
-# -- groups -----------------------------------------------------------------------------------
-
-
-class _Open(msgspec.Struct):
-    """An incomplete group on its way."""
-
-    size: int
-    rows: dict[int, RecordRow]
-
-
-class _Groups:
-    """Undelivered records, grouped as the stash does it, in the order of commits.
-
-    A sample that the stash will discard (a duplicate, another size) joins no group here either.
-    """
-
-    def __init__(self, file: SegmentFile, ledger: LedgerStatus) -> None:
-        self.incomplete: int | None = None
-        self.complete: int | None = None
-        self.oldest: list[GroupStatus] = []
-        if ledger.leased + ledger.stashed + ledger.in_ring > limits.STATUS_RECORDS:
-            return
-        groups: dict[object, _Open] = {}
-        self.complete = 0
-        for row in undelivered_records(file):
-            group = groups.setdefault(row.key, _Open(row.group_size, {}))
-            if group.size == row.group_size:
-                group.rows.setdefault(row.index, row)
-            if len(group.rows) == group.size:
-                del groups[row.key]
-                self.complete += 1
-        now = _core.monotonic_ns()
-        self.incomplete = len(groups)
-        self.oldest = [_group(groups[key], now) for key in list(groups)[: limits.STATUS_GROUPS]]
-
-
-def _group(group: _Open, now_ns: int) -> GroupStatus:
-    rows = group.rows.values()
-    first = min(rows, key=lambda row: row.committed_ns)
-    missing = (index for index in range(group.size) if index not in group.rows)
-    return GroupStatus(
-        instance_id=printable(first.instance_id),
-        epoch=first.epoch,
-        size=group.size,
-        present=len(group.rows),
-        missing=list(itertools.islice(missing, limits.STATUS_MISSING)),
-        age_s=max(0.0, (now_ns - first.committed_ns) / 1e9),
-        producers=sorted({row.producer_id for row in rows}),
     )

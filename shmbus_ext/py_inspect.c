@@ -224,13 +224,19 @@ struct scan {
     uint64_t count, room;
     uint64_t reserved, committed, aborted, released, other;
     uint64_t bytes; /* of committed records */
+    uint64_t newest_ns; /* when the newest was committed, released ones too */
     uint64_t at;    /* where the walk ended */
     bool cut;
     bool no_memory;
 };
 
 static void count_record(struct scan *scan, const struct record_header *header, uint64_t below) {
-    switch (atomic_load_explicit(&header->state, memory_order_relaxed)) {
+    uint32_t state = atomic_load_explicit(&header->state, memory_order_relaxed);
+    if ((state == SHMBUS_COMMITTED || state == SHMBUS_RELEASED) &&
+        header->committed_ns > scan->newest_ns) {
+        scan->newest_ns = header->committed_ns;
+    }
+    switch (state) {
     case SHMBUS_RESERVED:
         scan->reserved++;
         return;
@@ -278,10 +284,11 @@ static void scan_all(const struct run_at *start, uint64_t below, struct scan *sc
     scan->at = run.place.offset;
 }
 
-/* scan_run(fd, position, used, extent, generation, below) -> (keys, counts, bytes, end, cut)
+/* scan_run(fd, position, used, extent, generation, below) -> (keys, counts, bytes, newest, end, cut)
  *
  * keys: u64 pairs (producer, sequence) of the committed records that are numbered below; counts:
- * (reserved, committed, aborted, released, other). cut: the walk met no record at end. */
+ * (reserved, committed, aborted, released, other). newest: when the last commit was, in ns. cut: the
+ * walk met no record at end. */
 static PyObject *scan_run(PyObject *module, PyObject *args) {
     (void)module;
     struct run_at run = {0};
@@ -299,12 +306,12 @@ static PyObject *scan_run(PyObject *module, PyObject *args) {
     PyObject *result =
         scan.no_memory
             ? PyErr_NoMemory()
-            : Py_BuildValue("y#(KKKKK)KKN", scan.keys == NULL ? "" : (const char *)scan.keys,
+            : Py_BuildValue("y#(KKKKK)KKKN", scan.keys == NULL ? "" : (const char *)scan.keys,
                             (Py_ssize_t)(scan.count * sizeof *scan.keys),
                             (unsigned long long)scan.reserved, (unsigned long long)scan.committed,
                             (unsigned long long)scan.aborted, (unsigned long long)scan.released,
                             (unsigned long long)scan.other, (unsigned long long)scan.bytes,
-                            (unsigned long long)scan.at, PyBool_FromLong(scan.cut));
+                            (unsigned long long)scan.newest_ns, (unsigned long long)scan.at, PyBool_FromLong(scan.cut));
     free(scan.keys);
     return result;
 }

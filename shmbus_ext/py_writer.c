@@ -73,6 +73,19 @@ static enum writer_status try_claim(WriterObject *self, uint64_t bytes, struct r
     return writer_claim(&self->c, bytes, at);
 }
 
+/* Lets the watchdog look at a wait that lasts; what it raises ends the wait. */
+static bool watch_wait(const WriterObject *self, double waited_s, double *next_watch_s) {
+    if (self->watch == NULL || waited_s < *next_watch_s) {
+        return true;
+    }
+    *next_watch_s = waited_s + self->watch_s;
+    PyObject *watch = Py_NewRef(self->watch);
+    PyObject *result = PyObject_CallFunction(watch, "d", waited_s);
+    Py_DECREF(watch);
+    Py_XDECREF(result);
+    return result != NULL;
+}
+
 /* One attempt, and where the bus is full, waiting as long as timeout_s allows. */
 bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, struct reservation *at) {
     enum writer_status status = try_claim(self, bytes, at);
@@ -91,6 +104,7 @@ bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, str
     }
     uint64_t start = clock_monotonic_ns();
     int64_t longest_ns = FIRST_SLICE_NS;
+    double next_watch_s = self->watch_s;
     self->full_waits++;
     for (;;) {
         /* What is sealed can be freed, and a sleeping reader gets the chance to. */
@@ -115,7 +129,8 @@ bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, str
         Py_BEGIN_ALLOW_THREADS
         doorbell_await_space(segment->header, ticket, slice_ns);
         Py_END_ALLOW_THREADS
-        if (PyErr_CheckSignals() < 0 || !writer_usable(self)) {
+        if (PyErr_CheckSignals() < 0 || !watch_wait(self, waited_s, &next_watch_s) ||
+            !writer_usable(self)) {
             return false;
         }
     }
@@ -450,8 +465,21 @@ static void writer_dealloc(WriterObject *self) {
         writer_end(self);
     }
     schema_cache_clear(&self->schemas);
+    Py_XDECREF(self->watch);
     Py_XDECREF(self->segment);
     Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* _watch_waits(call, seconds): `call` hears of a wait for space every so many seconds of it. */
+static PyObject *writer_watch_waits(WriterObject *self, PyObject *args) {
+    PyObject *call;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "Od", &call, &seconds)) {
+        return NULL;
+    }
+    Py_XSETREF(self->watch, Py_NewRef(call));
+    self->watch_s = seconds;
+    Py_RETURN_NONE;
 }
 
 static PyObject *writer_counts(WriterObject *self, PyObject *ignored) {
@@ -478,6 +506,7 @@ static PyMethodDef writer_methods[] = {
     {"_reserve", (PyCFunction)(void (*)(void))writer_reserve_slot, METH_VARARGS, NULL},
     {"_want_space", (PyCFunction)(void (*)(void))writer_want_space, METH_NOARGS, NULL},
     {"_await_space", (PyCFunction)(void (*)(void))writer_await_space, METH_VARARGS, NULL},
+    {"_watch_waits", (PyCFunction)(void (*)(void))writer_watch_waits, METH_VARARGS, NULL},
     {"_counts", (PyCFunction)(void (*)(void))writer_counts, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))writer_py_close, METH_NOARGS,
      "close()\n--\n\nAbort open reservations and leave the bus; what was committed stays."},

@@ -235,6 +235,8 @@ typedef struct {
     uint32_t flags;
     uint32_t busy; /* threads that copy into this lane without the interpreter lock */
     struct batch *batches; /* put_many's that are under way, in whatever thread */
+    PyObject *watch;       /* called with the seconds waited, every watch_s of a wait for space */
+    double watch_s;
     bool attached;
     bool closing;
 } WriterObject;

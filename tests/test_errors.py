@@ -22,13 +22,15 @@ ALL = [
     "Bus", "BusBusyError", "BusClosedError", "BusExistsError", "BusFullError", "BusNotFoundError",
     "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Group",
     "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo", "ProducerStats", "ProtocolError",
-    "RecordTooLargeError", "ShmbusError", "Slot", "Trajectory", "__version__", "unlink",
+    "RecordTooLargeError", "ShmbusError", "Slot", "StallError", "StallReport", "Trajectory",
+    "__version__", "unlink",
 ]  # fmt: skip
 
 TREE = {
     "BusBusyError": (), "BusClosedError": (), "BusExistsError": (), "BusFullError": (),
     "BusNotFoundError": (), "CapacityError": (ValueError,), "DaemonUnavailableError": (),
     "LayoutMismatchError": (), "ProtocolError": (), "RecordTooLargeError": (ValueError,),
+    "StallError": (),
 }  # fmt: skip
 
 X = np.arange(20, dtype=np.int32)

@@ -62,6 +62,8 @@ SHMBUS_ALL = [
     "RecordTooLargeError",
     "ShmbusError",
     "Slot",
+    "StallError",
+    "StallReport",
     "Trajectory",
     "__version__",
     "unlink",

@@ -227,7 +227,7 @@ class DaemonClient(Link):
     @property
     def policy_version(self) -> int:
         """The current policy version: a read of shared memory."""
-        return self._segment.policy_version
+        return self.segment.policy_version
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:

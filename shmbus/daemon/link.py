@@ -94,7 +94,7 @@ class Link:
         self._known = False
         segment = _segments.open_segment(name, read_only=True)
         self._borrower = _core.Borrower(segment)
-        self._segment = segment
+        self.segment = segment
         try:
             with self.lock:
                 self._dial()
@@ -142,7 +142,7 @@ class Link:
         return messages.Hello(
             version=messages.VERSION,
             bus=self.name,
-            created_unix_ns=self._segment.created_unix_ns,
+            created_unix_ns=self.segment.created_unix_ns,
             pid=self._pid,
             label=self._label,
             rank=self._rank,

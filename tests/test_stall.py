@@ -1,0 +1,255 @@
+"""The watchdog: who waits on a bus where nothing moves is told so, and told why."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from conftest import Daemon, Spawner, wait_until
+
+import shmbus
+from shmbus import Bus, Consumer, Producer, StallError, StallReport
+
+Served = Callable[..., Daemon]
+
+#: Short beside any deadline here; the watch looks four times in it.
+PERIOD_S = 0.2
+
+
+@pytest.fixture(params=["embedded", "daemon"])
+def served(request: pytest.FixtureRequest, bus_name: str) -> Iterator[str]:
+    """A bus, read by its consumer or by a daemon."""
+    if request.param == "daemon":
+        request.getfixturevalue("daemon")("--capacity", "2MiB")
+        yield bus_name
+    else:
+        with Bus.create(bus_name, "2MiB"):
+            yield bus_name
+
+
+def put(producer: Producer, key: str, *indices: int, size: int = 4) -> None:
+    for index in indices:
+        producer.put(key, group_size=size, index=index, tokens=np.arange(8, dtype=np.int32))
+
+
+def test_a_consumer_that_waits_in_vain_says_who_is_missing(
+    served: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Producer(served, label="worker-3") as producer:
+        put(producer, "gsm8k-17", 0, 1, 3)
+        with (
+            Consumer(served, stall_timeout=PERIOD_S) as consumer,
+            caplog.at_level(logging.WARNING, "shmbus.stall"),
+        ):
+            assert consumer.take(timeout=4 * PERIOD_S) == []
+    said = caplog.records[0].getMessage()
+    assert "nothing has moved for" in said and "waits for a complete group" in said
+    assert "gsm8k-17" in said and "3 of 4" in said and "worker-3" in said
+    report = caplog.records[0].args[0]  # type: ignore[index]
+    assert isinstance(report, StallReport) and report.status is not None
+    assert report.bus == served and report.stalled_s >= PERIOD_S
+    (group,) = report.status.oldest_incomplete
+    assert (group.instance_id, group.present, group.missing) == ("gsm8k-17", 3, [2])
+    (producing,) = report.status.producers
+    assert producing.state == "alive" and producing.reservations == 0
+    assert producing.idle_s is not None and producing.idle_s >= PERIOD_S
+
+
+def test_a_consumer_that_shall_raise_does_and_can_go_on(served: str) -> None:
+    with (
+        Producer(served) as producer,
+        Consumer(served, on_stall="raise", stall_timeout=PERIOD_S) as consumer,
+    ):
+        put(producer, "a", 0, 1, 2)
+        with pytest.raises(StallError, match=r"(?s)nothing has moved.*3 of 4") as caught:
+            consumer.take(timeout=None)
+        assert isinstance(caught.value, shmbus.ShmbusError)
+        assert str(pickle.loads(pickle.dumps(caught.value)).report) == str(caught.value.report)
+        put(producer, "a", 3)
+        (group,) = consumer.take(timeout=10)
+        group.ack()
+        assert consumer.stats().balanced
+
+
+def test_a_callback_hears_of_each_period_of_a_stall(served: str) -> None:
+    reports: list[StallReport] = []
+    with (
+        Producer(served) as producer,
+        Consumer(served, on_stall=reports.append, stall_timeout=PERIOD_S) as consumer,
+    ):
+        put(producer, "a", 0)
+        # Many short waits are one long one.
+        wait_until(lambda: consumer.take(timeout=0.01) or len(reports) >= 3)
+    assert [r.stalled_s for r in reports] == sorted(r.stalled_s for r in reports)
+    assert all(b.stalled_s - a.stalled_s >= PERIOD_S for a, b in itertools.pairwise(reports))
+
+
+def test_what_a_callback_raises_ends_the_wait(served: str) -> None:
+    def stop(report: StallReport) -> None:
+        raise KeyboardInterrupt(report.waits_for)
+
+    with (
+        Consumer(served, on_stall=stop, stall_timeout=PERIOD_S) as consumer,
+        pytest.raises(KeyboardInterrupt, match="a complete group"),
+    ):
+        next(iter(consumer))
+
+
+def test_a_bus_where_others_move_has_not_stalled(served: str) -> None:
+    reports: list[StallReport] = []
+    over = threading.Event()
+
+    def work() -> None:
+        with Producer(served) as producer:
+            for number in range(10_000):
+                put(producer, f"never-{number}", 0)
+                if over.wait(PERIOD_S / 10):
+                    return
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        with Consumer(served, on_stall=reports.append, stall_timeout=PERIOD_S) as consumer:
+            assert consumer.take(timeout=5 * PERIOD_S) == []
+    finally:
+        over.set()
+        worker.join()
+    assert reports == []
+
+
+def test_who_does_not_wait_is_not_told(served: str) -> None:
+    reports: list[StallReport] = []
+    with Consumer(served, on_stall=reports.append, stall_timeout=PERIOD_S) as consumer:
+        for _ in range(4):
+            assert consumer.take(timeout=0.01) == []
+            time.sleep(1.5 * PERIOD_S)  # a step of the trainer
+    assert reports == []
+
+
+def test_none_says_nothing(served: str, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        Consumer(served, on_stall=None, stall_timeout=PERIOD_S) as consumer,
+        caplog.at_level(logging.WARNING),
+    ):
+        assert consumer.take(timeout=2 * PERIOD_S) == []
+    assert not [r for r in caplog.records if r.name == "shmbus.stall"]
+
+
+def test_a_rank_that_waits_for_its_step_is_told(daemon: Served, bus_name: str) -> None:
+    daemon("--capacity", "2MiB")
+    with (
+        Consumer(
+            bus_name, rank=0, world_size=2, on_stall="raise", stall_timeout=PERIOD_S
+        ) as consumer,
+        pytest.raises(StallError, match="this rank's step") as caught,
+    ):
+        consumer.take_step(groups=1)
+    status = caught.value.report.status
+    assert status is not None and status.daemon is not None
+    assert [lease.rank for lease in status.daemon.leases] == [0]
+
+
+def fill(producer: Producer) -> None:
+    with pytest.raises(shmbus.BusFullError):
+        for number in range(10_000):
+            producer.put(f"p{number}", group_size=1, index=0, x=np.zeros(5000), timeout=0)
+
+
+def test_a_producer_that_waits_for_space_says_who_holds_it(served: str) -> None:
+    with (
+        Consumer(served, label="trainer-0") as consumer,
+        Producer(served, on_stall="raise", stall_timeout=PERIOD_S) as producer,
+    ):
+        fill(producer)
+        groups = consumer.take(1000, timeout=10)
+        fill(producer)
+        with pytest.raises(StallError, match=r"(?s)waits for space in the ring.*trainer-0") as e:
+            producer.put("more", group_size=1, index=0, x=np.zeros(5000))
+        status = e.value.report.status
+        assert status is not None and status.space_wanted
+        assert status.collector.leased_groups >= len(groups)
+        with pytest.raises(StallError):
+            asyncio.run(producer.aput("more", group_size=1, index=0, x=np.zeros(5000)))
+        with pytest.raises(StallError):
+            asyncio.run(producer.wait_ready(0.01))
+        consumer.ack(groups)
+        producer.put("more", group_size=1, index=0, timeout=30)
+
+
+def test_a_paused_bus_is_named(bus_name: str) -> None:
+    with Bus.create(bus_name, "2MiB") as bus:
+        bus.pause("loading weights")
+        with (
+            Producer(bus_name, on_stall="raise", stall_timeout=PERIOD_S) as producer,
+            pytest.raises(StallError, match=r"paused since.*loading weights"),
+        ):
+            producer.put("a", group_size=1, index=0)
+
+
+def test_an_open_reservation_is_named(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "2MiB"),
+        Producer(bus_name) as producer,
+        Consumer(bus_name, on_stall="raise", stall_timeout=PERIOD_S) as consumer,
+    ):
+        fields = {"tokens": ("int32", 8)}
+        with producer.reserve("a", group_size=1, index=0, fields=fields):
+            with pytest.raises(StallError) as caught:
+                consumer.take(timeout=None)
+            status = caught.value.report.status
+            assert status is not None and [p.reservations for p in status.producers] == [1]
+        (group,) = consumer.take(timeout=10)
+        group.ack()
+
+
+def test_a_producer_that_died_is_named(bus_name: str, spawn: Spawner) -> None:
+    with Bus.create(bus_name, "2MiB"):
+        child = spawn.script(
+            "import sys, time, shmbus\n"
+            "shmbus.Producer(sys.argv[1], label='doomed').put('a', group_size=2, index=1)\n"
+            "print('ready')\n"
+            "p = shmbus.Producer(sys.argv[1], label='doomed'); print('there'); time.sleep(600)\n",
+            bus_name,
+        )
+        child.expect("there")
+        child.kill()
+        with (
+            Consumer(bus_name, on_stall="raise", stall_timeout=PERIOD_S) as consumer,
+            pytest.raises(StallError, match=r"doomed\s+(dead|gone)"),
+        ):
+            consumer.take(timeout=None)
+
+
+def test_a_handle_that_travels_takes_its_watchdog_along(bus_name: str) -> None:
+    with Bus.create(bus_name, "2MiB"):
+        with Producer(bus_name, on_stall="raise", stall_timeout=PERIOD_S) as producer:
+            travelled = pickle.loads(pickle.dumps(producer))
+        with Consumer(bus_name, on_stall="raise", stall_timeout=PERIOD_S) as consumer:
+            sent = pickle.dumps(consumer)
+        with pickle.loads(sent) as consumer, pytest.raises(StallError):
+            consumer.take(timeout=None)
+        with travelled, pytest.raises(StallError):
+            fill(travelled)
+            travelled.put("a", group_size=1, index=0, x=np.zeros(5000))
+
+
+@pytest.mark.parametrize("use", [Consumer, Producer])
+def test_wrong_options_are_refused(bus_name: str, use: Callable[..., object]) -> None:
+    with Bus.create(bus_name, "2MiB"):
+        for wrong in ("warn", "", "none"):
+            with pytest.raises(ValueError, match="on_stall: expected 'log', 'raise'"):
+                use(bus_name, on_stall=wrong)
+        with pytest.raises(TypeError, match=r"on_stall: .*got int"):
+            use(bus_name, on_stall=5)
+        for seconds in (0, -1, float("inf"), float("nan")):
+            with pytest.raises(ValueError, match="stall_timeout: expected more than 0"):
+                use(bus_name, stall_timeout=seconds)
+        with pytest.raises(TypeError, match="stall_timeout: expected seconds"):
+            use(bus_name, stall_timeout="60")
