@@ -53,6 +53,9 @@ class Sample(msgspec.Struct, gc=False):
     score: float = 0.0
     policy_version: int = 0
     nbytes: int = 0
+    failed: bool = False
+    meta: object = None
+    committed_ns: int = 0
 
 
 def measure(groups: tuple[int, int], adds: int) -> list[Row]:

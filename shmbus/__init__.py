@@ -23,7 +23,7 @@ from shmbus.errors import (
 )
 from shmbus.group import Group
 from shmbus.ledger import Ledger
-from shmbus.producer import Producer, ProducerStats
+from shmbus.producer import Producer, ProducerStats, WantedSample
 from shmbus.stall import StallReport
 from shmbus_ext import _core
 from shmbus_ext._core import Slot, Trajectory
@@ -52,6 +52,7 @@ __all__ = [
     "StallError",
     "StallReport",
     "Trajectory",
+    "WantedSample",
     "__version__",
     "unlink",
 ]

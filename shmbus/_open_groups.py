@@ -6,12 +6,30 @@ import itertools
 
 import msgspec
 
-from shmbus import limits
+from shmbus import _codec, limits
 from shmbus._counting import undelivered_records
 from shmbus._segment_file import RecordRow, SegmentFile, printable
 from shmbus_ext import _core
 
-__all__ = ["GroupStatus", "OpenGroups"]
+__all__ = ["FailedSample", "GroupStatus", "OpenGroups"]
+
+
+class FailedSample(msgspec.Struct, frozen=True):
+    """A sample of an incomplete group that failed.
+
+    Attributes
+    ----------
+    index : int
+        Which one.
+    attempts : int
+        How often it has failed, as far as anybody said so.
+    reason : str
+        What the last one who tried said.
+    """
+
+    index: int
+    attempts: int
+    reason: str
 
 
 class GroupStatus(msgspec.Struct, frozen=True):
@@ -24,13 +42,15 @@ class GroupStatus(msgspec.Struct, frozen=True):
     epoch : int | None
         Where its producers gave one.
     size, present : int
-        Samples that make it complete, and how many are in.
+        Samples that make it complete, 0 where nobody has said it, and how many are in.
     missing : list[int]
         The first missing indices.
     age_s : float
         Seconds since its first sample was committed.
     producers : list[int]
         Who sent what is there.
+    failed : list[FailedSample]
+        Those of the missing that failed; the first of them.
     """
 
     instance_id: str
@@ -40,13 +60,26 @@ class GroupStatus(msgspec.Struct, frozen=True):
     missing: list[int]
     age_s: float
     producers: list[int]
+    failed: list[FailedSample] = []
 
 
 class _Open(msgspec.Struct):
-    """An incomplete group on its way."""
+    """An incomplete group on its way; `size` is 0 until anybody says it."""
 
     size: int
     rows: dict[int, RecordRow]
+    failed: dict[int, RecordRow]
+
+    def take_in(self, row: RecordRow) -> None:
+        """Take in a record as the stash does."""
+        size = row.group_size if row.sized else 0
+        self.size = self.size or size
+        if row.failed:
+            if row.index not in self.rows:
+                self.failed[row.index] = row
+        elif size == self.size:
+            self.rows.setdefault(row.index, row)
+            self.failed.pop(row.index, None)
 
 
 class OpenGroups:
@@ -78,19 +111,29 @@ class OpenGroups:
         groups: dict[object, _Open] = {}
         self.complete = 0
         for row in undelivered_records(file):
-            group = groups.setdefault(row.key, _Open(row.group_size, {}))
-            if group.size == row.group_size:
-                group.rows.setdefault(row.index, row)
-            if len(group.rows) == group.size:
+            group = groups.setdefault(row.key, _Open(0, {}, {}))
+            group.take_in(row)
+            if len(group.rows) == group.size > 0:
                 del groups[row.key]
                 self.complete += 1
         now = _core.monotonic_ns()
         self.incomplete = len(groups)
-        self.oldest = [_group(groups[key], now) for key in list(groups)[: limits.STATUS_GROUPS]]
+        oldest = list(groups.values())[: limits.STATUS_GROUPS]
+        self.oldest = [_group(file, group, now) for group in oldest]
 
 
-def _group(group: _Open, now_ns: int) -> GroupStatus:
-    rows = group.rows.values()
+def _reason(file: SegmentFile, row: RecordRow) -> str:
+    size = min(row.meta_bytes, limits.STATUS_REASON_BYTES)
+    try:
+        reason = _codec.decode_meta(file.read_payload(row, row.meta_offset, size))
+    except ValueError:
+        return "its reason cannot be read"
+    return printable(str(reason))
+
+
+def _group(file: SegmentFile, group: _Open, now_ns: int) -> GroupStatus:
+    rows = [*group.rows.values(), *group.failed.values()]
+    failed = [group.failed[index] for index in sorted(group.failed)]
     first = min(rows, key=lambda row: row.committed_ns)
     missing = (index for index in range(group.size) if index not in group.rows)
     return GroupStatus(
@@ -101,4 +144,8 @@ def _group(group: _Open, now_ns: int) -> GroupStatus:
         missing=list(itertools.islice(missing, limits.STATUS_MISSING)),
         age_s=max(0.0, (now_ns - first.committed_ns) / 1e9),
         producers=sorted({row.producer_id for row in rows}),
+        failed=[
+            FailedSample(row.index, int(row.score) + 1, _reason(file, row))
+            for row in failed[: limits.STATUS_MISSING]
+        ],
     )

@@ -4,7 +4,7 @@ A part holds records of one schema (field names, dtypes, dimensions). Its tensor
 
 - ``producer_id``, ``sequence``, ``order``, ``committed_ns`` (u64), ``policy_version``, ``epoch``
   (i64; the lowest one where there is none), ``score`` (f64), ``group_size``, ``index``, ``slot``
-  (u32), ``checksum`` (u8), one element a record;
+  (u32), ``checksum`` (u8: the record's flags), one element a record;
 - ``id.bytes`` and ``id.ends``, ``meta.bytes`` and ``meta.ends``: texts and MessagePack, one behind
   the other;
 - ``schema``: the fields as the segment describes them;
@@ -111,7 +111,7 @@ def read_record(file: SegmentFile, row: RecordRow, order: int) -> Record:
         group_size=row.group_size,
         index=row.index,
         slot=row.slot,
-        checksum=row.checked,
+        checksum=row.flags & _core.FLAGS_KEPT,
         instance_id=row.instance_id,
         schema=row.schema,
         shape=row.shape,

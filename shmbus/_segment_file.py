@@ -34,6 +34,7 @@ _HEADER: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["bus_header"]))  # type: i
 _SLOT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["producer_slot"]))  # type: ignore[call-overload]
 _EXTENT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["extent_desc"]))  # type: ignore[call-overload]
 _SCHEMA: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["schema_entry"]))  # type: ignore[call-overload]
+_WANTED_BYTES: Final = _core.WANTED_ROWS * _LAYOUT["wanted_row"]["itemsize"]
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are described at a time, so that a large bus is never in memory at once.
 _ROWS: Final = 1024
@@ -121,6 +122,16 @@ class RecordRow(msgspec.Struct, frozen=True):
     def moved(self) -> bool:
         """Whether the collector has written it again, out of the way of others."""
         return bool(self.flags & _core.FLAG_MOVED)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it reports that its sample failed."""
+        return bool(self.flags & _core.FLAG_FAILED)
+
+    @property
+    def sized(self) -> bool:
+        """Whether its group_size is what its producer said."""
+        return not self.flags & _core.FLAG_NO_SIZE
 
     @property
     def checked(self) -> bool:
@@ -352,6 +363,11 @@ class SegmentFile:
         done = self.released()[reason] - int(header["intent_base"])
         return reason, 0 if done == count else count, frozenset(places)
 
+    def wanted_table(self) -> bytes:
+        """Read the table of wanted samples, as it lies there."""
+        end = _tables_bytes(self.max_producers, self.extent_count)
+        return self._read(_WANTED_BYTES, end - _WANTED_BYTES)
+
     def runs(self) -> list[Run]:
         """Every run that somebody leases, lane by lane in the order of writing."""
         table = self.extents()
@@ -502,6 +518,7 @@ def _tables_bytes(max_producers: int, extent_count: int) -> int:
         + (max_producers + 1) * _SLOT.itemsize
         + extent_count * _EXTENT.itemsize
         + 8 * _core.MAX_GROUP_SIZE
+        + _WANTED_BYTES
     )
 
 

@@ -31,6 +31,7 @@ from shmbus._parts import (
     read_record,
 )
 from shmbus._segment_file import Run, SegmentFile, parse_fields
+from shmbus_ext import _core
 
 __all__ = ["Capture", "Replayed", "record", "replay"]
 
@@ -311,6 +312,18 @@ def replay(
                 if ahead > 0:
                     time.sleep(ahead)
             meta = _codec.decode_meta(found.meta) if found.meta else None
+            if found.checksum & _core.FLAG_FAILED:
+                producer.fail(
+                    found.instance_id,
+                    found.index,
+                    str(meta),
+                    group_size=None if found.checksum & _core.FLAG_NO_SIZE else found.group_size,
+                    epoch=None if found.epoch == NO_EPOCH else found.epoch,
+                    policy_version=found.policy_version,
+                    timeout=timeout,
+                )
+                put += 1
+                continue
             producer.put(
                 found.instance_id,
                 group_size=found.group_size,

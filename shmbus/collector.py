@@ -17,6 +17,7 @@ import time
 from typing import Literal
 
 from shmbus import _segments, errors, limits
+from shmbus._asking import Asking
 from shmbus.ledger import REASONS, Ledger
 from shmbus.producer import process_label
 from shmbus.stash import Discard, Stash, StashPolicy
@@ -67,6 +68,7 @@ class Collector:
         except BaseException:
             self.segment.close()
             raise
+        self._asking = Asking(self.segment, self.stash)
 
     def require(self) -> None:
         """Raise BusClosedError in a child of the process that attached."""
@@ -128,7 +130,10 @@ class Collector:
             return []
         try:
             if left:
-                self.stash.sort_out(left)
+                now = time.monotonic()
+                self.stash.sort_out(left, now)
+                if self.stash.failures.stirred:
+                    self._attend(now, drained=False)
             return self.lease(max_groups)
         finally:
             self.lock.release()
@@ -147,10 +152,28 @@ class Collector:
         stash = self.stash
         left: list[_core.Row[Trajectory] | tuple[int, Trajectory]] = []
         count = self.reader.poll_into(stash.rows, limits.POLL_RECORDS, now, left)
-        stash.sort_out(left)
+        stash.sort_out(left, now)
         if self._expires:
             stash.expire(now)
-        return count == limits.POLL_RECORDS
+        more = count == limits.POLL_RECORDS
+        if stash.failures.groups or stash.failures.stirred:
+            self._attend(now, drained=not more)
+        return more
+
+    def expire(self, now: float) -> None:
+        """Do what is due for groups that wait, where nothing may come that would have it done."""
+        self.stash.expire(now)
+        failures = self.stash.failures
+        due_s = failures.next_deadline_s()
+        if failures.stirred or (due_s is not None and now >= due_s):
+            self.pump_once(now)
+
+    def _attend(self, now: float, *, drained: bool) -> None:
+        """Look after groups in which a sample failed, and ask for what is wanted."""
+        if drained:
+            self.stash.expire_apart(now)
+        if self.stash.failures.stirred:
+            self._asking.update(now, drained=drained)
 
     def lease(self, max_groups: int) -> list[_core.Row[Trajectory]]:
         """Lease what is ready; ProtocolError as for `take`."""
@@ -183,6 +206,7 @@ class Collector:
         if now >= self._next_sweep_s:
             self._next_sweep_s = now + limits.SWEEP_INTERVAL_S
             self.reader.sweep()
+            self._asking.look_for_dead()
         if now >= self._next_evacuation_s:
             self._next_evacuation_s = now + limits.EVACUATE_INTERVAL_S
             self._relieve()
@@ -228,6 +252,8 @@ class Collector:
         """Release a leased group: all of its samples, or, if this process dies now, none."""
         self.reader.release(group.samples, reason)
         self.stash.end_lease(group)
+        if self.stash.discards:
+            self.release_discards()
 
     def give_back(self, group: _core.Row[Trajectory]) -> None:
         """Make a leased group the next to be delivered, also to who waits in `take`."""
@@ -262,6 +288,8 @@ class Collector:
                 groups_ready=stash.ready_groups,
                 groups_leased=stash.leased_groups,
                 groups_timed_out=stash.timeouts,
+                groups_given_up=stash.given_up,
+                samples_wanted=len(stash.failures.requests),
                 stash_overflows=stash.overflows,
                 moved=self.reader.moves,
                 policy_version=segment.policy_version,

@@ -56,6 +56,15 @@ class Consumer:
         Ring bytes that incomplete groups may hold.
     on_overflow : "wait" | "drop" | "partial"
         What becomes of the oldest incomplete groups above that.
+    sample_retries : int
+        How often a sample that a producer reported as failed, or that is missing when its group's
+        deadline has passed, is asked for again, alone (`Producer.wanted`).
+    retry_timeout : float
+        Seconds after which a request without an answer counts as a failed attempt, and that a group
+        of which a sample failed for good waits for its others.
+    on_failure : "drop" | "partial"
+        What becomes of a group of which a sample failed for good, once its others are there:
+        discarded, or delivered without it.
     label : str, optional
         How messages of other processes name this one.
     rank, world_size : int
@@ -92,6 +101,9 @@ class Consumer:
         duplicate: Literal["drop", "error"] = "drop",
         max_stash_bytes: int | None = None,
         on_overflow: Literal["wait", "drop", "partial"] = "wait",
+        sample_retries: int = 0,
+        retry_timeout: float = limits.RETRY_TIMEOUT_S,
+        on_failure: Literal["drop", "partial"] = "drop",
         label: str | None = None,
         rank: int = 0,
         world_size: int = 1,
@@ -102,6 +114,9 @@ class Consumer:
         self.name = _segments.check_name(name)
         _check_choice("on_timeout", on_timeout, ("wait", "drop", "partial"))
         _check_choice("on_overflow", on_overflow, ("wait", "drop", "partial"))
+        _check_choice("on_failure", on_failure, ("drop", "partial"))
+        _check_number("sample_retries", sample_retries, (int,), above=-1)
+        _check_number("retry_timeout", retry_timeout, (int, float), above=0)
         _check_choice("duplicate", duplicate, ("drop", "error"))
         _check_number("group_timeout", group_timeout, (int, float), above=0)
         _check_number("max_policy_lag", max_policy_lag, (int,), above=-1)
@@ -113,6 +128,9 @@ class Consumer:
             skip_zero_variance=bool(skip_zero_variance),
             max_stash_bytes=max_stash_bytes,
             on_overflow=on_overflow,
+            sample_retries=sample_retries,
+            retry_timeout_s=retry_timeout,
+            on_failure=on_failure,
         )
         self._duplicate = duplicate
         self._label = label
@@ -219,14 +237,12 @@ class Consumer:
         if self._world_size > 1:
             return self.take_step(groups=max_groups, max_wait=0.0, timeout=timeout)
         watch = self._watch
-        began_s = time.monotonic()
         leases = source.take(max_groups, watch.first_s(timeout))
         if not leases and timeout != 0:
             leases = watch.go_on(
                 lambda slice_s: source.take(max_groups, slice_s),
                 source.segment,
                 "a complete group",
-                began_s,
                 timeout,
             )
         return Group.make(self, leases)
@@ -288,9 +304,8 @@ class Consumer:
             )
 
         watch = self._watch
-        began_s = time.monotonic()
         leases = wait(watch.first_s(timeout)) or watch.go_on(
-            wait, source.segment, "this rank's step", began_s, timeout
+            wait, source.segment, "this rank's step", timeout
         )
         return Group.make(self, leases)
 
@@ -475,6 +490,9 @@ def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False
             "duplicate": duplicate,
             "max_stash_bytes": policy.max_stash_bytes,
             "on_overflow": policy.on_overflow,
+            "sample_retries": policy.sample_retries,
+            "retry_timeout": policy.retry_timeout_s,
+            "on_failure": policy.on_failure,
         }
 
     options = named(policy, duplicate)

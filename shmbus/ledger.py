@@ -27,8 +27,9 @@ REASONS: tuple[str, ...] = (
     "overflow",
     "malformed",
     "corrupt",
+    "failed",
 )
-assert REASONS[_core.DROP_DUPLICATE] == "duplicate" and REASONS[_core.DROP_CORRUPT] == "corrupt"
+assert REASONS[_core.DROP_DUPLICATE] == "duplicate" and REASONS[_core.DROP_FAILED] == "failed"
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +53,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         Incomplete groups; complete ones that nobody has taken; delivered ones.
     groups_timed_out, stash_overflows : int
         How often a deadline or the stash's bound took effect, in this consumer.
+    groups_given_up : int
+        Groups of which a sample failed for good, in this consumer.
+    samples_wanted : int
+        Samples that are asked for again now.
     moved : int
         Stragglers that this consumer wrote again, to free the space around them.
     producers : int
@@ -73,6 +78,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     groups_leased: int = 0
     groups_timed_out: int = 0
     stash_overflows: int = 0
+    groups_given_up: int = 0
+    samples_wanted: int = 0
     moved: int = 0
     producers: int = 0
     policy_version: int = 0

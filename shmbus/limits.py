@@ -24,6 +24,7 @@ __all__ = [
     "DRAIN_TIMEOUT_S",
     "EVACUATE_FREE_FRACTION",
     "EVACUATE_INTERVAL_S",
+    "FAIL_REASON_CHARS",
     "HELLO_WAIT_S",
     "MAX_CLIENTS",
     "MAX_GRANT_TRAJECTORIES",
@@ -49,6 +50,7 @@ __all__ = [
     "RECLAIM_WAIT_S",
     "REDIAL_INTERVAL_S",
     "REST_S",
+    "RETRY_TIMEOUT_S",
     "SPACE_WAIT_S",
     "STALL_LOOKS",
     "STALL_TIMEOUT_MAX_S",
@@ -56,6 +58,7 @@ __all__ = [
     "STATUS_ATTEMPTS",
     "STATUS_GROUPS",
     "STATUS_MISSING",
+    "STATUS_REASON_BYTES",
     "STATUS_RECORDS",
     "SWEEP_INTERVAL_S",
     "TAKE_GRACE_S",
@@ -121,6 +124,10 @@ STALL_TIMEOUT_MAX_S = 86_400.0
 #: Looks at the bus in each such period, each some microseconds: a stall is told a fourth late at
 #: the most.
 STALL_LOOKS = 4
+
+#: Seconds that a sample may be asked for without an answer, and that a group with one that failed
+#: for good waits for its others: longer than a long rollout, shorter than anybody's patience.
+RETRY_TIMEOUT_S = 600.0
 
 #: Bytes kept for the meta of a reservation whose meta is set later.
 META_ROOM_BYTES = 1024
@@ -198,6 +205,12 @@ STATUS_GROUPS = 5
 
 #: Missing indices of a group that a status names; their number is always exact.
 STATUS_MISSING = 16
+
+#: Characters that are kept of why a sample failed: what went wrong, not a traceback.
+FAIL_REASON_CHARS = 500
+
+#: Bytes of such a reason that are read for a status: the longest that `fail` writes.
+STATUS_REASON_BYTES = 2048
 
 #: Records that a status sorts into groups: about two seconds of work; beyond, groups stay unnamed.
 STATUS_RECORDS = 200_000

@@ -211,6 +211,14 @@ class LedgerReply(_Message):
     ledger: Ledger
 
 
+class FailedStatus(msgspec.Struct, frozen=True):
+    """A sample of an incomplete group that failed: how often, and why the last time."""
+
+    index: int
+    attempts: int
+    reason: str
+
+
 class OpenGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An incomplete group: which indices are missing, and for how long it has waited."""
 
@@ -220,6 +228,7 @@ class OpenGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     present: int
     missing: list[int]
     age_s: float
+    failed: list[FailedStatus] = []
 
 
 class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):

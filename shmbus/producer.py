@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -24,7 +25,7 @@ from shmbus import _segments, errors, limits
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
-__all__ = ["Producer", "ProducerStats"]
+__all__ = ["Producer", "ProducerStats", "WantedSample"]
 
 FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]]"
 
@@ -62,6 +63,34 @@ class ProducerStats(msgspec.Struct, frozen=True):
     aborted: int
     bytes: int
     full_waits: int
+
+
+class WantedSample(msgspec.Struct, frozen=True):
+    """A sample that the collector asks for again: `put` it as any other, or `fail` it.
+
+    Attributes
+    ----------
+    instance_id : str
+        The prompt's key.
+    epoch : int | None
+        Where its producers gave one.
+    index : int
+        Which sample of its group.
+    group_size : int | None
+        Samples in a complete group; None where all that is known of the group are failures that did
+        not say it.
+    attempt : int
+        1 for the first time that it is asked for.
+    reason : str
+        Why it is asked for: what `fail` was told, or who died, or how long it has been missing.
+    """
+
+    instance_id: str
+    epoch: int | None
+    index: int
+    group_size: int | None
+    attempt: int
+    reason: str
 
 
 def check_timeout(timeout: object) -> None:
@@ -123,6 +152,8 @@ class Producer(_core.Writer):
     ) -> None:
         self.name = _segments.check_name(name)
         self._watch = Watch(name, on_stall, stall_timeout)
+        self._taken: dict[tuple[str, int | None, int], WantedSample] = {}
+        self._taking = threading.Lock()
         self._checksum = bool(checksum)
         self._label = label
         self._space: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
@@ -213,6 +244,117 @@ class Producer(_core.Writer):
             tuple(shape for _, shape in parsed),
             meta_room,
         )
+
+    def fail(
+        self,
+        instance_id: str,
+        index: int,
+        reason: str,
+        *,
+        group_size: int | None = None,
+        epoch: int | None = None,
+        policy_version: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Report that a sample failed: its group need not wait for it in vain.
+
+        The report is a small record of the ring, in order with what this producer puts, and as safe
+        from any death. The consumer asks for the sample again (`wanted`) as often as its
+        `sample_retries` says, and then gives its group up, as its `on_failure` says. The ledger
+        counts reports as committed, and in the end as dropped with the reason "failed".
+
+        Parameters
+        ----------
+        instance_id, index, epoch, policy_version
+            As for `put`.
+        reason : str
+            What is said to operators, and to who is asked for the sample; its first 500 characters.
+        group_size : int, optional
+            As for `put`; None where this producer does not know.
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+
+        Raises
+        ------
+        BusFullError
+            No space within the timeout.
+        """
+        if not isinstance(reason, str):
+            raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
+        if isinstance(index, bool) or not hasattr(index, "__index__"):
+            raise TypeError(f"index: expected an int, got {type(index).__name__}")
+        with self._taking:
+            request = self._taken.get((instance_id, epoch, index))
+        if group_size is None and request is not None:
+            group_size = request.group_size
+        (self._fail_unsized if group_size is None else self._fail)(
+            instance_id,
+            group_size=index + 1 if group_size is None else group_size,
+            index=index,
+            score=0.0 if request is None else float(request.attempt),
+            policy_version=policy_version,
+            epoch=epoch,
+            meta=reason[: limits.FAIL_REASON_CHARS],
+            timeout=timeout,
+        )
+
+    def wanted(self, limit: int | None = None) -> list[WantedSample]:
+        """Take samples that the consumer asks for again, each handed to one producer at a time.
+
+        Where nothing is asked for, this reads one word of shared memory. What is taken here is
+        asked of others when this producer closes without an answer, and counts as failed once more
+        when it dies, or does not answer within the consumer's `retry_timeout`.
+
+        Parameters
+        ----------
+        limit : int, optional
+            How many at the most; None for all. Workers that share the work take few at a time.
+
+        Returns
+        -------
+        list[WantedSample]
+            Those that nobody has taken, in the order of asking. None of them is handed out again.
+        """
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            raise TypeError(f"limit: expected an int or None, got {type(limit).__name__}")
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit: expected 1 or more, or None, got {limit}")
+        segment = self._segment
+        found: list[WantedSample] = []
+        if not _core.noted_wanted(segment)[0]:
+            return found
+        mine = set()
+        with self._taking:
+            for row, number, claimant, id_, epoch, size, index, attempt, reason, _ in sorted(
+                _core.wanted(segment), key=lambda row: row[1]
+            ):
+                at = (id_, epoch, index)
+                if claimant == self.producer_id + 1:
+                    mine.add(at)
+                elif (
+                    not claimant
+                    and (limit is None or len(found) < limit)
+                    and _core.claim_wanted(segment, row, number, self.producer_id)
+                ):
+                    found.append(WantedSample(id_, epoch, index, size or None, attempt, reason))
+                    self._taken[at] = found[-1]
+                    mine.add(at)
+            for at in self._taken.keys() - mine:
+                del self._taken[at]  # answered, or asked of another
+        return found
+
+    def close(self) -> None:
+        """Abort open reservations and leave the bus; what was committed stays."""
+        if not self.closed:
+            # What it was asked for and has not done is for others now.
+            for row, _, claimant, *_ in _core.wanted(self._segment) if self._taken else ():
+                if claimant == self.producer_id + 1:
+                    _core.unclaim_wanted(self._segment, row, self.producer_id)
+        super().close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_taken", None):
+            self.close()
 
     async def aput(
         self, instance_id: str, *, timeout: float | None = None, **arguments: Any

@@ -287,7 +287,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{path}: expected {_FORMAT} of version {_VERSION}, got {manifest.format!r} of version "
             f"{manifest.version}; restore it with shmbus {manifest.written_by}"
         )
-    if set(manifest.released) != set(REASONS):
+    # Snapshots from before samples could fail do not count those that did.
+    if {*manifest.released, "failed"} != set(REASONS):
         raise damaged(path, f"expected counts of {', '.join(REASONS)}")
     if sum(part.records for part in manifest.parts) != manifest.records:
         raise damaged(path, f"its parts do not hold {manifest.records} records")
@@ -404,7 +405,7 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str
                 f"{_segments.show_size(segment.capacity)}; restore with a larger capacity"
             )
     restorer.finish(
-        tuple(manifest.released[reason] for reason in REASONS),
+        tuple(manifest.released.get(reason, 0) for reason in REASONS),
         [
             (slot.slot, slot.producer_id, slot.pid, slot.label, slot.committed, slot.aborted)
             for slot in manifest.slots
@@ -423,7 +424,7 @@ def _put(restorer: _core.Restorer, record: Record) -> bool:
         record.group_size,
         record.index,
         record.epoch,
-        bool(record.checksum),
+        record.checksum & _core.FLAGS_KEPT,
         record.instance_id.encode(),
         record.schema,
         record.shape,

@@ -129,10 +129,10 @@ class Watch:
         wait: Callable[[float | None], list[T]],
         segment: _core.Segment,
         waits_for: str,
-        began_s: float,
         timeout: float | None,
     ) -> list[T]:
         """Wait on after a first part that brought nothing, and look at the bus in between."""
+        began_s = time.monotonic() - (self.first_s(timeout) or 0.0)
         while True:
             now = time.monotonic()
             self.look(segment, waits_for, now - began_s)

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from shmbus import _segments, limits, messages
 from shmbus._counting import count_undelivered, counters
-from shmbus._open_groups import GroupStatus, OpenGroups
+from shmbus._open_groups import FailedSample, GroupStatus, OpenGroups
 from shmbus._segment_file import Run, SegmentFile, printable, text
+from shmbus._wanted_rows import WantedStatus, read_wanted
 from shmbus.daemon.observe import ask_status
 from shmbus.ledger import REASONS
 from shmbus_ext import _core
@@ -27,11 +29,13 @@ __all__ = [
     "BusStatus",
     "CollectorStatus",
     "DaemonStatus",
+    "FailedSample",
     "GroupStatus",
     "LeaseStatus",
     "LedgerStatus",
     "PauseStatus",
     "ProducerStatus",
+    "WantedStatus",
     "join",
     "read_status",
     "status_of",
@@ -119,6 +123,8 @@ class CollectorStatus(msgspec.Struct, frozen=True):
         Seconds since it last polled; None where nobody ever did.
     leased_groups, leased_records, stashed_groups, stashed_records : int
         What it holds; 0 where it is not alive.
+    oldest_lease_s : float
+        Seconds since it gave out the oldest of those leases.
     stragglers_bytes : int
         Ring bytes of what it moved out of the way.
     """
@@ -132,6 +138,7 @@ class CollectorStatus(msgspec.Struct, frozen=True):
     stashed_groups: int
     stashed_records: int
     stragglers_bytes: int
+    oldest_lease_s: float = 0.0
 
 
 class PauseStatus(msgspec.Struct, frozen=True):
@@ -258,6 +265,10 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         they were not looked at.
     oldest_incomplete : list[GroupStatus]
         The incomplete groups that have waited longest, and who is missing.
+    wanted : list[WantedStatus]
+        Samples that are asked for again, and who has taken them.
+    groups_given_up : int
+        Groups of which a sample failed for good, since the bus was created.
     collector : CollectorStatus
         Who reads.
     producers : list[ProducerStatus]
@@ -286,6 +297,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     oldest_incomplete: list[GroupStatus]
     collector: CollectorStatus
     producers: list[ProducerStatus]
+    wanted: list[WantedStatus] = []
+    groups_given_up: int = 0
     daemon: DaemonStatus | None = None
 
 
@@ -377,6 +390,10 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
             missing=group.missing[: limits.STATUS_MISSING],
             age_s=group.age_s,
             producers=[],
+            failed=[
+                FailedSample(failed.index, failed.attempts, printable(failed.reason))
+                for failed in group.failed[: limits.STATUS_MISSING]
+            ],
         )
         for group in reply.oldest
     ]
@@ -414,6 +431,8 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
         groups_complete=groups.complete if groups else None,
         oldest_incomplete=groups.oldest if groups else [],
         collector=collector,
+        wanted=read_wanted(file),
+        groups_given_up=int(header["groups_failed"]),
         producers=_producers(file, runs, walk=walk),
     )
 
@@ -452,10 +471,16 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
         seen_ago_s=max(0.0, (_core.monotonic_ns() - seen_ns) / 1e9) if seen_ns else None,
         leased_groups=note("leased_groups"),
         leased_records=note("leased_records"),
+        oldest_lease_s=_lease_age_s(header) if note("leased_groups") else 0.0,
         stashed_groups=note("stashed_groups"),
         stashed_records=note("stashed_records"),
         stragglers_bytes=_held_bytes(runs).get(file.max_producers, 0),
     )
+
+
+def _lease_age_s(header: Any) -> float:
+    since_ns = int(header["collector_lease_ns"])
+    return max(0.0, (_core.monotonic_ns() - since_ns) / 1e9) if since_ns else 0.0
 
 
 def _activity(file: SegmentFile, runs: list[Run]) -> dict[int, tuple[int, int]]:

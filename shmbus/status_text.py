@@ -12,11 +12,15 @@ from shmbus.status import BusStatus, DaemonStatus
 __all__ = ["status_text"]
 
 _MISSING_SHOWN = 6
+_WANTED_SHOWN = 8
 
 
 def status_text(status: BusStatus) -> str:
     """Lay out a status in blocks, one a concern: what `shmbus status` prints."""
-    blocks = [_head(status), _ledger(status), _groups(status), _collector(status)]
+    blocks = [_head(status), _ledger(status), _groups(status)]
+    if status.wanted or status.groups_given_up or status.ledger.dropped.get("failed"):
+        blocks.append(_wanted(status))
+    blocks.append(_collector(status))
     if status.daemon is not None:
         blocks.append(_daemon(status.daemon))
     return "\n\n".join([*blocks, _producers(status)])
@@ -83,6 +87,37 @@ def _groups(status: BusStatus) -> str:
         )
     if rows:
         lines.append(table(("oldest", "present>", "waits>", "missing", "from producers"), rows))
+    lines += [
+        f"  failed: {group.instance_id}[{failed.index}], {_times(failed.attempts)}: {failed.reason}"
+        for group in status.oldest_incomplete
+        for failed in group.failed[:_MISSING_SHOWN]
+    ]
+    return "\n".join(lines)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _wanted(status: BusStatus) -> str:
+    lines = [
+        f"failures  {show_count(status.ledger.dropped.get('failed', 0))} dropped, "
+        f"{show_count(len(status.wanted))} asked for again, "
+        f"{show_count(status.groups_given_up)} groups given up"
+    ]
+    rows = [
+        (
+            f"{wanted.instance_id}[{wanted.index}]"
+            + ("" if wanted.epoch is None else f" epoch {wanted.epoch}"),
+            str(wanted.attempt),
+            show_duration(wanted.asked_s),
+            "nobody" if wanted.taken_by is None else f"producer {wanted.taken_by}",
+            wanted.reason,
+        )
+        for wanted in status.wanted[:_WANTED_SHOWN]
+    ]
+    if rows:
+        lines.append(table(("wanted", "attempt>", "since>", "taken by", "because"), rows))
     return "\n".join(lines)
 
 
@@ -93,9 +128,10 @@ def _collector(status: BusStatus) -> str:
     who = f"{collector.label} (pid {collector.pid})"
     if not collector.alive:
         return f"collector  none; the last was {who}"
+    held = f" (for {show_duration(collector.oldest_lease_s)})" if collector.leased_groups else ""
     return (
         f"collector  {who}, looked {show_duration(collector.seen_ago_s)} ago; holds "
-        f"{show_count(collector.leased_groups)} leased and "
+        f"{show_count(collector.leased_groups)} leased{held} and "
         f"{show_count(collector.stashed_groups)} stashed groups"
     )
 

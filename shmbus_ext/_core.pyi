@@ -37,9 +37,11 @@ DROP_ZERO_VARIANCE: int
 DROP_OVERFLOW: int
 DROP_MALFORMED: int
 DROP_CORRUPT: int
+DROP_FAILED: int
 REFUSED_DUPLICATE: int
 REFUSED_WIDTH: int
 REFUSED_RECENT: int
+REFUSED_APART: int
 
 ELEMENT_KINDS: tuple[str, ...]
 ROW_WORDS: int
@@ -55,6 +57,12 @@ LINK_END: int
 REF_OFFSET_BITS: int
 FLAG_PAYLOAD_CRC: int
 FLAG_MOVED: int
+FLAG_FAILED: int
+FLAG_NO_SIZE: int
+FLAGS_KEPT: int
+WANTED_ROWS: int
+WANTED_REASON_BYTES: int
+WANTED_BUSY: int
 
 _Names = tuple[str, str | None, str | None, str | None]
 
@@ -154,6 +162,19 @@ class Writer:
     ) -> Slot: ...
     def _want_space(self) -> int: ...
     def _await_space(self, ticket: int, timeout_s: float, /) -> None: ...
+    def _fail(
+        self,
+        instance_id: str,
+        *,
+        group_size: int,
+        index: int,
+        score: float,
+        policy_version: int,
+        epoch: int | None,
+        meta: str,
+        timeout: float | None,
+    ) -> None: ...
+    _fail_unsized = _fail
     def _watch_waits(self, call: Callable[[float], object], seconds: float, /) -> None: ...
     def _counts(self) -> tuple[int, int, int, int]: ...
 
@@ -172,6 +193,7 @@ class Trajectory:
     committed_ns: int
     nbytes: int
     released: bool
+    failed: bool
     meta: Any
     def __getitem__(self, name: str, /) -> NDArray[Any]: ...
     def __contains__(self, name: object, /) -> bool: ...
@@ -242,9 +264,12 @@ class Rows(Generic[_S]):
     leased_rows: int
     leased_cells: int
     recent: dict[Hashable, None]
+    apart: dict[Hashable, Any]
+    apart_cells: int
     def __init__(self, *, count_bytes: bool = ..., judged: bool = ...) -> None: ...
     def __len__(self) -> int: ...
     def put(self, samples: Iterable[_S], now_s: float, /) -> list[Row[_S] | tuple[int, _S]]: ...
+    def take(self, key: Hashable, /) -> Row[_S] | None: ...
     def take_oldest(self) -> Row[_S]: ...
     def oldest(self, count: int, /) -> list[Row[_S]]: ...
     def samples(self) -> list[_S]: ...
@@ -254,6 +279,7 @@ class Rows(Generic[_S]):
     def give_back(self, row: Row[_S], /) -> None: ...
     def is_leased(self, row: object, /) -> bool: ...
     def ready_samples(self) -> list[_S]: ...
+    def full(self, key: Hashable, /) -> list[Row[_S]]: ...
 
 class GroupBase:
     """The samples of one lease, for reading."""
@@ -300,7 +326,7 @@ class Restorer:
         group_size: int,
         index: int,
         epoch: int,
-        checksum: bool,
+        flags: int,
         id: bytes,
         schema: bytes,
         shape: bytes,
@@ -317,6 +343,26 @@ class Restorer:
         /,
     ) -> None: ...
 
+def want(
+    segment: Segment,
+    row: int,
+    number: int,
+    id: str,
+    epoch: int,
+    group_size: int,
+    index: int,
+    attempt: int,
+    reason: bytes,
+    /,
+) -> None: ...
+def unwant(segment: Segment, row: int, /) -> None: ...
+def wanted(
+    segment: Segment, /
+) -> list[tuple[int, int, int, str, int | None, int, int, int, str, int]]: ...
+def claim_wanted(segment: Segment, row: int, number: int, producer_id: int, /) -> bool: ...
+def unclaim_wanted(segment: Segment, row: int, producer_id: int, /) -> bool: ...
+def note_wanted(segment: Segment, open: int, groups_failed: int, /) -> None: ...
+def noted_wanted(segment: Segment, /) -> tuple[int, int]: ...
 def install(
     *,
     closed_error: type[BaseException],

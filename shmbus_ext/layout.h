@@ -5,7 +5,8 @@
  * once is _Atomic; an offset or a size that moves needs a new SHMBUS_LAYOUT_VERSION.
  *
  * Segment:  | bus_header | producer_slot[max_producers + 1] | extent_desc[extent_count]
- *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | pad to a page | extents ... |
+ *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | wanted_row[SHMBUS_WANTED_ROWS]
+ *           | pad to a page | extents ... |
  * The last slot belongs to the collector: the lane into which it moves stragglers.
  */
 #ifndef SHMBUS_LAYOUT_H
@@ -42,6 +43,10 @@
 #define SHMBUS_MAX_EXTENTS 65536u
 #define SHMBUS_LABEL_BYTES 48u
 #define SHMBUS_PAUSE_REASON_BYTES 120u
+/* Samples that are asked for at once: a failing fleet is not helped by more. */
+#define SHMBUS_WANTED_ROWS 128u
+#define SHMBUS_WANTED_ID_BYTES 256u
+#define SHMBUS_WANTED_REASON_BYTES 192u
 
 /* Why records left the bus. Index into bus_header.released. */
 enum shmbus_reason {
@@ -55,7 +60,8 @@ enum shmbus_reason {
     SHMBUS_DROP_OVERFLOW = 7,
     SHMBUS_DROP_MALFORMED = 8,
     SHMBUS_DROP_CORRUPT = 9,
-    SHMBUS_REASONS = 10,
+    SHMBUS_DROP_FAILED = 10,
+    SHMBUS_REASONS = 11,
 };
 
 /* Offset  Size  Field            Written by   Read by     Order
@@ -72,11 +78,13 @@ enum shmbus_reason {
  *    264     4  attach_epoch     producers    reader      release / acquire
  *    320     8  policy_version   trainer      producers   relaxed
  *    384   ...  collector        reader       all         relaxed, for messages only
- *    512    80  released[]       reader       all         relaxed; exact through the intent
+ *    512    88  released[]       reader       all         relaxed; exact through the intent
  *    640    48  intents          reader       reader      counts, move_from: release / acquire
  *    704     4  paused           anybody      producers   release / acquire: 1 while they shall wait
  *    708     4  lent             reader       reader      relaxed: 1 once borrowers may hold locks
  *    712   136  pause            anybody      producers   before paused; for messages only
+ *    896     4  wanted_open      collector    producers   relaxed: rows with a request; a hint
+ *    904     8  groups_failed    collector    all         relaxed: given up, for messages only
  */
 struct bus_header {
     _Atomic uint64_t magic;
@@ -105,6 +113,7 @@ struct bus_header {
     _Atomic uint64_t collector_stashed_groups;
     _Atomic uint64_t collector_stashed_records;
     _Atomic uint64_t collector_seen_ns; /* CLOCK_MONOTONIC of its last poll */
+    _Atomic uint64_t collector_lease_ns; /* the same of its oldest lease */
     char collector_label[SHMBUS_LABEL_BYTES];
 
     alignas(64) _Atomic uint64_t released[SHMBUS_REASONS];
@@ -129,6 +138,9 @@ struct bus_header {
     _Atomic int64_t pause_policy_version; /* the policy version when the pause began */
     _Atomic uint64_t pause_unix_ns;       /* when that was */
     char pause_reason[SHMBUS_PAUSE_REASON_BYTES];
+
+    alignas(64) _Atomic uint32_t wanted_open;
+    _Atomic uint64_t groups_failed;
 };
 
 #define SHMBUS_HEADER_BYTES 1024u
@@ -149,6 +161,8 @@ _Static_assert(offsetof(struct bus_header, move_from) == 672, "layout");
 _Static_assert(offsetof(struct bus_header, paused) == 704, "layout");
 _Static_assert(offsetof(struct bus_header, lent) == 708, "layout");
 _Static_assert(offsetof(struct bus_header, pause_reason) == 728, "layout");
+_Static_assert(offsetof(struct bus_header, wanted_open) == 896, "layout");
+_Static_assert(offsetof(struct bus_header, groups_failed) == 904, "layout");
 
 /* A slot is owned by whoever holds the file lock on byte SHMBUS_LOCK_SLOT + index of the segment;
  * the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */
@@ -220,6 +234,38 @@ _Static_assert(sizeof(struct extent_desc) == 64, "a cache line a descriptor");
 _Static_assert(offsetof(struct extent_desc, sealed) == 40, "layout");
 _Static_assert(offsetof(struct extent_desc, producer_id) == 48, "layout");
 
+/* A sample that is asked for again. `claim` is FREE, BUSY while the collector changes the row, or the
+ * id of the producer that has taken it, plus 1.
+ *
+ * Offset  Size  Field        Written by             Read by    Order
+ *      0     8  claim        collector, producers   both       CAS; BUSY first, FREE last
+ *      8     8  number       collector              producers  0 for no request
+ *     16    40  ...          collector              producers  before claim
+ *     60     4  crc          collector              producers  over 8..60 and 64..512
+ */
+#define SHMBUS_WANTED_FREE UINT64_C(0)
+#define SHMBUS_WANTED_BUSY UINT64_MAX
+struct wanted_row {
+    alignas(64) _Atomic uint64_t claim;
+    uint64_t number;
+    int64_t epoch;
+    uint64_t asked_ns; /* CLOCK_MONOTONIC */
+    uint32_t group_size;
+    uint32_t index;
+    uint32_t attempt;
+    uint16_t id_bytes;
+    uint16_t reason_bytes;
+    uint64_t reserved0;
+    uint32_t reserved1;
+    uint32_t crc;
+    char id[SHMBUS_WANTED_ID_BYTES];
+    char reason[SHMBUS_WANTED_REASON_BYTES];
+};
+_Static_assert(sizeof(struct wanted_row) == 512, "layout");
+_Static_assert(offsetof(struct wanted_row, number) == 8, "layout");
+_Static_assert(offsetof(struct wanted_row, crc) == 60, "layout");
+_Static_assert(offsetof(struct wanted_row, id) == 64, "layout");
+
 /* States are spread over the word, so that a scribble is seldom one of them. */
 enum shmbus_record_state {
     SHMBUS_RESERVED = 0x52534552, /* "RESR" */
@@ -230,6 +276,11 @@ enum shmbus_record_state {
 
 #define SHMBUS_FLAG_PAYLOAD_CRC 1u /* payload_crc covers meta and payload */
 #define SHMBUS_FLAG_MOVED 2u       /* a straggler that the collector wrote again */
+/* Its sample failed: no fields; meta is the reason, and score counts the attempts before this one. */
+#define SHMBUS_FLAG_FAILED 4u
+#define SHMBUS_FLAG_NO_SIZE 8u /* of a failure: group_size says no more than that it is above index */
+/* What of its flags a record takes along into a snapshot and out of it. */
+#define SHMBUS_FLAGS_KEPT (SHMBUS_FLAG_PAYLOAD_CRC | SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE)
 
 /* Record: header | shape (u64: offset, sizes... a field) | id | schema | meta | pad | payload.
  * The frame (8..32) is in place, under frame_crc, before `used` exposes the record; the rest, under
@@ -315,6 +366,7 @@ _Static_assert(sizeof(struct schema_entry) == 12, "layout");
     ((uint32_t)(SHMBUS_LAYOUT_VERSION * 2654435761u ^                                         \
                 (uint32_t)(sizeof(struct bus_header) * 40503u + sizeof(struct producer_slot) * 2741u + \
                            sizeof(struct extent_desc) * 577u + sizeof(struct record_header) * 97u + \
+                           sizeof(struct wanted_row) * 31u * SHMBUS_WANTED_ROWS +               \
                            SHMBUS_MAX_GROUP_SIZE)))
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,

@@ -152,6 +152,7 @@ static bool add_constants(PyObject *module) {
         {"DROP_OVERFLOW", SHMBUS_DROP_OVERFLOW},
         {"DROP_MALFORMED", SHMBUS_DROP_MALFORMED},
         {"DROP_CORRUPT", SHMBUS_DROP_CORRUPT},
+        {"DROP_FAILED", SHMBUS_DROP_FAILED},
         {"TRAJECTORY_BYTES", sizeof(TrajectoryObject)},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
@@ -169,6 +170,7 @@ PyMODINIT_FUNC PyInit__core(void) {
                            !add_constants(module) || !gather_add_functions(module) ||
                            !borrower_add_functions(module) || !rows_add_constants(module) ||
                            !group_add_words() || !reader_add_words() ||
+                           !wanted_add_functions(module) ||
                            !locate_add_functions(module) || !inspect_add_functions(module))) {
         Py_CLEAR(module);
     }

@@ -44,6 +44,7 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, collector_stashed_groups, 'u'),
     FIELD(bus_header, collector_stashed_records, 'u'),
     FIELD(bus_header, collector_seen_ns, 'u'),
+    FIELD(bus_header, collector_lease_ns, 'u'),
     FIELD(bus_header, collector_label, 'S'),
     FIELD(bus_header, intent_count, 'u'),
     FIELD(bus_header, intent_reason, 'u'),
@@ -55,6 +56,8 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, pause_policy_version, 'i'),
     FIELD(bus_header, pause_unix_ns, 'u'),
     FIELD(bus_header, pause_reason, 'S'),
+    FIELD(bus_header, wanted_open, 'u'),
+    FIELD(bus_header, groups_failed, 'u'),
     {NULL, 0, 0, 0},
 };
 
@@ -82,6 +85,16 @@ static const struct field_note extent_fields[] = {
     {NULL, 0, 0, 0},
 };
 
+static const struct field_note wanted_fields[] = {
+    FIELD(wanted_row, claim, 'u'),      FIELD(wanted_row, number, 'u'),
+    FIELD(wanted_row, epoch, 'i'),      FIELD(wanted_row, asked_ns, 'u'),
+    FIELD(wanted_row, group_size, 'u'), FIELD(wanted_row, index, 'u'),
+    FIELD(wanted_row, attempt, 'u'),    FIELD(wanted_row, id_bytes, 'u'),
+    FIELD(wanted_row, reason_bytes, 'u'), FIELD(wanted_row, crc, 'u'),
+    FIELD(wanted_row, id, 'S'),         FIELD(wanted_row, reason, 'S'),
+    {NULL, 0, 0, 0},
+};
+
 static const struct field_note schema_fields[] = {
     FIELD(schema_entry, name_bytes, 'u'),
     FIELD(schema_entry, dtype_bytes, 'u'),
@@ -98,6 +111,7 @@ static const struct {
     {"bus_header", header_fields, sizeof(struct bus_header)},
     {"producer_slot", slot_fields, sizeof(struct producer_slot)},
     {"extent_desc", extent_fields, sizeof(struct extent_desc)},
+    {"wanted_row", wanted_fields, sizeof(struct wanted_row)},
     {"schema_entry", schema_fields, sizeof(struct schema_entry)},
 };
 
@@ -456,6 +470,10 @@ bool inspect_add_functions(PyObject *module) {
         {"REF_OFFSET_BITS", REF_OFFSET_BITS},
         {"FLAG_PAYLOAD_CRC", SHMBUS_FLAG_PAYLOAD_CRC},
         {"FLAG_MOVED", SHMBUS_FLAG_MOVED},
+        {"FLAG_FAILED", SHMBUS_FLAG_FAILED},
+        {"FLAG_NO_SIZE", SHMBUS_FLAG_NO_SIZE},
+        {"FLAGS_KEPT", SHMBUS_FLAGS_KEPT},
+        {"WANTED_BUSY", SHMBUS_WANTED_BUSY},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
         PyObject *value = PyLong_FromUnsignedLongLong(constants[i].value);

@@ -404,9 +404,15 @@ static PyObject *reader_note(ReaderObject *self, PyObject *argument) {
     atomic_store_explicit(&h->collector_leased_groups, (uint32_t)rows->leased.rows,
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_leased_records, rows->leased.cells, memory_order_relaxed);
-    atomic_store_explicit(&h->collector_stashed_groups, rows->c.count + rows->ready.rows,
+    atomic_store_explicit(&h->collector_stashed_groups,
+                          rows->c.count + rows->ready.rows + (uint64_t)PyDict_GET_SIZE(rows->apart),
                           memory_order_relaxed);
-    atomic_store_explicit(&h->collector_stashed_records, rows->cells + rows->ready.cells,
+    atomic_store_explicit(&h->collector_stashed_records,
+                          rows->cells + rows->ready.cells + rows->apart_cells,
+                          memory_order_relaxed);
+    /* Leases are in the order in which they were given. */
+    atomic_store_explicit(&h->collector_lease_ns,
+                          rows->leased.first == NULL ? 0 : rows->leased.first->leased_ns,
                           memory_order_relaxed);
     Py_RETURN_NONE;
 }

@@ -151,28 +151,28 @@ static enum writer_status write_record(RestorerObject *self, struct put_argument
     return WRITER_OK;
 }
 
-/* put(producer_id, sequence, policy_version, score, group_size, index, epoch, checksum, id, schema,
+/* put(producer_id, sequence, policy_version, score, group_size, index, epoch, flags, id, schema,
  *     shape, meta, fields) -> bool: False where the bus is full. */
 static PyObject *restorer_put(RestorerObject *self, PyObject *args) {
     unsigned long long producer_id, sequence;
     long long policy_version, epoch;
     Py_buffer id, schema, shape, meta;
     PyObject *fields;
-    int checksum;
+    unsigned int flags;
     struct put_arguments *a = PyMem_Calloc(1, sizeof *a);
     if (a == NULL) {
         return PyErr_NoMemory();
     }
     if (!restorer_usable(self) ||
-        !PyArg_ParseTuple(args, "KKLdIILpy*y*y*y*O!", &producer_id, &sequence, &policy_version,
-                          &a->spec.score, &a->spec.group_size, &a->spec.index, &epoch, &checksum,
+        !PyArg_ParseTuple(args, "KKLdIILIy*y*y*y*O!", &producer_id, &sequence, &policy_version,
+                          &a->spec.score, &a->spec.group_size, &a->spec.index, &epoch, &flags,
                           &id, &schema, &shape, &meta, &PyList_Type, &fields)) {
         PyMem_Free(a);
         return NULL;
     }
     a->spec.policy_version = policy_version;
     a->spec.epoch = epoch;
-    a->spec.flags = SHMBUS_FLAG_MOVED | (checksum ? SHMBUS_FLAG_PAYLOAD_CRC : 0u);
+    a->spec.flags = SHMBUS_FLAG_MOVED | flags;
     a->spec.id = id.buf;
     a->spec.id_bytes = (uint32_t)id.len;
     a->spec.schema = schema.buf;
@@ -184,7 +184,7 @@ static PyObject *restorer_put(RestorerObject *self, PyObject *args) {
     PyObject *result = NULL;
     if (id.len < 1 || id.len > SHMBUS_MAX_ID_BYTES || a->spec.group_size < 1 ||
         a->spec.group_size > SHMBUS_MAX_GROUP_SIZE || a->spec.index >= a->spec.group_size ||
-        producer_id == 0 || !read_shape(a, &schema, &shape, fields) || !record_plan(&a->spec)) {
+        producer_id == 0 || (flags & ~SHMBUS_FLAGS_KEPT) != 0 || !read_shape(a, &schema, &shape, fields) || !record_plan(&a->spec)) {
         PyErr_SetString(PyExc_ValueError, "the parts of this record do not make one");
     } else {
         switch (write_record(self, a, producer_id, sequence, &meta, fields)) {

@@ -6,6 +6,8 @@
  * - Rows are leased in the order in which they became ready; one given back is the next. */
 #include "py_rows.h"
 
+#include "doorbell.h"
+
 RowObject *row_new(const struct row *row, PyObject *key) {
     RowObject *made = PyObject_New(RowObject, &RowType);
     if (made == NULL) {
@@ -19,6 +21,7 @@ RowObject *row_new(const struct row *row, PyObject *key) {
     made->size = row->width;
     made->missing = row->missing;
     made->nbytes = 0;
+    made->leased_ns = 0;
     made->samples = PyList_New((Py_ssize_t)(row->width - row->missing));
     if (made->samples == NULL) {
         Py_CLEAR(made);
@@ -103,9 +106,11 @@ PyObject *rows_lease(RowsObject *self, PyObject *argument) {
     }
     uint64_t ready = self->ready.rows;
     PyObject *leased = PyList_New(limit < 0 ? 0 : (uint64_t)limit < ready ? limit : (Py_ssize_t)ready);
+    uint64_t now_ns = ready > 0 ? clock_monotonic_ns() : 0;
     for (Py_ssize_t i = 0; leased != NULL && i < PyList_GET_SIZE(leased); i++) {
         RowObject *row = self->ready.first;
         unlink_row(row);
+        row->leased_ns = now_ns;
         link_between(self, ROW_LEASED, self->leased.last, row, NULL);
         PyList_SET_ITEM(leased, i, Py_NewRef((PyObject *)row));
     }
@@ -148,6 +153,21 @@ PyObject *rows_ready_samples(RowsObject *self, PyObject *ignored) {
     for (const RowObject *row = self->ready.first; found != NULL && row != NULL; row = row->next) {
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(row->samples); i++) {
             PyList_SET_ITEM(found, to++, Py_NewRef(PyList_GET_ITEM(row->samples, i)));
+        }
+    }
+    return found;
+}
+
+/* full(key) -> list[Row]: the rows of that key that are ready or leased. */
+PyObject *rows_full(RowsObject *self, PyObject *key) {
+    PyObject *found = PyList_New(0);
+    for (int i = 0; i < 2; i++) {
+        RowObject *row = i == 0 ? self->ready.first : self->leased.first;
+        for (; found != NULL && row != NULL; row = row->next) {
+            int equal = PyObject_RichCompareBool(row->key, key, Py_EQ);
+            if (equal < 0 || (equal > 0 && PyList_Append(found, (PyObject *)row) < 0)) {
+                Py_CLEAR(found);
+            }
         }
     }
     return found;

@@ -8,7 +8,7 @@
 #include "py_rows.h"
 
 static struct {
-    PyObject *key, *group_size, *index, *nbytes;
+    PyObject *key, *group_size, *index, *nbytes, *failed;
 } attribute;
 
 /* What one sample says of itself; the strings are borrowed from it. */
@@ -19,6 +19,7 @@ struct arrival {
     uint32_t width;
     uint32_t cell;
     uint64_t nbytes;
+    bool failed;
 };
 
 static bool hash_key(struct row_key *key, PyObject *id, long long epoch) {
@@ -88,23 +89,26 @@ static bool look_at(const RowsObject *self, PyObject *sample, struct arrival *to
         to->width = (uint32_t)PyLong_AsUnsignedLong(t->group_size);
         to->cell = (uint32_t)PyLong_AsUnsignedLong(t->index);
         to->nbytes = t->ref.bytes;
+        to->failed = t->failed;
         if (!hash_key(&to->at, t->instance_id, t->epoch)) {
             Py_CLEAR(to->key);
             return false;
         }
         return true;
     }
-    uint64_t width, cell;
+    uint64_t width, cell, failed;
     to->nbytes = 0;
     if (!split_key(&to->at, to->key) ||
         !take_number(sample, attribute.group_size, SHMBUS_MAX_GROUP_SIZE, &width) ||
         !take_number(sample, attribute.index, SHMBUS_MAX_GROUP_SIZE, &cell) ||
+        !take_number(sample, attribute.failed, 1, &failed) ||
         (self->count_bytes && !take_number(sample, attribute.nbytes, INT64_MAX, &to->nbytes))) {
         Py_CLEAR(to->key);
         return false;
     }
     to->width = (uint32_t)width;
     to->cell = (uint32_t)cell;
+    to->failed = failed != 0;
     return true;
 }
 
@@ -178,10 +182,30 @@ static RowObject *take_row(RowsObject *self, struct row *row, uint64_t hash, PyO
     return taken;
 }
 
-enum { REFUSED_MEMORY = -1, TAKEN = 0, COMPLETED, REFUSED_DUPLICATE, REFUSED_WIDTH, REFUSED_RECENT };
+enum {
+    REFUSED_MEMORY = -1,
+    TAKEN = 0,
+    COMPLETED,
+    REFUSED_DUPLICATE,
+    REFUSED_WIDTH,
+    REFUSED_RECENT,
+    REFUSED_APART
+};
+
+/* Whether the sample's row is kept elsewhere; from a failure on, it is. -1 with an exception. */
+static int goes_apart(const RowsObject *self, const struct arrival *from) {
+    if (from->failed) {
+        return PyDict_SetDefault(self->apart, from->key, Py_None) == NULL ? -1 : 1;
+    }
+    return PyDict_GET_SIZE(self->apart) == 0 ? 0 : PyDict_Contains(self->apart, from->key);
+}
 
 /* Puts one sample into its cell; what came of it. */
 static int arrive(RowsObject *self, const struct arrival *from, double now_s, struct row **at) {
+    int elsewhere = goes_apart(self, from);
+    if (elsewhere != 0) {
+        return elsewhere < 0 ? REFUSED_MEMORY : REFUSED_APART;
+    }
     struct row *row = rows_find(&self->c, &from->at);
     if (row == NULL) {
         if (from->at.tag != NO_EPOCH) {
@@ -266,7 +290,7 @@ bool rows_put_samples(RowsObject *self, PyObject *const *samples, Py_ssize_t cou
             good = false;
             break;
         }
-        if (arrival->width == 0 || arrival->cell >= arrival->width) {
+        if (!arrival->failed && (arrival->width == 0 || arrival->cell >= arrival->width)) {
             PyErr_Format(PyExc_ValueError, "index: expected less than group_size %u, got %u",
                          arrival->width, arrival->cell);
             Py_CLEAR(arrival->key);
@@ -285,7 +309,9 @@ bool rows_put_samples(RowsObject *self, PyObject *const *samples, Py_ssize_t cou
 /* put(samples, now_s) -> list: each sample into its cell. What it returns is what is not in the
  * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged, a
  * Row that this filled. The keys of full rows that have an epoch go into the dict `recent`, and a
- * row whose key is there is not begun again. */
+ * row whose key is there is not begun again. A failure's key goes into the dict `apart`, and all that
+ * has such a key is refused: so a row that `take` finds holds what came before the failure, and nothing
+ * behind it. */
 static PyObject *rows_put(RowsObject *self, PyObject *args) {
     PyObject *samples;
     double now_s;
@@ -321,6 +347,16 @@ static PyObject *rows_take_oldest(RowsObject *self, PyObject *ignored) {
     }
     Py_XDECREF(key);
     return taken;
+}
+
+/* take(key) -> Row | None: the row of that key leaves as it is. */
+static PyObject *rows_take(RowsObject *self, PyObject *key) {
+    struct row_key at;
+    if (!split_key(&at, key)) {
+        return NULL;
+    }
+    struct row *row = rows_find(&self->c, &at);
+    return row == NULL ? Py_NewRef(Py_None) : (PyObject *)take_row(self, row, at.hash, key);
 }
 
 /* oldest(count) -> list[Row]: copies of the rows that were born first, oldest first. */
@@ -374,7 +410,8 @@ static int rows_init_object(RowsObject *self, PyObject *args, PyObject *kwargs) 
     self->count_bytes = count_bytes != 0;
     self->judged = judged != 0;
     self->recent = PyDict_New();
-    if (self->recent == NULL) {
+    self->apart = PyDict_New();
+    if (self->recent == NULL || self->apart == NULL) {
         return -1;
     }
     if (!rows_begin(&self->c)) {
@@ -396,6 +433,7 @@ static void rows_dealloc(RowsObject *self) {
     rows_end(&self->c);
     rows_clear_lists(self);
     Py_XDECREF(self->recent);
+    Py_XDECREF(self->apart);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -420,6 +458,8 @@ static PyObject *rows_memory(RowsObject *self, void *ignored) {
 static PyMethodDef rows_methods[] = {
     {"put", (PyCFunction)(void (*)(void))rows_put, METH_VARARGS, NULL},
     {"take_oldest", (PyCFunction)(void (*)(void))rows_take_oldest, METH_NOARGS, NULL},
+    {"take", (PyCFunction)(void (*)(void))rows_take, METH_O, NULL},
+    {"full", (PyCFunction)(void (*)(void))rows_full, METH_O, NULL},
     {"oldest", (PyCFunction)(void (*)(void))rows_py_oldest, METH_O, NULL},
     {"samples", (PyCFunction)(void (*)(void))rows_samples, METH_NOARGS, NULL},
     {"push", (PyCFunction)(void (*)(void))rows_py_push, METH_O, NULL},
@@ -448,6 +488,10 @@ static PyMemberDef rows_members[] = {
     {"leased_cells", T_ULONGLONG, offsetof(RowsObject, leased.cells), READONLY, "Their samples."},
     {"recent", T_OBJECT_EX, offsetof(RowsObject, recent), READONLY,
      "Keys with an epoch whose rows were full, oldest first; the stash bounds it."},
+    {"apart", T_OBJECT_EX, offsetof(RowsObject, apart), READONLY,
+     "Keys whose rows the stash keeps itself."},
+    {"apart_cells", T_ULONGLONG, offsetof(RowsObject, apart_cells), 0,
+     "Samples that the stash keeps itself, for messages."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -471,9 +515,11 @@ bool rows_add_constants(PyObject *module) {
     attribute.group_size = PyUnicode_InternFromString("group_size");
     attribute.index = PyUnicode_InternFromString("index");
     attribute.nbytes = PyUnicode_InternFromString("nbytes");
-    return attribute.key != NULL && attribute.group_size != NULL && attribute.index != NULL &&
+    attribute.failed = PyUnicode_InternFromString("failed");
+    return attribute.failed != NULL && attribute.key != NULL && attribute.group_size != NULL && attribute.index != NULL &&
            attribute.nbytes != NULL &&
            PyModule_AddIntConstant(module, "REFUSED_DUPLICATE", REFUSED_DUPLICATE) == 0 &&
            PyModule_AddIntConstant(module, "REFUSED_WIDTH", REFUSED_WIDTH) == 0 &&
-           PyModule_AddIntConstant(module, "REFUSED_RECENT", REFUSED_RECENT) == 0;
+           PyModule_AddIntConstant(module, "REFUSED_RECENT", REFUSED_RECENT) == 0 &&
+           PyModule_AddIntConstant(module, "REFUSED_APART", REFUSED_APART) == 0;
 }

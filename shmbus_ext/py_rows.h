@@ -19,6 +19,7 @@ typedef struct row_object {
     enum row_place place;
     double born_s;
     long long nbytes;
+    uint64_t leased_ns; /* when it was leased last; CLOCK_MONOTONIC */
     unsigned int size;
     unsigned int missing;
 } RowObject;
@@ -38,6 +39,9 @@ typedef struct rows_object {
     bool count_bytes;
     bool judged;      /* full rows are left to the caller */
     PyObject *recent; /* dict */
+    /* Groups that are kept elsewhere, by key, and the samples in those; the stash's. */
+    PyObject *apart;
+    uint64_t apart_cells;
     struct row_list ready, leased;
 } RowsObject;
 
@@ -58,5 +62,6 @@ PyObject *rows_end_lease(RowsObject *self, PyObject *row);
 PyObject *rows_give_back(RowsObject *self, PyObject *row);
 PyObject *rows_is_leased(RowsObject *self, PyObject *row);
 PyObject *rows_ready_samples(RowsObject *self, PyObject *ignored);
+PyObject *rows_full(RowsObject *self, PyObject *key);
 
 #endif

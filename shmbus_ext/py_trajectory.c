@@ -158,6 +158,7 @@ TrajectoryObject *trajectory_new(HolderObject *reader, const struct record_copy 
     self->payload_bytes = header->payload_bytes;
     self->meta_offset = header->meta_offset;
     self->meta_bytes = header->meta_bytes;
+    self->failed = (header->flags & SHMBUS_FLAG_FAILED) != 0;
     self->shape = self->inline_shape;
     if (header->shape_words > INLINE_SHAPE_WORDS) {
         self->shape = PyMem_Malloc((size_t)header->shape_words * 8);
@@ -172,7 +173,8 @@ TrajectoryObject *trajectory_new(HolderObject *reader, const struct record_copy 
     self->instance_id = shared_id(reader, copy->id, header->id_bytes,
                                   hash_bytes(copy->id, header->id_bytes));
     self->index = PyLong_FromUnsignedLong(header->index);
-    self->group_size = PyLong_FromUnsignedLong(header->group_size);
+    self->group_size =
+        PyLong_FromUnsignedLong(header->flags & SHMBUS_FLAG_NO_SIZE ? 0 : header->group_size);
     if (self->schema == NULL || self->instance_id == NULL || self->index == NULL ||
         self->group_size == NULL || (self->key = make_key(self)) == NULL) {
         Py_DECREF(self);
@@ -389,6 +391,8 @@ static PyMemberDef trajectory_members[] = {
      "Bytes that it takes in the ring, header and padding included."},
     {"released", T_BOOL, offsetof(TrajectoryObject, released), READONLY,
      "Whether it was acknowledged or dropped."},
+    {"failed", T_BOOL, offsetof(TrajectoryObject, failed), READONLY,
+     "Whether it reports that its sample failed; False for all that is delivered."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -173,7 +173,7 @@ static void copy_payload(const struct put_arguments *arguments, uint8_t *record)
 void writer_write_head(WriterObject *self, const struct put_arguments *arguments,
                        const struct reservation *at) {
     record_write_frame(at->record, &at->place, at->bytes, self->c.producer_id, self->c.slot_index,
-                       self->flags);
+                       self->flags | arguments->spec.flags);
     record_write_body(at->record, &arguments->spec);
 }
 
@@ -228,13 +228,14 @@ static bool take_call(struct put_arguments *arguments, PyObject *const *args, Py
     return true;
 }
 
-static PyObject *writer_put(WriterObject *self, PyObject *const *args, Py_ssize_t count,
-                            PyObject *kwnames) {
+static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                          PyObject *kwnames, uint32_t flags) {
     if (!writer_usable(self)) {
         return NULL;
     }
     struct put_arguments arguments;
     arguments_begin(&arguments);
+    arguments.spec.flags = flags;
     bool done = take_call(&arguments, args, count, kwnames) &&
                 arguments_finish(&arguments, &self->schemas) &&
                 writer_usable(self); /* encoding may have let another thread close it */
@@ -245,6 +246,23 @@ static PyObject *writer_put(WriterObject *self, PyObject *const *args, Py_ssize_
     }
     writer_tell_reader(self);
     Py_RETURN_NONE;
+}
+
+static PyObject *writer_put(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                            PyObject *kwnames) {
+    return put_call(self, args, count, kwnames, 0);
+}
+
+/* A report that a sample failed: put's arguments, with the reason as meta, and no arrays. */
+static PyObject *writer_fail(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *kwnames) {
+    return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED);
+}
+
+/* The same where nobody knows the group's size: group_size is any above the index. */
+static PyObject *writer_fail_unsized(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                                     PyObject *kwnames) {
+    return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE);
 }
 
 /* Says on the exception that is set how many items were put before it. */
@@ -503,6 +521,9 @@ static PyMethodDef writer_methods[] = {
     {"put_many", (PyCFunction)(void (*)(void))writer_put_many, METH_VARARGS | METH_KEYWORDS,
      "put_many(items, *, timeout=None)\n--\n\n"
      "Put a list of dicts of put's arguments; see shmbus.Producer."},
+    {"_fail", (PyCFunction)(void (*)(void))writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"_fail_unsized", (PyCFunction)(void (*)(void))writer_fail_unsized,
+     METH_FASTCALL | METH_KEYWORDS, NULL},
     {"_reserve", (PyCFunction)(void (*)(void))writer_reserve_slot, METH_VARARGS, NULL},
     {"_want_space", (PyCFunction)(void (*)(void))writer_want_space, METH_NOARGS, NULL},
     {"_await_space", (PyCFunction)(void (*)(void))writer_await_space, METH_VARARGS, NULL},

@@ -165,6 +165,7 @@ typedef struct {
     uint32_t meta_bytes;
     bool held;     /* counts in its run's live */
     bool released; /* acknowledged or dropped */
+    bool failed;   /* a report that its sample failed, not a sample */
 } TrajectoryObject;
 TrajectoryObject *trajectory_new(HolderObject *reader, const struct record_copy *copy,
                                  const struct record_ref *ref);
@@ -279,6 +280,7 @@ bool gather_add_functions(PyObject *module);
 bool locate_add_functions(PyObject *module);
 bool borrower_add_functions(PyObject *module);
 bool inspect_add_functions(PyObject *module);
+bool wanted_add_functions(PyObject *module);
 extern PyTypeObject RestorerType;
 
 #endif

@@ -23,7 +23,7 @@ ALL = [
     "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Group",
     "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo", "ProducerStats", "ProtocolError",
     "RecordTooLargeError", "ShmbusError", "Slot", "StallError", "StallReport", "Trajectory",
-    "__version__", "unlink",
+    "WantedSample", "__version__", "unlink",
 ]  # fmt: skip
 
 TREE = {

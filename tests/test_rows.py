@@ -28,6 +28,7 @@ class Sample:
     group_size: int
     index: int
     nbytes: int = 1
+    failed: bool = False
 
 
 def put(rows: Rows[Sample], *samples: Sample) -> list[Row[Sample] | tuple[int, Sample]]:

@@ -38,6 +38,9 @@ class Sample:
     score: float = 0.0
     policy_version: int = 0
     nbytes: int = 100
+    failed: bool = False
+    meta: object = None
+    committed_ns: int = 0
 
 
 def group_of(key: Hashable, size: int = 2, **more: Any) -> list[Sample]:

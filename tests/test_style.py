@@ -65,6 +65,7 @@ SHMBUS_ALL = [
     "StallError",
     "StallReport",
     "Trajectory",
+    "WantedSample",
     "__version__",
     "unlink",
 ]

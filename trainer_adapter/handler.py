@@ -104,7 +104,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Write a line of progress to stderr, or to a file; also as ``handler.progress.line``.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
-        duplicate, max_stash_bytes, on_overflow, on_stall, stall_timeout.
+        duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure,
+        on_stall, stall_timeout.
 
     Raises
     ------

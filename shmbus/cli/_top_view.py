@@ -233,6 +233,14 @@ def _collector(status: BusStatus) -> RenderableType:
                 f"{show_count(status.groups_complete)} complete"
             ),
         )
+    if status.wanted or status.groups_given_up:
+        grid.add_row(
+            "failed",
+            Text(
+                f"{show_count(len(status.wanted))} samples wanted again, "
+                f"{show_count(status.groups_given_up)} groups given up"
+            ),
+        )
     if status.daemon is not None:
         grid.add_row("daemon", _daemon(status.daemon))
     elif collector.stragglers_bytes:

@@ -33,7 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_producers : int
         Producers at once, of a bus that does not exist yet.
     group_timeout, on_timeout, max_policy_lag, skip_zero_variance, duplicate, max_stash_bytes,
-    on_overflow
+    on_overflow, sample_retries, retry_timeout, on_failure
         As for `shmbus.Consumer`.
     drain_timeout : float
         Seconds that leased groups have to be acknowledged after SIGTERM.
@@ -58,6 +58,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     duplicate: Literal["drop", "error"] = "drop"
     max_stash_bytes: int | str | None = None
     on_overflow: Literal["wait", "drop", "partial"] = "wait"
+    sample_retries: int = 0
+    retry_timeout: float = limits.RETRY_TIMEOUT_S
+    on_failure: Literal["drop", "partial"] = "drop"
     drain_timeout: float = limits.DRAIN_TIMEOUT_S
     unlink_on_exit: bool = False
     restore: str | None = None
@@ -81,6 +84,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             skip_zero_variance=self.skip_zero_variance,
             max_stash_bytes=None if size is None else _segments.parse_size(size),
             on_overflow=self.on_overflow,
+            sample_retries=self.sample_retries,
+            retry_timeout_s=self.retry_timeout,
+            on_failure=self.on_failure,
         )
 
 
@@ -94,6 +100,9 @@ _HELP = {
     "duplicate": "a second sample of an index: drop, or also error",
     "max_stash_bytes": "ring bytes that incomplete groups may hold",
     "on_overflow": "what becomes of the oldest above that: wait, drop or partial",
+    "sample_retries": "how often a sample that failed is asked for again",
+    "retry_timeout": "seconds for an answer to that",
+    "on_failure": "what becomes of a group of which a sample failed for good: drop or partial",
     "drain_timeout": "seconds that leased groups have to end after SIGTERM",
     "unlink_on_exit": "remove the bus at an orderly end",
     "restore": "a snapshot to make the bus of, if there is none yet",
@@ -118,13 +127,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, default=None, help=text + shown, metavar="VALUE")
 
 
+_AT_LEAST_0 = ("group_timeout", "drain_timeout", "max_policy_lag", "sample_retries")
+
+
 def _check_bounds(name: str, value: Any) -> None:
     if value is None:
         return
     if name in ("capacity", "max_stash_bytes"):
         _segments.parse_size(value)
-    elif name in ("group_timeout", "drain_timeout", "max_policy_lag") and not value >= 0:
+    elif name in _AT_LEAST_0 and not value >= 0:
         raise ValueError(f"{name}: expected 0 or more, got {value}")
+    elif name == "retry_timeout" and not value > 0:
+        raise ValueError(f"{name}: expected more than 0, got {value}")
     elif name == "metrics_port" and not 0 <= value <= 65535:
         raise ValueError(f"{name}: expected 0 to 65535, got {value}")
 

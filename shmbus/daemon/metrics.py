@@ -65,6 +65,7 @@ class BusCollector(Collector):
         up.add_metric([self._name], 1)
         yield up
         yield from _ledger(status)
+        yield from _failures(status)
         yield from _space(status)
         yield from _collector(status)
         yield from _producers(status)
@@ -108,6 +109,22 @@ def _ledger(status: BusStatus) -> Iterator[Metric]:
         status,
         "state",
         {"leased": ledger.leased, "stashed": ledger.stashed, "in_ring": ledger.in_ring},
+    )
+
+
+def _failures(status: BusStatus) -> Iterator[Metric]:
+    counter = CounterMetricFamily(
+        "shmbus_groups_given_up", "Groups of which a sample failed for good.", labels=["bus"]
+    )
+    counter.add_metric([status.name], status.groups_given_up)
+    yield counter
+    taken = sum(wanted.taken_by is not None for wanted in status.wanted)
+    yield _gauges(
+        "shmbus_wanted_samples",
+        "Samples that are asked for again, by whether a producer has taken them.",
+        status,
+        "state",
+        {"taken": taken, "open": len(status.wanted) - taken},
     )
 
 

@@ -109,7 +109,7 @@ class Service:
         if len(self._doubt) and now >= self._next_burial_s:
             self._next_burial_s = now + limits.BURIAL_INTERVAL_S
             self._put_back(self._doubt.bury(set(self.sessions)))
-        self.collector.stash.expire(now)
+        self.collector.expire(now)
         for session in self.sessions.values():
             session.confirm()
         self.serve(now)

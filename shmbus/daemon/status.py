@@ -7,6 +7,8 @@ from typing import Any
 
 import shmbus
 from shmbus import messages
+from shmbus._asking import split_key
+from shmbus._failures import ApartGroup
 from shmbus.collector import Collector
 
 __all__ = ["open_groups"]
@@ -16,10 +18,8 @@ def open_groups(collector: Collector, count: int, now: float) -> dict[str, Any]:
     """Fields of a status that the daemon itself has no say in."""
     oldest = []
     for group in collector.stash.oldest(count):
-        epoch = None
-        key: Any = group.key
-        if type(key) is tuple:
-            key, epoch = key
+        key, epoch = split_key(group.key)
+        misses = group.misses if isinstance(group, ApartGroup) else {}
         present = {sample.index for sample in group.samples}
         oldest.append(
             messages.OpenGroupStatus(
@@ -29,6 +29,10 @@ def open_groups(collector: Collector, count: int, now: float) -> dict[str, Any]:
                 present=len(present),
                 missing=[index for index in range(group.size) if index not in present],
                 age_s=max(0.0, now - group.born_s),
+                failed=[
+                    messages.FailedStatus(index, miss.attempts, miss.reason)
+                    for index, miss in sorted(misses.items())
+                ],
             )
         )
     return {"oldest": oldest, "pid": os.getpid(), "version": shmbus.__version__}
