@@ -593,15 +593,3 @@ def test_closing_ends_the_iteration_and_gives_everything_to_the_next(
         for batch in handler:
             assert_batch(batch, groups)
             break
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_handler_that_waits_in_vain_raises_as_it_was_told(bus_name: str, prefetch: int) -> None:
-    with (
-        shmbus.Bus.create(bus_name, "2MiB"),
-        OnlineDataHandler(
-            bus_name, prefetch=prefetch, on_stall="raise", stall_timeout=0.2
-        ) as handler,
-        pytest.raises(shmbus.StallError, match="nothing has moved"),
-    ):
-        next(iter(handler))

@@ -16,6 +16,7 @@ from conftest import Daemon, Spawner, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer, StallError, StallReport
+from trainer_adapter import OnlineDataHandler
 
 Served = Callable[..., Daemon]
 
@@ -253,3 +254,15 @@ def test_wrong_options_are_refused(bus_name: str, use: Callable[..., object]) ->
                 use(bus_name, stall_timeout=seconds)
         with pytest.raises(TypeError, match="stall_timeout: expected seconds"):
             use(bus_name, stall_timeout="60")
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_handler_that_waits_in_vain_raises_as_it_was_told(bus_name: str, prefetch: int) -> None:
+    with (
+        shmbus.Bus.create(bus_name, "2MiB"),
+        OnlineDataHandler(
+            bus_name, prefetch=prefetch, on_stall="raise", stall_timeout=0.2
+        ) as handler,
+        pytest.raises(shmbus.StallError, match="nothing has moved"),
+    ):
+        next(iter(handler))
