@@ -10,6 +10,7 @@ import math
 import operator
 import os
 import re
+import sys
 import time
 
 import posix_ipc
@@ -323,3 +324,9 @@ def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
         f"active); close producers, or create the bus with max_producers above "
         f"{segment.max_producers}"
     )
+
+
+def process_label() -> str:
+    """Name this process for the messages of others: the script and the host."""
+    script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
+    return f"{script}@{os.uname().nodename}"

@@ -19,7 +19,6 @@ from typing import Literal
 from shmbus import _segments, errors, limits
 from shmbus._asking import Asking
 from shmbus.ledger import REASONS, Ledger
-from shmbus.producer import process_label
 from shmbus.stash import Discard, Stash, StashPolicy
 from shmbus_ext import _core
 
@@ -64,7 +63,7 @@ class Collector:
         self._next_evacuation_s = 0.0
         self.segment = _segments.open_segment(name)
         try:
-            self.reader = _core.Reader(self.segment, label or process_label())
+            self.reader = _core.Reader(self.segment, label or _segments.process_label())
         except BaseException:
             self.segment.close()
             raise

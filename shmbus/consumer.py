@@ -18,7 +18,7 @@ from shmbus.daemon.client import DaemonClient
 from shmbus.daemon.dialing import Away, stale
 from shmbus.group import Group, GroupState
 from shmbus.ledger import Ledger
-from shmbus.producer import check_timeout, process_label
+from shmbus.producer import check_timeout
 from shmbus.source import Lease, Source
 from shmbus.stall import OnStall, Watch
 from shmbus.stash import StashPolicy
@@ -197,7 +197,7 @@ class Consumer:
         return DaemonClient(
             self.name,
             stash_options(self._policy, self._duplicate, only_set=True),
-            self._label or process_label(),
+            self._label or _segments.process_label(),
             self._rank,
             self._world_size,
         )

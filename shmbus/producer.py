@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import os
 import sys
 import threading
 import time
@@ -105,12 +104,6 @@ def check_timeout(timeout: object) -> None:
         )
 
 
-def process_label() -> str:
-    """Name this process for the messages of others: the script and the host."""
-    script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
-    return f"{script}@{os.uname().nodename}"
-
-
 class Producer(_core.Writer):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
@@ -159,7 +152,7 @@ class Producer(_core.Writer):
         self._space: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
         segment = _segments.open_segment(name)
         try:
-            super().__init__(segment, label or process_label(), self._checksum)
+            super().__init__(segment, label or _segments.process_label(), self._checksum)
         except BaseException:
             segment.close()
             raise

@@ -32,7 +32,6 @@ from shmbus._counting import counters, undelivered_records
 from shmbus._parts import Part, PartWriter, Record, damaged, read_parts, read_record, write_file
 from shmbus._segment_file import SegmentFile
 from shmbus.ledger import REASONS
-from shmbus.producer import process_label
 from shmbus_ext import _core
 
 __all__ = ["Manifest", "SlotCounts", "read_manifest", "restore", "restored_as", "take"]
@@ -151,7 +150,7 @@ def _collector(name: str) -> Iterator[None]:
     """Be the collector: what a dead one left half done is finished, and nobody releases."""
     segment = _segments.open_segment(name)
     try:
-        reader = _core.Reader(segment, f"snapshot, {process_label()}")
+        reader = _core.Reader(segment, f"snapshot, {_segments.process_label()}")
     except BaseException:
         segment.close()
         raise
