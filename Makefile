@@ -3,15 +3,21 @@
 #
 #   PYTHON   the interpreter that .venv is made with (after a change: make clean)
 #   ARGS     passed on to what demo, test and bench run
+#   WORKERS  processes that share the test files; 0 for none beside pytest's own, as --pdb needs
 #   CC, SHMBUS_DEBUG, SHMBUS_SANITIZE, SHMBUS_WERROR   how the extension is compiled; see setup.py
 
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= 2
 export SHMBUS_DEBUG SHMBUS_SANITIZE SHMBUS_WERROR
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+
+# Whole files, so that what a file sets up is set up once and its tests have an order; those of
+# processes come first, since they take longest.
+DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --benchmark-disable
 
 C_SOURCES := $(sort $(wildcard shmbus_ext/*.c))
 C_HEADERS := $(sort $(wildcard shmbus_ext/*.h))
@@ -41,7 +47,7 @@ demo: $(VENV)/.demo ## Train a small policy over the bus, workers and trainer on
 	@$(BIN)/shmbus demo $(ARGS)
 
 test: $(VENV)/.dev ## Run the whole test suite
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(DISTRIBUTED) $(ARGS)
 
 check: $(VENV)/.dev check-c ## Lint, formatting, strict types, warnings-as-errors C, C tests
 	$(BIN)/ruff check .

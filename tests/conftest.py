@@ -2,8 +2,9 @@
 
 Invariants:
 
-- A run leaves no segment behind: each bus name carries this run's pid, and the run fails if a
-  segment with such a name outlives it.
+- A run leaves no segment behind: each bus name carries the pid of its run, or of one of its
+  workers, and the run fails if a segment with such a name outlives it.
+- Files of tests run beside each other: a test looks only at what carries its own names and pids.
 - Only processes that this run started are ever ended.
 - Whatever waits has a deadline, and says what it waited for.
 """
@@ -28,6 +29,12 @@ from shmbus import Bus, Producer
 # A shell that starts this in the background has it ignore Ctrl-C, and children inherit that; the
 # tests that interrupt one would wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# With several workers (make test) each has its share of the files, and a core to itself: a second
+# thread of torch would wait for that core, spinning.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHM_DIR = Path("/dev/shm")
 SEGMENT_PREFIX = "shmbus."
@@ -93,8 +100,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for path in segments_named(RUN_PREFIX):
         _left_behind.append(path.name)
         path.unlink(missing_ok=True)
-    if _left_behind and session.exitstatus == pytest.ExitCode.OK:
+    if IS_WORKER:
+        session.config.workeroutput["left_behind"] = _left_behind  # type: ignore[attr-defined]
+    elif _left_behind and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker found left behind: its own exit status counts for nothing."""
+    _left_behind.extend(getattr(node, "workeroutput", {}).get("left_behind", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -41,6 +42,11 @@ class Result(NamedTuple):
     status: int
     out: str
     err: str
+    pid: int
+
+    def left_behind(self) -> list[str]:
+        """Names in shared memory that carry its pid."""
+        return [n for n in os.listdir("/dev/shm") if re.search(rf"-{self.pid}(?!\d)", n)]
 
     def json(self) -> Any:
         """What it printed, as JSON."""
@@ -49,16 +55,21 @@ class Result(NamedTuple):
 
 def cli(*arguments: str, env: dict[str, str] | None = None, stdin: str = "") -> Result:
     """Run ``shmbus ARGUMENTS`` and wait for its end."""
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-m", "shmbus.cli", *arguments],
-        input=stdin,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=COMMAND_TIMEOUT_S,
         env={**os.environ, **(env or {})},
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return Result(done.returncode, done.stdout, done.stderr)
+    ) as process:
+        try:
+            out, err = process.communicate(stdin, COMMAND_TIMEOUT_S)
+        except BaseException:
+            process.kill()
+            raise
+    assert "Traceback" not in err, err
+    return Result(process.returncode, out, err, process.pid)
 
 
 def segment_path(name: str) -> Path:
