@@ -227,7 +227,9 @@ def items(n: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("at", [0, 7, 19])
 @pytest.mark.parametrize(
-    "spoiled", [{"index": 99}, {"x": object()}, {"meta": object()}, {"x": np.zeros(2**20)}], ids=str
+    "spoiled",
+    [{"index": 99}, {"x": object()}, {"meta": object()}, {"x": np.zeros(2**20)}],
+    ids=["index", "field", "meta", "size"],
 )
 def test_put_many_writes_nothing_when_one_item_is_bad(
     bus: Bus, spoiled: dict[str, Any], at: int
