@@ -298,7 +298,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     elif lag_s > 1:
         parts.append(f"consumer pid {collector['pid']} last looked {lag_s:.1f} s ago")
     names = {slot: f"{label} (pid {pid})" for slot, _, _, pid, label, _, _ in segment.producers()}
-    names[segment.max_producers] = "the collector's stragglers"
+    names[segment.max_producers] = "the collector, for stragglers"
     top = sorted(held.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{show_size(n * extent)} by {names.get(s, s)}" for s, n in top)
     parts.append(f"lanes with the most: {shares}")

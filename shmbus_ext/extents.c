@@ -23,8 +23,18 @@ bool extent_unlease(struct segment *segment, uint32_t extent, uint64_t word) {
         memory_order_release, memory_order_relaxed);
 }
 
+void extent_renew(struct segment *segment, uint32_t extent, uint64_t word) {
+    uint64_t renewed = link_make(link_generation(word) + 1, link_low(word));
+    atomic_compare_exchange_strong_explicit(&segment->extents[extent].word, &word, renewed,
+                                            memory_order_relaxed, memory_order_relaxed);
+}
+
 static uint64_t word_of(const struct segment *segment, uint32_t extent) {
     return atomic_load_explicit(&segment->extents[extent].word, memory_order_relaxed);
+}
+
+uint32_t extent_generation(const struct segment *segment, uint32_t extent) {
+    return link_generation(word_of(segment, extent));
 }
 
 /* Lowest first, so that a bus that keeps up stays within few, cached extents. */
@@ -32,8 +42,12 @@ static uint32_t lease_single(struct segment *segment, uint32_t slot) {
     uint32_t end = segment->extent_count;
     uint64_t until =
         atomic_load_explicit(&segment->header->jumbo_until_ns, memory_order_relaxed);
-    if (until != 0 && until > clock_monotonic_ns()) {
-        end = (end + 1) / 2;
+    if (until != 0) {
+        /* A claim that lasts longer than any is not one: scribbled, or of another clock. */
+        uint64_t now = clock_monotonic_ns();
+        if (until > now && until - now <= JUMBO_CLAIM_NS) {
+            end = (end + 1) / 2;
+        }
     }
     for (uint32_t i = 0; i < end; i++) {
         if (lease_one(segment, i, slot)) {
@@ -78,7 +92,7 @@ uint32_t extent_lease(struct segment *segment, uint32_t slot, uint32_t span,
     uint32_t extent =
         span == 1 ? lease_single(segment, slot) : lease_run(segment, slot, span);
     if (extent != NO_EXTENT) {
-        *generation = link_generation(word_of(segment, extent));
+        *generation = extent_generation(segment, extent);
     } else if (span > 1) {
         /* Advisory, and it ends by itself: a producer that stops here delays nobody for long. */
         atomic_store_explicit(&segment->header->jumbo_until_ns,

@@ -35,6 +35,12 @@ void extent_enter(struct segment *segment, uint32_t extent, uint32_t generation,
 /* Frees one extent if its word is still this one. At most one caller succeeds for a lease. */
 bool extent_unlease(struct segment *segment, uint32_t extent, uint64_t word);
 
+/* Keeps a lease and ends what it was entered as: no link to it holds any more. */
+void extent_renew(struct segment *segment, uint32_t extent, uint64_t word);
+
+/* Of a lease that this process holds. */
+uint32_t extent_generation(const struct segment *segment, uint32_t extent);
+
 struct run {
     uint32_t span;
     uint32_t generation;

@@ -23,7 +23,7 @@ static bool is_fresh(const struct segment *segment) {
             return false;
         }
     }
-    return extent_count_free(segment) == segment->extent_count;
+    return extent_count_free(segment) == segment->extent_count - segment_reserved(segment);
 }
 
 static int restorer_init(RestorerObject *self, PyObject *args, PyObject *kwargs) {

@@ -211,6 +211,10 @@ enum segment_status segment_create(struct segment *self, int fd,
     for (uint32_t i = 0; i < self->extent_count; i++) {
         atomic_store_explicit(&self->extents[i].word, UINT64_C(1) << 32, memory_order_relaxed);
     }
+    for (uint32_t i = self->extent_count - segment_reserved(self); i < self->extent_count; i++) {
+        atomic_store_explicit(&self->extents[i].word,
+                              UINT64_C(1) << 32 | (plan->max_producers + 1), memory_order_relaxed);
+    }
     struct bus_header *header = self->header;
     header->layout_version = SHMBUS_LAYOUT_VERSION;
     header->layout_hash = SHMBUS_LAYOUT_HASH;

@@ -58,6 +58,12 @@ struct segment_geometry {
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
                   struct segment_geometry *plan);
 
+/* Extents of a new segment that are leased to its collector, which is yet to come: producers may fill
+ * the bus before it does, and what it then has to move out of the way needs a place. */
+static inline uint32_t segment_reserved(const struct segment *self) {
+    return self->extent_count > 1 ? 1 : 0;
+}
+
 /* Both take fd over when they succeed. fd is of a new, empty file. Allocates and touches all of it, writes the tables, magic last. */
 enum segment_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);

@@ -69,11 +69,6 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
     return WRITER_NO_SLOT;
 }
 
-void writer_attach_collector(struct writer *self, struct segment *segment) {
-    writer_take_over(segment, segment->max_producers);
-    begin(self, segment, segment->max_producers);
-}
-
 void writer_close(struct writer *self) {
     writer_seal(self);
     FAILPOINT("close-sealed");
@@ -213,7 +208,7 @@ void writer_publish_moved(struct writer *self, const struct reservation *at) {
 }
 
 void writer_keep_spare(struct writer *self) {
-    if (self->spare == NO_EXTENT) {
+    if (self->spare == NO_EXTENT && segment_reserved(self->segment) > 0) {
         self->spare =
             extent_lease(self->segment, self->slot_index, 1, &self->spare_generation);
     }
@@ -339,9 +334,11 @@ static void seal_chain(struct segment *segment, struct producer_slot *slot, uint
 }
 
 /* Frees leases that never got their place in the chain; they hold no record. Heads come before
- * their tails here and are freed after them by the reader, so a tail seen without head is free. */
-static void free_orphans(struct segment *segment, uint32_t slot_index) {
+ * their tails here and are freed after them by the reader, so a tail seen without head is free. Of
+ * the collector's, one stays leased: on a full bus its successor would not get another. */
+static uint32_t free_orphans(struct segment *segment, uint32_t slot_index) {
     uint32_t covered = 0;
+    uint32_t kept = NO_EXTENT;
     for (uint32_t i = 0; i < segment->extent_count; i++) {
         struct extent_desc *desc = &segment->extents[i];
         struct run run;
@@ -354,24 +351,44 @@ static void free_orphans(struct segment *segment, uint32_t slot_index) {
             }
         }
         uint64_t word = atomic_load_explicit(&desc->word, memory_order_acquire);
-        if (i >= covered && link_low(word) == slot_index + 1) {
+        if (i < covered || link_low(word) != slot_index + 1) {
+            continue;
+        }
+        if (slot_index == segment->max_producers && kept == NO_EXTENT) {
+            extent_renew(segment, i, word);
+            kept = i;
+        } else {
             extent_unlease(segment, i, word);
         }
     }
+    return kept;
 }
 
-void writer_take_over(struct segment *segment, uint32_t slot_index) {
+static uint32_t take_over(struct segment *segment, uint32_t slot_index) {
     struct producer_slot *slot = &segment->slots[slot_index];
-    if (atomic_load_explicit(&slot->state, memory_order_acquire) == SHMBUS_SLOT_FREE &&
-        slot_index < segment->max_producers) {
-        return;
-    }
     finish_commit(segment, slot);
     FAILPOINT("take-over-counted");
     seal_chain(segment, slot, slot_index);
     FAILPOINT("take-over-sealed");
-    free_orphans(segment, slot_index);
+    uint32_t kept = free_orphans(segment, slot_index);
     atomic_store_explicit(&slot->state, SHMBUS_SLOT_FREE, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->attach_epoch, 1, memory_order_release);
     doorbell_space_freed(segment->header, segment->extent_count);
+    return kept;
+}
+
+void writer_take_over(struct segment *segment, uint32_t slot_index) {
+    const struct producer_slot *slot = &segment->slots[slot_index];
+    if (atomic_load_explicit(&slot->state, memory_order_acquire) != SHMBUS_SLOT_FREE) {
+        take_over(segment, slot_index);
+    }
+}
+
+void writer_attach_collector(struct writer *self, struct segment *segment) {
+    uint32_t spare = take_over(segment, segment->max_producers);
+    begin(self, segment, segment->max_producers);
+    if (spare != NO_EXTENT) {
+        self->spare = spare;
+        self->spare_generation = extent_generation(segment, spare);
+    }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from conftest import Daemon, Spawner, wait_until
 
 from shmbus import Bus, BusBusyError, Consumer, DaemonUnavailableError, Group, Producer
+from shmbus.daemon.observe import ask_status
+from shmbus.messages import StatusReply
 
 Served = Callable[..., Daemon]
 
@@ -134,6 +137,60 @@ def test_a_rank_that_died_gets_what_it_did_not_acknowledge_again_and_nobody_else
         with wait_until(again) as one:  # type: ignore[union-attr]
             assert ids(one.take_step(groups=3, timeout=10)) == left
             assert len(one.take_step(groups=3, timeout=10)) == 3
+
+
+def here(name: str) -> int:
+    """How many clients the daemon has."""
+    reply = ask_status(name)
+    return len(reply.clients) if isinstance(reply, StatusReply) else 0
+
+
+def test_after_a_restart_a_rank_ahead_leaves_the_groups_to_one_behind(
+    daemon: Served, bus_name: str
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    put(bus_name, range(4))
+    with (
+        Consumer(bus_name, rank=0, world_size=2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        for _ in range(2):
+            one.ack(one.take_step(groups=1, max_wait=0, timeout=10))
+        wait_until(lambda: one.stats().acknowledged == 4)
+        served.kill()
+        served.start()
+        wait_until(lambda: here(bus_name) == 2, what="both ranks to come back")
+        # The other rank's two steps were with the daemon: both of these groups are its own.
+        assert one.take_step(groups=1, max_wait=0, timeout=0.2) == []
+        taken = [zero.take_step(groups=1, max_wait=0, timeout=10) for _ in range(2)]
+        assert [len(groups) for groups in taken] == [1, 1]
+
+
+SLOW_RANK = """
+import sys
+from shmbus import Consumer
+consumer = Consumer(sys.argv[1], rank=0, world_size=2)
+print("here")
+print("took", len(consumer.take_step(groups=1, max_wait=0, timeout=60)))
+"""
+
+
+def test_a_rank_that_comes_late_after_a_restart_has_what_was_kept_for_it(
+    daemon: Served, bus_name: str, spawn: Spawner
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    slow = spawn.script(SLOW_RANK, bus_name)
+    slow.expect("here")
+    slow.send_signal(signal.SIGSTOP)
+    put(bus_name, range(3))
+    with Consumer(bus_name, rank=1, world_size=2) as one:
+        one.ack(one.take_step(groups=1, max_wait=0, timeout=10))
+        wait_until(lambda: one.stats().acknowledged == 2)
+        served.kill()
+        served.start()
+        one.ack(one.take_step(groups=1, max_wait=0, timeout=10))
+        slow.send_signal(signal.SIGCONT)
+        slow.expect("took 1")
 
 
 def test_ranks_that_ask_differently_for_a_step_are_told_so(daemon: Served, bus_name: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -146,3 +147,35 @@ def test_pausing_an_unknown_bus_is_a_failure_with_its_name(
 ) -> None:
     assert main(["pause", bus_name]) == 1
     assert bus_name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("consumers_before", [0, 1])
+def test_a_bus_that_was_filled_before_its_consumer_came_goes_on(
+    bus_name: str, consumers_before: int
+) -> None:
+    stragglers = 0
+    with Bus.create(bus_name, "64KiB", extent_bytes=4096), Producer(bus_name) as producer:
+        for _ in range(consumers_before):
+            Consumer(bus_name).close()
+        # In each extent one sample that waits for its group, so that none becomes free by itself.
+        with pytest.raises(BusFullError):
+            while True:
+                body = np.zeros(1500, np.int8)
+                producer.put(f"s{stragglers}", group_size=2, index=0, body=body, timeout=0)
+                stragglers += 1
+                producer.put(f"f{stragglers}", group_size=1, index=0, body=body, timeout=0)
+        with Consumer(bus_name) as consumer, ThreadPoolExecutor(1) as pool:
+            rest = pool.submit(
+                lambda: [
+                    producer.put(f"s{number}", group_size=2, index=1, body=body, timeout=20)
+                    for number in range(stragglers)
+                ]
+            )
+            while not rest.done():
+                consumer.ack(consumer.take(8, timeout=0.02))
+            rest.result()
+            while groups := consumer.take(8, timeout=0.1):
+                consumer.ack(groups)
+            ledger = consumer.stats()
+            assert ledger.moved > 0
+            assert ledger.acknowledged == ledger.committed

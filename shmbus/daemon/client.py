@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmbus import errors, limits, messages
-from shmbus.daemon.dialing import Away
+from shmbus.daemon.dialing import Away, Wire
 from shmbus.daemon.link import ClientLease, Link
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
@@ -79,7 +79,7 @@ class DaemonClient(Link):
                 self._broken(wire, error)
                 reply = None
             if isinstance(reply, messages.Leases):
-                spare += self._borrow(reply)
+                spare += self._borrow(reply, wire)
         self._give_back(spare)
 
     def take_step(
@@ -115,24 +115,28 @@ class DaemonClient(Link):
             left = limits.TAKE_SLICE_S
             if deadline is not None:
                 left = min(left, max(deadline - time.monotonic(), 0.0))
-            reply = self._ask(
+            answer = self._ask(
                 lambda id_, left=left: make(id_, left),  # type: ignore[misc]
                 deadline,
                 left + limits.TAKE_GRACE_S,
                 takes=True,
             )
-            if isinstance(reply, messages.Leases) and reply.groups:
+            reply = None if answer is None else answer[0]
+            if answer is not None and isinstance(reply, messages.Leases) and reply.groups:
                 if ahead and len(reply.groups) == ahead:
                     self._ask_ahead(ahead)
-                leases = self._borrow(reply)
+                leases = self._borrow(reply, answer[1])
                 if leases:
                     return leases
             elif deadline is not None and time.monotonic() >= deadline:
                 return []
 
-    def _borrow(self, reply: messages.Leases) -> list[ClientLease]:
-        leases = []
+    def _borrow(self, reply: messages.Leases, wire: Wire) -> list[ClientLease]:
+        leases: list[ClientLease] = []
         with self.lock:
+            if wire is not self._wire:
+                # Never claimed, so the next daemon delivers them, under other numbers.
+                return leases
             for granted in reply.groups:
                 try:
                     samples = self._borrower.borrow(granted.places)
@@ -242,7 +246,7 @@ class DaemonClient(Link):
     def _demand(self, make: Callable[[int], messages.Request]) -> messages.Reply:
         began = time.monotonic()
         deadline = began + limits.CLIENT_WAIT_S
-        reply = self._ask(make, deadline, limits.CLIENT_WAIT_S, takes=False)
-        if reply is None:
+        answer = self._ask(make, deadline, limits.CLIENT_WAIT_S, takes=False)
+        if answer is None:
             raise self.unavailable(time.monotonic() - began)
-        return reply
+        return answer[0]

@@ -133,8 +133,7 @@ class Link:
         self._known = True
         self._wire = wire
         self._silent_since_s = None
-        for id_ in [id_ for id_, reply in self._replies.items() if reply is None]:
-            del self._replies[id_]  # asked of the daemon before; whoever waits asks again
+        self._replies.clear()  # asked of the daemon before; whoever waits asks again
         self._late = None
         self._changed.notify_all()
 
@@ -265,10 +264,11 @@ class Link:
         patience_s: float,
         *,
         takes: bool,
-    ) -> messages.Reply | None:
+    ) -> tuple[messages.Reply, Wire] | None:
         """Send a request and wait for its reply; None where the daemon is away or silent.
 
         A reply to one that takes groups is not given up: the next that takes waits for it instead.
+        It comes with its connection: numbers of leases mean nothing on another.
         """
         while True:
             wire = self._connected(deadline)
@@ -295,9 +295,10 @@ class Link:
                 continue
             if reply is None:
                 self._note_silence(id_, takes)
+                return None
             if isinstance(reply, messages.Refused):
                 raise refusal(reply)
-            return reply
+            return reply, wire
 
     def _note_silence(self, id_: int, takes: bool) -> None:
         now = time.monotonic()
@@ -315,10 +316,9 @@ class Link:
         """One thread reads for all; the others wait for it."""
         while True:
             with self.lock:
+                self._require_wire(wire)
                 if self._replies.get(id_) is not None:
                     return self._replies.pop(id_)
-                if self._closed or wire is not self._wire:
-                    raise Away("the connection was given up")
                 left = until - time.monotonic()
                 if left <= 0:
                     return None
@@ -329,12 +329,18 @@ class Link:
             try:
                 replies = wire.receive(left)
                 with self.lock:
+                    # The watcher may have dialled the next daemon since.
+                    self._require_wire(wire)
                     for reply in replies:
                         self._receive(reply)
             finally:
                 with self.lock:
                     self._reading = False
                     self._changed.notify_all()
+
+    def _require_wire(self, wire: Wire) -> None:
+        if self._closed or wire is not self._wire:
+            raise Away("the connection was given up")
 
     def _receive(self, reply: messages.Reply) -> None:
         self._silent_since_s = None

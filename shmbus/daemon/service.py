@@ -228,7 +228,7 @@ class Service:
         self.sessions[client] = session
         if session.rank >= 0:
             assert self.world is not None
-            self.world.join(session.rank, hello.next_step)
+            self.world.join(session.rank, hello.next_step, returns=hello.client >= 0)
         return session
 
     def _refusal(self, hello: messages.Hello) -> messages.Refused | None:

@@ -3,6 +3,7 @@
  * Each case is a run that the explorer found (tests/model), cut down to the state that matters. */
 #define _GNU_SOURCE
 #include "doorbell.h"
+#include "extents.h"
 #include "support.h"
 
 /* A segment of small extents, a description of its own for each process that would be there. */
@@ -224,7 +225,48 @@ static void stragglers_on_both_sides_of_a_gap_are_found_again(void) {
     end_bus(&bus);
 }
 
+/* What says that somebody wants neighbouring extents may be scribbled, or of another clock. */
+static void a_claim_that_lasts_too_long_keeps_nobody_out(void) {
+    struct bus bus;
+    uint32_t generation;
+    make_bus(&bus, 8, 1);
+    atomic_store(&bus.segment.header->jumbo_until_ns, UINT64_MAX);
+    for (int i = 0; i < 7; i++) {
+        CHECK(extent_lease(&bus.segment, 0, 1, &generation) != NO_EXTENT);
+    }
+    end_bus(&bus);
+}
+
+/* Producers fill a bus that no collector has read, and go on beside its first, and its second. */
+static void a_full_bus_keeps_a_place_for_what_is_moved(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    struct reservation at;
+    struct sample sample;
+    make_bus(&bus, 4, 1);
+    make_sample(&sample, "prompt", 3000);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    for (int i = 0; i < 3; i++) {
+        put(&writer, 3000);
+    }
+    CHECK(writer_claim(&writer, sample.spec.record_bytes, &at) == WRITER_FULL);
+    for (int i = 0; i < 2; i++) {
+        CHECK(reader_attach(&reader, &bus.segment));
+        CHECK(writer_claim(&writer, sample.spec.record_bytes, &at) == WRITER_FULL);
+        CHECK(reader_next(&reader, &ref) == 1);
+        if (i == 1) {
+            CHECK(reader_move(&reader, &ref));
+        }
+        reader_detach(&reader);
+    }
+    end_bus(&bus);
+}
+
 int main(void) {
+    a_full_bus_keeps_a_place_for_what_is_moved();
+    a_claim_that_lasts_too_long_keeps_nobody_out();
     stragglers_on_both_sides_of_a_gap_are_found_again();
     a_closed_producers_views_keep_their_run_until_its_lock_is_gone();
     a_run_sealed_for_want_of_space_is_freed();

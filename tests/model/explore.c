@@ -55,8 +55,10 @@ COLLECTOR(keeps_from_one, 1, 1, KEEPS)
 static const struct scenario scenarios[] = {
     {"put", "one producer that puts now and then", {puts_now_and_then, collects_from_one}, 4, 1, 3, 1,
      NO_BOUND},
-    {"wrap", "one lane through two extents, over and over", {puts_five, collects_from_one}, 2, 1, 3,
+    {"wrap", "one lane through two extents, over and over", {puts_five, collects_from_one}, 3, 1, 3,
      1, NO_BOUND},
+    {"tight", "one extent for a lane that needs two", {puts_five, collects_from_one}, 2, 1, 3, 1,
+     NO_BOUND},
     {"reserve", "reservations that end in another order", {produce_interleaved, collects_from_one},
      3, 1, 3, 1, NO_BOUND},
     {"abort", "one that is given up", {aborts_and_reserves, collects_from_one}, 3, 1, 3, 1,

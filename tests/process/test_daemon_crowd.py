@@ -126,7 +126,7 @@ def test_64_producers_and_8_ranks_come_work_and_leave_in_any_order(
     assert stats.committed == stats.acknowledged == GROUPS // SENDERS * SENDERS * 4
     assert len(ended) == stats.committed and set(ended.values()) == {1}
     wait_until(lambda: open_files(served.child.pid) <= files, what="the daemon to close its files")
-    assert_nothing_is_held(bus_name)
+    assert_nothing_is_held(bus_name, served.child.pid)
 
 
 def open_files(pid: int) -> int:
@@ -142,7 +142,7 @@ def private_kib(pid: int) -> int:
     return int(line.split()[1])
 
 
-def assert_nothing_is_held(name: str) -> None:
+def assert_nothing_is_held(name: str, daemon: int) -> None:
     segment = _segments.open_segment(name)
     try:
         wait_until(
@@ -157,6 +157,7 @@ def assert_nothing_is_held(name: str) -> None:
         wait_until(lambda: segment.extent_count - segment.free_extents() <= 1)
     finally:
         segment.close()
+    assert not list(Path("/dev/shm").glob(f"shmbus-new-{daemon}-*"))
 
 
 @pytest.mark.timeout(60 + CYCLES // 10)
@@ -192,7 +193,7 @@ def test_attaching_and_leaving_leaks_nothing(daemon: Served, bus_name: str) -> N
     wait_until(lambda: look()[:2] <= (mine, theirs), what="the files to be closed")
     print(f"the daemon's memory: {before_kib} KiB, {look()[2]} KiB after {CYCLES} cycles")
     assert look()[2] < before_kib + 2048
-    assert_nothing_is_held(bus_name)
+    assert_nothing_is_held(bus_name, served.child.pid)
 
 
 # -- whatever clients may say

@@ -12,11 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from conftest import Child, Daemon, Spawner, wait_until
 
-from shmbus import Bus, Consumer
+from shmbus import Bus, Consumer, Producer
+from shmbus.daemon.client import DaemonClient
 
 PRODUCERS = 4
 RANKS = 2
@@ -156,3 +159,29 @@ def test_every_trajectory_is_acknowledged_once_whoever_is_killed(
     assert stats.committed == stats.acknowledged == len(begun)
     assert not stats.dropped and not stats.undelivered
     bus.unlink()
+
+
+def test_what_a_dead_daemon_had_granted_last_is_not_taken_for_the_next_ones(
+    daemon: Callable[..., Daemon], bus_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
+        for key in ("a", "b", "c"):
+            producer.put(key, group_size=1, index=0, tokens=np.arange(8, dtype=np.int32))
+        source = consumer._source
+        assert isinstance(source, DaemonClient)
+        borrow, wires = source._borrow, [source._wire]
+
+        def late(*arguments: Any) -> Any:
+            # The thread that has the reply comes to it when another has dialled the next daemon.
+            if len(wires) == 1:
+                served.kill()
+                served.start()
+                wires.append(wait_until(lambda: source._wire not in (None, wires[0])))
+            return borrow(*arguments)
+
+        monkeypatch.setattr(source, "_borrow", late)
+        taken = [consumer.take(1, timeout=10)[0] for _ in range(3)]
+        assert [group.instance_id for group in taken] == ["a", "b", "c"]
+        consumer.ack(taken)
+        assert wait_until(lambda: consumer.stats().acknowledged == 3)

@@ -1,4 +1,4 @@
-"""A death, and a stop, at every named point of the core: of producers, collectors and the mover."""
+"""A death, and a stop, at every named point of the core, the daemon, its ranks and a snapshot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 from conftest import Spawner
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).parent / "failpoints.py"
+HERE = Path(__file__).parent
+#: "all" meets the points of the daemon also at later passes: behind wraps, in the middle of a step.
+PASSES = os.environ.get("SHMBUS_TEST_POINTS", "first")
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +38,22 @@ def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(
     kind: str, bus_name: str, spawn: Spawner, failpoint_build: Path
 ) -> None:
-    env = {"PYTHONPATH": str(failpoint_build)}
-    child = spawn.script(PROGRAM.read_text(), bus_name, f"{kind}:", env=env)
+    env = {"PYTHONPATH": os.pathsep.join([str(failpoint_build), str(HERE)])}
+    child = spawn.module("failpoints", bus_name, f"{kind}:", env=env)
     reports = [json.loads(line) for line in child.finish(timeout=200).splitlines()]
     assert len(reports) >= 14
+    assert [r for r in reports if r["faults"] or not r["signalled"]] == []
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["daemon", "successor", "doubter", "widow", "rank", "snapshot"])
+def test_a_death_or_a_stop_in_the_daemon_or_a_rank_loses_and_doubles_no_group(
+    kind: str, bus_name: str, spawn: Spawner, failpoint_build: Path
+) -> None:
+    env = {"PYTHONPATH": os.pathsep.join([str(failpoint_build), str(HERE)])}
+    child = spawn.module("daemon_points", bus_name, f"{kind}:", PASSES, env=env)
+    reports = [json.loads(line) for line in child.finish(timeout=200).splitlines()]
+    assert len(reports) >= 4
     assert [r for r in reports if r["faults"] or not r["signalled"]] == []
 
 

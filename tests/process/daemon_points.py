@@ -1,0 +1,429 @@
+"""A death and a stop at each named point of the daemon, its ranks and a snapshot, as a program.
+
+Prints one JSON line a case. Each case forks a daemon and two ranks over a small bus; one of them
+meets its signal at its point; the audit wants every group acknowledged, by one rank, whole. In a
+build with SHMBUS_FAILPOINTS=1 the core's points are met too; test_failpoints.py runs and judges it.
+
+Usage: ``python daemon_points.py NAME [PART OF CASES' NAMES [first]]``
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from failpoints import SPAN_TWO, Child, deadline, pattern, ruin
+from points import arm
+
+import shmbus
+from shmbus import errors, limits, snapshot
+from shmbus.cli import main as shmbus_main
+from shmbus.collector import Collector
+from shmbus.stash import StashPolicy
+from shmbus.status import read_status
+
+RANKS = 2
+STRAGGLERS = 14
+GROUPS, SIZE = 36, 4
+EXTENT = 4096
+#: Where a rank has a shard and has not begun with it.
+HOLD = "rank-borrowed:3"
+#: How long a stopped process stays so.
+STOP_S = 0.05
+#: Clients of the daemon before have so long to come back; shorter than the product's, for its sake.
+RECLAIM_WAIT_S = 0.3
+
+#: Kind: point: passes at which the signal comes.
+CASES: dict[str, dict[str, tuple[int, ...]]] = {
+    "daemon": {
+        "lease-begun": (1, 9),
+        "lease-half": (1, 3, 30),
+        "lease-made": (1, 9),
+        "shard-formed": (1, 6),
+        "shard-taken": (1, 2, 9),
+        "deliver-begun": (1, 2, 9),
+        "deliver-sent": (1, 2, 9),
+        "ack-received": (1, 9),
+        "ack-half": (1, 2, 21),
+        "ack-ended": (1, 9),
+        "ack-confirming": (1, 5),
+        "ack-confirmed": (1, 5),
+        "relieve-begun": (1, 3),
+        "release-logged": (1, 20),
+        "release-intended": (1, 20),
+        "release-half": (1, 30),
+        "release-counted": (1, 20),
+        "free-ended": (1, 8),
+        "free-half": (1, 5),
+        "sweep-locked": (1,),
+        "take-over-sealed": (1,),
+        "move-intended": (1, 3),
+        "move-published": (1, 3),
+        "move-ended": (1, 3),
+        "drain-begun": (1,),
+        "drain-over": (1,),
+        "drain-closing": (1,),
+        "drain-closed": (1,),
+    },
+    # The daemon that follows one that was killed, while a rank holds a shard.
+    "successor": {
+        "collector-replayed": (1,),
+        "adopt-locks-read": (1,),
+        "adopt-claim-heard": (1,),
+        "adopt-diverted": (1,),
+        "adopt-claim-leased": (1, 2),
+        "adopt-resolved": (1,),
+    },
+    # The same, where that rank is stopped until the daemon has gone on without it.
+    "doubter": {
+        "adopt-doubted": (1,),
+        "adopt-late-claim": (1,),
+    },
+    # The daemon that loses a rank which holds a shard.
+    "widow": {
+        "shard-back": (1,),
+        "client-left": (1,),
+    },
+    # A rank; the daemon is killed once meanwhile.
+    "rank": {
+        "rank-dialled": (1, 2),
+        "rank-welcomed": (1, 2),
+        "rank-claiming": (1,),
+        "rank-learned": (1,),
+        "rank-received": (1, 4),
+        "rank-borrowed": (1, 4),
+        "rank-ended": (1, 7),
+        "rank-told": (1, 7),
+        "rank-confirmed": (1, 4),
+        "rank-leaving": (1,),
+    },
+    "snapshot": {
+        "snapshot-record": (1, 30),
+        "snapshot-parts": (1,),
+        "snapshot-manifest": (1,),
+        "snapshot-synced": (1, 2),
+    },
+}
+
+
+def workload() -> list[tuple[str, int, int, int]]:
+    """(instance_id, group_size, index, bytes): whole groups, and stragglers among fillers."""
+    puts = []
+    for number in range(STRAGGLERS):
+        puts.append((f"s{number}", 2, 0, 600))
+        puts.append((f"f{number}", 1, 0, 2500))
+    for number in range(GROUPS):
+        large = SPAN_TWO if number % 9 == 4 else 0
+        puts.append((f"g{number}", SIZE, 0, max(large, 300)))
+        puts += [(f"g{number}", SIZE, index, 200 + number * 31 % 500) for index in range(1, SIZE)]
+    puts += [(f"s{number}", 2, 1, 600) for number in range(STRAGGLERS)]
+    return puts
+
+
+def content(instance_id: str, index: int, size: int) -> np.ndarray:
+    return pattern(sum(instance_id.encode()) * 37 + int(instance_id[1:]) * 5 + index, size)
+
+
+def serve(name: str, failpoint: str, log: Path) -> None:
+    """Be the daemon."""
+    with log.open("ab") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    limits.RECLAIM_WAIT_S = RECLAIM_WAIT_S
+    arm(failpoint)
+    assert shmbus_main(["serve", name, "--drain-timeout", "5"]) == 0
+
+
+def join(name: str, rank: int) -> shmbus.Consumer:
+    """Attach as a rank, as soon as the daemon knows that the one before is dead."""
+    for _ in deadline(f"rank {rank}'s place to be free"):
+        with contextlib.suppress(errors.BusBusyError):
+            return shmbus.Consumer(name, rank=rank, world_size=RANKS)
+    raise AssertionError
+
+
+def train(name: str, rank: int, failpoint: str, log: Path, over: mmap.mmap) -> None:
+    """Be a rank: check each group, and note what is about to end, and what has ended."""
+    arm(failpoint)
+    with log.open("ab", buffering=0) as out, join(name, rank) as consumer:
+        while not over[0]:
+            for group in consumer.take_step(groups=2, max_wait=0.02, timeout=0.03):
+                if group.instance_id == "ruin":
+                    group.ack()
+                    continue
+                line = f"{group.instance_id} {rank}\n"
+                if not all(
+                    sample.index == index
+                    and np.array_equal(
+                        sample["data"], content(group.instance_id, index, sample["data"].size)
+                    )
+                    for index, sample in enumerate(group)
+                ):
+                    out.write(b"torn " + line.encode())
+                out.write(b"begin " + line.encode())
+                group.ack()
+                out.write(b"done " + line.encode())
+
+
+class Case:
+    """One bus, a daemon at a time, two ranks, and what becomes of them."""
+
+    def __init__(self, name: str, kind: str, failpoint: str, directory: Path) -> None:
+        self.name, self.kind, self.failpoint = name, kind, failpoint
+        self.directory = directory
+        self.log = directory / "groups.log"
+        self.log.touch()
+        self.over = mmap.mmap(-1, 4096)
+        self.puts = workload()
+        self.wanted = {put[0] for put in self.puts}
+        self.extra = 0
+        self.signalled = False
+        self.faults: list[str] = []
+        #: Who stays stopped until the story goes on.
+        self.held: Child | None = None
+        self.daemons = 0
+        self.daemon = self.serve(failpoint if kind in ("daemon", "widow") else "")
+        stopped = HOLD + ":stop"
+        first = {
+            "successor": stopped,
+            "doubter": stopped,
+            "widow": HOLD + ":kill",
+            "rank": failpoint,
+        }
+        self.ranks = [
+            self.train(rank, "" if rank else first.get(kind, "")) for rank in range(RANKS)
+        ]
+        self.producer = shmbus.Producer(name)
+
+    def serve(self, failpoint: str = "") -> Child:
+        self.daemons += 1
+        log = self.directory / f"daemon-{self.daemons}.log"
+        return Child(lambda: serve(self.name, failpoint, log), failpoint)
+
+    def train(self, rank: int, failpoint: str = "") -> Child:
+        return Child(lambda: train(self.name, rank, failpoint, self.log, self.over), failpoint)
+
+    # -- what goes on all the time --------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Put what there is room for, resume who is stopped, replace who was killed."""
+        self.put(0.004)
+        for member in (self.daemon, *self.ranks):
+            ended = member.look()
+            if member.stopped and member is not self.held:
+                self.signalled = True
+                self.while_stopped(member)
+                member.go_on()
+            elif ended and member.status == -signal.SIGKILL:
+                self.signalled = True
+                self.replace(member)
+            elif ended and member.status:
+                log = (self.directory / f"daemon-{self.daemons}.log").read_text()
+                raise AssertionError(f"a process ended with {member.status}: {log}")
+
+    def while_stopped(self, member: Child) -> None:
+        """Others go on, and a daemon is not replaced behind its back."""
+        self.put(STOP_S)
+        if member is self.daemon and not self.failpoint.startswith("drain-closed"):
+            try:
+                Collector(self.name, StashPolicy()).close()
+                self.faults.append("a second collector attached while the daemon was stopped")
+            except errors.BusBusyError:
+                pass
+
+    def replace(self, member: Child) -> None:
+        if member is self.daemon:
+            self.daemon = self.serve()
+        else:
+            rank = self.ranks.index(member)
+            self.ranks[rank] = self.train(rank)
+
+    def put(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self.puts and (left := end - time.monotonic()) > 0:
+            instance_id, size, index, length = self.puts[0]
+            data = content(instance_id, index, length)
+            with contextlib.suppress(shmbus.BusFullError):
+                self.producer.put(
+                    instance_id, group_size=size, index=index, data=data, timeout=left
+                )
+                del self.puts[0]
+        time.sleep(max(end - time.monotonic(), 0))
+
+    def lines(self, verb: str) -> Counter[str]:
+        """How often each group stands in the log behind this word."""
+        lines = [line.split() for line in self.log.read_text().splitlines()]
+        return Counter(line[1] for line in lines if line[0] == verb)
+
+    def until(self, groups: int) -> None:
+        for _ in deadline(f"{groups} groups"):
+            self.go_on()
+            if len(self.wanted & self.lines("begin").keys()) >= groups:
+                return
+            if not self.puts:
+                # One group alone is no step, so more have to follow.
+                self.puts.append((f"e{self.extra}", 1, 0, 100))
+                self.extra += 1
+
+    # -- the story ------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """From the first group to the last."""
+        if self.kind in ("successor", "doubter"):
+            self.held = self.ranks[0]
+            for _ in deadline("a rank that stops with a shard"):
+                self.go_on()
+                if self.held.stopped:
+                    break
+        else:
+            self.until(8)
+            for _ in deadline("both ranks to work"):
+                if len(set(self.log.read_text().split()) & {"0", "1"}) == RANKS:
+                    break
+                self.go_on()
+        if self.kind in ("successor", "doubter", "rank"):
+            os.kill(self.daemon.pid, signal.SIGKILL)
+            self.daemon.wait()
+            self.daemon = self.serve("" if self.kind == "rank" else self.failpoint)
+        if self.held is not None:
+            # The one comes back in time for the new daemon, the other when that has gone on.
+            end = time.monotonic() + (3 * RECLAIM_WAIT_S if self.kind == "doubter" else 0)
+            while time.monotonic() < end:
+                self.go_on()
+            self.held.go_on()
+            self.held = None
+        self.until(len(self.wanted))
+
+    def finish(self) -> shmbus.Ledger:
+        """All leave in order, whatever still happens to them."""
+        self.over[0] = 1
+        for _ in deadline("the end of the ranks"):
+            self.go_on()
+            if all(rank.status == 0 for rank in self.ranks):
+                break
+        asked = None
+        for _ in deadline("the end of the daemon"):
+            log = self.directory / f"daemon-{self.daemons}.log"
+            if asked is not self.daemon and log.exists() and "serving" in log.read_text():
+                asked = self.daemon
+                os.kill(asked.pid, signal.SIGTERM)
+            self.go_on()
+            if self.daemon.status == 0:
+                break
+        self.producer.close()
+        with shmbus.Consumer(self.name) as consumer:
+            while groups := consumer.take(8, timeout=0.05):
+                consumer.ack(groups)
+            return consumer.stats()
+
+    def audit(self, ledger: shmbus.Ledger) -> None:
+        """Every group was acknowledged once, and what all held is free."""
+        begun, done = self.lines("begin"), self.lines("done")
+        if self.wanted - begun.keys() or self.lines("torn"):
+            lost = sorted(self.wanted - begun.keys())
+            self.faults.append(f"lost: {lost}, torn: {sorted(self.lines('torn'))}")
+        twice = {group for group, count in done.items() if count > 1}
+        if self.kind == "rank" and self.failpoint.endswith("kill"):
+            # What this rank had acknowledged, and the daemon before had not heard, died with both.
+            twice -= {
+                line.split()[1] for line in self.log.read_text().splitlines() if line.endswith(" 0")
+            }
+        if twice:
+            self.faults.append(f"acknowledged twice: {sorted(twice)}")
+        if not ledger.balanced or ledger.dropped or ledger.committed != ledger.acknowledged:
+            self.faults.append(f"the ledger: {ledger}")
+        if ledger.capacity - ledger.free > 4 * EXTENT:
+            self.faults.append(f"{ledger.capacity - ledger.free} bytes are held at the end")
+
+    def end(self) -> None:
+        """Leave no process."""
+        for member in (self.daemon, *self.ranks):
+            if not member.look():
+                os.kill(member.pid, signal.SIGKILL)
+                member.wait()
+
+
+def daemon_case(name: str, kind: str, failpoint: str, directory: Path) -> dict[str, object]:
+    with shmbus.Bus.create(name, "64KiB", max_producers=3, extent_bytes=EXTENT):
+        if "take-over" in failpoint or "sweep" in failpoint:
+            ruin(name)
+        case = Case(name, kind, failpoint, directory)
+        try:
+            case.play()
+            case.audit(case.finish())
+        finally:
+            case.end()
+    return {"signalled": case.signalled, "faults": case.faults}
+
+
+def snapshot_case(name: str, kind: str, failpoint: str, directory: Path) -> dict[str, object]:
+    """A snapshot is there whole or not at all, and the bus goes on."""
+    faults = []
+    with shmbus.Bus.create(name, "512KiB", max_producers=2, extent_bytes=EXTENT):
+        with shmbus.Producer(name) as producer:
+            puts = workload()
+            for instance_id, size, index, length in puts:
+                data = content(instance_id, index, length)
+                producer.put(instance_id, group_size=size, index=index, data=data)
+
+        def take() -> None:
+            arm(failpoint)
+            snapshot.take(name, directory / "snap")
+
+        child = Child(take)
+        signalled = False
+        for _ in deadline("the end of a snapshot"):
+            ended = child.look()
+            if child.stopped:
+                signalled = True
+                child.go_on()
+            if ended:
+                break
+        if child.status == 0 or (directory / "snap").exists():
+            snapshot.restore(directory / "snap", name + ".back")
+            records = read_status(name + ".back").ledger.in_ring
+            shmbus.unlink(name + ".back")
+            if records != len(puts):
+                faults.append(f"{records} of {len(puts)} records are in the snapshot")
+        if read_status(name).ledger.in_ring != len(puts):
+            faults.append("the bus has changed")
+    return {"signalled": signalled or child.status == -signal.SIGKILL, "faults": faults}
+
+
+def run(name: str, kind: str, failpoint: str) -> dict[str, object]:
+    """One case; what goes wrong in it is its report."""
+    play = snapshot_case if kind == "snapshot" else daemon_case
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            return play(name, kind, failpoint, Path(directory))
+        except Exception as error:
+            return {"signalled": True, "faults": [repr(error)]}
+        finally:
+            with contextlib.suppress(shmbus.BusNotFoundError):
+                shmbus.unlink(name)
+
+
+def main() -> None:
+    """Run all cases, those of some kind, or only the first pass of each point."""
+    only, passes = [*sys.argv[2:], "", ""][:2]
+    for kind, points in CASES.items():
+        for point, hits in points.items():
+            for hit, action in itertools.product(hits, ("kill", "stop")):
+                case = f"{kind}:{point}:{hit}:{action}"
+                if only in case and (passes != "first" or hit == hits[0]):
+                    report = run(sys.argv[1], kind, f"{point}:{hit}:{action}")
+                    print(json.dumps({"case": case, **report}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

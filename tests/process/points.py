@@ -1,0 +1,147 @@
+"""Named points of the daemon and its clients, at which a test ends or stops who passes.
+
+The product carries none: `arm` sets one around a function of the process that calls it. As for the
+points of the core (shmbus_ext/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SIGKILL or
+SIGSTOP on that pass, from 1. A name that is not here is left to the core.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from shmbus import _parts, collector, messages, snapshot
+from shmbus.daemon import client, connection, leases, link, recovery, server, service, world
+
+__all__ = ["POINTS", "arm"]
+
+
+def _any(arguments: tuple[Any, ...], result: object) -> bool:
+    return True
+
+
+def _fruitful(arguments: tuple[Any, ...], result: object) -> bool:
+    """Passes that came to nothing are not counted."""
+    return bool(result)
+
+
+def _about(kind: type, field: str) -> Callable[[tuple[Any, ...], object], bool]:
+    """Only messages of one kind, and only those that carry something."""
+
+    def counts(arguments: tuple[Any, ...], result: object) -> bool:
+        message = arguments[1]
+        return isinstance(message, kind) and bool(getattr(message, field))
+
+    return counts
+
+
+class _Point(NamedTuple):
+    owner: Any
+    function: str
+    before: bool = False
+    counts: Callable[[tuple[Any, ...], object], bool] = _any
+
+
+_LEASES = _about(messages.Leases, "groups")
+_ENDED = _about(messages.Ended, "numbers")
+
+POINTS = {
+    # A daemon that begins takes over what clients hold.
+    "adopt-locks-read": _Point(service, "extents_of_clients"),
+    "adopt-claim-heard": _Point(recovery.Claims, "add"),
+    "adopt-diverted": _Point(recovery.Claims, "divert"),
+    "adopt-claim-leased": _Point(leases.LeaseTable, "claimed"),
+    "adopt-resolved": _Point(recovery.Claims, "resolve"),
+    "adopt-doubted": _Point(recovery.InDoubt, "add"),
+    "adopt-late-claim": _Point(recovery.InDoubt, "claim"),
+    # Groups are leased, made into shards, and handed out.
+    "lease-begun": _Point(collector.Collector, "lease", before=True),
+    "lease-half": _Point(leases.LeaseTable, "lease_of"),
+    "lease-made": _Point(leases.LeaseTable, "take", counts=_fruitful),
+    "shard-formed": _Point(world.World, "_form", counts=_fruitful),
+    "shard-taken": _Point(world.World, "take", counts=_fruitful),
+    "deliver-begun": _Point(connection.Connection, "send", before=True, counts=_LEASES),
+    "deliver-sent": _Point(connection.Connection, "send", counts=_LEASES),
+    # They end, or come back.
+    "ack-received": _Point(service.Service, "_end", before=True),
+    "ack-half": _Point(leases.LeaseTable, "end"),
+    "ack-ended": _Point(service.Service, "_end"),
+    "ack-confirming": _Point(connection.Connection, "send", before=True, counts=_ENDED),
+    "ack-confirmed": _Point(connection.Connection, "send", counts=_ENDED),
+    "shard-back": _Point(world.World, "give_back"),
+    "client-left": _Point(service.Service, "leave"),
+    "relieve-begun": _Point(collector.Collector, "_relieve", before=True),
+    # The end.
+    "drain-begun": _Point(server.Server, "_drain", before=True),
+    "drain-over": _Point(server.Server, "_drain"),
+    "drain-closing": _Point(collector.Collector, "close", before=True),
+    "drain-closed": _Point(collector.Collector, "close"),
+    # A rank's side of it.
+    "rank-dialled": _Point(link.Wire, "__init__"),
+    "rank-welcomed": _Point(link.Link, "_first_reply"),
+    "rank-claiming": _Point(link.Link, "_claim", before=True),
+    "rank-learned": _Point(link.Link, "_learn"),
+    "rank-received": _Point(client.DaemonClient, "_borrow", before=True),
+    "rank-borrowed": _Point(client.DaemonClient, "_borrow"),
+    "rank-ended": _Point(client.DaemonClient, "end"),
+    "rank-told": _Point(client.DaemonClient, "flush"),
+    "rank-confirmed": _Point(link.Link, "_receive", counts=_ENDED),
+    "rank-leaving": _Point(link.Link, "close", before=True),
+    # A snapshot.
+    "snapshot-record": _Point(_parts.PartWriter, "add"),
+    "snapshot-parts": _Point(_parts.PartWriter, "finish"),
+    "snapshot-manifest": _Point(snapshot, "write_file"),
+    "snapshot-synced": _Point(snapshot, "_sync"),
+}
+
+
+def arm(failpoint: str) -> None:
+    """Set the point that is wanted; the empty text is none."""
+    name, _, rest = failpoint.partition(":")
+    point = POINTS.get(name)
+    if point is None:
+        return
+    hit, _, action = rest.partition(":")
+    signs = _signals(int(hit), signal.SIGSTOP if action == "stop" else signal.SIGKILL)
+    setattr(point.owner, point.function, _around(point, signs))
+
+
+def _signals(hit: int, number: int) -> Iterator[None]:
+    """Each step is a pass; on the wanted one the process has its signal."""
+    for passed in itertools.count(1):
+        if passed == hit:
+            os.kill(os.getpid(), number)
+        yield
+
+
+def _around(point: _Point, passes: Iterator[None]) -> Callable[..., Any]:
+    function = getattr(point.owner, point.function)
+
+    def passed(arguments: tuple[Any, ...], result: object, before: bool) -> None:
+        if before == point.before and point.counts(arguments, result):
+            next(passes)
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def later(*arguments: Any, **named: Any) -> Any:
+            passed(arguments, None, True)
+            result = await function(*arguments, **named)
+            passed(arguments, result, False)
+            return result
+
+        return later
+
+    @functools.wraps(function)
+    def now(*arguments: Any, **named: Any) -> Any:
+        passed(arguments, None, True)
+        result = function(*arguments, **named)
+        passed(arguments, result, False)
+        return result
+
+    return now
