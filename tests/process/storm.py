@@ -132,6 +132,8 @@ class Storm:
             process.join()
         while self.take(0.2):
             pass
+        self.consumer.stats()  # looks for the dead; what that ends is freed by the next look
+        self.take(0.2)
         ledger = self.consumer.stats()
         wrong = [p for p, seen in self.seen.items() if sorted(seen) != list(range(len(seen)))]
         free = ledger.free / ledger.capacity
