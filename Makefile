@@ -79,8 +79,10 @@ fuzz: $(VENV)/.fuzz fuzzers ## Fuzz what reads the segment, MINUTES in all (need
 	$(BIN)/python tests/fuzz/fuzz_decoders.py $(FUZZ_OPTIONS) build/fuzz/corpus/decoders \
 	    tests/fuzz/corpus/decoders
 
-soak: $(VENV)/.dev ## Full load under random kills and stops for MINUTES, then an audit (SEED plays it again)
-	$(BIN)/python tests/process/soak.py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$)
+# SOAK=soak is the embedded form: no daemon, no ranks. RESTARTS=1000 kills the daemon so often.
+SOAK ?= daemon_soak
+soak: $(VENV)/.dev ## Daemon, two ranks, eight producers under random faults for MINUTES, then an audit
+	$(BIN)/python tests/process/$(SOAK).py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$) $(RESTARTS)
 
 leaks: $(VENV)/.dev ## Count what 10,000 cycles of everything leave behind
 	$(BIN)/python tests/process/leaks.py leaks-$$$$ 10000

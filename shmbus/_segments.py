@@ -95,14 +95,14 @@ def create_segment(
         raise ValueError(
             f"extent_bytes: expected 0 (choose) to {_LARGEST_SIZE}, got {extent_bytes}"
         )
+    if os.path.lexists(shm_path(name)):
+        # Before the room: what there is of it may well be this bus's own.
+        raise _exists(name)
     _check_room(name, size)
     try:
         shm = posix_ipc.SharedMemory(_PREFIX + name, posix_ipc.O_CREX, mode=0o600)
     except posix_ipc.ExistentialError as error:
-        raise errors.BusExistsError(
-            f"bus {name!r} exists already ({shm_path(name)}); attach with "
-            f"Bus.open({name!r}), or remove it with shmbus.unlink({name!r}) if nobody uses it"
-        ) from error
+        raise _exists(name) from error
     except posix_ipc.PermissionsError as error:
         raise PermissionError(
             f"bus {name!r}: may not create {shm_path(name)}; it belongs to another user, or "
@@ -123,6 +123,13 @@ def create_segment(
             "create it again"
         )
     return segment
+
+
+def _exists(name: str) -> errors.BusExistsError:
+    return errors.BusExistsError(
+        f"bus {name!r} exists already ({shm_path(name)}); attach with "
+        f"Bus.open({name!r}), or remove it with shmbus.unlink({name!r}) if nobody uses it"
+    )
 
 
 def _is_named(name: str, identity: os.stat_result) -> bool:

@@ -147,3 +147,11 @@ def test_a_file_that_is_not_there_is_wrong_usage(
 ) -> None:
     assert main(["serve", "never-made", "--config", str(tmp_path / "none.toml")]) == 2
     assert "none.toml: No such file or directory; expected a TOML file" in capsys.readouterr().err
+
+
+def test_a_bus_that_is_there_is_adopted_though_a_new_one_would_not_fit(
+    daemon: Callable[..., Daemon], bus_name: str
+) -> None:
+    room = os.statvfs("/dev/shm")
+    with Bus.create(bus_name, "2MiB"):
+        daemon("--capacity", 2 * room.f_blocks * room.f_frsize).stop()

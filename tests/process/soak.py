@@ -12,6 +12,7 @@ Usage: ``python tests/process/soak.py NAME SECONDS SEED``
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -38,6 +39,7 @@ GROUP_TIMEOUT_S = 20.0
 LONGEST_STOP_S = 1.0
 #: Without an acknowledgement for so long, though the consumer runs, something hangs.
 HANG_S = 30.0
+_PR_SET_PDEATHSIG = 1
 CYCLE = (np.arange(max(SIZES) + 251) % 251).astype(np.uint8)
 
 
@@ -109,20 +111,25 @@ def take_some(consumer: shmbus.Consumer, answers: Notes, timeout: float) -> int:
     """One take; True while there was something."""
     groups = consumer.take(64, timeout=timeout)
     for group in groups:
-        life, number = map(int, group.instance_id.split("-"))
-        before = answers.groups[life, number]
-        note = ACKING
-        if before & ACKED:
-            note |= DOUBLED
-        for index, sample in enumerate(group):
-            right = content(life, number, index, size_of(life, number, index))
-            if sample.index != index or not np.array_equal(sample["data"], right):
-                note |= TORN
-        answers.add(life, number, note)
+        place = judge(group, answers)
+        if answers.groups[place] & ACKED:
+            answers.add(*place, DOUBLED)
         group.ack()
-        answers.add(life, number, ACKED)
+        answers.add(*place, ACKED)
         answers.counts[1] += 1
     return len(groups)
+
+
+def judge(group: shmbus.Group, answers: Notes) -> tuple[int, int]:
+    """Note that a group is about to be acknowledged, and whether it is what was put."""
+    life, number = map(int, group.instance_id.split("-"))
+    note = ACKING
+    for index, sample in enumerate(group):
+        right = content(life, number, index, size_of(life, number, index))
+        if sample.index != index or not np.array_equal(sample["data"], right):
+            note |= TORN
+    answers.add(life, number, note)
+    return life, number
 
 
 class Soak:
@@ -141,6 +148,8 @@ class Soak:
         pid = os.fork()
         if pid == 0:
             status = 1
+            # However this ends, nobody is left behind.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             try:
                 program()
                 status = 0
@@ -189,11 +198,15 @@ class Soak:
             self.notes.counts[0] = 0
             self.done["slow spells"] += 1
 
+    def over(self) -> bool:
+        """Whether there is nothing more to do."""
+        return False
+
     def run(self, seconds: float) -> int:
         """Act until the time is over; returns how often nothing moved for too long."""
         end = time.monotonic() + seconds
         seen, moved = -1, time.monotonic()
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self.over():
             self.act()
             time.sleep(self.rng.random() * 0.1)
             now = time.monotonic()
@@ -217,7 +230,9 @@ class Soak:
         """End all, and take what is left."""
         for pid in [*self.producers, self.consumer]:
             self.kill(pid)
-        with shmbus.Consumer(self.name, group_timeout=0.5, on_timeout="drop") as consumer:
+        with shmbus.Consumer(
+            self.name, group_timeout=0.5, on_timeout="drop", daemon=False
+        ) as consumer:
             end = time.monotonic() + 60
             while time.monotonic() < end:
                 taken = take_some(consumer, self.answers, 0.1)

@@ -25,7 +25,7 @@ PRODUCERS = 4
 RANKS = 2
 KILLS = 5
 # Seconds of load; the suite runs the short form.
-LOAD_S = float(os.environ.get("SHMBUS_TEST_LOAD_S", "8"))
+LOAD_S = float(os.environ.get("SHMBUS_TEST_LOAD_S", "4"))
 
 PRODUCE = """
 import sys, time

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Child, Spawner, wait_until
 
 import shmbus
 
 STORM = Path(__file__).parent / "storm.py"
 SOAK = Path(__file__).parent / "soak.py"
-KILLS = 500
+# The suite runs the short form.
+KILLS = int(os.environ.get("SHMBUS_TEST_KILLS", "150"))
 
 WRITER = """
 import sys, numpy as np, shmbus
@@ -49,7 +50,7 @@ def drain(consumer: shmbus.Consumer, records: int, seconds: float = 60.0) -> int
 
 
 @pytest.mark.timeout(180)
-def test_five_hundred_killed_writers_lose_double_and_tear_nothing(
+def test_killed_writers_lose_double_and_tear_nothing(
     bus_name: str, spawn: Spawner, seed: int
 ) -> None:
     child = spawn.script(STORM.read_text(), bus_name, seed, KILLS, 4)
@@ -66,9 +67,23 @@ def test_five_hundred_killed_writers_lose_double_and_tear_nothing(
 def test_a_short_soak_under_kills_and_stops_loses_doubles_and_tears_nothing(
     bus_name: str, spawn: Spawner, seed: int
 ) -> None:
-    child = spawn.script(SOAK.read_text(), bus_name, 8, seed)
-    report = json.loads(child.finish(timeout=110).splitlines()[-1])
-    assert report["producer kills"] > 10 and report["groups"] > 100, report
+    audited(spawn.script(SOAK.read_text(), bus_name, 6, seed), "consumer kills")
+
+
+def test_a_short_soak_of_daemon_and_ranks_loses_doubles_and_tears_nothing(
+    bus_name: str, spawn: Spawner, seed: int
+) -> None:
+    env = {
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(SOAK.parent), os.environ.get("PYTHONPATH")])
+        )
+    }
+    audited(spawn.module("daemon_soak", bus_name, 8, seed, env=env), "daemon kills")
+
+
+def audited(soak: Child, kills: str) -> None:
+    report = json.loads(soak.finish(timeout=110).splitlines()[-1])
+    assert report["producer kills"] > 10 and report["groups"] > 100 and kills in report, report
     faults = ("lost", "unknown", "doubled", "torn or mixed", "hangs")
     assert {name: report[name] for name in faults} == dict.fromkeys(faults, 0), report
     assert report["balanced"] and set(report["dropped"]) <= {"timeout"}, report

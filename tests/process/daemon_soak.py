@@ -1,0 +1,219 @@
+"""Full load over a daemon and two ranks, under all that can happen to them: one JSON report.
+
+On top of what soak.py does to producers and the collector (which is the daemon here): ranks are
+killed, stopped and slow; /dev/shm is a tmpfs of its own that is full for spells; each process has
+another monotonic clock, in a time namespace of its own, as in containers; and the wall clock jumps.
+What this machine does not allow of it is left out, and the report says so.
+
+Usage: ``python tests/process/daemon_soak.py NAME SECONDS SEED [RESTARTS]``. With a number of
+restarts it ends after them too, and mostly kills the daemon, as soon as something was trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import soak
+from soak import ACKED, DOUBLED, Notes, Soak, audit, judge
+
+import shmbus
+from shmbus.cli import main as shmbus_main
+
+RANKS = 2
+#: The bus, and a little for sockets.
+TMPFS_BYTES = (16 << 20) + (2 << 20)
+LONGEST_FULL_S = 1.0
+DAY_NS = 86_400 * 10**9
+CLOCK = Path(__file__).with_name("wall_clock.c")
+LOG = Path(os.environ.get("SHMBUS_WALL_CLOCK", "none")).with_name("daemon.log")
+_CLONE_NEWNS, _CLONE_NEWTIME = 0x20000, 0x80
+_MS_REC_PRIVATE = 0x4000 | 0x40000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def serve(name: str) -> None:
+    """Be the daemon."""
+    os.dup2(os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+    options = ["--group-timeout", soak.GROUP_TIMEOUT_S, "--on-timeout", "drop"]
+    assert shmbus_main(["serve", name, *map(str, options)]) == 0
+
+
+def join(name: str, rank: int) -> shmbus.Consumer:
+    """Attach as soon as there is a daemon which knows that the rank before is dead."""
+    while True:
+        with contextlib.suppress(shmbus.BusBusyError, shmbus.DaemonUnavailableError):
+            return shmbus.Consumer(name, rank=rank, world_size=RANKS)
+        time.sleep(0.01)
+
+
+def train(name: str, rank: int, notes: Notes, answers: Notes) -> None:
+    """Take steps, check and acknowledge, for ever; only what the daemon has heard counts."""
+    with join(name, rank) as consumer:
+        while True:
+            groups = consumer.take_step(groups=8, max_wait=0.05, field="data", timeout=0.5)
+            ended = []
+            for group in groups:
+                place = judge(group, answers)
+                # The daemon that gave it may have died before this process took it.
+                with contextlib.suppress(shmbus.ProtocolError):
+                    group.ack()
+                    ended.append(place)
+            if ended:
+                consumer.stats()
+            for place in ended:
+                if answers.groups[place] & ACKED:
+                    answers.add(*place, DOUBLED)
+                answers.add(*place, ACKED)
+            answers.counts[1] += len(ended)
+            if notes.counts[0]:
+                time.sleep(0.03)
+
+
+class DaemonSoak(Soak):
+    """The consumer of `Soak` is the daemon; the ranks come on top."""
+
+    def __init__(
+        self, name: str, seed: int, restarts: int, allowed: dict[str, bool], wall: mmap.mmap
+    ) -> None:
+        self.allowed, self.wall, self.restarts = allowed, wall, restarts
+        super().__init__(name, seed)
+        self.done |= {"rank kills": 0, "full /dev/shm": 0, "wall clock jumps": 0}
+        self.ranks = [self.start_rank(rank) for rank in range(RANKS)]
+
+    def fork(self, program: Callable[[], None]) -> int:
+        if self.allowed["time namespaces"]:
+            own_monotonic_clock(self.rng.randrange(10**6))
+        return super().fork(program)
+
+    def start_consumer(self) -> int:
+        return self.fork(lambda: serve(self.name))
+
+    def start_rank(self, rank: int) -> int:
+        return self.fork(lambda: train(self.name, rank, self.notes, self.answers))
+
+    def over(self) -> bool:
+        return 0 < self.restarts <= self.done["consumer kills"]
+
+    def restart(self) -> None:
+        """Kill the daemon, and wait until its successor has had something trained."""
+        self.kill(self.consumer)
+        self.consumer = self.start_consumer()
+        self.done["consumer kills"] += 1
+        before, end = self.answers.counts[1], time.monotonic() + soak.HANG_S
+        while self.answers.counts[1] == before and time.monotonic() < end:
+            time.sleep(0.002)
+
+    def act(self) -> None:
+        """Do one of the things that go wrong."""
+        if self.restarts and self.rng.random() < 0.9:
+            self.restart()
+            return
+        rank = self.rng.randrange(RANKS)
+        what = self.rng.random()
+        if what < 0.10:
+            self.kill(self.ranks[rank])
+            self.ranks[rank] = self.start_rank(rank)
+            self.done["rank kills"] += 1
+        elif what < 0.13:
+            self.pause(self.ranks[rank])
+        elif what < 0.16 and self.allowed["tmpfs"]:
+            self.fill()
+        elif what < 0.25:
+            self.wall[:8] = self.rng.randrange(-DAY_NS, DAY_NS).to_bytes(8, "little", signed=True)
+            self.done["wall clock jumps"] += 1
+        else:
+            super().act()
+
+    def fill(self) -> None:
+        """Leave nothing of /dev/shm for a while, in which the daemon is killed."""
+        path = Path("/dev/shm/ballast")
+        with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+        self.kill(self.consumer)
+        self.consumer = self.start_consumer()
+        time.sleep(self.rng.random() * LONGEST_FULL_S)
+        path.unlink()
+        self.done["consumer kills"] += 1
+        self.done["full /dev/shm"] += 1
+
+    def replace_finished(self) -> None:
+        super().replace_finished()
+        for pid in self.ranks:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            assert not ended, f"a rank failed with status {status}"
+
+    def finish(self) -> shmbus.Ledger:
+        for pid in self.ranks:
+            self.kill(pid)
+        return super().finish()
+
+
+# --- what needs the kernel's leave
+
+
+def own_tmpfs() -> bool:
+    """Give this process, and those that it forks, a small /dev/shm."""
+    if _libc.unshare(_CLONE_NEWNS) or _libc.mount(None, b"/", None, _MS_REC_PRIVATE, None):
+        return False
+    return not _libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=%d" % TMPFS_BYTES)
+
+
+def own_monotonic_clock(ahead_s: int) -> bool:
+    """Have the processes that this one forks from now on live so many seconds later."""
+    if _libc.unshare(_CLONE_NEWTIME):
+        return False
+    Path("/proc/self/timens_offsets").write_text(f"monotonic {ahead_s} 0\nboottime {ahead_s} 0\n")
+    return True
+
+
+def with_wall_clock(directory: str) -> None:
+    """Start this program again under a wall clock that can jump."""
+    library, offset = f"{directory}/wall_clock.so", f"{directory}/offset"
+    Path(offset).write_bytes(bytes(4096))
+    cc = os.environ.get("CC", "cc").split()
+    subprocess.run([*cc, "-shared", "-fPIC", "-O2", "-o", library, CLOCK, "-ldl"], check=True)
+    env = {**os.environ, "SHMBUS_WALL_CLOCK": offset}
+    env["LD_PRELOAD"] = " ".join(filter(None, [env.get("LD_PRELOAD"), library]))
+    sys.exit(subprocess.run([sys.executable, *sys.argv], env=env).returncode)
+
+
+def main() -> None:
+    """Soak for so many seconds."""
+    if "SHMBUS_WALL_CLOCK" not in os.environ:
+        with tempfile.TemporaryDirectory() as directory:
+            with_wall_clock(directory)
+    name, seconds, seed = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    restarts = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+    print(f"seed {seed}", file=sys.stderr)
+    with Path(os.environ["SHMBUS_WALL_CLOCK"]).open("r+b") as file:
+        wall = mmap.mmap(file.fileno(), 4096)
+    allowed = {"tmpfs": own_tmpfs(), "time namespaces": own_monotonic_clock(0)}
+    with shmbus.Bus.create(name, soak.CAPACITY, max_producers=2 * soak.PRODUCERS) as bus:
+        run = DaemonSoak(name, seed, restarts, allowed, wall)
+        try:
+            hangs = run.run(seconds)
+        except AssertionError:
+            print(LOG.read_text()[-2000:], file=sys.stderr)
+            raise
+        if hangs:
+            print(f"nothing moved for {soak.HANG_S} s: {bus.stats()}", file=sys.stderr)
+        report = {**audit(run, run.finish(), hangs), **allowed}
+        report["daemon kills"] = report.pop("consumer kills")
+        print(json.dumps(report))
+    with contextlib.suppress(shmbus.BusNotFoundError):
+        shmbus.unlink(name)
+
+
+if __name__ == "__main__":
+    main()
