@@ -70,7 +70,7 @@ class Session:
         self.client = client
         self.pid = hello.pid
         self.label = hello.label
-        self.rank = hello.rank if hello.world_size > 1 else -1
+        self.rank = hello.rank if hello.world_size > 1 and not hello.observer else -1
         self.world_size = hello.world_size
         self.observer = hello.observer
         self._send = send

@@ -1,0 +1,193 @@
+"""The daemon's decoder and dispatcher: what any client says costs nobody else anything.
+
+An input is a sequence of acts: a client says Hello, says something well formed, says any bytes, or
+goes. After it all clients go, and every trajectory must be where the ledger says, none leased.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from harness import Bytes, run
+
+import shmbus
+from shmbus import errors, messages
+from shmbus.collector import Collector
+from shmbus.daemon.leases import Session
+from shmbus.daemon.service import Service
+from shmbus.stash import StashPolicy
+
+_NAME = f"fuzz-{os.getpid()}"
+_CLIENTS = 4
+_MOST_ACTS = 200
+
+
+class FuzzedService:
+    """A service over a small bus; its bus has no name, since a fuzzer ends without a word."""
+
+    def __init__(self) -> None:
+        with shmbus.Bus.create(_NAME, "256KiB", max_producers=2, extent_bytes=4096) as bus:
+            self.producer = shmbus.Producer(_NAME)
+            self.collector = Collector(_NAME, StashPolicy())
+            bus.unlink()
+        self.numbers = itertools.count()
+        self.service = Service(self.collector, {})
+
+    def put(self) -> None:
+        """One more group, if there is room."""
+        number = next(self.numbers)
+        try:
+            for index in range(2):
+                self.producer.put(
+                    f"g{number}", group_size=2, index=index, tokens=np.zeros(50), timeout=0
+                )
+        except shmbus.BusFullError:
+            return
+
+    def hello(self, given: Bytes) -> messages.Hello:
+        """A client of one of few kinds."""
+        kind = given.number()
+        return messages.Hello(
+            version=messages.VERSION,
+            bus=_NAME,
+            rank=kind % 4,
+            world_size=1 + kind // 4 % 3,
+            client=given.number() % 8 - 1 if kind & 16 else -1,
+            next_step=given.number() if kind & 32 else 0,
+            observer=kind & 192 == 192,
+        )
+
+    def request(self, given: Bytes) -> messages.Request:
+        """Something a client may say, with numbers that are small or huge."""
+
+        def number() -> int:
+            return given.number(8) >> 1 if given.number() == 255 else given.number()
+
+        makers: list[Callable[[], Any]] = [
+            lambda: messages.Take(
+                id=number(), max_groups=1 + number(), timeout_s=0.0, ahead=number() % 2 == 1
+            ),
+            lambda: messages.TakeStep(
+                id=number(), groups=1 + number() % 3, max_wait_s=0.0, timeout_s=number() / 100
+            ),
+            lambda: messages.TakeStep(id=number(), tokens=1 + number(), max_wait_s=0.0),
+            lambda: messages.End(numbers=[number(), number()], reason=number() % 256),
+            lambda: messages.GiveBack(numbers=[number(), number()]),
+            lambda: messages.Claim(
+                groups=[
+                    messages.Held(
+                        token=number(),
+                        identities=b"".join(
+                            number().to_bytes(8, "little") for _ in range(number() % 5)
+                        ),
+                        reason=number() % 8 - 1,
+                        step=number(),
+                    )
+                ],
+                last=number() % 2 == 0,
+            ),
+            lambda: messages.SetPolicyVersion(id=number(), policy_version=number()),
+            lambda: messages.GetLedger(id=number()),
+            lambda: messages.GetStatus(id=number(), oldest=number() % 1000),
+            lambda: messages.Bye(),
+        ]
+        return makers[given.number() % len(makers)]()
+
+    def say(self, session: Session, body: bytes) -> bool:
+        """As Connection does it; False where that ends the connection."""
+        try:
+            request = messages.decode_request(body)
+            if isinstance(request, (messages.Bye, messages.Hello)):
+                return False
+            self.service.handle(session, request)
+        except errors.ProtocolError:
+            return False
+        return True
+
+    def run(self, data: bytes) -> None:
+        """One input: from no client to no client."""
+        given = Bytes(data)
+        # Every other one is a daemon that has just begun, and waits for clients of another.
+        if given.number() % 2:
+            self.service = Service(self.collector, {})
+        service = self.service
+        sessions: dict[int, Session] = {}
+        for _ in range(_MOST_ACTS):
+            if not given:
+                break
+            act = given.number()
+            slot = act // 8 % _CLIENTS
+            session = sessions.get(slot)
+            if act % 8 == 0:
+                self.put()
+            elif act % 8 == 1:
+                service.tick(time.monotonic() + given.number() / 50)
+            elif session is None:
+                came = service.hello(
+                    self.hello(given), lambda reply: messages.frame(reply) and None
+                )
+                if isinstance(came, Session):
+                    sessions[slot] = came
+            else:
+                body = (
+                    given.take(given.number())
+                    if act % 8 == 2
+                    else messages.frame(self.request(given))[4:]
+                )
+                if act % 8 == 7 or not self.say(session, body):
+                    service.leave(sessions.pop(slot), orderly=act < 128)
+        for session in sessions.values():
+            service.leave(session, orderly=False)
+        service.tick(time.monotonic() + 10)
+        self.check()
+
+    def check(self) -> None:
+        """Nothing is lost; then empty the bus, as a client that is right would."""
+        service = self.service
+        assert not service.leased_groups, service.leased_groups
+        replies: list[messages.Reply] = []
+        session = service.hello(messages.Hello(version=messages.VERSION, bus=_NAME), replies.append)
+        assert isinstance(session, Session), session
+        while True:
+            service.pump(time.monotonic())
+            service.handle(session, messages.Take(id=0, max_groups=64, timeout_s=0.0))
+            service.tick(time.monotonic() + 1)
+            reply = replies.pop()
+            assert isinstance(reply, messages.Leases), reply
+            if not reply.groups:
+                break
+            numbers = [group.number for group in reply.groups]
+            service.handle(session, messages.End(numbers=numbers, reason=0))
+        ledger = service.ledger()
+        assert ledger.balanced and not ledger.leased and not ledger.in_ring, ledger
+        service.leave(session, orderly=True)
+
+    def close(self) -> None:
+        """Let go of the bus."""
+        self.collector.close()
+        self.producer.close()
+
+
+_service: FuzzedService | None = None
+
+
+def fuzz_one(data: bytes) -> None:
+    """Over one bus for all inputs."""
+    global _service
+    _service = _service or FuzzedService()
+    _service.run(data)
+
+
+def close() -> None:
+    """At the end."""
+    if _service is not None:
+        _service.close()
+
+
+if __name__ == "__main__":
+    run(fuzz_one, close)

@@ -1,0 +1,84 @@
+"""How the fuzz targets in Python are run: by atheris, by random mutations, or over kept cases.
+
+Usage of a target: ``python TARGET.py [libFuzzer options] [corpus]`` with atheris installed (extra
+``fuzz``); ``--random SECONDS SEED FILES...`` mutates the files without it; ``--replay FILES...``.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["Bytes", "run"]
+
+
+class Bytes:
+    """Reads an input from its front; after its end there are zeros."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def __bool__(self) -> bool:
+        return self._at < len(self._data)
+
+    def take(self, count: int) -> bytes:
+        """So many bytes, fewer at the end."""
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def number(self, nbytes: int = 1) -> int:
+        """An unsigned integer of so many bytes."""
+        return int.from_bytes(self.take(nbytes), "little")
+
+
+def run(fuzz_one: Callable[[bytes], None], close: Callable[[], None] = lambda: None) -> None:
+    """Do what the command line says."""
+    name = Path(sys.argv[0]).stem
+    try:
+        if sys.argv[1:2] == ["--replay"]:
+            for path in sys.argv[2:]:
+                fuzz_one(Path(path).read_bytes())
+            print(f"{name}: {len(sys.argv) - 2} cases")
+        elif sys.argv[1:2] == ["--random"]:
+            seconds, seed = float(sys.argv[2]), int(sys.argv[3])
+            print(f"{name}: seed {seed}, {_mutate(fuzz_one, seconds, seed, sys.argv[4:])} cases")
+        else:
+            import atheris
+
+            atheris.instrument_all()
+            atheris.Setup(sys.argv, fuzz_one)
+            atheris.Fuzz()
+    finally:
+        close()
+
+
+def _mutate(fuzz_one: Callable[[bytes], None], seconds: float, seed: int, names: list[str]) -> int:
+    rng = random.Random(seed)
+    corpus = [Path(name).read_bytes() for name in names] or [b""]
+    end = time.monotonic() + seconds
+    count = 0
+    while time.monotonic() < end:
+        data = bytearray(rng.choice(corpus))
+        for _ in range(rng.randrange(8)):
+            at = rng.randrange(len(data) + 1)
+            way = rng.randrange(4)
+            if way == 0:
+                data[at : at + 1] = rng.randbytes(1)
+            elif way == 1:
+                data[at:at] = rng.randbytes(rng.randrange(9))
+            elif way == 2:
+                del data[at : at + rng.randrange(9)]
+            else:
+                other = rng.choice(corpus)
+                data[at:] = other[rng.randrange(len(other) + 1) :]
+        count += 1
+        try:
+            fuzz_one(bytes(data))
+        except BaseException:
+            print(f"seed {seed}, case {count}: {bytes(data).hex()}", file=sys.stderr)
+            raise
+    return count
