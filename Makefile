@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 
 # Whole files, so that what a file sets up is set up once and its tests have an order; those of
 # processes come first, since they take longest.
-DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --benchmark-disable
+DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:benchmark
 
 C_SOURCES := $(sort $(wildcard shmbus_ext/*.c))
 C_HEADERS := $(sort $(wildcard shmbus_ext/*.h))
@@ -69,15 +69,17 @@ explore: build/explore/plain/explore ## Search the ring's interleavings, deaths 
 	build/explore/plain/explore --deep $(ARGS)
 	@for seed in $(EXPLORE_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
 
-fuzz: $(VENV)/.fuzz fuzzers ## Fuzz what reads the segment, MINUTES in all (needs clang)
+fuzz: $(VENV)/.fuzz fuzzers ## Fuzz what reads segment, messages, snapshots, MINUTES in all (needs clang)
 	@for target in $(FUZZ_TARGETS); do \
 	    mkdir -p build/fuzz/corpus/$$target build/fuzz/found; \
 	    build/fuzz/fuzz_$$target $(FUZZ_OPTIONS) build/fuzz/corpus/$$target \
 	        tests/fuzz/corpus/$$target || exit 1; \
 	done
-	@mkdir -p build/fuzz/corpus/decoders
-	$(BIN)/python tests/fuzz/fuzz_decoders.py $(FUZZ_OPTIONS) build/fuzz/corpus/decoders \
-	    tests/fuzz/corpus/decoders
+	@for target in $(FUZZ_PYTHON); do \
+	    mkdir -p build/fuzz/corpus/$$target; \
+	    $(BIN)/python tests/fuzz/fuzz_$$target.py $(FUZZ_OPTIONS) build/fuzz/corpus/$$target \
+	        tests/fuzz/corpus/$$target || exit 1; \
+	done
 
 # SOAK=soak is the embedded form: no daemon, no ranks. RESTARTS=1000 kills the daemon so often.
 SOAK ?= daemon_soak
@@ -183,9 +185,10 @@ $(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,saniti
 # Fuzzing (tests/fuzz): libFuzzer and atheris find cases, and any compiler replays those that are
 # kept. What a run finds lies in build/fuzz/found; a case worth keeping goes to tests/fuzz/corpus.
 FUZZ_TARGETS := header record segment
+FUZZ_PYTHON := decoders control snapshot
 FUZZERS := $(patsubst %,build/fuzz/fuzz_%,$(FUZZ_TARGETS))
 MINUTES ?= 4
-FUZZ_OPTIONS = -max_total_time=$$(( $(MINUTES) * 15 )) -rss_limit_mb=2048 -print_final_stats=1 \
+FUZZ_OPTIONS = -max_total_time=$$(( $(MINUTES) * 10 )) -rss_limit_mb=2048 -print_final_stats=1 \
     -artifact_prefix=build/fuzz/found/
 build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(RING_SOURCES) $(C_HEADERS) Makefile
 	@mkdir -p $(@D)

@@ -23,7 +23,7 @@ import heapq
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 import numpy as np
@@ -271,10 +271,20 @@ def read_part(directory: Path, part: Part) -> Iterator[Record]:
             f"{hashlib.sha256(data).hexdigest()[:12]}...",
         )
     try:
-        tensors = _safetensors().load(data)
+        tensors = _load(data)
         yield from _records(tensors, part)
     except (KeyError, ValueError, IndexError, OverflowError, TypeError) as error:
         raise damaged(path, f"its tensors are not those of a part: {error!r}") from error
+
+
+def _load(data: bytes) -> dict[str, NDArray[Any]]:
+    safetensors_numpy = _safetensors()
+    from safetensors import SafetensorError
+
+    try:
+        return cast(dict[str, NDArray[Any]], safetensors_numpy.load(data))
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
 
 
 def read_parts(directory: Path, parts: Sequence[Part]) -> Iterator[Record]:

@@ -91,7 +91,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     taken_unix_ns: _Count
     capacity: _Count
     extent_bytes: _Count
-    max_producers: _Count
+    max_producers: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_PRODUCERS)]
     policy_version: _Count
     next_producer_id: _Count
     released: dict[str, _Count]
@@ -291,6 +291,10 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise damaged(path, f"expected counts of {', '.join(REASONS)}")
     if sum(part.records for part in manifest.parts) != manifest.records:
         raise damaged(path, f"its parts do not hold {manifest.records} records")
+    committed = sum(slot.committed for slot in manifest.slots)
+    accounted = sum(manifest.released.values()) + manifest.records + manifest.unreadable
+    if committed != accounted:
+        raise damaged(path, f"{committed} were committed, and {accounted} are accounted for")
     return manifest
 
 
@@ -344,7 +348,10 @@ def restore(
         )
     # Nobody knows the bus by this name; `shmbus gc` finds it if this process dies.
     hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
-    segment = _segments.create_segment(hidden, size, manifest.max_producers, extent_bytes)
+    try:
+        segment = _segments.create_segment(hidden, size, manifest.max_producers, extent_bytes)
+    except ValueError as error:
+        raise damaged(directory / MANIFEST, f"no bus has its sizes: {error}") from error
     try:
         _fill(segment, manifest, directory, name)
         try:
@@ -398,7 +405,11 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str
         if number in seen or record.producer_id >= manifest.next_producer_id:
             raise damaged(directory / MANIFEST, f"record {number} is there twice, or cannot be")
         seen.add(number)
-        if not _put(restorer, record):
+        try:
+            fits = _put(restorer, record)
+        except (ValueError, OverflowError, TypeError) as error:
+            raise damaged(directory, f"record {number}: {error}") from error
+        if not fits:
             raise errors.CapacityError(
                 f"bus {name!r}: {manifest.records} records of {directory} do not fit into "
                 f"{_segments.show_size(segment.capacity)}; restore with a larger capacity"

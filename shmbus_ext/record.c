@@ -178,7 +178,7 @@ enum record_verdict record_read_tables(const struct record_header *shared,
     crc = shmbus_crc32c(crc, copy->scratch, tables);
     if (crc != header->header_crc || header->group_size < 1 ||
         header->group_size > SHMBUS_MAX_GROUP_SIZE || header->index >= header->group_size ||
-        !tables_hold(copy)) {
+        !record_flags_hold(header->flags) || !tables_hold(copy)) {
         return RECORD_BAD_HEADER;
     }
     return RECORD_OK;

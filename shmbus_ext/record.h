@@ -75,6 +75,11 @@ struct record_copy {
     alignas(8) uint8_t scratch[RECORD_SCRATCH_BYTES];
 };
 
+/* Whether these can be one record's: only a failure may come without the size of its group. */
+static inline bool record_flags_hold(uint32_t flags) {
+    return (flags & (SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE)) != SHMBUS_FLAG_NO_SIZE;
+}
+
 /* Frame only: enough to step over. */
 enum record_verdict record_read_frame(const struct record_header *shared, uint64_t room,
                                       const struct record_place *place, struct record_header *copy);

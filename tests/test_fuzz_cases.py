@@ -1,4 +1,4 @@
-"""The cases that fuzzing the Python decoders kept, run again; `make check-fuzz` has those in C."""
+"""The cases that fuzzing in Python kept, run again; `make check-fuzz` has those in C."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FUZZ = Path(__file__).parent / "fuzz"
 
 
-def test_every_kept_case_of_the_decoders_ends_as_promised() -> None:
-    cases = sorted(map(str, (FUZZ / "corpus" / "decoders").iterdir()))
+@pytest.mark.parametrize("target", ["decoders", "control", "snapshot"])
+def test_every_kept_case_ends_as_promised(target: str) -> None:
+    cases = sorted(map(str, (FUZZ / "corpus" / target).iterdir()))
     assert len(cases) >= 10
-    argv = [sys.executable, str(FUZZ / "fuzz_decoders.py"), "--replay", *cases]
+    argv = [sys.executable, str(FUZZ / f"fuzz_{target}.py"), "--replay", *cases]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr

@@ -264,7 +264,29 @@ static void a_full_bus_keeps_a_place_for_what_is_moved(void) {
     end_bus(&bus);
 }
 
+/* Only a failure may come without its group's size: any other would be a sample of no group. */
+static void a_sample_without_the_size_of_its_group_is_corrupt(void) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    struct reservation at;
+    make_bus(&bus, 4, 1);
+    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus.segment));
+    for (uint32_t failed = 0; failed < 2; failed++) {
+        claim(&writer, 100, &at);
+        record_write_frame(at.record, &at.place, at.bytes, writer.producer_id, writer.slot_index,
+                           SHMBUS_FLAG_NO_SIZE | (failed ? SHMBUS_FLAG_FAILED : 0));
+        writer_publish(&writer, &at);
+        CHECK(reader_next(&reader, &ref) == (int)failed && reader.corrupt == 1);
+    }
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
 int main(void) {
+    a_sample_without_the_size_of_its_group_is_corrupt();
     a_full_bus_keeps_a_place_for_what_is_moved();
     a_claim_that_lasts_too_long_keeps_nobody_out();
     stragglers_on_both_sides_of_a_gap_are_found_again();

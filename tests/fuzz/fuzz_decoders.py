@@ -1,8 +1,7 @@
 """The Python decoders of what a record carries: they return a value, or raise what they promise.
 
-Usage: ``python tests/fuzz/fuzz_decoders.py [libFuzzer options] [corpus]`` with atheris installed
-(extra ``fuzz``); ``--replay FILES...`` needs no atheris. An input's first byte chooses: meta, a
-dtype, or a whole record of a bus that is read through a Consumer.
+An input's first byte chooses: meta, a dtype, or a whole record of a bus that is read through a
+Consumer.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
+from harness import run
 
 import shmbus
 from shmbus import _codec
@@ -96,23 +95,11 @@ def fuzz_one(data: bytes) -> None:
         _bus.run(rest)
 
 
-def main() -> None:
-    """Fuzz, or replay files."""
-    try:
-        if sys.argv[1:2] == ["--replay"]:
-            for name in sys.argv[2:]:
-                fuzz_one(Path(name).read_bytes())
-            print(f"fuzz_decoders: {len(sys.argv) - 2} cases")
-            return
-        import atheris
-
-        atheris.instrument_all()
-        atheris.Setup(sys.argv, fuzz_one)
-        atheris.Fuzz()
-    finally:
-        if _bus is not None:
-            _bus.close()
+def close() -> None:
+    """At the end."""
+    if _bus is not None:
+        _bus.close()
 
 
 if __name__ == "__main__":
-    main()
+    run(fuzz_one, close)

@@ -1,0 +1,154 @@
+"""Damaged snapshots: each is restored as it was, or is an error that says so, and no bus is made.
+
+An input is a list of edits to the files of a snapshot. Digests in the manifest may be made right
+again afterwards, as one who forges a snapshot would, so that what lies behind them is met too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Bytes, run
+
+import shmbus
+from shmbus import errors, snapshot
+from shmbus.status import read_status
+
+_NAME = f"fuzz-{os.getpid()}"
+_MOST_EDITS = 20
+#: What `snapshot.restore` says that it raises.
+_PROMISED = (FileNotFoundError, errors.LayoutMismatchError, errors.CapacityError)
+_VALUES = (0, 1, -1, 2**31, 2**63, 2**64 - 1, "", "x", "../x", None, [], {}, 1.5, True)
+
+
+class FuzzedSnapshot:
+    """One snapshot of a bus that is gone, and a place to damage copies of it."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp())
+        with shmbus.Bus.create(_NAME, "64KiB", max_producers=2, extent_bytes=4096) as bus:
+            with shmbus.Producer(_NAME) as producer:
+                for index in range(6):
+                    data: dict[str, Any] = {"tokens": np.arange(9 + index), "weights": np.ones(2)}
+                    if index % 2:
+                        data = {"words": np.array(["ab", "cde"])}
+                    producer.put("a", group_size=6, index=index, meta={"n": index}, **data)
+            snapshot.take(_NAME, self.directory / "whole")
+            bus.unlink()
+        whole = (self.directory / "whole").iterdir()
+        self.files = {path.name: path.read_bytes() for path in sorted(whole)}
+        self.names = sorted(self.files)
+
+    def run(self, data: bytes) -> None:
+        """Damage, and restore."""
+        given = Bytes(data)
+        forge = given.number() % 2
+        files = dict(self.files)
+        for _ in range(_MOST_EDITS):
+            if not given:
+                break
+            name = self.names[given.number() % len(self.names)]
+            files[name] = edit(files[name], given)
+        if forge:
+            files[snapshot.MANIFEST] = forged(files)
+        target = self.directory / "damaged"
+        target.mkdir()
+        try:
+            for name, content in files.items():
+                (target / name).write_bytes(content)
+            self.restore(target)
+        finally:
+            shutil.rmtree(target)
+
+    def restore(self, target: Path) -> None:
+        """What was restored is a bus that can be read; what was not is none."""
+        try:
+            manifest = snapshot.restore(target, _NAME, capacity="64KiB")
+        except _PROMISED:
+            assert not os.path.exists(f"/dev/shm/shmbus.{_NAME}")
+            return
+        try:
+            assert read_status(_NAME).ledger.in_ring >= manifest.records
+            with shmbus.Consumer(_NAME, group_timeout=0.001, on_timeout="partial") as consumer:
+                for group in consumer.take(64, timeout=0):
+                    for sample in group:
+                        repr(sample)
+                    group.ack()
+        finally:
+            shmbus.unlink(_NAME)
+
+    def close(self) -> None:
+        """Remove all."""
+        shutil.rmtree(self.directory)
+
+
+def edit(content: bytes, given: Bytes) -> bytes:
+    """One edit: a byte, a cut, something between, or a value of JSON."""
+    way, at = given.number() % 4, given.number(2) % (len(content) + 1)
+    if way == 0:
+        return content[:at] + given.take(1) + content[at + 1 :]
+    if way == 1:
+        return content[:at]
+    if way == 2:
+        return content[:at] + given.take(given.number() % 16) + content[at:]
+    return with_value(content, at, _VALUES[given.number() % len(_VALUES)])
+
+
+def with_value(content: bytes, at: int, value: object) -> bytes:
+    """Replace one of the values of a JSON object, or of one within it."""
+    try:
+        root = json.loads(content)
+    except ValueError:
+        return content
+    places: list[tuple[Any, Any]] = []
+    pending = [root]
+    while pending:
+        each = pending.pop()
+        keys = each.keys() if isinstance(each, dict) else range(len(each))
+        for key in keys:
+            places.append((each, key))
+            if isinstance(each[key], (dict, list)):
+                pending.append(each[key])
+    if places:
+        container, key = places[at % len(places)]
+        container[key] = value
+    return json.dumps(root).encode()
+
+
+def forged(files: dict[str, bytes]) -> bytes:
+    """The manifest, with sizes and digests of the parts as they are."""
+    try:
+        manifest = json.loads(files[snapshot.MANIFEST])
+        for part in manifest["parts"]:
+            content = files[part["file"]]
+            part["nbytes"], part["sha256"] = len(content), hashlib.sha256(content).hexdigest()
+        return json.dumps(manifest).encode()
+    except (ValueError, KeyError, TypeError):
+        return files[snapshot.MANIFEST]
+
+
+_snapshot: FuzzedSnapshot | None = None
+
+
+def fuzz_one(data: bytes) -> None:
+    """Over copies of one snapshot for all inputs."""
+    global _snapshot
+    _snapshot = _snapshot or FuzzedSnapshot()
+    _snapshot.run(data)
+
+
+def close() -> None:
+    """At the end."""
+    if _snapshot is not None:
+        _snapshot.close()
+
+
+if __name__ == "__main__":
+    run(fuzz_one, close)
