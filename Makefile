@@ -247,7 +247,7 @@ sanitize-python: $(VENV)/.dev
 	    ASAN_OPTIONS=detect_leaks=0:log_path=$(SANITIZER_REPORTS) \
 	    UBSAN_OPTIONS=print_stacktrace=1 \
 	    PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED) \
-	    $(BIN)/pytest -p no:cacheprovider --capture=sys -o timeout=600 \
+	    $(BIN)/pytest $(DISTRIBUTED) -p no:cacheprovider --capture=sys -o timeout=600 \
 	        -o faulthandler_timeout=1200 $(ARGS) || status=1; \
 	    for report in $(SANITIZER_REPORTS).*; do \
 	        [ -e "$$report" ] || continue; \
