@@ -42,6 +42,9 @@ TOKENS: Final = 2048
 #: Groups of a batch: 64k, 256k and 1M tokens. Another size is a quarter of all there are: what a
 #: rank of a big job has.
 SMALL_BATCHES: Final = (4, 16, 64)
+#: Batches of a run at least, the same ones again where there are fewer: while the first is planned
+#: the device has nothing to do, which tells of a start and not of what follows.
+LEAST_BATCHES: Final = 40
 #: Clock cycles that a device sleeps while the host plans: some 5 ms.
 AHEAD_CYCLES: Final = 10_000_000
 #: Bytes of one pinned copy: far beyond all that a launch costs.
@@ -208,17 +211,19 @@ def _kernel_seconds(packer: GpuPacker, batch: list[shmbus.Group], repetitions: i
 
 
 def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[float, float]:
-    """Bring all batches over, two under way; return seconds and processor seconds."""
+    """Bring all batches over, two under way; return seconds and processor seconds of a round."""
+    rounds = -(-LEAST_BATCHES // len(batches))
     waiting: deque[Pending] = deque()
     torch.cuda.synchronize()
     began, began_cpu = time.perf_counter(), time.process_time()
-    for batch in batches:
+    for batch in batches * rounds:
         waiting.append(packer.begin(batch))
         if len(waiting) == 2:
             waiting.popleft().finish()
     while waiting:
         waiting.popleft().finish()
-    return time.perf_counter() - began, time.process_time() - began_cpu
+    ended, ended_cpu = time.perf_counter(), time.process_time()
+    return (ended - began) / rounds, (ended_cpu - began_cpu) / rounds
 
 
 def _device_seconds(work: Callable[[], object], repetitions: int, *, ahead: bool = False) -> float:

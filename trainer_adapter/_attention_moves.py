@@ -2,15 +2,15 @@
 
 Invariants:
 
+- Buckets come and go as SDPA has its operands: [sequences, heads, slots, head dimension].
 - Where the tokens of a bucket lie together in the packed row, its operands are views of that.
-- Nothing is gathered into one tensor and split, or collected in one and moved: each token is copied
-  once on the way in, if at all, and once on the way out.
+- Each token is copied once on the way in, if at all, and at most twice on the way out; all that
+  moves does so in one kernel, since the host's time a kernel is what many short calls wait for.
 - Padding is zeros on the way in, and goes nowhere on the way out.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import Any, NamedTuple
 
@@ -24,11 +24,11 @@ __all__ = ["collect", "gather_packed", "spread"]
 
 
 class _Rows(NamedTuple):
-    """Moves as a device wants them."""
+    """Moves as a device wants them; the slots are those of all buckets that move."""
 
-    of_slots: list[Tensor]  # a bucket each: packed row of each slot, 0 for padding
-    padding: list[Tensor | None]  # a bucket each: the slots of padding, if there are any
-    to_rows: list[Tensor]  # a bucket each: packed row of each slot, T for padding
+    of_slots: Tensor  # packed row of each slot, 0 for padding
+    padding: Tensor | None  # the slots of padding, if there are any
+    to_rows: Tensor  # packed row of each slot, T for padding
     absent: Tensor | None  # packed rows in no bucket, if there are any
     places: Tensor  # slot of each packed row among those of all buckets, 0 where absent
 
@@ -52,33 +52,31 @@ def _made_on(moves: Moves, device: torch.device) -> _Rows:
     def sent_if_any(rows: IntArray) -> Tensor | None:
         return sent(rows) if len(rows) else None
 
-    borders = np.cumsum([0, *moves.sizes])
-    slots, missing = moves.slots, moves.slots < 0
-    parts = [slice(low, high) for low, high in itertools.pairwise(borders)]
-    of_slots = sent(np.where(missing, 0, slots))
-    to_rows = sent(np.where(missing, len(moves.places), slots))
+    moving = np.repeat([start < 0 for start in moves.starts], moves.sizes)
+    slots = moves.slots[moving]
+    missing = slots < 0
     return _Rows(
-        [of_slots[part] for part in parts],
-        [sent_if_any(np.flatnonzero(missing[part])) for part in parts],
-        [to_rows[part] for part in parts],
+        sent(np.where(missing, 0, slots)),
+        sent_if_any(np.flatnonzero(missing)),
+        sent(np.where(missing, len(moves.places), slots)),
         sent_if_any(np.flatnonzero(moves.places < 0)),
         sent(np.maximum(moves.places, 0)),
     )
 
 
 def spread(x: Tensor, moves: Moves) -> list[Tensor]:
-    """Bring packed rows [T, ...] into one [slots, ...] a bucket."""
+    """Bring packed rows [T, H, D] into one [B, H, n, D] a bucket."""
     # Operators of torch's own where nothing moves: their graph is lighter.
     if moves.starts == (0,) and moves.sizes == (len(x),):
-        return [x]
+        return [x.unflatten(0, (moves.counts[0], -1)).transpose(1, 2)]  # type: ignore[no-untyped-call]
     parts: tuple[Tensor, ...] = _Spread.apply(x, moves)  # type: ignore[no-untyped-call]
     return list(parts)
 
 
 def collect(parts: list[Tensor], moves: Moves) -> Tensor:
-    """Bring one [slots, ...] a bucket back into packed rows [T, ...]; 0 in rows of no bucket."""
+    """Bring one [B, H, n, D] a bucket back into packed rows [T, H, D]; 0 in rows of no bucket."""
     if moves.starts == (0,) and moves.sizes == (len(moves.places),):
-        return parts[0]
+        return _by_slots(parts[0])
     packed: Tensor = _Collect.apply(moves, *parts)  # type: ignore[no-untyped-call]
     return packed
 
@@ -112,46 +110,72 @@ class _Collect(torch.autograd.Function):
 
 def _spread(x: Tensor, moves: Moves) -> list[Tensor]:
     rows = _rows_on(moves, x.device)
-    parts = []
-    for bucket, (start, size) in enumerate(zip(moves.starts, moves.sizes, strict=True)):
+    moved = x
+    if len(rows.of_slots):
+        taken = _wide(x).index_select(0, rows.of_slots)
+        if rows.padding is not None:
+            taken.index_fill_(0, rows.padding, 0)
+        moved = taken.view(x.dtype)
+    parts, done = [], 0
+    for start, size, count in zip(moves.starts, moves.sizes, moves.counts, strict=True):
         if start >= 0:
-            parts.append(x[start : start + size])
-            continue
-        taken = x.index_select(0, rows.of_slots[bucket])
-        padding = rows.padding[bucket]
-        if padding is not None:
-            taken.index_fill_(0, padding, 0.0)
-        parts.append(taken)
+            parts.append(_bucket(x, start, size // count, count))
+        else:
+            parts.append(_bucket(moved, done, size // count, count))
+            done += size
     return parts
 
 
+def _bucket(x: Tensor, first: int, length: int, count: int) -> Tensor:
+    """See rows from `first` on as [count, H, length, D]: in one step, since there are many."""
+    to_row, to_head, to_value = x.stride()
+    return x.as_strided(
+        (count, x.shape[1], length, x.shape[2]),
+        (length * to_row, to_head, to_row, to_value),
+        x.storage_offset() + first * to_row,
+    )
+
+
+def _by_slots(part: Tensor) -> Tensor:
+    """See [B, H, n, D] as [B * n, H, D]."""
+    return part.transpose(1, 2).flatten(0, 1)
+
+
 def gather_packed(parts: list[Tensor], moves: Moves, fill: float) -> Tensor:
-    """Bring one [slots, ...] a bucket into packed rows, `fill` in rows of no bucket; no graph."""
+    """Bring one [B, H, n, D] a bucket into packed rows, `fill` in rows of no bucket; no graph."""
+    slots = [_by_slots(part) for part in parts]
+    if moves.identity:
+        return torch.cat(slots)
     # A CPU takes rows faster than it puts them, even with one pass more to get them together.
     way = _taken if parts[0].device.type == "cpu" else _put
-    packed = way(parts, moves)
+    packed = way(slots, moves)
     absent = _rows_on(moves, packed.device).absent
     return packed if absent is None else packed.index_fill_(0, absent, fill)
 
 
-def _taken(parts: list[Tensor], moves: Moves) -> Tensor:
-    slots = torch.cat(parts)
-    return slots if moves.identity else slots.index_select(0, _rows_on(moves, slots.device).places)
+def _taken(slots: list[Tensor], moves: Moves) -> Tensor:
+    together = torch.cat(slots)
+    return together.index_select(0, _rows_on(moves, together.device).places)
 
 
-def _put(parts: list[Tensor], moves: Moves) -> Tensor:
+def _put(slots: list[Tensor], moves: Moves) -> Tensor:
     # One row more, where all padding goes.
-    packed = parts[0].new_empty((len(moves.places) + 1, *parts[0].shape[1:]))
-    all_rows = _rows_on(moves, packed.device).to_rows
-    for part, start, to_rows in zip(parts, moves.starts, all_rows, strict=True):
-        if start >= 0:
-            packed[start : start + len(part)] = part
-        else:
-            _wide(packed).index_copy_(0, to_rows, _wide(part))
+    packed = slots[0].new_empty((len(moves.places) + 1, *slots[0].shape[1:]))
+    placed = list(zip(slots, moves.starts, strict=True))
+    staying = [(part, start) for part, start in placed if start >= 0]
+    if staying:
+        targets = [packed[start : start + len(part)] for part, start in staying]
+        torch._foreach_copy_(targets, [part for part, _ in staying])
+    moved = [part for part, start in placed if start < 0]
+    if moved:
+        to_rows = _rows_on(moves, packed.device).to_rows
+        _wide(packed).index_copy_(0, to_rows, _wide(torch.cat(moved)))
     return packed[:-1]
 
 
 def _wide(x: Tensor) -> Tensor:
-    """View rows as words of 8 bytes where they are such: the kernel moves one element a thread."""
-    flat = x.reshape(len(x), -1)
-    return flat.view(torch.int64) if flat.shape[1] * x.element_size() % 8 == 0 else flat
+    """View rows as words of 8 bytes where they are such: kernels move one element a thread."""
+    a_word = 8 // x.element_size()
+    steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    fits = x.stride(-1) == 1 and not any(step % a_word for step in steps)
+    return x.view(torch.int64) if fits else x

@@ -77,15 +77,16 @@ class Moves:
         Packed row of each slot, or -1 for padding.
     places : int64 [T]
         Slot of each packed row, or -1 for a row that is in no bucket.
-    sizes, starts : int, one a bucket
-        Slots of the bucket; the packed row that it begins with where its slots are rows that lie
-        behind each other, and -1 where they are not.
+    counts, sizes, starts : int, one a bucket
+        Sequences of the bucket; slots of them all; the packed row that it begins with where its
+        slots are rows that lie behind each other, and -1 where they are not.
     identity : bool
         Slots and packed rows are the same.
     """
 
     slots: IntArray
     places: IntArray
+    counts: tuple[int, ...]
     sizes: tuple[int, ...]
     starts: tuple[int, ...]
     identity: bool
@@ -224,6 +225,7 @@ def _moves(groups: list[tuple[IntArray, IntArray]], tokens: int) -> Moves:
     return Moves(
         slots,
         places,
+        tuple(len(counts) for _, counts in groups),
         tuple(map(len, padded)),
         tuple(_first_of_run(part) for part in padded),
         identity=np.array_equal(slots, np.arange(tokens)),

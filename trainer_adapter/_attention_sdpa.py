@@ -36,46 +36,34 @@ def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) ->
     if not plan.buckets:
         # Zeros, but connected: all gradients are there, and 0.
         return q.new_zeros(q.shape) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
-    outs = []
-    for bucket, *operands in zip(
-        plan.buckets,
-        spread(q, plan.queries),
-        spread(k, plan.keys),
-        spread(v, plan.keys),
-        strict=True,
-    ):
-        rows, keys, values = _by_sequence(bucket, *operands)
-        out = _attend_bucket(bucket, rows, keys, values, plan.window, scale)
-        outs.append(out.flatten(0, 1))
+    outs = [
+        _attend_bucket(*operands, plan.window, scale)
+        for operands in zip(
+            plan.buckets,
+            spread(q, plan.queries),
+            spread(k, plan.keys),
+            spread(v, plan.keys),
+            strict=True,
+        )
+    ]
     return collect(outs, plan.queries)
-
-
-def _by_sequence(bucket: Bucket, *operands: Tensor) -> list[Tensor]:
-    """See the slots [B * n, ...] of a bucket as [B, n, ...]."""
-    count = len(bucket.row_counts)
-    return [x.unflatten(0, (count, -1)) for x in operands]  # type: ignore[no-untyped-call]
 
 
 def _attend_bucket(
     bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float
 ) -> Tensor:
-    """Attend in one bucket: q [B, R, H_q, D], k and v [B, K, H_kv, D], result like q."""
-    count, shared = len(q), q.shape[2] // k.shape[2]
-    if shared > 1 and count == 1:
-        # Key heads take the place of the batch, and each is a view for all its query heads.
-        # SDPA's own enable_gqa may leave the fused kernels, and then needs rows x keys memory.
-        rows = q[0].reshape(bucket.rows, -1, shared, q.shape[3]).permute(1, 2, 0, 3)
-        keys, values = (
-            x[0].transpose(0, 1).unsqueeze(1).expand(-1, shared, -1, -1) for x in (k, v)
-        )
-    else:
-        rows, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-        if shared > 1:
-            keys, values = (x.repeat_interleave(shared, dim=1) for x in (keys, values))
-    out = _attend(bucket, rows, keys, values, window, scale)
-    if shared > 1 and count == 1:
-        return out.permute(2, 0, 1, 3).flatten(1, 2).unsqueeze(0)
-    return out.transpose(1, 2)
+    """Attend in one bucket: q [B, H_q, R, D], k and v [B, H_kv, K, D], result like q."""
+    shared = q.shape[1] // k.shape[1]
+    if shared == 1:
+        return _attend(bucket, q, k, v, window, scale)
+    if len(q) > 1:
+        keys, values = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+        return _attend(bucket, q, keys, values, window, scale)
+    # Key heads take the place of the batch, and each is a view for all its query heads.
+    # SDPA's own enable_gqa may leave the fused kernels, and then needs rows x keys memory.
+    rows = q.squeeze(0).unflatten(0, (-1, shared))  # type: ignore[no-untyped-call]
+    keys, values = (x.squeeze(0).unsqueeze(1).expand(-1, shared, -1, -1) for x in (k, v))
+    return _attend(bucket, rows, keys, values, window, scale).flatten(0, 1).unsqueeze(0)
 
 
 def _attend(
@@ -145,10 +133,9 @@ def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
         for bucket, *operands in zip(
             plan.buckets, spread(q, plan.queries), spread(k, plan.keys), strict=True
         ):
-            rows, keys = _by_sequence(bucket, *operands)
-            rows = rows.reshape(*rows.shape[:2], k.shape[1], -1, k.shape[2])
-            rows = rows.permute(0, 2, 3, 1, 4).to(dtype)
-            keys = keys.permute(0, 2, 3, 1).unsqueeze(2).to(dtype)
+            rows, keys = (x.to(dtype) for x in operands)
+            rows = rows.unflatten(1, (k.shape[1], -1))  # type: ignore[no-untyped-call]
+            keys = keys.transpose(2, 3).unsqueeze(2)
             a_row = len(rows) * q.shape[1] * bucket.keys
             step = max(1, MASK_ELEMENTS // a_row)
             blocks = []
@@ -158,8 +145,8 @@ def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
                 scores = torch.matmul(rows[:, :, :, first:last], keys).mul_(scale)
                 scores.masked_fill_(~seen[:, None, None], -math.inf)
                 blocks.append(scores.logsumexp(dim=-1))
-            found.append(torch.cat(blocks, dim=-1).flatten(1, 2).transpose(1, 2).flatten(0, 1))
-    return gather_packed(found, plan.queries, -math.inf).t().contiguous()
+            found.append(torch.cat(blocks, dim=-1).flatten(1, 2).unsqueeze(-1))
+    return gather_packed(found, plan.queries, -math.inf).squeeze(-1).t().contiguous()
 
 
 class _DifferentiableLse(torch.autograd.Function):

@@ -17,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from trainer_adapter.packing import BatchMemory
 
@@ -39,33 +38,18 @@ class PinnedMemory(BatchMemory):
 
 
 class StagingBlock:
-    """Memory of `Staging`: pinned, with the event of the last copy from it."""
+    """Memory of `Staging`: pinned, as a tensor and as an array."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._device = device
-        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self.array: NDArray[np.uint8] = self._host.numpy()
-
-    @property
-    def idle(self) -> bool:
-        """Whether no copy from it is under way."""
-        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
-
-    def send(self, nbytes: int) -> Tensor:
-        """Copy its first bytes to the device, on the current stream, and return them there."""
-        there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        there.copy_(self._host[:nbytes], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-        return there
+        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.array: NDArray[np.uint8] = self.host.numpy()
 
 
 class Staging:
-    """Host memory to make tables in that go to one device; used again once they are there.
+    """Host memory to make tables in that go to one device; used again once that was said.
 
-    A block is busy until the device has copied it, whoever lets go of it before.
+    Who takes a block and never gives it back just loses it: torch frees pinned memory only when
+    the copies from and to it are done.
 
     Parameters
     ----------
@@ -74,18 +58,20 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._blocks: list[StagingBlock] = []
+        self._idle: list[StagingBlock] = []
 
     def take(self, size: int) -> StagingBlock:
-        """Return a block of at least `size` bytes, whatever they are; `send` it before the next."""
-        idle = [block for block in self._blocks if block.idle]
-        for block in idle:
+        """Return a block of at least `size` bytes, whatever they are."""
+        while self._idle:
+            block = self._idle.pop()
+            # What was too small once will be so again.
             if block.array.nbytes >= size:
                 return block
-        # What was too small once will be so again.
-        self._blocks = [block for block in self._blocks if block not in idle]
-        self._blocks.append(StagingBlock(-(-size // STAGING_BYTES) * STAGING_BYTES, self._device))
-        return self._blocks[-1]
+        return StagingBlock(-(-size // STAGING_BYTES) * STAGING_BYTES, self._device)
+
+    def give_back(self, block: StagingBlock) -> None:
+        """Use a block again; no copy from or to it is under way."""
+        self._idle.append(block)
 
 
 class Registration:

@@ -1,5 +1,8 @@
 """Leased groups gathered into a packed batch by a kernel that reads the ring itself.
 
+A batch is one block of memory on the device: the kernel's table and all that it fills. The host's
+time a batch is what small ones wait for, and each allocation and each copy costs some of it.
+
 Invariants:
 
 - Nothing here waits for the device but `Pending.finish`.
@@ -9,8 +12,9 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +23,7 @@ from torch import Tensor
 
 import shmbus
 from shmbus.gather import FieldNames, describe
-from shmbus.locate import KINDS, ROW_WORDS, GatherTable, plan_gather
+from shmbus.locate import ROW_WORDS, GatherTable, plan_gather
 from trainer_adapter._cuda import Staging, StagingBlock
 from trainer_adapter._finite import not_finite
 from trainer_adapter.advantages import Kind, advantages_for_groups
@@ -28,7 +32,7 @@ from trainer_adapter.packing import Batch, Layout, pad_batch
 
 __all__ = ["Pending", "begin_gather"]
 
-#: Bytes that parts of one block on the device are aligned to: what vector loads want, and more.
+#: Bytes that parts of a block are aligned to: what vector loads want, and more.
 PART_ALIGN: Final = 64
 #: Bytes of table that a sequence of up to 20,000 tokens has; longer ones cost a second attempt.
 USUAL_TABLE_BYTES: Final = 256
@@ -36,10 +40,8 @@ USUAL_TABLE_BYTES: Final = 256
 #: the advantage of a sequence whose tokens bring none.
 FLAGS_WORD: Final = 6
 GAIN_WORD: Final = 7
-#: Of an entry of the table of chunks.
-CHUNK_BYTES: Final = 8
-#: What the kernel fills, in the order of its arguments.
-OUTPUTS: Final = {
+#: What the kernel fills, a token each, in the order of its arguments.
+COLUMNS: Final = {
     "tokens": torch.int64,
     "position_ids": torch.int64,
     "loss_mask": torch.bool,
@@ -66,7 +68,7 @@ class Pending:
     keep : object
         What must not go away before.
     check : callable, optional
-        Called when it has arrived; raises for what cannot be used.
+        Called when it has arrived, until it returns; raises for what cannot be used.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Pending:
             self._done.synchronize()
         if self._check is not None:
             self._check()
+            self._check = None
         return self._batch
 
 
@@ -146,52 +149,48 @@ def begin_gather(
     ValueError
         As for `pack`; what is not finite, only when it is finished.
     """
+    from trainer_adapter._gpu_kernel import launch
+
     names = fields or FieldNames()
-    trajectories = [t for group in groups for t in group.trajectories]
-    sizes = [len(group.trajectories) for group in groups]
+    staging = staging or Staging(device)
+    members = [group.trajectories for group in groups]
+    trajectories = list(itertools.chain.from_iterable(members))
+    sizes = list(map(len, members))
     scores, policy_versions, instance_ids = describe(trajectories)
     flags = sample_flags(trajectories, truncated)
     per_sequence = advantages_for_groups(scores, sizes, advantages)
     if flags is not None:
         per_sequence[flags & ZEROED != 0] = 0
-    block, table = _plan(trajectories, names, device_shift, staging or Staging(device), len(groups))
+    block, table = _plan(trajectories, names, device_shift, staging, len(groups))
     count = len(trajectories)
     rows = block.array[: table.chunks_at].view(np.int64).reshape(count, ROW_WORDS)
     if flags is not None:
         rows[:, FLAGS_WORD] = flags
     rows.view(np.float32)[:, 2 * GAIN_WORD] = per_sequence
-    borders = block.array[table.borders_at :][: 4 * (count + 1)].view(np.int32).copy()
     parts = _append(block.array, table.nbytes, scores, policy_versions, sizes)
-    there = block.send(parts.end)
-    out = {
-        name: torch.empty(table.tokens, dtype=dtype, device=device)
-        for name, dtype in OUTPUTS.items()
-    }
-    _launch(there, table, parts.broken_at, out)
-    found = torch.empty(2, dtype=torch.int64, pin_memory=device.type == "cuda")
-    found.copy_(_part(there, parts.broken_at, 2, torch.int64), non_blocking=True)
+    there, views = _on_device(block.host, table, parts, len(sizes), device)
+    outputs = [views[name] for name in COLUMNS] + [views.pop("broken")]
+    for first, chunks, kinds in table.launches:
+        launch(kinds, first, chunks, there, table.chunks_at, outputs, NOWHERE)
+    # Back to where it came from: the block is not used again before it was looked at.
+    found = block.host[parts.broken_at : parts.scores_at]
+    found.copy_(there[parts.broken_at : parts.scores_at], non_blocking=True)
     batch = Batch(
-        tokens=out["tokens"],
-        position_ids=out["position_ids"],
-        loss_mask=out["loss_mask"],
-        logprobs=out["logprobs"],
-        advantages=out["advantages"],
-        cu_seqlens=_part(there, table.borders_at, count + 1, torch.int32),
+        **views,
         max_seqlen=table.longest,
-        scores=_part(there, parts.scores_at, count, torch.float32),
         instance_ids=instance_ids,
-        policy_versions=_part(there, parts.versions_at, count, torch.int64),
-        group_sizes=_part(there, parts.sizes_at, len(sizes), torch.int64),
         groups=groups,
         transport="gather",
     )
+    columns = batch.logprobs, batch.advantages
     if layout == "padded":
         pad_batch(batch)
 
     def check() -> None:
-        _require_finite(found.tolist(), out, names, borders, trajectories)
+        _require_finite(block.array, table, parts, columns, names, trajectories)
+        staging.give_back(block)
 
-    return Pending(batch, stream, keep=there, check=check)
+    return Pending(batch, stream, check=check)
 
 
 def _plan(
@@ -240,61 +239,50 @@ def _append(
     ):  # fmt: skip
         end = at + len(values) * np.dtype(dtype).itemsize
         block[at:end].view(dtype)[:] = values
-        at = -(-end // PART_ALIGN) * PART_ALIGN
+        at = _aligned(end)
         places.append(at)
     return _Parts(*places)
 
 
-def _part(there: Tensor, at: int, length: int, dtype: torch.dtype) -> Tensor:
-    return there[at : at + length * dtype.itemsize].view(dtype)
+def _aligned(at: int) -> int:
+    return -(-at // PART_ALIGN) * PART_ALIGN
 
 
-def _launch(there: Tensor, table: GatherTable, broken_at: int, out: dict[str, Tensor]) -> None:
-    """Start the kernel, once for all sequences that have the same fields."""
-    import triton.language as tl
-
-    from trainer_adapter._gpu_kernel import CHUNK_TOKENS, WARPS, pack_records
-
-    # As numpy's kinds; a bool is a byte, and one that is missing has any type.
-    types = {
-        "b1": tl.int8, "i1": tl.int8, "u1": tl.uint8, "i2": tl.int16, "u2": tl.uint16,
-        "i4": tl.int32, "u4": tl.uint32, "i8": tl.int64, "u8": tl.uint64,
-        "f4": tl.float32, "f8": tl.float64,
-    }  # fmt: skip
-    broken = _part(there, broken_at, 2, torch.int64)
-    for first, count, kinds in table.launches:
-        tokens, mask, logprobs, advantages = (
-            types[KINDS[kind].str[1:]] if kind >= 0 else tl.int8 for kind in kinds
-        )
-        pack_records[(count,)](
-            there,
-            table.chunks_at + first * CHUNK_BYTES,
-            *out.values(),
-            broken,
-            TOKENS=tokens,
-            MASK=mask,
-            LOGPROBS=logprobs,
-            ADVANTAGES=advantages,
-            HAS_MASK=kinds[1] >= 0,
-            HAS_LOGPROBS=kinds[2] >= 0,
-            HAS_ADVANTAGES=kinds[3] >= 0,
-            WORDS=ROW_WORDS,
-            CHUNK=CHUNK_TOKENS,
-            NOWHERE=NOWHERE,
-            num_warps=WARPS,
-        )
+def _on_device(
+    host: Tensor, table: GatherTable, parts: _Parts, groups: int, device: torch.device
+) -> tuple[Tensor, dict[str, Any]]:
+    """Send the table and what is behind it; return the block there, and the views of its parts."""
+    count = table.chunks_at // (ROW_WORDS * 8)
+    places = {
+        "cu_seqlens": (table.borders_at, count + 1, torch.int32),
+        "policy_versions": (parts.versions_at, count, torch.int64),
+        "group_sizes": (parts.sizes_at, groups, torch.int64),
+        "broken": (parts.broken_at, len(NOTHING_BROKEN), torch.int64),
+        "scores": (parts.scores_at, count, torch.float32),
+    }
+    end = parts.end
+    for name, dtype in COLUMNS.items():
+        places[name] = (end, table.tokens, dtype)
+        end = _aligned(end + table.tokens * dtype.itemsize)
+    there = torch.empty(end, dtype=torch.uint8, device=device)
+    there[: parts.end].copy_(host[: parts.end], non_blocking=True)
+    typed = {dtype: there.view(dtype) for dtype in {dtype for _, _, dtype in places.values()}}
+    return there, {
+        name: typed[dtype].narrow(0, at // dtype.itemsize, length)
+        for name, (at, length, dtype) in places.items()
+    }
 
 
 def _require_finite(
-    found: list[int],
-    out: dict[str, Tensor],
+    host: NDArray[np.uint8],
+    table: GatherTable,
+    parts: _Parts,
+    columns: tuple[Tensor, Tensor],
     names: FieldNames,
-    borders: NDArray[np.int32],
     trajectories: list[shmbus.Trajectory],
 ) -> None:
-    for token, column, name in zip(
-        found, ("logprobs", "advantages"), (names.logprobs, names.advantages), strict=True
-    ):
+    found = host[parts.broken_at : parts.scores_at].view(np.int64)[: len(NOTHING_BROKEN)].tolist()
+    for token, column, name in zip(found, columns, (names.logprobs, names.advantages), strict=True):
         if token != NOWHERE:
-            value = float(out[column][token])
-            raise not_finite(name, token, value, borders, trajectories)
+            borders = host[table.borders_at :][: 4 * (len(trajectories) + 1)].view(np.int32)
+            raise not_finite(name, token, float(column[token]), borders, trajectories)

@@ -1,6 +1,6 @@
 """The kernel that turns records in registered host memory into a packed batch on the device.
 
-Needs Triton, so only `gpu.py` imports this, and only when it is about to run it.
+Needs Triton, so it is imported only where it is about to run.
 
 Invariants:
 
@@ -13,12 +13,17 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-__all__ = ["CHUNK_TOKENS", "WARPS", "pack_records"]
+from shmbus.locate import KINDS, ROW_WORDS
+
+__all__ = ["CHUNK_TOKENS", "launch"]
 
 CHUNK_TOKENS: Final = 1024
 """Tokens of a program."""
@@ -27,8 +32,65 @@ WARPS: Final = 8
 """Warps of a program. With `CHUNK_TOKENS`, a thread reads four tokens of a field: one vector of 16
 bytes. On an H200, 50 of 55 GB/s; with twice as many tokens a thread, 36; with four times, 25."""
 
+CHUNK_BYTES: Final = 8
+"""Of an entry of the table of chunks."""
 
-@triton.jit
+#: As numpy's kinds; a bool is a byte.
+TYPES: Final = {
+    "b1": tl.int8, "i1": tl.int8, "u1": tl.uint8, "i2": tl.int16, "u2": tl.uint16,
+    "i4": tl.int32, "u4": tl.uint32, "i8": tl.int64, "u8": tl.uint64,
+    "f4": tl.float32, "f8": tl.float64,
+}  # fmt: skip
+
+# The kernel as it was compiled, for fields of these kinds on a device. Triton finds it too, but
+# looks at each argument anew for that: most of what a launch costs.
+_compiled: dict[tuple[tuple[int, ...], int | None, bool], Any] = {}
+
+
+def launch(
+    kinds: tuple[int, int, int, int],
+    first: int,
+    count: int,
+    table: Tensor,
+    chunks_at: int,
+    outputs: Sequence[Tensor],
+    nowhere: int,
+) -> None:
+    """Start the kernel on the current stream, for chunks whose sequences have the same fields.
+
+    Parameters
+    ----------
+    kinds, first, count
+        Of `GatherTable.launches`.
+    table, outputs
+        Pointers of `pack_records`, in its order; each a multiple of 16 bytes.
+    chunks_at : int
+        Of the GatherTable.
+    nowhere : int
+        In `broken`, where nothing is: beyond any token.
+    """
+    chunks_at += first * CHUNK_BYTES
+    arguments = (table, chunks_at, *outputs, *_constants(kinds), nowhere)
+    key = (kinds, table.device.index, chunks_at < 2**31)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[(count, 1, 1)](*arguments)
+        return
+    compiled = pack_records[(count,)](*arguments, num_warps=WARPS)
+    # The interpreter compiles nothing.
+    if compiled is not None:
+        _compiled[key] = compiled
+
+
+@functools.cache
+def _constants(kinds: tuple[int, int, int, int]) -> tuple[Any, ...]:
+    """Say in the kernel's terms which fields the records have; one that is missing has any type."""
+    types = [TYPES[KINDS[kind].str[1:]] if kind >= 0 else tl.int8 for kind in kinds]
+    there = [kind >= 0 for kind in kinds[1:]]
+    return (*types, *there, ROW_WORDS, CHUNK_TOKENS)
+
+
+@triton.jit(do_not_specialize=["chunks_at"])
 def pack_records(
     table,  # uint8: that of `shmbus.locate.plan_gather`
     chunks_at,  # where the first chunk of this launch is in it

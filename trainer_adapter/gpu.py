@@ -10,15 +10,14 @@ Invariants:
 
 - A batch that `pack` returns, or `Pending.finish`, has arrived: nothing reads the ring for it any
   more, so it may be acknowledged any time. The waiting thread sleeps.
-- All of it runs on streams of its own; training that is under way is not waited for. Batches take
-  them in turn, so that one's table goes over while another's records do.
+- All of it runs on a stream of its own; training that is under way is not waited for.
 - The ring is unregistered before the mapping may go away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import itertools
 import logging
 from typing import Any, Final, Literal
 
@@ -40,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 Transport = Literal["gather", "pinned", "copy"]
 TRANSPORTS: Final = ("gather", "pinned", "copy")
-#: Streams that batches take in turn.
-STREAMS: Final = 2
 
 
 class GpuPacker:
@@ -102,9 +99,7 @@ class GpuPacker:
         self._pinned: PinnedMemory | None = None
         self._registration: Registration | None = None
         self._staging = Staging(self.device)
-        self._streams = itertools.cycle(
-            [torch.cuda.Stream(self.device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
-        )
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.reason = ""
         self.transport: Transport = "gather" if transport == "auto" else transport
 
@@ -158,8 +153,7 @@ class GpuPacker:
                 self._fall_back("copy", f"no pinned memory: {error}")
         memory = self._pinned if self.transport == "pinned" else self._memory
         packed = pack(groups, memory=memory, **self._options)
-        stream = next(self._streams)
-        with torch.cuda.stream(stream):
+        with _on(self._stream):
             values = {
                 name: value.to(self.device, non_blocking=True)
                 for name, value in vars(packed).items()
@@ -169,7 +163,7 @@ class GpuPacker:
             if self._layout == "padded":
                 pad_batch(batch)
             # The host's batch is kept until the copies from it are done.
-            return Pending(batch, stream, keep=packed)
+            return Pending(batch, self._stream, keep=packed)
 
     def deliver(self, batch: Batch) -> Batch:
         """Hand a batch to the calling thread's current stream; call it once, where it is used.
@@ -186,8 +180,7 @@ class GpuPacker:
     def close(self) -> None:
         """Let go of the ring; call it before the Consumer closes."""
         if self._registration is not None:
-            for _ in range(STREAMS):
-                next(self._streams).synchronize()
+            self._stream.synchronize()
             self._registration.close()
             self._registration = None
 
@@ -196,8 +189,7 @@ class GpuPacker:
         if importlib.util.find_spec("triton") is None:
             self._fall_back("pinned", "Triton is not installed")
             return None
-        stream = next(self._streams)
-        with torch.cuda.stream(stream):
+        with _on(self._stream):
             if self._registration is None:
                 try:
                     self._registration = Registration(*mapping_of(groups[0].trajectories[0]))
@@ -207,7 +199,7 @@ class GpuPacker:
             return begin_gather(
                 groups,
                 self.device,
-                stream=stream,
+                stream=self._stream,
                 device_shift=self._registration.device_shift,
                 staging=self._staging,
                 layout=self._layout,
@@ -221,3 +213,9 @@ class GpuPacker:
             )
         self.transport, self.reason = transport, reason
         logger.warning("batches go to %s by %r: %s", self.device, transport, reason)
+
+
+def _on(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+    """Make a stream the current one: by torch's own, which is much lighter, where it has that."""
+    itself: Any = stream
+    return itself if hasattr(itself, "__enter__") else torch.cuda.stream(itself)
