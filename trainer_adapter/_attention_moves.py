@@ -4,8 +4,8 @@ Invariants:
 
 - Buckets come and go as SDPA has its operands: [sequences, heads, slots, head dimension].
 - Where the tokens of a bucket lie together in the packed row, its operands are views of that.
-- Each token is copied once on the way in, if at all, and at most twice on the way out; all that
-  moves does so in one kernel, since the host's time a kernel is what many short calls wait for.
+- Each token is copied once on the way in, if at all, and once on the way out; as many as possible
+  in one kernel, since the host's time a kernel is what short calls wait for.
 - Padding is zeros on the way in, and goes nowhere on the way out.
 """
 
@@ -24,11 +24,11 @@ __all__ = ["collect", "gather_packed", "spread"]
 
 
 class _Rows(NamedTuple):
-    """Moves as a device wants them; the slots are those of all buckets that move."""
+    """Moves as a device wants them; the slots are those of all buckets that move, in order."""
 
     of_slots: Tensor  # packed row of each slot, 0 for padding
     padding: Tensor | None  # the slots of padding, if there are any
-    to_rows: Tensor  # packed row of each slot, T for padding
+    to_rows: list[Tensor]  # a bucket each: packed row of each slot, T for padding
     absent: Tensor | None  # packed rows in no bucket, if there are any
     places: Tensor  # slot of each packed row among those of all buckets, 0 where absent
 
@@ -55,10 +55,11 @@ def _made_on(moves: Moves, device: torch.device) -> _Rows:
     moving = np.repeat([start < 0 for start in moves.starts], moves.sizes)
     slots = moves.slots[moving]
     missing = slots < 0
+    sizes = [size for size, start in zip(moves.sizes, moves.starts, strict=True) if start < 0]
     return _Rows(
         sent(np.where(missing, 0, slots)),
         sent_if_any(np.flatnonzero(missing)),
-        sent(np.where(missing, len(moves.places), slots)),
+        list(torch.split(sent(np.where(missing, len(moves.places), slots)), sizes)),
         sent_if_any(np.flatnonzero(moves.places < 0)),
         sent(np.maximum(moves.places, 0)),
     )
@@ -167,9 +168,8 @@ def _put(slots: list[Tensor], moves: Moves) -> Tensor:
         targets = [packed[start : start + len(part)] for part, start in staying]
         torch._foreach_copy_(targets, [part for part, _ in staying])
     moved = [part for part, start in placed if start < 0]
-    if moved:
-        to_rows = _rows_on(moves, packed.device).to_rows
-        _wide(packed).index_copy_(0, to_rows, _wide(torch.cat(moved)))
+    for part, to_rows in zip(moved, _rows_on(moves, packed.device).to_rows, strict=True):
+        _wide(packed).index_copy_(0, to_rows, _wide(part.contiguous()))
     return packed[:-1]
 
 

@@ -19,11 +19,11 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-CALL_WORK: Final = {"cpu": 2**19, "cuda": 2**28}
+CALL_WORK: Final = {"cpu": 2**19, "cuda": 2**30}
 """What one more SDPA call costs, forward and backward, as multiply-adds of the score matrix
 (rows x keys x heads x head dimension) that the device does in that time: 0.1 ms on one CPU core
-at 5e9 a second; on a GPU, where kernels of a call need some 10 us to begin and to end, at 2e13 a
-second. The host needs 0.2 ms a call, but is ahead of the device as long as calls are large."""
+at 5e9 a second; on a GPU, 0.05 ms at 2e13 a second. There the host needs 0.15 ms a call, but it is
+ahead of the device as long as calls are large, and padding costs memory too."""
 
 MOVE_KEYS: Final = {"cpu": 32, "cuda": 160}
 """What it costs to bring a token to its bucket and back, with its gradients, as keys that its row

@@ -316,12 +316,12 @@ def _by_sizes(
         return values.astype(np.float64)
     whole = np.array([len(values)])
     if kind == "batch":
-        return _compare(_Even(values, whole), "grpo", std, eps).ravel()
+        return _compare(_Even(values, whole), "grpo", std, eps)
     if kind == "batch_std":
         return _over_batch_std(values, counts, std, eps)
     even = counts[0] * len(counts) == len(values) and bool((counts == counts[0]).all())
     groups = _Even(values, counts) if even else _Ragged(values, counts)
-    return _compare(groups, kind, std, eps).ravel()
+    return _compare(groups, kind, std, eps)
 
 
 def _over_batch_std(
@@ -341,20 +341,25 @@ def _over_batch_std(
 
 
 class _Even:
-    """Groups of one size, as rows: reductions along them, broadcasting back."""
+    """Groups of one size, as columns, since numpy reduces many at once so; broadcasting back."""
 
     def __init__(self, values: FloatArray, counts: npt.NDArray[np.int64]) -> None:
-        self.values = values.reshape(len(counts), -1)
+        self.values = np.ascontiguousarray(values.reshape(len(counts), -1).T)
         self.counts: Any = float(counts[0])
 
     def reduce(self, ufunc: np.ufunc, values: FloatArray) -> FloatArray:
         """One value a group."""
-        reduced: FloatArray = ufunc.reduce(values, axis=1, keepdims=True)
+        reduced: FloatArray = ufunc.reduce(values, axis=0, keepdims=True)
         return reduced
 
     def spread(self, per_group: Any) -> Any:
         """Make one value a group fit all of its samples."""
         return per_group
+
+    def flat(self, values: FloatArray) -> FloatArray:
+        """Return samples as they were given."""
+        flat: FloatArray = values.T.ravel()
+        return flat
 
 
 class _Ragged:
@@ -374,22 +379,26 @@ class _Ragged:
         """Make one value a group fit all of its samples."""
         return np.repeat(per_group, self.counts)
 
+    def flat(self, values: FloatArray) -> FloatArray:
+        """Return samples as they were given."""
+        return values
+
 
 def _compare(groups: _Even | _Ragged, kind: str, std: Std, eps: float) -> FloatArray:
     values, counts = groups.values, groups.counts
     mean = groups.reduce(np.add, values) / counts
+    lowest, highest = groups.reduce(np.minimum, values), groups.reduce(np.maximum, values)
     # By comparison, since the mean of equal scores may differ from them by a rounding.
-    level = groups.reduce(np.minimum, values) == groups.reduce(np.maximum, values)
+    level = lowest == highest
     centred: FloatArray = np.where(groups.spread(level), 0.0, values - groups.spread(mean))
     if kind == "dr_grpo":
-        return centred
+        return groups.flat(centred)
     others = np.maximum(counts - 1, 1)
     if kind == "rloo":
         # score - mean of others = (score - mean) * n / (n - 1)
-        advantages: FloatArray = centred * groups.spread(counts / others)
-        return advantages
+        return groups.flat(centred * groups.spread(counts / others))
     # Deviations in units of the group's largest: no square can under- or overflow.
-    unit = groups.reduce(np.maximum, np.abs(centred))
+    unit = np.maximum(highest - mean, mean - lowest)
     unit[level] = 1.0
     relative = centred / groups.spread(unit)
     divisor = others if std == "bessel" else counts
@@ -397,8 +406,7 @@ def _compare(groups: _Even | _Ragged, kind: str, std: Std, eps: float) -> FloatA
     relative_std[level] = 1.0
     with np.errstate(over="ignore"):
         scale = relative_std + eps / unit
-    normalised: FloatArray = relative / groups.spread(scale)
-    return normalised
+    return groups.flat(relative / groups.spread(scale))
 
 
 def _checked_sizes(sizes: npt.NDArray[Any], samples: int) -> npt.NDArray[np.int64]:
@@ -409,13 +417,14 @@ def _checked_sizes(sizes: npt.NDArray[Any], samples: int) -> npt.NDArray[np.int6
             "pass one size a group"
         )
     counts = sizes.astype(np.int64)
-    if (counts < 0).any() or counts.sum() != samples:
+    smallest = counts.min(initial=samples)
+    if smallest < 0 or counts.sum() != samples:
         raise ValueError(
             f"sizes: expected {samples} samples in all and none below 0, got {counts.sum()} with "
             f"smallest {counts.min(initial=0)}; count the samples of each group"
         )
     # numpy's reduceat gives an empty group its neighbour's first value.
-    occupied: npt.NDArray[np.int64] = counts[counts > 0]
+    occupied: npt.NDArray[np.int64] = counts if smallest else counts[counts > 0]
     return occupied
 
 
