@@ -173,8 +173,8 @@ def begin_gather(
     for first, chunks, kinds in table.launches:
         launch(kinds, first, chunks, there, table.chunks_at, outputs, NOWHERE)
     # Back to where it came from: the block is not used again before it was looked at.
-    found = block.host[parts.broken_at : parts.scores_at]
-    found.copy_(there[parts.broken_at : parts.scores_at], non_blocking=True)
+    found = parts.broken_at, parts.scores_at - parts.broken_at
+    block.host.narrow(0, *found).copy_(there.narrow(0, *found), non_blocking=True)
     batch = Batch(
         **views,
         max_seqlen=table.longest,
@@ -265,7 +265,7 @@ def _on_device(
         places[name] = (end, table.tokens, dtype)
         end = _aligned(end + table.tokens * dtype.itemsize)
     there = torch.empty(end, dtype=torch.uint8, device=device)
-    there[: parts.end].copy_(host[: parts.end], non_blocking=True)
+    there.narrow(0, 0, parts.end).copy_(host.narrow(0, 0, parts.end), non_blocking=True)
     typed = {dtype: there.view(dtype) for dtype in {dtype for _, _, dtype in places.values()}}
     return there, {
         name: typed[dtype].narrow(0, at // dtype.itemsize, length)
