@@ -220,6 +220,19 @@ def test_a_packer_is_for_cuda_devices_only() -> None:
         GpuPacker("cuda", transport="rdma")  # type: ignore[arg-type]
 
 
+def test_memory_for_tables_is_used_again_only_when_it_was_given_back() -> None:
+    from trainer_adapter._cuda import Staging
+
+    staging = Staging(torch.device("cpu"))
+    first, second = staging.take(100), staging.take(100)
+    assert first is not second
+    staging.give_back(first)
+    assert staging.take(first.array.nbytes) is first
+    staging.give_back(second)
+    larger = staging.take(second.array.nbytes + 1)
+    assert larger.array.nbytes > second.array.nbytes
+
+
 # --- on a GPU
 
 

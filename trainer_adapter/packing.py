@@ -43,6 +43,9 @@ BLOCKS_KEPT: Final = 4
 class Batch:
     """One batch of whole groups. T tokens in S sequences, the longest of L tokens.
 
+    Tensors of it may share one block of memory, which lives as long as any of them: `clone` what
+    is to outlast the rest.
+
     Attributes
     ----------
     tokens : int64 [T], or [S, L] padded with 0
