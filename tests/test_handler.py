@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import keys_of
+from conftest import keys_of, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -585,10 +585,12 @@ def test_closing_ends_the_iteration_and_gives_everything_to_the_next(
     groups = put_random(producer, 11, 6)
     handler = OnlineDataHandler(bus.name, groups_per_batch=2)
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(lambda: list(handler))
-        time.sleep(0.2)
+        batches: list[Batch] = []
+        done = pool.submit(lambda: batches.extend(batch for batch in handler))
+        wait_until(lambda: len(batches) == 3, what="three batches")
         handler.close()
-        assert [len(batch.groups) for batch in done.result(30)] == [2, 2, 2]
+        done.result(30)
+        assert [len(batch.groups) for batch in batches] == [2, 2, 2]
     with OnlineDataHandler(bus.name, groups_per_batch=6) as handler:
         for batch in handler:
             assert_batch(batch, groups)

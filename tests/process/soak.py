@@ -135,6 +135,9 @@ def judge(group: shmbus.Group, answers: Notes) -> tuple[int, int]:
 class Soak:
     """The processes, and what is done to them."""
 
+    #: Of all that is done.
+    CONSUMER_KILLS = 0.10
+
     def __init__(self, name: str, seed: int) -> None:
         self.name = name
         self.rng = random.Random(seed)
@@ -184,7 +187,7 @@ class Soak:
             self.kill(self.producers[at])
             self.producers[at] = self.start_producer()
             self.done["producer kills"] += 1
-        elif what < 0.90:
+        elif what < 0.80 + self.CONSUMER_KILLS:
             self.kill(self.consumer)
             self.consumer = self.start_consumer()
             self.done["consumer kills"] += 1
