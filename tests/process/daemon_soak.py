@@ -33,6 +33,8 @@ RANKS = 2
 #: The bus, and a little for sockets.
 TMPFS_BYTES = (16 << 20) + (2 << 20)
 LONGEST_FULL_S = 1.0
+#: Without an acknowledgement for so long, the bus is full of groups that have to time out.
+LONGEST_WAIT_S = 2.0
 DAY_NS = 86_400 * 10**9
 CLOCK = Path(__file__).with_name("wall_clock.c")
 LOG = Path(os.environ.get("SHMBUS_WALL_CLOCK", "none")).with_name("daemon.log")
@@ -82,10 +84,6 @@ def train(name: str, rank: int, notes: Notes, answers: Notes) -> None:
 class DaemonSoak(Soak):
     """The consumer of `Soak` is the daemon; the ranks come on top."""
 
-    #: Few, so that some daemon lives for a group's timeout, which begins anew with each: what dead
-    #: producers left incomplete would else fill the bus.
-    CONSUMER_KILLS = 0.02
-
     def __init__(
         self, name: str, seed: int, restarts: int, allowed: dict[str, bool], wall: mmap.mmap
     ) -> None:
@@ -108,11 +106,14 @@ class DaemonSoak(Soak):
     def over(self) -> bool:
         return 0 < self.restarts <= self.done["consumer kills"]
 
+    def kill_consumer(self) -> None:
+        """Not while all wait for what dead producers left incomplete: its time is the daemon's."""
+        if time.monotonic() - self.moved_s < LONGEST_WAIT_S:
+            super().kill_consumer()
+
     def restart(self) -> None:
         """Kill the daemon, and wait until its successor has had something trained."""
-        self.kill(self.consumer)
-        self.consumer = self.start_consumer()
-        self.done["consumer kills"] += 1
+        super().kill_consumer()
         before, end = self.answers.counts[1], time.monotonic() + soak.HANG_S
         while self.answers.counts[1] == before and time.monotonic() < end:
             time.sleep(0.002)
@@ -144,11 +145,9 @@ class DaemonSoak(Soak):
         with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 16))
-        self.kill(self.consumer)
-        self.consumer = self.start_consumer()
+        self.kill_consumer()
         time.sleep(self.rng.random() * LONGEST_FULL_S)
         path.unlink()
-        self.done["consumer kills"] += 1
         self.done["full /dev/shm"] += 1
 
     def replace_finished(self) -> None:

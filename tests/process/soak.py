@@ -135,14 +135,12 @@ def judge(group: shmbus.Group, answers: Notes) -> tuple[int, int]:
 class Soak:
     """The processes, and what is done to them."""
 
-    #: Of all that is done.
-    CONSUMER_KILLS = 0.10
-
     def __init__(self, name: str, seed: int) -> None:
         self.name = name
         self.rng = random.Random(seed)
         self.notes, self.answers = Notes(), Notes()
         self.lives = 0
+        self.moved_s = 0.0
         self.done = {"producer kills": 0, "consumer kills": 0, "stops": 0, "slow spells": 0}
         self.producers = [self.start_producer() for _ in range(PRODUCERS)]
         self.consumer = self.start_consumer()
@@ -178,6 +176,11 @@ class Soak:
         os.kill(pid, signal.SIGCONT)
         self.done["stops"] += 1
 
+    def kill_consumer(self) -> None:
+        self.kill(self.consumer)
+        self.consumer = self.start_consumer()
+        self.done["consumer kills"] += 1
+
     def act(self) -> None:
         """Do one of the things that go wrong."""
         rng = self.rng
@@ -187,10 +190,8 @@ class Soak:
             self.kill(self.producers[at])
             self.producers[at] = self.start_producer()
             self.done["producer kills"] += 1
-        elif what < 0.80 + self.CONSUMER_KILLS:
-            self.kill(self.consumer)
-            self.consumer = self.start_consumer()
-            self.done["consumer kills"] += 1
+        elif what < 0.90:
+            self.kill_consumer()
         elif what < 0.95:
             self.pause(self.producers[at])
         elif what < 0.98:
@@ -208,14 +209,14 @@ class Soak:
     def run(self, seconds: float) -> int:
         """Act until the time is over; returns how often nothing moved for too long."""
         end = time.monotonic() + seconds
-        seen, moved = -1, time.monotonic()
+        seen, self.moved_s = -1, time.monotonic()
         while time.monotonic() < end and not self.over():
             self.act()
             time.sleep(self.rng.random() * 0.1)
             now = time.monotonic()
             if self.answers.counts[1] != seen:
-                seen, moved = int(self.answers.counts[1]), now
-            elif now - moved > HANG_S:
+                seen, self.moved_s = int(self.answers.counts[1]), now
+            elif now - self.moved_s > HANG_S:
                 return 1
             self.replace_finished()
         return 0
