@@ -1,3 +1,3 @@
-# options: --scenario tight --strong --preemptions 2 --deaths 0
+# options: --scenario tight --strong --preemptions 3 --deaths 0
 # A run that its owner sealed for want of space is not looked at.
 /^static bool sealed_since/,/^}/s/phase == RUN_WALKING/phase == RUN_UNKNOWN/
