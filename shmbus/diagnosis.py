@@ -91,17 +91,19 @@ def _read(path: str | Path) -> str | None:
 # -- the machine ------------------------------------------------------------------------------
 
 
-def _mount_type(path: Path) -> str | None:
-    found = None
+def _mount(path: Path) -> tuple[str | None, list[str]]:
+    """Return type and options of what is mounted there: None and nothing where nothing is."""
+    kind, options = None, []
     for line in (_read("/proc/self/mounts") or "").splitlines():
         parts = line.split()
-        if len(parts) > 2 and parts[1] == str(path):
-            found = parts[2]  # the last one mounted there is the one that counts
-    return found
+        if len(parts) > 3 and parts[1] == str(path):
+            # The last one mounted there is the one that counts.
+            kind, options = parts[2], parts[3].split(",")
+    return kind, options
 
 
 def _check_shm() -> Iterator[Finding]:
-    kind = _mount_type(_SHM)
+    kind, _ = _mount(_SHM)
     if not _SHM.is_dir():
         yield Finding("shm", "fail", "there is no /dev/shm", "mount -t tmpfs tmpfs /dev/shm")
         return
@@ -172,15 +174,20 @@ def _check_huge_pages() -> Iterator[Finding]:
     if setting is None:
         yield Finding("huge_pages", "ok", "this kernel has none for shared memory")
         return
-    match = re.search(r"\[(\w+)\]", setting)
-    chosen = match[1] if match else setting
+    forced = re.search(r"\[(deny|force)\]", setting)
+    if forced:
+        yield Finding("huge_pages", "ok", f"the kernel's shmem_enabled is {forced[1]}, for all")
+        return
+    # What else that file says is for memory without a mount; a mount's own option counts here.
+    _, options = _mount(_SHM)
+    chosen = next((o.removeprefix("huge=") for o in options if o.startswith("huge=")), "never")
     hint = ""
-    if chosen in ("never", "deny"):
+    if chosen == "never":
         hint = (
-            "fewer page faults at creation and attachment with: echo within_size > "
-            "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+            "fewer page faults at creation and in each new process with: "
+            "mount -o remount,huge=within_size /dev/shm"
         )
-    yield Finding("huge_pages", "ok", f"shmem_enabled is {chosen}", hint)
+    yield Finding("huge_pages", "ok", f"/dev/shm is mounted with huge={chosen}", hint)
 
 
 def _check_kernel() -> Iterator[Finding]:
