@@ -2,7 +2,7 @@
 
 Invariants:
 
-- A check reports and changes nothing; the two that try something out leave nothing behind.
+- A check reports and changes nothing; those that try something out leave nothing behind.
 - torch is never imported here: a child process does, and is ended when it takes too long.
 - "fail" means that shmbus cannot work; "warn" that it will work worse than it could.
 """
@@ -91,19 +91,17 @@ def _read(path: str | Path) -> str | None:
 # -- the machine ------------------------------------------------------------------------------
 
 
-def _mount(path: Path) -> tuple[str | None, list[str]]:
-    """Return type and options of what is mounted there: None and nothing where nothing is."""
-    kind, options = None, []
+def _mount_type(path: Path) -> str | None:
+    found = None
     for line in (_read("/proc/self/mounts") or "").splitlines():
         parts = line.split()
-        if len(parts) > 3 and parts[1] == str(path):
-            # The last one mounted there is the one that counts.
-            kind, options = parts[2], parts[3].split(",")
-    return kind, options
+        if len(parts) > 2 and parts[1] == str(path):
+            found = parts[2]  # the last one mounted there is the one that counts
+    return found
 
 
 def _check_shm() -> Iterator[Finding]:
-    kind, _ = _mount(_SHM)
+    kind = _mount_type(_SHM)
     if not _SHM.is_dir():
         yield Finding("shm", "fail", "there is no /dev/shm", "mount -t tmpfs tmpfs /dev/shm")
         return
@@ -170,24 +168,24 @@ def _check_limits() -> Iterator[Finding]:
 
 
 def _check_huge_pages() -> Iterator[Finding]:
-    setting = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    if setting is None:
-        yield Finding("huge_pages", "ok", "this kernel has none for shared memory")
+    """Whether the pages of a bus made here are huge: a tried-out fact, since much decides it."""
+    name = f"doctor-pages-{os.getpid()}"
+    try:
+        with shmbus.Bus.create(name, "8MiB"):
+            maps = _read("/proc/self/smaps") or ""
+    except (shmbus.ShmbusError, OSError):
+        return  # the round trip says why
+    _, _, ours = maps.partition(f"shmbus.{name}")
+    found = re.search(r"^ShmemPmdMapped: +(\d+) kB$", ours, re.MULTILINE)
+    if found and int(found[1]) > 0:
+        yield Finding("huge_pages", "ok", "a bus lies in huge pages")
         return
-    forced = re.search(r"\[(deny|force)\]", setting)
-    if forced:
-        yield Finding("huge_pages", "ok", f"the kernel's shmem_enabled is {forced[1]}, for all")
-        return
-    # What else that file says is for memory without a mount; a mount's own option counts here.
-    _, options = _mount(_SHM)
-    chosen = next((o.removeprefix("huge=") for o in options if o.startswith("huge=")), "never")
-    hint = ""
-    if chosen == "never":
-        hint = (
-            "fewer page faults at creation and in each new process with: "
-            "mount -o remount,huge=within_size /dev/shm"
-        )
-    yield Finding("huge_pages", "ok", f"/dev/shm is mounted with huge={chosen}", hint)
+    hint = (
+        "a bus in huge pages is up to a quarter faster: Linux 6.1 and newer gives them unless "
+        "/sys/kernel/mm/transparent_hugepage/shmem_enabled is deny; an older one where "
+        "/dev/shm is mounted with huge=within_size"
+    )
+    yield Finding("huge_pages", "ok", "a bus lies in small pages", hint)
 
 
 def _check_kernel() -> Iterator[Finding]:

@@ -18,6 +18,9 @@
 #define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 
 /* An extent is what a producer leases at a time: large enough that leasing is rare, small enough
  * that idle producers, which hold one each, hold at most a quarter of the bus. */
@@ -31,6 +34,10 @@
 #define POPULATE_ON_OPEN_BYTES (UINT64_C(1) << 30)
 #define TOUCH_THREADS 4u
 #define TOUCH_CHUNK (UINT64_C(32) << 20)
+/* A chunk in huge pages takes some 15 ms; in memory that is fragmented, seconds. */
+#define COLLAPSE_PATIENCE_NS UINT64_C(500000000)
+/* A mapping begins at a multiple of this, so that whole huge pages of the file can be mapped. */
+#define HUGE_PAGE (UINT64_C(2) << 20)
 
 static uint64_t power_of_two_below(uint64_t value) {
     uint64_t power = 1;
@@ -86,7 +93,22 @@ struct touch_job {
     uint8_t *base;
     uint64_t bytes;
     _Atomic uint64_t next;
+    _Atomic bool small_pages;
 };
+
+/* Huge pages where the kernel gives them (from 6.1 on, whatever the mount says): every process maps
+ * the whole bus and goes through it again and again. A refusal is an answer for all of the segment,
+ * and so is memory that has to be freed up first: the rest stays in small pages then. */
+static void collapse(struct touch_job *job, uint64_t at, uint64_t bytes) {
+    if (atomic_load_explicit(&job->small_pages, memory_order_relaxed)) {
+        return;
+    }
+    uint64_t start = clock_monotonic_ns();
+    if (madvise(job->base + at, bytes, MADV_COLLAPSE) != 0 ||
+        clock_monotonic_ns() - start > COLLAPSE_PATIENCE_NS) {
+        atomic_store_explicit(&job->small_pages, true, memory_order_relaxed);
+    }
+}
 
 static void *touch(void *argument) {
     struct touch_job *job = argument;
@@ -96,6 +118,7 @@ static void *touch(void *argument) {
             return NULL;
         }
         uint64_t bytes = job->bytes - at < TOUCH_CHUNK ? job->bytes - at : TOUCH_CHUNK;
+        collapse(job, at, bytes);
         if (madvise(job->base + at, bytes, MADV_POPULATE_WRITE) != 0) {
             /* Kernels before 5.14: write a zero where nothing has been written yet. */
             for (uint64_t page = at; page < at + bytes; page += SHMBUS_PAGE) {
@@ -107,7 +130,7 @@ static void *touch(void *argument) {
 
 /* First touch of shared memory is slow on one core: several threads share it. */
 static void touch_all(uint8_t *base, uint64_t bytes) {
-    struct touch_job job = {base, bytes, 0};
+    struct touch_job job = {base, bytes, 0, false};
     pthread_t threads[TOUCH_THREADS];
     unsigned started = 0;
     while (started + 1 < TOUCH_THREADS && bytes > (started + 1) * TOUCH_CHUNK &&
@@ -151,8 +174,31 @@ static int open_flags(const struct segment *self) {
     return (self->read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC;
 }
 
+/* Address space for so many bytes, beginning at a multiple of a huge page; NULL where there is none,
+ * and for what is smaller than one. */
+static void *aligned_room(uint64_t bytes) {
+    if (bytes < HUGE_PAGE) {
+        return NULL;
+    }
+    uint64_t kept = shmbus_align_up(bytes, SHMBUS_PAGE), room = kept + HUGE_PAGE;
+    uint8_t *start = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) {
+        return NULL;
+    }
+    uint8_t *aligned = start + (HUGE_PAGE - (uintptr_t)start % HUGE_PAGE) % HUGE_PAGE;
+    if (aligned > start) {
+        munmap(start, (size_t)(aligned - start));
+    }
+    if (aligned + kept < start + room) {
+        munmap(aligned + kept, (size_t)(start + room - (aligned + kept)));
+    }
+    return aligned;
+}
+
 static enum segment_status map_file(struct segment *self) {
-    void *base = mmap(NULL, self->bytes, protection(self), MAP_SHARED, self->fd, 0);
+    void *room = aligned_room(self->bytes);
+    void *base = mmap(room, self->bytes, protection(self), MAP_SHARED | (room == NULL ? 0 : MAP_FIXED),
+                      self->fd, 0);
     if (base == MAP_FAILED) {
         self->base = NULL;
         return errno == ENOMEM ? SEGMENT_NO_SPACE : SEGMENT_SYSTEM_ERROR;

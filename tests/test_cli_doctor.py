@@ -43,24 +43,13 @@ def test_doctor_leaves_nothing_behind() -> None:
     assert not cli("doctor", "--quick").left_behind()
 
 
-def test_huge_pages_are_those_of_the_mount() -> None:
-    # What /sys says of shared memory does not hold for a mounted tmpfs, which has an option.
-    import subprocess
-    import sys
-
-    code = (
-        "from shmbus.diagnosis import diagnose;"
-        "print(next(f.found for f in diagnose() if f.check == 'huge_pages'))"
-    )
-    mount = "mount -t tmpfs -o size=64m,huge=within_size tmpfs /dev/shm"
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c",
-         f'{mount} || exit 77; exec "$0" -c "$1"', sys.executable, code],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    if done.returncode != 0 and "Traceback" not in done.stderr:
-        pytest.skip(f"no tmpfs with huge pages can be mounted here: {done.stderr.strip()}")
-    assert done.stdout == "/dev/shm is mounted with huge=within_size\n", done.stderr
+def test_doctor_says_what_pages_a_bus_really_has() -> None:
+    finding = next(f for f in diagnosis.diagnose() if f.check == "huge_pages")
+    with shmbus.Bus.create(unique := f"pages-{os.getpid()}", "8MiB"):
+        ours = Path("/proc/self/smaps").read_text().partition(f"shmbus.{unique}")[2]
+    mapped = int(ours.partition("ShmemPmdMapped:")[2].split()[0])
+    assert (finding.found == "a bus lies in huge pages") == (mapped > 0)
+    assert bool(finding.hint) == (mapped == 0)
 
 
 def test_asking_for_torch_does_not_load_it_here() -> None:
