@@ -151,6 +151,21 @@ def test_a_mask_without_tokens_gives_zero_and_zero_gradients(seed: int) -> None:
         assert (gradient == 0).all()
 
 
+@pytest.mark.parametrize("denominator", [0, 0.0, torch.tensor(0)], ids=repr)
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
+def test_a_batch_that_trains_no_token_gives_zero_under_its_own_denominator(
+    normalisation: Any, denominator: Any, seed: int
+) -> None:
+    row = Row(seed)
+    nothing = torch.zeros_like(row.mask)
+    got = policy_loss(
+        row.new, row.old, row.advantages, nothing,
+        normalisation=normalisation, cu_seqlens=CU_SEQLENS, denominator=denominator,
+    )  # fmt: skip
+    assert got.loss.item() == 0.0
+    assert not torch.autograd.grad(got.loss, row.new)[0].any()
+
+
 def test_micro_batches_with_one_denominator_add_up_to_the_whole(seed: int) -> None:
     row = Row(seed)
     losses, mask = row.advantages, row.mask
@@ -250,6 +265,8 @@ def test_half_precision_is_widened_before_any_arithmetic(dtype: torch.dtype, see
     ("change", "error", "message"),
     [
         ({"loss_mask": torch.ones(4)}, TypeError, "loss_mask: expected torch.bool"),
+        ({"loss_mask": [True] * 4}, TypeError, "loss_mask: expected a torch.Tensor, got list"),
+        ({"old_logprobs": [0.0] * 4}, TypeError, "old_logprobs: expected a torch.Tensor, got list"),
         ({"logprobs": torch.zeros(4).long()}, TypeError, "logprobs: expected a floating"),
         ({"old_logprobs": torch.zeros(3)}, ValueError, "old_logprobs: expected .T. or .S, L."),
         ({"weights": torch.zeros(4, 1)}, ValueError, "weights: expected"),
@@ -257,7 +274,20 @@ def test_half_precision_is_widened_before_any_arithmetic(dtype: torch.dtype, see
         ({"clip_high": math.nan}, ValueError, "clip_low and clip_high"),
         ({"normalisation": "mean"}, ValueError, "normalisation: expected 'token'"),
         ({"normalisation": "sequence"}, ValueError, "cu_seqlens: expected the borders"),
+        (
+            {"normalisation": "sequence", "cu_seqlens": torch.tensor([0.0, 4.0])},
+            TypeError,
+            "cu_seqlens: expected an int32 or int64 tensor, got torch.float32",
+        ),
+        (
+            {"normalisation": "sequence", "cu_seqlens": torch.tensor([[0, 4]])},
+            ValueError,
+            "cu_seqlens: expected shape .sequences . 1., got .1, 2.",
+        ),
         ({"normalisation": "constant"}, ValueError, "denominator: expected a number"),
+        ({"denominator": math.nan}, ValueError, "denominator: expected a finite number.*got nan"),
+        ({"denominator": -2}, ValueError, "denominator: expected a finite number.*got -2"),
+        ({"denominator": "8"}, TypeError, "denominator: expected a number.*got str"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(

@@ -74,10 +74,14 @@ def _attend(
     if bucket.kind == "causal":
         return attention(q, k, v, is_causal=True)
     if bucket.kind == "full":
-        mask = None
-        if (bucket.key_counts != bucket.keys).any():
-            counts = torch.from_numpy(bucket.key_counts).to(q.device)
-            mask = torch.arange(bucket.keys, device=q.device) < counts[:, None, None, None]
+        if (bucket.key_counts == bucket.keys).all():
+            return attention(q, k, v)
+        counts = torch.from_numpy(bucket.key_counts).to(q.device)
+        mask = torch.arange(bucket.keys, device=q.device) < counts[:, None, None, None]
+        if q.device.type == "cpu" and q.dtype == torch.float32:
+            # Under a mask the CPU's kernel rounds scaled scores one way forward, another backward.
+            # Short sequences, whose weights are near 1, show it in the gradient of their values.
+            return F.scaled_dot_product_attention(q * scale, k, v, attn_mask=mask, scale=1.0)
         return attention(q, k, v, attn_mask=mask)
     alone = len(bucket.row_counts) == 1
     step = block_rows(bucket.keys, window) if alone else bucket.rows

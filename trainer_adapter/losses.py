@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ def policy_loss(
 
     For each token, ``-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)`` with
     ``r = exp(logprobs - old_logprobs)`` (Schulman et al. 2017, arXiv:1707.06347; two bounds as in
-    DAPO, Yu et al. 2025, arXiv:2503.14476).
+    DAPO, Yu et al. 2025, arXiv:2503.14476). The logarithm of ``r`` is cut at 20 in size.
 
     Parameters
     ----------
@@ -224,7 +225,8 @@ def aggregate_loss(
         border on belong to no sequence.
     denominator : float or Tensor [], optional
         Divide by this instead of the tokens or sequences here: their number over all ranks and
-        micro-batches of a step, which makes gradient accumulation exact.
+        micro-batches of a step, which makes gradient accumulation exact. 0 is fine where the mask
+        has no token.
 
     Returns
     -------
@@ -254,7 +256,13 @@ def aggregate_loss(
             f"normalisation: expected 'token', 'sequence' or 'constant', got {normalisation!r}; "
             "'token' weighs all tokens the same"
         )
-    return total / (count.clamp(min=1) if denominator is None else denominator)
+    if denominator is None:
+        return total / count.clamp(min=1)
+    if not isinstance(denominator, Tensor):
+        _check_denominator(denominator)
+        denominator = total.new_full((), denominator)
+    # Where nothing is trained, the whole batch's number of tokens may be 0 too.
+    return total / torch.where(count > 0, denominator, 1)
 
 
 def _by_sequence(
@@ -268,6 +276,16 @@ def _by_sequence(
             "cu_seqlens: expected the borders of the sequences with normalisation='sequence' and "
             "packed losses, got None; pass batch.cu_seqlens"
         )
+    got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
+    if got not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"cu_seqlens: expected an int32 or int64 tensor, got {got}; pass batch.cu_seqlens"
+        )
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(
+            f"cu_seqlens: expected shape [sequences + 1], got {tuple(cu_seqlens.shape)}; "
+            "pass batch.cu_seqlens"
+        )
     positions = torch.arange(len(kept), device=kept.device)
     # The bin after the last sequence takes what follows the last border.
     sequence = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)
@@ -276,7 +294,26 @@ def _by_sequence(
     return sums[:-1], counts[:-1]
 
 
+def _check_denominator(denominator: float) -> None:
+    if not isinstance(denominator, (int, float)):
+        raise TypeError(
+            f"denominator: expected a number or a tensor, got {type(denominator).__name__}; "
+            "pass for instance part.batch_loss_tokens"
+        )
+    if not (math.isfinite(denominator) and denominator >= 0):
+        raise ValueError(
+            f"denominator: expected a finite number from 0 on, got {denominator}; "
+            "pass for instance part.batch_loss_tokens"
+        )
+
+
 def _check(loss_mask: Tensor, **operands: Tensor) -> None:
+    for name, operand in {"loss_mask": loss_mask, **operands}.items():
+        if not isinstance(operand, Tensor):
+            raise TypeError(
+                f"{name}: expected a torch.Tensor, got {type(operand).__name__}; "
+                "use torch.as_tensor"
+            )
     if loss_mask.dtype != torch.bool:
         raise TypeError(
             f"loss_mask: expected torch.bool, got {loss_mask.dtype}; convert with .bool()"
