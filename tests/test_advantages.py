@@ -170,6 +170,15 @@ def test_a_callable_gets_each_group_once() -> None:
     assert got.tolist() == [1.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_a_callable_may_return_a_tensor_with_or_without_a_graph(dtype: torch.dtype) -> None:
+    def doubled(scores: Any) -> torch.Tensor:
+        given = torch.tensor(scores, dtype=dtype)
+        return (given.requires_grad_() if given.is_floating_point() else given) * 2
+
+    assert advantages_for_groups([1.0, 2.0, 3.0], [1, 2], doubled).tolist() == [2.0, 4.0, 6.0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -182,8 +191,19 @@ def test_a_callable_gets_each_group_once() -> None:
         ((np.zeros((1, 1, 1)),), ValueError, r"got shape \(1, 1, 1\)"),
         ((np.float64(1),), ValueError, r"got shape \(\)"),
         (([1.0], "best"), ValueError, "kind: expected 'grpo'"),
-        (([1.0], lambda s: [1.0, 2.0]), ValueError, "expected 1 finite advantages"),
-        (([1.0], lambda s: s * math.nan), ValueError, "expected 1 finite advantages"),
+        *(
+            (([1.0], wrong), ValueError, "advantages: expected 1 finite real numbers from .*lambda")
+            for wrong in (
+                lambda s: [1.0, 2.0],
+                lambda s: s * math.nan,
+                lambda s: s * 1j,
+                lambda s: torch.tensor([1j]),
+                lambda s: ["a"],
+                lambda s: [[1.0], [1.0, 2.0]],
+                lambda s: None,
+                lambda s: 1.0,
+            )
+        ),
     ],
 )
 def test_what_makes_no_advantage_is_named(
@@ -204,6 +224,8 @@ def test_what_makes_no_advantage_is_named(
         ({"std": "torch"}, ValueError, "std: expected 'bessel'"),
         ({"eps": -1.0}, ValueError, "eps: expected a finite"),
         ({"eps": math.nan}, ValueError, "eps: expected a finite"),
+        ({"eps": "small"}, TypeError, "eps: expected a number, got str"),
+        ({"group_ids": ["a", None]}, TypeError, "group_ids: expected integers or strings, got"),
     ],
 )
 def test_options_that_do_not_fit_are_named(

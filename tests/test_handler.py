@@ -526,7 +526,23 @@ def test_the_state_of_another_bus_filters_nothing(bus_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [None, {}, [], {"version": 99}, {"version": 1}, {"version": 1, "step": "x"}, "state"]
+    "state",
+    [
+        None,
+        {},
+        [],
+        {"version": 99},
+        {"version": 1},
+        {"version": 1, "step": "x"},
+        "state",
+        {
+            "version": 1,
+            "step": -1,
+            "policy_version": 0,
+            "bus_created_unix_ns": 1,
+            "trained": [],
+        },
+    ],
 )
 def test_what_is_no_state_is_refused_and_changes_nothing(bus: Bus, state: Any) -> None:
     with OnlineDataHandler(bus.name) as handler:
@@ -536,36 +552,7 @@ def test_what_is_no_state_is_refused_and_changes_nothing(bus: Bus, state: Any) -
         assert handler.state_dict() == before
 
 
-# --- arguments, and the end
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "match"),
-    [
-        ({"tokens_per_batch": 1, "groups_per_batch": 1}, ValueError, "got both"),
-        ({"tokens_per_batch": 0}, ValueError, "tokens_per_batch: expected 1 or more, got 0"),
-        ({"groups_per_batch": -1}, ValueError, "groups_per_batch: expected 1 or more, got -1"),
-        ({"groups_per_batch": 1.0}, TypeError, "groups_per_batch: expected an int, got float"),
-        ({"tokens_per_batch": True}, TypeError, "tokens_per_batch: expected an int, got bool"),
-        ({"rank": 2, "world_size": 2}, ValueError, "rank: expected 0 to 1, got 2"),
-        ({"layout": "ragged"}, ValueError, "layout: expected .*'ragged'"),
-        ({"malformed": "keep"}, ValueError, "malformed: expected .*'keep'"),
-        ({"advantages": "ppo"}, ValueError, "kind: expected .*'ppo'"),
-        ({"max_wait": -1}, ValueError, "max_wait: expected .*-1"),
-        ({"max_wait": float("nan")}, ValueError, "max_wait: expected .*nan"),
-        ({"max_wait": "soon"}, (TypeError, ValueError), "max_wait: expected .*soon"),
-        ({"fields": {"tokens": "t"}}, TypeError, "fields: expected .*FieldNames.*dict"),
-        ({"device": "abacus"}, (RuntimeError, ValueError), "abacus"),
-        ({"duplicate": "keep"}, ValueError, "duplicate: expected .*'keep'"),
-        ({"no_such": 1}, TypeError, "no_such"),
-    ],
-)
-def test_bad_arguments_are_refused_at_once_and_hold_no_bus(
-    bus: Bus, given: dict[str, Any], error: Any, match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        OnlineDataHandler(bus.name, **given)
-    Consumer(bus.name).close()
+# --- the end
 
 
 def test_options_of_the_consumer_are_passed_on(bus: Bus, producer: Producer) -> None:

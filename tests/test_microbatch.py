@@ -114,11 +114,14 @@ def test_what_cannot_be_cut_is_named(consumer: Consumer) -> None:
     for given in ({}, {"max_tokens": 5, "count": 2}):
         with pytest.raises(ValueError, match="expected one of max_tokens and count"):
             micro_batches(batch, **given)
-    too_small = batch.max_seqlen - 1
-    with pytest.raises(ValueError, match=f"expected at most {too_small} tokens.*got"):
-        micro_batches(batch, max_tokens=too_small)
-    padded = pack(batch.groups, layout="padded")
-    with pytest.raises(ValueError, match=f"expected at most {too_small} tokens.*got"):
-        micro_batches(padded, max_tokens=too_small)
-    with pytest.raises(ValueError, match=r"parts: expected at most 48.*got 49"):
-        micro_batches(batch, count=49)
+    longest = batch.max_seqlen
+    for layout in ("packed", "padded"):
+        whole = pack(batch.groups, layout=layout)
+        with pytest.raises(ValueError, match=f"max_tokens: expected at least {longest}.*got"):
+            micro_batches(whole, max_tokens=longest - 1)
+        with pytest.raises(ValueError, match=r"count: expected at most 48.*got 49"):
+            micro_batches(whole, count=49)
+    with pytest.raises(ValueError, match="count: expected 1 or more, got 0"):
+        micro_batches(batch, count=0)
+    with pytest.raises(TypeError, match="max_tokens: expected an int, got float"):
+        micro_batches(batch, max_tokens=64.0)

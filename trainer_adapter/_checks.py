@@ -8,13 +8,18 @@ from __future__ import annotations
 import itertools
 from typing import Any, Final
 
+import torch
+
 import shmbus
+from shmbus.gather import FieldNames
 from trainer_adapter.advantages import MAX_SCORE
 
 __all__ = [
     "STATE_VERSION",
     "check_choices",
     "check_count",
+    "check_device",
+    "check_fields",
     "check_for_ranks",
     "check_lengths",
     "check_prefetch",
@@ -60,10 +65,38 @@ def check_scores(trajectories: list[shmbus.Trajectory]) -> None:
             )
 
 
-def check_wait(value: object) -> None:
-    """Raise ValueError for what is no number of seconds."""
-    if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-        raise ValueError(f"max_wait: expected 0 or more seconds, or None, got {value!r}")
+def check_wait(name: str, value: object) -> None:
+    """Raise TypeError or ValueError for what is neither None nor a number of seconds."""
+    if value is None:
+        return
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number of seconds, or None, got {value!r}")
+    if not value >= 0:
+        raise ValueError(f"{name}: expected 0 or more seconds, or None, got {value!r}")
+
+
+def check_device(device: object) -> torch.device:
+    """Return a device that torch knows and has; raises TypeError or ValueError for another."""
+    if not isinstance(device, (str, int, torch.device)):
+        raise TypeError(f"device: expected a torch.device or str, got {type(device).__name__}")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device: expected one that torch knows, got {device!r}: {error}"
+        ) from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device: expected one of the {torch.cuda.device_count()} CUDA devices that torch "
+            f"{torch.__version__} sees, got {str(found)!r}; pass 'cpu', or install torch for CUDA"
+        )
+    return found
+
+
+def check_fields(fields: object) -> None:
+    """Raise TypeError for what is neither None nor FieldNames."""
+    if fields is not None and not isinstance(fields, FieldNames):
+        raise TypeError(f"fields: expected FieldNames, got {type(fields).__name__}")
 
 
 def check_prefetch(value: object) -> None:
@@ -135,4 +168,6 @@ def parse_state(state: Any) -> tuple[int, int, set[tuple[int, int]], int]:
         raise ValueError(
             f"state_dict: expected what state_dict() returned, got {sorted(state)}: {error!r}"
         ) from error
+    if step < 0:
+        raise ValueError(f"state_dict: expected step 0 or more, got {step}; it was never saved")
     return step, policy_version, trained, created_unix_ns

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["advantages_for_groups", "group_advantages"]
+__all__ = ["advantages_for_groups", "check_kind", "group_advantages"]
 
 DEFAULT_EPS: Final = 1e-6
 """Added to a group's standard deviation, in units of the score. Small beside the spread of any
@@ -37,6 +37,7 @@ Kind = (
     Literal["grpo", "dr_grpo", "rloo", "batch", "batch_std", "none"] | Callable[[FloatArray], Any]
 )
 Std = Literal["bessel", "biased"]
+_KINDS: Final = ("grpo", "dr_grpo", "rloo", "batch", "batch_std", "none")
 
 
 @overload
@@ -91,7 +92,7 @@ def group_advantages(
         deviation of all samples given, whatever their group (REINFORCE++, Hu 2025,
         arXiv:2501.03262). "batch_std": the mean of the group, the deviation of all samples given
         (Lite PPO, Liu et al. 2025, arXiv:2508.08221). "none": the score itself. A callable gets
-        each group's scores, float64 [n], and returns as many advantages.
+        each group's scores, float64 [n], and returns as many advantages: array, tensor or list.
     sizes : integers [groups], optional
         Sizes of groups that lie one after another in `scores`.
     group_ids : integers or strings [samples], optional
@@ -181,6 +182,23 @@ def advantages_for_groups(
     if values.ndim != 1:
         raise ValueError(f"scores: expected [samples], got shape {values.shape}; flatten it")
     return _by_sizes(values, counts, kind, std, eps).astype(np.float32)
+
+
+def check_kind(name: str, kind: object) -> None:
+    """Raise ValueError for what is no kind of advantages.
+
+    Parameters
+    ----------
+    name : str
+        What the caller calls it, for the message.
+    kind : object
+        One of the names of `group_advantages`, or a callable, which is not called.
+    """
+    if not (callable(kind) or (isinstance(kind, str) and kind in _KINDS)):
+        raise ValueError(
+            f"{name}: expected {', '.join(map(repr, _KINDS))} or a callable, got {kind!r}; "
+            "pass one of these"
+        )
 
 
 # --- one group at a time: for a handful of samples, calls into numpy cost more than the arithmetic
@@ -288,7 +306,13 @@ def _by_ids(
             f"group_ids: expected one id for each of {len(values)} scores, got shape {ids.shape}; "
             "repeat the group's id for each sample"
         )
-    _, group, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    try:
+        _, group, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    except TypeError:
+        types = " and ".join(sorted({type(one).__name__ for one in ids}))
+        raise TypeError(
+            f"group_ids: expected integers or strings, got {types}; use ids of one type"
+        ) from None
     order = np.argsort(group, kind="stable")
     result = np.empty_like(values)
     result[order] = _by_sizes(values[order], counts, kind, std, eps)
@@ -301,17 +325,15 @@ def _by_sizes(
     counts = _checked_sizes(sizes, len(values))
     if std not in ("bessel", "biased"):
         raise ValueError(f"std: expected 'bessel' or 'biased', got {std!r}; torch.std is 'bessel'")
+    if not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: expected a number, got {type(eps).__name__}; 1e-6 is usual")
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps: expected a finite number from 0 on, got {eps}; 1e-6 is usual")
+    check_kind("kind", kind)
     if callable(kind):
         return _by_callable(values, counts, kind)
     if kind == "none":
         return values.astype(np.float64)
-    if kind not in ("grpo", "dr_grpo", "rloo", "batch", "batch_std"):
-        raise ValueError(
-            "kind: expected 'grpo', 'dr_grpo', 'rloo', 'batch', 'batch_std', 'none' or a callable, "
-            f"got {kind!r}; pass one of these"
-        )
     if len(values) == 0:
         return values.astype(np.float64)
     whole = np.array([len(values)])
@@ -435,11 +457,24 @@ def _by_callable(
     end = 0
     for count in counts.tolist():
         start, end = end, end + count
-        given = np.asarray(kind(values[start:end].copy()), dtype=np.float64)
-        if given.shape != (count,) or not (np.abs(given) <= 2 * MAX_SCORE).all():
+        given = kind(values[start:end].copy())
+        found = _as_real(given)
+        if found is None or found.shape != (count,) or not (abs(found) <= 2 * MAX_SCORE).all():
             raise ValueError(
-                f"kind: expected {count} finite advantages from {kind!r} for the scores from "
-                f"{start} on, got {given!r}; correct the callable"
+                f"advantages: expected {count} finite real numbers from {kind!r} for the scores "
+                f"from {start} on, got {given!r}; correct the callable"
             )
-        result[start:end] = given
+        result[start:end] = found
     return result
+
+
+def _as_real(given: Any) -> FloatArray | None:
+    """Return what a callable gave as float64 on the host; None for what is not real."""
+    if isinstance(given, Tensor):
+        # numpy knows neither bfloat16 nor a tensor that has a graph or lies on a device.
+        given = None if given.is_complex() else given.detach().to("cpu", torch.float64)
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        return None
+    return array.astype(np.float64) if array.dtype.kind in "fiub" else None

@@ -29,6 +29,8 @@ from trainer_adapter._checks import (
     STATE_VERSION,
     check_choices,
     check_count,
+    check_device,
+    check_fields,
     check_for_ranks,
     check_lengths,
     check_prefetch,
@@ -39,7 +41,7 @@ from trainer_adapter._checks import (
 )
 from trainer_adapter._finite import NotFiniteError
 from trainer_adapter._maker import HandlerMaker
-from trainer_adapter.advantages import Kind, advantages_for_groups
+from trainer_adapter.advantages import Kind, check_kind
 from trainer_adapter.gpu import GpuPacker
 from trainer_adapter.overrides import Truncated, is_truncated
 from trainer_adapter.packing import Batch, BatchMemory, FieldNames, Layout, pack
@@ -148,12 +150,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
             check_for_ranks(prefetch, truncated)
         if max_wait == "auto":
             max_wait = None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
-        check_wait(max_wait)
-        if fields is not None and not isinstance(fields, FieldNames):
-            raise TypeError(f"fields: expected FieldNames, got {type(fields).__name__}")
-        on_gpu = torch.device(device).type == "cuda"
-        # A kind that does not exist should be known now, not with the first group.
-        advantages_for_groups([0.0, 1.0], [2], advantages)
+        check_wait("max_wait", max_wait)
+        check_fields(fields)
+        on_gpu = check_device(device).type == "cuda"
+        check_kind("advantages", advantages)
         self.tokens_per_batch = tokens_per_batch
         self.groups_per_batch = groups_per_batch
         self.step = 0
@@ -224,6 +224,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         BusClosedError
             The handler is closed, or was made before a fork.
         """
+        check_wait("timeout", timeout)
         began = time.monotonic()
         batch = None
         while batch is None:
@@ -490,6 +491,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         return self._prefetcher.lock
 
     def _require_out(self, batch: Batch, verb: str) -> None:
+        if not isinstance(batch, Batch):
+            raise TypeError(f"cannot {verb} it: expected a Batch, got {type(batch).__name__}")
         if self._out.get(batch.step) is not batch:
             raise shmbus.ProtocolError(
                 f"cannot {verb} batch {batch.step}: it is not out; each batch of this handler ends "

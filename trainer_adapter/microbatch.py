@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_adapter._checks import check_count
 from trainer_adapter.balance import balance, by_budget
 from trainer_adapter.packing import Batch, Layout
 
@@ -83,9 +84,9 @@ def micro_batches(
 
     Raises
     ------
-    ValueError
-        Both or neither was given; a sequence of more than `max_tokens`; fewer than `count`
-        sequences.
+    TypeError, ValueError
+        Both or neither was given; what is no number from 1 on; a sequence of more than
+        `max_tokens`; fewer than `count` sequences.
 
     Notes
     -----
@@ -100,7 +101,19 @@ def micro_batches(
         raise ValueError(
             f"micro_batches: expected one of max_tokens and count, got {max_tokens} and {count}"
         )
+    check_count("max_tokens", max_tokens)
+    check_count("count", count)
     lengths = batch.cu_seqlens.diff().tolist()
+    if max_tokens is not None and max(lengths) > max_tokens:
+        longest = lengths.index(max(lengths))
+        raise ValueError(
+            f"max_tokens: expected at least {lengths[longest]}, the tokens of sequence {longest} "
+            f"({batch.instance_ids[longest]!r}), got {max_tokens}; raise it"
+        )
+    if count is not None and count > len(lengths):
+        raise ValueError(
+            f"count: expected at most {len(lengths)}, one sequence for each, got {count}; lower it"
+        )
     if count is not None:
         parts = balance(lengths, count)
     elif batch.layout == "padded":
@@ -120,9 +133,6 @@ def _padded_parts(lengths: list[int], max_tokens: int) -> list[list[int]]:
     longest = 0
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[position]
-        if length > max_tokens:
-            # Says it in the words of the packed case.
-            by_budget(lengths, max_tokens)
         if parts and (len(parts[-1]) + 1) * longest <= max_tokens:
             parts[-1].append(position)
         else:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 import shmbus
 from shmbus import gather as bus_gather
+from trainer_adapter._checks import check_choices, check_device, check_fields
 from trainer_adapter._finite import require_finite
-from trainer_adapter.advantages import Kind, advantages_for_groups
+from trainer_adapter.advantages import Kind, advantages_for_groups, check_kind
 from trainer_adapter.overrides import Truncated, apply_flags, sample_flags
 
 __all__ = ["Batch", "BatchMemory", "FieldNames", "pack"]
@@ -171,9 +172,10 @@ def pack(
 
     Raises
     ------
-    ValueError
-        No group; a trajectory without tokens, with fields that do not fit together, or with
-        logprobs or advantages that are not finite where the loss mask is True.
+    TypeError, ValueError
+        Arguments that do not fit; no group; a trajectory without tokens, with fields that do not
+        fit together, or with logprobs or advantages that are not finite where the loss mask is
+        True.
 
     Notes
     -----
@@ -183,8 +185,10 @@ def pack(
     chosen = [groups] if isinstance(groups, shmbus.Group) else list(groups)
     if not chosen:
         raise ValueError("pack: expected at least one group, got none")
-    if layout not in ("packed", "padded"):
-        raise ValueError(f"layout: expected 'packed' or 'padded', got {layout!r}")
+    check_choices(layout=layout, truncated=truncated)
+    check_kind("advantages", advantages)
+    check_fields(fields)
+    target = check_device(device)
     names = fields or FieldNames()
     trajectories = [t for group in chosen for t in group.trajectories]
     lengths = bus_gather.sequence_lengths(trajectories, names)
@@ -218,7 +222,7 @@ def pack(
     )
     if layout == "padded":
         pad_batch(batch)
-    return batch if torch.device(device).type == "cpu" else _move(batch, device)
+    return batch if target.type == "cpu" else _move(batch, target)
 
 
 _PER_TOKEN = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
@@ -242,7 +246,7 @@ def pad_batch(batch: Batch) -> None:
     batch.layout = "padded"
 
 
-def _move(batch: Batch, device: torch.device | str) -> Batch:
+def _move(batch: Batch, device: torch.device) -> Batch:
     values: dict[str, Any] = {}
     for name in _PER_TOKEN + _PER_SEQUENCE:
         values[name] = getattr(batch, name).to(device)

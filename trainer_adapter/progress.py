@@ -44,6 +44,8 @@ class Progress:
         """Make one for True (stderr), False (nowhere) or a stream."""
         if isinstance(wanted, bool):
             return cls(sys.stderr if wanted else None)
+        if not (hasattr(wanted, "write") and hasattr(wanted, "isatty")):
+            raise TypeError(f"progress: expected a bool or a file, got {type(wanted).__name__}")
         return cls(wanted)
 
     def note(self, batch: Batch, waited_s: float, consumer: shmbus.Consumer) -> None:

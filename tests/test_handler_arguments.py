@@ -1,0 +1,125 @@
+"""What OnlineDataHandler and `pack` refuse: a TypeError or ValueError that names the argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shmbus import Bus, Consumer, Producer
+from trainer_adapter import OnlineDataHandler, pack
+
+
+def put_pair(
+    producer: Producer, instance_id: str, scores: tuple[float, float] = (0.0, 1.0)
+) -> None:
+    for index, score in enumerate(scores):
+        producer.put(
+            instance_id, group_size=2, index=index, score=score, tokens=np.arange(4, dtype=np.int32)
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"tokens_per_batch": 1, "groups_per_batch": 1}, ValueError, "got both"),
+        ({"tokens_per_batch": 0}, ValueError, "tokens_per_batch: expected 1 or more, got 0"),
+        ({"groups_per_batch": -1}, ValueError, "groups_per_batch: expected 1 or more, got -1"),
+        ({"groups_per_batch": 1.0}, TypeError, "groups_per_batch: expected an int, got float"),
+        ({"tokens_per_batch": True}, TypeError, "tokens_per_batch: expected an int, got bool"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank: expected 0 to 1, got 2"),
+        ({"layout": "ragged"}, ValueError, "layout: expected .*'ragged'"),
+        ({"malformed": "keep"}, ValueError, "malformed: expected .*'keep'"),
+        ({"advantages": "ppo"}, ValueError, "advantages: expected .*'ppo'"),
+        ({"advantages": None}, ValueError, "advantages: expected .*None"),
+        ({"max_wait": -1}, ValueError, "max_wait: expected .*-1"),
+        ({"max_wait": float("nan")}, ValueError, "max_wait: expected .*nan"),
+        ({"max_wait": "soon"}, TypeError, "max_wait: expected .*soon"),
+        ({"fields": {"tokens": "t"}}, TypeError, "fields: expected .*FieldNames.*dict"),
+        ({"device": "abacus"}, ValueError, "device: expected .*'abacus'"),
+        ({"device": "cuda:99"}, ValueError, "device: expected .* CUDA devices .*'cuda:99'"),
+        ({"device": None}, TypeError, "device: expected .* got NoneType"),
+        ({"progress": 3}, TypeError, "progress: expected a bool or a file, got int"),
+        ({"duplicate": "keep"}, ValueError, "duplicate: expected .*'keep'"),
+        ({"no_such": 1}, TypeError, "no_such"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once_and_hold_no_bus(
+    bus: Bus, given: dict[str, Any], error: Any, match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        OnlineDataHandler(bus.name, **given)
+    Consumer(bus.name).close()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"layout": "ragged"}, ValueError, "layout: expected .*'ragged'"),
+        ({"truncated": "cut"}, ValueError, "truncated: expected .*'cut'"),
+        ({"advantages": "ppo"}, ValueError, "advantages: expected .*'ppo'"),
+        ({"device": "cuda:99"}, ValueError, "device: expected .*'cuda:99'"),
+        ({"fields": {}}, TypeError, "fields: expected FieldNames, got dict"),
+    ],
+)
+def test_pack_refuses_the_same_and_leaves_the_group_leased(
+    bus: Bus, producer: Producer, given: dict[str, Any], error: Any, match: str
+) -> None:
+    put_pair(producer, "g")
+    with Consumer(bus.name) as consumer:
+        (group,) = consumer.take(timeout=10)
+        with pytest.raises(error, match=match):
+            pack(group, **given)
+        assert pack(group).instance_ids == ["g", "g"]
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"), [(-1, ValueError), (float("nan"), ValueError), ("soon", TypeError)]
+)
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(
+    bus: Bus, timeout: Any, error: Any
+) -> None:
+    with (
+        OnlineDataHandler(bus.name) as handler,
+        pytest.raises(error, match=f"timeout: expected .*{timeout}"),
+    ):
+        handler.next_batch(timeout)
+
+
+def test_only_a_batch_can_be_ended(bus: Bus) -> None:
+    with OnlineDataHandler(bus.name) as handler:
+        for end in (handler.ack, handler.give_back):
+            with pytest.raises(TypeError, match="expected a Batch, got list"):
+                end([])  # type: ignore[arg-type]
+
+
+def test_a_callable_is_called_with_scores_of_the_bus_only(bus: Bus, producer: Producer) -> None:
+    seen = []
+
+    def centred(scores: Any) -> torch.Tensor:
+        seen.append(scores.tolist())
+        return torch.tensor(scores - scores.mean(), dtype=torch.float32, requires_grad=True)
+
+    put_pair(producer, "g", (3.0, 5.0))
+    with OnlineDataHandler(bus.name, groups_per_batch=1, advantages=centred) as handler:
+        batch = handler.next_batch(10)
+        assert batch.advantages.tolist() == [-1.0] * 4 + [1.0] * 4
+        assert not batch.advantages.requires_grad
+    assert seen == [[3.0, 5.0]]
+
+
+def test_a_callable_that_gives_no_advantages_is_named_and_costs_no_group(
+    bus: Bus, producer: Producer
+) -> None:
+    put_pair(producer, "g")
+    answers: list[Any] = [[1.0], [float("nan"), 0.0], None, [1j, 0.0], [2.0, 3.0]]
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, advantages=lambda scores: answers.pop(0)
+    ) as handler:
+        for _ in range(4):
+            with pytest.raises(ValueError, match="advantages: expected 2 finite real numbers from"):
+                handler.next_batch(10)
+        assert handler.next_batch(10).advantages.tolist() == [2.0] * 4 + [3.0] * 4
+        assert handler.stats().dropped == {}
