@@ -206,6 +206,17 @@ def test_errors_are_at_most_twice_those_of_torch_alone(
     assert_no_worse_than_torch(make_case(BATCHES[batch], (4, 2), seed, dtype), window)
 
 
+def test_padding_costs_the_gradient_of_a_single_token_no_precision(seed: int) -> None:
+    lengths = [37, *[1] * 8, 5]
+    case = make_case([(n, n) for n in lengths], (2, 2), seed, torch.float32)
+    # By a power of two, as head_dim ** -0.5 is here, scores are scaled without a rounding.
+    out = packed(case, (-1, -1), scale=0.3)
+    upstream = torch.randn_like(out)
+    (to_values,) = torch.autograd.grad(out, case.v, upstream)
+    # Each sees itself alone, so its weight is 1 and the gradient passes.
+    torch.testing.assert_close(to_values[37:45], upstream[37:45], rtol=1.2e-7, atol=0)
+
+
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_rows_that_may_see_nothing_give_zero_and_minus_infinity(
     window: tuple[int, int], seed: int
@@ -515,6 +526,7 @@ def test_on_a_gpu_both_backends_give_what_each_sequence_would_get_alone(
         ({"q": torch.zeros(5, 3, 4)}, ValueError, "multiple of k's heads"),
         ({"q": torch.zeros(5, 4, 4)}, ValueError, "pass enable_gqa=True"),
         ({"scale": math.nan}, ValueError, "scale: expected a finite"),
+        ({"scale": "big"}, TypeError, "scale: expected a number, got str"),
         ({"window_size": (1, 2, 3)}, TypeError, "window_size: expected two integers"),
         ({"window_size": (0.5, 0)}, TypeError, "window_size: expected two integers"),
         ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers from -1"),

@@ -78,6 +78,39 @@ def test_it_compiles_without_a_graph_break_and_gives_the_same(
             torch.testing.assert_close(compiled(*given, cu, longest), wanted)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_under_autocast_operands_are_cast_first_whatever_they_have(
+    compiles: bool, seed: int
+) -> None:
+    q, k, v = operands(seed, LENGTHS)
+    cu = borders(LENGTHS)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found: Any = varlen_attention(
+            q, k, v, cu, cu, max(LENGTHS), max(LENGTHS), window_size=(-1, 0), enable_gqa=True
+        )
+        return found
+
+    half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+    wanted = attend(*half)
+    upstream = torch.randn_like(wanted)
+    right = torch.autograd.grad(wanted, half, upstream)
+    torch.compiler.reset()
+    model = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiles else attend
+    # As rotary embeddings leave queries and keys, beside the values of a linear layer.
+    mixed = (q, k, half[2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = model(*mixed)
+    assert torch.equal(got, wanted)
+    for operand, mine, theirs in zip(
+        mixed, torch.autograd.grad(got, mixed, upstream), right, strict=True
+    ):
+        assert mine.dtype == operand.dtype
+        torch.testing.assert_close(mine, theirs.to(mine.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="v: expected"):
+        attend(q, k, v.double())
+
+
 def test_the_operator_is_what_torch_expects_of_one(seed: int) -> None:
     from trainer_adapter._attention_op import varlen_operator
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, overload
@@ -30,6 +29,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_adapter._attention_checks import (
+    as_autocast,
+    check_borders,
+    check_operands,
+    checked_max,
+    checked_scale,
+    checked_window,
+)
 from trainer_adapter._attention_flash import call_flash, flash_obstacle
 from trainer_adapter._attention_op import varlen_operator
 from trainer_adapter._attention_plan import UNLIMITED, IntArray, Window, make_plan
@@ -104,6 +111,7 @@ def varlen_attention(
     ----------
     q : Tensor [T_q, H_q, D], floating
     k, v : Tensor [T_k, H_kv, D], same dtype and device as `q`
+        Under autocast all three are cast to its dtype first, from whatever they have.
     cu_seqlens_q, cu_seqlens_k : Tensor [S + 1], int32 or int64
         Borders of the S sequences, from 0 to T. Sequences may be empty.
     max_q, max_k : int
@@ -122,7 +130,7 @@ def varlen_attention(
 
     Returns
     -------
-    out : Tensor [T_q, H_q, D], dtype of `q`
+    out : Tensor [T_q, H_q, D], dtype of `q`, or of autocast
         0 in rows that may see nothing.
     lse : Tensor [H_q, T_q], float32, or float64 for float64 input
         Only with `return_lse`; differentiable; -inf in rows that may see nothing.
@@ -140,15 +148,17 @@ def varlen_attention(
 
     Under `torch.compile` there is no graph break; by SDPA, backward then runs forward once more.
     """
+    check_operands(q, k, v, enable_gqa)
+    q, k, v = as_autocast(q, k, v)
     call = _Call(
         cu_seqlens_q,
         cu_seqlens_k,
-        _checked_max(max_q, "max_q"),
-        _checked_max(max_k, "max_k"),
-        _checked_scale(q, k, v, scale, enable_gqa),
-        _checked_window(window_size),
+        checked_max(max_q, "max_q"),
+        checked_max(max_k, "max_k"),
+        checked_scale(scale, q.shape[-1]),
+        checked_window(window_size),
     )
-    _check_borders(cu_seqlens_q, cu_seqlens_k)
+    check_borders(cu_seqlens_q, cu_seqlens_k)
     chosen = attention_backend(
         q, k, call.max_q, call.max_k, scale=scale, window_size=call.window, backend=backend
     )
@@ -314,104 +324,6 @@ class _Call:
             (self.cu_seqlens_q, q, self.max_q, "cu_seqlens_q"),
             (self.cu_seqlens_k, k, self.max_k, "cu_seqlens_k"),
         ]
-
-
-def _checked_scale(q: Tensor, k: Tensor, v: Tensor, scale: float | None, enable_gqa: bool) -> float:
-    """Check what needs no look at the data, and return the scale in force."""
-    for name, operand in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(operand, Tensor):
-            raise TypeError(
-                f"{name}: expected a torch.Tensor, got {type(operand).__name__}; "
-                "use torch.as_tensor"
-            )
-        if operand.dim() != 3:
-            raise ValueError(
-                f"{name}: expected a packed [tokens, heads, head_dim], got shape "
-                f"{tuple(operand.shape)}; drop the batch dimension"
-            )
-        if not operand.is_floating_point() or operand.dtype != q.dtype:
-            raise TypeError(
-                f"{name}: expected one floating dtype for q, k and v, got {operand.dtype} beside "
-                f"{q.dtype} in q; convert with .to"
-            )
-        if operand.device != q.device:
-            raise ValueError(
-                f"{name}: expected it on {q.device} as q is, got {operand.device}; move it there"
-            )
-    if k.shape != v.shape:
-        raise ValueError(
-            f"k and v: expected one shape, got {tuple(k.shape)} and {tuple(v.shape)}; "
-            "both hold one row a key token"
-        )
-    heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
-    if k.shape[2] != head_dim or head_dim == 0:
-        raise ValueError(
-            f"k: expected head dimension {head_dim} as in q, and more than 0, got {k.shape[2]}; "
-            "project both to one"
-        )
-    if kv_heads == 0 or heads % kv_heads or heads == 0:
-        raise ValueError(
-            f"q and k: expected a multiple of k's heads in q, got {heads} and {kv_heads}; "
-            "check how the heads were split"
-        )
-    if heads != kv_heads and not enable_gqa:
-        raise ValueError(
-            f"q and k: expected as many heads in both, got {heads} and {kv_heads}; "
-            "pass enable_gqa=True for grouped queries"
-        )
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}; None is head_dim ** -0.5")
-    return float(head_dim) ** -0.5 if scale is None else float(scale)
-
-
-def _checked_window(window_size: tuple[int, int]) -> Window:
-    try:
-        left, right = map(operator.index, window_size)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"window_size: expected two integers (left, right), got {window_size!r}; "
-            "(-1, 0) is causal"
-        ) from None
-    if min(left, right) < UNLIMITED:
-        raise ValueError(
-            f"window_size: expected numbers from -1 on, got {(left, right)}; -1 is no limit"
-        )
-    return left, right
-
-
-def _checked_max(value: int, name: str) -> int:
-    try:
-        length = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{name}: expected an integer, got {type(value).__name__}; "
-            "pass the longest length in tokens"
-        ) from None
-    if length < 0:
-        raise ValueError(
-            f"{name}: expected 0 or more tokens, got {length}; pass the longest length"
-        )
-    return length
-
-
-def _check_borders(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    for name, borders in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        got = getattr(borders, "dtype", type(borders).__name__)
-        if got not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"{name}: expected an int32 or int64 tensor, got {got}; convert it with .int()"
-            )
-        if borders.dim() != 1 or borders.shape[0] == 0:
-            raise ValueError(
-                f"{name}: expected shape [sequences + 1], got {tuple(borders.shape)}; "
-                "it begins with 0"
-            )
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k: expected as many sequences in both, got "
-            f"{len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}; give an empty sequence equal "
-            "borders"
-        )
 
 
 def _lengths(borders: Tensor, tokens: int, longest: int, name: str) -> IntArray:
