@@ -128,14 +128,17 @@ def test_a_sample_may_ask_for_an_advantage_of_zero(
 
 
 REASONS = [{"finish_reason": reason} for reason in ("stop", "length", "max_tokens", "abort")]
+# As SGLang says it.
+TYPED_REASONS = [{"finish_reason": {"type": meta["finish_reason"]}} for meta in REASONS]
 
 
+@pytest.mark.parametrize("reasons", [REASONS, TYPED_REASONS], ids=["plain", "typed"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("truncated", ["keep", "mask", "drop"])
 def test_truncated_samples_are_kept_masked_or_dropped_with_their_group(
-    bus: Bus, producer: Producer, truncated: Any, prefetch: int
+    bus: Bus, producer: Producer, truncated: Any, prefetch: int, reasons: list[dict[str, Any]]
 ) -> None:
-    put(producer, "cut", REASONS)
+    put(producer, "cut", reasons)
     put(producer, "whole", [{"finish_reason": "stop"}, {"note": "length finish_reason"}])
     with OnlineDataHandler(
         bus.name, groups_per_batch=1, truncated=truncated, advantages="dr_grpo", prefetch=prefetch

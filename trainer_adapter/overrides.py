@@ -88,6 +88,9 @@ def _meta(trajectory: shmbus.Trajectory, key: str) -> Any:
     """Look up what can be hashed; None for all else."""
     meta = trajectory.meta
     value = meta.get(key) if isinstance(meta, dict) else None
+    if isinstance(value, dict):
+        # SGLang's finish_reason is {"type": "length", "length": 512}.
+        value = value.get("type")
     return value if isinstance(value, (str, bool, int)) else None
 
 
