@@ -26,6 +26,11 @@ def encode_meta(meta: object) -> bytes:
             f"meta: expected what msgspec can encode as MessagePack, got {type(meta).__name__}: "
             f"{error}; put arrays into fields of their own, and convert the rest"
         ) from error
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"meta: expected text that UTF-8 can encode, got surrogates: {error}; encode it with "
+            "errors='replace' first"
+        ) from error
 
 
 def decode_meta(raw: bytes) -> Any:

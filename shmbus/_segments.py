@@ -47,7 +47,7 @@ def check_name(name: object) -> str:
 def parse_size(size: int | str) -> int:
     """Bytes of a size such as 1048576, "256MiB" or "1GB"."""
     given = size
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
+    if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise TypeError(
             f"size: expected bytes as an int, or a str such as '256MiB', got {type(size).__name__}"
         )
@@ -58,6 +58,8 @@ def parse_size(size: int | str) -> int:
             raise ValueError(f"size: expected a number with KiB, MiB, GiB or TiB, got {size!r}")
         number = float(match[1]) * unit
         size = int(number) if math.isfinite(number) else _LARGEST_SIZE + 1
+    else:
+        size = operator.index(size)
     if not _core.PAGE <= size <= _LARGEST_SIZE:
         raise ValueError(
             f"size: expected {_core.PAGE} bytes to {show_size(_LARGEST_SIZE)}, got {given!r}"
@@ -87,8 +89,9 @@ def create_segment(
     check_name(name)
     size = parse_size(capacity)
     for label, value in (("max_producers", max_producers), ("extent_bytes", extent_bytes)):
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise TypeError(f"{label}: expected an int, got {type(value).__name__}")
+    max_producers, extent_bytes = operator.index(max_producers), operator.index(extent_bytes)
     if not 1 <= max_producers <= _core.MAX_PRODUCERS:
         raise ValueError(f"max_producers: expected 1 to {_core.MAX_PRODUCERS}, got {max_producers}")
     if not 0 <= extent_bytes <= _LARGEST_SIZE:
@@ -116,7 +119,7 @@ def create_segment(
         with contextlib.suppress(posix_ipc.ExistentialError):  # somebody has removed it already
             posix_ipc.unlink_shared_memory(_PREFIX + name)
         raise
-    if not _is_named(name, identity):
+    if not is_named(name, identity):
         segment.close()
         raise errors.BusNotFoundError(
             f"bus {name!r}: somebody removed {shm_path(name)} while it was being created; "
@@ -132,13 +135,18 @@ def _exists(name: str) -> errors.BusExistsError:
     )
 
 
-def _is_named(name: str, identity: os.stat_result) -> bool:
-    """Whether the name still leads to that file."""
+def identity(name: str) -> os.stat_result | None:
+    """Tell the file that the name leads to; None where there is none."""
     try:
-        found = os.stat(shm_path(name))
+        return os.stat(shm_path(name))
     except FileNotFoundError:
-        return False
-    return os.path.samestat(found, identity)
+        return None
+
+
+def is_named(name: str, known: os.stat_result) -> bool:
+    """Whether the name still leads to that file."""
+    found = identity(name)
+    return found is not None and os.path.samestat(found, known)
 
 
 def _check_room(name: str, size: int) -> None:
@@ -198,7 +206,7 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
     except BaseException:
         os.close(shm.fd)
         raise
-    if not _is_named(name, identity):
+    if not is_named(name, identity):
         # Removed between opening and saying so by a lock: what has no name is no bus any more.
         segment.close()
         raise _Unfinished(f"bus {name!r}: {shm_path(name)} was removed while it was being opened")
@@ -254,7 +262,8 @@ def unlink(name: str) -> None:
         posix_ipc.unlink_shared_memory(_PREFIX + name)
     except posix_ipc.ExistentialError as error:
         raise errors.BusNotFoundError(
-            f"there is no bus {name!r} to remove ({shm_path(name)} does not exist)"
+            f"there is no bus {name!r} to remove ({shm_path(name)} does not exist): it was removed "
+            "already, or is called otherwise; `shmbus list` shows what there is"
         ) from error
     except posix_ipc.PermissionsError as error:
         raise PermissionError(f"bus {name!r}: may not remove {shm_path(name)}") from error
@@ -269,6 +278,11 @@ def show_size(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
+def show_wait(seconds: float) -> str:
+    """Time waited, for people: 5 s, and 0 s rather than powers of ten."""
+    return f"{seconds:.3g} s" if seconds >= 0.001 else "0 s"
+
+
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
     """Say who holds the space that a record of `size` bytes did not get."""
     extent = segment.extent_bytes
@@ -277,8 +291,8 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
         reason, version, _ = paused
         return errors.BusFullError(
             f"bus {segment.name!r} is paused at policy version {version} "
-            f"({reason or 'no reason'}): producers wait, and this one did for {waited_s:.3g} s; "
-            f"resume it with `shmbus resume {segment.name}`, or wait longer"
+            f"({reason or 'no reason'}): producers wait, and this one did for "
+            f"{show_wait(waited_s)}; resume it with `shmbus resume {segment.name}`, or wait longer"
         )
     held: dict[int, int] = segment.holders()
     free = segment.free_extents()
@@ -312,7 +326,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     return errors.BusFullError(
         f"bus {segment.name!r} is full: a record of {show_size(size)} needs {wanted} free "
         f"neighbouring extents of {show_size(extent)}, {free} of {segment.extent_count} are free "
-        f"after {waited_s:.3g} s; {'; '.join(parts)}"
+        f"after {show_wait(waited_s)}; {'; '.join(parts)}"
     )
 
 

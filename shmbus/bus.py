@@ -5,6 +5,9 @@ Producers and consumers need only its name; they open handles of their own.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable
 from types import TracebackType
 
 import msgspec
@@ -77,8 +80,9 @@ _STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT_CLOS
 class Bus:
     """A bus in /dev/shm. Use `Bus.create` or `Bus.open`.
 
-    As a context manager, a bus that `create` made is removed at the end of the block; one that
-    `open` attached is only closed. Outside a ``with`` block a bus stays until `unlink`.
+    As a context manager, a bus that `create` made is removed at the end of the block, in the
+    process that made it; one that `open` attached is only closed. Outside a ``with`` block a bus
+    stays until `unlink`. A handle pickles by name, and attaches where it is loaded.
 
     Attributes
     ----------
@@ -89,7 +93,8 @@ class Bus:
     def __init__(self, segment: _core.Segment, *, owned: bool) -> None:
         self.name: str = segment.name
         self._segment = segment
-        self._owned = owned
+        self._owner_pid = os.getpid() if owned else 0
+        self._made = _segments.identity(segment.name) if owned else None
         self._closed = False
 
     @classmethod
@@ -207,11 +212,17 @@ class Bus:
         Raises
         ------
         ValueError
-            The reason is longer.
+            The reason is longer, or holds a NUL.
         """
         self._require_open()
         if not isinstance(reason, str):
             raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
+        if len(reason.encode("utf-8", "replace")) > _core.PAUSE_REASON_BYTES or "\0" in reason:
+            raise ValueError(
+                f"reason: expected at most {_core.PAUSE_REASON_BYTES} bytes of UTF-8 without NUL, "
+                f"got {reason!r}; say it shorter"
+            )
+        reason = reason.encode("utf-8", "replace").decode()
         self._segment.pause(reason, self._segment.policy_version)
 
     def resume(self) -> None:
@@ -256,7 +267,7 @@ class Bus:
             It was removed already.
         """
         _segments.unlink(self.name)
-        self._owned = False
+        self._owner_pid = 0
 
     def close(self) -> None:
         """Close this handle. The bus stays."""
@@ -272,12 +283,20 @@ class Bus:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._owned:
-            try:
-                self.unlink()
-            except errors.BusNotFoundError:
-                self._owned = False  # somebody removed it first: what we want is so already
+        # A child after a fork leaves this block too, and has made no bus of its own.
+        if self._owner_pid == os.getpid():
+            self._remove_own()
         self.close()
+
+    def _remove_own(self) -> None:
+        """Remove the bus, unless somebody did, and maybe made another of that name."""
+        self._owner_pid = 0
+        with contextlib.suppress(errors.BusNotFoundError):
+            if self._made is not None and _segments.is_named(self.name, self._made):
+                _segments.unlink(self.name)
+
+    def __reduce__(self) -> tuple[Callable[[str], Bus], tuple[str]]:
+        return Bus.open, (self.name,)
 
     def __repr__(self) -> str:
         return f"<Bus {self.name!r} {_segments.show_size(self.capacity)}>"

@@ -10,9 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shmbus import _segments, errors, limits
+from shmbus._check import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_label,
+    check_max_groups,
+    check_rank,
+    check_seconds,
+)
 from shmbus.collector import Collector
 from shmbus.daemon.client import DaemonClient
 from shmbus.daemon.dialing import Away, stale
@@ -25,6 +34,8 @@ from shmbus.stash import StashPolicy
 from shmbus_ext import _core
 
 __all__ = ["Consumer"]
+
+_T = TypeVar("_T")
 
 
 class Consumer:
@@ -112,31 +123,32 @@ class Consumer:
         stall_timeout: float = limits.STALL_TIMEOUT_S,
     ) -> None:
         self.name = _segments.check_name(name)
-        _check_choice("on_timeout", on_timeout, ("wait", "drop", "partial"))
-        _check_choice("on_overflow", on_overflow, ("wait", "drop", "partial"))
-        _check_choice("on_failure", on_failure, ("drop", "partial"))
-        _check_number("sample_retries", sample_retries, (int,), above=-1)
-        _check_number("retry_timeout", retry_timeout, (int, float), above=0)
-        _check_choice("duplicate", duplicate, ("drop", "error"))
-        _check_number("group_timeout", group_timeout, (int, float), above=0)
-        _check_number("max_policy_lag", max_policy_lag, (int,), above=-1)
-        _check_number("max_stash_bytes", max_stash_bytes, (int,), above=0)
+        check_choice("on_timeout", on_timeout, ("wait", "drop", "partial"))
+        check_choice("on_overflow", on_overflow, ("wait", "drop", "partial"))
+        check_choice("on_failure", on_failure, ("drop", "partial"))
+        check_choice("duplicate", duplicate, ("drop", "error"))
         self._policy = StashPolicy(
-            group_timeout_s=group_timeout,
+            group_timeout_s=_or_none(check_seconds, "group_timeout", group_timeout),
             on_timeout=on_timeout,
-            max_policy_lag=max_policy_lag,
-            skip_zero_variance=bool(skip_zero_variance),
-            max_stash_bytes=max_stash_bytes,
+            max_policy_lag=_or_none(check_count, "max_policy_lag", max_policy_lag, 0),
+            skip_zero_variance=check_flag("skip_zero_variance", skip_zero_variance),
+            max_stash_bytes=_or_none(check_count, "max_stash_bytes", max_stash_bytes, 1),
             on_overflow=on_overflow,
-            sample_retries=sample_retries,
-            retry_timeout_s=retry_timeout,
+            sample_retries=check_count("sample_retries", sample_retries, 0),
+            retry_timeout_s=check_seconds("retry_timeout", retry_timeout),
             on_failure=on_failure,
         )
         self._duplicate = duplicate
-        self._label = label
-        _check_rank(rank, world_size)
-        self._rank, self._world_size = rank, world_size
-        self._daemon = daemon if world_size == 1 else True
+        self._label = None if label is None else check_label(label)
+        self._rank, self._world_size = check_rank(rank, world_size)
+        self._daemon = None if daemon is None else check_flag("daemon", daemon)
+        if self._world_size > 1:
+            if self._daemon is False:
+                raise ValueError(
+                    f"daemon=False: expected True or None with world_size={world_size}: without a "
+                    "daemon a bus has one reader; leave daemon out, or world_size"
+                )
+            self._daemon = True
         self._watch = Watch(name, on_stall, stall_timeout)
         self._begin()
         self._require_source()
@@ -228,10 +240,7 @@ class Consumer:
         BusClosedError
             The consumer is closed, or was made before a fork.
         """
-        if isinstance(max_groups, bool) or not isinstance(max_groups, int):
-            raise TypeError(f"max_groups: expected an int, got {type(max_groups).__name__}")
-        if max_groups < 1:
-            raise ValueError(f"max_groups: expected 1 or more, got {max_groups}")
+        max_groups = check_max_groups(max_groups)
         check_timeout(timeout)
         source = self._require_source()
         if self._world_size > 1:
@@ -290,8 +299,8 @@ class Consumer:
         """
         if (groups is None) == (tokens is None):
             raise ValueError("expected one of groups and tokens")
-        for name, value in (("groups", groups), ("tokens", tokens)):
-            _check_number(name, value, (int,), above=0)
+        groups = _or_none(check_count, "groups", groups, 1)
+        tokens = _or_none(check_count, "tokens", tokens, 1)
         check_timeout(max_wait)
         check_timeout(timeout)
         source = self._require_source()
@@ -395,7 +404,7 @@ class Consumer:
         lease: Lease = group._lease
         if group._consumer is not self or not source.is_leased(lease):
             raise errors.ProtocolError(
-                f"group {group.instance_id!r}: cannot {verb} it here, since another Consumer "
+                f"cannot {verb} group {group.instance_id!r} here, since another Consumer "
                 "delivered it"
             )
         return lease
@@ -500,31 +509,5 @@ def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False
     return {k: v for k, v in options.items() if not only_set or v != usual[k]}
 
 
-def _check_rank(rank: object, world_size: object) -> None:
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    assert isinstance(rank, int) and isinstance(world_size, int)
-    if not 1 <= world_size <= limits.MAX_CLIENTS:
-        raise ValueError(f"world_size: expected 1 to {limits.MAX_CLIENTS}, got {world_size}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank: expected 0 to {world_size - 1}, got {rank}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: expected one of {choices}, got {type(value).__name__}")
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
-
-
-def _check_number(name: str, value: object, kinds: tuple[type, ...], above: float) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(
-            f"{name}: expected {' or '.join(k.__name__ for k in kinds)} or None, got "
-            f"{type(value).__name__}"
-        )
-    if not value > above:  # type: ignore[operator]
-        raise ValueError(f"{name}: expected more than {above:g}, got {value}")
+def _or_none(check: Callable[..., _T], name: str, value: object, *rest: object) -> _T | None:
+    return None if value is None else check(name, value, *rest)

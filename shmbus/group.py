@@ -84,7 +84,8 @@ class Group(GroupBase):
         """Raise ProtocolError unless the group is under lease."""
         if self.state != "leased":
             raise errors.ProtocolError(
-                f"group {self.instance_id!r}: cannot {verb} it, since it is {self.state} already; "
+                f"cannot {verb} group {self.instance_id!r}, since it is "
+                f"{self.state.replace('_', ' ')} already; "
                 "each delivered group ends once"
             )
 

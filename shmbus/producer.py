@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from shmbus import _segments, errors, limits
+from shmbus._check import check_count, check_flag, check_int, check_label
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
@@ -38,6 +39,9 @@ _RESERVED = frozenset(
 # What a timeout may be. Named here, since a reader that polls has its timeout checked each time.
 _SECONDS = (int, float, np.integer, np.floating)
 _LONGEST_S = sys.float_info.max
+
+# Above it C could not count: 2^48 bytes are more than a field of any record can have.
+_MOST_BYTES = 1 << 48
 
 
 class ProducerStats(msgspec.Struct, frozen=True):
@@ -98,6 +102,8 @@ def check_timeout(timeout: object) -> None:
         return
     if not isinstance(timeout, _SECONDS):
         raise TypeError(f"timeout: expected seconds or None, got {type(timeout).__name__}")
+    if isinstance(timeout, np.floating):
+        timeout = float(timeout)  # NumPy would cast the bound to its own type, and warn
     if not 0 <= timeout <= _LONGEST_S and timeout != math.inf:
         raise ValueError(
             f"timeout: expected 0 or more seconds, or None to wait for ever, got {timeout!r}"
@@ -147,12 +153,13 @@ class Producer(_core.Writer):
         self._watch = Watch(name, on_stall, stall_timeout)
         self._taken: dict[tuple[str, int | None, int], WantedSample] = {}
         self._taking = threading.Lock()
-        self._checksum = bool(checksum)
+        self._checksum = check_flag("checksum", checksum)
         self._label = label
+        shown = check_label(label)
         self._space: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
         segment = _segments.open_segment(name)
         try:
-            super().__init__(segment, label or _segments.process_label(), self._checksum)
+            super().__init__(segment, shown, self._checksum)
         except BaseException:
             segment.close()
             raise
@@ -225,11 +232,11 @@ class Producer(_core.Writer):
                 f"fields: expected a mapping of names to (dtype, shape), got "
                 f"{type(fields).__name__}"
             )
-        if isinstance(meta_room, bool) or not isinstance(meta_room, int):
-            raise TypeError(f"meta_room: expected bytes as an int, got {type(meta_room).__name__}")
+        meta_room = check_int("meta_room", meta_room)
         if not 0 <= meta_room < 2**31:
             raise ValueError(f"meta_room: expected 0 to 2 GiB, got {meta_room}")
         parsed = [_parse_field(field, spec) for field, spec in fields.items()]
+        self._check_sizes(parsed)
         return self._reserve(
             head,
             tuple(fields),
@@ -237,6 +244,17 @@ class Producer(_core.Writer):
             tuple(shape for _, shape in parsed),
             meta_room,
         )
+
+    def _check_sizes(self, fields: list[tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
+        """Say what would be needed, in Python's integers, which no product overflows."""
+        needed = sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields)
+        largest = max((size for _, shape in fields for size in shape), default=0)
+        if needed > self.record_limit or largest > _MOST_BYTES:
+            raise errors.RecordTooLargeError(
+                f"bus {self.name!r}: a record takes at most {self.record_limit} bytes, this one "
+                f"needs {needed} for its fields alone, with a dimension of {largest}; create the "
+                "bus with a larger capacity (a record may take a quarter of it) or reserve less"
+            )
 
     def fail(
         self,
@@ -274,8 +292,8 @@ class Producer(_core.Writer):
         """
         if not isinstance(reason, str):
             raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
-        if isinstance(index, bool) or not hasattr(index, "__index__"):
-            raise TypeError(f"index: expected an int, got {type(index).__name__}")
+        reason = reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode()
+        index = check_count("index", index, 0)
         with self._taking:
             request = self._taken.get((instance_id, epoch, index))
         if group_size is None and request is not None:
@@ -287,7 +305,7 @@ class Producer(_core.Writer):
             score=0.0 if request is None else float(request.attempt),
             policy_version=policy_version,
             epoch=epoch,
-            meta=reason[: limits.FAIL_REASON_CHARS],
+            meta=reason,
             timeout=timeout,
         )
 
@@ -308,10 +326,8 @@ class Producer(_core.Writer):
         list[WantedSample]
             Those that nobody has taken, in the order of asking. None of them is handed out again.
         """
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-            raise TypeError(f"limit: expected an int or None, got {type(limit).__name__}")
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit: expected 1 or more, or None, got {limit}")
+        if limit is not None:
+            limit = check_count("limit", limit, 1)
         segment = self._segment
         found: list[WantedSample] = []
         if not _core.noted_wanted(segment)[0]:
@@ -440,6 +456,8 @@ class Producer(_core.Writer):
             False where the time was over first.
         """
         check_timeout(timeout)
+        if isinstance(below, bool) or not isinstance(below, _SECONDS):
+            raise TypeError(f"below: expected a number, got {type(below).__name__}")
         if not 0 < below <= 1:
             raise ValueError(f"below: expected more than 0, at most 1, got {below!r}")
         began = time.monotonic()
@@ -513,6 +531,8 @@ def _parse_field(name: str, spec: FieldSpec) -> tuple[np.dtype[Any], tuple[int, 
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"field {name!r}: expected (dtype, shape), got {spec!r}")
     try:
+        if spec[0] is None:
+            raise TypeError("NumPy takes it for float64")
         dtype = np.dtype(spec[0])
     except (TypeError, ValueError) as error:
         raise TypeError(f"field {name!r}: expected a dtype, got {spec[0]!r}: {error}") from error
@@ -521,7 +541,7 @@ def _parse_field(name: str, spec: FieldSpec) -> tuple[np.dtype[Any], tuple[int, 
     for size in sizes:
         if isinstance(size, bool) or not hasattr(size, "__index__"):
             raise TypeError(f"field {name!r}: expected sizes as int, got {size!r}")
-        if not 0 <= size < 2**62:
+        if size < 0:
             raise ValueError(f"field {name!r}: expected sizes of 0 or more, got {size}")
         shape.append(size.__index__())
     return dtype, tuple(shape)

@@ -169,7 +169,11 @@ def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> Mani
         what = "it becomes a new directory; choose another, or move away what is there"
         raise FileExistsError(errno.EEXIST, what, str(target))
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-    partial.mkdir(mode=0o700)
+    try:
+        partial.mkdir(mode=0o700)
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}; choose a directory in one that is there"
+        raise type(error)(error.errno, f"{what} and writable", str(target)) from error
     try:
         manifest = write(partial)
         write_file(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))

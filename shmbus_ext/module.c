@@ -135,6 +135,8 @@ static bool add_constants(PyObject *module) {
         {"MAX_NDIM", SHMBUS_MAX_NDIM},
         {"MAX_GROUP_SIZE", SHMBUS_MAX_GROUP_SIZE},
         {"MAX_PRODUCERS", SHMBUS_MAX_PRODUCERS},
+        {"LABEL_BYTES", SHMBUS_LABEL_BYTES - 1},               /* less the byte that ends it */
+        {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1}, /* likewise */
         {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
         {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1},
         {"MAX_CLIENTS", SHMBUS_MAX_CLIENTS},

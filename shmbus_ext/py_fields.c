@@ -249,10 +249,10 @@ bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value)
     return take_array(self, name, value);
 }
 
-bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item, Py_ssize_t at) {
+bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item) {
     if (!PyDict_Check(item)) {
         PyErr_Format(PyExc_TypeError,
-                     "put_many: item %zd: expected a dict of put's arguments, got %.100s", at,
+                     "expected a dict of put's arguments, got %.100s",
                      Py_TYPE(item)->tp_name);
         return false;
     }
@@ -260,7 +260,7 @@ bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item, Py_
     Py_ssize_t position = 0;
     while (PyDict_Next(item, &position, &key, &value)) {
         if (!PyUnicode_Check(key)) {
-            PyErr_Format(PyExc_TypeError, "put_many: item %zd: expected str keys, got %.100s", at,
+            PyErr_Format(PyExc_TypeError, "expected str keys, got %.100s",
                          Py_TYPE(key)->tp_name);
             return false;
         }

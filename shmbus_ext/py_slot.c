@@ -127,7 +127,7 @@ static bool plan_reservation(WriterObject *self, struct put_arguments *arguments
     PyObject *names[SHMBUS_MAX_FIELDS];
     struct record_spec *spec = &arguments->spec;
     Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
-    if (!arguments_take_mapping(arguments, head, 0) || !arguments_finish_head(arguments)) {
+    if (!arguments_take_mapping(arguments, head) || !arguments_finish_head(arguments)) {
         return false;
     }
     if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(fields->dtypes) != count ||
@@ -276,7 +276,18 @@ static int slot_index_of(SlotObject *self, PyObject *name) {
             return (int)i;
         }
     }
-    PyErr_SetObject(PyExc_KeyError, name);
+    PyErr_Format(PyExc_KeyError, "%R: this reservation has the fields %R", name, self->names);
+    return -1;
+}
+
+/* Not an assignment of one's own array: what is to be committed is in the ring already. */
+static int slot_assign(SlotObject *self, PyObject *name, PyObject *value) {
+    (void)self;
+    (void)value;
+    PyErr_Format(PyExc_TypeError,
+                 "a field of a reservation cannot be replaced; write into its view: slot[%R][:] = "
+                 "...",
+                 name);
     return -1;
 }
 
@@ -423,33 +434,43 @@ static PyObject *slot_get_ended(SlotObject *self, void *ignored) {
 }
 
 static PyMethodDef slot_methods[] = {
-    {"resize", (PyCFunction)(void (*)(void))slot_resize, METH_VARARGS, NULL},
-    {"commit", (PyCFunction)(void (*)(void))slot_commit, METH_NOARGS, NULL},
-    {"abort", (PyCFunction)(void (*)(void))slot_abort, METH_NOARGS, NULL},
+    {"resize", (PyCFunction)(void (*)(void))slot_resize, METH_VARARGS,
+     "resize(name, length, /)\n--\n\n"
+     "Cut the first dimension of a field to what was really written; slot[name] is shorter then."},
+    {"commit", (PyCFunction)(void (*)(void))slot_commit, METH_NOARGS,
+     "commit()\n--\n\n"
+     "Publish the record, as leaving the with block does; its views are read-only from then on."},
+    {"abort", (PyCFunction)(void (*)(void))slot_abort, METH_NOARGS,
+     "abort()\n--\n\n"
+     "Give the space back; nobody sees the record. An exception in the with block does so too."},
     {"__enter__", (PyCFunction)(void (*)(void))slot_enter, METH_NOARGS, NULL},
     {"__exit__", (PyCFunction)(void (*)(void))slot_exit, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef slot_getset[] = {
-    {"score", (getter)slot_get_score, (setter)slot_set_score, NULL, NULL},
-    {"meta", NULL, (setter)slot_set_meta, NULL, NULL},
-    {"ended", (getter)slot_get_ended, NULL, NULL, NULL},
+    {"score", (getter)slot_get_score, (setter)slot_set_score, "The reward, 0.0 unless set.", NULL},
+    {"meta", NULL, (setter)slot_set_meta,
+     "Whatever msgspec can encode, within reserve's meta_room; it can be set, not read.", NULL},
+    {"ended", (getter)slot_get_ended, NULL, "Whether it was committed or aborted.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef slot_members[] = {
-    {"fields", T_OBJECT_EX, offsetof(SlotObject, names), READONLY, NULL},
+    {"fields", T_OBJECT_EX, offsetof(SlotObject, names), READONLY,
+     "The names of its arrays."},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyMappingMethods slot_mapping = {.mp_subscript = (binaryfunc)slot_get};
+static PyMappingMethods slot_mapping = {.mp_subscript = (binaryfunc)slot_get,
+                                        .mp_ass_subscript = (objobjargproc)slot_assign};
 
 PyTypeObject SlotType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Slot",
     .tp_basicsize = sizeof(SlotObject),
     .tp_dealloc = (destructor)slot_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "A reservation: slot[name] is a writable view of the ring until commit or abort.",
     .tp_methods = slot_methods,
     .tp_getset = slot_getset,
     .tp_members = slot_members,

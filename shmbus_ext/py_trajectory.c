@@ -257,7 +257,8 @@ static PyObject *view_of(TrajectoryObject *self, int field) {
 static PyObject *trajectory_get(TrajectoryObject *self, PyObject *name) {
     int field = schema_find(self->schema, name);
     if (field < 0) {
-        PyErr_SetObject(PyExc_KeyError, name);
+        PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
+                     self->schema->names);
         return NULL;
     }
     return trajectory_readable(self) ? view_of(self, field) : NULL;
@@ -296,7 +297,8 @@ static PyObject *trajectory_keys(TrajectoryObject *self, PyObject *ignored) {
 static PyObject *trajectory_shape(TrajectoryObject *self, PyObject *name) {
     int field = schema_find(self->schema, name);
     if (field < 0) {
-        PyErr_SetObject(PyExc_KeyError, name);
+        PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
+                     self->schema->names);
         return NULL;
     }
     const uint64_t *shape = self->shape + self->schema->shape_at[field];

@@ -300,16 +300,33 @@ static void batch_abort(WriterObject *self, struct batch *batch) {
     batch->open = 0;
 }
 
+/* Say which of the items it was, where the message is one of ours. */
+static void name_item(Py_ssize_t at) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (type == PyExc_TypeError || type == PyExc_ValueError || type == hooks.too_large_error) {
+        PyErr_NormalizeException(&type, &value, &traceback);
+        PyErr_Format(type, "put_many: item %zd: %S", at, value);
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        return;
+    }
+    PyErr_Restore(type, value, traceback);
+}
+
 static bool parse_item(WriterObject *self, struct put_arguments *arguments, PyObject *items,
                        Py_ssize_t at) {
     arguments_begin(arguments);
-    if (!arguments_take_mapping(arguments, PyList_GET_ITEM(items, at), at) ||
-        !arguments_finish(arguments, &self->schemas) || !writer_usable(self)) {
-        return false;
-    }
     struct reservation unused;
-    return arguments->spec.record_bytes <= self->segment->c.record_limit ||
-           writer_claim_room(self, arguments->spec.record_bytes, 0.0, &unused);
+    bool good = arguments_take_mapping(arguments, PyList_GET_ITEM(items, at)) &&
+                arguments_finish(arguments, &self->schemas) && writer_usable(self) &&
+                (arguments->spec.record_bytes <= self->segment->c.record_limit ||
+                 writer_claim_room(self, arguments->spec.record_bytes, 0.0, &unused));
+    if (!good) {
+        name_item(at);
+    }
+    return good;
 }
 
 /* The bus is full: what is reserved must be committed before anybody can make room. So the rest is
@@ -376,6 +393,12 @@ static PyObject *writer_put_many(WriterObject *self, PyObject *args, PyObject *k
     double timeout_s;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$O", names, &sequence, &timeout) ||
         !parse_timeout(timeout, &timeout_s) || !writer_usable(self)) {
+        return NULL;
+    }
+    if (Py_TYPE(sequence)->tp_iter == NULL && !PySequence_Check(sequence)) {
+        PyErr_Format(PyExc_TypeError,
+                     "put_many: expected an iterable of dicts of put's arguments, got %.100s",
+                     Py_TYPE(sequence)->tp_name);
         return NULL;
     }
     PyObject *items = PySequence_List(sequence);

@@ -266,7 +266,7 @@ bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
 /* Frame and body of a record whose arguments are finished. */
 void writer_write_head(WriterObject *self, const struct put_arguments *arguments,
                        const struct reservation *at);
-bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item, Py_ssize_t at);
+bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item);
 PyObject *writer_reserve_slot(WriterObject *self, PyObject *args);
 /* Ends every open reservation without a commit. */
 void writer_abort_open(WriterObject *self);

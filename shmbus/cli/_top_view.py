@@ -237,7 +237,7 @@ def _collector(status: BusStatus) -> RenderableType:
         grid.add_row(
             "failed",
             Text(
-                f"{show_count(len(status.wanted))} samples wanted again, "
+                f"{show_count(len(status.wanted))} wanted again, "
                 f"{show_count(status.groups_given_up)} groups given up"
             ),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shmbus import Bus
+from shmbus_ext import _core
 
 __all__ = ["add_parser", "run_pause", "run_resume"]
 
@@ -20,7 +21,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     pause.add_argument("name", metavar="NAME", help="the bus")
-    pause.add_argument("--reason", default="", help="what producers are told, up to 119 bytes")
+    pause.add_argument(
+        "--reason",
+        type=_reason,
+        default="",
+        help=f"what producers are told, up to {_core.PAUSE_REASON_BYTES} bytes",
+    )
     pause.set_defaults(run=run_pause)
     resume = commands.add_parser(
         "resume",
@@ -31,6 +37,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     resume.add_argument("name", metavar="NAME", help="the bus")
     resume.set_defaults(run=run_resume)
+
+
+def _reason(text: str) -> str:
+    size = len(text.encode("utf-8", "replace"))
+    if size > _core.PAUSE_REASON_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"expected at most {_core.PAUSE_REASON_BYTES} bytes, got {size}"
+        )
+    return text
 
 
 def run_pause(parsed: argparse.Namespace) -> int:

@@ -54,14 +54,17 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"shmbus serve: {error}", file=sys.stderr)
         return 2
     logs.set_up(settings.log_format, settings.log_level)
-    if settings.restore is not None:
-        _restore(parsed.name, settings.restore)
-    with contextlib.suppress(errors.BusExistsError):
-        _segments.create_segment(parsed.name, settings.capacity, settings.max_producers, 0).close()
     policy = settings.policy()
     with contextlib.ExitStack() as stack:
+        # First, since it may find its port taken: nothing has been made then.
         if settings.metrics_port is not None:
             stack.enter_context(_metrics(parsed.name, settings.metrics_port, settings.metrics_host))
+        if settings.restore is not None:
+            _restore(parsed.name, settings.restore)
+        with contextlib.suppress(errors.BusExistsError):
+            _segments.create_segment(
+                parsed.name, settings.capacity, settings.max_producers, 0
+            ).close()
         server.serve(
             parsed.name,
             policy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from shmbus import errors, snapshot
+from shmbus import _segments, errors, snapshot
 from shmbus.cli._show import add_command, bus_name, print_json, printable, show_count, show_size
 from shmbus.daemon.observe import ask_snapshot
 
@@ -50,7 +50,19 @@ def add_parser(commands: Commands) -> None:
     back.add_argument(
         "--again", action="store_true", help="also a snapshot that was restored before"
     )
-    back.add_argument("--capacity", metavar="SIZE", help="bytes for records (default: as it was)")
+    back.add_argument(
+        "--capacity",
+        metavar="SIZE",
+        type=_capacity,
+        help="bytes for records (default: as it was)",
+    )
+
+
+def _capacity(text: str) -> int:
+    try:
+        return _segments.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run_snapshot(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import msgspec
 
 from shmbus import _segments, limits
 from shmbus.stash import StashPolicy
+from shmbus_ext import _core
 
 __all__ = ["ConfigError", "Settings", "add_arguments", "load"]
 
@@ -127,7 +128,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, default=None, help=text + shown, metavar="VALUE")
 
 
-_AT_LEAST_0 = ("group_timeout", "drain_timeout", "max_policy_lag", "sample_retries")
+_AT_LEAST_0 = ("drain_timeout", "max_policy_lag", "sample_retries")
+_ABOVE_0 = ("group_timeout", "retry_timeout")
 
 
 def _check_bounds(name: str, value: Any) -> None:
@@ -137,10 +139,12 @@ def _check_bounds(name: str, value: Any) -> None:
         _segments.parse_size(value)
     elif name in _AT_LEAST_0 and not value >= 0:
         raise ValueError(f"{name}: expected 0 or more, got {value}")
-    elif name == "retry_timeout" and not value > 0:
+    elif name in _ABOVE_0 and not value > 0:
         raise ValueError(f"{name}: expected more than 0, got {value}")
     elif name == "metrics_port" and not 0 <= value <= 65535:
         raise ValueError(f"{name}: expected 0 to 65535, got {value}")
+    elif name == "max_producers" and not 1 <= value <= _core.MAX_PRODUCERS:
+        raise ValueError(f"{name}: expected 1 to {_core.MAX_PRODUCERS}, got {value}")
 
 
 def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, Any]:

@@ -1,0 +1,215 @@
+"""What the public names take: NumPy's integers, no text for a flag, and errors that say which."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import segments_named
+
+import shmbus
+from shmbus import Bus, Consumer, Producer
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, capacity="1MiB", max_producers=4) as handle:
+        yield handle
+
+
+def sample(index: int = 0, **more: Any) -> dict[str, Any]:
+    return {"instance_id": "a", "group_size": 2, "index": index, "x": np.arange(3), **more}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"skip_zero_variance": "no"}, TypeError, "skip_zero_variance: expected True or False"),
+        ({"daemon": "yes"}, TypeError, "daemon: expected True or False"),
+        ({"max_policy_lag": -1}, ValueError, "max_policy_lag: expected 0 or more, got -1"),
+        ({"sample_retries": None}, TypeError, "sample_retries: expected an int"),
+        ({"retry_timeout": None}, TypeError, "retry_timeout: expected seconds"),
+        ({"label": 3}, TypeError, "label: expected a str or None, got int"),
+        ({"label": "a\0b"}, ValueError, "label: expected text without NUL"),
+        ({"world_size": 2, "daemon": False}, ValueError, "daemon=False: .* leave daemon out"),
+    ],
+)
+def test_a_consumer_names_the_argument_that_is_wrong(
+    bus: Bus, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        Consumer(bus.name, **options)
+    assert bus.stats().collector_pid == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"checksum": "no"}, TypeError, "checksum: expected True or False, got str"),
+        ({"label": b"x"}, TypeError, "label: expected a str or None, got bytes"),
+        ({"label": "a\0b"}, ValueError, "label: expected text without NUL"),
+    ],
+)
+def test_a_producer_names_the_argument_that_is_wrong(
+    bus: Bus, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        Producer(bus.name, **options)
+    assert bus.stats().producers == []
+
+
+def test_integers_of_numpy_are_integers(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, np.int64(1 << 20), max_producers=np.int32(3)) as bus,  # type: ignore[arg-type]
+        Producer(bus_name) as producer,
+        Consumer(
+            bus_name,
+            max_policy_lag=np.int64(1),  # type: ignore[arg-type]
+            group_timeout=np.float32(30),  # type: ignore[arg-type]
+            rank=np.int64(0),  # type: ignore[arg-type]
+        ) as consumer,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        assert (bus.capacity, bus.max_producers) == (1 << 20, 3)
+        producer.put_many([sample(0), sample(1)])
+        (group,) = consumer.take(np.int64(1), timeout=np.float32(5))  # type: ignore[arg-type]
+        group.ack()
+        assert consumer.take(1 << 70, timeout=0) == []
+
+
+def test_a_long_label_is_cut_between_two_characters(bus: Bus) -> None:
+    with Producer(bus.name, label="ü" * 100):
+        (info,) = bus.stats().producers
+    assert info.label == "ü" * 23
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({"x": (None, 3)}, TypeError, "field 'x': expected a dtype, got None"),
+        ({"x": ("int32", 1 << 40)}, shmbus.RecordTooLargeError, "needs 4398046511104"),
+        ({"x": ("int64", 1 << 70)}, shmbus.RecordTooLargeError, "needs 9444732965739290427392"),
+        ({"x": ("int64", (1 << 70, 0))}, shmbus.RecordTooLargeError, "1180591620717411303424"),
+    ],
+)
+def test_a_reservation_of_nonsense_is_refused_with_what_it_asked_for(
+    bus: Bus, fields: Any, error: type[Exception], match: str
+) -> None:
+    with Producer(bus.name) as producer:
+        with pytest.raises(error, match=match):
+            producer.reserve("a", group_size=1, index=0, fields=fields)
+        assert producer.stats().aborted == 0
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "match"),
+    [
+        (None, TypeError, "put_many: expected an iterable of dicts"),
+        ([sample(0), 3], TypeError, "put_many: item 1: expected a dict .* got int"),
+        ([sample(0), sample(1, score=float("nan"))], ValueError, "put_many: item 1: score"),
+        ([sample(0), {"index": 0}], TypeError, "put_many: item 1: missing the argument"),
+        ([sample(0, x=np.zeros(1 << 20))], shmbus.RecordTooLargeError, "put_many: item 0: bus"),
+    ],
+)
+def test_put_many_names_the_bad_item_and_puts_none(
+    bus: Bus, items: Any, error: type[Exception], match: str
+) -> None:
+    with Producer(bus.name) as producer:
+        with pytest.raises(error, match=match):
+            producer.put_many(items)
+        assert producer.stats().committed == 0
+
+
+def test_an_error_within_the_iterable_is_its_own(bus: Bus) -> None:
+    with (
+        Producer(bus.name) as producer,
+        pytest.raises(ZeroDivisionError, match=r"^[a-z]+ division"),
+    ):
+        producer.put_many(1 // 0 for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda p: p.fail("a", -1, "why"), ValueError, "index: expected 0 or more, got -1"),
+        (lambda p: p.put(**sample(meta="\ud800")), ValueError, "meta: expected text that UTF-8"),
+        (lambda p: p.put(**sample(), timeout=0 * "x"), TypeError, "timeout: expected seconds"),
+    ],
+)
+def test_a_producer_call_names_the_argument_that_is_wrong(
+    bus: Bus, call: Callable[[Producer], object], error: type[Exception], match: str
+) -> None:
+    with Producer(bus.name) as producer:
+        with pytest.raises(error, match=match):
+            call(producer)
+        assert producer.stats().committed == 0
+
+
+def test_a_reason_with_surrogates_is_still_a_reason(bus: Bus) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
+        producer.fail("a", 0, "no utf-8: \udcff", group_size=2)
+        assert consumer.take(timeout=0) == []
+        (wanted,) = producer.wanted()
+        assert wanted.reason == "no utf-8: ?"
+
+
+@pytest.mark.parametrize("reason", ["x" * 120, "ü" * 60, "a\0b"])
+def test_a_reason_that_does_not_fit_pauses_nobody(bus: Bus, reason: str) -> None:
+    with pytest.raises(ValueError, match="reason: expected at most 119 bytes"):
+        bus.pause(reason)
+    assert bus.paused is None
+
+
+def test_an_unknown_field_is_told_the_ones_that_are_there(bus: Bus) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        with producer.reserve("a", group_size=1, index=0, fields={"x": ("i4", 2)}) as slot:
+            with pytest.raises(KeyError, match=r"'y': this reservation has the fields \('x',\)"):
+                slot["y"]
+            with pytest.raises(TypeError, match=r"write into its view: slot\['x'\]\[:\]"):
+                slot["x"] = np.zeros(2, np.int32)  # type: ignore[index]
+            slot["x"][:] = 7
+        (group,) = consumer.take(timeout=5)
+        with pytest.raises(KeyError, match=r"'y': this trajectory has the fields \('x',\)"):
+            group[0]["y"]
+        assert group[0]["x"].tolist() == [7, 7]
+        group.give_back()
+        with pytest.raises(shmbus.ProtocolError, match="cannot ack group 'a', since it is given b"):
+            group.ack()
+
+
+def test_a_wait_of_nothing_is_0_s(bus: Bus) -> None:
+    bus.pause("weights")
+    with Producer(bus.name) as producer, pytest.raises(shmbus.BusFullError, match="for 0 s;"):
+        producer.put(**sample(), timeout=0)
+
+
+def test_a_forked_child_that_leaves_the_block_leaves_the_bus(bus_name: str) -> None:
+    with Bus.create(bus_name, "64KiB") as bus:
+        child = os.fork()
+        if child == 0:
+            bus.__exit__(None, None, None)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert segments_named(bus_name) != []
+    assert segments_named(bus_name) == []
+
+
+def test_the_end_of_a_block_spares_another_bus_of_the_same_name(bus_name: str) -> None:
+    with Bus.create(bus_name, "64KiB"):
+        shmbus.unlink(bus_name)
+        second = Bus.create(bus_name, "64KiB")
+    assert segments_named(bus_name) != []
+    second.unlink()
+    second.close()
+
+
+def test_a_bus_pickles_by_name(bus: Bus) -> None:
+    with pickle.loads(pickle.dumps(bus)) as copy:
+        assert (copy.name, copy.created_unix_ns) == (bus.name, bus.created_unix_ns)
+    assert segments_named(bus.name) != []
