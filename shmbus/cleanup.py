@@ -11,22 +11,24 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pwd
 import socket
 import stat
+import time
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
-from shmbus import _segments, errors
+from shmbus import _segments, errors, limits
 from shmbus._segment_file import SegmentFile, printable
 from shmbus.status import status_of
 from shmbus_ext import _core
 
-__all__ = ["Leftover", "remove", "survey"]
+__all__ = ["Leftover", "remove", "remove_unfinished", "survey"]
 
 Verdict = Literal["removable", "in_use", "not_ours", "unknown"]
 _SOCKET_PREFIXES: Final = ("shmbus-", "shmbus+")
@@ -236,6 +238,44 @@ def remove(found: Leftover) -> None:
         _unlink(found)
     finally:
         os.close(fd)
+
+
+def remove_unfinished(name: str) -> bool:
+    """Remove what a creator that died has left of a bus.
+
+    A creator that is merely slow holds a lock on the file, but for its first instant, which two
+    looks are enough to pass; one that was stopped there finds the file gone, and says so.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+
+    Returns
+    -------
+    bool
+        Whether there was such a file.
+    """
+    found = _unfinished(name)
+    if found is None:
+        return False
+    time.sleep(limits.UNFINISHED_WAIT_S)
+    again = _unfinished(name)
+    if again is None or (again.device, again.inode) != (found.device, found.inode):
+        return False
+    with contextlib.suppress(errors.BusBusyError, FileNotFoundError):
+        remove(again)
+        return True
+    return False
+
+
+def _unfinished(name: str) -> Leftover | None:
+    """Look whether it has no magic yet, and nobody who would store it."""
+    path = _segments.shm_path(name)
+    with contextlib.suppress(errors.BusNotFoundError, OSError), SegmentFile(name) as file:
+        if int(file.header["magic"]) == 0 and not file.in_use():
+            return _look(path, name, os.lstat(path))
+    return None
 
 
 def _same(found: Leftover, info: os.stat_result) -> bool:

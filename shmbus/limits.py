@@ -69,6 +69,7 @@ __all__ = [
     "TOP_SAMPLE_RUNS",
     "TOP_WALK_RECORDS",
     "UNCONFIRMED",
+    "UNFINISHED_WAIT_S",
 ]
 
 #: Bytes for records of a bus that says nothing else: some 14,000 trajectories of 2,048 tokens.
@@ -88,6 +89,10 @@ MAX_NAME_BYTES = 200
 
 #: Seconds that attaching waits for a segment whose creator is still allocating it.
 ATTACH_WAIT_S = 10.0
+
+#: Seconds between two looks at a segment without magic and lock: its creator, if it lives, locks it
+#: within microseconds.
+UNFINISHED_WAIT_S = 0.2
 
 #: Records taken from the ring at a time: what describes them is grouped before it leaves the cache.
 POLL_RECORDS = 128

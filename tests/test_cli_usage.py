@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import segments_named
+from conftest import segments_named, wait_until
 from operators import cli
 
-from shmbus import Bus
+from shmbus import Bus, Consumer, _segments, cleanup, errors
 
 
 @pytest.mark.parametrize("value", ["0", "4097"])
@@ -50,3 +54,40 @@ def test_a_capacity_that_is_no_size_is_a_usage_error(tmp_path: Path) -> None:
     ended = cli("restore", str(tmp_path), "--capacity", "lots")
     assert ended.status == 2
     assert "expected a number with KiB, MiB, GiB or TiB" in ended.err
+
+
+def test_a_daemon_starts_over_where_a_creator_was_killed(bus_name: str) -> None:
+    with open(_segments.shm_path(bus_name), "xb"):
+        os.chmod(_segments.shm_path(bus_name), 0o600)  # as shm_open leaves it, before a lock
+    command = [sys.executable, "-m", "shmbus.cli", "serve", bus_name, "--capacity", "64KiB"]
+    with subprocess.Popen([*command, "--unlink-on-exit"], stderr=subprocess.PIPE) as daemon:
+        try:
+            wait_until(lambda: _serves(bus_name), what="the daemon serves")
+        finally:
+            daemon.send_signal(signal.SIGTERM)
+            _, said = daemon.communicate(timeout=60)
+    assert daemon.returncode == 0, said
+    assert b"removed what a creator that died had left" in said
+    assert segments_named(bus_name) == []
+
+
+def _serves(name: str) -> bool:
+    try:
+        with Consumer(name, daemon=True) as consumer:
+            return consumer.stats().balanced
+    except errors.ShmbusError:
+        return False
+
+
+def test_what_a_living_creator_holds_is_left_alone(bus_name: str) -> None:
+    with Bus.create(bus_name, "64KiB"):
+        assert not cleanup.remove_unfinished(bus_name)
+        with open(_segments.shm_path(bus_name), "r+b") as file:
+            magic = file.read(8)
+            file.seek(0)
+            file.write(bytes(8))
+            file.flush()
+            assert not cleanup.remove_unfinished(bus_name)  # by the lock of the handle above
+            file.seek(0)
+            file.write(magic)
+    assert segments_named(bus_name) == []

@@ -238,7 +238,7 @@ def _collector(status: BusStatus) -> RenderableType:
             "failed",
             Text(
                 f"{show_count(len(status.wanted))} wanted again, "
-                f"{show_count(status.groups_given_up)} groups given up"
+                f"{show_count(status.groups_given_up)} given up"
             ),
         )
     if status.daemon is not None:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 
-from shmbus import _segments, errors, snapshot
+from shmbus import _segments, cleanup, errors, snapshot
 from shmbus.consumer import stash_options
 from shmbus.daemon import config, logs, server
 
@@ -61,6 +61,8 @@ def run(parsed: argparse.Namespace) -> int:
             stack.enter_context(_metrics(parsed.name, settings.metrics_port, settings.metrics_host))
         if settings.restore is not None:
             _restore(parsed.name, settings.restore)
+        if cleanup.remove_unfinished(parsed.name):
+            logger.warning("removed what a creator that died had left of bus %r", parsed.name)
         with contextlib.suppress(errors.BusExistsError):
             _segments.create_segment(
                 parsed.name, settings.capacity, settings.max_producers, 0
