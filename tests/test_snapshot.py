@@ -349,7 +349,7 @@ def test_a_bus_too_small_for_its_records_is_an_error_and_no_bus(bus_name: str, t
     assert result.status == 1
     assert "larger capacity" in result.err
     assert not segment_path(bus_name).exists()
-    assert cli("restore", str(taken), "--capacity", "nonsense").status == 1
+    assert cli("restore", str(taken), "--capacity", "nonsense").status == 2
 
 
 def test_where_something_is_no_snapshot_is_written(bus_name: str, taken: Path) -> None:
