@@ -109,6 +109,12 @@ def test_packing_sorts_scrambled_samples_and_lays_them_out_one_behind_the_other(
     assert packing.advantages[:3].tolist() == pytest.approx([-1.0] * 3, abs=1e-3)
 
 
+def test_a_run_that_is_one_delivery_has_no_rate() -> None:
+    # Nothing goes before the reader has the whole group, since it takes complete ones only.
+    with pytest.raises(MeasurementError, match="all 8 came at once"):
+        moving.measure("bench.contenders.shmbus_embedded", Workload(trajectories=8, tokens=8))
+
+
 def test_latency_counts_every_probe_but_those_that_warm_up() -> None:
     measured = latency.measure("bench.contenders.mp_queue", 20, "sleeping", 200.0, "8MiB")
     assert measured.probes == 20

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.contenders.base import Contender, Received, free_port, started
+from bench.contenders.base import Contender, Received, Receiver, Sender, free_port, started
 from bench.processes import STALL_S, MeasurementError
 from bench.workload import Source, Workload
 
@@ -92,7 +92,7 @@ def link(workload: Workload) -> Iterator[int]:
         yield port
 
 
-class _Sender:
+class _Sender(Sender):
     def __init__(self, port: int, workload: Workload) -> None:
         self._client = _Client(port)
         self._group_size = workload.group_size
@@ -134,11 +134,9 @@ class _Sender:
             content["images"] = [self._images] * count
         self._client.post("/scored_data", content)
 
-    def flush(self) -> None:
-        """Do nothing: nothing is held back but groups that are not complete."""
 
-
-class _Receiver:
+class _Receiver(Receiver):
+    # The server forgets a batch that it has handed out.
     def __init__(self, port: int, workload: Workload) -> None:
         self._client = _Client(port)
         self._busy = workload.reader == "busy"
@@ -166,9 +164,6 @@ class _Receiver:
                 np.array(logprobs, np.float32),
             )
             yield instance_id, index, (*arrays, *beside)
-
-    def done(self) -> None:
-        """Do nothing: the server forgets a batch that it has handed out."""
 
 
 @contextlib.contextmanager

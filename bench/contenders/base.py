@@ -103,23 +103,25 @@ class Contender:
 
 
 class Sender(Protocol):
-    """The producer's end."""
+    """The producer's end; one that holds nothing back inherits `flush`, which does nothing."""
 
     def send(self, instance_id: str, index: int, source: Source) -> None:
         """Send one trajectory, with the metadata and side arrays of the workload."""
 
     def flush(self) -> None:
         """Hand over what was sent and is still held back to be sent with more."""
+        return
 
 
 class Receiver(Protocol):
-    """The consumer's end."""
+    """The consumer's end; where what was received is its own, it inherits `done`."""
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
         """Return what is there, waiting for the first so long (None: for ever, 0: not at all)."""
 
     def done(self) -> None:
         """Give back all that was received: acknowledge it, free its memory."""
+        return
 
 
 class Layout:

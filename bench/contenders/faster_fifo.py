@@ -7,7 +7,7 @@ import queue
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from bench.contenders.base import Contender, Received
+from bench.contenders.base import Contender, Received, Receiver, Sender
 from bench.contenders.packed_bytes import Decoder, Encoder
 from bench.workload import Source, Workload
 
@@ -40,7 +40,7 @@ def link(workload: Workload) -> Iterator[Any]:
     yield Queue(max_size_bytes=workload.room * (workload.bytes_each + FRAME_BYTES))
 
 
-class _Sender:
+class _Sender(Sender):
     def __init__(self, address: Any, workload: Workload) -> None:
         self._queue = address
         self._encode = Encoder(workload).encode
@@ -49,11 +49,8 @@ class _Sender:
     def send(self, instance_id: str, index: int, source: Source) -> None:
         self._queue.put(self._encode(instance_id, index, source), timeout=FOR_EVER_S)
 
-    def flush(self) -> None:
-        """Do nothing: nothing is held back."""
 
-
-class _Receiver:
+class _Receiver(Receiver):
     def __init__(self, address: Any, workload: Workload) -> None:
         self._queue = address
         self._decode = Decoder(workload).decode
@@ -70,9 +67,6 @@ class _Receiver:
         except queue.Empty:
             return ()
         return [self._decode(one) for one in many]
-
-    def done(self) -> None:
-        """Do nothing: what was received is the consumer's own."""
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from bench.contenders.base import Contender, Layout, Received
+from bench.contenders.base import Contender, Layout, Received, Sender
 from bench.workload import Source, Workload
 
 __all__ = ["CONTENDER", "link", "receiver", "sender"]
@@ -90,7 +90,7 @@ class _Port:
             )
 
 
-class _Sender:
+class _Sender(Sender):
     def __init__(self, port: _Port, workload: Workload) -> None:
         iceoryx2 = port.iceoryx2
         self._layout = Layout(workload)
@@ -126,9 +126,6 @@ class _Sender:
         loaned.assume_init().send()
         if self._notifier:
             self._notifier.notify()
-
-    def flush(self) -> None:
-        """Do nothing: nothing is held back."""
 
 
 class _Receiver:

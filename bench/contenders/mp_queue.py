@@ -8,10 +8,10 @@ import queue
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from bench.contenders.base import Contender, Received
+from bench.contenders.base import Contender, Received, Receiver, Sender
 from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "MOST", "Receiver", "link", "receiver", "sender"]
+__all__ = ["CONTENDER", "MOST", "QueueReceiver", "link", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="multiprocessing.Queue",
@@ -33,7 +33,7 @@ def link(workload: Workload) -> Iterator[Any]:
     yield multiprocessing.get_context("spawn").Queue(min(workload.room, MOST))
 
 
-class _Sender:
+class _Sender(Sender):
     def __init__(self, address: Any, workload: Workload) -> None:
         self._put = address.put
         self._sides = tuple(workload.side_arrays().values())
@@ -42,11 +42,8 @@ class _Sender:
     def send(self, instance_id: str, index: int, source: Source) -> None:
         self._put((instance_id, index, 1.0, 3, self._meta, (*source, *self._sides)))
 
-    def flush(self) -> None:
-        """Do nothing: nothing is held back, but by the thread that feeds the pipe."""
 
-
-class Receiver:
+class QueueReceiver(Receiver):
     """Takes one at a time: there is no call for several."""
 
     def __init__(self, address: Any) -> None:
@@ -64,9 +61,6 @@ class Receiver:
         """Return one trajectory, or none."""
         return [(one[0], one[1], one[-1]) for one in self.get(timeout_s)]
 
-    def done(self) -> None:
-        """Do nothing: what was received is the consumer's own."""
-
 
 @contextlib.contextmanager
 def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
@@ -77,6 +71,6 @@ def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
 
 
 @contextlib.contextmanager
-def receiver(address: Any, workload: Workload) -> Iterator[Receiver]:
+def receiver(address: Any, workload: Workload) -> Iterator[QueueReceiver]:
     """Receive in this process."""
-    yield Receiver(address)
+    yield QueueReceiver(address)

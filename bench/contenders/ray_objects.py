@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from bench.contenders.base import Contender, Received
+from bench.contenders.base import Contender, Received, Receiver
 from bench.workload import Source, Workload
 
 __all__ = ["CONTENDER", "attach", "cluster", "host", "link", "receiver", "sender"]
@@ -175,7 +175,8 @@ class _Sender:
             _, self._under_way = self._ray.wait(self._under_way, num_returns=1)
 
 
-class _Receiver:
+class _Receiver(Receiver):
+    # An object goes with the last array that looks at it.
     def __init__(self, mailbox: Any) -> None:
         import ray
 
@@ -197,9 +198,6 @@ class _Receiver:
             with contextlib.suppress(self._ray.exceptions.ObjectLostError):
                 objects.append(self._ray.get(ref))
         return objects
-
-    def done(self) -> None:
-        """Do nothing: an object goes with the last array that looks at it."""
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from bench.contenders.base import Contender, Received
+from bench.contenders.base import Contender, Received, Sender
 from bench.contest import moving
 from bench.workload import Source, Timed, Workload
 
@@ -38,7 +38,7 @@ def link(workload: Workload) -> Iterator[str]:
         yield name
 
 
-class _Sender:
+class _Sender(Sender):
     def __init__(self, producer: Any, workload: Workload) -> None:
         self._put = producer.put
         self._group_size = workload.group_size
@@ -60,9 +60,6 @@ class _Sender:
             timeout=PUT_S,
             **self._sides,
         )
-
-    def flush(self) -> None:
-        """Do nothing: nothing is held back."""
 
 
 class _Receiver:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.contenders import mp_queue
-from bench.contenders.base import Contender, Layout, Received
+from bench.contenders.base import Contender, Layout, Received, Sender
 from bench.workload import Source, Workload
 
 __all__ = ["CONTENDER", "link", "receiver", "sender"]
@@ -49,7 +49,7 @@ def _torch() -> Any:
     return importlib.import_module("torch")
 
 
-class _Sender:
+class _Sender(Sender):
     def __init__(self, address: Any, workload: Workload) -> None:
         self._torch = _torch()
         self._put = address.put
@@ -65,11 +65,8 @@ class _Sender:
         self._layout.write(source, tensor.numpy())
         self._put((instance_id, index, 1.0, 3, self._meta, tokens, tensor))
 
-    def flush(self) -> None:
-        """Do nothing: nothing is held back, but by the thread that feeds the pipe."""
 
-
-class _Receiver(mp_queue.Receiver):
+class _Receiver(mp_queue.QueueReceiver):
     def __init__(self, address: Any, workload: Workload) -> None:
         super().__init__(address)
         self._layout = Layout(workload)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import queue
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from bench.contenders import ray_objects
+from bench.contenders import mp_queue, ray_objects
 from bench.contenders.base import Contender, Received
 from bench.workload import Source, Workload
 
@@ -120,17 +119,16 @@ class _Sender:
         return self._torch.nested.as_nested_tensor(tensors, layout=self._torch.jagged)
 
 
-class _Receiver:
+class _Receiver(mp_queue.QueueReceiver):
     def __init__(self, transfer_queue: Any, keys: Any) -> None:
+        super().__init__(keys)
         self._transfer_queue = transfer_queue
-        self._queue = keys
         self._metas: list[Any] = []
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
-        try:
-            meta = self._queue.get(timeout_s != 0, timeout_s)
-        except queue.Empty:
-            return ()
+        return [one for meta in self.get(timeout_s) for one in self._fetch(meta)]
+
+    def _fetch(self, meta: Any) -> list[Received]:
         self._metas.append(meta)
         batch = self._transfer_queue.kv_batch_get_by_meta(meta)
         beside = sorted(name for name in batch.keys() if name.startswith("side"))  # noqa: SIM118

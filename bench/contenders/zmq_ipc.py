@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.contenders.base import Contender, Received
+from bench.contenders.base import Contender, Received, Receiver, Sender
 from bench.contenders.packed_bytes import Decoder, Encoder
 from bench.workload import Source, Workload
 
@@ -44,7 +44,7 @@ def _zmq() -> Any:
     return importlib.import_module("zmq")
 
 
-class _Sender:
+class _Sender(Sender):
     def __init__(self, socket: Any, workload: Workload) -> None:
         self._send = socket.send
         self._copy = workload.bytes_each < UNCOPIED_BYTES
@@ -53,11 +53,8 @@ class _Sender:
     def send(self, instance_id: str, index: int, source: Source) -> None:
         self._send(self._encode(instance_id, index, source), copy=self._copy)
 
-    def flush(self) -> None:
-        """Do nothing: nothing is held back, but by the socket's thread."""
 
-
-class _Receiver:
+class _Receiver(Receiver):
     def __init__(self, socket: Any, workload: Workload) -> None:
         zmq = _zmq()
         self._again = zmq.Again
@@ -80,9 +77,6 @@ class _Receiver:
                 if self._socket.poll(wait_ms):
                     return self.receive(0.0)
         return received
-
-    def done(self) -> None:
-        """Do nothing: what was received is the consumer's own."""
 
 
 @contextlib.contextmanager

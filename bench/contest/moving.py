@@ -132,6 +132,8 @@ def _consume(
             _check(workload, arrays)
         receiver.done()
         assert began is not None and before is not None
+        if first == wanted:
+            raise MeasurementError(f"all {wanted} came at once: there is nothing to time")
         return wanted - first, time.perf_counter() - began, usage.own() - before
 
 

@@ -52,6 +52,8 @@ LOAD_PER_S: Final = 5_000.0
 LOAD_PART: Final = 0.25
 #: Calls of TransferQueue carry this many; a run has to have several.
 LEAST: Final = 128
+#: No run moves more, however small they are.
+MOST: Final = 2_000_000
 #: Most producers of a contender; those whose processes take seconds to begin get few.
 MANY_PRODUCERS: Final = 64
 FEW_PRODUCERS: Final = 4
@@ -185,7 +187,8 @@ def sized(contender: Contender, level: Level, **parameters: Any) -> dict[str, An
     probe = Workload(trajectories=unit, **one)
     part = probe.bytes_each / (USUAL * BYTES_PER_TOKEN)
     each_s = (FIXED_PART + (1 - FIXED_PART) * part) / contender.per_second
-    wanted = min(max(LEAST if contender.per_second > LEAST else unit, level.run_s / each_s), 2e6)
+    least = LEAST if contender.per_second > LEAST else 2 * unit
+    wanted = min(max(least, level.run_s / each_s), MOST)
     return {**one, "trajectories": max(1, round(wanted / unit)) * unit}
 
 

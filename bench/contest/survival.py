@@ -1,9 +1,10 @@
 """Whether a run goes on when one of its writers is killed in the middle of a write.
 
-A survivor and a victim send large trajectories to one reader, as fast as they can. The victim gets
-SIGKILL after a random while, and the next one begins; that several times over. Said is how many of
-the kills hit within a send; whether the reader went on receiving from the survivor after each one;
-and whether all that a victim's `send` had returned for has arrived, whole.
+A survivor and a victim send large trajectories to one reader, as fast as they can. After a random
+while the victim gets SIGKILL, at a random moment of a send that has just begun, and the next one
+begins; that several times over. Said is how many of the kills hit within a send; whether the reader
+went on receiving from the survivor after each one; and whether all that a victim's `send` had
+returned for has arrived, whole.
 
 Each trajectory is filled with one number, its own, so that a torn one shows.
 """
@@ -32,8 +33,13 @@ SLOW_TOKENS: Final = 16_384
 SLOW_PER_S: Final = 1_000.0
 #: Trajectories of a victim that have to arrive before it may be killed.
 ARRIVED: Final = 2
-#: A victim is killed at a random moment of so many seconds: some of its sends' worth.
+#: A victim goes on for a random part of so many seconds, some of its sends' worth, until one of its
+#: sends is aimed at.
 KILL_WITHIN_S: Final = 0.02
+#: Seconds to wait for a send that begins. How far into one a kill hits is random too: megabytes
+#: take some hundreds of microseconds, at the speed of memory.
+AIM_S: Final = 1.0
+SEND_S: Final = 0.0003
 #: Seconds without one that the survivor began to send after the kill, after which a run counts as
 #: stopped.
 PATIENCE_S: Final = 10.0
@@ -127,6 +133,7 @@ def _kill_all(
         running.append(victim)
         arrived = _wait(lambda n=number: received[n] >= ARRIVED, START_S, reader)  # type: ignore[misc]
         time.sleep(generator.uniform(0, KILL_WITHIN_S))
+        _aim(within, number, generator.uniform(0, SEND_S))
         victim.end()
         killed += 1
         in_send += within[number]
@@ -148,6 +155,19 @@ def _kill_all(
         lasted_s=time.monotonic() - began,
         why=reader.failure(),
     )
+
+
+def _aim(within: _Part, number: int, after_s: float) -> None:
+    """Return so long after a sender has begun a send, or after a while if it begins none."""
+    deadline = time.perf_counter() + AIM_S
+    while within[number] and time.perf_counter() < deadline:
+        pass
+    while not within[number] and time.perf_counter() < deadline:
+        pass
+    # No call that lets the processor go: that takes longer than what is to be hit.
+    due = time.perf_counter() + after_s
+    while time.perf_counter() < due:
+        pass
 
 
 class _Part:
