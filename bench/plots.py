@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from bench.verdicts import GROWTH, OURS, USUAL, find
 
@@ -260,7 +260,7 @@ def _scaling(result: dict[str, Any]) -> Figure:
     figure, all_axes = plt.subplots(
         1, len(panels), figsize=(3.75 * len(panels), 4.4), squeeze=False
     )
-    figure.subplots_adjust(left=0.08, right=0.985, top=0.92, bottom=0.2, wspace=0.3)
+    figure.subplots_adjust(left=0.08, right=0.985, top=0.92, bottom=0.24, wspace=0.3)
     for axes, draw in zip(all_axes[0], panels, strict=True):
         draw(axes, result)
         axes.xaxis.set_minor_locator(NullLocator())
@@ -271,7 +271,13 @@ def _scaling(result: dict[str, Any]) -> Figure:
 
 def _limit(axes: Axes, first: float) -> None:
     """Draw what no point of a curve of ours may exceed."""
-    axes.axhline(GROWTH * first, color=COLOURS[OURS], linestyle=(0, (1, 2)), linewidth=1.2)
+    axes.axhline(
+        GROWTH * first,
+        color=COLOURS[OURS],
+        linestyle=(0, (1, 2)),
+        linewidth=1.2,
+        label=f"{GROWTH:g} times shmbus' first point",
+    )
 
 
 def _by_producers(axes: Axes, result: dict[str, Any]) -> None:
@@ -295,8 +301,10 @@ def _by_producers(axes: Axes, result: dict[str, Any]) -> None:
             )
     axes.set_xticks(counts, [f"{count}" for count in counts])
     axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_title("producers")
+    axes.set_title("more producers")
+    axes.set_xlabel("producers, to a consumer that copies every byte")
     axes.set_ylabel("processor microseconds a trajectory")
 
 
@@ -313,8 +321,9 @@ def _by_capacity(axes: Axes, result: dict[str, Any]) -> None:
         **_line(OURS),
     )
     axes.set_xticks(range(len(points)), [str(one["point"]).replace("iB", "") for one in points])
-    axes.set_ylim(bottom=0)
-    axes.set_title("size of the ring (shmbus)")
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
+    axes.set_title("a larger ring (shmbus)")
+    axes.set_xlabel("bytes of the ring")
     axes.set_ylabel("processor microseconds a trajectory")
 
 
@@ -324,13 +333,12 @@ def _by_open_groups(axes: Axes, result: dict[str, Any]) -> None:
     for order, dashes in (("by-age", "solid"), ("scrambled", "dashed")):
         found = [one for one in points if one["order"] == order]
         x, y = [one["open_groups"] for one in found], [one["ns"] for one in found]
-        axes.plot(x, y, linestyle=dashes, marker="o", markersize=4, **_line(OURS))
-        if found:
-            label = order.replace("-", " ")
-            axes.annotate(label, (x[-1], y[-1]), xytext=(-4, 7), textcoords="offset points",
-                          ha="right", fontsize=9)  # fmt: skip
+        label = f"arrivals {order.replace('-', ' ')}"
+        axes.plot(x, y, linestyle=dashes, marker="o", markersize=4, label=label, **_line(OURS))
+    axes.legend(handles=axes.get_lines(), loc="lower left", frameon=False, fontsize=9)
     _limit(axes, min(one["ns"] for one in points if one["open_groups"] == points[0]["open_groups"]))
     axes.set_ylim(0, 1.15 * max(one["ns"] for one in points))
     axes.xaxis.set_major_formatter(FuncFormatter(_plain))
-    axes.set_title("open groups (shmbus)")
+    axes.set_title("more open groups (shmbus)")
+    axes.set_xlabel("open groups")
     axes.set_ylabel("processor nanoseconds of the stash")

@@ -154,7 +154,7 @@ def _survives(one: dict[str, Any]) -> str:
     if not one["goes_on"]:
         word = f"**no**: stopped after kill {one['stopped_after']}"
     else:
-        word = f"yes, {one['kills']} of {one['kills']}"
+        word = f"yes, {one['kills']} of {one['kills']} ({one['in_send']} within a send)"
     harm = [f"{one[what]} {what}" for what in ("lost", "torn", "doubled") if one[what]]
     return f"{word}{', ' if harm else ''}{', '.join(harm)}"
 
@@ -225,7 +225,7 @@ def _memcpys(result: dict[str, Any], name: str) -> str:
         return ""
     costs = [one["cpu_s"] / one["trajectories"] for one in (small, large)]
     slope = (costs[1] - costs[0]) / (large["bytes_each"] - small["bytes_each"])
-    return f"{slope * result['memcpy_bytes_per_s']:.2g}"
+    return _short(slope * result["memcpy_bytes_per_s"])
 
 
 def _series_table(result: dict[str, Any], series: str) -> _Table:

@@ -19,6 +19,7 @@ __all__ = [
     "PRODUCERS",
     "QUICK",
     "TINY",
+    "USUAL",
     "Level",
     "Planned",
     "plan",
@@ -122,7 +123,7 @@ FULL: Final = Level(
     probes=3000,
     kills=20,
     paced=16,
-    budget_s=1680.0,
+    budget_s=1440.0,
     patience_s=60.0,
 )
 QUICK: Final = Level(

@@ -16,7 +16,7 @@ from bench.contenders import contenders
 from bench.contenders.base import Contender
 from bench.contest import environments
 from bench.contest.child import NO_TURN
-from bench.contest.plan import Level, Planned, plan, sizes
+from bench.contest.plan import USUAL, Level, Planned, plan, sizes
 from bench.processes import MeasurementError
 
 __all__ = ["SERIES", "run"]
@@ -97,15 +97,17 @@ def run(
 def _turns(here: Sequence[Contender], level: Level, series: Sequence[str]) -> Iterator[_Turn]:
     rounds = level.repetitions if "size" in series else 0
     # Round by round, so that a slow minute of the machine does not fall on one contender alone. One
-    # that takes long to begin does all of its repetitions in one go, and so does a single one.
+    # that takes long to begin does all of its repetitions in one go, those of the usual size only.
     apart = [contender for contender in here if rounds > 1 and not contender.environment]
     for number in range(rounds):
         for contender in apart:
             yield _Turn(contender, sizes(contender, level), f"size, {number + 1} of {rounds}")
     for number, contender in enumerate(here):
         wanted = [one for one in plan(contender, level, number == 0) if one.series in series]
-        if contender not in apart:
-            wanted = sizes(contender, level) * rounds + wanted
+        if contender not in apart and rounds:
+            each = sizes(contender, level)
+            usual = [one for one in each if one.point == USUAL]
+            wanted = each + usual * (rounds - 1) + wanted
         if wanted:
             text = ", ".join(dict.fromkeys(one.series for one in wanted))
             yield _Turn(contender, wanted, text)
