@@ -19,10 +19,13 @@
 /* Rows whose serial is read ahead while `ages` is swept. */
 #define SWEEP_AHEAD 16u
 
-struct row_chunk {
-    struct row_chunk *next;
-    size_t bytes;
-};
+/* A row's number: which line pair of which chunk. */
+#define PLACE_BITS 14u
+_Static_assert(HUGE_PAGE / LINE_PAIR == 1u << PLACE_BITS, "a number has room for each place");
+#define MOST_CHUNKS (UINT32_C(1) << (32u - PLACE_BITS))
+#define FEW_CHUNKS 8u
+/* An entry tells its home by half of a hash. */
+#define MOST_ENTRIES (UINT64_C(1) << 32)
 
 /* Zeroed memory; in huge pages where it is large and the kernel gives them. */
 static void *take_memory(size_t bytes) {
@@ -54,6 +57,12 @@ bool rows_begin(struct rows *self) {
     return true;
 }
 
+static struct row *row_at(const struct rows *self, uint32_t number) {
+    uint8_t *chunk = self->chunks[number >> PLACE_BITS];
+    size_t place = number & ((UINT32_C(1) << PLACE_BITS) - 1);
+    return (struct row *)(void *)(chunk + place * LINE_PAIR);
+}
+
 static void free_row(struct rows *self, struct row *row) {
     row->serial = 0;
     if (row->key_bytes > ROW_INLINE_KEY) {
@@ -72,15 +81,14 @@ static void free_row(struct rows *self, struct row *row) {
 
 void rows_end(struct rows *self) {
     for (uint64_t i = 0; self->entries != NULL && i <= self->mask; i++) {
-        if (self->entries[i].row != NULL) {
-            free_row(self, self->entries[i].row);
+        if (self->entries[i].number != 0) {
+            free_row(self, row_at(self, self->entries[i].number));
         }
     }
-    while (self->chunks != NULL) {
-        struct row_chunk *next = self->chunks->next;
-        free(self->chunks);
-        self->chunks = next;
+    for (uint32_t i = 0; i < self->chunk_count; i++) {
+        free(self->chunks[i]);
     }
+    free(self->chunks);
     free(self->entries);
     free(self->ages);
     memset(self, 0, sizeof *self);
@@ -99,9 +107,9 @@ void rows_expect_entry(const struct rows *self, uint64_t hash) {
 }
 
 void rows_expect_row(const struct rows *self, uint64_t hash, uint32_t cell) {
-    for (uint64_t i = hash & self->mask; self->entries[i].row != NULL; i = (i + 1) & self->mask) {
-        if (self->entries[i].hash == hash) {
-            const struct row *row = self->entries[i].row;
+    for (uint64_t i = hash & self->mask; self->entries[i].number != 0; i = (i + 1) & self->mask) {
+        if (self->entries[i].hash == (uint32_t)hash) {
+            const struct row *row = row_at(self, self->entries[i].number);
             __builtin_prefetch(row, 1);
             /* Only an address: a cell beyond the row is never read. */
             __builtin_prefetch((const char *)row->inline_cells + cell * sizeof(void *), 1);
@@ -111,10 +119,13 @@ void rows_expect_row(const struct rows *self, uint64_t hash, uint32_t cell) {
 }
 
 struct row *rows_find(const struct rows *self, const struct row_key *key) {
-    for (uint64_t i = key->hash & self->mask; self->entries[i].row != NULL;
+    for (uint64_t i = key->hash & self->mask; self->entries[i].number != 0;
          i = (i + 1) & self->mask) {
-        if (self->entries[i].hash == key->hash && same_key(self->entries[i].row, key)) {
-            return self->entries[i].row;
+        if (self->entries[i].hash == (uint32_t)key->hash) {
+            struct row *row = row_at(self, self->entries[i].number);
+            if (same_key(row, key)) {
+                return row;
+            }
         }
     }
     return NULL;
@@ -122,7 +133,7 @@ struct row *rows_find(const struct rows *self, const struct row_key *key) {
 
 static void place(struct row_entry *entries, uint64_t mask, struct row_entry entry) {
     uint64_t i = entry.hash & mask;
-    while (entries[i].row != NULL) {
+    while (entries[i].number != 0) {
         i = (i + 1) & mask;
     }
     entries[i] = entry;
@@ -130,12 +141,12 @@ static void place(struct row_entry *entries, uint64_t mask, struct row_entry ent
 
 static bool grow_index(struct rows *self) {
     uint64_t room = (self->mask + 1) * 2;
-    struct row_entry *grown = take_memory(room * sizeof *grown);
+    struct row_entry *grown = room > MOST_ENTRIES ? NULL : take_memory(room * sizeof *grown);
     if (grown == NULL) {
         return false;
     }
     for (uint64_t i = 0; i <= self->mask; i++) {
-        if (self->entries[i].row != NULL) {
+        if (self->entries[i].number != 0) {
             place(grown, room - 1, self->entries[i]);
         }
     }
@@ -149,7 +160,7 @@ static bool grow_index(struct rows *self) {
 /* Closes the gap, so that no entry is cut off from where its hash says that it is. */
 static void take_entry_out(struct rows *self, uint64_t gap) {
     struct row_entry *entries = self->entries;
-    for (uint64_t i = (gap + 1) & self->mask; entries[i].row != NULL; i = (i + 1) & self->mask) {
+    for (uint64_t i = (gap + 1) & self->mask; entries[i].number != 0; i = (i + 1) & self->mask) {
         uint64_t from_home = (i - entries[i].hash) & self->mask;
         uint64_t from_gap = (i - gap) & self->mask;
         if (from_home >= from_gap) {
@@ -157,7 +168,7 @@ static void take_entry_out(struct rows *self, uint64_t gap) {
             gap = i;
         }
     }
-    entries[gap] = (struct row_entry){0, NULL};
+    entries[gap] = (struct row_entry){0, 0};
 }
 
 /* -- ages --------------------------------------------------------------------------------- */
@@ -235,23 +246,39 @@ static size_t row_bytes(uint32_t width) {
     return (bytes + LINE_PAIR - 1) / LINE_PAIR * LINE_PAIR;
 }
 
-static struct row *cut_row(struct rows *self, size_t bytes) {
-    if (self->chunk_left < bytes) {
-        size_t size = self->chunks == NULL ? FIRST_CHUNK : HUGE_PAGE;
-        struct row_chunk *chunk = take_memory(size);
-        if (chunk == NULL) {
-            return NULL;
+static bool add_chunk(struct rows *self) {
+    if (self->chunk_count == self->chunk_room) {
+        uint32_t room = self->chunk_room == 0 ? FEW_CHUNKS : self->chunk_room * 2;
+        uint8_t **grown = realloc(self->chunks, room * sizeof *grown);
+        if (grown == NULL) {
+            return false;
         }
-        chunk->next = self->chunks;
-        chunk->bytes = size;
-        self->chunks = chunk;
-        self->chunk = (uint8_t *)chunk + LINE_PAIR;
-        self->chunk_left = size - LINE_PAIR;
-        self->bytes += size;
+        self->bytes += (room - self->chunk_room) * sizeof *grown;
+        self->chunks = grown;
+        self->chunk_room = room;
     }
-    struct row *row = (struct row *)(void *)self->chunk;
-    self->chunk += bytes;
-    self->chunk_left -= bytes;
+    size_t size = self->chunk_count == 0 ? FIRST_CHUNK : HUGE_PAGE;
+    uint8_t *chunk = self->chunk_count == MOST_CHUNKS ? NULL : take_memory(size);
+    if (chunk == NULL) {
+        return false;
+    }
+    /* No row is number 0. */
+    self->chunk_used = self->chunk_count == 0 ? LINE_PAIR : 0;
+    self->chunks[self->chunk_count++] = chunk;
+    self->chunk_size = size;
+    self->bytes += size;
+    return true;
+}
+
+static struct row *cut_row(struct rows *self, size_t bytes) {
+    if (self->chunk_size - self->chunk_used < bytes && !add_chunk(self)) {
+        return NULL;
+    }
+    uint32_t chunk = self->chunk_count - 1;
+    uint32_t number = (chunk << PLACE_BITS) + (uint32_t)(self->chunk_used / LINE_PAIR);
+    self->chunk_used += bytes;
+    struct row *row = row_at(self, number);
+    row->number = number;
     return row;
 }
 
@@ -325,14 +352,14 @@ struct row *rows_insert(struct rows *self, const struct row_key *key, uint32_t w
         free_row(self, row);
         return NULL;
     }
-    place(self->entries, self->mask, (struct row_entry){key->hash, row});
+    place(self->entries, self->mask, (struct row_entry){(uint32_t)key->hash, row->number});
     self->count++;
     return row;
 }
 
 void rows_remove(struct rows *self, struct row *row, uint64_t hash) {
-    for (uint64_t i = hash & self->mask; self->entries[i].row != NULL; i = (i + 1) & self->mask) {
-        if (self->entries[i].row == row) {
+    for (uint64_t i = hash & self->mask; self->entries[i].number != 0; i = (i + 1) & self->mask) {
+        if (self->entries[i].number == row->number) {
             take_entry_out(self, i);
             break;
         }

@@ -4,9 +4,11 @@
  * not. What a cell points to, and what a key means, is the caller's.
  *
  * Invariants:
- *  - An index entry holds the whole hash, so a key that is not there costs one cache line, and one
+ *  - An index entry holds half of the hash, so a key that is not there costs one cache line, and one
  *    that is there costs three: entry, row, cell. Each can be asked for ahead of its use
- *    (rows_expect), which is what makes a million rows cost as much as a thousand.
+ *    (rows_expect), which is what keeps a million rows from costing much more than a thousand.
+ *  - Entries name rows by number, in eight bytes: what a million rows cost beyond a thousand is
+ *    mostly the walks to their pages, and a small index has few.
  *  - The index is never more than five eighths full, and has no tombstones.
  *  - `ages` names the rows in the order of their birth; entries of rows that are gone are told by
  *    their serial, and skipped. It grows only while more than three quarters of it are alive.
@@ -32,6 +34,7 @@ struct row {
     uint16_t key_bytes;
     uint8_t key_kind;
     uint8_t class; /* of its pool; ROW_CLASSES: its cells lie elsewhere */
+    uint32_t number; /* where it lies: chunk, and place in it; never 0 */
     union {
         uint8_t inline_key[ROW_INLINE_KEY];
         uint8_t *long_key;
@@ -55,8 +58,8 @@ struct row_key {
 };
 
 struct row_entry {
-    uint64_t hash;
-    struct row *row;
+    uint32_t hash; /* its lower half */
+    uint32_t number; /* of the row; 0: none */
 };
 
 struct row_age {
@@ -72,9 +75,9 @@ struct rows {
     struct row_age *ages;
     uint64_t age_mask, age_first, age_end;
     struct row *free[ROW_CLASSES];
-    uint8_t *chunk; /* what is left of the newest chunk */
-    size_t chunk_left;
-    struct row_chunk *chunks;
+    uint8_t **chunks;
+    uint32_t chunk_count, chunk_room;
+    size_t chunk_used, chunk_size; /* of the newest */
     size_t bytes; /* of index, ages, chunks, large rows and long keys */
 };
 

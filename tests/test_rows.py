@@ -69,6 +69,25 @@ def test_the_table_does_what_a_dict_of_lists_does(seed: int) -> None:
     assert rows.samples() == [s for cells in model.values() for s in cells if s is not None]
 
 
+def test_rows_are_found_wherever_in_memory_they_lie() -> None:
+    # More than a few pieces of memory hold, of two sizes, put in one order and filled in another.
+    numbers = list(range(60_000))
+    rows: Rows[Sample] = Rows()
+    put(rows, *(Sample(f"p{n}", 2 + 8 * (n % 2), 0) for n in numbers))
+    random.Random(7).shuffle(numbers)
+    for number in numbers[:100]:
+        assert rows.take(f"p{number}").samples[0].key == f"p{number}"  # type: ignore[union-attr]
+    rest = numbers[100:]
+    assert not put(rows, *(Sample(f"p{n}", 2 + 8 * (n % 2), 1) for n in rest))
+    assert rows.ready_rows == sum(n % 2 == 0 for n in rest)
+    assert len(rows) + rows.ready_rows == len(rest)
+    for row in rows.lease(len(rest)):
+        assert [(sample.key, sample.index) for sample in row.samples] == [
+            (row.key, 0),
+            (row.key, 1),
+        ]
+
+
 def test_another_width_is_refused_and_a_finished_epoch_is_not_begun_again() -> None:
     rows: Rows[Sample] = Rows(judged=True)
     assert put(rows, Sample("a", 3, 0)) == []
