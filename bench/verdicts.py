@@ -140,16 +140,21 @@ def _growth(contest: dict[str, Any]) -> Iterator[Row]:
 
 
 def _scheduling(points: Sequence[dict[str, Any]]) -> str:
-    """Say what of the growth is switching between processes, where they outnumber the cores."""
-    kernel_us, switches = [], []
-    for one in (points[0], points[-1]):
-        figures, count = one["figures"], one["trajectories"]
-        kernel_s = figures["producer_kernel_s"] + figures["consumer_kernel_s"]
-        kernel_us.append(kernel_s / count * 1e6)
-        switches.append(figures["switches"] / count)
+    """Say whose time it is, and what of it is switching between processes on few cores."""
+    first, last = (
+        {
+            "producers": one["producer_cpu_s"] / one["trajectories"] * 1e6,
+            "kernel": (one["figures"]["producer_kernel_s"] + one["figures"]["consumer_kernel_s"])
+            / one["trajectories"]
+            * 1e6,
+            "switches": one["figures"]["switches"] / one["trajectories"],
+        }
+        for one in (points[0], points[-1])
+    )
     return (
-        f"of it in the kernel {kernel_us[1]:.2f} against {kernel_us[0]:.2f}, "
-        f"{switches[1]:.3f} switches against {switches[0]:.3f}"
+        f"of it producers {last['producers']:.2f} against {first['producers']:.2f}, "
+        f"in the kernel {last['kernel']:.2f} against {first['kernel']:.2f}, "
+        f"{last['switches']:.3f} switches against {first['switches']:.3f}"
     )
 
 

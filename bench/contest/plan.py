@@ -79,7 +79,7 @@ class Level:
     run_s : float
         Seconds that one run of a workload is to take.
     repetitions : int
-        Runs of each size.
+        Runs of each size, and of each point of our own curves, which are judged.
     sizes, producers, capacities : tuple
         Points of those curves.
     everything : bool
@@ -212,19 +212,8 @@ def plan(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
         yield _throughput(
             contender, level, "packed", "", what="packed", **_packable(contender, level)
         )
-    most = MANY_PRODUCERS if contender.begin_s < SLOW_BEGIN_S else FEW_PRODUCERS
-    for producers in level.producers:
-        if producers <= most:
-            # A consumer that reads is the slower side, so that the ring is full at each point. One
-            # that only looks would leave one producer a ring in the cache, and many one in memory,
-            # and the curve would be the cache's.
-            yield _throughput(
-                contender, level, "producers", producers,
-                producers=producers, read=True, capacity=LARGE_CAPACITY,
-            )  # fmt: skip
-    if ours:
-        for capacity in level.capacities:
-            yield _throughput(contender, level, "capacity", capacity, capacity=capacity)
+    for _ in range(level.repetitions if ours else 1):
+        yield from _growth(contender, level, ours)
     if level.paced and (ours or contender.name == "atropos"):
         paced = Workload(
             trajectories=level.paced, tokens=USUAL, group_size=1, pause_s=USUAL / PACED_PER_S
@@ -262,6 +251,22 @@ def _throughput(
         request={"what": what, "workload": workload},
         expected_s=begin_s + level.run_s,
     )
+
+
+def _growth(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
+    """List the curves over producers and, for ours, over the size of the ring."""
+    most = MANY_PRODUCERS if contender.begin_s < SLOW_BEGIN_S else FEW_PRODUCERS
+    for producers in level.producers:
+        if producers <= most:
+            # A consumer that reads is the slower side, so that the ring is full at each point. One
+            # that only looks would leave one producer a ring in the cache, and many one in memory,
+            # and the curve would be the cache's.
+            yield _throughput(
+                contender, level, "producers", producers,
+                producers=producers, read=True, capacity=LARGE_CAPACITY,
+            )  # fmt: skip
+    for capacity in level.capacities if ours else ():
+        yield _throughput(contender, level, "capacity", capacity, capacity=capacity)
 
 
 def _latencies(contender: Contender, level: Level) -> Iterator[Planned]:

@@ -33,6 +33,8 @@ SERIES = (
     "paced",
     "survival",
 )
+#: Those of which a point may have several runs.
+REPEATED = ("size", "producers", "capacity")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def run(
         say(f"{turn.contender.title}: {turn.text}; {share_s:.0f} s at most")
         for point in _ask(turn, share_s, level.patience_s):
             result[point.pop("series")].append(point)
-    result["size"] = _medians(result["size"])
+    result |= {one: _medians(result[one]) for one in REPEATED}
     return result
 
 
@@ -153,8 +155,8 @@ def _ask(turn: _Turn, share_s: float, patience_s: float) -> list[dict[str, Any]]
 
 
 def _medians(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Let the run with the median rate stand for all of a contender's runs of a size."""
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    """Let the run with the median rate stand for all of a contender's runs of a point."""
+    runs: dict[tuple[str, str | int], list[dict[str, Any]]] = {}
     for point in points:
         runs.setdefault((point["contender"], point["point"]), []).append(point)
     chosen = []
