@@ -1,4 +1,4 @@
-/* The C core's hot path, call by call, for instructions to be counted: the ring alone, no Python.
+/* The C core's hot path, call by call, for instructions to be counted: ring and stash, no Python.
  *
  * usage: hot_path ROUNDS. Each round sends, reads and releases a window of records over one mapping;
  * what is counted is what happens within the functions named op_*, one for each operation. A
@@ -6,9 +6,10 @@
  * fails. */
 #define _GNU_SOURCE
 #include "gather.h"
+#include "rows.h"
 #include "sample.h"
 
-enum { WINDOW = 64, TOKENS = 2048, CAPACITY = 4 << 20 };
+enum { WINDOW = 64, TOKENS = 2048, CAPACITY = 4 << 20, GROUP = 8, OPEN_GROUPS = 4096 };
 
 /* Not inlined, so that a profiler sees where each begins and ends. */
 #define OPERATION __attribute__((noinline, noclone)) static void
@@ -37,13 +38,43 @@ OPERATION op_look_in_vain(struct reader *reader, struct record_ref *ref) {
 }
 
 OPERATION op_release_a_group(struct reader *reader, struct record_ref *refs) {
-    const struct record_ref *group[8];
-    for (int i = 0; i < 8; i++) {
+    const struct record_ref *group[GROUP];
+    for (int i = 0; i < GROUP; i++) {
         group[i] = &refs[i];
     }
-    reader_release(reader, group, 8, SHMBUS_ACKED);
-    for (int i = 0; i < 8; i++) {
+    reader_release(reader, group, GROUP, SHMBUS_ACKED);
+    for (int i = 0; i < GROUP; i++) {
         reader_let_go(reader, &refs[i]);
+    }
+}
+
+/* As the stash does it: what a sample belongs to, its cell, and the end of a row that is full. */
+OPERATION op_stash(struct rows *rows, const struct row_key *key, uint32_t cell, void *sample) {
+    rows_expect_entry(rows, key->hash);
+    rows_expect_row(rows, key->hash, cell);
+    struct row *row = rows_find(rows, key);
+    if (row == NULL) {
+        row = rows_insert(rows, key, GROUP, 0.0);
+        require(row != NULL, "rows_insert");
+    }
+    row_cells(row)[cell] = sample;
+    if (--row->missing == 0) {
+        rows_remove(rows, row, key->hash);
+    }
+}
+
+/* Samples of groups that stay open for long: each comes to another one than the sample before. */
+static void stash_some(struct rows *rows, uint64_t *number, void *sample) {
+    for (uint32_t i = 0; i < WINDOW; i++) {
+        uint64_t at = (*number)++;
+        uint64_t group = at / (GROUP * OPEN_GROUPS) * OPEN_GROUPS + at % OPEN_GROUPS;
+        char name[ROW_INLINE_KEY];
+        int length = snprintf(name, sizeof name, "p-%llu", (unsigned long long)group);
+        struct row_key key = {.bytes = (const uint8_t *)name,
+                              .hash = (group + 1) * UINT64_C(0x9E3779B97F4A7C15) >> 7,
+                              .length = (uint16_t)length,
+                              .kind = 1};
+        op_stash(rows, &key, (uint32_t)(at / OPEN_GROUPS % GROUP), sample);
     }
 }
 
@@ -74,6 +105,9 @@ int main(int argc, char **argv) {
     static struct sample sample;
     static struct record_ref refs[WINDOW];
     static struct batch batch;
+    struct rows rows;
+    uint64_t stashed = 0;
+    require(rows_begin(&rows), "rows_begin");
     make_segments(&segment, &own, CAPACITY);
     require(reader_attach(&reader, &segment), "reader_attach");
     require(writer_attach(&writer, &own, "hot path") == WRITER_OK, "writer_attach");
@@ -94,10 +128,12 @@ int main(int argc, char **argv) {
             struct record_ref none;
             op_look_in_vain(&reader, &none);
         }
-        for (uint32_t i = 0; i < WINDOW; i += 8) {
+        stash_some(&rows, &stashed, refs);
+        for (uint32_t i = 0; i < WINDOW; i += GROUP) {
             op_release_a_group(&reader, &refs[i]);
         }
         op_gather(&batch);
     }
+    rows_end(&rows);
     return 0;
 }
