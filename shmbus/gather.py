@@ -6,6 +6,7 @@ checked before the first byte is copied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from shmbus_ext import _core
 
-__all__ = ["FieldNames", "PackedArrays", "describe", "gather", "sequence_lengths"]
+__all__ = ["FieldNames", "PackedArrays", "describe", "gather", "members", "sequence_lengths"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -96,6 +97,29 @@ def sequence_lengths(
         the message names the trajectory, its producer and the field.
     """
     return _core.measure(trajectories, (names or FieldNames()).as_tuple())
+
+
+def members(
+    groups: Sequence[_core.GroupBase],
+) -> tuple[list[_core.Trajectory], NDArray[np.int64]]:
+    """Lay the trajectories of groups out one behind the other.
+
+    Parameters
+    ----------
+    groups : sequence of Group
+
+    Returns
+    -------
+    trajectories : list[Trajectory]
+    sizes : int64 [G]
+        How many are of each group.
+
+    Raises
+    ------
+    TypeError
+        One is no group.
+    """
+    return _core.members(list(groups))
 
 
 def describe(

@@ -18,8 +18,8 @@ from shmbus.gather import FieldNames
 from shmbus_ext import _core
 
 __all__ = [
+    "CHUNK_WORDS",
     "KINDS",
-    "ROW_WORDS",
     "GatherTable",
     "find_not_finite",
     "mapping_of",
@@ -27,24 +27,27 @@ __all__ = [
     "plan_gather",
 ]
 
-#: Words of a row of a GatherTable.
-ROW_WORDS: Final[int] = _core.ROW_WORDS
+#: Words of a chunk of a GatherTable.
+CHUNK_WORDS: Final[int] = _core.CHUNK_WORDS
 
 #: The dtype of each number that a table gives for one.
 KINDS: Final[tuple[np.dtype[Any], ...]] = tuple(np.dtype(name) for name in _core.ELEMENT_KINDS)
 
 
 class GatherTable(msgspec.Struct, frozen=True):
-    """A table that a kernel gathers S trajectories by, T tokens in all, in one block of bytes.
+    """A table that a kernel gathers S trajectories of G groups by, in one block of bytes.
 
     Attributes
     ----------
     nbytes : int
         Of the block.
     tokens, longest : int
-        T, and the most of one trajectory.
-    chunks_at, borders_at : int
-        Where in the block the parts begin that follow the rows. A multiple of 64, as `nbytes` is.
+        T of all trajectories, and the most of one.
+    found_at : int
+        Where int32 [2] are that the kernel may write; 0 before.
+    borders_at, versions_at, sizes_at, scores_at : int
+        Where the parts begin that go to the batch as they are: int32 [S + 1], int64 [S],
+        int64 [G] and float32 [S]. The last ends the block.
     launches : list
         Of chunks that lie behind each other, of trajectories with the same fields: the first chunk,
         how many, and position in `KINDS` of the dtypes of tokens, loss mask, logprobs and
@@ -54,8 +57,11 @@ class GatherTable(msgspec.Struct, frozen=True):
     nbytes: int
     tokens: int
     longest: int
-    chunks_at: int
+    found_at: int
     borders_at: int
+    versions_at: int
+    sizes_at: int
+    scores_at: int
     launches: list[tuple[int, int, tuple[int, int, int, int]]]
 
 
@@ -66,6 +72,11 @@ def plan_gather(
     *,
     shift: int,
     chunk_tokens: int,
+    advantages: NDArray[np.float32],
+    flags: NDArray[np.uint8] | None,
+    scores: NDArray[np.float64],
+    versions: NDArray[np.int64],
+    sizes: NDArray[np.int64],
 ) -> GatherTable:
     """Tell a kernel where the fields of trajectories lie, and where they go in a packed batch.
 
@@ -76,15 +87,22 @@ def plan_gather(
     names : FieldNames, optional
         How the fields are called.
     memory : uint8 [n], contiguous
-        Gets the table; nothing, if it has less than the table's `nbytes`. Rows, int64
-        [S, ROW_WORDS], each with the addresses of tokens, loss mask, logprobs and advantages (each
-        a multiple of 64; 0 for what is not there), the tokens, where they begin in the batch, and
-        two words of zeros for the caller. Chunks, int32 [C, 2], each a trajectory's position and a
-        token of it. The batch's borders, int32 [S + 1].
+        Gets the table; nothing, if it has less than the table's `nbytes`. Its parts begin on
+        multiples of 64. The first are the chunks, int64 [C, CHUNK_WORDS]: the addresses of tokens,
+        loss mask, logprobs and advantages (each a multiple of 64 at a trajectory's first token; 0
+        for what is not there); where the chunk begins in the batch; as int32, the first of its
+        tokens in the trajectory, and how many; the trajectory's flags, and, as float32, its
+        advantage; a word of nothing.
     shift : int
         Added to all addresses: what the device's are off from this process's.
     chunk_tokens : int
         Most tokens of a chunk.
+    advantages : float32 [S]
+    flags : uint8 [S], optional
+        All 0 without.
+    scores : float64 [S]
+    versions : int64 [S]
+    sizes : int64 [G]
 
     Returns
     -------
@@ -93,10 +111,20 @@ def plan_gather(
     Raises
     ------
     ValueError
-        As for `shmbus.gather.gather`; for no trajectory; for those of several Consumers.
+        As for `shmbus.gather.gather`; for no trajectory; for those of several Consumers; for arrays
+        of another size or dtype.
     """
     planned = _core.plan_gather(
-        trajectories, (names or FieldNames()).as_tuple(), memory, shift, chunk_tokens
+        trajectories,
+        (names or FieldNames()).as_tuple(),
+        memory,
+        shift,
+        chunk_tokens,
+        advantages,
+        flags,
+        scores,
+        versions,
+        sizes,
     )
     return GatherTable(*planned)
 

@@ -46,7 +46,7 @@ REFUSED_RECENT: int
 REFUSED_APART: int
 
 ELEMENT_KINDS: tuple[str, ...]
-ROW_WORDS: int
+CHUNK_WORDS: int
 MAGIC: int
 HEADER_BYTES: int
 RELEASED_OFFSET: int
@@ -399,6 +399,7 @@ def read_run(
     payload: bool,
     /,
 ) -> tuple[list[tuple[Any, ...]], int, bool]: ...
+def members(groups: list[GroupBase], /) -> tuple[list[Trajectory], NDArray[np.int64]]: ...
 def describe(
     trajectories: list[Trajectory], /
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str]]: ...
@@ -425,8 +426,15 @@ def plan_gather(
     memory: NDArray[np.uint8],
     shift: int,
     chunk_tokens: int,
+    advantages: NDArray[np.float32],
+    flags: NDArray[np.uint8] | None,
+    scores: NDArray[np.float64],
+    versions: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     /,
-) -> tuple[int, int, int, int, int, list[tuple[int, int, tuple[int, int, int, int]]]]: ...
+) -> tuple[
+    int, int, int, int, int, int, int, int, list[tuple[int, int, tuple[int, int, int, int]]]
+]: ...
 def mapping_of(trajectory: Trajectory, /) -> tuple[int, int]: ...
 def find_not_finite(values: NDArray[np.float32], /) -> int: ...
 def mentioning(trajectories: list[Trajectory], word: bytes, /) -> list[int]: ...

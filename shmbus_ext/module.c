@@ -171,7 +171,7 @@ PyMODINIT_FUNC PyInit__core(void) {
     if (module != NULL && (!segment_init_fork() || !arguments_init() || !add_types(module) ||
                            !add_constants(module) || !gather_add_functions(module) ||
                            !borrower_add_functions(module) || !rows_add_constants(module) ||
-                           !group_add_words() || !reader_add_words() ||
+                           !group_add_functions(module) || !reader_add_words() ||
                            !wanted_add_functions(module) ||
                            !locate_add_functions(module) || !inspect_add_functions(module))) {
         Py_CLEAR(module);

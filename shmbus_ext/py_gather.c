@@ -93,11 +93,22 @@ static bool find_field(struct source *source, const struct lookup *lookup, int f
     return f != FIELD_TOKENS || source->kinds[f] != ELEMENT_U64 || check_range(source, name);
 }
 
+/* Thousands of trajectories are in no near cache, and each is looked at for a moment. */
+#define AHEAD 6
+static void prefetch_object(const PyObject *object) {
+    for (size_t at = 0; at < sizeof(TrajectoryObject); at += SHMBUS_RECORD_ALIGN) {
+        __builtin_prefetch((const char *)object + at);
+    }
+}
+
 bool find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
     struct lookup lookup = {.schema = NULL};
     Py_ssize_t count = PyList_GET_SIZE(items);
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PyList_GET_ITEM(items, i);
+        if (i + AHEAD < count) {
+            prefetch_object(PyList_GET_ITEM(items, i + AHEAD));
+        }
         if (!Py_IS_TYPE(item, &TrajectoryType)) {
             PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
                          Py_TYPE(item)->tp_name);
@@ -160,8 +171,12 @@ static bool copy_all(const struct source *sources, Py_ssize_t count,
     return finite;
 }
 
-static bool check_array(PyObject *object, const char *name, int type, uint64_t length,
-                        bool writeable, void *data) {
+uint64_t array_elements(PyObject *object) {
+    return PyArray_Check(object) ? (uint64_t)PyArray_SIZE((PyArrayObject *)object) : 0;
+}
+
+bool check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
+                 void *data) {
     PyArrayObject *array = (PyArrayObject *)object;
     if (!PyArray_Check(object) || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type ||
         !PyArray_IS_C_CONTIGUOUS(array) || (uint64_t)PyArray_SIZE(array) != length ||

@@ -178,10 +178,56 @@ PyTypeObject GroupBaseType = {
     .tp_iter = (getiterfunc)group_iter,
 };
 
-bool group_add_words(void) {
+/* How many trajectories groups have in all; -1 with an exception. */
+static Py_ssize_t count_members(PyObject *groups, int64_t *sizes) {
+    Py_ssize_t total = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
+        PyObject *group = PyList_GET_ITEM(groups, i);
+        if (!PyObject_TypeCheck(group, &GroupBaseType)) {
+            PyErr_Format(PyExc_TypeError, "groups: expected Groups of a Consumer, got %.100s",
+                         Py_TYPE(group)->tp_name);
+            return -1;
+        }
+        sizes[i] = PyList_GET_SIZE(visible((GroupObject *)group));
+        total += sizes[i];
+    }
+    return total;
+}
+
+/* members(groups) -> (trajectories, sizes int64 [G]): those of all groups, one behind the other. */
+static PyObject *members(PyObject *module, PyObject *groups) {
+    (void)module;
+    if (!PyList_Check(groups)) {
+        return PyErr_Format(PyExc_TypeError, "groups: expected a list, got %.100s",
+                            Py_TYPE(groups)->tp_name);
+    }
+    npy_intp count = PyList_GET_SIZE(groups);
+    PyObject *sizes = PyArray_SimpleNew(1, &count, NPY_INT64);
+    Py_ssize_t total =
+        sizes == NULL ? -1 : count_members(groups, PyArray_DATA((PyArrayObject *)sizes));
+    PyObject *all = total < 0 ? NULL : PyList_New(total);
+    for (Py_ssize_t i = 0, next = 0; all != NULL && i < count; i++) {
+        PyObject *own = visible((GroupObject *)PyList_GET_ITEM(groups, i));
+        for (Py_ssize_t j = 0; j < PyList_GET_SIZE(own); j++) {
+            PyList_SET_ITEM(all, next++, Py_NewRef(PyList_GET_ITEM(own, j)));
+        }
+    }
+    PyObject *result = all == NULL ? NULL : PyTuple_Pack(2, all, sizes);
+    Py_XDECREF(all);
+    Py_XDECREF(sizes);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"members", members, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool group_add_functions(PyObject *module) {
     word.key = PyUnicode_InternFromString("key");
     word.samples = PyUnicode_InternFromString("samples");
     word.size = PyUnicode_InternFromString("size");
     word.leased = PyUnicode_InternFromString("leased");
-    return word.key != NULL && word.samples != NULL && word.size != NULL && word.leased != NULL;
+    return word.key != NULL && word.samples != NULL && word.size != NULL && word.leased != NULL &&
+           PyModule_AddFunctions(module, functions) == 0;
 }

@@ -10,27 +10,43 @@
 
 /* The table, in one block of bytes; each part begins on a cache line:
  *
- *   rows     int64 [S, ROW_WORDS], a line a sequence
- *   chunks   int32 [C, 2]: a sequence, and a token of it; one for every chunk_tokens tokens or less
- *   borders  int32 [S + 1]: where each sequence begins in the batch
+ *   chunks    int64 [C, CHUNK_WORDS], a line each: chunk_tokens tokens of a sequence, or its rest
+ *   found     int32 [2]: what the kernel tells; 0 here
+ *   borders   int32 [S + 1]: where each sequence begins in the batch
+ *   versions  int64 [S], sizes int64 [G], scores float32 [S]
  *
- * Chunks of sequences that have the same fields, of the same dtypes, lie behind each other. */
+ * A chunk says all that a kernel needs to move it, since each further read would be another way to
+ * the host and back. Chunks of sequences that have the same fields, of the same dtypes, lie behind
+ * each other. What follows `found` goes to the batch as it is. */
 enum {
-    ROW_ADDRESSES = 0, /* of each field; 0 where there is none */
-    ROW_TOKENS = FIELDS,
-    ROW_START, /* in the batch */
-    ROW_FLAGS, /* 0 here, and the caller's */
-    ROW_GAIN,  /* likewise */
-    ROW_WORDS,
+    CHUNK_ADDRESSES = 0,  /* of each field, at the chunk's first token; 0 where there is none */
+    CHUNK_START = FIELDS, /* in the batch */
+    CHUNK_SPAN,           /* int32 [2]: first token of the sequence, and how many */
+    CHUNK_ORDERS,         /* int32 flags, float32 advantage */
+    CHUNK_UNUSED,
+    CHUNK_WORDS,
 };
-_Static_assert(ROW_WORDS * sizeof(int64_t) == SHMBUS_RECORD_ALIGN, "a row is a cache line");
+_Static_assert(CHUNK_WORDS * sizeof(int64_t) == SHMBUS_RECORD_ALIGN, "a chunk is a cache line");
+
+/* What the caller says of sequences and groups. */
+struct told {
+    const float *advantages;
+    const uint8_t *flags; /* NULL where all are 0 */
+    const double *scores;
+    const int64_t *versions, *sizes;
+    uint64_t groups;
+};
 
 struct table {
     uint64_t tokens, longest, chunks;
-    uint64_t chunks_at, borders_at, bytes;
+    uint64_t found_at, borders_at, versions_at, sizes_at, scores_at, bytes;
 };
 
-static struct table lay_table(const struct source *sources, uint64_t count,
+static uint64_t after(uint64_t at, uint64_t count, size_t size) {
+    return shmbus_align_up(at + count * size, SHMBUS_RECORD_ALIGN);
+}
+
+static struct table lay_table(const struct source *sources, uint64_t count, uint64_t groups,
                               uint64_t chunk_tokens) {
     struct table table = {0};
     for (uint64_t i = 0; i < count; i++) {
@@ -39,31 +55,57 @@ static struct table lay_table(const struct source *sources, uint64_t count,
         table.longest = tokens > table.longest ? tokens : table.longest;
         table.chunks += tokens / chunk_tokens + (tokens % chunk_tokens != 0);
     }
-    table.chunks_at = count * ROW_WORDS * sizeof(int64_t);
-    table.borders_at = shmbus_align_up(table.chunks_at + table.chunks * 2 * sizeof(int32_t),
-                                       SHMBUS_RECORD_ALIGN);
-    table.bytes = shmbus_align_up(table.borders_at + (count + 1) * sizeof(int32_t),
-                                  SHMBUS_RECORD_ALIGN);
+    table.found_at = table.chunks * CHUNK_WORDS * sizeof(int64_t);
+    table.borders_at = after(table.found_at, 2, sizeof(int32_t));
+    table.versions_at = after(table.borders_at, count + 1, sizeof(int32_t));
+    table.sizes_at = after(table.versions_at, count, sizeof(int64_t));
+    table.scores_at = after(table.sizes_at, groups, sizeof(int64_t));
+    table.bytes = after(table.scores_at, count, sizeof(float));
     return table;
 }
 
-static void fill_rows(const struct source *sources, uint64_t count, int64_t shift,
-                      uint8_t *memory, const struct table *table) {
-    int64_t *row = (int64_t *)memory;
+static void fill_facts(const struct source *sources, uint64_t count, const struct told *told,
+                       uint8_t *memory, const struct table *table) {
     int32_t *borders = (int32_t *)(memory + table->borders_at);
-    int64_t start = 0;
-    for (uint64_t i = 0; i < count; i++, row += ROW_WORDS) {
-        for (int f = 0; f < FIELDS; f++) {
-            const uint8_t *at = sources[i].data[f];
-            row[ROW_ADDRESSES + f] = at == NULL ? 0 : (int64_t)(uintptr_t)at + shift;
-        }
-        row[ROW_TOKENS] = (int64_t)sources[i].length;
-        row[ROW_START] = start;
-        row[ROW_FLAGS] = row[ROW_GAIN] = 0;
-        borders[i] = (int32_t)start;
-        start += row[ROW_TOKENS];
+    float *scores = (float *)(memory + table->scores_at);
+    int32_t start = 0;
+    memset(memory + table->found_at, 0, table->borders_at - table->found_at);
+    for (uint64_t i = 0; i < count; i++) {
+        borders[i] = start;
+        start += (int32_t)sources[i].length;
+        scores[i] = (float)told->scores[i];
     }
-    borders[count] = (int32_t)start;
+    borders[count] = start;
+    memcpy(memory + table->versions_at, told->versions, count * sizeof(int64_t));
+    memcpy(memory + table->sizes_at, told->sizes, told->groups * sizeof(int64_t));
+}
+
+static const uint8_t element_bytes[] = {
+    [ELEMENT_BOOL] = 1, [ELEMENT_I8] = 1,  [ELEMENT_U8] = 1,  [ELEMENT_I16] = 2,
+    [ELEMENT_U16] = 2,  [ELEMENT_I32] = 4, [ELEMENT_U32] = 4, [ELEMENT_I64] = 8,
+    [ELEMENT_U64] = 8,  [ELEMENT_F32] = 4, [ELEMENT_F64] = 8,
+};
+
+/* Cut one sequence into chunks; returns where the next one goes. */
+static int64_t *cut(const struct source *source, uint64_t chunk_tokens, int64_t shift,
+                    int32_t start, const int32_t orders[2], int64_t *chunk) {
+    for (uint64_t first = 0; first < source->length; first += chunk_tokens) {
+        for (int f = 0; f < FIELDS; f++) {
+            const uint8_t *data = source->data[f];
+            uint64_t before = data == NULL ? 0 : first * element_bytes[source->kinds[f]];
+            chunk[CHUNK_ADDRESSES + f] =
+                data == NULL ? 0 : (int64_t)(uintptr_t)(data + before) + shift;
+        }
+        uint64_t left = source->length - first;
+        const int32_t span[2] = {(int32_t)first,
+                                 (int32_t)(left < chunk_tokens ? left : chunk_tokens)};
+        chunk[CHUNK_START] = start + (int64_t)first;
+        memcpy(&chunk[CHUNK_SPAN], span, sizeof span);
+        memcpy(&chunk[CHUNK_ORDERS], orders, sizeof span);
+        chunk[CHUNK_UNUSED] = 0;
+        chunk += CHUNK_WORDS;
+    }
+    return chunk;
 }
 
 /* Which fields a trajectory has, and their kinds, in one word. */
@@ -91,8 +133,10 @@ static bool add_launch(PyObject *launches, uint64_t first, uint64_t chunks, uint
 
 /* Cut all sequences into chunks: those of the first signature, of the next one that is met, ... */
 static bool fill_chunks(const struct source *sources, uint64_t count, uint64_t chunk_tokens,
-                        int32_t *chunk, PyObject *launches) {
-    uint64_t done = 0, chunks = 0;
+                        int64_t shift, const struct told *told, const int32_t *borders,
+                        int64_t *memory, PyObject *launches) {
+    uint64_t done = 0;
+    int64_t *chunk = memory;
     for (uint64_t first = 0; done < count; first++) {
         uint32_t word = signature(&sources[first]);
         bool met = false;
@@ -102,23 +146,24 @@ static bool fill_chunks(const struct source *sources, uint64_t count, uint64_t c
         if (met) {
             continue;
         }
-        uint64_t before = chunks;
+        int64_t *before = chunk;
         for (uint64_t i = first; i < count; i++) {
             if (signature(&sources[i]) != word) {
                 continue;
             }
             done++;
-            for (uint64_t at = 0; at < sources[i].length; at += chunk_tokens, chunks++) {
-                *chunk++ = (int32_t)i;
-                *chunk++ = (int32_t)at;
-            }
+            int32_t orders[2] = {told->flags == NULL ? 0 : told->flags[i], 0};
+            memcpy(&orders[1], &told->advantages[i], sizeof(float));
+            chunk = cut(&sources[i], chunk_tokens, shift, borders[i], orders, chunk);
         }
-        if (chunks > before && !add_launch(launches, before, chunks - before, word)) {
+        if (chunk > before && !add_launch(launches, (uint64_t)(before - memory) / CHUNK_WORDS,
+                                          (uint64_t)(chunk - before) / CHUNK_WORDS, word)) {
             return false;
         }
     }
     return true;
 }
+
 /* Whether all lie in one mapping; the device reads no other. */
 static bool in_one_mapping(const struct source *sources, Py_ssize_t count) {
     for (Py_ssize_t i = 1; i < count; i++) {
@@ -131,26 +176,38 @@ static bool in_one_mapping(const struct source *sources, Py_ssize_t count) {
     return true;
 }
 
-/* plan_gather(trajectories, names, memory uint8 [n], shift, chunk_tokens) -> (bytes, tokens,
- * longest, chunks_at, borders_at, launches): the table, with all addresses shifted; where the
- * memory is less than bytes, nothing is written, and there are no launches. */
+/* plan_gather(trajectories, names, memory uint8 [n], shift, chunk_tokens, advantages float32 [S],
+ * flags uint8 [S] or None, scores float64 [S], versions int64 [S], sizes int64 [G]) -> (bytes,
+ * tokens, longest, found_at, borders_at, versions_at, sizes_at, scores_at, launches): the table,
+ * with all addresses shifted; where the memory is less than bytes, nothing is written, and there
+ * are no launches. */
 static PyObject *plan_gather(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *items, *names[FIELDS], *object;
+    PyObject *items, *names[FIELDS], *object, *arrays[5];
     long long shift;
     unsigned int chunk_tokens;
-    if (!PyArg_ParseTuple(args, "O!(OOOO)O!LI", &PyList_Type, &items, &names[0], &names[1],
-                          &names[2], &names[3], &PyArray_Type, &object, &shift, &chunk_tokens)) {
+    if (!PyArg_ParseTuple(args, "O!(OOOO)OLIOOOOO", &PyList_Type, &items, &names[0], &names[1],
+                          &names[2], &names[3], &object, &shift, &chunk_tokens, &arrays[0],
+                          &arrays[1], &arrays[2], &arrays[3], &arrays[4])) {
         return NULL;
     }
-    PyArrayObject *memory = (PyArrayObject *)object;
     Py_ssize_t count = PyList_GET_SIZE(items);
-    if (count == 0 || chunk_tokens == 0 || PyArray_TYPE(memory) != NPY_UINT8 ||
-        !PyArray_IS_C_CONTIGUOUS(memory) || !PyArray_ISWRITEABLE(memory) ||
-        (uintptr_t)PyArray_DATA(memory) % sizeof(int64_t) != 0) {
+    uint64_t n = (uint64_t)count, room = array_elements(object);
+    struct told told = {.groups = array_elements(arrays[4])};
+    uint8_t *memory;
+    if (!check_array(object, "memory", NPY_UINT8, room, true, &memory) ||
+        !check_array(arrays[0], "advantages", NPY_FLOAT32, n, false, &told.advantages) ||
+        (arrays[1] != Py_None &&
+         !check_array(arrays[1], "flags", NPY_UINT8, n, false, &told.flags)) ||
+        !check_array(arrays[2], "scores", NPY_FLOAT64, n, false, &told.scores) ||
+        !check_array(arrays[3], "versions", NPY_INT64, n, false, &told.versions) ||
+        !check_array(arrays[4], "sizes", NPY_INT64, told.groups, false, &told.sizes)) {
+        return NULL;
+    }
+    if (count == 0 || chunk_tokens == 0 || (uintptr_t)memory % sizeof(int64_t) != 0) {
         PyErr_SetString(PyExc_ValueError,
                         "plan_gather: expected at least one trajectory, chunks of 1 token or more, "
-                        "and writable, contiguous memory of dtype uint8 on a word's border");
+                        "and memory on a word's border");
         return NULL;
     }
     struct source *sources = PyMem_Malloc((size_t)count * sizeof *sources);
@@ -160,24 +217,27 @@ static PyObject *plan_gather(PyObject *module, PyObject *args) {
     PyObject *launches = NULL;
     struct table table;
     if (find_sources(items, names, sources) && in_one_mapping(sources, count)) {
-        table = lay_table(sources, (uint64_t)count, chunk_tokens);
+        table = lay_table(sources, n, told.groups, chunk_tokens);
         launches = batch_fits(table.tokens) ? PyList_New(0) : NULL;
     }
-    if (launches != NULL && (uint64_t)PyArray_SIZE(memory) >= table.bytes) {
-        uint8_t *base = PyArray_DATA(memory);
-        fill_rows(sources, (uint64_t)count, shift, base, &table);
-        if (!fill_chunks(sources, (uint64_t)count, chunk_tokens,
-                         (int32_t *)(base + table.chunks_at), launches)) {
+    if (launches != NULL && room >= table.bytes) {
+        fill_facts(sources, n, &told, memory, &table);
+        if (!fill_chunks(sources, n, chunk_tokens, shift, &told,
+                         (const int32_t *)(memory + table.borders_at), (int64_t *)memory,
+                         launches)) {
             Py_CLEAR(launches);
         }
     }
     PyMem_Free(sources);
     return launches == NULL
                ? NULL
-               : Py_BuildValue("KKKKKN", (unsigned long long)table.bytes,
+               : Py_BuildValue("KKKKKKKKN", (unsigned long long)table.bytes,
                                (unsigned long long)table.tokens, (unsigned long long)table.longest,
-                               (unsigned long long)table.chunks_at,
-                               (unsigned long long)table.borders_at, launches);
+                               (unsigned long long)table.found_at,
+                               (unsigned long long)table.borders_at,
+                               (unsigned long long)table.versions_at,
+                               (unsigned long long)table.sizes_at,
+                               (unsigned long long)table.scores_at, launches);
 }
 
 /* mapping_of(trajectory) -> (address, bytes) of the mapping that it lies in. */
@@ -268,7 +328,7 @@ _Static_assert(ELEMENT_BOOL == 0 && ELEMENT_U64 == 8 && ELEMENT_F32 == 9 && ELEM
 bool locate_add_functions(PyObject *module) {
     PyObject *names = kind_names();
     bool added = names != NULL && PyModule_AddObjectRef(module, "ELEMENT_KINDS", names) == 0 &&
-                 PyModule_AddIntMacro(module, ROW_WORDS) == 0;
+                 PyModule_AddIntMacro(module, CHUNK_WORDS) == 0;
     Py_XDECREF(names);
     return added && PyModule_AddFunctions(module, functions) == 0;
 }

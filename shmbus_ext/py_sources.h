@@ -23,4 +23,12 @@ bool batch_fits(uint64_t tokens);
 /* One source a trajectory of the list; false with an exception that names what does not fit. */
 bool find_sources(PyObject *items, PyObject *const *names, struct source *sources);
 
+/* Elements of an array; 0 of anything else, which check_array refuses. */
+uint64_t array_elements(PyObject *object);
+
+/* Whether it is a contiguous array of one dimension, of a numpy type and so many elements: then
+ * where its data is; false with an exception that names it. */
+bool check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
+                 void *data);
+
 #endif

@@ -274,7 +274,7 @@ void writer_abort_open(WriterObject *self);
 extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, BorrowerType,
     PinType, TrajectoryType, SchemaType, RowsType, RowType, GroupBaseType;
 bool rows_add_constants(PyObject *module);
-bool group_add_words(void);
+bool group_add_functions(PyObject *module);
 bool reader_add_words(void);
 bool gather_add_functions(PyObject *module);
 bool locate_add_functions(PyObject *module);

@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ import torch
 from conftest import Spawner
 
 from shmbus import Bus, Consumer, Producer
-from shmbus.locate import KINDS, plan_gather
+from shmbus.gather import members
+from shmbus.locate import CHUNK_WORDS, KINDS, plan_gather
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -81,52 +83,91 @@ def address(array: np.ndarray[Any, Any]) -> int:
 FIELDS = ("tokens", "loss_mask", "logprobs", "advantages")
 
 
-def table_by_hand(
-    trajectories: list[Any], shift: int, chunk: int
-) -> tuple[Any, list[Any], list[int]]:
-    """Rows, launches with their chunks, and borders, from the arrays themselves."""
-    lengths = [len(t["tokens"]) for t in trajectories]
-    borders = [0, *itertools.accumulate(lengths)]
-    rows, launches = [], {}
+def told(trajectories: list[Any], groups: int, flags: Any = None) -> dict[str, Any]:
+    """What a caller says of its sequences and groups: numbers that tell them apart."""
+    count = len(trajectories)
+    return {
+        "advantages": np.arange(count, dtype=np.float32) / 7,
+        "flags": flags,
+        "scores": np.array([t.score for t in trajectories], np.float64),
+        "versions": np.array([t.policy_version for t in trajectories], np.int64),
+        "sizes": np.full(groups, count // groups, np.int64),
+    }
+
+
+def chunks_by_hand(
+    trajectories: list[Any], shift: int, chunk: int, more: dict[str, Any]
+) -> list[Any]:
+    """Launches with their chunks, from the arrays themselves."""
+    launches: dict[tuple[int, ...], list[list[Any]]] = {}
+    borders = [0, *itertools.accumulate(len(t["tokens"]) for t in trajectories)]
     for number, t in enumerate(trajectories):
         given = [dict(t).get(name) for name in FIELDS]
-        addresses = [0 if a is None else address(a) + shift for a in given]
-        rows.append([*addresses, lengths[number], borders[number], 0, 0])
         kinds = tuple(-1 if a is None else KINDS.index(a.dtype) for a in given)
-        chunks = [[number, at] for at in range(0, lengths[number], chunk)]
-        launches.setdefault(kinds, []).extend(chunks)
-    return (
-        np.array(rows),
-        [(kinds, chunks) for kinds, chunks in launches.items() if chunks],
-        borders,
-    )
+        length = len(t["tokens"])
+        flags = 0 if more["flags"] is None else more["flags"][number]
+        launches.setdefault(kinds, []).extend(
+            [
+                *(0 if a is None else address(a[at:]) + shift for a in given),
+                borders[number] + at,
+                (at, min(chunk, length - at)),
+                (flags, more["advantages"][number]),
+            ]
+            for at in range(0, length, chunk)
+        )
+    return [(kinds, chunks) for kinds, chunks in launches.items() if chunks]
 
 
+def read_chunks(memory: np.ndarray[Any, Any], first: int, count: int) -> list[list[Any]]:
+    lines = memory.view(np.int64).reshape(-1, CHUNK_WORDS)[first : first + count]
+    spans, orders, gains = (np.ascontiguousarray(lines[:, at]) for at in (5, 6, 6))
+    return [
+        [*line[:5].tolist(), tuple(span), (order[0], gain[1])]
+        for line, span, order, gain in zip(
+            lines,
+            spans.view(np.int32).reshape(-1, 2).tolist(),
+            orders.view(np.int32).reshape(-1, 2).tolist(),
+            gains.view(np.float32).reshape(-1, 2),
+            strict=True,
+        )
+    ]
+
+
+@pytest.mark.parametrize("flagged", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 1024])
-def test_the_table_says_where_each_field_is_and_each_token_goes(
-    bus: Bus, seed: int, chunk: int
+def test_the_table_says_where_each_chunk_is_and_where_it_goes(
+    bus: Bus, seed: int, chunk: int, flagged: bool
 ) -> None:
     with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
         put_random(producer, seed, 8, 300)
-        trajectories = [t for group in consumer.take(64, 10) for t in group]
-        memory = np.full(1 << 17, 0xAA, np.uint8)
-        table = plan_gather(trajectories, None, memory, shift=4096, chunk_tokens=chunk)
-        rows, launches, borders = table_by_hand(trajectories, 4096, chunk)
-        count = len(trajectories)
-        assert (table.tokens, table.longest) == (borders[-1], max(np.diff(borders)))
-        assert (memory[: table.chunks_at].view(np.int64).reshape(count, -1) == rows).all()
-        chunks = memory[table.chunks_at : table.borders_at].view(np.int32)
+        groups = consumer.take(64, 10)
+        trajectories, sizes = members(groups)
+        assert trajectories == [t for group in groups for t in group]
+        assert sizes.tolist() == [4] * 8
+        flags = np.arange(32, dtype=np.uint8) % 4 if flagged else None
+        more = told(trajectories, 8, flags)
+        memory = np.full(1 << 20, 0xAA, np.uint8)
+        table = plan_gather(trajectories, None, memory, shift=4096, chunk_tokens=chunk, **more)
+        lengths = [len(t["tokens"]) for t in trajectories]
+        assert (table.tokens, table.longest) == (sum(lengths), max(lengths))
         mine = [
-            (kinds, chunks[2 * first : 2 * (first + n)].reshape(n, 2).tolist())
-            for first, n, kinds in table.launches
+            (kinds, read_chunks(memory, first, count)) for first, count, kinds in table.launches
         ]
-        assert mine == launches
-        found = memory[table.borders_at :].view(np.int32)[: count + 1]
-        assert found.tolist() == borders
+        assert mine == chunks_by_hand(trajectories, 4096, chunk, more)
+
+        def part(at: int, dtype: Any, count: int) -> list[Any]:
+            assert at % 64 == 0
+            return memory[at:].view(dtype)[:count].tolist()  # type: ignore[no-any-return]
+
+        assert part(table.found_at, np.int32, 2) == [0, 0]
+        assert part(table.borders_at, np.int32, 33) == [0, *itertools.accumulate(lengths)]
+        assert part(table.versions_at, np.int64, 32) == [t.policy_version for t in trajectories]
+        assert part(table.sizes_at, np.int64, 8) == [4] * 8
+        assert part(table.scores_at, np.float32, 32) == [np.float32(t.score) for t in trajectories]
         assert (memory[table.nbytes :] == 0xAA).all()
         # Too little memory, by a byte: all is said but what is in it, and nothing is written.
         small = np.full(table.nbytes - 1, 0xAA, np.uint8)
-        again = plan_gather(trajectories, None, small, shift=4096, chunk_tokens=chunk)
+        again = plan_gather(trajectories, None, small, shift=4096, chunk_tokens=chunk, **more)
         assert (again.nbytes, again.tokens, again.launches) == (table.nbytes, table.tokens, [])
         assert (small == 0xAA).all()
 
@@ -135,20 +176,36 @@ def test_a_table_is_refused_for_what_no_batch_can_be_made_of(bus: Bus) -> None:
     memory = np.empty(4096, np.uint8)
     with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
         with pytest.raises(ValueError, match="at least one trajectory"):
-            plan_gather([], None, memory, shift=0, chunk_tokens=8)
+            plan_gather([], None, memory, shift=0, chunk_tokens=8, **told([], 1))
         producer.put("a", group_size=1, index=0, tokens=np.arange(3), logprobs=np.zeros(2))
         (group,) = consumer.take(1, 10)
+        more = told(group.trajectories, 1)
         with pytest.raises(ValueError, match="'logprobs': expected as many elements as tokens"):
-            plan_gather(group.trajectories, None, memory, shift=0, chunk_tokens=8)
+            plan_gather(group.trajectories, None, memory, shift=0, chunk_tokens=8, **more)
         names = FieldNames(logprobs=None)
         for wrong in (
-            memory[1:],
             memory[::2],
             memory.view(np.int32),
             np.frombuffer(b"0" * 99, np.uint8),
         ):
-            with pytest.raises(ValueError, match="writable, contiguous memory of dtype uint8"):
-                plan_gather(group.trajectories, names, wrong, shift=0, chunk_tokens=8)
+            with pytest.raises(ValueError, match="memory: expected a contiguous writable array"):
+                plan_gather(group.trajectories, names, wrong, shift=0, chunk_tokens=8, **more)
+        with pytest.raises(ValueError, match="memory on a word's border"):
+            plan_gather(group.trajectories, names, memory[1:], shift=0, chunk_tokens=8, **more)
+        for name, values in (
+            ("advantages", np.zeros(2, np.float32)),
+            ("scores", np.zeros(1, "f4")),
+        ):
+            bad = {**more, name: values}
+            with pytest.raises(ValueError, match=f"{name}: expected a contiguous array"):
+                plan_gather(group.trajectories, names, memory, shift=0, chunk_tokens=8, **bad)
+
+
+def test_members_are_those_of_groups_alone() -> None:
+    with pytest.raises(TypeError, match="groups: expected Groups of a Consumer, got str"):
+        members(["group"])  # type: ignore[list-item]
+    trajectories, sizes = members(())
+    assert (trajectories, sizes.tolist()) == ([], [])
 
 
 # --- the kernel, without a GPU
@@ -220,6 +277,25 @@ def test_a_packer_is_for_cuda_devices_only() -> None:
         GpuPacker("cuda", transport="rdma")  # type: ignore[arg-type]
 
 
+def test_a_second_thread_is_told_who_is_in_the_packer_and_the_first_goes_on() -> None:
+    from trainer_adapter._checks import OneThread
+
+    packer = OneThread("GpuPacker", "give each thread a packer of its own")
+
+    def enter() -> str:
+        try:
+            with packer:
+                return "in"
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="second") as pool:
+        with packer:
+            said = pool.submit(enter).result(30)
+        assert "got thread 'second_0' while thread 'MainThread' is in it; give each" in said
+        assert pool.submit(enter).result(30) == enter() == "in"
+
+
 def test_memory_for_tables_is_used_again_only_when_it_was_given_back() -> None:
     from trainer_adapter._cuda import Staging
 
@@ -279,6 +355,31 @@ def test_batches_may_overlap_and_their_records_be_overwritten_once_they_have_arr
                     pending, want = waiting.pop(0)
                     assert_same(pending.finish(), want)
                     consumer.ack(want.groups)
+        finally:
+            packer.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_batch_that_nobody_waits_for_keeps_its_table_until_the_kernel_is_done(
+    bus: Bus, seed: int
+) -> None:
+    from trainer_adapter.gpu import GpuPacker
+
+    packer = GpuPacker("cuda")
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        try:
+            put_random(producer, seed, 8, 4000)
+            groups = consumer.take(64, 10)
+            for _ in range(20):
+                with torch.cuda.stream(packer._stream):
+                    torch.cuda._sleep(5_000_000)
+                dropped = packer.begin(groups[:4])
+                batch = dropped._batch
+                del dropped
+                # What its table lay in may be this now.
+                torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True).fill_(0xFF)
+                assert_same(batch, pack(groups[:4]))
         finally:
             packer.close()
 

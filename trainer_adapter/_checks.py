@@ -6,6 +6,7 @@ Invariant: an error names what it is about, what was expected, and what came.
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ from trainer_adapter.advantages import MAX_SCORE
 
 __all__ = [
     "STATE_VERSION",
+    "OneThread",
     "check_choices",
     "check_count",
     "check_device",
@@ -33,6 +35,42 @@ STATE_VERSION: Final = 1
 
 #: Most batches that may be ready ahead: more would only be staler, and hold more of the ring.
 MAX_PREFETCH: Final = 8
+
+
+class OneThread:
+    """What one thread at a time may be in; to enter by ``with``.
+
+    Parameters
+    ----------
+    name, remedy : str
+        What it is, and what to do instead, for the message.
+
+    Raises
+    ------
+    RuntimeError
+        When it is entered: another thread is in it, or this one already.
+    """
+
+    def __init__(self, name: str, remedy: str) -> None:
+        self._name = name
+        self._remedy = remedy
+        self._lock = threading.Lock()
+        self._inside = ""
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{self._name}: expected one thread at a time, got {_this_thread()} while "
+                f"{self._inside} is in it; {self._remedy}, or let them take turns"
+            )
+        self._inside = _this_thread()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def _this_thread() -> str:
+    return f"thread {threading.current_thread().name!r}"
 
 
 def group_of_sample(groups: list[shmbus.Group], sample: int) -> int:

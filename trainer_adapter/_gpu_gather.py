@@ -1,7 +1,8 @@
 """Leased groups gathered into a packed batch by a kernel that reads the ring itself.
 
-A batch is one block of memory on the device: the kernel's table and all that it fills. The host's
-time a batch is what small ones wait for, and each allocation and each copy costs some of it.
+A batch is one block of memory on the device, and one launch that fills it: the table is in pinned
+memory, where the kernel reads it and tells what it found. The host's time a batch is what small
+ones wait for, and each allocation, each copy and each view costs some of it.
 
 Invariants:
 
@@ -12,18 +13,17 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
+import sys
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus.gather import FieldNames, describe
-from shmbus.locate import ROW_WORDS, GatherTable, plan_gather
+from shmbus.gather import FieldNames, describe, members
+from shmbus.locate import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter._cuda import Staging, StagingBlock
 from trainer_adapter._finite import not_finite
 from trainer_adapter.advantages import Kind, advantages_for_groups
@@ -34,26 +34,12 @@ __all__ = ["Pending", "begin_gather"]
 
 #: Bytes that parts of a block are aligned to: what vector loads want, and more.
 PART_ALIGN: Final = 64
-#: Bytes of table that a sequence of up to 20,000 tokens has; longer ones cost a second attempt.
-USUAL_TABLE_BYTES: Final = 256
-#: Words of a row that are filled in here: flags of `overrides.py`; in the first half of the other,
-#: the advantage of a sequence whose tokens bring none.
-FLAGS_WORD: Final = 6
-GAIN_WORD: Final = 7
-#: What the kernel fills, a token each, in the order of its arguments.
-COLUMNS: Final = {
-    "tokens": torch.int64,
-    "position_ids": torch.int64,
-    "loss_mask": torch.bool,
-    "logprobs": torch.float32,
-    "advantages": torch.float32,
-}
+#: Bytes of table that a sequence of up to 4,000 tokens has; longer ones cost a second attempt.
+USUAL_TABLE_BYTES: Final = 160
+#: Kinds of a launch that packs nothing.
+NO_FIELDS: Final = (0, -1, -1, -1)
 #: What an event is created with so that a thread that waits for it sleeps instead of spinning.
 BLOCKING: Final = True
-#: No token is at this position: "nothing is broken", for the kernel's minimum.
-NOWHERE: Final = 2**62
-#: What the kernel lowers: the first token whose logprob, and whose advantage, is not finite.
-NOTHING_BROKEN: Final = (NOWHERE, NOWHERE)
 
 
 class Pending:
@@ -78,18 +64,14 @@ class Pending:
         keep: object = None,
         check: Callable[[], None] | None = None,
     ) -> None:
+        self._done: torch.cuda.Event | None = None
         self._batch = batch
         self._keep = keep
         self._check = check
-        self._done = (
-            None
-            if stream is None
-            else torch.cuda.Event(  # type: ignore[no-untyped-call]
-                blocking=BLOCKING
-            )
-        )
-        if self._done is not None:
-            self._done.record(stream)
+        if stream is not None:
+            done = torch.cuda.Event(blocking=BLOCKING)  # type: ignore[no-untyped-call]
+            done.record(stream)
+            self._done = done
 
     @property
     def arrived(self) -> bool:
@@ -104,12 +86,21 @@ class Pending:
         ValueError
             A logprob or an advantage is not finite where the loss mask is True.
         """
-        if self._done is not None:
-            self._done.synchronize()
+        self._wait()
         if self._check is not None:
             self._check()
             self._check = None
         return self._batch
+
+    def _wait(self) -> None:
+        # Even where there is nothing to wait for, waiting costs ten times what asking does.
+        if not self.arrived and self._done is not None:
+            self._done.synchronize()
+
+    def __del__(self) -> None:
+        # What the kernel reads may not be used again before it is done.
+        if not sys.is_finalizing():
+            self._wait()
 
 
 def begin_gather(
@@ -149,140 +140,117 @@ def begin_gather(
     ValueError
         As for `pack`; what is not finite, only when it is finished.
     """
-    from trainer_adapter._gpu_kernel import launch
-
     names = fields or FieldNames()
     staging = staging or Staging(device)
-    members = [group.trajectories for group in groups]
-    trajectories = list(itertools.chain.from_iterable(members))
-    sizes = list(map(len, members))
-    scores, policy_versions, instance_ids = describe(trajectories)
+    trajectories, sizes = members(groups)
+    scores, versions, instance_ids = describe(trajectories)
     flags = sample_flags(trajectories, truncated)
     per_sequence = advantages_for_groups(scores, sizes, advantages)
     if flags is not None:
         per_sequence[flags & ZEROED != 0] = 0
-    block, table = _plan(trajectories, names, device_shift, staging, len(groups))
-    count = len(trajectories)
-    rows = block.array[: table.chunks_at].view(np.int64).reshape(count, ROW_WORDS)
-    if flags is not None:
-        rows[:, FLAGS_WORD] = flags
-    rows.view(np.float32)[:, 2 * GAIN_WORD] = per_sequence
-    parts = _append(block.array, table.nbytes, scores, policy_versions, sizes)
-    there, views = _on_device(block.host, table, parts, len(sizes), device)
-    outputs = [views[name] for name in COLUMNS] + [views.pop("broken")]
-    for first, chunks, kinds in table.launches:
-        launch(kinds, first, chunks, there, table.chunks_at, outputs, NOWHERE)
-    # Back to where it came from: the block is not used again before it was looked at.
-    found = parts.broken_at, parts.scores_at - parts.broken_at
-    block.host.narrow(0, *found).copy_(there.narrow(0, *found), non_blocking=True)
-    batch = Batch(
-        **views,
-        max_seqlen=table.longest,
-        instance_ids=instance_ids,
-        groups=groups,
-        transport="gather",
-    )
-    columns = batch.logprobs, batch.advantages
-    if layout == "padded":
-        pad_batch(batch)
+    told = {
+        "shift": device_shift,
+        "advantages": per_sequence,
+        "flags": flags,
+        "scores": scores,
+        "versions": versions,
+        "sizes": sizes,
+    }
+    block, table = _plan(trajectories, names, staging, told)
+    try:
+        batch = Batch(
+            **_launch(block.host, table, len(trajectories), len(groups), device),
+            max_seqlen=table.longest,
+            instance_ids=instance_ids,
+            groups=groups,
+            transport="gather",
+        )
+        columns = batch.logprobs, batch.advantages
+        if layout == "padded":
+            pad_batch(batch)
 
-    def check() -> None:
-        _require_finite(block.array, table, parts, columns, names, trajectories)
-        staging.give_back(block)
+        def check() -> None:
+            found = block.array[table.found_at :][:8].view(np.int32).tolist()
+            for wrong, column, name in zip(found, columns, names.as_tuple()[2:], strict=True):
+                if wrong:
+                    _raise_not_finite(column, name, batch.cu_seqlens, trajectories)
+            staging.give_back(block)
 
-    return Pending(batch, stream, check=check)
+        return Pending(batch, stream, check=check)
+    except BaseException:
+        # The kernel may read the block already.
+        if stream is not None:
+            stream.synchronize()
+        raise
 
 
 def _plan(
     trajectories: list[shmbus.Trajectory],
     names: FieldNames,
-    device_shift: int,
     staging: Staging,
-    groups: int,
+    told: dict[str, Any],
 ) -> tuple[StagingBlock, GatherTable]:
-    """Make the kernel's table in a block that has room for what is appended to it."""
+    """Make the kernel's table in a block that has room for it."""
     from trainer_adapter._gpu_kernel import CHUNK_TOKENS
 
-    appended = len(trajectories) * 12 + groups * 8 + 5 * PART_ALIGN
-    block = staging.take(len(trajectories) * USUAL_TABLE_BYTES + appended)
+    block = staging.take(len(trajectories) * USUAL_TABLE_BYTES)
     while True:
-        table = plan_gather(
-            trajectories, names, block.array, shift=device_shift, chunk_tokens=CHUNK_TOKENS
-        )
-        if table.nbytes + appended <= block.array.nbytes:
+        table = plan_gather(trajectories, names, block.array, chunk_tokens=CHUNK_TOKENS, **told)
+        if table.nbytes <= block.array.nbytes:
             return block, table
-        block = staging.take(table.nbytes + appended)
+        block = staging.take(table.nbytes)
 
 
-class _Parts(NamedTuple):
-    """Where in the block lies what is not the kernel's table."""
+def _launch(
+    host: Tensor, table: GatherTable, sequences: int, groups: int, device: torch.device
+) -> dict[str, Any]:
+    """Have a new block on the device filled; return the views of its parts."""
+    from trainer_adapter._gpu_kernel import launch
 
-    versions_at: int
-    sizes_at: int
-    broken_at: int
-    scores_at: int
-    end: int
-
-
-def _append(
-    block: NDArray[np.uint8],
-    at: int,
-    scores: NDArray[np.float64],
-    policy_versions: NDArray[np.int64],
-    sizes: list[int],
-) -> _Parts:
-    """Put what a batch says of its sequences and groups behind the table."""
-    places = [at]
-    for values, dtype in (
-        (policy_versions, np.int64), (sizes, np.int64), (NOTHING_BROKEN, np.int64),
-        (scores, np.float32),
-    ):  # fmt: skip
-        end = at + len(values) * np.dtype(dtype).itemsize
-        block[at:end].view(dtype)[:] = values
-        at = _aligned(end)
-        places.append(at)
-    return _Parts(*places)
-
-
-def _aligned(at: int) -> int:
-    return -(-at // PART_ALIGN) * PART_ALIGN
-
-
-def _on_device(
-    host: Tensor, table: GatherTable, parts: _Parts, groups: int, device: torch.device
-) -> tuple[Tensor, dict[str, Any]]:
-    """Send the table and what is behind it; return the block there, and the views of its parts."""
-    count = table.chunks_at // (ROW_WORDS * 8)
-    places = {
-        "cu_seqlens": (table.borders_at, count + 1, torch.int32),
-        "policy_versions": (parts.versions_at, count, torch.int64),
-        "group_sizes": (parts.sizes_at, groups, torch.int64),
-        "broken": (parts.broken_at, len(NOTHING_BROKEN), torch.int64),
-        "scores": (parts.scores_at, count, torch.float32),
-    }
-    end = parts.end
-    for name, dtype in COLUMNS.items():
-        places[name] = (end, table.tokens, dtype)
-        end = _aligned(end + table.tokens * dtype.itemsize)
+    facts = table.nbytes - table.borders_at
+    end = facts
+    places = []
+    for width in (8, 8, 1, 4, 4):
+        places.append(end)
+        end += -(-table.tokens * width // PART_ALIGN) * PART_ALIGN
     there = torch.empty(end, dtype=torch.uint8, device=device)
-    there.narrow(0, 0, parts.end).copy_(host.narrow(0, 0, parts.end), non_blocking=True)
-    typed = {dtype: there.view(dtype) for dtype in {dtype for _, _, dtype in places.values()}}
-    return there, {
-        name: typed[dtype].narrow(0, at // dtype.itemsize, length)
-        for name, (at, length, dtype) in places.items()
+    # The first launch brings the facts as well; without a token there is one for them alone.
+    words = facts // 4
+    for first, chunks, kinds in table.launches or [(0, 0, NO_FIELDS)]:
+        of_table = first * CHUNK_WORDS * 8, table.found_at, table.borders_at
+        launch(kinds, chunks, words, host, of_table, there, (0, *places))
+        words = 0
+    return _views(there, table, sequences, groups, places)
+
+
+def _views(
+    there: Tensor, table: GatherTable, sequences: int, groups: int, places: list[int]
+) -> dict[str, Any]:
+    total, shift = table.tokens, -table.borders_at
+    tokens, position_ids, loss_mask, logprobs, advantages = places
+    longs, floats = there.view(torch.int64), there.view(torch.float32)
+
+    def of_longs(at: int, length: int) -> Tensor:
+        return longs[at // 8 : at // 8 + length]
+
+    def of_floats(at: int, length: int) -> Tensor:
+        return floats[at // 4 : at // 4 + length]
+
+    return {
+        "tokens": of_longs(tokens, total),
+        "position_ids": of_longs(position_ids, total),
+        "cu_seqlens": there.view(torch.int32)[: sequences + 1],
+        "loss_mask": there.view(torch.bool)[loss_mask : loss_mask + total],
+        "logprobs": of_floats(logprobs, total),
+        "advantages": of_floats(advantages, total),
+        "scores": of_floats(table.scores_at + shift, sequences),
+        "policy_versions": of_longs(table.versions_at + shift, sequences),
+        "group_sizes": of_longs(table.sizes_at + shift, groups),
     }
 
 
-def _require_finite(
-    host: NDArray[np.uint8],
-    table: GatherTable,
-    parts: _Parts,
-    columns: tuple[Tensor, Tensor],
-    names: FieldNames,
-    trajectories: list[shmbus.Trajectory],
+def _raise_not_finite(
+    column: Tensor, name: str | None, borders: Tensor, trajectories: list[shmbus.Trajectory]
 ) -> None:
-    found = host[parts.broken_at : parts.scores_at].view(np.int64)[: len(NOTHING_BROKEN)].tolist()
-    for token, column, name in zip(found, columns, (names.logprobs, names.advantages), strict=True):
-        if token != NOWHERE:
-            borders = host[table.borders_at :][: 4 * (len(trajectories) + 1)].view(np.int32)
-            raise not_finite(name, token, float(column[token]), borders, trajectories)
+    token = int(torch.isfinite(column).logical_not().nonzero()[0])
+    raise not_finite(name, token, float(column[token]), borders.tolist(), trajectories)

@@ -5,10 +5,11 @@ Needs Triton, so it is imported only where it is about to run.
 Invariants:
 
 - A program reads one chunk of one sequence, and writes the same chunk of every output; nobody
-  else writes there.
+  else writes there. Those behind the chunks copy what goes to the batch as it is.
 - The values are those of the host's gather: integers widened, logprobs 0 where the mask is False,
   a producer's own advantages before those of its group.
-- What is not finite is found here too, in the same pass: the lowest such token goes to `broken`.
+- The table is read where it was made, in host memory, and what is not finite is told there: a batch
+  is one launch, with no copy before or after it.
 """
 
 from __future__ import annotations
@@ -17,23 +18,21 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shmbus.locate import KINDS, ROW_WORDS
+from shmbus.locate import CHUNK_WORDS, KINDS
 
 __all__ = ["CHUNK_TOKENS", "launch"]
 
-CHUNK_TOKENS: Final = 1024
+CHUNK_TOKENS: Final = 2048
 """Tokens of a program."""
 
-WARPS: Final = 8
+WARPS: Final = 16
 """Warps of a program. With `CHUNK_TOKENS`, a thread reads four tokens of a field: one vector of 16
 bytes. On an H200, 50 of 55 GB/s; with twice as many tokens a thread, 36; with four times, 25."""
-
-CHUNK_BYTES: Final = 8
-"""Of an entry of the table of chunks."""
 
 #: As numpy's kinds; a bool is a byte.
 TYPES: Final = {
@@ -42,41 +41,56 @@ TYPES: Final = {
     "f4": tl.float32, "f8": tl.float64,
 }  # fmt: skip
 
+#: What the pointers of `pack_records` point to, in its order: in the table, and in the batch.
+OF_TABLE: Final = (torch.int64, torch.int32, torch.int32)
+OF_BATCH: Final = (
+    torch.int32, torch.int64, torch.int64, torch.bool, torch.float32, torch.float32,
+)  # fmt: skip
+
 # The kernel as it was compiled, for fields of these kinds on a device. Triton finds it too, but
 # looks at each argument anew for that: most of what a launch costs.
-_compiled: dict[tuple[tuple[int, ...], int | None, bool], Any] = {}
+_compiled: dict[tuple[tuple[int, ...], int | None], Any] = {}
 
 
 def launch(
     kinds: tuple[int, int, int, int],
-    first: int,
-    count: int,
+    chunks: int,
+    words: int,
     table: Tensor,
-    chunks_at: int,
-    outputs: Sequence[Tensor],
-    nowhere: int,
+    table_at: Sequence[int],
+    batch: Tensor,
+    batch_at: Sequence[int],
 ) -> None:
     """Start the kernel on the current stream, for chunks whose sequences have the same fields.
 
     Parameters
     ----------
-    kinds, first, count
+    kinds, chunks
         Of `GatherTable.launches`.
-    table, outputs
-        Pointers of `pack_records`, in its order; each a multiple of 16 bytes.
-    chunks_at : int
-        Of the GatherTable.
-    nowhere : int
-        In `broken`, where nothing is: beyond any token.
+    words : int
+        Of 4 bytes, to be copied as they are.
+    table, batch : Tensor
+        Bytes that the device reads and writes.
+    table_at, batch_at : sequence of int
+        Where in them the kernel's pointers point, in its order; each a multiple of 16.
     """
-    chunks_at += first * CHUNK_BYTES
-    arguments = (table, chunks_at, *outputs, *_constants(kinds), nowhere)
-    key = (kinds, table.device.index, chunks_at < 2**31)
+    grid = (chunks + triton.cdiv(words, CHUNK_TOKENS), 1, 1)
+    rest = (chunks, words, *_constants(kinds))
+    key = (kinds, batch.device.index)
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[(count, 1, 1)](*arguments)
+        # Plain addresses: of a tensor, the launcher asks the driver what it is.
+        table_from, batch_from = table.data_ptr(), batch.data_ptr()
+        compiled[grid](
+            *[table_from + at for at in table_at], *[batch_from + at for at in batch_at], *rest
+        )
         return
-    compiled = pack_records[(count,)](*arguments, num_warps=WARPS)
+    pointers = [
+        block[at : at + 8].view(dtype)
+        for block, places, dtypes in ((table, table_at, OF_TABLE), (batch, batch_at, OF_BATCH))
+        for at, dtype in zip(places, dtypes, strict=True)
+    ]
+    compiled = pack_records[grid](*pointers, *rest, num_warps=WARPS)
     # The interpreter compiles nothing.
     if compiled is not None:
         _compiled[key] = compiled
@@ -87,19 +101,28 @@ def _constants(kinds: tuple[int, int, int, int]) -> tuple[Any, ...]:
     """Say in the kernel's terms which fields the records have; one that is missing has any type."""
     types = [TYPES[KINDS[kind].str[1:]] if kind >= 0 else tl.int8 for kind in kinds]
     there = [kind >= 0 for kind in kinds[1:]]
-    return (*types, *there, ROW_WORDS, CHUNK_TOKENS)
+    return (*types, *there, CHUNK_WORDS, CHUNK_TOKENS)
 
 
-@triton.jit(do_not_specialize=["chunks_at"])
+@triton.jit
+def _word(words, position, WORDS: tl.constexpr):
+    """Return one of a chunk's words, all of which one load has brought."""
+    return tl.sum(tl.where(tl.arange(0, WORDS) == position, words, 0), axis=0)
+
+
+@triton.jit(do_not_specialize=["count", "fact_words"])
 def pack_records(
-    table,  # uint8: that of `shmbus.locate.plan_gather`
-    chunks_at,  # where the first chunk of this launch is in it
+    chunks,  # int64 [count, WORDS]: those of `shmbus.locate.plan_gather`, for this launch
+    found,  # int32 [2]: not 0 where a logprob, and where an advantage, is not finite
+    facts,  # int32 [fact_words], to be copied
+    facts_there,  # int32 [fact_words]
     tokens,  # int64 [T]
     position_ids,  # int64 [T]
     loss_mask,  # bool [T]
     logprobs,  # float32 [T]
     advantages,  # float32 [T]
-    broken,  # int64 [2]: first token whose logprob, and whose advantage, is not finite
+    count,
+    fact_words,
     TOKENS: tl.constexpr,
     MASK: tl.constexpr,
     LOGPROBS: tl.constexpr,
@@ -109,51 +132,53 @@ def pack_records(
     HAS_ADVANTAGES: tl.constexpr,
     WORDS: tl.constexpr,
     CHUNK: tl.constexpr,
-    NOWHERE: tl.constexpr,
 ):
     """Pack one chunk; the upper-case dtypes are those of the records."""
-    chunk = (table + chunks_at).to(tl.pointer_type(tl.int32)) + 2 * tl.program_id(0)
-    sequence = tl.load(chunk)
-    first = tl.multiple_of(tl.load(chunk + 1), 16)
-    row = table.to(tl.pointer_type(tl.int64)) + sequence.to(tl.int64) * WORDS
-    length = tl.load(row + 4)
-    start = tl.load(row + 5)
-    flags = tl.load(row + 6)
-    gain = tl.load((row + 7).to(tl.pointer_type(tl.float32)))
-    here = first + tl.arange(0, CHUNK)
-    inside = here < length
-    at = start + here
-    # All of the record's fields are asked for before the first is used: the way to the host's
-    # memory is long. Each begins on a cache line, so whole vectors can be read.
-    address = tl.multiple_of(tl.load(row).to(tl.pointer_type(TOKENS)), 16)
-    ids = tl.load(address + here, mask=inside, other=0)
-    if HAS_MASK:
-        mask_address = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(MASK)), 16)
-        kept = tl.load(mask_address + here, mask=inside, other=0)
-    if HAS_LOGPROBS:
-        logprobs_address = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(LOGPROBS)), 16)
-        read = tl.load(logprobs_address + here, mask=inside, other=0)
-    if HAS_ADVANTAGES:
-        own_address = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(ADVANTAGES)), 16)
-        own = tl.load(own_address + here, mask=inside, other=0)
-    tl.store(tokens + at, ids.to(tl.int64), mask=inside)
-    tl.store(position_ids + at, here.to(tl.int64), mask=inside)
-    trained = inside & ((flags & 1) == 0)
-    if HAS_MASK:
-        trained = trained & (kept != 0)
-    tl.store(loss_mask + at, trained, mask=inside)
-    values = tl.zeros([CHUNK], dtype=tl.float32)
-    if HAS_LOGPROBS:
-        values = tl.where(trained, read.to(tl.float32), 0.0)
-        # Only a nan or an infinity differs from itself taken from itself.
-        wrong = tl.min(tl.where(inside & ((values - values) != 0.0), at, NOWHERE))
-        if wrong != NOWHERE:
-            tl.atomic_min(broken, wrong)
-    tl.store(logprobs + at, values, mask=inside)
-    gains = tl.zeros([CHUNK], dtype=tl.float32) + gain
-    if HAS_ADVANTAGES:
-        gains = tl.where((flags & 2) == 0, own.to(tl.float32), 0.0)
-        wrong_gain = tl.min(tl.where(inside & ((gains - gains) != 0.0), at, NOWHERE))
-        if wrong_gain != NOWHERE:
-            tl.atomic_min(broken + 1, wrong_gain)
-    tl.store(advantages + at, gains, mask=inside)
+    program = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    if program >= count:
+        word = (program - count) * CHUNK + lane
+        there = word < fact_words
+        tl.store(facts_there + word, tl.load(facts + word, mask=there, other=0), mask=there)
+    else:
+        # One load for all of it: the way to the host's memory is long.
+        chunk = tl.load(chunks + program.to(tl.int64) * WORDS + tl.arange(0, WORDS))
+        at = _word(chunk, 4, WORDS) + lane
+        span = _word(chunk, 5, WORDS)
+        here = span.to(tl.int32) + lane
+        inside = lane < (span >> 32).to(tl.int32)
+        orders = _word(chunk, 6, WORDS)
+        flags = orders.to(tl.int32)
+        gain = (orders >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        # All of the record's fields are asked for before the first is used. Each begins on a cache
+        # line, so whole vectors can be read.
+        address = tl.multiple_of(_word(chunk, 0, WORDS).to(tl.pointer_type(TOKENS)), 16)
+        ids = tl.load(address + lane, mask=inside, other=0)
+        if HAS_MASK:
+            mask_address = tl.multiple_of(_word(chunk, 1, WORDS).to(tl.pointer_type(MASK)), 16)
+            kept = tl.load(mask_address + lane, mask=inside, other=0)
+        if HAS_LOGPROBS:
+            read_address = tl.multiple_of(_word(chunk, 2, WORDS).to(tl.pointer_type(LOGPROBS)), 16)
+            read = tl.load(read_address + lane, mask=inside, other=0)
+        if HAS_ADVANTAGES:
+            own_address = tl.multiple_of(_word(chunk, 3, WORDS).to(tl.pointer_type(ADVANTAGES)), 16)
+            own = tl.load(own_address + lane, mask=inside, other=0)
+        tl.store(tokens + at, ids.to(tl.int64), mask=inside)
+        tl.store(position_ids + at, here.to(tl.int64), mask=inside)
+        trained = inside & ((flags & 1) == 0)
+        if HAS_MASK:
+            trained = trained & (kept != 0)
+        tl.store(loss_mask + at, trained, mask=inside)
+        values = tl.zeros([CHUNK], dtype=tl.float32)
+        if HAS_LOGPROBS:
+            values = tl.where(trained, read.to(tl.float32), 0.0)
+            # Only a nan or an infinity differs from itself taken from itself.
+            if tl.max((inside & ((values - values) != 0.0)).to(tl.int32)) != 0:
+                tl.store(found, 1)
+        tl.store(logprobs + at, values, mask=inside)
+        gains = tl.zeros([CHUNK], dtype=tl.float32) + gain
+        if HAS_ADVANTAGES:
+            gains = tl.where((flags & 2) == 0, own.to(tl.float32), 0.0)
+            if tl.max((inside & ((gains - gains) != 0.0)).to(tl.int32)) != 0:
+                tl.store(found + 1, 1)
+        tl.store(advantages + at, gains, mask=inside)

@@ -171,17 +171,16 @@ def advantages_for_groups(
         isinstance(scores, np.ndarray)
         and scores.dtype == np.float64
         and scores.size <= SMALL_SAMPLES
-        and isinstance(sizes, list)
+        and isinstance(sizes, (list, np.ndarray))
     ):
-        few = _small_groups(scores.tolist(), sizes, kind, std, eps)
+        counts = sizes if isinstance(sizes, list) else sizes.tolist()
+        few = _small_groups(scores.tolist(), counts, kind, std, eps)
         if few is not None:
             return np.array(few, np.float32)
-    given = np.asarray(scores)
-    counts = np.asarray(sizes)
-    values, _ = _as_float64(given)
+    values, _ = _as_float64(np.asarray(scores))
     if values.ndim != 1:
         raise ValueError(f"scores: expected [samples], got shape {values.shape}; flatten it")
-    return _by_sizes(values, counts, kind, std, eps).astype(np.float32)
+    return _by_sizes(values, np.asarray(sizes), kind, std, eps).astype(np.float32)
 
 
 def check_kind(name: str, kind: object) -> None:

@@ -190,9 +190,8 @@ def pack(
     check_fields(fields)
     target = check_device(device)
     names = fields or FieldNames()
-    trajectories = [t for group in chosen for t in group.trajectories]
+    trajectories, sizes = bus_gather.members(chosen)
     lengths = bus_gather.sequence_lengths(trajectories, names)
-    sizes = [len(group.trajectories) for group in chosen]
     scores, policy_versions, instance_ids = bus_gather.describe(trajectories)
     total = sum(lengths)
     size = bus_gather.packed_bytes(total, len(lengths))
@@ -217,7 +216,7 @@ def pack(
         scores=torch.from_numpy(scores.astype(np.float32)),
         instance_ids=instance_ids,
         policy_versions=torch.from_numpy(policy_versions),
-        group_sizes=torch.from_numpy(np.array(sizes, np.int64)),
+        group_sizes=torch.from_numpy(sizes),
         groups=chosen,
     )
     if layout == "padded":
