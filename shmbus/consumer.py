@@ -264,6 +264,7 @@ class Consumer:
         max_wait: float | None = None,
         field: str = "tokens",
         timeout: float | None = None,
+        only_full: bool = False,
     ) -> list[Group]:
         """Take this rank's shard of its next step, once there are groups for every rank.
 
@@ -284,6 +285,8 @@ class Consumer:
             What a trajectory is weighed by.
         timeout : float, optional
             Seconds to wait: None waits for ever.
+        only_full : bool
+            Have no step formed before it is full, whatever `max_wait`: for one that asks ahead.
 
         Returns
         -------
@@ -309,7 +312,12 @@ class Consumer:
 
         def wait(slice_s: float | None) -> list[Any]:
             return source.take_step(
-                groups=groups, tokens=tokens, max_wait=max_wait, field=field, timeout=slice_s
+                groups=groups,
+                tokens=tokens,
+                max_wait=max_wait,
+                field=field,
+                timeout=slice_s,
+                only_full=only_full,
             )
 
         watch = self._watch

@@ -91,7 +91,8 @@ class TakeStep(_Message):
     """Lease this rank's shard of its next step; each rank asks for a step with the same numbers.
 
     `groups` a rank, or as many as fit into `tokens` a rank; the length of `field` is what a
-    trajectory weighs. `max_wait_s` after its first group a step is formed though it is not full.
+    trajectory weighs. `max_wait_s` after its first group a step is formed though it is not full,
+    but not for one that wants it `only_full`.
     """
 
     id: Count
@@ -100,6 +101,7 @@ class TakeStep(_Message):
     max_wait_s: Seconds | None = None
     field: Text = "tokens"
     timeout_s: Seconds | None = None
+    only_full: bool = False
 
 
 class End(_Message):

@@ -159,6 +159,29 @@ uint64_t gather_find_not_finite(const float *values, uint64_t n) {
     return at;
 }
 
+#define EXPONENT_F64 UINT64_C(0x7ff0000000000000)
+
+WIDEST static bool any_not_finite_f64(const double *values, uint64_t n) {
+    uint64_t found = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        uint64_t bits;
+        memcpy(&bits, &values[i], sizeof bits);
+        found |= (uint64_t)((bits & EXPONENT_F64) == EXPONENT_F64);
+    }
+    return found != 0;
+}
+
+uint64_t gather_find_not_finite_f64(const double *values, uint64_t n) {
+    if (!any_not_finite_f64(values, n)) {
+        return n;
+    }
+    uint64_t at = 0;
+    while (!any_not_finite_f64(&values[at], 1)) {
+        at++;
+    }
+    return at;
+}
+
 WIDEST void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) {
         dst[i] = mask[i] ? dst[i] : 0.0f;

@@ -40,5 +40,6 @@ uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n);
 bool gather_any_not_finite(const float *values, uint64_t n);
 /* The position of the first nan or infinity; n where there is none. */
 uint64_t gather_find_not_finite(const float *values, uint64_t n);
+uint64_t gather_find_not_finite_f64(const double *values, uint64_t n);
 
 #endif

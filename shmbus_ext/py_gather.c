@@ -56,6 +56,29 @@ static bool check_range(const struct source *source, PyObject *name) {
                                             (unsigned long long)at));
 }
 
+/* A nan is not 0, so it would count as a token to be trained. */
+static bool check_mask(const struct source *source, PyObject *name) {
+    const void *mask = source->data[FIELD_MASK];
+    uint64_t n = source->length, at = n;
+    double found = 0;
+    if (source->kinds[FIELD_MASK] == ELEMENT_F32) {
+        at = gather_find_not_finite(mask, n);
+        found = at < n ? (double)((const float *)mask)[at] : 0;
+    } else if (source->kinds[FIELD_MASK] == ELEMENT_F64) {
+        at = gather_find_not_finite_f64(mask, n);
+        found = at < n ? ((const double *)mask)[at] : 0;
+    }
+    if (at == n) {
+        return true;
+    }
+    PyObject *value = PyFloat_FromDouble(found);
+    PyObject *got = value == NULL ? NULL
+                                  : PyUnicode_FromFormat("%S at token %llu", value,
+                                                         (unsigned long long)at);
+    Py_XDECREF(value);
+    return field_error(source->trajectory, name, "finite numbers", got);
+}
+
 static bool find_field(struct source *source, const struct lookup *lookup, int f, PyObject *name) {
     TrajectoryObject *t = source->trajectory;
     int at = lookup->at[f];
@@ -90,6 +113,9 @@ static bool find_field(struct source *source, const struct lookup *lookup, int f
                                                 (unsigned long long)source->length));
     }
     source->data[f] = trajectory_bytes(t) + shape[0];
+    if (f == FIELD_MASK) {
+        return check_mask(source, name);
+    }
     return f != FIELD_TOKENS || source->kinds[f] != ELEMENT_U64 || check_range(source, name);
 }
 

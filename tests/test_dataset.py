@@ -189,6 +189,21 @@ def test_what_is_not_finite_where_it_is_trained_drops_its_group_alone(
         assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"malformed": 2}, 4, True)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_a_mask_that_is_no_number_drops_its_group_alone(
+    bus: Bus, producer: Producer, wrong: float, dtype: str
+) -> None:
+    put(producer, "bad", loss_mask=np.array([1, 0, wrong, 1], dtype))
+    put(producer, "good", loss_mask=np.array([1, 0, 0.5, -1], dtype))
+    with OnlineDataHandler(bus.name, groups_per_batch=1, max_wait=0.05) as handler:
+        with pytest.raises(ValueError, match=r"'bad'\[0\].*'loss_mask'.*(nan|inf) at token 2"):
+            handler.next_batch(10)
+        batch = handler.next_batch(10)
+        assert keys_of(batch) == ["good"]
+        assert batch.loss_mask.tolist()[:4] == [True, False, True, True]
+
+
 def test_logprobs_outside_the_mask_may_be_anything(bus: Bus, producer: Producer) -> None:
     put(producer, "a", logprobs=np.array([np.nan, -1, -1, -1]))
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:

@@ -29,6 +29,7 @@ __all__ = [
     "check_wait",
     "group_of_sample",
     "parse_state",
+    "what_a_step_needs",
 ]
 
 STATE_VERSION: Final = 1
@@ -170,18 +171,34 @@ _CHOICES: Final = {
 }
 
 
-def check_for_ranks(prefetch: int, truncated: str) -> None:
+def check_for_ranks(truncated: str) -> None:
     """Raise ValueError for what would let the steps of several ranks drift apart."""
-    if prefetch:
-        raise ValueError(
-            f"prefetch: expected 0 with several ranks, got {prefetch}; a rank that takes a step "
-            "ahead of the others would leave them waiting"
-        )
     if truncated == "drop":
         raise ValueError(
             "truncated: expected 'keep' or 'mask' with several ranks, got 'drop'; a rank whose "
             "groups are all dropped would have no step"
         )
+
+
+def what_a_step_needs(
+    world_size: int,
+    groups: int | None,
+    tokens: int | None,
+    max_wait: float | None,
+    trajectories: int,
+) -> str:
+    """Say for a message what a step of several ranks waits for, and what is there."""
+    if max_wait is not None:
+        least = f"{world_size} complete groups or more, one for each rank"
+    elif groups is not None:
+        least = f"{groups * world_size} complete groups, groups_per_batch={groups} for each rank"
+    else:
+        least = f"complete groups of tokens_per_batch={tokens} tokens for each rank"
+    return (
+        f"a step of world_size={world_size}: expected {least}, got {trajectories} trajectories in "
+        "complete groups that are not acknowledged; put more groups, or lower one of these, or set "
+        "max_wait"
+    )
 
 
 def parse_state(state: Any) -> tuple[int, int, set[tuple[int, int]], int]:

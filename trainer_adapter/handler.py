@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -25,6 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
 from shmbus.gather import sequence_lengths
+from trainer_adapter._backlog import Backlog, Held
 from trainer_adapter._checks import (
     STATE_VERSION,
     check_choices,
@@ -38,6 +38,7 @@ from trainer_adapter._checks import (
     check_wait,
     group_of_sample,
     parse_state,
+    what_a_step_needs,
 )
 from trainer_adapter._finite import NotFiniteError
 from trainer_adapter._maker import HandlerMaker
@@ -83,10 +84,12 @@ class OnlineDataHandler(IterableDataset[Batch]):
     rank, world_size : int
         This rank gets its shard of each step: disjoint from the others', balanced by tokens, and
         formed once each rank gets a group. More than one need the daemon (`shmbus serve`); a rank
-        that starts again gets what it had not acknowledged before anything else.
+        that starts again gets what it had not acknowledged before anything else, as the same
+        batches. A shard stays what it was formed of: `max_policy_lag` is looked at before.
     max_wait : float, optional
-        Seconds after the first group of a batch when it is yielded though it is not full; None
-        waits until it is. By default 1 for a token budget, and None for a number of groups.
+        Seconds after the first group of a batch when it is yielded though it is not full, and each
+        rank has a group; None waits until it is. By default 1 for a token budget, and None for a
+        number of groups.
     fields : FieldNames, optional
         How producers call the arrays.
     malformed : "raise" | "drop"
@@ -101,7 +104,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
     prefetch : int
         Batches that a thread has ready, on their device, while the step runs; 0, the default, for
         none and no thread. A batch is ready only when it is full; while the trainer waits, also
-        when `max_wait` is over. Those that `set_policy_version` made too old are made anew.
+        when `max_wait` is over. Those that `set_policy_version` made too old are made anew, but for
+        shards.
     progress : bool or file
         Write a line of progress to stderr, or to a file; also as ``handler.progress.line``.
     **consumer_options
@@ -147,7 +151,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         check_choices(layout=layout, malformed=malformed, truncated=truncated)
         check_prefetch(prefetch)
         if world_size != 1:
-            check_for_ranks(prefetch, truncated)
+            check_for_ranks(truncated)
         if max_wait == "auto":
             max_wait = None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
         check_wait("max_wait", max_wait)
@@ -164,7 +168,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         self._fields = fields or FieldNames()
         self._malformed = malformed
         self._memory = BatchMemory()
-        self._held: deque[tuple[shmbus.Group, int]] = deque()
+        self._held = Backlog(tokens_per_batch, groups_per_batch, sharded=world_size != 1)
         self._out: dict[int, Batch] = {}
         self._trained: set[tuple[int, int]] = set()
         self._truncated: Truncated = truncated
@@ -177,8 +181,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
             self._gpu = GpuPacker(
                 device, advantages=advantages, layout=layout, fields=fields, truncated=truncated
             )
-        self._prefetcher = Prefetcher(HandlerMaker(self), prefetch, max_wait) if prefetch else None
         self._sharded = world_size != 1
+        self._world_size = world_size
+        self._awaited = "step" if self._sharded else "complete group"
+        self._prefetcher = Prefetcher(HandlerMaker(self), prefetch, max_wait) if prefetch else None
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
         with shmbus.Bus.open(bus) as handle:
             self._created_unix_ns = handle.created_unix_ns
@@ -231,8 +237,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             if self._prefetcher is not None:
                 batch = self._next_ready(self._prefetcher, timeout)
             else:
-                if self._max_lag is not None and not self._sharded:
-                    self._return_stale()
+                self._return_stale()
                 batch = self._make(self._choose(timeout))
         try:
             if self._gpu is not None:
@@ -253,8 +258,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         prefetcher.require_own_process()
         batch = prefetcher.next(timeout, QUIET_NOTE_S, self._note_quiet)
         if batch is None:
-            raise TimeoutError(f"no complete group within {timeout:g} s; {self._waiting()}")
-        if self._max_lag is not None and self._stale_among(batch.groups):
+            raise TimeoutError(f"no {self._awaited} within {timeout:g} s; {self._waiting()}")
+        if self._stale_among(batch.groups):
             with prefetcher.lock:
                 prefetcher.put_back(batch)
                 prefetcher.recall()
@@ -262,9 +267,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
             return None
         return batch
 
-    def _make(self, chosen: list[tuple[shmbus.Group, int]]) -> Batch | None:
+    def _make(self, chosen: list[Held]) -> Batch | None:
         """Pack groups; whatever goes wrong, they are held again. None if one had to be dropped."""
-        groups = [group for group, _ in chosen]
+        groups = [held.group for held in chosen]
         try:
             if self._gpu is not None:
                 return self._gpu.pack(groups)
@@ -278,45 +283,47 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 truncated=self._truncated,
             )
         except NotFiniteError as error:
-            group = chosen.pop(group_of_sample(groups, error.sample))[0]
-            self._held.extendleft(reversed(chosen))
+            group = chosen.pop(group_of_sample(groups, error.sample)).group
+            self._held.put_back(chosen)
             group.drop()
             logger.warning("dropped group %r: %s", group.instance_id, error)
             if self._malformed == "raise":
                 raise
             return None
         except BaseException:
-            self._held.extendleft(reversed(chosen))
+            self._held.put_back(chosen)
             raise
 
     def _stale_among(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
-        assert self._max_lag is not None
+        # A shard stays what it is: a rank that made its own smaller would leave the others' steps.
+        if self._max_lag is None or self._sharded:
+            return []
         bound = self._consumer.policy_version - self._max_lag
         return [g for g in groups if min(t.policy_version for t in g.trajectories) < bound]
 
     def _return_stale(self) -> None:
         """Give held groups that became too old to the Consumer, which drops and counts them."""
-        stale = self._stale_among([group for group, _ in self._held])
+        stale = self._stale_among(self._held.groups)
         if stale:
-            self._held = deque(entry for entry in self._held if entry[0] not in stale)
+            self._held.keep(lambda group: group not in stale)
             for group in stale:
                 group.give_back()
 
-    def _choose(self, timeout: float | None) -> list[tuple[shmbus.Group, int]]:
+    def _choose(self, timeout: float | None) -> list[Held]:
         """Collect groups until the budget is used, or max_wait after the first is over."""
         if self._sharded:
             return self._choose_shard(timeout)
         began = noted = time.monotonic()
         first_came: float | None = None
         while True:
-            if self._full():
-                return self._cut()
+            if self._held.full:
+                return self._held.cut()
             now = time.monotonic()
             if self._held:
                 first_came = first_came or now
                 left = None if self._max_wait is None else first_came + self._max_wait - now
                 if left is not None and left <= 0:
-                    return self._cut()
+                    return self._held.cut()
             else:
                 left = None if timeout is None else began + timeout - now
                 if left is not None and left <= 0:
@@ -332,35 +339,35 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 noted = time.monotonic()
                 self._note_quiet()
 
-    def _choose_shard(self, timeout: float | None) -> list[tuple[shmbus.Group, int]]:
+    def _choose_shard(self, timeout: float | None) -> list[Held]:
         """Take this rank's shard of the next step, as the daemon has shared it out."""
         began = noted = time.monotonic()
         while not self._held:
             left = noted + QUIET_NOTE_S - time.monotonic()
             if timeout is not None:
                 left = min(left, began + timeout - time.monotonic())
-            groups = self._consumer.take_step(
-                groups=self.groups_per_batch,
-                tokens=self.tokens_per_batch,
-                max_wait=self._max_wait,
-                field=self._fields.tokens,
-                timeout=max(left, 0.0),
-            )
+            groups = self._consumer.take_step(**self._step_options(), timeout=max(left, 0.0))
             self._hold_all(groups)
             now = time.monotonic()
             if not groups and timeout is not None and now >= began + timeout:
-                raise TimeoutError(f"no step within {timeout:g} s; {self._waiting()}")
+                raise TimeoutError(f"no {self._awaited} within {timeout:g} s; {self._waiting()}")
             if not groups and now >= noted + QUIET_NOTE_S:
                 noted = now
-                logger.warning("still waiting for a step of all ranks; %s", self._waiting())
-        return self._cut()
+                self._note_quiet()
+        return self._held.cut()
+
+    def _step_options(self) -> dict[str, Any]:
+        """Return what all ranks ask for a step with."""
+        return {
+            "groups": self.groups_per_batch,
+            "tokens": self.tokens_per_batch,
+            "max_wait": self._max_wait,
+            "field": self._fields.tokens,
+        }
 
     def _hold_all(self, groups: list[shmbus.Group]) -> None:
         """Keep what was taken for the next batches; the first malformed group raises at the end."""
-        if self._trained:
-            trained = [group for group in groups if self._was_trained(group)]
-            self._consumer.ack(trained)
-            groups = [group for group in groups if group.state == "leased"]
+        groups = self._without_trained(groups)
         if self._truncated == "drop":
             cut = [group for group in groups if is_truncated(group)]
             self._consumer.drop(cut)
@@ -369,19 +376,23 @@ class OnlineDataHandler(IterableDataset[Batch]):
         if not groups:
             return
         try:
-            self._held.extend(self._measure(groups))
+            self._held.add(self._measure(groups))
         except (TypeError, ValueError):
             self._hold_each(groups)
 
     def _hold_each(self, groups: list[shmbus.Group]) -> None:
         wrong: Exception | None = None
-        for group in groups:
-            try:
-                self._held.extend(self._measure([group]))
-            except (TypeError, ValueError) as error:
-                group.drop()
-                logger.warning("dropped group %r: %s", group.instance_id, error)
-                wrong = wrong or error
+        good: list[tuple[shmbus.Group, int]] = []
+        try:
+            for group in groups:
+                try:
+                    good += self._measure([group])
+                except (TypeError, ValueError) as error:
+                    group.drop()
+                    logger.warning("dropped group %r: %s", group.instance_id, error)
+                    wrong = wrong or error
+        finally:
+            self._held.add(good)
         if wrong is not None and self._malformed == "raise":
             raise wrong
 
@@ -395,6 +406,12 @@ class OnlineDataHandler(IterableDataset[Batch]):
         left = iter(lengths)
         return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]
 
+    def _without_trained(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
+        """Acknowledge what a checkpoint had trained; return the others."""
+        if self._trained:
+            self._consumer.ack([group for group in groups if self._was_trained(group)])
+        return [group for group in groups if group.state == "leased"]
+
     def _was_trained(self, group: shmbus.Group) -> bool:
         identities = {(t.producer_id, t.sequence) for t in group}
         trained = identities <= self._trained
@@ -402,41 +419,26 @@ class OnlineDataHandler(IterableDataset[Batch]):
             self._trained -= identities
         return trained
 
-    def _count(self) -> int:
-        """How many of the groups held make the next batch."""
-        if self.groups_per_batch is not None:
-            return min(len(self._held), self.groups_per_batch)
-        assert self.tokens_per_batch is not None
-        total = 0
-        for count, (_, tokens) in enumerate(self._held):
-            total += tokens
-            if total > self.tokens_per_batch:
-                return max(count, 1)
-        return len(self._held)
-
-    def _full(self) -> bool:
-        """Whether another group could not go into the next batch."""
-        if self.groups_per_batch is not None:
-            return len(self._held) >= self.groups_per_batch
-        return bool(self._held) and (
-            self._count() < len(self._held)
-            or sum(tokens for _, tokens in self._held) >= (self.tokens_per_batch or 0)
-        )
-
-    def _cut(self) -> list[tuple[shmbus.Group, int]]:
-        return [self._held.popleft() for _ in range(self._count())]
-
     def _note_quiet(self) -> None:
-        logger.warning("still waiting for complete groups; %s", self._waiting())
+        logger.warning("still waiting for a %s; %s", self._awaited, self._waiting())
 
     def _waiting(self) -> str:
         """Describe what is there instead of a batch, for a message."""
         ledger = self._consumer.stats()
-        return (
+        text = (
             f"bus {self._consumer.name!r} has {ledger.groups_open} incomplete groups with "
             f"{ledger.stashed} trajectories, {ledger.in_ring} unread, {ledger.producers} producers "
             f"attached, {len(self._held)} groups held for the next batch"
         )
+        if self._sharded:
+            text += "; " + what_a_step_needs(
+                self._world_size,
+                self.groups_per_batch,
+                self.tokens_per_batch,
+                self._max_wait,
+                ledger.leased,
+            )
+        return text
 
     # -- the end of a batch ---------------------------------------------------------------------
 
@@ -478,9 +480,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
             self._unmake(batch)
 
     def _unmake(self, batch: Batch) -> None:
-        self._held.extendleft(
+        self._held.put_first(
             (group, sum(sequence_lengths(group.trajectories, self._fields)))
-            for group in reversed(batch.groups)
+            for group in batch.groups
         )
 
     def _guard(self) -> AbstractContextManager[Any]:
@@ -550,9 +552,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
             self.step = step
             # Numbers of producers are unique on one bus only.
             self._trained = trained if created_unix_ns == self._created_unix_ns else set()
-            held = [group for group, _ in self._held]
-            self._held.clear()
-            self._hold_all(held)
+            left = self._without_trained(self._held.groups)
+            self._held.keep(left.__contains__)
 
     def stats(self) -> shmbus.Ledger:
         """Return the ledger of the bus."""

@@ -19,12 +19,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import shmbus
 from trainer_adapter.packing import Batch
 
-__all__ = ["Prefetcher"]
+__all__ = ["TAKE_GROUPS", "Prefetcher", "Take"]
 
 TAKE_SLICE_S: Final = 0.1
 """Seconds that the thread waits for groups at a time: how long `stop`, and a trainer that begins
@@ -37,11 +37,15 @@ IDLE_SLICE_S: Final = 0.5
 """Seconds after which an idle thread looks whether anybody still has the handler."""
 
 
+#: Waits so many seconds for groups, for somebody who awaits a batch, or to have them ready.
+Take: TypeAlias = Callable[[float, bool], "list[shmbus.Group]"]
+
+
 class Maker(Protocol):
     """What the thread works with: the handler's own steps to a batch."""
 
-    def consumer(self) -> shmbus.Consumer:
-        """Return where groups come from; it is waited for without the lock."""
+    def take(self) -> Take:
+        """Return what waits for groups, which is done without the lock."""
         ...
 
     def hold(self, groups: list[shmbus.Group]) -> None:
@@ -203,8 +207,8 @@ class Prefetcher:
             if self._stopping:
                 return None
             if len(self._ready) >= self._depth:
-                return _Wait(None, self._wanted, IDLE_SLICE_S)
-            return _Wait(self._maker.consumer(), self._wanted, self._slice_s())
+                return _Wait(None, self._wanted, IDLE_SLICE_S, False)
+            return _Wait(self._maker.take(), self._wanted, self._slice_s(), self._waiting > 0)
 
     def came(self, groups: list[shmbus.Group] | BaseException) -> bool:
         """Keep what came of a wait; False when nothing will come any more."""
@@ -253,31 +257,34 @@ class _Wait:
 
     Parameters
     ----------
-    consumer : shmbus.Consumer or None
-        Where groups come from; None to wait until something is wanted.
+    take : callable or None
+        What waits for groups; None to wait until something is wanted.
     wanted : threading.Event
     seconds : float
+    awaited : bool
+        Whether somebody waits for a batch.
     """
 
     def __init__(
-        self, consumer: shmbus.Consumer | None, wanted: threading.Event, seconds: float
+        self, take: Take | None, wanted: threading.Event, seconds: float, awaited: bool
     ) -> None:
-        self._consumer = consumer
+        self._take = take
         self._wanted = wanted
         self._seconds = seconds
+        self._awaited = awaited
 
     def __call__(self) -> list[shmbus.Group] | BaseException:
-        if self._consumer is None:
+        if self._take is None:
             self._wanted.wait(self._seconds)
             return []
         try:
-            return self._consumer.take(TAKE_GROUPS, self._seconds)
+            return self._take(self._seconds, self._awaited)
         except BaseException as error:
             return error
 
 
 def _work(reference: weakref.ref[Prefetcher]) -> None:
-    """Run the thread. While it waits, it keeps nothing alive but the Consumer."""
+    """Run the thread. While it waits, it keeps nothing alive but what it waits with."""
     while True:
         prefetcher = reference()
         wait = None if prefetcher is None else prefetcher.turn()

@@ -90,6 +90,7 @@ class DaemonClient(Link):
         max_wait: float | None,
         field: str,
         timeout: float | None,
+        only_full: bool,
     ) -> list[ClientLease]:
         """Lease this rank's shard of its next step; empty when the time is over."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -102,6 +103,7 @@ class DaemonClient(Link):
                 max_wait_s=max_wait,
                 field=field,
                 timeout_s=slice_s,
+                only_full=only_full,
             ),
         )
 

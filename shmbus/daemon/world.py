@@ -185,7 +185,7 @@ class World:
 
     def due_s(self, request: messages.TakeStep) -> float | None:
         """When a step is formed of what there is."""
-        if request.max_wait_s is None or self._pool_since_s is None:
+        if request.only_full or request.max_wait_s is None or self._pool_since_s is None:
             return None
         return self._pool_since_s + request.max_wait_s
 

@@ -1,0 +1,249 @@
+"""Ranks that have shards ready: the same shards, each trained once, whoever dies in between."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Daemon, Spawner, keys_of, wait_until
+
+from shmbus import BusBusyError, Producer
+from trainer_adapter import Batch, OnlineDataHandler
+
+Served = Callable[..., Daemon]
+
+
+def put(name: str, groups: range) -> list[str]:
+    """Groups of two samples whose lengths differ from group to group."""
+    with Producer(name) as producer:
+        for group in groups:
+            for index in range(2):
+                producer.put(
+                    f"g{group}", group_size=2, index=index, score=index, timeout=10,
+                    tokens=np.full(10 + group % 7, group, np.int32),
+                )  # fmt: skip
+    return [f"g{group}" for group in groups]
+
+
+def ready(handler: OnlineDataHandler) -> int:
+    assert handler._prefetcher is not None
+    return handler._prefetcher.ready
+
+
+def fill(handler: OnlineDataHandler, count: int) -> None:
+    wait_until(lambda: ready(handler) == count, what=f"{count} batches ready")
+
+
+def join(name: str, rank: int, **options: Any) -> OnlineDataHandler:
+    """Attach as a rank, as soon as the daemon knows that the one before is gone."""
+
+    def attempt() -> OnlineDataHandler | None:
+        try:
+            return OnlineDataHandler(name, rank=rank, world_size=2, **options)
+        except BusBusyError:
+            return None
+
+    handler = wait_until(attempt, what=f"rank {rank}'s place to be free")
+    assert isinstance(handler, OnlineDataHandler)
+    return handler
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_ranks_have_their_shards_ready_and_train_each_group_once(
+    daemon: Served, bus_name: str, restart: bool
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    keys = put(bus_name, range(48))
+    # One asks further ahead than the other, and a third way would be not to ask ahead at all.
+    handlers = [join(bus_name, rank, groups_per_batch=4, prefetch=1 + rank) for rank in range(2)]
+    trained: list[str] = []
+    for step in range(6):
+        batches = [handler.next_batch(20) for handler in handlers]
+        for batch in batches:
+            assert len(batch.groups) == 4
+            trained += keys_of(batch)
+        if step < 3:
+            fill(handlers[0], 1)
+            fill(handlers[1], 2)
+        if step == 2 and restart:
+            served.kill()
+            served.start()
+        for handler, batch in zip(handlers, batches, strict=True):
+            handler.ack(batch)
+    assert sorted(trained) == sorted(keys)
+    assert wait_until(lambda: handlers[0].stats().acknowledged == 96)
+    assert handlers[0].stats().balanced
+    for handler in handlers:
+        handler.close()
+
+
+@pytest.mark.parametrize("acks", ["some", "all"])
+def test_a_state_taken_at_any_point_neither_repeats_nor_skips_a_shard(
+    daemon: Served, bus_name: str, seed: int, acks: str
+) -> None:
+    rng = random.Random(seed)
+    daemon("--capacity", "8MiB")
+    keys = put(bus_name, range(60))
+    trained: list[list[str]] = [[], []]
+    states: list[Any] = [None, None]
+    # Both take as many steps in all, in whatever turns.
+    left = [10, 10]
+    while any(left):
+        rank = rng.choice([rank for rank in range(2) if left[rank]])
+        with join(bus_name, rank, groups_per_batch=3, prefetch=2) as handler:
+            if states[rank] is not None:
+                handler.load_state_dict(states[rank])
+            out: list[Batch] = []
+            for _ in range(min(left[rank], rng.randrange(1, 4))):
+                out.append(handler.next_batch(20))
+                trained[rank] += keys_of(out[-1])
+                left[rank] -= 1
+            states[rank] = json.loads(json.dumps(handler.state_dict()))
+            for batch in out:
+                if acks == "all" or rng.random() < 0.5:
+                    handler.ack(batch)
+    assert sorted(trained[0] + trained[1]) == sorted(keys)
+
+
+DOOMED = """
+import sys, time
+from trainer_adapter import OnlineDataHandler
+handler = OnlineDataHandler(
+    sys.argv[1], groups_per_batch=2, rank=1, world_size=2, prefetch=2
+)
+handler.ack(handler.next_batch(20))
+batch = handler.next_batch(20)
+while handler._prefetcher.ready < 2:
+    time.sleep(0.01)
+shards = [batch, *handler._prefetcher._ready]
+print("|".join(",".join(group.instance_id for group in shard.groups) for shard in shards))
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_dies_gets_the_shards_that_it_had_ready_again_as_they_were(
+    daemon: Served, bus_name: str, spawn: Spawner
+) -> None:
+    daemon("--capacity", "8MiB")
+    keys = put(bus_name, range(20))
+    child = spawn.script(DOOMED, bus_name)
+    wait_until(lambda: "\n" in child.output(), what="shards of the rank that will die")
+    lost = [shard.split(",") for shard in child.output().split()[0].split("|")]
+    assert len(lost) == 3
+    with join(bus_name, 0, groups_per_batch=2) as zero:
+        others = []
+        for _ in range(2):
+            batch = zero.next_batch(20)
+            others += keys_of(batch)
+            zero.ack(batch)
+        child.kill()
+        # Rank 0 has no claim on them, however far it goes.
+        for _ in range(3):
+            batch = zero.next_batch(20)
+            others += keys_of(batch)
+            zero.ack(batch)
+        with join(bus_name, 1, groups_per_batch=2, prefetch=2) as one:
+            again = []
+            for _ in range(4):
+                batch = one.next_batch(20)
+                again.append(keys_of(batch))
+                one.ack(batch)
+            assert again[:3] == lost
+            found = sorted([key for shard in again for key in shard] + others)
+            assert len(found) == len(set(found)) == 18 and set(found) < set(keys)
+            assert wait_until(lambda: one.stats().acknowledged == 40)
+            assert one.stats().balanced
+
+
+def test_shards_that_go_back_keep_their_borders(daemon: Served, bus_name: str) -> None:
+    daemon("--capacity", "8MiB")
+    # Steps of a group a rank, of which many would fit into one batch.
+    options = {"tokens_per_batch": 10_000, "max_wait": 0.0}
+    with (
+        join(bus_name, 0, prefetch=2, **options) as zero,
+        join(bus_name, 1, **options) as one,
+    ):
+        first: list[list[str]] = []
+        batches: list[Batch] = []
+        for step in range(3):
+            put(bus_name, range(2 * step, 2 * step + 2))
+            batches.append(zero.next_batch(20))
+            first.append(keys_of(batches[-1]))
+            assert len(first[-1]) == 1
+            one.ack(one.next_batch(20))
+        for batch in reversed(batches):
+            zero.give_back(batch)
+        assert [keys_of(zero.next_batch(20)) for _ in range(3)] == first
+
+
+def test_a_step_that_nobody_waits_for_is_formed_only_when_it_is_full(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB")
+    options = {"groups_per_batch": 2, "max_wait": 0.0}
+    with (
+        join(bus_name, 0, prefetch=1, **options) as zero,
+        join(bus_name, 1, **options) as one,
+    ):
+        put(bus_name, range(4))
+        assert len(zero.next_batch(20).groups) == len(one.next_batch(20).groups) == 2
+        # Enough for a step, not for a full one.
+        put(bus_name, range(4, 6))
+        time.sleep(0.3)
+        assert ready(zero) == 0
+        put(bus_name, range(6, 8))
+        fill(zero, 1)
+        assert len(zero.next_batch(20).groups) == 2
+        # Who waits takes what there is.
+        put(bus_name, range(8, 10))
+        assert len(zero.next_batch(20).groups) == 1
+
+
+def test_a_malformed_group_costs_its_shard_that_group_alone(daemon: Served, bus_name: str) -> None:
+    daemon("--capacity", "8MiB")
+    with Producer(bus_name) as producer:
+        for key, logprobs in (("good", np.zeros(4)), ("bad", np.full(4, np.nan))):
+            for other in range(2):
+                producer.put(f"{key}{other}", group_size=1, index=0, tokens=np.arange(4),
+                             logprobs=logprobs.astype(np.float32))  # fmt: skip
+    with (
+        join(bus_name, 0, groups_per_batch=2, prefetch=1) as zero,
+        join(bus_name, 1, groups_per_batch=2, prefetch=1) as one,
+    ):
+        for handler in (zero, one):
+            with pytest.raises(ValueError, match=r"'bad\d'\[0\].*'logprobs'.*got nan"):
+                handler.next_batch(20)
+            batch = handler.next_batch(20)
+            assert keys_of(batch)[0].startswith("good") and len(batch.groups) == 1
+            handler.ack(batch)
+        assert wait_until(lambda: zero.stats().acknowledged == 2)
+        assert zero.stats().dropped == {"malformed": 2}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ({"groups_per_batch": 1}, "expected 2 complete groups, groups_per_batch=1 for each rank"),
+        ({"tokens_per_batch": 99, "max_wait": 0.0}, "expected 2 complete groups or more, one for"),
+        ({"tokens_per_batch": 99, "max_wait": None}, "of tokens_per_batch=99 tokens for each rank"),
+    ],
+    ids=["groups", "one each", "tokens"],
+)
+def test_a_step_that_cannot_be_formed_says_what_it_lacks(
+    daemon: Served, bus_name: str, given: dict[str, Any], names: str, prefetch: int
+) -> None:
+    daemon("--capacity", "4MiB")
+    put(bus_name, range(1))
+    with join(bus_name, 0, prefetch=prefetch, **given) as handler:
+        wait_until(lambda: handler.stats().in_ring == 0)
+        with pytest.raises(TimeoutError) as caught:
+            handler.next_batch(0.3)
+        said = str(caught.value)
+        assert said.startswith("no step within 0.3 s") and names in said
+        assert "world_size=2" in said and "got 2 trajectories in complete groups" in said
