@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from shmbus import _segments, errors, limits
@@ -61,6 +62,8 @@ class Collector:
         self._errors: list[errors.ProtocolError] = []
         self._next_sweep_s = 0.0
         self._next_evacuation_s = 0.0
+        #: Keeps some of what was read from the stash, and returns the rest; None keeps nothing.
+        self.divert: Callable[[list[Trajectory]], list[Trajectory]] | None = None
         self.segment = _segments.open_segment(name)
         try:
             self.reader = _core.Reader(self.segment, label or _segments.process_label())
@@ -149,9 +152,14 @@ class Collector:
     def pump_once(self, now: float) -> bool:
         """Move one portion of the ring into the stash; True if there may be more."""
         stash = self.stash
-        left: list[_core.Row[Trajectory] | tuple[int, Trajectory]] = []
-        count = self.reader.poll_into(stash.rows, limits.POLL_RECORDS, now, left)
-        stash.sort_out(left, now)
+        if self.divert is None:
+            left: list[_core.Row[Trajectory] | tuple[int, Trajectory]] = []
+            count = self.reader.poll_into(stash.rows, limits.POLL_RECORDS, now, left)
+            stash.sort_out(left, now)
+        else:
+            samples = self.reader.poll(limits.POLL_RECORDS)
+            count = len(samples)
+            stash.add(self.divert(samples), now)
         if self._expires:
             stash.expire(now)
         more = count == limits.POLL_RECORDS

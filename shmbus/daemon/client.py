@@ -20,6 +20,8 @@ from shmbus_ext import _core
 
 __all__ = ["DaemonClient"]
 
+Trajectory = _core.Trajectory
+
 #: Numbers in one End message; far below the bound on a message.
 _NUMBERS = 65_536
 
@@ -139,11 +141,15 @@ class DaemonClient(Link):
             if wire is not self._wire:
                 # Never claimed, so the next daemon delivers them, under other numbers.
                 return leases
-            for granted in reply.groups:
-                try:
-                    samples = self._borrower.borrow(granted.places)
-                except ValueError:
-                    samples = []
+            borrowed = [(granted, self._try_borrow(granted)) for granted in reply.groups]
+            if wire.is_over():
+                # The next daemon may have looked at the locks before they were there.
+                for granted, samples in borrowed:
+                    if samples:
+                        self._borrower.release(samples)
+                        self._borrower.end_lease(granted.places)
+                return leases
+            for granted, samples in borrowed:
                 if not samples:
                     # It was whole when the daemon read it: a process that may write scribbled it.
                     self._to_end.setdefault(_core.DROP_CORRUPT, []).append(granted.number)
@@ -156,6 +162,12 @@ class DaemonClient(Link):
             if self._to_end:
                 self.flush()
         return leases
+
+    def _try_borrow(self, granted: messages.Granted) -> list[Trajectory]:
+        try:
+            return self._borrower.borrow(granted.places)
+        except ValueError:
+            return []
 
     # -- ending leases --------------------------------------------------------------------------
 

@@ -113,6 +113,14 @@ class Wire:
             poll.register(self._socket, events)
             return bool(poll.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
 
+    def is_over(self) -> bool:
+        """Whether one of the ends has closed the connection."""
+        with contextlib.suppress(Away), self._used():
+            poll = select.poll()
+            poll.register(self._socket, 0)
+            return bool(poll.poll(0))
+        return True
+
     def await_end(self) -> None:
         """Sleep until the other end, or this one, has ended the connection."""
         with contextlib.suppress(Away), self._used():

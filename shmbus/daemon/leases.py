@@ -18,7 +18,7 @@ from shmbus import limits, messages
 from shmbus.collector import Collector
 from shmbus_ext import _core
 
-__all__ = ["Lease", "LeaseTable", "Session", "split_identities"]
+__all__ = ["Lease", "LeaseTable", "Session", "extents_of", "split_identities"]
 
 Trajectory = _core.Trajectory
 _PLACE = struct.Struct("=IIQQ")
@@ -28,6 +28,11 @@ _IDENTITY_BYTES = 16
 def split_identities(packed: bytes) -> list[bytes]:
     """(producer_id, sequence) of each trajectory, 16 bytes each."""
     return [packed[at : at + _IDENTITY_BYTES] for at in range(0, len(packed), _IDENTITY_BYTES)]
+
+
+def extents_of(samples: list[Trajectory]) -> list[int]:
+    """Return the extent that each record begins in: where its client has a lock."""
+    return [place[0] for place in _PLACE.iter_unpack(_core.places(samples))]
 
 
 class Lease:
@@ -55,10 +60,6 @@ class Lease:
         return messages.Granted(
             number=self.number, size=self.size, places=_core.places(self.samples)
         )
-
-    def extents(self) -> set[int]:
-        """Return the extents that its records begin in."""
-        return {place[0] for place in _PLACE.iter_unpack(_core.places(self.samples))}
 
 
 class Session:

@@ -19,12 +19,15 @@ import msgspec
 from shmbus import errors, limits, messages
 from shmbus.collector import Collector
 from shmbus.daemon.leases import Lease, LeaseTable, Session
-from shmbus.daemon.recovery import Claims, InDoubt, extents_of_clients
+from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.status import open_groups
 from shmbus.daemon.world import World
 from shmbus.ledger import Ledger
+from shmbus_ext import _core
 
 __all__ = ["Service"]
+
+Trajectory = _core.Trajectory
 
 #: More trajectories than there can be.
 _ALL = 1 << 62
@@ -69,7 +72,7 @@ class Service:
         self._waiting: list[_Waiting] = []
         self._ending: list[tuple[Session, Lease, int]] = []
         self._claiming: list[tuple[Session, messages.Claim]] = []
-        self._doubt = InDoubt(collector.segment)
+        self._doubt = InDoubt(collector)
         self._before = extents_of_clients(collector.segment)
         self._claims: Claims | None = Claims()
         self._reclaim_until_s = self.began_s + limits.RECLAIM_WAIT_S
@@ -178,30 +181,17 @@ class Service:
         if self._before and now < self._reclaim_until_s:
             return
         self._claims = None
-        collector = self.collector
+        rest: list[Trajectory] = []
         while True:
-            samples = collector.reader.poll(limits.POLL_RECORDS)
-            collector.stash.add(claims.divert(samples), now)
+            samples = self.collector.reader.poll(limits.POLL_RECORDS)
+            rest += claims.divert(samples)
             if len(samples) < limits.POLL_RECORDS:
                 break
-        self._doubt_what_others_may_hold()
+        before, self._before = self._before, {}
+        self._doubt.withheld.begin(rest, before)
         for session, claimed in claims.resolve(self.table).items():
             session.send(claimed)
         self.serve(now)
-
-    def _doubt_what_others_may_hold(self) -> None:
-        if not self._before:
-            return
-        clear = []
-        while leases := self.table.take(limits.POLL_RECORDS, _ALL):
-            for lease in leases:
-                extents = lease.extents()
-                clients = {c for c, held in self._before.items() if held & extents}
-                if clients:
-                    self._doubt.add(lease, clients)
-                else:
-                    clear.append(lease)
-        self.table.give_back(clear)
 
     def _locked(self, client: int) -> bool:
         return bool(self.collector.segment.locks_held(1 + client))
@@ -306,15 +296,17 @@ class Service:
         """End a session; what it held is the next to be delivered, or in doubt."""
         self.sessions.pop(session.client, None)
         self._waiting = [w for w in self._waiting if w.session is not session]
+        held = extents_of_client(self.collector.segment, session.client)
         if self._claims is not None:
-            self._claims.forget(session)
+            self._claims.forget(session, dead=not held)
+            if held and not orderly:
+                self._before[session.client] = held
         leases = list(session.leases.values())
         session.leases.clear()
         out = self._doubt.clear(session.client) if orderly else []
-        if not orderly and leases and self._locked(session.client):
+        if not orderly and leases and held:
             # The process lives, or is about to end: its lock will say.
-            for lease in leases:
-                self._doubt.add(lease, {session.client})
+            self._doubt.add(session.client, leases)
             self._next_burial_s = 0.0
         else:
             out += leases
@@ -484,7 +476,7 @@ class Service:
         table = self.table
         return msgspec.structs.replace(
             ledger,
-            leased=ledger.leased + table.claimed_records,
+            leased=ledger.leased + table.claimed_records + self._doubt.withheld.records(),
             stashed=ledger.stashed + table.returned_records,
         )
 

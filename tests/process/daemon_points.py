@@ -86,7 +86,7 @@ CASES: dict[str, dict[str, tuple[int, ...]]] = {
     },
     # The same, where that rank is stopped until the daemon has gone on without it.
     "doubter": {
-        "adopt-doubted": (1,),
+        "adopt-withheld": (1,),
         "adopt-late-claim": (1,),
     },
     # The daemon that loses a rank which holds a shard.

@@ -57,7 +57,7 @@ POINTS = {
     "adopt-diverted": _Point(recovery.Claims, "divert"),
     "adopt-claim-leased": _Point(leases.LeaseTable, "claimed"),
     "adopt-resolved": _Point(recovery.Claims, "resolve"),
-    "adopt-doubted": _Point(recovery.InDoubt, "add"),
+    "adopt-withheld": _Point(recovery.Withheld, "begin"),
     "adopt-late-claim": _Point(recovery.InDoubt, "claim"),
     # Groups are leased, made into shards, and handed out.
     "lease-begun": _Point(collector.Collector, "lease", before=True),
