@@ -138,10 +138,11 @@ bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, str
 
 /* A processor that several processes share goes on with the one that it has: a reader that was just
  * woken, or has fallen behind, may wait there until the producers' time slices are over. So the
- * producer steps aside: at a wake-up after a long silence, and at most once a run. Where nobody else
- * wants the processor this is one short system call. It also keeps the ring in the caches: one that
- * is always full is written and read at the speed of main memory. Not at every wake-up: a producer
- * and a reader on one processor would hand it to and fro for every record. */
+ * producer steps aside: at a wake-up after a long silence, and at the end of a run where the reader
+ * has not looked for a while. Where nobody else wants the processor this is one short system call.
+ * It also keeps the ring in the caches: one that is always full is written and read at the speed of
+ * main memory. Not at every wake-up: a producer and a reader on one processor would hand it to and
+ * fro for every record. */
 void writer_tell_reader(WriterObject *self) {
     struct bus_header *header = self->segment->c.header;
     bool woken = doorbell_ring(header);

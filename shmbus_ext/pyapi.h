@@ -102,6 +102,7 @@ void holder_clear(HolderObject *self);
 typedef struct {
     HOLDER_HEAD
     struct reader c;
+    bool brisk; /* the last sleep was short: producers are at work */
 } ReaderObject;
 
 /* How a place travels from the daemon to a client: native numbers, one host. */

@@ -9,6 +9,9 @@
 
 /* Slots are tried this often, since a reader that recovers a slot holds its lock for a moment. */
 #define ATTACH_PASSES 4
+/* A writer looks back for the reader at the end of a run, and no sooner than after this: a reader at
+ * work on another processor looks less often than a run of a few records is filled. */
+#define LOOK_BACK_NS UINT64_C(100000)
 
 static void set_label(struct producer_slot *slot, const char *label) {
     size_t length = strlen(label);
@@ -107,13 +110,17 @@ static void link_run(struct writer *self, uint64_t link) {
     self->last_link = link;
 }
 
-/* Whether the reader, where there is one, has looked at the bus since the last run began. */
+/* Whether the reader, where there is one, has looked at the bus since this was last asked. */
 static void look_back(struct writer *self) {
     const struct bus_header *header = self->segment->header;
+    uint64_t now_ns = clock_monotonic_ns();
+    if (now_ns - self->looked_back_ns < LOOK_BACK_NS) {
+        return;
+    }
     uint64_t seen_ns = atomic_load_explicit(&header->collector_seen_ns, memory_order_relaxed);
-    self->ahead = seen_ns < self->run_began_ns &&
+    self->ahead = seen_ns < self->looked_back_ns &&
                   atomic_load_explicit(&header->collector_pid, memory_order_relaxed) != 0;
-    self->run_began_ns = clock_monotonic_ns();
+    self->looked_back_ns = now_ns;
 }
 
 static enum writer_status next_run(struct writer *self, uint64_t bytes) {

@@ -29,8 +29,8 @@ struct writer {
     uint64_t last_link; /* the lane's last run: what a new one is linked to, or 0 */
     uint32_t spare;     /* leased ahead for when the bus is full, or NO_EXTENT */
     uint32_t spare_generation;
-    uint64_t run_began_ns;
-    bool ahead; /* the reader has not looked at the bus for as long as a whole run took to fill */
+    uint64_t looked_back_ns;
+    bool ahead; /* the reader has not looked at the bus while this writer filled runs for a while */
 };
 
 struct reservation {

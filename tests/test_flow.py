@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -179,3 +181,37 @@ def test_a_bus_that_was_filled_before_its_consumer_came_goes_on(
             ledger = consumer.stats()
             assert ledger.moved > 0
             assert ledger.acknowledged == ledger.committed
+
+
+PUT_ON = """
+import os, sys
+import numpy as np
+from shmbus import Producer
+name, count, processor = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+os.sched_setaffinity(0, {processor})
+with Producer(name) as producer:
+    for number in range(count):
+        producer.put(f"p-{number}", group_size=1, index=0, tokens=np.zeros(8, np.int32))
+"""
+
+
+def test_a_reader_on_the_processor_of_a_producer_is_not_woken_for_every_record(
+    bus_name: str, spawn: Spawner
+) -> None:
+    count, taken = 20_000, 0
+    processors = os.sched_getaffinity(0)
+    shared = min(processors)
+    with Bus.create(bus_name, "8MiB"), Consumer(bus_name) as consumer:
+        spawn.script(PUT_ON, bus_name, count, shared)
+        os.sched_setaffinity(0, {shared})
+        try:
+            sleeps = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            while taken < count:
+                groups = consumer.take(timeout=20)
+                taken += len(groups)
+                consumer.ack(groups)
+            sleeps = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - sleeps
+        finally:
+            os.sched_setaffinity(0, processors)
+        print(f"{sleeps} sleeps")
+        assert sleeps < count // 100
