@@ -31,7 +31,7 @@ Trajectory = _core.Trajectory
 class ClientLease:
     """A group that the daemon leased to this process."""
 
-    __slots__ = ("identities", "key", "lost", "number", "places", "samples", "size", "step")
+    __slots__ = ("key", "lost", "number", "places", "samples", "size", "step")
 
     def __init__(self, granted: messages.Granted, samples: list[Trajectory], step: int) -> None:
         self.number = granted.number
@@ -40,8 +40,12 @@ class ClientLease:
         self.samples = samples
         self.key = samples[0].key
         self.step = step
-        self.identities = _core.identities(samples)
         self.lost = False
+
+    @property
+    def identities(self) -> bytes:
+        """(producer_id, sequence) of each trajectory; they outlive its end."""
+        return _core.identities(self.samples)
 
 
 class Link:

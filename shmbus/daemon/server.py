@@ -239,10 +239,8 @@ class Server:
                 self._timer.cancel()
             self._timer_due_s = now + wait_s
             self._timer = self._loop.call_later(wait_s, self._tick)
-        if self.service.waits:
-            self._hurry.set()
-        else:
-            self._hurry.clear()
+        if self.service.waits != self._hurry.is_set():
+            (self._hurry.set if self.service.waits else self._hurry.clear)()
         if self.service.draining and not self.service.leased_groups:
             self._idle.set()
 
