@@ -52,7 +52,8 @@ class Asking:
         self._row_of: dict[_At, int] = {}
         self._taken_over: dict[_At, tuple[int, int]] = {}
         self._free: list[int] = []
-        self._looks = False
+        #: Producers that died with a claim, by row; counted once the ring is read to its end.
+        self._dead: dict[int, int] = {}
         _, self._failed_before = _core.noted_wanted(segment)
         self._begin()
 
@@ -72,16 +73,22 @@ class Asking:
         self._failures.stirred = bool(self._failures.before)
 
     def look_for_dead(self) -> None:
-        """Have the next update look whether those who took something live; after a sweep."""
-        if self._rows:
-            self._looks = self._failures.stirred = True
+        """Look whether those who took something live, for a later update; after a sweep."""
+        if not self._rows:
+            return
+        # In this order: who is in the table is in a slot by then, or has left it.
+        claims = {row: claimant - 1 for row, _, claimant, *_ in _core.wanted(self._segment)}
+        rows = self._segment.producers()
+        alive = {row[2] for row in rows if row[1] == _core.SLOT_ACTIVE}
+        self._dead = {row: id_ for row, id_ in claims.items() if id_ >= 0 and id_ not in alive}
+        if self._dead:
+            self._failures.stirred = True
 
     def update(self, now_s: float, *, drained: bool) -> None:
         """Bring the table to what the stash wants. `drained`: all that was committed is read."""
         failures = self._failures
         failures.stirred = False
-        if self._looks and drained:
-            self._looks = False
+        if self._dead and drained:
             self._count_the_dead(now_s)
         for at, row in list(self._row_of.items()):
             if failures.requests.get(at) is not self._rows[row]:
@@ -98,7 +105,7 @@ class Asking:
             self._taken_over.clear()
             failures.before.clear()
         # What is left to do waits for the ring to be read to its end.
-        failures.stirred = self._looks or bool(failures.before)
+        failures.stirred = bool(self._dead or failures.before)
         failed = self._failed_before + self._stash.given_up
         _core.note_wanted(self._segment, len(self._rows), failed)
 
@@ -136,13 +143,13 @@ class Asking:
         )
 
     def _count_the_dead(self, now_s: float) -> None:
-        rows = self._segment.producers()
-        alive = {row[2] for row in rows if row[1] == _core.SLOT_ACTIVE}
-        for entry in _core.wanted(self._segment):
-            row, claimant = entry[0], entry[2] - 1
+        """Count claims of the dead: each was seen dead before the ring was read to its end."""
+        for row, _, claimant, *_ in _core.wanted(self._segment):
             request = self._rows.get(row)
-            if request is not None and claimant >= 0 and claimant not in alive:
-                self._stash.lost(request, f"producer {claimant} died while it had it", now_s)
+            # One that left in order has put it back since.
+            if request is not None and self._dead.get(row) == claimant - 1:
+                self._stash.lost(request, f"producer {claimant - 1} died while it had it", now_s)
+        self._dead.clear()
 
 
 def _cut(reason: str) -> bytes:
