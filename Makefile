@@ -211,7 +211,7 @@ build/fuzz/replay_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(RING_SOURCES) $(C_H
 # scheduler. Its short form, and the bugs of the kinds that rings are known for, are checks.
 EXPLORE_SEEDS := $(sort $(wildcard tests/model/seeds/*.sed))
 EXPLORE_SHORT_SEEDS := $(patsubst %,tests/model/seeds/%.sed,\
-    timeout_reclaim missing_release link_at_wrap)
+    timeout_reclaim missing_release link_at_wrap unchecked_claim)
 build/explore/plain/explore: $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/model/*) tests/c/support.h
 	CC='$(CC)' sh tests/model/build.sh shmbus_ext $(@D) -O2
 

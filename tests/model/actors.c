@@ -23,18 +23,22 @@ struct actor {
     unsigned held_count, life;
 };
 
-static struct actor *begin(void) {
-    struct actor *self = memory_heap(running, sizeof *self);
-    self->segment = template_segment;
+void map_segment(struct segment *s) {
     ptrdiff_t shift = (bounds.weak ? world.view[running] : world.memory) - template_segment.base;
-    struct segment *s = &self->segment;
+    *s = template_segment;
     s->fd = running;
     s->base += shift;
     s->header = (struct bus_header *)(void *)((uint8_t *)s->header + shift);
     s->slots = (struct producer_slot *)(void *)((uint8_t *)s->slots + shift);
     s->extents = (struct extent_desc *)(void *)((uint8_t *)s->extents + shift);
     s->intent_log = (_Atomic uint64_t *)(void *)((uint8_t *)s->intent_log + shift);
+    s->wanted = (struct wanted_row *)(void *)((uint8_t *)s->wanted + shift);
     s->data += shift;
+}
+
+static struct actor *begin(void) {
+    struct actor *self = memory_heap(running, sizeof *self);
+    map_segment(&self->segment);
     return self;
 }
 
@@ -173,8 +177,8 @@ static void acknowledge(struct actor *self) {
     self->held_count = 0;
 }
 
-static bool producers_are_finished(uint8_t producers) {
-    bool finished = (world.control.ghost.finished & producers) == producers;
+bool are_finished(uint8_t processes) {
+    bool finished = (world.control.ghost.finished & processes) == processes;
     engine_observe(finished);
     return finished;
 }
@@ -204,7 +208,7 @@ void collect(unsigned group, uint8_t producers, enum habit habit) {
     struct actor *self = begin();
     attach_collector(self);
     for (;;) {
-        bool last = producers_are_finished(producers);
+        bool last = are_finished(producers);
         if (last) {
             reader_sweep(&self->reader);
         }
@@ -251,6 +255,7 @@ void audit_script(void) {
     reader_sweep(&self->reader);
     drain(self);
     ghost_end(&self->reader);
+    audit_wanted(&self->segment);
     if (writer_attach(&self->writer, &self->segment, "a") != WRITER_OK) {
         engine_fail("no slot is free at the end");
     }

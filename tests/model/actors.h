@@ -1,4 +1,4 @@
-/* The scripts that scenarios are made of; actors.c has them. */
+/* The scripts that scenarios are made of; actors.c and asking.c have them. */
 #ifndef SHMBUS_MODEL_ACTORS_H
 #define SHMBUS_MODEL_ACTORS_H
 
@@ -12,6 +12,19 @@ enum habit { PLAIN, SWEEPS, MOVES, KEEPS };
 
 void produce(const enum way *ways, unsigned n);
 void produce_interleaved(void);
+/* One that gives back what it has taken takes again, and answers then. A scribbler overwrites one
+ * part of the row. */
+enum patience { ASKS_ONCE, ASKS_AGAIN };
+enum deed { ANSWERS, GIVES_BACK };
+enum part { A_TEXT, A_NUMBER, A_CLAIM, A_BUSY_CLAIM };
+
+void ask_for_one(enum patience patience, uint8_t takers);
+void take_wanted(enum deed deed, uint8_t askers);
+void scribble(enum part part);
+
+/* What scripts share. */
+void map_segment(struct segment *segment); /* as the process that runs sees it */
+bool are_finished(uint8_t processes);      /* by bit: ended, or dead */
 /* Acknowledges records by so many at once, until those producers have finished. */
 void collect(unsigned group, uint8_t producers, enum habit habit);
 

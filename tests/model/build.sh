@@ -19,13 +19,13 @@ compile() { # SOURCE FLAGS...
     # shellcheck disable=SC2086 # several words
     $cc $flags "$@" -c "$source" -o "$into/$(basename "$source" .c).o"
 }
-for name in doorbell extents reader reader_attach reader_free record writer; do
+for name in doorbell extents reader reader_attach reader_free record wanted writer; do
     compile "$ring/$name.c" -include tests/model/hooks.h
 done
 # shellcheck disable=SC2086
 compile "$ring/segment.c" $small -Dsegment_lock=kernel_lock -Dsegment_unlock=kernel_unlock
 compile "$ring/checksum.c"
-for name in engine memory ghost actors explore; do
+for name in engine memory ghost ghost_wanted actors asking explore; do
     # shellcheck disable=SC2086
     compile "tests/model/$name.c" $small
 done

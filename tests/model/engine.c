@@ -202,9 +202,7 @@ static uint64_t hash_world(void) {
                                   (uint64_t)p->wait_result << 24);
         if (bounds.weak && (p->state == P_READY || p->state == P_BLOCKED)) {
             hash = hash_bytes(hash, p->buffered, p->buffered_count * sizeof p->buffered[0]);
-            hash = hash_bytes(hash, world.view[i] + 640, 64);
-            hash = hash_bytes(hash, world.view[i] + template_segment.data_offset,
-                              segment_bytes - template_segment.data_offset);
+            hash = memory_hash_view(hash, i);
         }
     }
     return hash | 1;
@@ -251,10 +249,12 @@ static unsigned add_variants(struct choice *choices, unsigned n, int process) {
         if (memory_store_is_plain_relaxed(p) && memory_has_plain_stores(process)) {
             n = add(choices, n, process, V_KEEP_PLAIN_STORES);
         }
-        if (p->op == OP_STORE && p->order != memory_order_seq_cst &&
-            p->buffered_count < BUFFER_ENTRIES) {
+        if (p->op == OP_STORE && p->buffered_count < BUFFER_ENTRIES) {
             n = add(choices, n, process, V_BUFFER_STORE);
         }
+    }
+    if (p->op == OP_COPY && memory_has_plain_stores(process)) {
+        n = add(choices, n, process, V_PLAIN_STORES_FIRST);
     }
     return n;
 }
@@ -298,7 +298,25 @@ static void kill_process(int process) {
     world.processes[process].state = P_DEAD;
     world.control.ghost.finished |= (uint8_t)(1u << process);
     world.control.deaths++;
+    world.control.vain = 0;
     deaths_tried++;
+}
+
+/* A patient one looks in vain until something changes: the same state again. */
+static void wake_patient(int process) {
+    struct control *control = &world.control;
+    if (!ghost_wants_in_vain()) {
+        return;
+    }
+    uint8_t patient = 0;
+    for (int i = 0; i < AUDITOR; i++) {
+        const struct process *p = &world.processes[i];
+        patient |= (uint8_t)((p->state == P_BLOCKED && p->patient) << i);
+    }
+    if ((patient & ~control->vain) == 0) {
+        engine_fail("all have looked in vain, and a request waits for an answer: it is lost");
+    }
+    control->vain |= (uint8_t)(1u << process);
 }
 
 static void apply(const struct choice *choice) {
@@ -315,8 +333,9 @@ static void apply(const struct choice *choice) {
             engine_fail("P%d sleeps, though nobody died and there is work for it: a lost wake-up",
                         choice->process);
         }
-        /* A patient one looks in vain until something changes: the same state again. */
-        if (!p->patient && ++control->timeouts > MAX_TIMEOUTS) {
+        if (p->patient) {
+            wake_patient(choice->process);
+        } else if (++control->timeouts > MAX_TIMEOUTS) {
             engine_fail("no progress after %d timeouts", MAX_TIMEOUTS);
         }
         control->clock_ns += p->patient ? 0 : TIMEOUT_CLOCK_NS;
@@ -334,7 +353,11 @@ static void apply(const struct choice *choice) {
         control->delays++;
     }
     p->variant = (enum variant)choice->variant;
+    uint64_t memory_before = control->memory_hash;
     resume(choice->process);
+    if (control->memory_hash != memory_before || p->state == P_DONE) {
+        control->vain = 0;
+    }
 }
 
 static void audit(void) {
@@ -416,9 +439,10 @@ static const char *base_name(const char *where) {
 
 static void print_step(unsigned i) {
     static const char *const operations[] = {"begin", "load",   "store", "rmw",  "fence",
-                                             "lock",  "unlock", "wait",  "wake"};
+                                             "lock",  "unlock", "wait",  "wake",  "copy"};
     static const char *const variants[] = {"",        "(earlier plain stores late)",
-                                           "(buffered)", "(its buffer first)"};
+                                           "(buffered)", "(its buffer first)",
+                                           "(earlier plain stores first)"};
     const struct step *step = &path[i];
     if (step->choice.variant == V_KILL) {
         fprintf(stderr, "  %4u  P%d DIES before %s\n", i, step->choice.process,

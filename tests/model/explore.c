@@ -52,6 +52,32 @@ COLLECTOR(sweeps_over_two, 1, 3, SWEEPS)
 COLLECTOR(moves_from_one, 2, 1, MOVES)
 COLLECTOR(keeps_from_one, 1, 1, KEEPS)
 
+#define ASKER(name, patience, takers)                                                            \
+    static void name(void) {                                                                     \
+        ask_for_one(patience, takers);                                                           \
+    }
+ASKER(asks_two, ASKS_ONCE, 3)
+ASKER(asks_two_again, ASKS_AGAIN, 3)
+ASKER(asks_one, ASKS_ONCE, 1)
+
+#define TAKER(name, deed, askers)                                                                \
+    static void name(void) {                                                                     \
+        take_wanted(deed, askers);                                                               \
+    }
+TAKER(answers_one, ANSWERS, 4)
+TAKER(gives_back, GIVES_BACK, 4)
+TAKER(answers_either, ANSWERS, 12)
+TAKER(answers_beside, ANSWERS, 2)
+
+#define SCRIBBLER(name, part)                                                                    \
+    static void name(void) {                                                                     \
+        scribble(part);                                                                          \
+    }
+SCRIBBLER(scribbles_text, A_TEXT)
+SCRIBBLER(scribbles_number, A_NUMBER)
+SCRIBBLER(scribbles_claim, A_CLAIM)
+SCRIBBLER(scribbles_busy, A_BUSY_CLAIM)
+
 static const struct scenario scenarios[] = {
     {"put", "one producer that puts now and then", {puts_now_and_then, collects_from_one}, 4, 1, 3, 1,
      NO_BOUND},
@@ -77,6 +103,18 @@ static const struct scenario scenarios[] = {
      {fills_four, keeps_from_one, collects_from_one}, 6, 1, 7, 1, 1},
     {"large", "runs of two extents, leased and freed", {puts_large, puts_two, collects_from_two}, 8,
      2, 7, 1, 1},
+    {"asking", "two take what is asked for, and again when its time is over",
+     {answers_one, answers_one, asks_two_again}, 2, 2, 7, 2, NO_BOUND},
+    {"leaving", "who has taken it gives it back", {gives_back, answers_one, asks_two_again}, 2, 2, 7,
+     2, NO_BOUND},
+    {"inherit", "a collector takes over what one that died had asked for",
+     {answers_either, answers_either, asks_two, asks_two}, 2, 2, 15, 2, 1},
+    {"text", "a request is scribbled over", {answers_beside, asks_one, scribbles_text}, 2, 1, 3, 1,
+     NO_BOUND},
+    {"number", "its number is", {answers_beside, asks_one, scribbles_number}, 2, 1, 3, 1, NO_BOUND},
+    {"claim", "who has it is", {answers_beside, asks_one, scribbles_claim}, 2, 1, 3, 1, NO_BOUND},
+    {"busy", "its row is said to change", {answers_beside, asks_one, scribbles_busy}, 2, 1, 3, 1,
+     NO_BOUND},
 };
 #define SCENARIOS (sizeof scenarios / sizeof scenarios[0])
 

@@ -28,13 +28,13 @@ uint8_t ghost_pattern(uint64_t life, uint64_t number) {
     return (uint8_t)(0x40 + life * 8 + number);
 }
 
-static bool alive(int process) {
+bool ghost_is_alive(int process) {
     return world.processes[process].state == P_READY || world.processes[process].state == P_BLOCKED;
 }
 
 static bool ack_may_be_done(const struct ghost_record *record) {
     return record->acked == ACK_DONE ||
-           (record->acked == ACK_BEGUN && !alive(ghost()->ack_set_owner[record->ack_set]));
+           (record->acked == ACK_BEGUN && !ghost_is_alive(ghost()->ack_set_owner[record->ack_set]));
 }
 
 /* Whether the bytes of a record are still needed. */
@@ -42,7 +42,7 @@ static bool in_use(const struct ghost_record *record) {
     switch (record->fate) {
     case R_OPEN:
     case R_BEGUN:
-        return alive(record->owner);
+        return ghost_is_alive(record->owner);
     case R_COMMITTED:
         return !ack_may_be_done(record) && !record->moving;
     default:
@@ -120,7 +120,7 @@ void ghost_delivered(const struct reader *reader, const struct record_ref *ref,
                     (unsigned long long)life, (unsigned long long)number);
     }
     if (record->acked == ACK_DONE ||
-        (record->acked == ACK_BEGUN && alive(ghost()->ack_set_owner[record->ack_set]))) {
+        (record->acked == ACK_BEGUN && ghost_is_alive(ghost()->ack_set_owner[record->ack_set]))) {
         engine_fail("record %llu/%llu is delivered after it was acknowledged",
                     (unsigned long long)life, (unsigned long long)number);
     }

@@ -64,6 +64,15 @@ static uint32_t offset_of(const volatile void *at) {
     return address >= base && address < base + segment_bytes ? (uint32_t)(address - base) : NOWHERE;
 }
 
+/* From here on there are plain stores: the table of wanted samples, and the extents behind it. */
+static uint32_t plain_from(void) {
+    return (uint32_t)((uint8_t *)template_segment.wanted - template_segment.base);
+}
+
+static uint32_t claim_at(void) {
+    return plain_from() + (uint32_t)offsetof(struct wanted_row, claim);
+}
+
 /* ---- memory ---- */
 
 static void change_word(uint32_t offset, uint64_t before, uint64_t after) {
@@ -77,6 +86,9 @@ static void arrive(uint32_t offset, uint32_t size, const void *value) {
     memcpy(world.memory + offset, value, size);
     memcpy(world.shadow + offset, value, size);
     change_word(word, before, memory_word(word, 8));
+    if (offset == claim_at()) {
+        ghost_claim_word(before, memory_word(word, 8));
+    }
 }
 
 /* Calls back for each word of `now` that differs from `then`. */
@@ -122,16 +134,16 @@ static void stored_late(int process, uint32_t offset) {
 static void publish_plain_stores(int process) {
     each_change(world.view[process], world.known[process], PLAIN_HEADER_FROM, PLAIN_HEADER_TO,
                 process, stored_late);
-    each_change(world.view[process], world.known[process],
-                (uint32_t)template_segment.data_offset, segment_bytes, process, stored_late);
+    each_change(world.view[process], world.known[process], plain_from(), segment_bytes, process,
+                stored_late);
 }
 
 bool memory_has_plain_stores(int process) {
-    uint32_t data = (uint32_t)template_segment.data_offset;
+    uint32_t from = plain_from();
     return memcmp(world.view[process] + PLAIN_HEADER_FROM, world.known[process] + PLAIN_HEADER_FROM,
                   PLAIN_HEADER_TO - PLAIN_HEADER_FROM) != 0 ||
-           memcmp(world.view[process] + data, world.known[process] + data,
-                  segment_bytes - data) != 0;
+           memcmp(world.view[process] + from, world.known[process] + from,
+                  segment_bytes - from) != 0;
 }
 
 bool memory_store_is_plain_relaxed(const struct process *p) {
@@ -158,7 +170,14 @@ static void refresh_range(int process, uint32_t from, uint32_t to) {
 
 static void refresh(int process) {
     refresh_range(process, PLAIN_HEADER_FROM, PLAIN_HEADER_TO);
-    refresh_range(process, (uint32_t)template_segment.data_offset, segment_bytes);
+    refresh_range(process, plain_from(), segment_bytes);
+}
+
+/* What it sees, as far as that may differ from memory. */
+uint64_t memory_hash_view(uint64_t hash, int process) {
+    const uint8_t *view = world.view[process];
+    hash = hash_bytes(hash, view + PLAIN_HEADER_FROM, PLAIN_HEADER_TO - PLAIN_HEADER_FROM);
+    return hash_bytes(hash, view + plain_from(), segment_bytes - plain_from());
 }
 
 static void flush_buffer(struct process *p) {
@@ -208,7 +227,7 @@ static void before_operation(struct process *p, uint32_t offset, int order, bool
     if (!bounds.weak) {
         return;
     }
-    if (p->variant == V_FLUSH_FIRST) {
+    if (p->variant == V_FLUSH_FIRST || order == memory_order_seq_cst) {
         flush_buffer(p);
     }
     if (stores && (releases(order) || p->variant != V_KEEP_PLAIN_STORES)) {
@@ -438,11 +457,41 @@ void *model_realloc(void *block, size_t bytes) {
     return grown;
 }
 
-void *model_memcpy(void *to, const void *from, size_t bytes) {
+static void copy(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
-    if (running >= 0 && offset_of(from) != NOWHERE) {
+    if (offset_of(from) != NOWHERE) {
         struct process *p = &world.processes[running];
         p->history = hash_bytes(p->history, to, bytes);
+    }
+}
+
+static void stop_in_copy(uint32_t offset) {
+    engine_yield(OP_COPY, offset, memory_order_relaxed, "(a row)");
+    if (world.processes[running].variant == V_PLAIN_STORES_FIRST) {
+        publish_plain_stores(running);
+    }
+    engine_observe(offset);
+}
+
+static bool is_in_table(const void *at) {
+    uint32_t offset = offset_of(at);
+    return offset != NOWHERE && offset >= plain_from() &&
+           offset < plain_from() + SHMBUS_WANTED_ROWS * sizeof(struct wanted_row);
+}
+
+/* Of a wanted row one half at a time, since either side may change it meanwhile. */
+void *model_memcpy(void *to, const void *from, size_t bytes) {
+    size_t half = bytes / 16 * 8;
+    bool written = is_in_table(to);
+    if (!written && !is_in_table(from)) {
+        copy(to, from, bytes);
+        return to;
+    }
+    copy(to, from, half);
+    stop_in_copy(offset_of(written ? to : from));
+    copy((uint8_t *)to + half, (const uint8_t *)from + half, bytes - half);
+    if (written) {
+        stop_in_copy(offset_of(to) + (uint32_t)half);
     }
     return to;
 }

@@ -3,7 +3,9 @@
  * engine.c   processes as coroutines, choices, snapshots, the search
  * memory.c   what a load sees and when a store arrives; futexes, locks, the clock
  * ghost.c    what must hold: told by the scripts, checked at each step and at each end
+ * ghost_wanted.c  the same of samples that are asked for again
  * actors.c   what a producer, a collector and the auditor do
+ * asking.c   what those do who ask for samples, and who take what is asked for
  * explore.c  the scenarios, the command line
  *
  * Invariant: all state of a run is in `world` and in the stacks; a snapshot of those, put back at
@@ -31,14 +33,34 @@ enum {
     MAX_RECORDS = 8, /* of one producer's life */
     MAX_SLOTS = 4,
     MAX_ACK_SETS = 32,
+    MAX_REQUESTS = 8,
 };
 
-enum operation { OP_START, OP_LOAD, OP_STORE, OP_RMW, OP_FENCE, OP_LOCK, OP_UNLOCK, OP_WAIT, OP_WAKE };
+enum operation {
+    OP_START,
+    OP_LOAD,
+    OP_STORE,
+    OP_RMW,
+    OP_FENCE,
+    OP_LOCK,
+    OP_UNLOCK,
+    OP_WAIT,
+    OP_WAKE,
+    OP_COPY, /* in the middle of one, or at its end */
+};
 
 enum process_state { P_UNUSED = 0, P_READY, P_BLOCKED, P_DONE, P_DEAD };
 
 /* What the scheduler lets a process's next operation do with its store buffer. */
-enum variant { V_PLAIN = 0, V_KEEP_PLAIN_STORES, V_BUFFER_STORE, V_FLUSH_FIRST, V_KILL, V_TIMEOUT };
+enum variant {
+    V_PLAIN = 0,
+    V_KEEP_PLAIN_STORES,
+    V_BUFFER_STORE,
+    V_FLUSH_FIRST,
+    V_PLAIN_STORES_FIRST,
+    V_KILL,
+    V_TIMEOUT,
+};
 
 struct buffered {
     uint64_t value;
@@ -81,7 +103,19 @@ struct ghost_record {
     uint32_t from, to;     /* bytes of the segment */
 };
 
+/* A request is a number from 1, 0 for none; a process counts from 1 here. */
+struct ghost_wanted {
+    uint8_t asked;     /* requests so far */
+    uint8_t published; /* the last that arrived in the table */
+    uint8_t current;   /* what the row asks for, for whoever claims it */
+    uint8_t claimed[MAX_PROCESSES]; /* what it asked for when that process claimed it */
+    uint8_t holder[MAX_REQUESTS + 1];
+    uint8_t askers, takers; /* by bit */
+    bool answered;
+};
+
 struct ghost {
+    struct ghost_wanted wanted;
     struct ghost_record records[MAX_LIVES][MAX_RECORDS];
     uint8_t ack_set_undone[MAX_ACK_SETS];
     uint8_t ack_set_owner[MAX_ACK_SETS]; /* process */
@@ -98,6 +132,7 @@ struct control {
     uint8_t lock_owner[MAX_SLOTS + 1]; /* process + 1; the last is the collector's */
     int8_t current;
     uint8_t preemptions, deaths, delays, timeouts;
+    uint8_t vain; /* who has looked in vain since anything changed, by bit */
 };
 
 struct world {
@@ -152,6 +187,7 @@ void memory_settle(int process);       /* notes what a step stored, and checks w
 void memory_flush(int process);        /* all that it has stored arrives */
 bool memory_has_plain_stores(int process);
 bool memory_store_is_plain_relaxed(const struct process *p);
+uint64_t memory_hash_view(uint64_t hash, int process);
 void *memory_heap(int process, size_t bytes);
 uint64_t memory_word(uint32_t offset, uint32_t size);
 
@@ -170,8 +206,22 @@ void ghost_data_written(int process, uint32_t offset);
 bool ghost_is_owed(uint32_t futex);
 void ghost_end(struct reader *reader);
 uint8_t ghost_pattern(uint64_t life, uint64_t number);
+bool ghost_is_alive(int process);
+
+/* ghost_wanted.c */
+uint64_t ghost_asks(void); /* the number of a new request */
+void ghost_takes(void);
+void ghost_claim_word(uint64_t before, uint64_t after);
+void ghost_handed(uint64_t number);
+void ghost_gives_back(uint64_t number);
+void ghost_answered(void);
+void ghost_counts_dead(uint64_t number, uint64_t claimant);
+bool ghost_wants(void);
+bool ghost_wants_in_vain(void);
 
 /* actors.c */
 void audit_script(void);
+/* asking.c */
+void audit_wanted(const struct segment *segment);
 
 #endif

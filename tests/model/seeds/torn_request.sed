@@ -1,0 +1,3 @@
+# options: --scenario asking --strong --preemptions 2 --deaths 0
+# A row is believed without its checksum.
+s/own.crc != row_crc(&own) || //
