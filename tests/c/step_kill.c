@@ -9,6 +9,7 @@
 
 #include "doorbell.h"
 #include "support.h"
+#include "wanted.h"
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 #define DEFAULT_KILLS 3
@@ -206,6 +207,102 @@ static void a_collector_may_die_after_any_instruction(uint64_t *random, unsigned
     printf("%u collectors ended within %llu instructions\n", kills, (unsigned long long)whole);
 }
 
+/* ---- samples that are asked for again ---- */
+
+enum { ASKED_ROW = 0, OTHER_ROW = 1, TAKER = 5, SUCCESSOR = 6 };
+
+static void make_request(struct wanted *request, uint64_t number) {
+    memset(request, 0, sizeof *request);
+    request->number = number;
+    request->epoch = (int64_t)number;
+    request->group_size = 16;
+    request->index = (uint32_t)(number % 16);
+    request->attempt = (uint32_t)number;
+    request->id_bytes = (uint16_t)(number % SHMBUS_MAX_ID_BYTES + 1);
+    request->reason_bytes = (uint16_t)(number % SHMBUS_WANTED_REASON_BYTES);
+    memset(request->id, 'a' + (int)(number % 26), request->id_bytes);
+    memset(request->reason, 'A' + (int)(number % 26), request->reason_bytes);
+}
+
+static void publish(uint32_t row, uint64_t number) {
+    struct wanted request;
+    make_request(&request, number);
+    wanted_publish(&segment, row, &request);
+}
+
+/* The number of the row's request, which is whole; 0 where there is none. */
+static uint64_t asked(uint32_t row, uint64_t *claimant) {
+    struct wanted found, expected;
+    if (!wanted_read(&segment, row, &found)) {
+        return 0;
+    }
+    make_request(&expected, found.number);
+    expected.claimant = *claimant = found.claimant;
+    CHECK(memcmp(&found, &expected, sizeof found) == 0);
+    return found.number;
+}
+
+/* Requests 1 to RECORDS, each in place of the one before, some withdrawn between. */
+static void ask(void) {
+    for (uint32_t number = 1; number <= RECORDS; number++) {
+        atomic_store(&witness->begun, number);
+        publish(ASKED_ROW, number);
+        atomic_store(&witness->done, number);
+        if (number % 3 == 0) {
+            wanted_withdraw(&segment, ASKED_ROW);
+            publish(OTHER_ROW, number);
+        }
+    }
+}
+
+/* Takes one, gives it back, takes it for good. */
+static void take(void) {
+    uint64_t claimant;
+    for (uint32_t turn = 1; turn <= 2; turn++) {
+        uint64_t number = asked(ASKED_ROW, &claimant);
+        atomic_store(&witness->begun, turn);
+        CHECK(wanted_claim(&segment, ASKED_ROW, number, TAKER));
+        atomic_store(&witness->done, turn);
+        CHECK(turn == 2 || wanted_unclaim(&segment, ASKED_ROW, TAKER));
+    }
+}
+
+/* Whatever was left there, the next collector asks in this row, and a producer takes it. */
+static void check_row_serves(uint32_t row, uint64_t number) {
+    uint64_t claimant;
+    publish(row, number);
+    CHECK(asked(row, &claimant) == number && claimant == SHMBUS_WANTED_FREE);
+    CHECK(wanted_claim(&segment, row, number, SUCCESSOR));
+    CHECK(!wanted_claim(&segment, row, number, TAKER));
+    wanted_withdraw(&segment, row);
+}
+
+static void who_asks_or_takes_may_die_after_any_instruction(uint64_t *random, unsigned kills) {
+    uint64_t whole = 0, steps, claimant = 0;
+    for (unsigned i = 0; i <= kills; i++) {
+        steps = step(ask, i == 0 ? UINT64_MAX : random_below(random, whole));
+        whole = i == 0 ? steps : whole;
+        uint64_t number = asked(ASKED_ROW, &claimant);
+        CHECK(number == 0 || number == atomic_load(&witness->begun) ||
+              number == atomic_load(&witness->done));
+        CHECK(number == 0 || claimant == SHMBUS_WANTED_FREE);
+        CHECK(asked(OTHER_ROW, &claimant) % 3 == 0);
+        check_row_serves(ASKED_ROW, 100 + i);
+        check_row_serves(OTHER_ROW, 100 + i);
+    }
+    printf("%u that asked ended within %llu instructions\n", kills, (unsigned long long)whole);
+    for (unsigned i = 0; i <= kills; i++) {
+        publish(ASKED_ROW, 1 + i);
+        steps = step(take, i == 0 ? UINT64_MAX : random_below(random, whole));
+        whole = i == 0 ? steps : whole;
+        uint32_t begun = atomic_load(&witness->begun), done = atomic_load(&witness->done);
+        CHECK(asked(ASKED_ROW, &claimant) == 1 + i);
+        CHECK(claimant == SHMBUS_WANTED_FREE ? done < 2 : claimant == TAKER + 1 && begun > 0);
+        check_row_serves(ASKED_ROW, 2 + i);
+    }
+    printf("%u that took ended within %llu instructions\n", kills, (unsigned long long)whole);
+}
+
 int main(void) {
     uint64_t random = test_seed();
     const char *given = getenv("SHMBUS_STEP_KILLS");
@@ -219,6 +316,7 @@ int main(void) {
     other.fd = reopen(segment.fd);
     a_producer_may_die_after_any_instruction(&random, kills);
     a_collector_may_die_after_any_instruction(&random, kills);
+    who_asks_or_takes_may_die_after_any_instruction(&random, kills);
     segment_unmap(&segment);
     close(segment.fd);
     close(other.fd);
