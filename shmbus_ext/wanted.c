@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "checksum.h"
+#include "failpoints.h"
 
 #define CRC_AT offsetof(struct wanted_row, number)
 #define CRC_HEAD_BYTES (offsetof(struct wanted_row, crc) - CRC_AT)
@@ -31,8 +32,10 @@ void wanted_publish(struct segment *segment, uint32_t at, const struct wanted *r
     memcpy(fresh.reason, request->reason, request->reason_bytes);
     fresh.crc = row_crc(&fresh);
     memcpy((uint8_t *)row + CRC_AT, (const uint8_t *)&fresh + CRC_AT, sizeof fresh - CRC_AT);
+    FAILPOINT("want-written");
     /* SYNC: sample-wanted. The row is whole before it can be claimed. */
     atomic_store_explicit(&row->claim, SHMBUS_WANTED_FREE, memory_order_release);
+    FAILPOINT("want-published");
 }
 
 void wanted_withdraw(struct segment *segment, uint32_t at) {
@@ -43,6 +46,7 @@ void wanted_withdraw(struct segment *segment, uint32_t at) {
     atomic_thread_fence(memory_order_release);
 #endif
     row->number = 0;
+    FAILPOINT("want-busy");
 }
 
 bool wanted_read(const struct segment *segment, uint32_t at, struct wanted *copy) {
@@ -81,6 +85,7 @@ bool wanted_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_
                                                  memory_order_acq_rel, memory_order_relaxed)) {
         return false;
     }
+    FAILPOINT("want-claimed");
     struct wanted now;
     if (wanted_read(segment, at, &now) && now.number == number) {
         return true;
@@ -92,6 +97,7 @@ bool wanted_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_
 
 bool wanted_unclaim(struct segment *segment, uint32_t at, uint64_t producer_id) {
     uint64_t expected = producer_id + 1;
+    FAILPOINT("want-leaving");
     return atomic_compare_exchange_strong_explicit(&segment->wanted[at].claim, &expected,
                                                    SHMBUS_WANTED_FREE, memory_order_acq_rel,
                                                    memory_order_relaxed);

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -89,6 +90,8 @@ class Child:
                 os.environ["SHMBUS_FAILPOINT"] = failpoint
                 program()
                 status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 # Nothing of the parent's is to be cleaned up here.
                 os._exit(status)

@@ -34,12 +34,21 @@ def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", ["producer", "collector", "mover"])
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        ("failpoints", "producer"),
+        ("failpoints", "collector"),
+        ("failpoints", "mover"),
+        ("asking_points", "asker"),
+        ("asking_points", "taker"),
+    ],
+)
 def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(
-    kind: str, bus_name: str, spawn: Spawner, failpoint_build: Path
+    module: str, kind: str, bus_name: str, spawn: Spawner, failpoint_build: Path
 ) -> None:
     env = {"PYTHONPATH": os.pathsep.join([str(failpoint_build), str(HERE)])}
-    child = spawn.module("failpoints", bus_name, f"{kind}:", env=env)
+    child = spawn.module(module, bus_name, f"{kind}:", env=env)
     reports = [json.loads(line) for line in child.finish(timeout=200).splitlines()]
     assert len(reports) >= 14
     assert [r for r in reports if r["faults"] or not r["signalled"]] == []

@@ -1,0 +1,190 @@
+"""A death and a stop while samples are asked for again, as a program: one JSON line a case.
+
+As failpoints.py, of the table of wanted samples: the collector that asks meets its signal, or the
+producer that has taken what is asked for. The other side, and who comes after, bring every group
+to its end. test_failpoints.py builds, runs and judges it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import sys
+from pathlib import Path
+
+from failpoints import Child, deadline, pattern
+
+import shmbus
+from shmbus.status import read_status
+
+GROUPS = 12
+EXTENT = 4096
+RETRIES = 20
+#: So long who is stopped keeps what it has taken.
+RETRY_TIMEOUT_S = 0.3
+
+#: Kind: point: passes at which the signal comes. A collector that begins frees 128 rows.
+POINTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "asker": {
+        "want-busy": (1, 100, 130, 140),
+        "want-written": (1, 7),
+        "want-published": (1, 7),
+    },
+    "taker": {
+        "want-claimed": (1, 5),
+        "want-leaving": (1,),
+        # In an answer, and in the report that there is none.
+        "commit-intended": (1, 4),
+        "record-exposed": (2, 5),
+        "commit-marked": (1, 4),
+    },
+}
+
+
+def put(producer: shmbus.Producer, group: int, index: int) -> None:
+    """One sample of a group of two."""
+    data = pattern(group * 2 + index, 300)
+    producer.put(f"g{group}", group_size=2, index=index, epoch=0, data=data)
+
+
+def answer(producer: shmbus.Producer) -> None:
+    """Do one thing that is wanted."""
+    for wanted in producer.wanted(limit=1):
+        put(producer, int(wanted.instance_id[1:]), wanted.index)
+
+
+class Reader:
+    """A collector that notes each group before and after it is acknowledged."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.consumer = shmbus.Consumer(name, sample_retries=RETRIES, retry_timeout=RETRY_TIMEOUT_S)
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def take(self) -> None:
+        """Take for a moment."""
+        for group in self.consumer.take(4, timeout=0.01):
+            number = int(group.instance_id[1:])
+            whole = all(
+                sample["data"].tobytes() == pattern(number * 2 + index, 300).tobytes()
+                for index, sample in enumerate(group)
+            )
+            os.write(self._log, b"%s %d\n" % (b"begin" if whole else b"torn", number))
+            group.ack()
+            os.write(self._log, b"done %d\n" % number)
+
+
+def groups_in(log: Path, verb: str) -> list[int]:
+    """The groups behind this word in the log, in their order."""
+    lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    return [int(number) for word, number in lines if word == verb]
+
+
+def be_asker(name: str, log: Path, over: mmap.mmap) -> None:
+    reader = Reader(name, log)
+    while not over[0]:
+        reader.take()
+    reader.consumer.close()
+
+
+def be_taker(name: str, over: mmap.mmap) -> None:
+    """Answer one after the other, fail every third once, and leave with one that is not done."""
+    producer = shmbus.Producer(name)
+    turn = 0
+    while not over[0]:
+        for wanted in producer.wanted(limit=1):
+            turn += 1
+            if turn % 3 == 0:
+                producer.fail(wanted.instance_id, wanted.index, "not yet", epoch=0)
+            elif turn < GROUPS - 2:
+                put(producer, int(wanted.instance_id[1:]), wanted.index)
+            else:
+                producer.close()
+                return
+
+
+def case(name: str, kind: str, failpoint: str, log: Path) -> dict[str, object]:
+    """Half of each group fails; whoever meets its signal, all groups come, once and whole."""
+    over = mmap.mmap(-1, 4096)
+    with shmbus.Bus.create(name, "512KiB", max_producers=3, extent_bytes=EXTENT):
+        producer = shmbus.Producer(name)
+        for group in range(GROUPS):
+            put(producer, group, 0)
+            producer.fail(f"g{group}", 1, "flaky", group_size=2, epoch=0)
+        reader = Reader(name, log) if kind == "taker" else None
+        child = Child(
+            lambda: be_taker(name, over) if kind == "taker" else be_asker(name, log, over),
+            failpoint,
+        )
+        signalled = False
+        for _ in deadline("all groups"):
+            ended = child.look()
+            signalled = signalled or child.stopped
+            if reader is not None:
+                reader.take()
+            elif ended:
+                reader = Reader(name, log)
+            if kind == "asker" or ended or child.stopped:
+                answer(producer)
+            over[0] = set(groups_in(log, "begin")) >= set(range(GROUPS))
+            # What a stopped taker has is asked of another meanwhile.
+            if child.stopped and (kind == "asker" or over[0]):
+                child.go_on()
+            if over[0] and ended and reader is not None:
+                break
+        signalled = signalled or child.status == -signal.SIGKILL
+        assert reader is not None
+        return {"signalled": signalled, "faults": audit(reader, producer, child, log)}
+
+
+def audit(reader: Reader, producer: shmbus.Producer, child: Child, log: Path) -> list[str]:
+    """Each group once and whole; nothing is left, and the table is empty."""
+    faults = []
+    for _ in deadline("the last records"):
+        reader.take()
+        ledger = reader.consumer.stats()
+        if not (ledger.in_ring or ledger.stashed or ledger.samples_wanted):
+            break
+    done = groups_in(log, "done")
+    if len(done) != len(set(done)) or set(groups_in(log, "begin")) != set(range(GROUPS)):
+        faults.append(f"lost or doubled: {sorted(done)}")
+    if groups_in(log, "torn"):
+        faults.append(f"torn: {groups_in(log, 'torn')}")
+    if not ledger.balanced or set(ledger.dropped) - {"failed", "duplicate", "surplus"}:
+        faults.append(f"the ledger: {ledger}")
+    if read_status(producer.name).wanted or producer.wanted():
+        faults.append("something is still wanted")
+    if child.status not in (0, -signal.SIGKILL):
+        faults.append(f"the process ended with {child.status}")
+    reader.consumer.close()
+    producer.close()
+    return faults
+
+
+def main() -> None:
+    """Run all cases, or those whose name contains the second argument."""
+    name = sys.argv[1]
+    only = sys.argv[2] if len(sys.argv) > 2 else ""
+    log = Path(f"/dev/shm/shmbus.{name}.log")
+    for kind, points in POINTS.items():
+        for point, hits in points.items():
+            for hit in hits:
+                for action in ("kill", "stop"):
+                    text = f"{kind}:{point}:{hit}:{action}"
+                    if only not in text:
+                        continue
+                    report: dict[str, object]
+                    try:
+                        report = case(name, kind, f"{point}:{hit}:{action}", log)
+                    except Exception as error:
+                        report = {"signalled": True, "faults": [repr(error)]}
+                    print(json.dumps({"case": text, **report}), flush=True)
+                    log.unlink(missing_ok=True)
+                    with contextlib.suppress(shmbus.BusNotFoundError):
+                        shmbus.unlink(name)
+
+
+if __name__ == "__main__":
+    main()
