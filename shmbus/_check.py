@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 
 import numpy as np
 
@@ -25,9 +24,9 @@ def check_flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def check_max_groups(value: object) -> int:
-    """Return what `take` may hand out, as C can count it."""
-    return min(check_count("max_groups", value, 1), sys.maxsize)
+def check_asked(name: str, value: object) -> int:
+    """Return how much is asked for, as C can count it and a daemon hears it."""
+    return min(check_count(name, value, 1), limits.MAX_ASKED)
 
 
 def check_label(label: object) -> str:

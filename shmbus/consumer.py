@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeVar
 
 from shmbus import _segments, errors, limits
 from shmbus._check import (
+    check_asked,
     check_choice,
     check_count,
     check_flag,
     check_label,
-    check_max_groups,
     check_rank,
     check_seconds,
 )
@@ -240,7 +240,7 @@ class Consumer:
         BusClosedError
             The consumer is closed, or was made before a fork.
         """
-        max_groups = check_max_groups(max_groups)
+        max_groups = check_asked("max_groups", max_groups)
         check_timeout(timeout)
         source = self._require_source()
         if self._world_size > 1:
@@ -302,8 +302,8 @@ class Consumer:
         """
         if (groups is None) == (tokens is None):
             raise ValueError("expected one of groups and tokens")
-        groups = _or_none(check_count, "groups", groups, 1)
-        tokens = _or_none(check_count, "tokens", tokens, 1)
+        groups = _or_none(check_asked, "groups", groups)
+        tokens = _or_none(check_asked, "tokens", tokens)
         check_timeout(max_wait)
         check_timeout(timeout)
         source = self._require_source()

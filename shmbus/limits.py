@@ -26,6 +26,7 @@ __all__ = [
     "EVACUATE_INTERVAL_S",
     "FAIL_REASON_CHARS",
     "HELLO_WAIT_S",
+    "MAX_ASKED",
     "MAX_CLIENTS",
     "MAX_GRANT_TRAJECTORIES",
     "MAX_GROUP_SIZE",
@@ -144,6 +145,9 @@ MAX_CLIENTS: int = _core.MAX_CLIENTS
 
 #: Bytes of one control message: room for the places of 2.5 times the most that is granted at once.
 MAX_MESSAGE_BYTES = 2 << 20
+
+#: Groups or tokens that are asked for at once, and steps: what a machine word holds, and the next.
+MAX_ASKED = 2**62
 
 #: Trajectories granted in one answer, a single larger group apart; 24 bytes of places for each.
 MAX_GRANT_TRAJECTORIES = 32_768

@@ -28,6 +28,8 @@ VERSION = 1
 _HEAD = struct.Struct("<I")
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Asked: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_ASKED)]
+Step: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=limits.MAX_ASKED)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1000)]
 
@@ -55,7 +57,7 @@ class Hello(_Message):
     world_size: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_CLIENTS)] = 1
     policy: dict[str, Any] = {}
     client: Annotated[int, msgspec.Meta(ge=-1, lt=limits.MAX_CLIENTS)] = -1
-    next_step: Count = 0
+    next_step: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_ASKED)] = 0
     observer: bool = False
 
 
@@ -65,7 +67,7 @@ class Held(_Message):
     token: Count
     identities: bytes
     reason: Annotated[int, msgspec.Meta(ge=-1, lt=_core.REASONS)] = -1
-    step: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    step: Step = -1
 
 
 class Claim(_Message):
@@ -82,7 +84,7 @@ class Take(_Message):
     """
 
     id: Count
-    max_groups: Annotated[int, msgspec.Meta(ge=1)]
+    max_groups: Asked
     timeout_s: Seconds | None = None
     ahead: bool = False
 
@@ -96,8 +98,8 @@ class TakeStep(_Message):
     """
 
     id: Count
-    groups: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    groups: Asked | None = None
+    tokens: Asked | None = None
     max_wait_s: Seconds | None = None
     field: Text = "tokens"
     timeout_s: Seconds | None = None

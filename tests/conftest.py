@@ -42,6 +42,8 @@ RUN_PREFIX = f"test-{os.getpid()}-"
 
 # Long enough for a loaded machine to start an interpreter that imports torch.
 DEFAULT_DEADLINE_S = 30.0
+# A build that a sanitizer slows down is waited for as many times as long.
+PATIENCE = float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 # Short beside any deadline, long enough that waiting leaves the processor to what is awaited.
 POLL_INTERVAL_S = 0.005
 
@@ -56,7 +58,7 @@ def wait_until(
     Raises `TimeoutError` that names `what` was awaited (by default the predicate) and the last
     result.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout * PATIENCE
     while True:
         value = predicate()
         if value:
@@ -65,6 +67,14 @@ def wait_until(
             awaited = what or getattr(predicate, "__qualname__", repr(predicate))
             raise TimeoutError(f"waited {timeout:g} s for: {awaited}; last result: {value!r}")
         time.sleep(POLL_INTERVAL_S)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have the tests' own deadlines wait as long as everything else."""
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        if marker is not None and PATIENCE != 1:
+            item.add_marker(pytest.mark.timeout(marker.args[0] * PATIENCE), append=False)
 
 
 # --- buses
@@ -193,7 +203,7 @@ class Child:
     def wait(self, timeout: float = DEFAULT_DEADLINE_S) -> int:
         """Wait for its end, and return its exit status: minus the signal that killed it, if any."""
         try:
-            return self.popen.wait(timeout)
+            return self.popen.wait(timeout * PATIENCE)
         except subprocess.TimeoutExpired:
             raise TimeoutError(
                 f"waited {timeout:g} s for the end of a child that printed:\n{self.output()}"

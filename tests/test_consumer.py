@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import threading
 import time
 from collections import Counter
@@ -236,6 +237,16 @@ with shmbus.Consumer(sys.argv[1]) as consumer:
         for group in consumer.take(64, 0.01):
             group.ack()
 """
+
+
+@pytest.mark.parametrize("many", [sys.maxsize, sys.maxsize + 1, 2**200])
+def test_as_many_groups_as_one_likes_may_be_asked_for(
+    bus: Bus, producer: Producer, many: int
+) -> None:
+    with Consumer(bus.name) as consumer:
+        put_group(producer, "a")
+        put_group(producer, "b")
+        assert len(consumer.take(many, timeout=0)) == 2
 
 
 def test_a_second_consumer_is_told_who_holds_the_bus(bus: Bus, spawn: Spawner) -> None:

@@ -416,6 +416,15 @@ def still_serves(name: str) -> bool:
         return [g.instance_id for g in groups] == [key]
 
 
+def test_more_groups_than_fit_a_word_may_be_asked_for(daemon: Served, bus_name: str) -> None:
+    daemon("--capacity", "8MiB")
+    for _ in range(2):
+        put(bus_name, "a", size=1)
+        with Consumer(bus_name) as consumer:
+            consumer.ack(consumer.take(2**64, timeout=10))
+    assert still_serves(bus_name)
+
+
 def test_bad_clients_are_answered_or_closed_and_nobody_else_notices(
     daemon: Served, bus_name: str
 ) -> None:
@@ -424,6 +433,7 @@ def test_bad_clients_are_answered_or_closed_and_nobody_else_notices(
     cases = {
         "control message": b"\x03\x00\x00\x00\xff\xff\xff",
         "expected Hello": take,
+        "max_groups": hello(bus_name) + messages.frame(messages.Take(id=1, max_groups=2**63)),
         "announced": struct.pack("<I", 2**31),
         "version": messages.frame(messages.Hello(version=99, bus=bus_name)),
         "another bus": messages.frame(messages.Hello(version=1, bus="other")),

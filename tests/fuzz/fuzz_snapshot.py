@@ -108,7 +108,7 @@ def with_value(content: bytes, at: int, value: object) -> bytes:
     except ValueError:
         return content
     places: list[tuple[Any, Any]] = []
-    pending = [root]
+    pending = [root] if isinstance(root, (dict, list)) else []
     while pending:
         each = pending.pop()
         keys = each.keys() if isinstance(each, dict) else range(len(each))
