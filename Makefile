@@ -27,17 +27,16 @@ RING_SOURCES := $(filter-out shmbus_ext/module.c shmbus_ext/py_%.c,$(C_SOURCES))
 C_TESTS := $(patsubst tests/c/%.c,%,$(sort $(wildcard tests/c/*.c)))
 C_STRICT := -std=c11 -Wall -Wextra -Wconversion -Werror -pthread -Ishmbus_ext
 C_TEST_SECONDS := 300
-# Stepping needs ptrace, which qemu-user has not; valgrind is too slow for what runs long.
-VALGRIND_TESTS := recovery_test
-CROSS_TESTS := recovery_test ring_test record_fuzz
+# Stepping needs ptrace, which qemu-user has not, and would take hours under valgrind.
+UNSTEPPED_TESTS := $(filter-out step_kill,$(C_TESTS))
 comma := ,
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two targets that install into one environment must not do it at once.
 .NOTPARALLEL:
-.PHONY: help demo test check bench bench-calls bench-contenders bench-report explore fuzz soak leaks
-.PHONY: valgrind cross sanitize clean FORCE
+.PHONY: help demo test check bench bench-calls bench-contenders bench-report explore fuzz soak
+.PHONY: kills points leaks valgrind cross sanitize clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
@@ -86,13 +85,20 @@ SOAK ?= daemon_soak
 soak: $(VENV)/.dev ## Daemon, two ranks, eight producers under random faults for MINUTES, then an audit
 	$(BIN)/python tests/process/$(SOAK).py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$) $(RESTARTS)
 
+KILLS ?= 10000
+kills: $(VENV)/.dev ## SIGKILL of KILLS producers at random instants
+	SHMBUS_TEST_KILLS=$(KILLS) $(BIN)/pytest tests/process/test_death.py -k killed_writers $(ARGS)
+
+points: $(VENV)/.dev ## A death and a stop at every named point of every process, first and later passes
+	SHMBUS_TEST_POINTS=all $(BIN)/pytest tests/process/test_failpoints.py $(ARGS)
+
 leaks: $(VENV)/.dev ## Count what 10,000 cycles of everything leave behind
 	$(BIN)/python tests/process/leaks.py leaks-$$$$ 10000
 
-valgrind: $(addprefix build/c/valgrind/,$(VALGRIND_TESTS)) ## Run C tests under valgrind
+valgrind: $(addprefix build/c/valgrind/,$(UNSTEPPED_TESTS)) ## Run C tests under valgrind
 	@for test in $^; do valgrind -q --error-exitcode=1 --leak-check=full $$test || exit 1; done
 
-cross: $(addprefix build/c/aarch64/,$(CROSS_TESTS)) ## Build for aarch64 and run C tests under qemu-user
+cross: $(addprefix build/c/aarch64/,$(UNSTEPPED_TESTS)) ## Build for aarch64 and run C tests under qemu-user
 	@for test in $^; do qemu-aarch64 $$test || exit 1; done
 
 sanitize: $(VENV)/.dev sanitize-c sanitize-python ## C and Python tests under ASan, UBSan and TSan
@@ -188,7 +194,8 @@ FUZZ_TARGETS := header record segment wanted
 FUZZ_PYTHON := decoders control snapshot
 FUZZERS := $(patsubst %,build/fuzz/fuzz_%,$(FUZZ_TARGETS))
 MINUTES ?= 4
-FUZZ_OPTIONS = -max_total_time=$$(( $(MINUTES) * 10 )) -rss_limit_mb=2048 -print_final_stats=1 \
+FUZZ_SECONDS ?= $$(( $(MINUTES) * 60 / $(words $(FUZZ_TARGETS) $(FUZZ_PYTHON)) ))
+FUZZ_OPTIONS = -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=2048 -print_final_stats=1 \
     -artifact_prefix=build/fuzz/found/
 build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(RING_SOURCES) $(C_HEADERS) Makefile
 	@mkdir -p $(@D)
@@ -245,7 +252,7 @@ sanitize-python: $(VENV)/.dev
 	cd $(SANITIZED) && status=0; \
 	    LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so.6)" \
 	    ASAN_OPTIONS=detect_leaks=0:log_path=$(SANITIZER_REPORTS) \
-	    UBSAN_OPTIONS=print_stacktrace=1 \
+	    UBSAN_OPTIONS=print_stacktrace=1 SHMBUS_TEST_PATIENCE=4 \
 	    PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED) \
 	    $(BIN)/pytest $(DISTRIBUTED) -p no:cacheprovider --capture=sys -o timeout=600 \
 	        -o faulthandler_timeout=1200 $(ARGS) || status=1; \

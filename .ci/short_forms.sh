@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Short forms of the long runs of which the test suite and `make check` have none: sanitizers,
+# valgrind, another processor, fuzzing that looks for new cases. Run by `.ci/run`. What needs a tool
+# that is not here is skipped, by name and with what to install; nothing else is.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# What reads and writes segments from Python; the whole suite is `make sanitize`.
+SANITIZED_TESTS='tests/test_bus.py tests/test_consumer.py tests/test_rows.py tests/test_borrower.py
+    tests/test_group.py tests/test_asking.py'
+
+has() { # COMMANDS...
+    for command in "$@"; do
+        command -v "$command" > /dev/null || return 1
+    done
+}
+sanitizes() { # KIND: whether this compiler can build with it
+    echo 'int main(void) { return 0; }' |
+        ${CC:-cc} "-fsanitize=$1" -x c -o /dev/null - 2> /dev/null
+}
+short() { # WHAT HINT CONDITION -- COMMAND...: runs the command where the condition holds
+    local what=$1 hint=$2
+    shift 2
+    local condition=()
+    while [ "$1" != -- ]; do
+        condition+=("$1")
+        shift
+    done
+    shift
+    if "${condition[@]}"; then
+        printf '\n--- %s (at %s s)\n' "$what" "$SECONDS"
+        "$@"
+    else
+        printf '\n--- %s: SKIPPED, %s\n' "$what" "$hint"
+    fi
+}
+
+short 'C tests under ASan and UBSan' 'the compiler lacks it (apt install gcc)' \
+    sanitizes address,undefined -- make run-c-asan
+short 'C tests under TSan' 'the compiler lacks it (apt install gcc)' \
+    sanitizes thread -- make run-c-tsan
+short 'Python tests under ASan and UBSan' 'the compiler lacks it (apt install gcc)' \
+    sanitizes address,undefined -- make sanitize-python "ARGS=$(echo $SANITIZED_TESTS)"
+short 'C tests under valgrind' 'there is no valgrind (apt install valgrind)' \
+    has valgrind -- make valgrind
+short 'C tests for aarch64' \
+    'there is no cross-compiler or qemu (apt install gcc-aarch64-linux-gnu qemu-user)' \
+    has aarch64-linux-gnu-gcc qemu-aarch64 -- make cross
+short 'fuzzing' 'there is no clang (apt install clang)' has clang -- make fuzz FUZZ_SECONDS=4
