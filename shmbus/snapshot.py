@@ -48,9 +48,9 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 class SlotCounts(msgspec.Struct, frozen=True):
     """What a producer slot had counted: its last owner, and commits and aborts of all of them."""
 
-    slot: _Count
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_PRODUCERS)]
     producer_id: _Count
-    pid: _Count
+    pid: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
     label: str
     committed: _Count
     aborted: _Count
@@ -295,6 +295,9 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise damaged(path, f"expected counts of {', '.join(REASONS)}")
     if sum(part.records for part in manifest.parts) != manifest.records:
         raise damaged(path, f"its parts do not hold {manifest.records} records")
+    slots = {slot.slot for slot in manifest.slots}
+    if len(slots) != len(manifest.slots) or max(slots, default=0) >= manifest.max_producers:
+        raise damaged(path, f"expected {manifest.max_producers} slots at the most, each once")
     committed = sum(slot.committed for slot in manifest.slots)
     accounted = sum(manifest.released.values()) + manifest.records + manifest.unreadable
     if committed != accounted:
@@ -418,15 +421,18 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str
                 f"bus {name!r}: {manifest.records} records of {directory} do not fit into "
                 f"{_segments.show_size(segment.capacity)}; restore with a larger capacity"
             )
-    restorer.finish(
-        tuple(manifest.released.get(reason, 0) for reason in REASONS),
-        [
-            (slot.slot, slot.producer_id, slot.pid, slot.label, slot.committed, slot.aborted)
-            for slot in manifest.slots
-        ],
-        manifest.next_producer_id,
-        manifest.policy_version,
-    )
+    try:
+        restorer.finish(
+            tuple(manifest.released.get(reason, 0) for reason in REASONS),
+            [
+                (slot.slot, slot.producer_id, slot.pid, slot.label, slot.committed, slot.aborted)
+                for slot in manifest.slots
+            ],
+            manifest.next_producer_id,
+            manifest.policy_version,
+        )
+    except ValueError as error:
+        raise damaged(directory / MANIFEST, f"its counts: {error}") from error
 
 
 def _put(restorer: _core.Restorer, record: Record) -> bool:

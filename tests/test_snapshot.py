@@ -264,6 +264,16 @@ def edit_part(directory: Path, **changes: Any) -> None:
     edit(directory, parts=[{**part, **changes}])
 
 
+def edit_slots(directory: Path, *edits: dict[str, Any]) -> None:
+    """The first slot so often, each time with other changes."""
+    slot = json.loads((directory / "manifest.json").read_text())["slots"][0]
+    nothing = {"committed": 0, "aborted": 0}
+    edit(
+        directory,
+        slots=[{**slot, **({} if at == 0 else nothing), **e} for at, e in enumerate(edits)],
+    )
+
+
 DAMAGES = {
     "a flipped bit": lambda d: flip(next(d.glob("part*"))),
     "a short part": lambda d: os.truncate(next(d.glob("part*")), 1000),
@@ -282,6 +292,11 @@ DAMAGES = {
     "fewer records": lambda d: edit_part(d, records=3),
     "a part outside": lambda d: edit_part(d, file="../../etc/passwd"),
     "more slots than the bus": lambda d: edit(d, max_producers=0),
+    "a slot outside the bus": lambda d: edit_slots(d, {}, {"slot": 100}),
+    "a slot beyond a word": lambda d: edit_slots(d, {}, {"slot": 2**32 + 1}),
+    "a slot twice": lambda d: edit_slots(d, {}, {}),
+    "a label that is none": lambda d: edit_slots(d, {"label": "a\0b"}),
+    "a pid beyond a word": lambda d: edit_slots(d, {"pid": 2**32}),
 }
 
 
