@@ -68,17 +68,7 @@ explore: build/explore/plain/explore ## Search the ring's interleavings, deaths 
 	build/explore/plain/explore --deep $(ARGS)
 	@for seed in $(EXPLORE_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
 
-fuzz: $(VENV)/.fuzz fuzzers ## Fuzz what reads segment, messages, snapshots, MINUTES in all (needs clang)
-	@for target in $(FUZZ_TARGETS); do \
-	    mkdir -p build/fuzz/corpus/$$target build/fuzz/found; \
-	    build/fuzz/fuzz_$$target $(FUZZ_OPTIONS) build/fuzz/corpus/$$target \
-	        tests/fuzz/corpus/$$target || exit 1; \
-	done
-	@for target in $(FUZZ_PYTHON); do \
-	    mkdir -p build/fuzz/corpus/$$target; \
-	    $(BIN)/python tests/fuzz/fuzz_$$target.py $(FUZZ_OPTIONS) build/fuzz/corpus/$$target \
-	        tests/fuzz/corpus/$$target || exit 1; \
-	done
+fuzz: fuzz-c fuzz-python ## Fuzz what reads segment, messages, snapshots, MINUTES in all (needs clang)
 
 # SOAK=soak is the embedded form: no daemon, no ranks. RESTARTS=1000 kills the daemon so often.
 SOAK ?= daemon_soak
@@ -202,8 +192,19 @@ build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(RING_SOURCES) $(C_HEA
 	clang $(C_STRICT) -D_GNU_SOURCE= -O1 -g -fsanitize=fuzzer,address,undefined \
 	    -fno-sanitize-recover=undefined -o $@ $< $(RING_SOURCES)
 
-.PHONY: check-fuzz fuzzers
-fuzzers: $(FUZZERS)
+.PHONY: check-fuzz fuzz-c fuzz-python
+fuzz-c: $(FUZZERS)
+	@for target in $(FUZZ_TARGETS); do \
+	    mkdir -p build/fuzz/corpus/$$target build/fuzz/found; \
+	    build/fuzz/fuzz_$$target $(FUZZ_OPTIONS) build/fuzz/corpus/$$target \
+	        tests/fuzz/corpus/$$target || exit 1; \
+	done
+fuzz-python: $(VENV)/.fuzz
+	@for target in $(FUZZ_PYTHON); do \
+	    mkdir -p build/fuzz/corpus/$$target build/fuzz/found; \
+	    $(BIN)/python tests/fuzz/fuzz_$$target.py $(FUZZ_OPTIONS) build/fuzz/corpus/$$target \
+	        tests/fuzz/corpus/$$target || exit 1; \
+	done
 check-c: check-fuzz
 check-fuzz: $(patsubst %,build/fuzz/replay_%,$(FUZZ_TARGETS))
 	@for target in $(FUZZ_TARGETS); do \

@@ -46,4 +46,9 @@ short 'C tests under valgrind' 'there is no valgrind (apt install valgrind)' \
 short 'C tests for aarch64' \
     'there is no cross-compiler or qemu (apt install gcc-aarch64-linux-gnu qemu-user)' \
     has aarch64-linux-gnu-gcc qemu-aarch64 -- make cross
-short 'fuzzing' 'there is no clang (apt install clang)' has clang -- make fuzz FUZZ_SECONDS=4
+short 'fuzzing in C' 'there is no clang (apt install clang)' has clang -- make fuzz-c FUZZ_SECONDS=4
+# By plain mutations: atheris takes longer to begin than this takes.
+for target in decoders control snapshot; do
+    short "fuzzing of $target" '' true -- .venv/bin/python "tests/fuzz/fuzz_$target.py" \
+        --random 4 "$RANDOM" "tests/fuzz/corpus/$target/"*
+done
