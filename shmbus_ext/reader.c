@@ -108,12 +108,8 @@ static void settle(struct reader *self) {
         return;
     }
     self->unsettled = false;
-    uint64_t promised = 0;
-    for (uint32_t i = 0; i < self->segment->max_producers; i++) {
-        promised += self->lanes[i].seen_committed;
-    }
-    if (promised > self->released_before + self->met) {
-        uint64_t lost = promised - self->released_before - self->met;
+    if (self->promised > self->released_before + self->met) {
+        uint64_t lost = self->promised - self->released_before - self->met;
         self->met += lost;
         self->corrupt += lost;
         atomic_fetch_add_explicit(&self->segment->header->released[SHMBUS_DROP_CORRUPT], lost,
@@ -271,10 +267,14 @@ static int next_ended(struct reader *self, struct lane *lane, struct record_ref 
 }
 
 static void end_visit(struct reader *self, struct lane *lane) {
-    self->unsettled = true;
+    if (slot_of(self, lane) < self->segment->max_producers) {
+        self->promised += lane->visit_committed - lane->seen_committed;
+        self->unsettled = true;
+    }
     lane->visiting = false;
     lane->seen_committed = lane->visit_committed;
     lane->seen_aborted = lane->visit_aborted;
+    lane->seen_order = lane->visit_order;
 }
 
 /* An owner that finds the bus full seals its run and commits nothing: no counter tells. */
@@ -298,6 +298,7 @@ static int lane_next(struct reader *self, struct lane *lane, struct record_ref *
         lane->dirty = false;
         lane->visit_committed = committed;
         lane->visit_aborted = aborted;
+        lane->visit_order = atomic_load_explicit(&slot->next_order, memory_order_acquire);
         lane->pending_at = 0;
     }
     int ended = next_ended(self, lane, ref);
@@ -319,6 +320,20 @@ static int lane_next(struct reader *self, struct lane *lane, struct record_ref *
     }
 }
 
+/* SYNC: lane-advanced. Whether its owners have ended records since the last visit. */
+static bool advanced(const struct lane *lane, const struct producer_slot *slot) {
+    return atomic_load_explicit(&slot->committed, memory_order_acquire) != lane->seen_committed ||
+           atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen_aborted;
+}
+
+/* A free slot may have been freed by an heir that died then, before this reader knew its owner. */
+static bool worth_a_look(const struct lane *lane, const struct producer_slot *slot) {
+    return atomic_load_explicit(&slot->state, memory_order_acquire) != SHMBUS_SLOT_FREE ||
+           lane->extent != NO_EXTENT || lane->dirty || lane->pending_count > 0 ||
+           lane->backlog_at < lane->backlog_count || advanced(lane, slot) ||
+           atomic_load_explicit(&slot->next_order, memory_order_acquire) != lane->seen_order;
+}
+
 /* Which lanes are worth a look changes only when a producer comes or goes, and when lanes without a
  * producer have been read to their ends. */
 static void refresh_active(struct reader *self) {
@@ -332,9 +347,7 @@ static void refresh_active(struct reader *self) {
     self->active_outdated = false;
     for (uint32_t i = 0; i < self->segment->max_producers; i++) {
         struct lane *lane = &self->lanes[i];
-        uint32_t state = atomic_load_explicit(&self->segment->slots[i].state, memory_order_acquire);
-        if (state != SHMBUS_SLOT_FREE || lane->extent != NO_EXTENT || lane->dirty ||
-            lane->pending_count > 0 || lane->backlog_at < lane->backlog_count) {
+        if (worth_a_look(lane, &self->segment->slots[i])) {
             lane->dirty = true;
             self->active[self->active_count++] = i;
         }
@@ -387,10 +400,7 @@ bool reader_has_events(struct reader *self) {
     for (uint32_t i = 0; i < self->active_count; i++) {
         const struct lane *lane = &self->lanes[self->active[i]];
         const struct producer_slot *slot = &self->segment->slots[self->active[i]];
-        if (lane->dirty || lane->visiting ||
-            atomic_load_explicit(&slot->committed, memory_order_acquire) != lane->seen_committed ||
-            atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen_aborted ||
-            sealed_since(self, lane)) {
+        if (lane->dirty || lane->visiting || advanced(lane, slot) || sealed_since(self, lane)) {
             return true;
         }
     }

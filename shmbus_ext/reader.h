@@ -57,8 +57,9 @@ struct lane {
     bool any_order;
     uint64_t cursor;
     uint64_t last_order;
-    uint64_t seen_committed, seen_aborted;
-    uint64_t visit_committed, visit_aborted;
+    /* The slot's counters at the last visit that came to the end, and at the present one. */
+    uint64_t seen_committed, seen_aborted, seen_order;
+    uint64_t visit_committed, visit_aborted, visit_order;
     uint32_t *backlog; /* runs found at attach, in order */
     uint32_t backlog_count, backlog_at;
     struct pending *pending;
@@ -91,6 +92,7 @@ struct reader {
     /* Proof that nothing is lost: what was released before this reader came, and the commits that
      * it has met since. When all is read, they are what the lanes' counters promise. */
     uint64_t released_before, met;
+    uint64_t promised;     /* the sum of seen_committed over the producers' lanes */
     uint64_t delivered;    /* records handed out */
     uint64_t corrupt;      /* records and losses quarantined by this reader */
     uint64_t moves;        /* records written again */

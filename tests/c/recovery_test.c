@@ -285,8 +285,41 @@ static void a_sample_without_the_size_of_its_group_is_corrupt(void) {
     end_bus(&bus);
 }
 
+/* An owner attaches, commits a record or only reserves one, and dies; its heir dies when it has freed
+ * the slot, and before it has said that it is there. The reader looked neither before nor between. */
+static void what_a_dead_heir_freed_is_read(bool committed) {
+    struct bus bus;
+    struct writer writer;
+    struct reader reader;
+    struct record_ref ref;
+    struct reservation at;
+    make_bus(&bus, 8, 2);
+    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_next(&reader, &ref) == 0 && reader_next(&reader, &ref) == 0);
+    CHECK(writer_attach(&writer, &bus.other, "owner") == WRITER_OK);
+    if (committed) {
+        put(&writer, 10);
+    } else {
+        claim(&writer, 10, &at);
+        writer_reserve(&writer, &at);
+    }
+    die(&bus.other);
+    writer_take_over(&bus.other, writer.slot_index);
+    CHECK(reader_has_events(&reader));
+    if (committed) {
+        CHECK(reader_next(&reader, &ref) == 1);
+        end(&reader, &ref);
+    }
+    CHECK(reader_next(&reader, &ref) == 0 && reader_next(&reader, &ref) == 0);
+    CHECK(reader.runs_freed == 1);
+    reader_detach(&reader);
+    end_bus(&bus);
+}
+
 int main(void) {
     a_sample_without_the_size_of_its_group_is_corrupt();
+    what_a_dead_heir_freed_is_read(true);
+    what_a_dead_heir_freed_is_read(false);
     a_full_bus_keeps_a_place_for_what_is_moved();
     a_claim_that_lasts_too_long_keeps_nobody_out();
     stragglers_on_both_sides_of_a_gap_are_found_again();
