@@ -12,20 +12,23 @@ Invariants
 
 from __future__ import annotations
 
-import threading
-import time
+import functools
+import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from shmbus import _segments, errors, limits
 from shmbus._asking import Asking
 from shmbus.ledger import REASONS, Ledger
+from shmbus.stall import Watch
 from shmbus.stash import Discard, Stash, StashPolicy
 from shmbus_ext import _core
 
 __all__ = ["Collector"]
 
 Trajectory = _core.Trajectory
+#: What came, and is in no group: refused samples, and groups to be judged.
+Left: TypeAlias = "list[_core.Row[Trajectory] | tuple[int, Trajectory]]"
 
 
 class Collector:
@@ -55,9 +58,10 @@ class Collector:
         duplicate: Literal["drop", "error"] = "drop",
         label: str | None = None,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = _core.Guard()
         self.stash: Stash[Trajectory] = Stash(policy)
         self._expires = policy.group_timeout_s is not None
+        self._bounded = policy.max_stash_bytes is not None
         self._duplicate = duplicate
         self._errors: list[errors.ProtocolError] = []
         self._next_sweep_s = 0.0
@@ -82,63 +86,53 @@ class Collector:
 
     # -- from the ring to a lease ---------------------------------------------------------------
 
-    def take(self, max_groups: int, timeout: float | None) -> list[_core.Row[Trajectory]]:
-        """Lease complete groups, in the order of completion, as soon as there is one.
+    def intake(self, kind: type[_core.GroupBase], watch: Watch) -> _core.Intake:
+        """Return what leases complete groups as they come, in C but for what `attend` does.
 
         Parameters
         ----------
-        max_groups : int
-            1 or more.
-        timeout : float, optional
-            Seconds to wait for the first: None waits for ever, 0 does not wait.
+        kind : type
+            What a group under lease is.
+        watch : Watch
+            Looks at the bus while somebody waits.
+        """
+        policy = self.stash.policy
+        timeout_s = math.inf if policy.on_timeout == "wait" else policy.group_timeout_s
+        # Nothing that it keeps refers to it, so the last reference to its Consumer ends all.
+        look = functools.partial(watch.look, self.segment, "a complete group")
+        return _core.Intake(
+            self.reader,
+            self.stash.rows,
+            self.lock,
+            kind,
+            attend=self.attend,
+            lease=None if policy.max_policy_lag is None else self.lease,
+            watch=None if watch.slice_s is None else look,
+            portion=limits.POLL_RECORDS,
+            portions=limits.TAKE_POLLS,
+            watch_s=watch.slice_s or math.inf,
+            group_timeout_s=math.inf if timeout_s is None else timeout_s,
+        )
 
-        Returns
-        -------
-        list[Row]
-            Maybe empty.
+    def attend(self, intake: _core.Intake, left: Left, wanted: int, now: float) -> None:
+        """Do what is due, decide on what the intake has left, and say when to be called next.
 
         Raises
         ------
         ProtocolError
             A duplicate came, under ``duplicate="error"``; once for each, with nothing lost.
-        BusClosedError
-            Closed meanwhile.
         """
-        now = time.monotonic()
-        deadline = None if timeout is None else now + timeout
-        while True:
-            with self.lock:
-                self.keep_house(now)
-                more = self.pump(max_groups, now)
-                leased = self.lease(max_groups)
-                if leased:
-                    return leased
-                if more:
-                    continue
-                left = None if deadline is None else deadline - now
-                if left is not None and left <= 0:
-                    return []
-                wait_s = self.wait_s(now, left)
-            leased = self._sleep(max_groups, wait_s)
-            if leased:
-                return leased
-            now = time.monotonic()
-
-    def _sleep(self, max_groups: int, wait_s: float) -> list[_core.Row[Trajectory]]:
-        """Sleep until records come, and lease: nothing between the two that can wait."""
-        left: list[_core.Row[Trajectory] | tuple[int, Trajectory]] = []
-        rows = self.stash.rows
-        if self.reader.wait_into(self.lock, rows, limits.POLL_RECORDS, wait_s, left) < 0:
-            return []
-        try:
-            if left:
-                now = time.monotonic()
-                self.stash.sort_out(left, now)
-                if self.stash.failures.stirred:
-                    self._attend(now, drained=False)
-            return self.lease(max_groups)
-        finally:
-            self.lock.release()
+        self.keep_house(now)
+        stash = self.stash
+        stash.sort_out(left, now)
+        self.pump(wanted, now)
+        if stash.discards or self._errors:
+            self.settle()
+        failures = stash.failures
+        intake.thorough = bool(failures.groups or failures.stirred or self._errors or self._bounded)
+        intake.due_s = min(self._next_sweep_s, self._next_evacuation_s)
+        due_s = stash.next_deadline_s()
+        intake.wake_s = self._next_sweep_s if due_s is None else min(self._next_sweep_s, due_s)
 
     def pump(self, wanted: int, now: float) -> bool:
         """Move what the ring has into the stash; True if there may be more at once."""
@@ -153,7 +147,7 @@ class Collector:
         """Move one portion of the ring into the stash; True if there may be more."""
         stash = self.stash
         if self.divert is None:
-            left: list[_core.Row[Trajectory] | tuple[int, Trajectory]] = []
+            left: Left = []
             count = self.reader.poll_into(stash.rows, limits.POLL_RECORDS, now, left)
             stash.sort_out(left, now)
         else:

@@ -38,7 +38,7 @@ __all__ = ["Consumer"]
 _T = TypeVar("_T")
 
 
-class Consumer:
+class Consumer(_core.ConsumerBase[Group]):
     """Collects complete groups from a bus: of a daemon where one serves it, else by itself.
 
     Without a daemon there is one a bus, and a second one gets BusBusyError. With one (`shmbus serve
@@ -169,7 +169,10 @@ class Consumer:
             with self._lock:
                 source = self._source
                 if source is None:
-                    source = self._source = self._attach()
+                    source = self._attach()
+                    if isinstance(source, Collector):
+                        self._intake = source.intake(Group, self._watch)
+                    self._source = source
         source.require()
         return source
 
@@ -216,33 +219,14 @@ class Consumer:
 
     # -- taking ---------------------------------------------------------------------------------
 
-    def take(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
-        """Take complete groups, in the order of completion, as soon as there is one.
-
-        Parameters
-        ----------
-        max_groups : int
-            How many at the most.
-        timeout : float, optional
-            Seconds to wait for the first: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        list[Group]
-            Maybe empty. Each is leased to the caller until it is acknowledged or given back.
-
-        Raises
-        ------
-        ProtocolError
-            A duplicate came, under ``duplicate="error"``; once for each, with nothing lost.
-        StallError
-            Nothing has moved for too long, under ``on_stall="raise"``.
-        BusClosedError
-            The consumer is closed, or was made before a fork.
-        """
+    def _take(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
+        """Do `take` where its base leaves it to this: a daemon's consumer, numbers of all kinds."""
         max_groups = check_asked("max_groups", max_groups)
         check_timeout(timeout)
         source = self._require_source()
+        if not isinstance(source, DaemonClient):
+            # The first call, or numbers of other kinds than int and float.
+            return self.take(max_groups, None if timeout is None else float(timeout))
         if self._world_size > 1:
             return self.take_step(groups=max_groups, max_wait=0.0, timeout=timeout)
         watch = self._watch

@@ -43,9 +43,6 @@ class Source(Protocol):
     def require(self) -> None:
         """Raise BusClosedError where it cannot be used in this process."""
 
-    def take(self, max_groups: int, timeout: float | None) -> list[Any]:
-        """Lease complete groups; wait for the first, at most `timeout` seconds."""
-
     def is_leased(self, lease: Any) -> bool:
         """Whether it gave this lease, and it has not ended."""
 

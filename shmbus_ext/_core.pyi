@@ -1,7 +1,6 @@
 """Types of the C core. Only ``shmbus`` calls it; what users see is documented there."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Generic, TypedDict, TypeVar, overload
 
@@ -222,15 +221,6 @@ class Reader:
         left: list[Row[Trajectory] | tuple[int, Trajectory]],
         /,
     ) -> int: ...
-    def wait_into(
-        self,
-        lock: AbstractContextManager[Any],
-        rows: Rows[Trajectory],
-        limit: int,
-        timeout_s: float,
-        left: list[Row[Trajectory] | tuple[int, Trajectory]],
-        /,
-    ) -> int: ...
     def wait(self, timeout_s: float | None, /) -> bool: ...
     def wake(self) -> None: ...
     def release(self, trajectories: list[Trajectory], reason: int, /) -> None: ...
@@ -301,6 +291,44 @@ class GroupBase:
     def __getitem__(self, position: int, /) -> Trajectory: ...
     @overload
     def __getitem__(self, position: slice, /) -> list[Trajectory]: ...
+
+_G = TypeVar("_G", bound=GroupBase)
+
+class Guard:
+    """A recursive lock."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+
+class Intake:
+    """Complete groups from the ring to a lease, in one call where nothing is unusual."""
+
+    due_s: float
+    wake_s: float
+    thorough: bool
+    def __init__(
+        self,
+        reader: Reader,
+        rows: Rows[Trajectory],
+        guard: Guard,
+        kind: type[GroupBase],
+        *,
+        attend: Callable[
+            [Intake, list[Row[Trajectory] | tuple[int, Trajectory]], int, float], None
+        ],
+        lease: Callable[[int], list[Row[Trajectory]]] | None,
+        watch: Callable[[float], object] | None,
+        portion: int,
+        portions: int,
+        watch_s: float,
+        group_timeout_s: float,
+    ) -> None: ...
+
+class ConsumerBase(Generic[_G]):
+    """``take``; what it does not know it leaves to ``_take`` of the subclass."""
+
+    _intake: Intake | None
+    def take(self, max_groups: int = ..., timeout: float | None = ...) -> list[_G]: ...
 
 class Borrower:
     segment: Segment

@@ -110,6 +110,8 @@ static bool add_types(PyObject *module) {
                  {"Trajectory", &TrajectoryType},
                  {"Rows", &RowsType},       {"Row", &RowType},
                  {"GroupBase", &GroupBaseType},
+                 {"Guard", &GuardType},     {"Intake", &IntakeType},
+                 {"ConsumerBase", &ConsumerBaseType},
                  {"Restorer", &RestorerType}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
@@ -171,7 +173,7 @@ PyMODINIT_FUNC PyInit__core(void) {
     if (module != NULL && (!segment_init_fork() || !arguments_init() || !add_types(module) ||
                            !add_constants(module) || !gather_add_functions(module) ||
                            !borrower_add_functions(module) || !rows_add_constants(module) ||
-                           !group_add_functions(module) || !reader_add_words() ||
+                           !group_add_functions(module) || !consumer_add_words() ||
                            !wanted_add_functions(module) ||
                            !locate_add_functions(module) || !inspect_add_functions(module))) {
         Py_CLEAR(module);

@@ -4,7 +4,7 @@
  *
  * Invariant: `samples` is the lease's own list, which nobody changes: what the caller does to
  * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
-#include "py_rows.h"
+#include "py_intake.h"
 
 typedef struct {
     PyObject_HEAD
@@ -46,7 +46,7 @@ static bool read_lease(GroupObject *self, PyObject *lease) {
     return !PyErr_Occurred();
 }
 
-static PyObject *group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease) {
+PyObject *group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease) {
     GroupObject *self = (GroupObject *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;

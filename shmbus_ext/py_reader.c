@@ -3,7 +3,7 @@
  * Invariant: one Reader a segment, proved by the collector's file lock. The interpreter lock
  * serialises its calls; it is let go only while the reader sleeps. */
 #define _GNU_SOURCE
-#include "py_rows.h"
+#include "py_intake.h"
 
 #include <sched.h>
 
@@ -23,19 +23,14 @@ static void let_go_of_record(HolderObject *self, const struct record_ref *ref) {
     reader_let_go(&((ReaderObject *)self)->c, ref);
 }
 
-static struct {
-    PyObject *acquire, *release;
-} word;
-
-bool reader_add_words(void) {
-    word.acquire = PyUnicode_InternFromString("acquire");
-    word.release = PyUnicode_InternFromString("release");
-    return word.acquire != NULL && word.release != NULL;
-}
-
 static const struct holder_kind reader_kind = {true, hold_record, let_go_of_record};
 
-static bool reader_usable(ReaderObject *self) {
+bool reader_is_open(const ReaderObject *self) {
+    return self->attached && self->segment->generation == fork_generation &&
+           !self->segment->handle_closed;
+}
+
+bool reader_usable(ReaderObject *self) {
     if (!self->attached) {
         PyErr_SetString(hooks.closed_error, "this Consumer is closed; make a new one");
         return false;
@@ -90,8 +85,8 @@ static int reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
-static void note_seen(ReaderObject *self) {
-    atomic_store_explicit(&self->segment->c.header->collector_seen_ns, clock_monotonic_ns(),
+void reader_note_seen(ReaderObject *self, uint64_t now_ns) {
+    atomic_store_explicit(&self->segment->c.header->collector_seen_ns, now_ns,
                           memory_order_relaxed);
 }
 
@@ -114,7 +109,7 @@ static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
         return NULL;
     }
     PyObject *found = PyList_New(0);
-    note_seen(self);
+    reader_note_seen(self, clock_monotonic_ns());
     while (found != NULL && PyList_GET_SIZE(found) < limit) {
         PyObject *t = next_trajectory(self);
         if (t == NULL) {
@@ -131,10 +126,8 @@ static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
     return found;
 }
 
-/* How many of at most `limit` came; -1 with an exception. */
-static Py_ssize_t poll_into(ReaderObject *self, RowsObject *rows, Py_ssize_t limit, double now_s,
-                            PyObject *left) {
-    note_seen(self);
+Py_ssize_t reader_poll_rows(ReaderObject *self, RowsObject *rows, Py_ssize_t limit,
+                            double now_s, PyObject *left) {
     PyObject *batch[ROWS_BATCH];
     Py_ssize_t total = 0;
     Py_ssize_t count = ROWS_BATCH;
@@ -164,7 +157,8 @@ static PyObject *reader_poll_into(ReaderObject *self, PyObject *args) {
         !reader_usable(self)) {
         return NULL;
     }
-    Py_ssize_t count = poll_into(self, (RowsObject *)rows, limit, now_s, left);
+    reader_note_seen(self, clock_monotonic_ns());
+    Py_ssize_t count = reader_poll_rows(self, (RowsObject *)rows, limit, now_s, left);
     return count < 0 ? NULL : PyLong_FromSsize_t(count);
 }
 
@@ -183,8 +177,7 @@ static int let_producers_run(ReaderObject *self) {
     return self->brisk;
 }
 
-/* Sleeps until something may have come: 1; 0 when the time is over, -1 with an exception. */
-static int wait_for_events(ReaderObject *self, double timeout_s) {
+int reader_wait_for_events(ReaderObject *self, double timeout_s) {
     struct bus_header *header = self->segment->c.header;
     reader_tidy_in_a_pause(&self->c);
     if (reader_has_events(&self->c)) {
@@ -234,44 +227,8 @@ static PyObject *reader_wait(ReaderObject *self, PyObject *argument) {
     if (!parse_timeout(argument, &timeout_s) || !reader_usable(self)) {
         return NULL;
     }
-    int came = wait_for_events(self, timeout_s);
+    int came = reader_wait_for_events(self, timeout_s);
     return came < 0 ? NULL : PyBool_FromLong(came);
-}
-
-/* wait_into(lock, rows, limit, timeout_s, left) -> int: wait and poll_into in one, so that little
- * lies between a wake-up and the record. How many were read, with the lock taken before that and
- * left to the caller; or -1 when the time is over, without it. */
-static PyObject *reader_wait_into(ReaderObject *self, PyObject *args) {
-    PyObject *lock, *rows, *left;
-    Py_ssize_t limit;
-    double timeout_s;
-    if (!PyArg_ParseTuple(args, "OO!ndO!", &lock, &RowsType, &rows, &limit, &timeout_s,
-                          &PyList_Type, &left) ||
-        !reader_usable(self)) {
-        return NULL;
-    }
-    int came = wait_for_events(self, timeout_s);
-    if (came <= 0) {
-        return came < 0 ? NULL : PyLong_FromLong(-1);
-    }
-    PyObject *taken = PyObject_CallMethodNoArgs(lock, word.acquire);
-    if (taken == NULL) {
-        return NULL;
-    }
-    Py_DECREF(taken);
-    /* Another thread may have closed it before the lock was free. */
-    Py_ssize_t count = -1;
-    if (reader_usable(self)) {
-        double now_s = (double)clock_monotonic_ns() * 1e-9;
-        count = poll_into(self, (RowsObject *)rows, limit, now_s, left);
-    }
-    if (count < 0) {
-        PyObject *error = set_aside_error();
-        Py_XDECREF(PyObject_CallMethodNoArgs(lock, word.release));
-        restore_error(error);
-        return NULL;
-    }
-    return PyLong_FromSsize_t(count);
 }
 
 /* Wakes a thread of this process that sleeps in wait(). */
@@ -416,17 +373,7 @@ static PyObject *reader_py_count_unread(ReaderObject *self, PyObject *ignored) {
     return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
 }
 
-/* note(rows): what others can read of this consumer. */
-static PyObject *reader_note(ReaderObject *self, PyObject *argument) {
-    if (!Py_IS_TYPE(argument, &RowsType)) {
-        PyErr_Format(PyExc_TypeError, "note: expected Rows, got %.100s",
-                     Py_TYPE(argument)->tp_name);
-        return NULL;
-    }
-    if (!reader_usable(self)) {
-        return NULL;
-    }
-    const RowsObject *rows = (const RowsObject *)argument;
+void reader_note_rows(ReaderObject *self, const RowsObject *rows) {
     struct bus_header *h = self->segment->c.header;
     atomic_store_explicit(&h->collector_leased_groups, (uint32_t)rows->leased.rows,
                           memory_order_relaxed);
@@ -441,6 +388,19 @@ static PyObject *reader_note(ReaderObject *self, PyObject *argument) {
     atomic_store_explicit(&h->collector_lease_ns,
                           rows->leased.first == NULL ? 0 : rows->leased.first->leased_ns,
                           memory_order_relaxed);
+}
+
+/* note(rows): what others can read of this consumer. */
+static PyObject *reader_note(ReaderObject *self, PyObject *argument) {
+    if (!Py_IS_TYPE(argument, &RowsType)) {
+        PyErr_Format(PyExc_TypeError, "note: expected Rows, got %.100s",
+                     Py_TYPE(argument)->tp_name);
+        return NULL;
+    }
+    if (!reader_usable(self)) {
+        return NULL;
+    }
+    reader_note_rows(self, (const RowsObject *)argument);
     Py_RETURN_NONE;
 }
 
@@ -491,7 +451,6 @@ static void reader_dealloc(ReaderObject *self) {
 static PyMethodDef reader_methods[] = {
     {"poll", (PyCFunction)(void (*)(void))reader_poll, METH_O, NULL},
     {"poll_into", (PyCFunction)(void (*)(void))reader_poll_into, METH_VARARGS, NULL},
-    {"wait_into", (PyCFunction)(void (*)(void))reader_wait_into, METH_VARARGS, NULL},
     {"wait", (PyCFunction)(void (*)(void))reader_wait, METH_O, NULL},
     {"wake", (PyCFunction)(void (*)(void))reader_wake, METH_NOARGS, NULL},
     {"release", (PyCFunction)(void (*)(void))reader_py_release, METH_VARARGS, NULL},

@@ -4,7 +4,7 @@
  * - A row is in at most one list, which owns a reference to it; so a lease outlives its holder's
  *   object, and a lease that nobody ended stays one.
  * - Rows are leased in the order in which they became ready; one given back is the next. */
-#include "py_rows.h"
+#include "py_intake.h"
 
 #include "doorbell.h"
 
@@ -98,12 +98,7 @@ PyObject *rows_py_push(RowsObject *self, PyObject *row) {
     Py_RETURN_NONE;
 }
 
-/* lease(limit) -> list[Row]: what has been ready longest. */
-PyObject *rows_lease(RowsObject *self, PyObject *argument) {
-    Py_ssize_t limit = PyLong_AsSsize_t(argument);
-    if (limit == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
+PyObject *rows_lease_ready(RowsObject *self, Py_ssize_t limit) {
     uint64_t ready = self->ready.rows;
     PyObject *leased = PyList_New(limit < 0 ? 0 : (uint64_t)limit < ready ? limit : (Py_ssize_t)ready);
     uint64_t now_ns = ready > 0 ? clock_monotonic_ns() : 0;
@@ -115,6 +110,15 @@ PyObject *rows_lease(RowsObject *self, PyObject *argument) {
         PyList_SET_ITEM(leased, i, Py_NewRef((PyObject *)row));
     }
     return leased;
+}
+
+/* lease(limit) -> list[Row]: what has been ready longest. */
+PyObject *rows_lease(RowsObject *self, PyObject *argument) {
+    Py_ssize_t limit = PyLong_AsSsize_t(argument);
+    if (limit == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    return rows_lease_ready(self, limit);
 }
 
 /* end_lease(row): it is in no list any more. */

@@ -273,10 +273,11 @@ PyObject *writer_reserve_slot(WriterObject *self, PyObject *args);
 void writer_abort_open(WriterObject *self);
 
 extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, BorrowerType,
-    PinType, TrajectoryType, SchemaType, RowsType, RowType, GroupBaseType;
+    PinType, TrajectoryType, SchemaType, RowsType, RowType, GroupBaseType, GuardType,
+    IntakeType, ConsumerBaseType;
 bool rows_add_constants(PyObject *module);
 bool group_add_functions(PyObject *module);
-bool reader_add_words(void);
+bool consumer_add_words(void);
 bool gather_add_functions(PyObject *module);
 bool locate_add_functions(PyObject *module);
 bool borrower_add_functions(PyObject *module);
