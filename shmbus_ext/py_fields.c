@@ -56,6 +56,14 @@ void arguments_end(struct put_arguments *self) {
 /* An int, by __index__: numpy integers are, floats are not. */
 static bool take_integer(PyObject *value, const char *name, int64_t low, int64_t high,
                          int64_t *out) {
+    /* What a caller mostly gives, by the shortest way: after a sleep each call on it is cold. */
+    if (PyLong_CheckExact(value)) {
+        int overflow;
+        *out = PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (overflow == 0 && *out >= low && *out <= high) {
+            return true;
+        }
+    }
     if (!PyIndex_Check(value)) {
         PyErr_Format(PyExc_TypeError, "%s: expected an int, got %.100s", name,
                      Py_TYPE(value)->tp_name);
@@ -119,6 +127,11 @@ bool parse_score(PyObject *value, double *score) {
 bool parse_timeout(PyObject *value, double *timeout_s) {
     if (value == Py_None) {
         *timeout_s = -1.0;
+        return true;
+    }
+    if (PyFloat_CheckExact(value) && PyFloat_AS_DOUBLE(value) >= 0.0 &&
+        !isinf(PyFloat_AS_DOUBLE(value))) {
+        *timeout_s = PyFloat_AS_DOUBLE(value);
         return true;
     }
     if (!PyNumber_Check(value) || PyComplex_Check(value)) {
