@@ -105,21 +105,22 @@ def _row(
 def _run_shmbus(pauses: list[int], capacity: str) -> tuple[_Ways, float]:
     cores = os.sched_getaffinity(0)
     with temporary_bus(capacity) as name:
-        (ways, look_ns), _ = run_together(
+        (came, look_ns), put = run_together(
             [
                 Role(_poll, (name, len(pauses), {min(cores)})),
                 Role(put_after_pauses, (name, pauses, {max(cores)})),
             ]
         )
-    return np.array(ways, np.int64), look_ns
+    stamps = np.array(came, np.int64)
+    return stamps[:, :1] - np.stack([np.array(put, np.int64), stamps[:, 1]], 1), look_ns
 
 
 def _poll(
     start: Callable[[], None], name: str, wanted: int, cores: Collection[int]
 ) -> tuple[list[tuple[int, int]], float]:
-    """Return both ways of each group, and the nanoseconds of a take that finds nothing."""
+    """Return each group's stamps, taken and published, and the cost of a take that finds none."""
     os.sched_setaffinity(0, cores)
-    ways: list[tuple[int, int]] = []
+    stamps: list[tuple[int, int]] = []
     with shmbus.Consumer(name) as consumer:
         take = consumer.take
         # A whole look first: what the bus held at the attach is behind it.
@@ -130,18 +131,16 @@ def _poll(
         look_ns = (time.monotonic_ns() - began) / LOOKS
         start()
         deadline = time.monotonic() + STALL_S
-        while len(ways) < wanted:
+        while len(stamps) < wanted:
             for _ in range(LOOKS):
                 groups = take(timeout=0.0)
                 if groups:
                     came = time.monotonic_ns()
-                    for group in groups:
-                        one = group[0]
-                        ways.append((came - int(one["stamp"][0]), came - one.committed_ns))
+                    stamps += [(came, group[0].committed_ns) for group in groups]
                     consumer.ack(groups)
                     deadline = time.monotonic() + STALL_S
-                    if len(ways) == wanted:
+                    if len(stamps) == wanted:
                         break
             if time.monotonic() > deadline:
                 raise MeasurementError(f"no group within {STALL_S:g} s: {consumer.stats()}")
-    return ways, look_ns
+    return stamps, look_ns

@@ -1,0 +1,232 @@
+"""A take on its usual way is one call into C: what leads off that way, and who waits where."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+
+import numpy as np
+import pytest
+from conftest import wait_until
+
+from shmbus import Bus, Consumer, Producer, StallReport
+from shmbus_ext._core import Guard
+
+
+class Interrupted(Exception):
+    """What a signal's handler raises here."""
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[str]:
+    with Bus.create(bus_name, capacity="2MiB"):
+        yield bus_name
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def put(producer: Producer, key: str, index: int = 0, size: int = 1) -> None:
+    producer.put(key, group_size=size, index=index, x=np.arange(4), timeout=30)
+
+
+def asleep_soon(task: int) -> None:
+    """Wait until a thread sleeps in the kernel."""
+
+    def sleeps() -> bool:
+        with open(f"/proc/self/task/{task}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] == "S"
+
+    wait_until(sleeps)
+
+
+def interrupt_the_main_thread() -> threading.Thread:
+    def run() -> None:
+        asleep_soon(os.getpid())
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_guard_is_one_threads_at_a_time_however_often() -> None:
+    guard = Guard()
+    inside = 0
+    most = 0
+
+    def work(_: int) -> None:
+        nonlocal inside, most
+        for _ in range(200):
+            with guard, guard:
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0)
+                inside -= 1
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert (inside, most) == (0, 1)
+
+
+def test_a_guard_is_left_by_its_owner_alone() -> None:
+    guard = Guard()
+    with pytest.raises(RuntimeError, match="does not hold"):
+        guard.__exit__(None, None, None)
+    with guard, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(guard.__exit__, None, None, None)
+        with pytest.raises(RuntimeError, match="does not hold"):
+            other.result()
+
+
+def test_a_signals_handler_ends_the_wait_for_a_guard(interrupts: None) -> None:
+    guard = Guard()
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with guard:
+            held.set()
+            over.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(30)
+    killer = interrupt_the_main_thread()
+    with pytest.raises(Interrupted), guard:
+        raise AssertionError("two threads have it")
+    over.set()
+    holder.join()
+    killer.join()
+    with guard:
+        pass
+
+
+def test_a_signals_handler_ends_a_take_that_waits_for_ever(bus: str, interrupts: None) -> None:
+    with Consumer(bus) as consumer, Producer(bus) as producer:
+        killer = interrupt_the_main_thread()
+        with pytest.raises(Interrupted):
+            consumer.take(1, None)
+        killer.join()
+        put(producer, "after")
+        assert [group.instance_id for group in consumer.take(1, 30)] == ["after"]
+
+
+def test_each_group_goes_to_one_of_the_threads_that_take(bus: str) -> None:
+    groups = 1500
+    seen: Counter[str] = Counter()
+    lock = threading.Lock()
+    with Consumer(bus) as consumer, Producer(bus) as producer:
+
+        def work(number: int) -> None:
+            # Some poll, and some sleep.
+            while sum(seen.values()) < groups:
+                taken = consumer.take(1 + number, 0.01 if number % 2 else 0)
+                with lock:
+                    seen.update(group.instance_id for group in taken)
+                consumer.ack(taken)
+
+        with ThreadPoolExecutor(4) as pool:
+            tasks = [pool.submit(work, number) for number in range(4)]
+            for number in range(groups):
+                put(producer, f"g{number}")
+            for task in tasks:
+                task.result(60)
+        ledger = consumer.stats()
+    assert set(seen.values()) == {1} and len(seen) == groups
+    assert ledger.balanced and ledger.acknowledged == groups
+
+
+def test_a_groups_deadline_wakes_a_sleeper_that_lay_down_before_it_began(bus: str) -> None:
+    with (
+        Consumer(bus, group_timeout=0.05, on_timeout="partial") as consumer,
+        Producer(bus) as producer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert consumer.take(timeout=0) == []
+        # Less than the time to the next look for the dead, which would wake it as well.
+        taken = pool.submit(consumer.take, 1, 0.6)
+        put(producer, "half", size=2)
+        (group,) = taken.result(30)
+        assert (len(group), group.size) == (1, 2)
+
+
+def test_what_is_due_is_done_though_records_keep_waking_the_sleeper(bus: str) -> None:
+    with (
+        Consumer(bus, group_timeout=0.05, on_timeout="partial") as consumer,
+        Producer(bus) as producer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        taken = pool.submit(consumer.take, 1, 30)
+        number = 0
+        while not taken.done():
+            put(producer, f"g{number}", size=2)
+            number += 1
+            time.sleep(0.0005)
+        assert taken.result()[0].instance_id == "g0"
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_consumer_that_its_own_watchdog_leads_back_to_is_collected(bus: str, rounds: int) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.consumer = Consumer(bus, on_stall=self.told, stall_timeout=0.01)
+
+        def told(self, report: StallReport) -> None:
+            """Hear of it."""
+
+    trainer = Trainer()
+    for _ in range(rounds):
+        trainer.consumer.take(timeout=0.02)
+    gone = weakref.ref(trainer.consumer)
+    del trainer
+    gc.collect()
+    assert gone() is None
+    Consumer(bus).close()
+
+
+class Count(int):
+    """An int of another kind."""
+
+
+def test_numbers_of_all_kinds_are_taken(bus: str) -> None:
+    with Consumer(bus) as consumer, Producer(bus) as producer:
+        for groups, timeout in [(1, 30), (Count(1), 30.0), (2**70, np.float32(30)), (1, np.inf)]:
+            put(producer, "a")
+            taken = consumer.take(groups, timeout)
+            assert len(taken) == 1
+            consumer.ack(taken)
+        put(producer, "a")
+        assert len(consumer.take(timeout=None, max_groups=1)) == 1
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_what_is_no_number_is_refused_by_name(bus: str, attached: bool) -> None:
+    with Consumer(bus) as consumer:
+        if attached:
+            consumer.take(timeout=0)
+        for arguments, kind, said in [
+            ({"max_groups": True}, TypeError, "max_groups"),
+            ({"max_groups": 1.0}, TypeError, "max_groups"),
+            ({"max_groups": 0}, ValueError, "max_groups"),
+            ({"timeout": -1}, ValueError, "timeout"),
+            ({"timeout": float("nan")}, ValueError, "timeout"),
+            ({"timeout": "1"}, TypeError, "timeout"),
+            ({"groups": 1}, TypeError, "groups"),
+        ]:
+            with pytest.raises(kind, match=said):
+                consumer.take(**arguments)  # type: ignore[arg-type]
