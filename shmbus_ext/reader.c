@@ -284,22 +284,33 @@ static bool sealed_since(const struct reader *self, const struct lane *lane) {
                                 memory_order_acquire) != 0;
 }
 
+/* SYNC: lane-advanced. Whether its owners have ended records since the last visit. */
+static bool advanced(const struct lane *lane, const struct producer_slot *slot) {
+    return atomic_load_explicit(&slot->committed, memory_order_acquire) != lane->seen_committed ||
+           atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen_aborted;
+}
+
+/* Whether a visit could bring anything; a few loads where it could not. */
+static bool is_quiet(const struct reader *self, const struct lane *lane) {
+    return !lane->visiting && !lane->dirty &&
+           !advanced(lane, &self->segment->slots[slot_of(self, lane)]) &&
+           !sealed_since(self, lane);
+}
+
+static void begin_visit(const struct reader *self, struct lane *lane) {
+    const struct producer_slot *slot = &self->segment->slots[slot_of(self, lane)];
+    lane->visiting = true;
+    lane->dirty = false;
+    /* SYNC: lane-advanced. */
+    lane->visit_committed = atomic_load_explicit(&slot->committed, memory_order_acquire);
+    lane->visit_aborted = atomic_load_explicit(&slot->aborted, memory_order_acquire);
+    lane->visit_order = atomic_load_explicit(&slot->next_order, memory_order_acquire);
+    lane->pending_at = 0;
+}
+
 static int lane_next(struct reader *self, struct lane *lane, struct record_ref *ref) {
-    struct producer_slot *slot = &self->segment->slots[slot_of(self, lane)];
     if (!lane->visiting) {
-        /* SYNC: lane-advanced. */
-        uint64_t committed = atomic_load_explicit(&slot->committed, memory_order_acquire);
-        uint64_t aborted = atomic_load_explicit(&slot->aborted, memory_order_acquire);
-        if (!lane->dirty && committed == lane->seen_committed && aborted == lane->seen_aborted &&
-            !sealed_since(self, lane)) {
-            return 0;
-        }
-        lane->visiting = true;
-        lane->dirty = false;
-        lane->visit_committed = committed;
-        lane->visit_aborted = aborted;
-        lane->visit_order = atomic_load_explicit(&slot->next_order, memory_order_acquire);
-        lane->pending_at = 0;
+        begin_visit(self, lane);
     }
     int ended = next_ended(self, lane, ref);
     if (ended != 0) {
@@ -318,12 +329,6 @@ static int lane_next(struct reader *self, struct lane *lane, struct record_ref *
             break;
         }
     }
-}
-
-/* SYNC: lane-advanced. Whether its owners have ended records since the last visit. */
-static bool advanced(const struct lane *lane, const struct producer_slot *slot) {
-    return atomic_load_explicit(&slot->committed, memory_order_acquire) != lane->seen_committed ||
-           atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen_aborted;
 }
 
 /* A free slot may have been freed by an heir that died then, before this reader knew its owner. */
@@ -371,7 +376,8 @@ int reader_next(struct reader *self, struct record_ref *ref) {
     refresh_active(self);
     for (uint32_t idle = 0; idle < self->active_count;) {
         if (self->quota_left > 0) {
-            int found = lane_next(self, &self->lanes[self->active[self->turn]], ref);
+            struct lane *lane = &self->lanes[self->active[self->turn]];
+            int found = is_quiet(self, lane) ? 0 : lane_next(self, lane, ref);
             if (found != 0) {
                 self->quota_left--;
                 return found;
@@ -398,9 +404,7 @@ bool reader_has_events(struct reader *self) {
         return true;
     }
     for (uint32_t i = 0; i < self->active_count; i++) {
-        const struct lane *lane = &self->lanes[self->active[i]];
-        const struct producer_slot *slot = &self->segment->slots[self->active[i]];
-        if (lane->dirty || lane->visiting || advanced(lane, slot) || sealed_since(self, lane)) {
+        if (!is_quiet(self, &self->lanes[self->active[i]])) {
             return true;
         }
     }
