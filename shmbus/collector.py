@@ -122,9 +122,9 @@ class Collector:
         ProtocolError
             A duplicate came, under ``duplicate="error"``; once for each, with nothing lost.
         """
-        self.keep_house(now)
         stash = self.stash
         stash.sort_out(left, now)
+        self.keep_house(now)
         self.pump(wanted, now)
         if stash.discards or self._errors:
             self.settle()

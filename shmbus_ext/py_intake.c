@@ -41,11 +41,12 @@ static double seconds(uint64_t ns) {
 }
 
 static bool attend(IntakeObject *self, Py_ssize_t groups, double now_s) {
-    PyObject *left = self->left;
-    PyObject *fresh = PyList_GET_SIZE(left) > 0 ? PyList_New(0) : Py_NewRef(left);
+    /* A list of its own, since a signal's handler may take, too, while this goes on. */
+    PyObject *fresh = PyList_New(0);
     if (fresh == NULL) {
         return false;
     }
+    PyObject *left = self->left;
     self->left = fresh;
     PyObject *done = PyObject_CallFunction(self->attend, "OOnd", self, left, groups, now_s);
     Py_DECREF(left);
@@ -80,9 +81,6 @@ static int pump(IntakeObject *self, Py_ssize_t groups, double now_s) {
             (PyList_GET_SIZE(self->left) > 0 && !attend(self, groups, now_s))) {
             return -1;
         }
-        if (count > 0) {
-            reader_note_rows(self->reader, self->rows);
-        }
         if (count < self->portion) {
             return 0;
         }
@@ -108,10 +106,6 @@ static PyObject *lease(IntakeObject *self, const struct wanted *wanted) {
             Py_DECREF(row);
         }
     }
-    if (list != NULL && PyList_GET_SIZE(list) > 0) {
-        /* The caller may not come back before a producer asks who holds the space. */
-        reader_note_rows(self->reader, self->rows);
-    }
     return list;
 }
 
@@ -122,15 +116,23 @@ static PyObject *look(IntakeObject *self, const struct wanted *wanted, bool just
     if (!reader_usable(self->reader)) {
         return NULL;
     }
+    uint64_t delivered = self->reader->c.delivered;
     uint64_t now_ns = clock_monotonic_ns();
     double now_s = seconds(now_ns);
-    bool due = !just_woken && (now_s >= self->due_s || now_s >= row_deadline_s(self));
+    bool due = !just_woken && (now_s >= self->due_s || now_s >= self->wake_s ||
+                               now_s >= row_deadline_s(self));
     if ((due || self->thorough) && !attend(self, wanted->groups, now_s)) {
         return NULL;
     }
     reader_note_seen(self->reader, now_ns);
     *more = pump(self, wanted->groups, now_s);
-    return *more < 0 ? NULL : lease(self, wanted);
+    PyObject *groups = *more < 0 ? NULL : lease(self, wanted);
+    if (groups != NULL &&
+        (self->reader->c.delivered != delivered || PyList_GET_SIZE(groups) > 0)) {
+        /* The caller may not come back before a producer asks who holds the space. */
+        reader_note_rows(self->reader, self->rows);
+    }
+    return groups;
 }
 
 static PyObject *guarded_look(IntakeObject *self, const struct wanted *wanted, bool just_woken,
@@ -164,6 +166,10 @@ static int wait_for_more(IntakeObject *self, const struct wanted *wanted, double
     }
     if (over) {
         return TIME_IS_OVER;
+    }
+    /* Whoever hears of a stall may close it. */
+    if (!reader_usable(self->reader)) {
+        return -1;
     }
     double left_s = fmin(fmin(wanted->timeout_s, *next_watch_s) - waited_s,
                          fmin(self->wake_s, row_deadline_s(self)) - now_s);

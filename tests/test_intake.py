@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import wait_until
 
-from shmbus import Bus, Consumer, Producer, StallReport
+from shmbus import Bus, BusClosedError, Consumer, Producer, StallReport
 from shmbus_ext._core import Guard
 
 
@@ -197,6 +198,29 @@ def test_a_consumer_that_its_own_watchdog_leads_back_to_is_collected(bus: str, r
     gc.collect()
     assert gone() is None
     Consumer(bus).close()
+
+
+def test_who_hears_of_a_stall_may_close_the_consumer_that_waits(bus: str) -> None:
+    consumer = Consumer(bus, on_stall=lambda report: consumer.close(), stall_timeout=0.05)
+    with pytest.raises(BusClosedError):
+        consumer.take(1, 30)
+
+
+def test_a_sleeper_whose_group_came_in_time_sleeps_on(bus: str) -> None:
+    with (
+        Consumer(bus, group_timeout=0.1, on_timeout="drop") as consumer,
+        Producer(bus) as producer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        put(producer, "other", size=2)
+        put(producer, "whole", 0, size=2)
+        assert consumer.take(timeout=0) == []
+        put(producer, "whole", 1, size=2)
+        assert len(consumer.take(1, 30)) == 1
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        assert pool.submit(consumer.take, 1, 0.4).result(30) == []
+        # Some for the deadline of the other, the threads and the end; thousands if it spun.
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before < 100
 
 
 class Count(int):
