@@ -114,8 +114,13 @@ class Collector:
             group_timeout_s=math.inf if timeout_s is None else timeout_s,
         )
 
-    def attend(self, intake: _core.Intake, left: Left, wanted: int, now: float) -> None:
+    def attend(self, intake: _core.Intake, left: Left, wanted: int, now: float) -> bool:
         """Do what is due, decide on what the intake has left, and say when to be called next.
+
+        Returns
+        -------
+        bool
+            Whether the ring may have more at once.
 
         Raises
         ------
@@ -125,7 +130,7 @@ class Collector:
         stash = self.stash
         stash.sort_out(left, now)
         self.keep_house(now)
-        self.pump(wanted, now)
+        more = self.pump(wanted, now)
         if stash.discards or self._errors:
             self.settle()
         failures = stash.failures
@@ -133,6 +138,7 @@ class Collector:
         intake.due_s = min(self._next_sweep_s, self._next_evacuation_s)
         due_s = stash.next_deadline_s()
         intake.wake_s = self._next_sweep_s if due_s is None else min(self._next_sweep_s, due_s)
+        return more
 
     def pump(self, wanted: int, now: float) -> bool:
         """Move what the ring has into the stash; True if there may be more at once."""

@@ -314,7 +314,7 @@ class Intake:
         kind: type[GroupBase],
         *,
         attend: Callable[
-            [Intake, list[Row[Trajectory] | tuple[int, Trajectory]], int, float], None
+            [Intake, list[Row[Trajectory] | tuple[int, Trajectory]], int, float], bool
         ],
         lease: Callable[[int], list[Row[Trajectory]]] | None,
         watch: Callable[[float], object] | None,

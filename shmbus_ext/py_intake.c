@@ -23,7 +23,7 @@ struct intake {
     RowsObject *rows;
     GuardObject *guard;
     PyTypeObject *kind; /* of groups: made of GroupBase */
-    PyObject *attend;   /* attend(intake, left, wanted, now_s) */
+    PyObject *attend;   /* attend(intake, left, wanted, now_s) -> whether there may be more */
     PyObject *lease;    /* lease(wanted) -> list of rows; NULL where each that is ready will do */
     PyObject *watch;    /* watch(waited_s) every watch_s of a wait; or NULL */
     PyObject *left;     /* list: what came, and is neither in the table nor ready */
@@ -33,30 +33,31 @@ struct intake {
     double wake_s;          /* the same, if need be from sleep */
     Py_ssize_t portion;     /* records between two looks at what is ready */
     Py_ssize_t portions;    /* in one look at the most, so that a flood ends */
-    char thorough;          /* attend is to be called at each look */
+    char thorough;          /* each look is attend's: it reads the ring, too */
 };
 
 static double seconds(uint64_t ns) {
     return (double)ns * 1e-9;
 }
 
-static bool attend(IntakeObject *self, Py_ssize_t groups, double now_s) {
+/* 1 if there may be more at once, 0 if not, -1 with an exception. */
+static int attend(IntakeObject *self, Py_ssize_t groups, double now_s) {
     /* A list of its own, since a signal's handler may take, too, while this goes on. */
     PyObject *fresh = PyList_New(0);
     if (fresh == NULL) {
-        return false;
+        return -1;
     }
     PyObject *left = self->left;
     self->left = fresh;
-    PyObject *done = PyObject_CallFunction(self->attend, "OOnd", self, left, groups, now_s);
+    PyObject *said = PyObject_CallFunction(self->attend, "OOnd", self, left, groups, now_s);
     Py_DECREF(left);
-    if (done == NULL) {
+    int more = said == NULL ? -1 : PyObject_IsTrue(said);
+    Py_XDECREF(said);
+    if (more < 0) {
         /* What it has not come to is due at once. */
         self->due_s = 0;
-        return false;
     }
-    Py_DECREF(done);
-    return true;
+    return more;
 }
 
 /* When the oldest group's time is over, where any is. */
@@ -78,7 +79,7 @@ static int pump(IntakeObject *self, Py_ssize_t groups, double now_s) {
         Py_ssize_t count =
             reader_poll_rows(self->reader, self->rows, self->portion, now_s, self->left);
         if (count < 0 ||
-            (PyList_GET_SIZE(self->left) > 0 && !attend(self, groups, now_s))) {
+            (PyList_GET_SIZE(self->left) > 0 && attend(self, groups, now_s) < 0)) {
             return -1;
         }
         if (count < self->portion) {
@@ -121,11 +122,11 @@ static PyObject *look(IntakeObject *self, const struct wanted *wanted, bool just
     double now_s = seconds(now_ns);
     bool due = !just_woken && (now_s >= self->due_s || now_s >= self->wake_s ||
                                now_s >= row_deadline_s(self));
-    if ((due || self->thorough) && !attend(self, wanted->groups, now_s)) {
-        return NULL;
+    *more = due || self->thorough ? attend(self, wanted->groups, now_s) : 0;
+    if (*more >= 0 && !self->thorough) {
+        reader_note_seen(self->reader, now_ns);
+        *more = pump(self, wanted->groups, now_s);
     }
-    reader_note_seen(self->reader, now_ns);
-    *more = pump(self, wanted->groups, now_s);
     PyObject *groups = *more < 0 ? NULL : lease(self, wanted);
     if (groups != NULL &&
         (self->reader->c.delivered != delivered || PyList_GET_SIZE(groups) > 0)) {
@@ -279,7 +280,7 @@ static void intake_dealloc(IntakeObject *self) {
 static PyMemberDef intake_members[] = {
     {"due_s", T_DOUBLE, offsetof(IntakeObject, due_s), 0, "When attend is called at a look."},
     {"wake_s", T_DOUBLE, offsetof(IntakeObject, wake_s), 0, "When a sleeper wakes for it."},
-    {"thorough", T_BOOL, offsetof(IntakeObject, thorough), 0, "Whether it is at each look."},
+    {"thorough", T_BOOL, offsetof(IntakeObject, thorough), 0, "Whether each look is its."},
     {NULL, 0, 0, 0, NULL},
 };
 
