@@ -9,6 +9,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include "copy.h"
 #include "doorbell.h"
 
 /* Copies above this are worth letting other threads run. */
@@ -140,9 +141,8 @@ bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, str
  * woken, or has fallen behind, may wait there until the producers' time slices are over. So the
  * producer steps aside: at a wake-up after a long silence, and at the end of a run where the reader
  * has not looked for a while. Where nobody else wants the processor this is one short system call.
- * It also keeps the ring in the caches: one that is always full is written and read at the speed of
- * main memory. Not at every wake-up: a producer and a reader on one processor would hand it to and
- * fro for every record. */
+ * Not at every wake-up: a producer and a reader on one processor would hand it to and fro for every
+ * record. */
 void writer_tell_reader(WriterObject *self) {
     struct bus_header *header = self->segment->c.header;
     bool woken = doorbell_ring(header);
@@ -158,17 +158,26 @@ void writer_tell_reader(WriterObject *self) {
     }
 }
 
-static void copy_payload(const struct put_arguments *arguments, uint8_t *record) {
+static void copy_payload(const WriterObject *self, const struct put_arguments *arguments,
+                         uint8_t *record) {
     const struct record_spec *spec = &arguments->spec;
+    /* A checksum reads it all again. */
+    bool checked = (self->flags & SHMBUS_FLAG_PAYLOAD_CRC) != 0;
     if (spec->meta_bytes > 0) {
         memcpy(record + spec->meta_offset, PyBytes_AS_STRING(arguments->meta_encoded),
                spec->meta_bytes);
     }
     const uint64_t *shape = spec->shape;
     for (uint32_t i = 0; i < arguments->array_count; i++) {
-        memcpy(record + shape[0], PyArray_DATA(arguments->arrays[i]), arguments->field_bytes[i]);
+        const void *data = PyArray_DATA(arguments->arrays[i]);
+        if (checked) {
+            memcpy(record + shape[0], data, arguments->field_bytes[i]);
+        } else {
+            copy_past_caches(record + shape[0], data, arguments->field_bytes[i]);
+        }
         shape += 1 + arguments->field_ndim[i];
     }
+    copies_arrive();
 }
 
 void writer_write_head(WriterObject *self, const struct put_arguments *arguments,
@@ -183,7 +192,7 @@ static void copy_unlocked(WriterObject *self, const struct put_arguments *argume
                           const struct reservation *at) {
     self->busy++;
     Py_BEGIN_ALLOW_THREADS
-    copy_payload(arguments, (uint8_t *)at->record);
+    copy_payload(self, arguments, (uint8_t *)at->record);
     Py_END_ALLOW_THREADS
     self->busy--;
 }
@@ -196,7 +205,7 @@ static bool put_one(WriterObject *self, struct put_arguments *arguments, double 
     }
     writer_write_head(self, arguments, &at);
     if (arguments->spec.record_bytes < RELEASE_LOCK_BYTES) {
-        copy_payload(arguments, (uint8_t *)at.record);
+        copy_payload(self, arguments, (uint8_t *)at.record);
         writer_publish(&self->c, &at);
     } else {
         /* Reserved first, so that another thread's record can go behind it meanwhile. */
@@ -370,7 +379,7 @@ static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, 
         writer_reserve(&self->c, to);
         batch->open++;
         if (to->bytes < RELEASE_LOCK_BYTES) {
-            copy_payload(&arguments, (uint8_t *)to->record);
+            copy_payload(self, &arguments, (uint8_t *)to->record);
         } else {
             copy_unlocked(self, &arguments, to);
         }

@@ -234,7 +234,8 @@ static enum step step(struct reader *self, struct lane *lane, struct record_ref 
     return advance(self, lane) ? STEP_AGAIN : STEP_END;
 }
 
-/* The next reservation that has ended since it was seen open: 1 when it is in self->copy. */
+/* The next reservation that has ended since it was seen open, in the order of the lane, so that a
+ * batch that was seen half way comes as it was put: 1 when it is in self->copy. */
 static int next_ended(struct reader *self, struct lane *lane, struct record_ref *ref) {
     while (lane->pending_at < lane->pending_count) {
         struct pending *entry = &lane->pending[lane->pending_at];
@@ -246,12 +247,12 @@ static int next_ended(struct reader *self, struct lane *lane, struct record_ref 
                                                     memory_order_acq_rel, memory_order_acquire);
         }
         state = atomic_load_explicit(&shared->state, memory_order_acquire);
+        lane->pending_at++;
         if (state == SHMBUS_RESERVED) {
-            lane->pending_at++;
+            lane->pending[lane->pending_kept++] = *entry;
             continue;
         }
         struct record_place place = {entry->extent, entry->generation, entry->offset};
-        *entry = lane->pending[--lane->pending_count];
         uint64_t room = self->runs[place.extent].span * self->segment->extent_bytes - place.offset;
         int delivered = 0;
         if (record_read_frame(shared, room, &place, &self->copy.header) == RECORD_OK &&
@@ -263,6 +264,7 @@ static int next_ended(struct reader *self, struct lane *lane, struct record_ref 
             return delivered;
         }
     }
+    lane->pending_at = lane->pending_count = lane->pending_kept;
     return 0;
 }
 
@@ -305,7 +307,7 @@ static void begin_visit(const struct reader *self, struct lane *lane) {
     lane->visit_committed = atomic_load_explicit(&slot->committed, memory_order_acquire);
     lane->visit_aborted = atomic_load_explicit(&slot->aborted, memory_order_acquire);
     lane->visit_order = atomic_load_explicit(&slot->next_order, memory_order_acquire);
-    lane->pending_at = 0;
+    lane->pending_at = lane->pending_kept = 0;
 }
 
 static int lane_next(struct reader *self, struct lane *lane, struct record_ref *ref) {

@@ -62,8 +62,10 @@ struct lane {
     uint64_t visit_committed, visit_aborted, visit_order;
     uint32_t *backlog; /* runs found at attach, in order */
     uint32_t backlog_count, backlog_at;
+    /* Reservations seen open, in order. In a visit: those before `kept` are still open, from `at` on
+     * they are to be looked at, and between the two there is nothing. */
     struct pending *pending;
-    uint32_t pending_count, pending_room, pending_at;
+    uint32_t pending_count, pending_room, pending_at, pending_kept;
 };
 
 struct seen_record {

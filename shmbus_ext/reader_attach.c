@@ -235,6 +235,9 @@ static uint64_t count_lane(const struct reader *self, uint32_t slot, uint64_t be
     uint64_t count = 0;
     uint64_t bytes;
     for (uint32_t i = 0; i < lane->pending_count; i++) {
+        if (i >= lane->pending_kept && i < lane->pending_at) {
+            continue;
+        }
         const struct pending *entry = &lane->pending[i];
         struct record_place place = {entry->extent, entry->generation, entry->offset};
         count += is_unread(self, &place, segment->record_limit, below, &bytes);

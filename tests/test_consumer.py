@@ -115,6 +115,22 @@ def test_groups_come_in_the_order_of_completion_and_a_prompt_again_begins_a_new_
         assert names(take_all(consumer, 3)) == ["b", "a", "b"]
 
 
+def test_what_was_open_when_the_reader_passed_comes_in_order_too(
+    bus: Bus, producer: Producer
+) -> None:
+    with Consumer(bus.name) as consumer:
+        slots = [
+            producer.reserve(f"g{i}", group_size=1, index=0, fields={}, score=0.0) for i in range(9)
+        ]
+        assert consumer.take(timeout=0) == []
+        for i, slot in enumerate(slots):
+            if i != 4:
+                slot.commit()
+        assert names(take_all(consumer, 8)) == [f"g{i}" for i in range(9) if i != 4]
+        slots[4].commit()
+        assert names(take_all(consumer, 1)) == ["g4"]
+
+
 def test_a_prompt_sampled_in_several_epochs_at_once_never_mixes(
     bus: Bus, producer: Producer, seed: int
 ) -> None:

@@ -1,0 +1,17 @@
+/* Copying payload into the ring.
+ *
+ * What a producer writes is read next by another processor. Stores that leave lines modified in the
+ * producer's cache make that one fetch each of them from there, and the producer fetch each again
+ * for its next record: between processors that share no cache that goes at a sixth of the speed of
+ * memory. So large payload is written past the caches. */
+#ifndef SHMBUS_COPY_H
+#define SHMBUS_COPY_H
+
+#include <stddef.h>
+
+void copy_past_caches(void *to, const void *from, size_t bytes);
+
+/* After the last copy and before the release store that publishes it, in the same thread. */
+void copies_arrive(void);
+
+#endif
