@@ -236,7 +236,7 @@ class Producer(_core.Writer):
         if not 0 <= meta_room < 2**31:
             raise ValueError(f"meta_room: expected 0 to 2 GiB, got {meta_room}")
         parsed = [_parse_field(field, spec) for field, spec in fields.items()]
-        self._check_sizes(parsed)
+        self._check_sizes(dict(zip(fields, parsed, strict=True)))
         return self._reserve(
             head,
             tuple(fields),
@@ -245,15 +245,21 @@ class Producer(_core.Writer):
             meta_room,
         )
 
-    def _check_sizes(self, fields: list[tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
+    def _check_sizes(self, fields: dict[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
         """Say what would be needed, in Python's integers, which no product overflows."""
-        needed = sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields)
-        largest = max((size for _, shape in fields for size in shape), default=0)
-        if needed > self.record_limit or largest > _MOST_BYTES:
+        needed = {
+            name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in fields.items()
+        }
+        total = sum(needed.values())
+        # A shape with a 0 in it needs nothing, whatever its other dimensions are.
+        longest = max((size for _, shape in fields.values() for size in shape), default=0)
+        if total > self.record_limit or longest > _MOST_BYTES:
+            largest = max(fields, key=lambda name: (needed[name], max(fields[name][1], default=0)))
             raise errors.RecordTooLargeError(
                 f"bus {self.name!r}: a record takes at most {self.record_limit} bytes, this one "
-                f"needs {needed} for its fields alone, with a dimension of {largest}; create the "
-                "bus with a larger capacity (a record may take a quarter of it) or reserve less"
+                f"needs {total} for its fields alone, most of them for {largest!r} of shape "
+                f"{fields[largest][1]}; create the bus with a larger capacity (a record may take a "
+                "quarter of it) or reserve less"
             )
 
     def fail(
