@@ -40,43 +40,32 @@ PRODUCER(aborts_and_reserves, ABORT, RESERVE)
 PRODUCER(puts_large, JUMBO, JUMBO)
 PRODUCER(fills_four, WHOLE, WHOLE, WHOLE, WHOLE)
 
-#define COLLECTOR(name, group, producers, habit)                                                 \
+/* A process of a scenario that is one call. */
+#define ROLE(name, call)                                                                         \
     static void name(void) {                                                                     \
-        collect(group, producers, habit);                                                        \
+        call;                                                                                    \
     }
-COLLECTOR(collects_from_one, 1, 1, PLAIN)
-COLLECTOR(collects_pairs_from_one, 2, 1, PLAIN)
-COLLECTOR(collects_from_two, 1, 3, PLAIN)
-COLLECTOR(collects_pairs_from_two, 2, 3, PLAIN)
-COLLECTOR(sweeps_over_two, 1, 3, SWEEPS)
-COLLECTOR(moves_from_one, 2, 1, MOVES)
-COLLECTOR(keeps_from_one, 1, 1, KEEPS)
+ROLE(collects_from_one, collect(1, 1, PLAIN))
+ROLE(collects_pairs_from_one, collect(2, 1, PLAIN))
+ROLE(collects_from_two, collect(1, 3, PLAIN))
+ROLE(collects_pairs_from_two, collect(2, 3, PLAIN))
+ROLE(sweeps_over_two, collect(1, 3, SWEEPS))
+ROLE(moves_from_one, collect(2, 1, MOVES))
+ROLE(keeps_from_one, collect(1, 1, KEEPS))
 
-#define ASKER(name, patience, takers)                                                            \
-    static void name(void) {                                                                     \
-        ask_for_one(patience, takers);                                                           \
-    }
-ASKER(asks_two, ASKS_ONCE, 3)
-ASKER(asks_two_again, ASKS_AGAIN, 3)
-ASKER(asks_one, ASKS_ONCE, 1)
+ROLE(asks_two, ask_for_one(ASKS_ONCE, 3))
+ROLE(asks_two_again, ask_for_one(ASKS_AGAIN, 3))
+ROLE(asks_one, ask_for_one(ASKS_ONCE, 1))
 
-#define TAKER(name, deed, askers)                                                                \
-    static void name(void) {                                                                     \
-        take_wanted(deed, askers);                                                               \
-    }
-TAKER(answers_one, ANSWERS, 4)
-TAKER(gives_back, GIVES_BACK, 4)
-TAKER(answers_either, ANSWERS, 12)
-TAKER(answers_beside, ANSWERS, 2)
+ROLE(answers_one, take_wanted(ANSWERS, 4))
+ROLE(gives_back, take_wanted(GIVES_BACK, 4))
+ROLE(answers_either, take_wanted(ANSWERS, 12))
+ROLE(answers_beside, take_wanted(ANSWERS, 2))
 
-#define SCRIBBLER(name, part)                                                                    \
-    static void name(void) {                                                                     \
-        scribble(part);                                                                          \
-    }
-SCRIBBLER(scribbles_text, A_TEXT)
-SCRIBBLER(scribbles_number, A_NUMBER)
-SCRIBBLER(scribbles_claim, A_CLAIM)
-SCRIBBLER(scribbles_busy, A_BUSY_CLAIM)
+ROLE(scribbles_text, scribble(A_TEXT))
+ROLE(scribbles_number, scribble(A_NUMBER))
+ROLE(scribbles_claim, scribble(A_CLAIM))
+ROLE(scribbles_busy, scribble(A_BUSY_CLAIM))
 
 static const struct scenario scenarios[] = {
     {"put", "one producer that puts now and then", {puts_now_and_then, collects_from_one}, 4, 1, 3, 1,
