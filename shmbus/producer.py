@@ -247,14 +247,19 @@ class Producer(_core.Writer):
 
     def _check_sizes(self, fields: dict[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
         """Say what would be needed, in Python's integers, which no product overflows."""
-        needed = {
-            name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in fields.items()
-        }
-        total = sum(needed.values())
-        # A shape with a 0 in it needs nothing, whatever its other dimensions are.
-        longest = max((size for _, shape in fields.values() for size in shape), default=0)
+        total = longest = 0
+        for dtype, shape in fields.values():
+            total += dtype.itemsize * math.prod(shape)
+            # A shape with a 0 in it needs nothing, whatever its other dimensions are.
+            longest = max((longest, *shape))
         if total > self.record_limit or longest > _MOST_BYTES:
-            largest = max(fields, key=lambda name: (needed[name], max(fields[name][1], default=0)))
+            largest = max(
+                fields,
+                key=lambda name: (
+                    fields[name][0].itemsize * math.prod(fields[name][1]),
+                    max(fields[name][1], default=0),
+                ),
+            )
             raise errors.RecordTooLargeError(
                 f"bus {self.name!r}: a record takes at most {self.record_limit} bytes, this one "
                 f"needs {total} for its fields alone, most of them for {largest!r} of shape "
