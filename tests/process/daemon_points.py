@@ -38,6 +38,11 @@ GROUPS, SIZE = 36, 4
 EXTENT = 4096
 #: Where a rank has a shard and has not begun with it.
 HOLD = "rank-borrowed:3"
+#: Points that a rank passes only if it has a group when it loses its daemon.
+WITH_A_GROUP = ("rank-claiming", "rank-learned")
+#: What the memory shared by a case's processes says: that ranks shall leave; that a rank with a
+#: group shall keep it, and that one does.
+OVER, KEEP, KEPT = 0, 1, 2
 #: How long a stopped process stays so.
 STOP_S = 0.05
 #: Clients of the daemon before have so long to come back; shorter than the product's, for its sake.
@@ -134,11 +139,16 @@ def content(instance_id: str, index: int, size: int) -> np.ndarray:
     return pattern(sum(instance_id.encode()) * 37 + int(instance_id[1:]) * 5 + index, size)
 
 
-def serve(name: str, kind: str, failpoint: str, log: Path) -> None:
-    """Be the daemon."""
+def speak_into(log: Path) -> None:
+    """Let what this process prints end in a file."""
     with log.open("ab") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+
+
+def serve(name: str, kind: str, failpoint: str, log: Path) -> None:
+    """Be the daemon."""
+    speak_into(log)
     if kind != "successor":  # where a rank has to come in time, however slow this build is
         limits.RECLAIM_WAIT_S = RECLAIM_WAIT_S
     arm(failpoint)
@@ -153,11 +163,12 @@ def join(name: str, rank: int) -> shmbus.Consumer:
     raise AssertionError
 
 
-def train(name: str, rank: int, failpoint: str, log: Path, over: mmap.mmap) -> None:
+def train(name: str, rank: int, failpoint: str, log: Path, told: mmap.mmap) -> None:
     """Be a rank: check each group, and note what is about to end, and what has ended."""
+    speak_into(log.with_name(f"rank-{rank}.log"))
     arm(failpoint)
     with log.open("ab", buffering=0) as out, join(name, rank) as consumer:
-        while not over[0]:
+        while not told[OVER]:
             for group in consumer.take_step(groups=2, max_wait=0.02, timeout=0.03):
                 if group.instance_id == "ruin":
                     group.ack()
@@ -172,6 +183,9 @@ def train(name: str, rank: int, failpoint: str, log: Path, over: mmap.mmap) -> N
                 ):
                     out.write(b"torn " + line.encode())
                 out.write(b"begin " + line.encode())
+                while rank == 0 and told[KEEP]:
+                    told[KEPT] = 1
+                    time.sleep(0.001)
                 group.ack()
                 out.write(b"done " + line.encode())
 
@@ -184,7 +198,7 @@ class Case:
         self.directory = directory
         self.log = directory / "groups.log"
         self.log.touch()
-        self.over = mmap.mmap(-1, 4096)
+        self.told = mmap.mmap(-1, 4096)
         self.puts = workload()
         self.wanted = {put[0] for put in self.puts}
         self.extra = 0
@@ -212,7 +226,7 @@ class Case:
         return Child(lambda: serve(self.name, self.kind, failpoint, log), failpoint)
 
     def train(self, rank: int, failpoint: str = "") -> Child:
-        return Child(lambda: train(self.name, rank, failpoint, self.log, self.over), failpoint)
+        return Child(lambda: train(self.name, rank, failpoint, self.log, self.told), failpoint)
 
     # -- what goes on all the time --------------------------------------------------------------
 
@@ -229,8 +243,8 @@ class Case:
                 self.signalled = True
                 self.replace(member)
             elif ended and member.status:
-                log = (self.directory / f"daemon-{self.daemons}.log").read_text()
-                raise AssertionError(f"a process ended with {member.status}: {log}")
+                said = "".join(path.read_text() for path in sorted(self.directory.glob("*-*.log")))
+                raise AssertionError(f"a process ended with {member.status}: {said}")
 
     def while_stopped(self, member: Child) -> None:
         """Others go on, and a daemon is not replaced behind its back."""
@@ -271,10 +285,13 @@ class Case:
             self.go_on()
             if len(self.wanted & self.lines("begin").keys()) >= groups:
                 return
-            if not self.puts:
-                # One group alone is no step, so more have to follow.
-                self.puts.append((f"e{self.extra}", 1, 0, 100))
-                self.extra += 1
+            self.feed()
+
+    def feed(self) -> None:
+        """Have something left to put: one group alone is no step, so more have to follow."""
+        if not self.puts:
+            self.puts.append((f"e{self.extra}", 1, 0, 100))
+            self.extra += 1
 
     # -- the story ------------------------------------------------------------------------------
 
@@ -292,10 +309,18 @@ class Case:
                 if len(set(self.log.read_text().split()) & {"0", "1"}) == RANKS:
                     break
                 self.go_on()
+        if self.failpoint.startswith(WITH_A_GROUP):
+            self.told[KEEP] = 1
+            for _ in deadline("a rank with a group"):
+                self.go_on()
+                if self.told[KEPT]:
+                    break
+                self.feed()
         if self.kind in ("successor", "doubter", "rank"):
             os.kill(self.daemon.pid, signal.SIGKILL)
             self.daemon.wait()
             self.daemon = self.serve("" if self.kind == "rank" else self.failpoint)
+            self.told[KEEP] = 0
         if self.held is not None:
             # The one comes back in time for the new daemon, the other when that has gone on.
             end = time.monotonic() + (3 * RECLAIM_WAIT_S if self.kind == "doubter" else 0)
@@ -307,7 +332,7 @@ class Case:
 
     def finish(self) -> shmbus.Ledger:
         """All leave in order, whatever still happens to them."""
-        self.over[0] = 1
+        self.told[OVER] = 1
         for _ in deadline("the end of the ranks"):
             self.go_on()
             if all(rank.status == 0 for rank in self.ranks):
