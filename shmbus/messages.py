@@ -81,12 +81,14 @@ class Take(_Message):
     """Lease up to `max_groups`, waiting for the first as long as `timeout_s` says (None: ever).
 
     One that asks `ahead`, while it still works on what it took before, gets none where others ask.
+    One that `gathers` has packed payload of this bus into batches.
     """
 
     id: Count
     max_groups: Asked
     timeout_s: Seconds | None = None
     ahead: bool = False
+    gathers: bool = False
 
 
 class TakeStep(_Message):
@@ -94,7 +96,7 @@ class TakeStep(_Message):
 
     `groups` a rank, or as many as fit into `tokens` a rank; the length of `field` is what a
     trajectory weighs. `max_wait_s` after its first group a step is formed though it is not full,
-    but not for one that wants it `only_full`.
+    but not for one that wants it `only_full`. `gathers` is as for Take.
     """
 
     id: Count
@@ -104,6 +106,7 @@ class TakeStep(_Message):
     field: Text = "tokens"
     timeout_s: Seconds | None = None
     only_full: bool = False
+    gathers: bool = False
 
 
 class End(_Message):

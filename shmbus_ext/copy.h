@@ -3,7 +3,9 @@
  * What a producer writes is read next by another processor. Stores that leave lines modified in the
  * producer's cache make that one fetch each of them from there, and the producer fetch each again
  * for its next record: between processors that share no cache that goes at a sixth of the speed of
- * memory. So large payload is written past the caches. */
+ * memory. A consumer that packs batches is fast enough to meet those lines there, so for one that
+ * says that it does (bus_header.gathered) large payload is written past the caches. Others get it
+ * the ordinary way, which is up to twice as fast. */
 #ifndef SHMBUS_COPY_H
 #define SHMBUS_COPY_H
 

@@ -22,7 +22,7 @@
 #endif
 
 #define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
-#define SHMBUS_LAYOUT_VERSION 3u
+#define SHMBUS_LAYOUT_VERSION 4u
 
 /* Records start on cache lines, so that two records never share one. */
 #define SHMBUS_RECORD_ALIGN 64u
@@ -77,6 +77,7 @@ enum shmbus_reason {
  *    256     8  next_producer_id producers                fetch_add
  *    264     4  attach_epoch     producers    reader      release / acquire
  *    320     8  policy_version   trainer      producers   relaxed
+ *    328     4  gathered         reader       producers   relaxed: 1 once batches are packed of payload
  *    384   ...  collector        reader       all         relaxed, for messages only
  *    512    88  released[]       reader       all         relaxed; exact through the intent
  *    640    48  intents          reader       reader      counts, move_from: release / acquire
@@ -106,6 +107,7 @@ struct bus_header {
     alignas(64) _Atomic uint64_t next_producer_id;
     _Atomic uint32_t attach_epoch;
     alignas(64) _Atomic int64_t policy_version;
+    _Atomic uint32_t gathered;
 
     alignas(64) _Atomic uint32_t collector_pid;
     _Atomic uint32_t collector_leased_groups;
@@ -154,6 +156,7 @@ _Static_assert(offsetof(struct bus_header, bell) == 128, "layout");
 _Static_assert(offsetof(struct bus_header, space_bell) == 192, "layout");
 _Static_assert(offsetof(struct bus_header, next_producer_id) == 256, "layout");
 _Static_assert(offsetof(struct bus_header, policy_version) == 320, "layout");
+_Static_assert(offsetof(struct bus_header, gathered) == 328, "layout");
 _Static_assert(offsetof(struct bus_header, collector_pid) == 384, "layout");
 _Static_assert(offsetof(struct bus_header, released) == 512, "layout");
 _Static_assert(offsetof(struct bus_header, intent_count) == 640, "layout");

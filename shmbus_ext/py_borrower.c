@@ -289,6 +289,7 @@ static PyMemberDef borrower_members[] = {
     {"segment", T_OBJECT_EX, offsetof(BorrowerObject, segment), READONLY, NULL},
     {"client", T_UINT, offsetof(BorrowerObject, client), READONLY, NULL},
     {"attached", T_BOOL, offsetof(BorrowerObject, attached), READONLY, NULL},
+    {"gathers", T_BOOL, offsetof(BorrowerObject, gathers), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -129,6 +129,7 @@ static void prefetch_object(const PyObject *object) {
 
 bool find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
     struct lookup lookup = {.schema = NULL};
+    HolderObject *holder = NULL;
     Py_ssize_t count = PyList_GET_SIZE(items);
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PyList_GET_ITEM(items, i);
@@ -144,6 +145,10 @@ bool find_sources(PyObject *items, PyObject *const *names, struct source *source
         if (!trajectory_readable(sources[i].trajectory) ||
             !look_up(&lookup, sources[i].trajectory, names)) {
             return false;
+        }
+        if (sources[i].trajectory->reader != holder) {
+            holder = sources[i].trajectory->reader;
+            holder_note_gathering(holder);
         }
         for (int f = 0; f < FIELDS; f++) {
             if (!find_field(&sources[i], &lookup, f, names[f])) {

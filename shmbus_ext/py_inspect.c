@@ -38,6 +38,7 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, next_producer_id, 'u'),
     FIELD(bus_header, attach_epoch, 'u'),
     FIELD(bus_header, policy_version, 'i'),
+    FIELD(bus_header, gathered, 'u'),
     FIELD(bus_header, collector_pid, 'u'),
     FIELD(bus_header, collector_leased_groups, 'u'),
     FIELD(bus_header, collector_leased_records, 'u'),

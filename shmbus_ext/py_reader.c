@@ -414,6 +414,17 @@ static PyObject *reader_lend(ReaderObject *self, PyObject *ignored) {
     Py_RETURN_NONE;
 }
 
+/* Says that payload is packed into batches, here or by a borrower: producers write it past their
+ * caches from now on. */
+static PyObject *reader_note_gathering(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!reader_usable(self)) {
+        return NULL;
+    }
+    holder_note_gathering((HolderObject *)self);
+    Py_RETURN_NONE;
+}
+
 static void reader_end(ReaderObject *self) {
     if (!self->attached) {
         return;
@@ -460,6 +471,7 @@ static PyMethodDef reader_methods[] = {
     {"count_unread", (PyCFunction)(void (*)(void))reader_py_count_unread, METH_NOARGS, NULL},
     {"note", (PyCFunction)(void (*)(void))reader_note, METH_O, NULL},
     {"lend", (PyCFunction)(void (*)(void))reader_lend, METH_NOARGS, NULL},
+    {"note_gathering", (PyCFunction)(void (*)(void))reader_note_gathering, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))reader_py_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -66,6 +66,16 @@ bool holder_init(HolderObject *self, SegmentObject *segment, const struct holder
     return true;
 }
 
+void holder_note_gathering(HolderObject *self) {
+    if (self->gathers) {
+        return;
+    }
+    self->gathers = true;
+    if (!self->segment->c.read_only) {
+        atomic_store_explicit(&self->segment->c.header->gathered, 1, memory_order_relaxed);
+    }
+}
+
 void holder_clear(HolderObject *self) {
     for (uint32_t i = 0; self->ids != NULL && i < ID_TABLE; i++) {
         Py_XDECREF(self->ids[i]);

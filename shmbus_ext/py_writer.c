@@ -162,7 +162,9 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
                          uint8_t *record) {
     const struct record_spec *spec = &arguments->spec;
     /* A checksum reads it all again. */
-    bool checked = (self->flags & SHMBUS_FLAG_PAYLOAD_CRC) != 0;
+    bool past_caches =
+        (self->flags & SHMBUS_FLAG_PAYLOAD_CRC) == 0 &&
+        atomic_load_explicit(&self->segment->c.header->gathered, memory_order_relaxed) != 0;
     if (spec->meta_bytes > 0) {
         memcpy(record + spec->meta_offset, PyBytes_AS_STRING(arguments->meta_encoded),
                spec->meta_bytes);
@@ -170,10 +172,10 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
     const uint64_t *shape = spec->shape;
     for (uint32_t i = 0; i < arguments->array_count; i++) {
         const void *data = PyArray_DATA(arguments->arrays[i]);
-        if (checked) {
-            memcpy(record + shape[0], data, arguments->field_bytes[i]);
-        } else {
+        if (past_caches) {
             copy_past_caches(record + shape[0], data, arguments->field_bytes[i]);
+        } else {
+            memcpy(record + shape[0], data, arguments->field_bytes[i]);
         }
         shape += 1 + arguments->field_ndim[i];
     }

@@ -84,6 +84,7 @@ struct holder_kind;
     PyObject **ids;    /* recently read instance ids, so that a group shares one string */       \
     PyObject *schemas; /* bytes -> Schema */                                                     \
     struct schema_object *last_schema;                                                           \
+    bool gathers; /* has packed a batch of what it read */                                       \
     bool attached;
 
 typedef struct {
@@ -98,6 +99,8 @@ struct holder_kind {
 };
 bool holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind);
 void holder_clear(HolderObject *self);
+/* A borrower cannot write into the segment; whoever lent it is told by its client. */
+void holder_note_gathering(HolderObject *self);
 
 typedef struct {
     HOLDER_HEAD

@@ -125,6 +125,8 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     memset(self, 0, sizeof *self);
     self->segment = segment;
     reader_replay_intents(segment);
+    /* The one before is gone; this one says itself how it reads. */
+    atomic_store_explicit(&segment->header->gathered, 0, memory_order_relaxed);
     self->lanes = calloc((size_t)segment->max_producers + 1, sizeof *self->lanes);
     self->runs = calloc(segment->extent_count, sizeof *self->runs);
     self->active = calloc(segment->max_producers, sizeof *self->active);

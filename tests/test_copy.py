@@ -1,15 +1,43 @@
-"""Payload on its way into the ring: whole lines past the caches, the rest beside them."""
+"""Payload on its way into the ring: past the caches for who packs batches, and whole either way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from conftest import Daemon
 
 from shmbus import Bus, Consumer, Producer
+from shmbus._segment_file import SegmentFile
+from trainer_adapter import OnlineDataHandler
 
 
+def is_gathered(name: str) -> bool:
+    """Whether the segment tells producers that its payload is packed into batches."""
+    segment = SegmentFile(name)
+    segment.refresh()
+    return bool(segment.header["gathered"])
+
+
+def put_one(producer: Producer, key: str) -> None:
+    producer.put(key, group_size=1, index=0, tokens=np.arange(3000, dtype=np.int32), timeout=9)
+
+
+def pack(name: str, producer: Producer, batches: int) -> None:
+    with OnlineDataHandler(name, tokens_per_batch=3000, layout="packed") as handler:
+        for number in range(batches):
+            put_one(producer, f"packed{number}")
+            batch = handler.next_batch(timeout=9)
+            np.testing.assert_array_equal(batch.tokens, np.arange(3000))
+            handler.ack(batch)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("checksum", [False, True])
-def test_every_byte_arrives_whatever_the_size_and_alignment(bus_name: str, checksum: bool) -> None:
+def test_every_byte_arrives_whatever_the_size_and_alignment(
+    bus_name: str, checksum: bool, gathered: bool
+) -> None:
     # Large arrays take another way into the ring than small ones, by whole cache lines.
     noise = np.random.default_rng(1).integers(0, 256, 20_000, np.uint8)
     sizes = [1, 63, 64, 2047, 2048, 2049, 2111, 2112, 4095, 4097, 18_432]
@@ -18,6 +46,9 @@ def test_every_byte_arrives_whatever_the_size_and_alignment(bus_name: str, check
         Producer(bus_name, checksum=checksum) as producer,
         Consumer(bus_name) as consumer,
     ):
+        if gathered:
+            consumer._require_source().reader.note_gathering()
+        assert is_gathered(bus_name) == gathered
         for size in sizes:
             for skip in (0, 1, 8, 17):
                 sent = noise[skip : skip + size]
@@ -26,3 +57,29 @@ def test_every_byte_arrives_whatever_the_size_and_alignment(bus_name: str, check
                 with group:
                     np.testing.assert_array_equal(group[0]["a"], sent)
                     np.testing.assert_array_equal(group[0]["b"], sent[::-1])
+
+
+def test_producers_hear_that_batches_are_packed_and_each_consumer_says_so_anew(
+    bus_name: str,
+) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        with Consumer(bus_name) as consumer:
+            put_one(producer, "viewed")
+            for group in consumer.take(timeout=9):
+                with group:
+                    assert group[0]["tokens"][-1] == 2999
+            assert not is_gathered(bus_name)
+        pack(bus_name, producer, 1)
+        assert is_gathered(bus_name)
+        with Consumer(bus_name):
+            assert not is_gathered(bus_name)
+
+
+def test_producers_hear_it_through_a_daemon_too(
+    daemon: Callable[..., Daemon], bus_name: str
+) -> None:
+    daemon("--capacity", "1MiB")
+    with Producer(bus_name) as producer:
+        # What a client has done it says with the next that it asks for.
+        pack(bus_name, producer, 2)
+        assert is_gathered(bus_name)

@@ -43,7 +43,10 @@ class DaemonClient(Link):
             leases = self._take_until(
                 deadline,
                 lambda id_, slice_s: messages.Take(
-                    id=id_, max_groups=max_groups, timeout_s=slice_s
+                    id=id_,
+                    max_groups=max_groups,
+                    timeout_s=slice_s,
+                    gathers=self._borrower.gathers,
                 ),
                 max_groups if max_groups >= limits.AHEAD_GROUPS else 0,
             )
@@ -65,7 +68,13 @@ class DaemonClient(Link):
                 self._late = self._ids
                 self._replies[self._ids] = None
                 self._send(
-                    messages.Take(id=self._ids, max_groups=max_groups, timeout_s=0.0, ahead=True)
+                    messages.Take(
+                        id=self._ids,
+                        max_groups=max_groups,
+                        timeout_s=0.0,
+                        ahead=True,
+                        gathers=self._borrower.gathers,
+                    )
                 )
 
     def _return_ahead(self) -> None:
@@ -106,6 +115,7 @@ class DaemonClient(Link):
                 field=field,
                 timeout_s=slice_s,
                 only_full=only_full,
+                gathers=self._borrower.gathers,
             ),
         )
 

@@ -367,6 +367,8 @@ class Service:
             request.tokens is None
         ):
             raise errors.ProtocolError("TakeStep: expected one of groups and tokens")
+        if request.gathers:
+            self.collector.reader.note_gathering()
         if session.waiting >= limits.MAX_WAITING:
             raise errors.ProtocolError(f"more than {limits.MAX_WAITING} requests wait already")
         session.waiting += 1
