@@ -139,7 +139,7 @@ def _short(value: float) -> str:
     """Write a number with about three digits, and never with an exponent."""
     if value >= 10:
         return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-    return f"{value:.2f}" if value >= 1 else f"{value:.2g}"
+    return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def _us(value: float) -> str:
