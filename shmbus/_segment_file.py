@@ -133,11 +133,6 @@ class RecordRow(msgspec.Struct, frozen=True):
         """Whether its group_size is what its producer said."""
         return not self.flags & _core.FLAG_NO_SIZE
 
-    @property
-    def checked(self) -> bool:
-        """Whether its producer asked for a checksum over meta and payload."""
-        return bool(self.flags & _core.FLAG_PAYLOAD_CRC)
-
     def fields(self) -> list[Field]:
         """Parse its schema, whose bounds the core has checked."""
         return parse_fields(self.schema, self.shape)

@@ -189,8 +189,10 @@ class Producer(_core.Writer):
 
         Parameters
         ----------
-        instance_id, group_size, index, policy_version, epoch
+        instance_id, group_size, index, epoch
             As for `put`.
+        policy_version : int
+            As for `put`; ``slot.policy_version = ...`` sets it later.
         fields : mapping of str to (dtype, shape)
             The arrays; shape is an int or a tuple of int. Their content starts uninitialised.
             ``slot.resize(name, n)`` cuts the first dimension to what was really written.

@@ -117,6 +117,7 @@ class Slot:
 
     fields: tuple[str, ...]
     score: float
+    policy_version: int
     meta: Any
     ended: bool
     def __getitem__(self, name: str, /) -> NDArray[Any]: ...

@@ -99,6 +99,10 @@ static void number_error(const char *name, const char *expected, PyObject *value
     }
 }
 
+bool parse_policy_version(PyObject *value, int64_t *version) {
+    return take_integer(value, "policy_version", 0, INT64_MAX, version);
+}
+
 bool parse_score(PyObject *value, double *score) {
     if (PyFloat_CheckExact(value)) {
         *score = PyFloat_AS_DOUBLE(value);
@@ -222,7 +226,7 @@ bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value)
         return parse_score(value, &self->spec.score);
     }
     if (name == word_policy_version) {
-        return take_integer(value, "policy_version", 0, INT64_MAX, &self->spec.policy_version);
+        return parse_policy_version(value, &self->spec.policy_version);
     }
     if (name == word_epoch) {
         self->spec.epoch = NO_EPOCH;

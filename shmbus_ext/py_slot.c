@@ -59,6 +59,7 @@ static void slot_finish(SlotObject *self, bool commit) {
     if (commit) {
         move_from_views(self);
         self->at.record->score = self->score;
+        self->at.record->policy_version = self->policy_version;
         writer_commit(&self->writer->c, &self->at);
         self->writer->bytes += self->at.bytes;
     } else {
@@ -200,6 +201,7 @@ static void slot_open(SlotObject *slot, struct put_arguments *arguments, uint64_
     struct record_spec *spec = &arguments->spec;
     slot->meta_room = (uint32_t)spec->meta_bytes;
     slot->score = spec->score;
+    slot->policy_version = spec->policy_version;
     spec->meta_bytes = meta_bytes;
     writer_write_head(writer, arguments, &slot->at);
     if (meta_bytes > 0) {
@@ -381,6 +383,20 @@ static int slot_set_score(SlotObject *self, PyObject *value, void *ignored) {
     return slot_usable(self) && parse_score(value, &self->score) ? 0 : -1;
 }
 
+static PyObject *slot_get_policy_version(SlotObject *self, void *ignored) {
+    (void)ignored;
+    return PyLong_FromLongLong(self->policy_version);
+}
+
+static int slot_set_policy_version(SlotObject *self, PyObject *value, void *ignored) {
+    (void)ignored;
+    if (value == NULL) {
+        PyErr_SetString(PyExc_TypeError, "policy_version cannot be deleted");
+        return -1;
+    }
+    return slot_usable(self) && parse_policy_version(value, &self->policy_version) ? 0 : -1;
+}
+
 static int slot_set_meta(SlotObject *self, PyObject *value, void *ignored) {
     (void)ignored;
     if (!slot_usable(self)) {
@@ -450,6 +466,8 @@ static PyMethodDef slot_methods[] = {
 
 static PyGetSetDef slot_getset[] = {
     {"score", (getter)slot_get_score, (setter)slot_set_score, "The reward, 0.0 unless set.", NULL},
+    {"policy_version", (getter)slot_get_policy_version, (setter)slot_set_policy_version,
+     "The policy that sampled it, 0 unless set.", NULL},
     {"meta", NULL, (setter)slot_set_meta,
      "Whatever msgspec can encode, within reserve's meta_room; it can be set, not read.", NULL},
     {"ended", (getter)slot_get_ended, NULL, "Whether it was committed or aborted.", NULL},

@@ -225,6 +225,7 @@ bool arguments_finish(struct put_arguments *self, struct schema_cache *cache);
 bool arguments_finish_head(struct put_arguments *self);
 bool parse_timeout(PyObject *value, double *timeout_s);
 bool parse_score(PyObject *value, double *score);
+bool parse_policy_version(PyObject *value, int64_t *version);
 bool arguments_init(void);
 
 typedef struct slot_object SlotObject;
@@ -257,6 +258,7 @@ struct slot_object {
     uint32_t count;
     uint32_t meta_room;
     double score;
+    int64_t policy_version;
     bool ended;
     SlotObject *previous, *next;
 };

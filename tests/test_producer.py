@@ -307,11 +307,16 @@ def test_a_reservation_is_delivered_when_it_is_committed_and_not_before(bus: Bus
             assert slot.fields == tuple(FIELDS)
             assert consumer.take(1, 0) == []
             slot.score = 0.25
+            slot.policy_version += 1
+            with pytest.raises(ValueError, match="policy_version: expected 0 to"):
+                slot.policy_version = -1
+        with pytest.raises(shmbus.BusClosedError, match="committed"):
+            slot.policy_version = 5
         trajectory = take_one(consumer)
         assert np.array_equal(trajectory["tokens"], np.arange(100))
         assert np.array_equal(trajectory["grid"], np.full((4, 5), 2.5))
         assert (int(trajectory["one"]), trajectory.score) == (9, 0.25)
-        assert (trajectory.policy_version, trajectory.epoch, trajectory.meta) == (3, 0, {"a": 1})
+        assert (trajectory.policy_version, trajectory.epoch, trajectory.meta) == (4, 0, {"a": 1})
 
 
 def test_an_exception_or_an_abort_leaves_nothing_to_deliver(bus: Bus) -> None:
