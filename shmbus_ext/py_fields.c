@@ -59,8 +59,9 @@ static bool take_integer(PyObject *value, const char *name, int64_t low, int64_t
     /* What a caller mostly gives, by the shortest way: after a sleep each call on it is cold. */
     if (PyLong_CheckExact(value)) {
         int overflow;
-        *out = PyLong_AsLongLongAndOverflow(value, &overflow);
-        if (overflow == 0 && *out >= low && *out <= high) {
+        int64_t number = PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (overflow == 0 && number >= low && number <= high) {
+            *out = number;
             return true;
         }
     }
@@ -104,27 +105,29 @@ bool parse_policy_version(PyObject *value, int64_t *version) {
 }
 
 bool parse_score(PyObject *value, double *score) {
+    double number;
     if (PyFloat_CheckExact(value)) {
-        *score = PyFloat_AS_DOUBLE(value);
+        number = PyFloat_AS_DOUBLE(value);
     } else {
         if (!PyNumber_Check(value) || PyComplex_Check(value)) {
             PyErr_Format(PyExc_TypeError, "score: expected a float, got %.100s",
                          Py_TYPE(value)->tp_name);
             return false;
         }
-        *score = PyFloat_AsDouble(value);
-        if (*score == -1.0 && PyErr_Occurred()) {
+        number = PyFloat_AsDouble(value);
+        if (number == -1.0 && PyErr_Occurred()) {
             number_error("score", "a finite float", value);
             return false;
         }
     }
-    if (!isfinite(*score)) {
+    if (!isfinite(number)) {
         PyErr_Format(PyExc_ValueError,
                      "score: expected a finite number, got %S; a sample without a reward should "
                      "not be put",
                      value);
         return false;
     }
+    *score = number;
     return true;
 }
 

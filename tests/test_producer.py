@@ -310,6 +310,8 @@ def test_a_reservation_is_delivered_when_it_is_committed_and_not_before(bus: Bus
             slot.policy_version += 1
             with pytest.raises(ValueError, match="policy_version: expected 0 to"):
                 slot.policy_version = -1
+            with pytest.raises(ValueError, match="score: expected a finite number"):
+                slot.score = float("nan")
         with pytest.raises(shmbus.BusClosedError, match="committed"):
             slot.policy_version = 5
         trajectory = take_one(consumer)
