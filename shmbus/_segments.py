@@ -44,25 +44,26 @@ def check_name(name: object) -> str:
     return name
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes of a size such as 1048576, "256MiB" or "1GB"."""
+def parse_size(size: int | str, what: str = "size") -> int:
+    """Bytes of a size such as 1048576, "256MiB" or "1GB"; errors call it `what`."""
     given = size
     if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise TypeError(
-            f"size: expected bytes as an int, or a str such as '256MiB', got {type(size).__name__}"
+            f"{what}: expected bytes as an int, or a str such as '256MiB', "
+            f"got {type(size).__name__}"
         )
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
-            raise ValueError(f"size: expected a number with KiB, MiB, GiB or TiB, got {size!r}")
+            raise ValueError(f"{what}: expected a number with KiB, MiB, GiB or TiB, got {size!r}")
         number = float(match[1]) * unit
         size = int(number) if math.isfinite(number) else _LARGEST_SIZE + 1
     else:
         size = operator.index(size)
     if not _core.PAGE <= size <= _LARGEST_SIZE:
         raise ValueError(
-            f"size: expected {_core.PAGE} bytes to {show_size(_LARGEST_SIZE)}, got {given!r}"
+            f"{what}: expected {_core.PAGE} bytes to {show_size(_LARGEST_SIZE)}, got {given!r}"
         )
     return size
 
@@ -87,7 +88,7 @@ def create_segment(
 ) -> _core.Segment:
     """Create, allocate and touch the whole segment; it is ready when this returns."""
     check_name(name)
-    size = parse_size(capacity)
+    size = parse_size(capacity, "capacity")
     for label, value in (("max_producers", max_producers), ("extent_bytes", extent_bytes)):
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise TypeError(f"{label}: expected an int, got {type(value).__name__}")

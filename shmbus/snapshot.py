@@ -343,7 +343,7 @@ def restore(
     directory = Path(os.path.abspath(directory))
     manifest = read_manifest(directory)
     name = _segments.check_name(manifest.bus if name is None else name)
-    size = manifest.capacity if capacity is None else _segments.parse_size(capacity)
+    size = manifest.capacity if capacity is None else _segments.parse_size(capacity, "capacity")
     extent_bytes = manifest.extent_bytes if size == manifest.capacity else 0
     if os.path.lexists(_segments.shm_path(name)):
         raise _exists(name)

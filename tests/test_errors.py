@@ -117,14 +117,14 @@ def test_other_names_are_refused_everywhere(use: Callable[[Any], Any], name: str
      2**63, 2**64, 10**400, "9" * 400, "9" * 400 + "GiB"],
 )  # fmt: skip
 def test_a_size_that_is_none_is_refused_and_leaves_nothing(bus_name: str, size: Any) -> None:
-    with pytest.raises(ValueError, match=r"size: expected"):
+    with pytest.raises(ValueError, match=r"capacity: expected"):
         Bus.create(bus_name, capacity=size)
     assert segments_named(bus_name) == []
 
 
 @pytest.mark.parametrize("size", [None, 1.5, True, b"1MiB", [1]])
 def test_a_size_of_another_type_is_refused(bus_name: str, size: Any) -> None:
-    with pytest.raises(TypeError, match=f"size: expected.*got {type(size).__name__}"):
+    with pytest.raises(TypeError, match=f"capacity: expected.*got {type(size).__name__}"):
         Bus.create(bus_name, capacity=size)
     assert segments_named(bus_name) == []
 

@@ -1,0 +1,29 @@
+"""What somebody meets who runs Python in the source tree, where nothing is compiled."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_an_import_of_the_bare_source_says_where_it_is_and_what_to_do(tmp_path: Path) -> None:
+    for package in ("shmbus", "shmbus_ext"):
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import shmbus"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("ImportError: shmbus_ext: expected a compiled _core for this Python in")
+    assert str(tmp_path / "shmbus_ext") in said
+    assert "another directory" in said and "build_ext --inplace" in said
