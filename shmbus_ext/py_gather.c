@@ -38,7 +38,7 @@ static bool field_error(const TrajectoryObject *t, PyObject *name, const char *e
                         PyObject *got) {
     if (got != NULL) {
         PyErr_Format(PyExc_ValueError,
-                     "trajectory %R[%S] of producer %llu: field %R: expected %s, got %R",
+                     "trajectory %R[%S] of producer %llu: field %R: expected %s, got %S",
                      t->instance_id, t->index, (unsigned long long)t->producer_id, name, expected,
                      got);
         Py_DECREF(got);
@@ -86,7 +86,8 @@ static bool find_field(struct source *source, const struct lookup *lookup, int f
     if (at < 0) {
         return f != FIELD_TOKENS ||
                field_error(t, name, "an integer array of one dimension",
-                           PyUnicode_FromString("nothing"));
+                           PyUnicode_FromFormat("none among %R; put it, or say its name by fields=",
+                                                t->schema->names));
     }
     const uint64_t *shape = t->shape + t->schema->shape_at[at];
     source->kinds[f] = t->schema->kinds[at];

@@ -335,17 +335,23 @@ def test_memory_that_a_kept_tensor_looks_at_is_not_packed_into(
 # --- what is malformed
 
 MALFORMED: dict[str, tuple[Sample, str]] = {
-    "no tokens": ({"loss_mask": np.ones(3)}, "'tokens'.*got 'nothing'"),
-    "float tokens": ({"tokens": np.ones(3)}, "'tokens'.*integer.*float64"),
+    "no tokens": (
+        {"loss_mask": np.ones(3)},
+        r"'tokens'.*got none among \('loss_mask',\); .*fields=",
+    ),
+    "float tokens": ({"tokens": np.ones(3)}, "'tokens'.*integer.*got float64"),
     "text tokens": ({"tokens": np.array(["a"])}, "'tokens'.*integer.*U1"),
     "2-D tokens": ({"tokens": np.ones((3, 1), int)}, "'tokens'.*one dimension.*2"),
     "0-D tokens": ({"tokens": np.array(5)}, "'tokens'.*one dimension.*0"),
     "big-endian tokens": ({"tokens": np.ones(3, ">i4")}, "'tokens'.*integer.*>i4"),
     "tokens beyond int64": (
         {"tokens": np.array([1, 2**63], np.uint64)},
-        r"'tokens'.*ids below 2\*\*63.*9223372036854775808 at token 1",
+        r"'tokens'.*ids below 2\*\*63.*got 9223372036854775808 at token 1",
     ),
-    "short mask": ({"tokens": np.arange(3), "loss_mask": np.ones(2)}, "'loss_mask'.*tokens.*2"),
+    "short mask": (
+        {"tokens": np.arange(3), "loss_mask": np.ones(2)},
+        "'loss_mask'.*got 2, tokens has 3",
+    ),
     "2-D mask": ({"tokens": np.arange(3), "loss_mask": np.ones((3, 1))}, "'loss_mask'.*one dim"),
     "complex mask": ({"tokens": np.arange(3), "loss_mask": np.ones(3, "F")}, "'loss_mask'.*numer"),
     "long logprobs": ({"tokens": np.arange(3), "logprobs": np.ones(4)}, "'logprobs'.*tokens.*4"),
