@@ -127,7 +127,7 @@ def test_space_under_a_borrowed_view_is_not_used_again_until_the_view_is_gone(
     with Producer(bus.name) as producer:
         for round_ in range(30):
             producer.put(
-                str(round_), group_size=1, index=0, tokens=np.full(40_000, -1, np.int32), timeout=5
+                str(round_), group_size=1, index=0, tokens=np.full(40_000, -1, np.int32), timeout=60
             )
             found = reader.poll(10)
             reader.release(found, _core.ACKED)

@@ -186,6 +186,7 @@ def test_a_batch_that_is_not_full_is_cut_only_while_somebody_waits(
         wait_until(lambda: handler.stats().leased == 4, what="the group is held")
         assert ready(handler) == 0
         put(producer, "k1")
+        wait_until(lambda: handler.stats().leased == 6, what="the next one is held")
         # Twice max_wait: a batch cut for nobody would be here by now.
         time.sleep(0.1)
         assert ready(handler) == 0

@@ -191,6 +191,7 @@ def test_a_step_that_nobody_waits_for_is_formed_only_when_it_is_full(
         join(bus_name, 1, **options) as one,
     ):
         put(bus_name, range(4))
+        wait_until(lambda: zero.stats().in_ring == 0, what="the daemon to have read them")
         assert len(zero.next_batch(20).groups) == len(one.next_batch(20).groups) == 2
         # Enough for a step, not for a full one.
         put(bus_name, range(4, 6))

@@ -279,7 +279,7 @@ def test_put_many_goes_on_where_a_reader_makes_room_whatever_its_fields(small_bu
         for i in range(count)
     ]
     with attached(small_bus) as (producer, consumer), ThreadPoolExecutor(1) as pool:
-        putting = pool.submit(producer.put_many, given, timeout=5)
+        putting = pool.submit(producer.put_many, given, timeout=60)
         for number in range(count):
             with consumer.take(1, 10)[0] as group:
                 assert group.instance_id == f"m{number}"
@@ -569,7 +569,7 @@ print("closed", producer.closed)
 def test_a_signal_handler_may_close_the_producer_that_it_interrupts(
     bus: Bus, spawn: Spawner, verb: str
 ) -> None:
-    assert spawn.script(INTERRUPTED, bus.name, verb).finish(10) == "closed True\n"
+    assert spawn.script(INTERRUPTED, bus.name, verb).finish() == "closed True\n"
     with Consumer(bus.name) as consumer:
         assert consumer.stats().balanced
 
