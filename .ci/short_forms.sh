@@ -18,6 +18,10 @@ sanitizes() { # KIND: whether this compiler can build with it
     echo 'int main(void) { return 0; }' |
         ${CC:-cc} "-fsanitize=$1" -x c -o /dev/null - 2> /dev/null
 }
+fuzzes() { # whether clang is here, and its libFuzzer
+    echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' |
+        clang -fsanitize=fuzzer,address,undefined -x c -o /dev/null - 2> /dev/null
+}
 short() { # WHAT HINT CONDITION -- COMMAND...: runs the command where the condition holds
     local what=$1 hint=$2
     shift 2
@@ -46,7 +50,8 @@ short 'C tests under valgrind' 'there is no valgrind (apt install valgrind)' \
 short 'C tests for aarch64' \
     'there is no cross-compiler or qemu (apt install gcc-aarch64-linux-gnu qemu-user)' \
     has aarch64-linux-gnu-gcc qemu-aarch64 -- make cross
-short 'fuzzing in C' 'there is no clang (apt install clang)' has clang -- make fuzz-c FUZZ_SECONDS=4
+short 'fuzzing in C' 'there is no clang with libFuzzer (apt install clang libclang-rt-dev)' \
+    fuzzes -- make fuzz-c FUZZ_SECONDS=4
 # By plain mutations: atheris takes longer to begin than this takes.
 for target in decoders control snapshot; do
     short "fuzzing of $target" '' true -- .venv/bin/python "tests/fuzz/fuzz_$target.py" \

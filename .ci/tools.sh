@@ -1,18 +1,34 @@
 #!/usr/bin/env bash
-# Installs what some tests need beside a compiler and pip: on Debian and Ubuntu, as root. Nowhere
-# else, and where it fails, nothing is lost but those tests: they are skipped by name. Starts no
+# Installs what some checks need beside a compiler and pip: on Debian and Ubuntu, as root. Nowhere
+# else, and where it fails, nothing is lost but those checks: they are skipped by name. Starts no
 # service.
 set -uo pipefail
 
-missing=()
-for tool in valgrind redis-server; do # each a command, and the package that has it
-    command -v "$tool" > /dev/null || missing+=("$tool")
-done
-[ ${#missing[@]} -gt 0 ] || exit 0
-if [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null; then
-    export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
-    timeout 60 apt-get -qq update > /dev/null &&
-        timeout 120 apt-get -qq install -y --no-install-recommends "${missing[@]}" > /dev/null &&
-        exit 0
-fi
-echo "without ${missing[*]}: the tests that need them are skipped" >&2
+export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
+lists= # whether the lists of packages are fresh
+
+install() { # PACKAGES...: those of them that this system knows; their names differ a little
+    local known=() package
+    [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null || return 1
+    [ -n "$lists" ] || timeout 60 apt-get -qq update > /dev/null || return 1
+    lists=fresh
+    for package in "$@"; do
+        apt-cache policy "$package" | grep -q 'Candidate: [^(]' && known+=("$package")
+    done
+    timeout 120 apt-get -qq install -y --no-install-recommends "${known[@]}" > /dev/null
+}
+
+need() { # COMMAND PACKAGES...
+    local tool=$1
+    shift
+    command -v "$tool" > /dev/null || install "$@" ||
+        echo "without $tool ($*): the checks that need it are skipped" >&2
+}
+
+need valgrind valgrind
+need redis-server redis-server
+need qemu-aarch64 qemu-user
+need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+# Where libFuzzer is a package of its own, it comes with the last of these.
+need clang clang libclang-rt-dev
+exit 0

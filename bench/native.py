@@ -50,14 +50,17 @@ def compile_program(source: Path, program: Path, *, ring: bool = False) -> None:
 def run(argv: list[str], given: str = "") -> tuple[str, str]:
     """Run a program in the checkout; return what it said on stdout and on stderr.
 
+    Without what this process had preloaded: that is no part of the program.
+
     Raises
     ------
     CannotRun
         It failed, or came to no end.
     """
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     try:
         result = subprocess.run(
-            argv, input=given, cwd=ROOT, capture_output=True, text=True, check=False,
+            argv, input=given, cwd=ROOT, env=env, capture_output=True, text=True, check=False,
             timeout=DEADLINE_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import Spawner
 
-from bench import instructions, report, verdicts
+from bench import instructions, native, report, verdicts
 from bench.contenders import MODULES, contenders, module
 from bench.contest import child, environments, latency, moving, plan, survival
 from bench.contest.run import run
@@ -271,6 +271,13 @@ def test_only_more_than_three_percent_is_a_regression() -> None:
     )
     assert [name.split(":")[0] for name in regressions] == ["op_put"]
     assert len(lines) == 4 and "new" in lines[3]
+
+
+def test_a_program_that_is_measured_has_nothing_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/a/sanitizer.so")
+    monkeypatch.setenv("CC", "clang")
+    said, complained = native.run(["env"])
+    assert "LD_PRELOAD" not in said and "CC=clang" in said and complained == ""
 
 
 @pytest.mark.slow

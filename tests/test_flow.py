@@ -214,4 +214,5 @@ def test_a_reader_on_the_processor_of_a_producer_is_not_woken_for_every_record(
         finally:
             os.sched_setaffinity(0, processors)
         print(f"{sleeps} sleeps")
-        assert sleeps < count // 100
+        # Woken for every record it would sleep as often; what else runs there adds hundreds.
+        assert sleeps < count // 10

@@ -11,9 +11,7 @@
 #include "support.h"
 #include "wanted.h"
 
-#if defined(__SANITIZE_THREAD__)
-#define DEFAULT_KILLS 1
-#elif defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__)
 #define DEFAULT_KILLS 3
 #else
 #define DEFAULT_KILLS 12
