@@ -12,18 +12,18 @@ struct bus {
     struct segment other;
 };
 
-static void make_bus(struct bus *bus, uint64_t extents, uint32_t producers) {
+/* Tells one story over a bus of its own. */
+static void in_a_bus(uint64_t extents, uint32_t producers, void (*story)(struct bus *)) {
+    struct bus bus;
     struct segment_geometry plan;
     CHECK(segment_plan(extents * SHMBUS_PAGE, producers, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(&bus->segment, memory_file(), &plan) == SEGMENT_OK);
-    bus->other = bus->segment;
-    bus->other.fd = reopen(bus->segment.fd);
-}
-
-static void end_bus(struct bus *bus) {
-    segment_unmap(&bus->segment);
-    close(bus->other.fd);
-    close(bus->segment.fd);
+    CHECK(segment_create(&bus.segment, memory_file(), &plan) == SEGMENT_OK);
+    bus.other = bus.segment;
+    bus.other.fd = reopen(bus.segment.fd);
+    story(&bus);
+    segment_unmap(&bus.segment);
+    close(bus.other.fd);
+    close(bus.segment.fd);
 }
 
 /* The kernel's part of a death: a new description holds no lock. */
@@ -54,107 +54,96 @@ static void end(struct reader *reader, struct record_ref *ref) {
 
 /* An owner dies after it has said which commit comes, and before that took effect. Its slot's next
  * owner dies without a commit, when the extent of the first has long been freed. */
-static void an_intent_ends_with_its_owner(void) {
-    struct bus bus;
+static void an_intent_ends_with_its_owner(struct bus *bus) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref;
     struct reservation at;
-    make_bus(&bus, 8, 1);
-    CHECK(writer_attach(&writer, &bus.other, "first") == WRITER_OK);
+    CHECK(writer_attach(&writer, &bus->other, "first") == WRITER_OK);
     put(&writer, 10);
     claim(&writer, 10, &at);
-    struct producer_slot *slot = &bus.segment.slots[0];
+    struct producer_slot *slot = &bus->segment.slots[0];
     atomic_store(&slot->commit_ref, (uint64_t)at.place.extent << 40 | at.place.offset / 64);
     atomic_store(&slot->commit_generation, at.place.generation);
     atomic_store(&slot->committing, 2);
-    die(&bus.other);
-    CHECK(reader_attach(&reader, &bus.segment));
+    die(&bus->other);
+    CHECK(reader_attach(&reader, &bus->segment));
     CHECK(reader_next(&reader, &ref) == 1);
     end(&reader, &ref);
     CHECK(reader_next(&reader, &ref) == 0);
-    CHECK(writer_attach(&writer, &bus.other, "second") == WRITER_OK);
-    die(&bus.other);
+    CHECK(writer_attach(&writer, &bus->other, "second") == WRITER_OK);
+    die(&bus->other);
     CHECK(reader_sweep(&reader) == 1);
     CHECK(atomic_load(&slot->committed) == 1);
     CHECK(reader_next(&reader, &ref) == 0 && reader.corrupt == 0);
     reader_detach(&reader);
-    end_bus(&bus);
 }
 
 /* A collector dies between the two copies of a straggler; its successor acknowledges the moved one
  * and dies before it has come across the first. */
-static void a_moved_record_is_not_delivered_after_its_acknowledgement(void) {
-    struct bus bus;
+static void a_moved_record_is_not_delivered_after_its_acknowledgement(struct bus *bus) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref, moved;
-    make_bus(&bus, 8, 1);
-    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    CHECK(writer_attach(&writer, &bus->other, "writer") == WRITER_OK);
     put(&writer, 10);
-    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_attach(&reader, &bus->segment));
     CHECK(reader_next(&reader, &ref) == 1);
     moved = ref;
     struct record_header *first =
-        (void *)(segment_extent(&bus.segment, ref.place.extent) + ref.place.offset);
+        (void *)(segment_extent(&bus->segment, ref.place.extent) + ref.place.offset);
     CHECK(reader_move(&reader, &moved));
     /* As a death right after the second copy's publication leaves it. */
     atomic_store(&first->state, SHMBUS_COMMITTED);
-    struct bus_header *header = bus.segment.header;
+    struct bus_header *header = bus->segment.header;
     atomic_store(&header->move_from, ((uint64_t)ref.place.extent << 40 | ref.place.offset / 64) + 1);
     reader_detach(&reader);
-    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_attach(&reader, &bus->segment));
     CHECK(reader_next(&reader, &moved) == 1 && reader.copy.header.sequence == 0);
     end(&reader, &moved);
     reader_detach(&reader);
-    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_attach(&reader, &bus->segment));
     CHECK(reader_next(&reader, &ref) == 0);
     CHECK(atomic_load(&header->released[SHMBUS_ACKED]) == 1);
     reader_detach(&reader);
-    end_bus(&bus);
 }
 
 /* An owner stops between linking a run and noting it. The collector walks on, frees the run that is
  * noted, and dies; its successor must find the linked one. */
-static void a_linked_run_is_found_though_its_owner_has_not_noted_it(void) {
-    struct bus bus;
+static void a_linked_run_is_found_though_its_owner_has_not_noted_it(struct bus *bus) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref;
     struct reservation at;
-    make_bus(&bus, 8, 1);
-    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
-    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(writer_attach(&writer, &bus->other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus->segment));
     put(&writer, 3000);
-    uint64_t noted = atomic_load(&bus.segment.slots[0].current);
+    uint64_t noted = atomic_load(&bus->segment.slots[0].current);
     claim(&writer, 3000, &at);
-    uint64_t link = atomic_load(&bus.segment.slots[0].current);
+    uint64_t link = atomic_load(&bus->segment.slots[0].current);
     CHECK(link != noted);
-    atomic_store(&bus.segment.slots[0].current, noted);
+    atomic_store(&bus->segment.slots[0].current, noted);
     CHECK(reader_next(&reader, &ref) == 1);
     end(&reader, &ref);
     CHECK(reader_next(&reader, &ref) == 0);
     CHECK(reader.runs_freed == 1);
     reader_detach(&reader);
-    CHECK(reader_attach(&reader, &bus.segment));
-    atomic_store(&bus.segment.slots[0].current, link);
+    CHECK(reader_attach(&reader, &bus->segment));
+    atomic_store(&bus->segment.slots[0].current, link);
     writer_publish(&writer, &at);
     CHECK(reader_next(&reader, &ref) == 1 && reader.copy.header.sequence == 1);
     end(&reader, &ref);
     CHECK(reader.corrupt == 0);
     reader_detach(&reader);
-    end_bus(&bus);
 }
 
 /* A producer that finds the bus full seals the run it has, so that it can be freed for it. */
-static void a_run_sealed_for_want_of_space_is_freed(void) {
-    struct bus bus;
+static void a_run_sealed_for_want_of_space_is_freed(struct bus *bus) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref;
-    make_bus(&bus, 8, 1);
-    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
-    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(writer_attach(&writer, &bus->other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus->segment));
     put(&writer, 100);
     CHECK(reader_next(&reader, &ref) == 1);
     end(&reader, &ref);
@@ -164,19 +153,16 @@ static void a_run_sealed_for_want_of_space_is_freed(void) {
     CHECK(reader_next(&reader, &ref) == 0 && reader.runs_freed == 1);
     CHECK(reader_next(&reader, &ref) == 0 && !reader_has_events(&reader));
     reader_detach(&reader);
-    end_bus(&bus);
 }
 
 /* A producer closes: first its lane, then its views get copies of their own, then its lock goes. */
-static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(void) {
-    struct bus bus;
+static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(struct bus *bus) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref;
     struct reservation at;
-    make_bus(&bus, 8, 1);
-    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
-    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(writer_attach(&writer, &bus->other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus->segment));
     claim(&writer, 100, &at);
     writer_reserve(&writer, &at);
     writer_pin(&writer, &at);
@@ -187,25 +173,22 @@ static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(void)
     CHECK(reader_next(&reader, &ref) == 0);
     reader_sweep(&reader);
     CHECK(reader.runs_freed == 0);
-    writer_unpin(&bus.other, &at);
-    die(&bus.other);
+    writer_unpin(&bus->other, &at);
+    die(&bus->other);
     reader_sweep(&reader);
     CHECK(reader_next(&reader, &ref) == 0);
     CHECK(reader.runs_freed == 1);
     reader_detach(&reader);
-    end_bus(&bus);
 }
 
 /* Records of a closed producer wait in its first run and in one behind a gap. Whoever takes its slot
  * over must not note the first run as the last, or the next collector looks no further. */
-static void stragglers_on_both_sides_of_a_gap_are_found_again(void) {
-    struct bus bus;
+static void stragglers_on_both_sides_of_a_gap_are_found_again(struct bus *bus) {
     struct writer writer;
     struct reader reader;
     struct record_ref refs[4];
-    make_bus(&bus, 8, 1);
-    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
-    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(writer_attach(&writer, &bus->other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus->segment));
     for (int i = 0; i < 4; i++) {
         put(&writer, 3000);
         CHECK(reader_next(&reader, &refs[i]) == 1);
@@ -214,46 +197,40 @@ static void stragglers_on_both_sides_of_a_gap_are_found_again(void) {
     end(&reader, &refs[1]);
     end(&reader, &refs[3]);
     CHECK(reader_next(&reader, &refs[1]) == 0 && reader.runs_freed == 2);
-    die(&bus.other);
+    die(&bus->other);
     reader_sweep(&reader);
     reader_detach(&reader);
-    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_attach(&reader, &bus->segment));
     CHECK(reader_next(&reader, &refs[0]) == 1 && reader.copy.header.sequence == 0);
     CHECK(reader_next(&reader, &refs[2]) == 1 && reader.copy.header.sequence == 2);
     CHECK(reader_next(&reader, &refs[1]) == 0 && reader.corrupt == 0);
     reader_detach(&reader);
-    end_bus(&bus);
 }
 
 /* What says that somebody wants neighbouring extents may be scribbled, or of another clock. */
-static void a_claim_that_lasts_too_long_keeps_nobody_out(void) {
-    struct bus bus;
+static void a_claim_that_lasts_too_long_keeps_nobody_out(struct bus *bus) {
     uint32_t generation;
-    make_bus(&bus, 8, 1);
-    atomic_store(&bus.segment.header->jumbo_until_ns, UINT64_MAX);
+    atomic_store(&bus->segment.header->jumbo_until_ns, UINT64_MAX);
     for (int i = 0; i < 7; i++) {
-        CHECK(extent_lease(&bus.segment, 0, 1, &generation) != NO_EXTENT);
+        CHECK(extent_lease(&bus->segment, 0, 1, &generation) != NO_EXTENT);
     }
-    end_bus(&bus);
 }
 
 /* Producers fill a bus that no collector has read, and go on beside its first, and its second. */
-static void a_full_bus_keeps_a_place_for_what_is_moved(void) {
-    struct bus bus;
+static void a_full_bus_keeps_a_place_for_what_is_moved(struct bus *bus) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref;
     struct reservation at;
     struct sample sample;
-    make_bus(&bus, 4, 1);
     make_sample(&sample, "prompt", 3000);
-    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
+    CHECK(writer_attach(&writer, &bus->other, "writer") == WRITER_OK);
     for (int i = 0; i < 3; i++) {
         put(&writer, 3000);
     }
     CHECK(writer_claim(&writer, sample.spec.record_bytes, &at) == WRITER_FULL);
     for (int i = 0; i < 2; i++) {
-        CHECK(reader_attach(&reader, &bus.segment));
+        CHECK(reader_attach(&reader, &bus->segment));
         CHECK(writer_claim(&writer, sample.spec.record_bytes, &at) == WRITER_FULL);
         CHECK(reader_next(&reader, &ref) == 1);
         if (i == 1) {
@@ -261,19 +238,16 @@ static void a_full_bus_keeps_a_place_for_what_is_moved(void) {
         }
         reader_detach(&reader);
     }
-    end_bus(&bus);
 }
 
 /* Only a failure may come without its group's size: any other would be a sample of no group. */
-static void a_sample_without_the_size_of_its_group_is_corrupt(void) {
-    struct bus bus;
+static void a_sample_without_the_size_of_its_group_is_corrupt(struct bus *bus) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref;
     struct reservation at;
-    make_bus(&bus, 4, 1);
-    CHECK(writer_attach(&writer, &bus.other, "writer") == WRITER_OK);
-    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(writer_attach(&writer, &bus->other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &bus->segment));
     for (uint32_t failed = 0; failed < 2; failed++) {
         claim(&writer, 100, &at);
         record_write_frame(at.record, &at.place, at.bytes, writer.producer_id, writer.slot_index,
@@ -282,29 +256,26 @@ static void a_sample_without_the_size_of_its_group_is_corrupt(void) {
         CHECK(reader_next(&reader, &ref) == (int)failed && reader.corrupt == 1);
     }
     reader_detach(&reader);
-    end_bus(&bus);
 }
 
 /* An owner attaches, commits a record or only reserves one, and dies; its heir dies when it has freed
  * the slot, and before it has said that it is there. The reader looked neither before nor between. */
-static void what_a_dead_heir_freed_is_read(bool committed) {
-    struct bus bus;
+static void what_a_dead_heir_freed_is_read(struct bus *bus, bool committed) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref;
     struct reservation at;
-    make_bus(&bus, 8, 2);
-    CHECK(reader_attach(&reader, &bus.segment));
+    CHECK(reader_attach(&reader, &bus->segment));
     CHECK(reader_next(&reader, &ref) == 0 && reader_next(&reader, &ref) == 0);
-    CHECK(writer_attach(&writer, &bus.other, "owner") == WRITER_OK);
+    CHECK(writer_attach(&writer, &bus->other, "owner") == WRITER_OK);
     if (committed) {
         put(&writer, 10);
     } else {
         claim(&writer, 10, &at);
         writer_reserve(&writer, &at);
     }
-    die(&bus.other);
-    writer_take_over(&bus.other, writer.slot_index);
+    die(&bus->other);
+    writer_take_over(&bus->other, writer.slot_index);
     CHECK(reader_has_events(&reader));
     if (committed) {
         CHECK(reader_next(&reader, &ref) == 1);
@@ -313,21 +284,28 @@ static void what_a_dead_heir_freed_is_read(bool committed) {
     CHECK(reader_next(&reader, &ref) == 0 && reader_next(&reader, &ref) == 0);
     CHECK(reader.runs_freed == 1);
     reader_detach(&reader);
-    end_bus(&bus);
+}
+
+static void what_a_dead_heir_freed_of_a_commit_is_read(struct bus *bus) {
+    what_a_dead_heir_freed_is_read(bus, true);
+}
+
+static void what_a_dead_heir_freed_of_a_reservation_is_read(struct bus *bus) {
+    what_a_dead_heir_freed_is_read(bus, false);
 }
 
 int main(void) {
-    a_sample_without_the_size_of_its_group_is_corrupt();
-    what_a_dead_heir_freed_is_read(true);
-    what_a_dead_heir_freed_is_read(false);
-    a_full_bus_keeps_a_place_for_what_is_moved();
-    a_claim_that_lasts_too_long_keeps_nobody_out();
-    stragglers_on_both_sides_of_a_gap_are_found_again();
-    a_closed_producers_views_keep_their_run_until_its_lock_is_gone();
-    a_run_sealed_for_want_of_space_is_freed();
-    a_linked_run_is_found_though_its_owner_has_not_noted_it();
-    a_moved_record_is_not_delivered_after_its_acknowledgement();
-    an_intent_ends_with_its_owner();
+    in_a_bus(4, 1, a_sample_without_the_size_of_its_group_is_corrupt);
+    in_a_bus(8, 2, what_a_dead_heir_freed_of_a_commit_is_read);
+    in_a_bus(8, 2, what_a_dead_heir_freed_of_a_reservation_is_read);
+    in_a_bus(4, 1, a_full_bus_keeps_a_place_for_what_is_moved);
+    in_a_bus(8, 1, a_claim_that_lasts_too_long_keeps_nobody_out);
+    in_a_bus(8, 1, stragglers_on_both_sides_of_a_gap_are_found_again);
+    in_a_bus(8, 1, a_closed_producers_views_keep_their_run_until_its_lock_is_gone);
+    in_a_bus(8, 1, a_run_sealed_for_want_of_space_is_freed);
+    in_a_bus(8, 1, a_linked_run_is_found_though_its_owner_has_not_noted_it);
+    in_a_bus(8, 1, a_moved_record_is_not_delivered_after_its_acknowledgement);
+    in_a_bus(8, 1, an_intent_ends_with_its_owner);
     puts("recovery_test: passed");
     return 0;
 }

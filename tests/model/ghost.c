@@ -6,6 +6,8 @@
  * - A byte of an extent is written by whoever holds the lease, or is a record's state.
  * - An extent is freed when no living producer has an open record in it, and no record there is
  *   committed and not acknowledged.
+ * - Nobody waits for somebody stopped or dead: whoever lives goes on, no wake-up is lost while there
+ *   is work for a sleeper, and no run is without end (engine.c).
  * - At the end the numbers agree: commits counted by the lanes, acknowledgements counted by the
  *   segment, records that the ghost saw; nothing is corrupt, nothing unread, no extent is lost. */
 #include "model.h"
