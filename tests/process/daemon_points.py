@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from failpoints import SPAN_TWO, Child, deadline, pattern, ruin
+from failpoints import DEADLINE_S, SPAN_TWO, Child, deadline, pattern, ruin
 from points import arm
 
 import shmbus
@@ -166,6 +166,8 @@ def join(name: str, rank: int) -> shmbus.Consumer:
 def train(name: str, rank: int, failpoint: str, log: Path, told: mmap.mmap) -> None:
     """Be a rank: check each group, and note what is about to end, and what has ended."""
     speak_into(log.with_name(f"rank-{rank}.log"))
+    # On a busy machine the next daemon may take longer to come than a trainer would wait for one.
+    limits.DAEMON_WAIT_S = DEADLINE_S
     arm(failpoint)
     with log.open("ab", buffering=0) as out, join(name, rank) as consumer:
         while not told[OVER]:
