@@ -24,7 +24,7 @@ RECORDS = 80
 GROUPS, SIZE = 40, 4
 EXTENT = 4096
 SPAN_TWO = 6000
-DEADLINE_S = 15.0
+DEADLINE_S = 30.0
 
 #: Kind: point: passes at which the signal comes; the later ones are behind several wraps.
 POINTS: dict[str, dict[str, tuple[int, ...]]] = {
