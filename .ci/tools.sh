@@ -6,16 +6,23 @@ set -uo pipefail
 
 export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
 lists= # whether the lists of packages are fresh
+# For all of it; on a usual line it takes one.
+MINUTES=4
+
+in_time() { # COMMAND...
+    local left=$((MINUTES * 60 - SECONDS))
+    [ "$left" -gt 0 ] && timeout "$left" "$@" > /dev/null
+}
 
 install() { # PACKAGES...: those of them that this system knows; their names differ a little
     local known=() package
     [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null || return 1
-    [ -n "$lists" ] || timeout 60 apt-get -qq update > /dev/null || return 1
+    [ -n "$lists" ] || in_time apt-get -qq update || return 1
     lists=fresh
     for package in "$@"; do
         apt-cache policy "$package" | grep -q 'Candidate: [^(]' && known+=("$package")
     done
-    timeout 120 apt-get -qq install -y --no-install-recommends "${known[@]}" > /dev/null
+    in_time apt-get -qq install -y --no-install-recommends "${known[@]}"
 }
 
 need() { # COMMAND PACKAGES...
