@@ -195,24 +195,31 @@ with Producer(name) as producer:
 """
 
 
-def test_a_reader_on_the_processor_of_a_producer_is_not_woken_for_every_record(
-    bus_name: str, spawn: Spawner
-) -> None:
-    count, taken = 20_000, 0
-    processors = os.sched_getaffinity(0)
+def sleeps_beside_a_producer(name: str, spawn: Spawner, count: int) -> int:
+    """How often a reader falls asleep while it takes so many from one on its own processor."""
+    taken, processors = 0, os.sched_getaffinity(0)
     shared = min(processors)
-    with Bus.create(bus_name, "8MiB"), Consumer(bus_name) as consumer:
-        spawn.script(PUT_ON, bus_name, count, shared)
+    with Consumer(name) as consumer:
+        spawn.script(PUT_ON, name, count, shared)
         os.sched_setaffinity(0, {shared})
         try:
-            sleeps = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
             while taken < count:
                 groups = consumer.take(timeout=20)
                 taken += len(groups)
                 consumer.ack(groups)
-            sleeps = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - sleeps
+            return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
         finally:
             os.sched_setaffinity(0, processors)
+
+
+def test_a_reader_on_the_processor_of_a_producer_is_not_woken_for_every_record(
+    bus_name: str, spawn: Spawner
+) -> None:
+    count, sleeps = 20_000, []
+    with Bus.create(bus_name, "8MiB"):
+        # What else runs on that processor adds sleeps now and then; what is systematic, always.
+        while len(sleeps) < 5 and min(sleeps, default=count) >= count // 100:
+            sleeps.append(sleeps_beside_a_producer(bus_name, spawn, count))
         print(f"{sleeps} sleeps")
-        # Woken for every record it would sleep as often; what else runs there adds hundreds.
-        assert sleeps < count // 10
+        assert min(sleeps) < count // 100
