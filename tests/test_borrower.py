@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import Spawner, wait_until
 
-from shmbus import Bus, BusClosedError, Producer, _segments
+from shmbus import Bus, BusClosedError, Producer, _segments, messages
 from shmbus_ext import _core
 
 
@@ -46,6 +46,15 @@ def put(bus: Bus, count: int, tokens: int = 100) -> None:
             )  # fmt: skip
 
 
+def borrow(borrower: _core.Borrower, places: bytes) -> _core.Loan:
+    """Borrow what is at these places, as one group."""
+    granted = messages.Granted(number=7, size=len(places) // _core.PLACE_BYTES, places=places)
+    loans, refused = borrower.borrow([granted], -1)
+    assert not refused
+    (loan,) = loans
+    return loan
+
+
 def view_locks(bus: Bus) -> int:
     segment = _segments.open_segment(bus.name)
     held = sum(count for _, count in segment.locks_held(0))
@@ -65,8 +74,9 @@ def test_a_borrowed_trajectory_is_what_the_reader_has(
 ) -> None:
     put(bus, 5)
     theirs = reader.poll(10)
-    ours = borrower.borrow(_core.places(theirs))
-    assert len(ours) == 5
+    loan = borrow(borrower, _core.places(theirs))
+    ours = loan.samples
+    assert len(ours) == 5 and (loan.number, loan.size, loan.key) == (7, 5, "prompt")
     for their, our in zip(theirs, ours, strict=True):
         assert our.key == their.key and our.index == their.index and our.score == their.score
         assert our.meta == their.meta and our.policy_version == their.policy_version
@@ -77,6 +87,13 @@ def test_a_borrowed_trajectory_is_what_the_reader_has(
     assert _core.identities(ours) == b"".join(
         struct.pack("=QQ", t.producer_id, t.sequence) for t in ours
     )
+
+
+def refusals(borrower: _core.Borrower, places: bytes) -> list[int]:
+    """Borrow what is no group of this bus; return what it refuses."""
+    loans, refused = borrower.borrow([messages.Granted(number=3, size=1, places=places)], -1)
+    assert not loans
+    return refused
 
 
 def test_a_place_that_is_not_in_the_segment_is_refused_and_leaves_no_lock(
@@ -91,10 +108,9 @@ def test_a_place_that_is_not_in_the_segment_is_refused_and_leaves_no_lock(
     ]:  # fmt: skip
         forged = list(good)
         forged[at] = value
-        with pytest.raises(ValueError, match=bus.name):
-            borrower.borrow(struct.pack("=IIQQ", *forged))
-    with pytest.raises(ValueError, match="23 bytes"):
-        borrower.borrow(struct.pack("=IIQQ", *good)[:-1])
+        assert refusals(borrower, struct.pack("=IIQQ", *forged)) == [3]
+    assert refusals(borrower, struct.pack("=IIQQ", *good)[:-1]) == [3]
+    assert refusals(borrower, b"") == [3]
     assert borrower.locks() == (0, 0) and lease_locks(bus) == 0
 
 
@@ -105,8 +121,7 @@ def test_a_released_record_cannot_be_borrowed(
     found = reader.poll(1)
     places = _core.places(found)
     reader.release(found, _core.ACKED)
-    with pytest.raises(ValueError, match="no committed record"):
-        borrower.borrow(places)
+    assert refusals(borrower, places) == [3]
     assert lease_locks(bus) == 0
 
 
@@ -115,12 +130,13 @@ def test_space_under_a_borrowed_view_is_not_used_again_until_the_view_is_gone(
 ) -> None:
     put(bus, 4, tokens=40_000)
     found = reader.poll(4)
-    ours = borrower.borrow(_core.places(found))
+    loan = borrow(borrower, _core.places(found))
+    ours = loan.samples
     view = ours[2]["tokens"]
     copy = view.copy()
     assert view_locks(bus) == 1
     reader.release(found, _core.ACKED)
-    borrower.release(ours)
+    borrower.end(loan, _core.ACKED)
     with pytest.raises(BusClosedError, match="acknowledged"):
         ours[0]["tokens"]
     # Every byte of the bus is written again, but for the run that the view lies in.
@@ -160,7 +176,7 @@ def test_exactly_the_runs_that_nobody_looks_at_are_free(
     for at, trajectory in enumerate(found):
         if draw.random() < share:
             holder = draw.choice([borrower, other])
-            views[at] = holder.borrow(_core.places([trajectory]))[0]["tokens"]
+            views[at] = borrow(holder, _core.places([trajectory])).samples[0]["tokens"]
     reader.release(found, _core.ACKED)
     beside = set()
     while True:
@@ -193,9 +209,10 @@ def test_views_that_end_after_their_lease_leave_no_producer_waiting(
             looks += 1
             continue
         taken += len(found)
-        views = [t["tokens"] for t in borrower.borrow(_core.places(found))]
+        loan = borrow(borrower, _core.places(found))
+        views = [t["tokens"] for t in loan.samples]
         reader.release(found, _core.ACKED)
-        borrower.end_lease(_core.places(found))
+        borrower.forget([loan])
     sending.join()
     assert len(views) and looks < taken
 
@@ -211,7 +228,7 @@ def test_views_outlive_their_borrower_and_hold_nothing_then(
 ) -> None:
     put(bus, 1)
     found = reader.poll(1)
-    ours = borrower.borrow(_core.places(found))
+    ours = borrow(borrower, _core.places(found)).samples
     view = ours[0]["tokens"]
     copy = view.copy()
     borrower.close()
@@ -230,14 +247,13 @@ def test_leases_move_with_the_client_number(
 ) -> None:
     put(bus, 3)
     places = _core.places(reader.poll(3))
-    borrower.borrow(places)
-    borrower.borrow(places)
+    loans = [borrow(borrower, places) for _ in range(2)]
     assert lease_locks(bus, 0) == 1
     borrower.set_client(7)
     assert lease_locks(bus, 0) == 0 and lease_locks(bus, 7) == 1
-    borrower.end_lease(places)
+    borrower.forget(loans[:1])
     assert lease_locks(bus, 7) == 1
-    borrower.end_lease(places)
+    borrower.forget(loans)
     assert lease_locks(bus, 7) == 0
     with pytest.raises(ValueError, match="client"):
         borrower.set_client(_core.MAX_CLIENTS)
@@ -245,11 +261,12 @@ def test_leases_move_with_the_client_number(
 
 BORROW = """
 import sys, time
-from shmbus import _segments
+from shmbus import _segments, messages
 from shmbus_ext import _core
 borrower = _core.Borrower(_segments.open_segment(sys.argv[1], read_only=True))
-ours = borrower.borrow(bytes.fromhex(sys.argv[2]))
-view = ours[0]["tokens"]
+granted = messages.Granted(number=1, size=2, places=bytes.fromhex(sys.argv[2]))
+loans, _ = borrower.borrow([granted], -1)
+view = loans[0].samples[0]["tokens"]
 print("looking")
 time.sleep(60)
 """
