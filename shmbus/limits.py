@@ -200,7 +200,14 @@ REDIAL_INTERVAL_S = 0.02
 COALESCE_S = 0.0002
 
 #: The same while nobody waits: nothing is late then, and the ring keeps what comes.
-REST_S = 0.002
+REST_S = 0.01
+
+#: Seconds that the daemon does not listen to a client which has just spoken and holds plenty: its
+#: acknowledgements gather meanwhile, and it is done with what it holds no sooner.
+LISTEN_REST_S = 0.001
+
+#: Groups in a client's hands that are plenty: work for longer than such a rest.
+PLENTY_GROUPS = 32
 
 #: Steps that the fastest rank may be ahead of the slowest: what is formed for one that does not
 #: come holds space.
