@@ -259,6 +259,63 @@ def test_leases_move_with_the_client_number(
         borrower.set_client(_core.MAX_CLIENTS)
 
 
+def locked(segment: _core.Segment, which: int) -> set[int]:
+    return {e for first, count in segment.locks_held(which) for e in range(first, first + count)}
+
+
+def test_exactly_the_extents_of_loans_and_of_views_are_locked(
+    bus: Bus, reader: _core.Reader, borrower: _core.Borrower, seed: int
+) -> None:
+    draw = random.Random(seed)
+    with Producer(bus.name) as producer:
+        # From a few records an extent to one that takes several.
+        for index in range(120):
+            tokens = draw.choice([50, 200, 700, 3000])
+            producer.put(str(index), group_size=1, index=0, tokens=np.zeros(tokens, np.int32))
+    found = reader.poll(120)
+    extents = [place[0] for place in struct.iter_unpack("=IIQQ", _core.places(found))]
+    other = _segments.open_segment(bus.name)
+    loans: dict[int, tuple[set[int], _core.Loan]] = {}
+    views: dict[int, tuple[int, np.ndarray]] = {}
+    client = number = 0
+    for _ in range(150):
+        step = draw.randrange(5)
+        if step == 0:
+            grants, at = [], {}
+            for _ in range(draw.randrange(1, 9)):
+                number += 1
+                at[number] = draw.sample(range(120), draw.randrange(1, 9))
+                places = _core.places([found[i] for i in at[number]])
+                grants.append(messages.Granted(number=number, size=8, places=places))
+            # One of which nothing can be made leaves the locks of the others alone.
+            grants.insert(0, messages.Granted(number=0, size=1, places=grants[-1].places[:24] * 2))
+            grants[0].places = grants[0].places[:28] + b"\xff" + grants[0].places[29:]
+            fresh, refused = borrower.borrow(grants, -1)
+            assert refused == [0] and [loan.number for loan in fresh] == list(at)
+            for loan in fresh:
+                loans[loan.number] = ({extents[i] for i in at[loan.number]}, loan)
+        elif step in (1, 3) and loans:
+            count = draw.randrange(1, len(loans) + 1)
+            over = [loans.pop(n)[1] for n in draw.sample(sorted(loans), count)]
+            for loan in over:
+                borrower.end(loan, _core.ACKED)
+            borrower.forget(over)
+        elif step == 2 and loans:
+            sample = draw.choice(loans[draw.choice(list(loans))][1].samples)
+            views[len(views)] = (extents[int(sample.instance_id)], sample["tokens"])
+        elif step == 4:
+            client = draw.randrange(4)
+            borrower.set_client(client)
+        if not loans:
+            # A trajectory that is held keeps what it has shown.
+            views.clear()
+        assert locked(other, 0) == {extent for extent, _ in views.values()}
+        held = {extent for at, _ in loans.values() for extent in at}
+        assert locked(other, 1 + client) == held
+        assert borrower.locks() == (len(held), len(locked(other, 0)))
+    other.close()
+
+
 BORROW = """
 import sys, time
 from shmbus import _segments, messages
