@@ -26,6 +26,7 @@ __all__ = [
     "EVACUATE_INTERVAL_S",
     "FAIL_REASON_CHARS",
     "HELLO_WAIT_S",
+    "LISTEN_REST_S",
     "MAX_ASKED",
     "MAX_CLIENTS",
     "MAX_GRANT_TRAJECTORIES",
@@ -45,6 +46,7 @@ __all__ = [
     "OBSERVE_WAIT_S",
     "PARTS_WAITING",
     "PART_BYTES",
+    "PLENTY_GROUPS",
     "POLL_RECORDS",
     "READY_PRESSURE",
     "RECENT_KEYS",
@@ -206,8 +208,8 @@ REST_S = 0.01
 #: acknowledgements gather meanwhile, and it is done with what it holds no sooner.
 LISTEN_REST_S = 0.001
 
-#: Groups in a client's hands that are plenty: work for longer than such a rest.
-PLENTY_GROUPS = 32
+#: Groups in a client's hands that are plenty: below, it may ask for more sooner than that.
+PLENTY_GROUPS = 16
 
 #: Steps that the fastest rank may be ahead of the slowest: what is formed for one that does not
 #: come holds space.
