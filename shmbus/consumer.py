@@ -364,6 +364,8 @@ class Consumer(_core.ConsumerBase[Group]):
         source = self._require_source()
         with source.lock:
             try:
+                if isinstance(groups, list):
+                    groups = groups[source.end_groups(self, groups, reason, state) :]
                 for group in _several(verb, groups):
                     source.end(self._leased(source, group, verb), reason)
                     group.state = state

@@ -26,6 +26,7 @@ __all__ = [
     "EVACUATE_INTERVAL_S",
     "FAIL_REASON_CHARS",
     "HELLO_WAIT_S",
+    "LISTEN_REST_S",
     "MAX_ASKED",
     "MAX_CLIENTS",
     "MAX_GRANT_TRAJECTORIES",
@@ -45,6 +46,7 @@ __all__ = [
     "OBSERVE_WAIT_S",
     "PARTS_WAITING",
     "PART_BYTES",
+    "PLENTY_GROUPS",
     "POLL_RECORDS",
     "READY_PRESSURE",
     "RECENT_KEYS",
@@ -200,7 +202,14 @@ REDIAL_INTERVAL_S = 0.02
 COALESCE_S = 0.0002
 
 #: The same while nobody waits: nothing is late then, and the ring keeps what comes.
-REST_S = 0.002
+REST_S = 0.01
+
+#: Seconds that the daemon does not listen to a client which has just spoken and holds plenty: its
+#: acknowledgements gather meanwhile, and it is done with what it holds no sooner.
+LISTEN_REST_S = 0.001
+
+#: Groups in a client's hands that are plenty: below, it may ask for more sooner than that.
+PLENTY_GROUPS = 16
 
 #: Steps that the fastest rank may be ahead of the slowest: what is formed for one that does not
 #: come holds space.

@@ -49,6 +49,15 @@ class Source(Protocol):
     def end(self, lease: Any, reason: int) -> None:
         """Release a leased group for a reason of the core."""
 
+    def end_groups(
+        self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
+    ) -> int:
+        """End the leases of a consumer's groups, from the first on, as far as it can in one go.
+
+        It checks each as the consumer does, and gives it its new state. What it returns is how
+        many; the rest is ended one by one.
+        """
+
     def give_back(self, lease: Any) -> None:
         """Make a leased group the next to be delivered."""
 

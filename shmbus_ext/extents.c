@@ -1,6 +1,8 @@
 /* Leasing and freeing extents (see extents.h). */
 #include "extents.h"
 
+#include <stdlib.h>
+
 #include "doorbell.h"
 #include "failpoints.h"
 
@@ -140,4 +142,13 @@ uint32_t extent_count_free(const struct segment *segment) {
         count += link_low(word_of(segment, i)) == 0;
     }
     return count;
+}
+
+static int by_extent(const void *one, const void *other) {
+    uint32_t a = *(const uint32_t *)one, b = *(const uint32_t *)other;
+    return (a > b) - (a < b);
+}
+
+void extents_sort(uint32_t *extents, size_t count) {
+    qsort(extents, count, sizeof *extents, by_extent);
 }

@@ -7,6 +7,7 @@
 #define SHMBUS_EXTENTS_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "layout.h"
@@ -51,6 +52,9 @@ struct run {
 bool extent_is_run(const struct segment *segment, uint32_t extent, uint32_t slot, struct run *run);
 /* The same for what a link names, generation included. */
 bool link_is_run(const struct segment *segment, uint64_t link, uint32_t slot, struct run *run);
+
+/* In ascending order. */
+void extents_sort(uint32_t *extents, size_t count);
 
 uint32_t extent_count_free(const struct segment *segment);
 

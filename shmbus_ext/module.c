@@ -106,6 +106,7 @@ static bool add_types(PyObject *module) {
     } types[] = {{"Segment", &SegmentType}, {"Writer", &WriterType},
                  {"Slot", &SlotType},       {"Keeper", &KeeperType},
                  {"Reader", &ReaderType},   {"Borrower", &BorrowerType},
+                 {"Loan", &LoanType},
                  {"Pin", &PinType},         {"Schema", &SchemaType},
                  {"Trajectory", &TrajectoryType},
                  {"Rows", &RowsType},       {"Row", &RowType},
@@ -172,7 +173,7 @@ PyMODINIT_FUNC PyInit__core(void) {
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && (!segment_init_fork() || !arguments_init() || !add_types(module) ||
                            !add_constants(module) || !gather_add_functions(module) ||
-                           !borrower_add_functions(module) || !rows_add_constants(module) ||
+                           !loan_add_functions(module) || !rows_add_constants(module) ||
                            !group_add_functions(module) || !consumer_add_words() ||
                            !wanted_add_functions(module) ||
                            !locate_add_functions(module) || !inspect_add_functions(module))) {

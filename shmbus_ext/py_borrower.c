@@ -6,49 +6,104 @@
  *  - Each extent of a lease has this client's lease lock until the lease has ended for good, and
  *    each extent that an array looks into has a view lock. The kernel drops both when the process
  *    dies, and a daemon that dies does not take them with it: they are what the next one believes.
- *  - A view lock is taken while its record is leased, and found by the reader before it frees. */
-#include "pyapi.h"
+ *  - A view lock is taken while its record is leased, and found by the reader before it frees.
+ *  - Locks of either kind are counted by extent; the kernel hears of the first and the last, of
+ *    neighbours in one call. */
+#include <errno.h>
+
+#include "extents.h"
+#include "py_intake.h"
+#include "py_loan.h"
 
 typedef struct {
     HOLDER_HEAD
     uint32_t client;
-    uint32_t *leases; /* groups' records, by extent */
-    uint32_t *views;  /* pins and copies under way, by extent */
+    uint32_t *leases;  /* groups' records, by extent */
+    uint32_t *views;   /* pins and copies under way, by extent */
+    uint32_t *changed; /* extents that the kernel is to hear of, within one call */
     struct record_copy copy;
 } BorrowerObject;
 
-static int64_t lease_byte(uint32_t client, uint32_t extent) {
-    return SHMBUS_LOCK_LEASE + (int64_t)client * SHMBUS_MAX_EXTENTS + extent;
+static int64_t lease_bytes(uint32_t client) {
+    return SHMBUS_LOCK_LEASE + (int64_t)client * SHMBUS_MAX_EXTENTS;
 }
 
-static bool lock_counted(BorrowerObject *self, uint32_t *count, int64_t byte) {
-    if (*count == 0 && segment_lock_shared(self->segment->c.fd, byte) != LOCK_TAKEN) {
-        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
-        return false;
+/* Behind the last of extents[from..count), which are in order, that follow each other. */
+static size_t end_of_range(const uint32_t *extents, size_t from, size_t count) {
+    size_t to = from + 1;
+    while (to < count && extents[to] == extents[to - 1] + 1) {
+        to++;
     }
-    ++*count;
+    return to;
+}
+
+static void unlock_changed(BorrowerObject *self, size_t count, int64_t base) {
+    int fd = self->segment->c.fd;
+    extents_sort(self->changed, count);
+    for (size_t i = 0, end; fd >= 0 && i < count; i = end) {
+        end = end_of_range(self->changed, i, count);
+        segment_unlock_range(fd, base + self->changed[i], (int64_t)(end - i));
+    }
+}
+
+/* All, or none and false with an exception. */
+static bool lock_changed(BorrowerObject *self, size_t count, int64_t base) {
+    extents_sort(self->changed, count);
+    for (size_t i = 0, end; i < count; i = end) {
+        end = end_of_range(self->changed, i, count);
+        if (segment_lock_shared_range(self->segment->c.fd, base + self->changed[i],
+                                      (int64_t)(end - i)) != LOCK_TAKEN) {
+            int why = errno;
+            unlock_changed(self, i, base);
+            errno = why;
+            PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
+            return false;
+        }
+    }
     return true;
 }
 
-static void unlock_counted(BorrowerObject *self, uint32_t *count, int64_t byte) {
-    if (--*count == 0 && self->segment->c.fd >= 0) {
-        segment_unlock(self->segment->c.fd, byte);
+/* How many extents have changed, with those that did before: theirs are the first records now. */
+static size_t count_up(BorrowerObject *self, uint32_t *counts, const struct record_ref *refs,
+                       Py_ssize_t records, size_t changed) {
+    for (Py_ssize_t i = 0; i < records; i++) {
+        uint32_t extent = refs[i].place.extent;
+        if (counts[extent]++ == 0) {
+            self->changed[changed++] = extent;
+        }
     }
+    return changed;
 }
 
-static bool hold_view(HolderObject *holder, const struct record_ref *ref) {
+/* The same for extents that have none any more. */
+static size_t count_down(BorrowerObject *self, uint32_t *counts, const struct record_ref *refs,
+                         Py_ssize_t records, size_t changed) {
+    for (Py_ssize_t i = 0; i < records; i++) {
+        uint32_t extent = refs[i].place.extent;
+        if (--counts[extent] == 0) {
+            self->changed[changed++] = extent;
+        }
+    }
+    return changed;
+}
+
+static bool hold_views(HolderObject *holder, const struct record_ref *refs, Py_ssize_t count) {
     BorrowerObject *self = (BorrowerObject *)holder;
-    uint32_t extent = ref->place.extent;
-    return lock_counted(self, &self->views[extent], SHMBUS_LOCK_VIEW + extent);
+    size_t changed = count_up(self, self->views, refs, count, 0);
+    if (!lock_changed(self, changed, SHMBUS_LOCK_VIEW)) {
+        (void)count_down(self, self->views, refs, count, 0);
+        return false;
+    }
+    return true;
 }
 
-static void let_go_of_view(HolderObject *holder, const struct record_ref *ref) {
+static void let_go_of_views(HolderObject *holder, const struct record_ref *refs,
+                            Py_ssize_t count) {
     BorrowerObject *self = (BorrowerObject *)holder;
-    uint32_t extent = ref->place.extent;
-    unlock_counted(self, &self->views[extent], SHMBUS_LOCK_VIEW + extent);
+    unlock_changed(self, count_down(self, self->views, refs, count, 0), SHMBUS_LOCK_VIEW);
 }
 
-static const struct holder_kind borrower_kind = {false, hold_view, let_go_of_view};
+static const struct holder_kind borrower_kind = {false, hold_views, let_go_of_views};
 
 static bool borrower_usable(BorrowerObject *self) {
     if (!self->attached) {
@@ -74,7 +129,8 @@ static int borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwargs)
     }
     self->leases = PyMem_Calloc(segment->c.extent_count, sizeof *self->leases);
     self->views = PyMem_Calloc(segment->c.extent_count, sizeof *self->views);
-    if (self->leases == NULL || self->views == NULL) {
+    self->changed = PyMem_Calloc(segment->c.extent_count, sizeof *self->changed);
+    if (self->leases == NULL || self->views == NULL || self->changed == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -93,61 +149,54 @@ static PyObject *borrower_set_client(BorrowerObject *self, PyObject *argument) {
                      client);
         return NULL;
     }
-    uint32_t before = self->client;
-    for (uint32_t i = 0; client != before && i < self->segment->c.extent_count; i++) {
+    size_t changed = 0;
+    for (uint32_t i = 0; client != self->client && i < self->segment->c.extent_count; i++) {
         if (self->leases[i] > 0) {
-            if (segment_lock_shared(self->segment->c.fd, lease_byte((uint32_t)client, i)) !=
-                LOCK_TAKEN) {
-                return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
-            }
-            segment_unlock(self->segment->c.fd, lease_byte(before, i));
+            self->changed[changed++] = i;
         }
     }
+    /* The new ones first: at no moment does a lease look like that of a dead client. */
+    if (!lock_changed(self, changed, lease_bytes((uint32_t)client))) {
+        return NULL;
+    }
+    unlock_changed(self, changed, lease_bytes(self->client));
     self->client = (uint32_t)client;
     Py_RETURN_NONE;
 }
 
-/* The places of a message, bounded; NULL with a ValueError. */
-static struct record_ref *parse_places(BorrowerObject *self, const char *bytes, Py_ssize_t size,
-                                       Py_ssize_t *count) {
-    const struct segment *segment = &self->segment->c;
-    *count = size / (Py_ssize_t)sizeof(struct wire_place);
-    struct record_ref *refs = PyMem_Malloc((size_t)(*count + 1) * sizeof *refs);
-    if (refs == NULL) {
-        PyErr_NoMemory();
-        return NULL;
+/* The locks of all loans of a list; false with an exception, and none. */
+static bool lock_loans(BorrowerObject *self, PyObject *loans) {
+    size_t changed = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
+        LoanObject *loan = (LoanObject *)PyList_GET_ITEM(loans, i);
+        changed = count_up(self, self->leases, loan->refs, loan_records(loan), changed);
+        loan->locked = true;
     }
-    bool good = size % (Py_ssize_t)sizeof(struct wire_place) == 0 &&
-                *count <= (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE;
-    for (Py_ssize_t i = 0; good && i < *count; i++) {
-        struct wire_place place;
-        memcpy(&place, bytes + i * (Py_ssize_t)sizeof place, sizeof place);
-        good = place.extent < segment->extent_count && place.offset % SHMBUS_RECORD_ALIGN == 0 &&
-               place.bytes >= sizeof(struct record_header) && place.bytes <= segment->record_limit &&
-               place.offset <= segment->record_limit - place.bytes &&
-               place.offset + place.bytes <=
-                   (segment->extent_count - place.extent) * segment->extent_bytes;
-        refs[i] = (struct record_ref){{place.extent, place.generation, place.offset}, place.bytes};
+    if (lock_changed(self, changed, lease_bytes(self->client))) {
+        return true;
     }
-    if (!good) {
-        PyErr_Format(PyExc_ValueError,
-                     "bus '%U': %zd bytes of places that do not lie in this segment",
-                     self->segment->name, size);
-        PyMem_Free(refs);
-        return NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
+        LoanObject *loan = (LoanObject *)PyList_GET_ITEM(loans, i);
+        (void)count_down(self, self->leases, loan->refs, loan_records(loan), 0);
+        loan->locked = false;
     }
-    return refs;
+    return false;
 }
 
-static void end_leases(BorrowerObject *self, const struct record_ref *refs, Py_ssize_t count) {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t extent = refs[i].place.extent;
-        if (self->leases[extent] > 0) {
-            unlock_counted(self, &self->leases[extent], lease_byte(self->client, extent));
+/* Of loans that have ended for good, or that nobody was given. */
+static void unlock_loans(BorrowerObject *self, PyObject *loans) {
+    size_t changed = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
+        LoanObject *loan = (LoanObject *)PyList_GET_ITEM(loans, i);
+        if (loan->locked) {
+            loan->locked = false;
+            changed = count_down(self, self->leases, loan->refs, loan_records(loan), changed);
         }
     }
+    unlock_changed(self, changed, lease_bytes(self->client));
 }
 
+/* NULL without an exception where the place holds no committed record. */
 static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_ref *ref) {
     const struct record_header *shared =
         (const void *)(segment_extent(&self->segment->c, ref->place.extent) + ref->place.offset);
@@ -156,83 +205,182 @@ static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_re
         copy->header.record_bytes != ref->bytes ||
         atomic_load_explicit(&copy->header.state, memory_order_relaxed) != SHMBUS_COMMITTED ||
         record_read_body(shared, copy) != RECORD_OK) {
-        PyErr_Format(PyExc_ValueError,
-                     "bus '%U': no committed record at extent %u, offset %llu, which was leased",
-                     self->segment->name, ref->place.extent,
-                     (unsigned long long)ref->place.offset);
         return NULL;
     }
     return trajectory_new((HolderObject *)self, copy, ref);
 }
 
-/* borrow(places) -> list[Trajectory]; ValueError where a place holds no committed record. */
-static PyObject *borrower_borrow(BorrowerObject *self, PyObject *argument) {
-    char *bytes;
-    Py_ssize_t size, count, locked = 0;
-    if (PyBytes_AsStringAndSize(argument, &bytes, &size) < 0 || !borrower_usable(self)) {
-        return NULL;
-    }
-    struct record_ref *refs = parse_places(self, bytes, size, &count);
-    if (refs == NULL) {
-        return NULL;
-    }
-    PyObject *found = PyList_New(count);
-    /* The locks first: what is read behind them cannot be delivered to another any more. */
-    for (; found != NULL && locked < count; locked++) {
-        uint32_t extent = refs[locked].place.extent;
-        if (!lock_counted(self, &self->leases[extent], lease_byte(self->client, extent))) {
-            Py_CLEAR(found);
-            break;
-        }
-    }
-    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
-        PyObject *t = (PyObject *)borrow_one(self, &refs[i]);
+/* Reads a loan's trajectories; false with an exception, or without one as borrow_one. */
+static bool read_loan(BorrowerObject *self, LoanObject *loan) {
+    PyObject *samples = PyList_New(loan_records(loan));
+    for (Py_ssize_t i = 0; samples != NULL && i < loan_records(loan); i++) {
+        PyObject *t = (PyObject *)borrow_one(self, &loan->refs[i]);
         if (t == NULL) {
-            Py_CLEAR(found);
+            Py_CLEAR(samples);
         } else {
-            PyList_SET_ITEM(found, i, t);
+            PyList_SET_ITEM(samples, i, t);
         }
     }
-    if (found == NULL) {
-        end_leases(self, refs, locked);
+    if (samples == NULL) {
+        return false;
     }
-    PyMem_Free(refs);
-    return found;
+    loan->samples = samples;
+    loan->key = Py_NewRef(((TrajectoryObject *)PyList_GET_ITEM(samples, 0))->key);
+    return true;
 }
 
-/* release(trajectories): they cannot be read any more; arrays made of them before stay valid. */
-static PyObject *borrower_release(BorrowerObject *self, PyObject *items) {
-    if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "release: expected a list of trajectories");
+/* A loan for each grant whose places lie in this segment; the numbers of others are refused. */
+static PyObject *loans_of(BorrowerObject *self, PyObject *granted, long long step,
+                          PyObject *refused) {
+    PyObject *loans = PyList_New(0);
+    for (Py_ssize_t i = 0; loans != NULL && i < PyList_GET_SIZE(granted); i++) {
+        PyObject *item = PyList_GET_ITEM(granted, i);
+        PyObject *loan = (PyObject *)loan_new((HolderObject *)self, item, step);
+        PyObject *number = NULL;
+        bool good = loan != NULL ? PyList_Append(loans, loan) == 0
+                                 : !PyErr_Occurred() &&
+                                       (number = PyObject_GetAttrString(item, "number")) != NULL &&
+                                       PyList_Append(refused, number) == 0;
+        Py_XDECREF(number);
+        Py_XDECREF(loan);
+        if (!good) {
+            Py_CLEAR(loans);
+        }
+    }
+    return loans;
+}
+
+/* Takes out of a list of locked loans those that hold no committed records; false with an
+ * exception. */
+static bool read_loans(BorrowerObject *self, PyObject *loans, PyObject *refused) {
+    PyObject *empty = PyList_New(0);
+    bool good = empty != NULL;
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(loans);) {
+        LoanObject *loan = (LoanObject *)PyList_GET_ITEM(loans, i);
+        if (read_loan(self, loan)) {
+            i++;
+            continue;
+        }
+        PyObject *number = PyErr_Occurred() ? NULL : PyLong_FromLongLong(loan->number);
+        good = number != NULL && PyList_Append(refused, number) == 0 &&
+               PyList_Append(empty, (PyObject *)loan) == 0 &&
+               PyList_SetSlice(loans, i, i + 1, NULL) == 0;
+        Py_XDECREF(number);
+    }
+    if (good) {
+        unlock_loans(self, empty);
+    } else {
+        PyObject *error = set_aside_error();
+        unlock_loans(self, loans);
+        if (empty != NULL) {
+            unlock_loans(self, empty);
+        }
+        restore_error(error);
+    }
+    Py_XDECREF(empty);
+    return good;
+}
+
+/* borrow(granted, step) -> (loans, refused): of what a message grants; the numbers of those whose
+ * places hold no committed records. */
+static PyObject *borrower_borrow(BorrowerObject *self, PyObject *args) {
+    PyObject *granted, *refused = NULL, *loans = NULL, *result = NULL;
+    long long step;
+    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) || !borrower_usable(self)) {
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
-        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(items, i);
-        if (!Py_IS_TYPE(t, &TrajectoryType) || t->reader != (HolderObject *)self) {
-            PyErr_Format(PyExc_TypeError, "release: expected trajectories of this Consumer, got %s",
-                         Py_TYPE(t)->tp_name);
-            return NULL;
-        }
+    refused = PyList_New(0);
+    loans = refused == NULL ? NULL : loans_of(self, granted, step, refused);
+    /* The locks first: what is read behind them cannot be delivered to another any more. */
+    if (loans != NULL && lock_loans(self, loans) && read_loans(self, loans, refused)) {
+        result = PyTuple_Pack(2, loans, refused);
+    }
+    Py_XDECREF(loans);
+    Py_XDECREF(refused);
+    return result;
+}
+
+static bool own_loan(const BorrowerObject *self, PyObject *item) {
+    return Py_IS_TYPE(item, &LoanType) &&
+           ((LoanObject *)item)->borrower == (const HolderObject *)self;
+}
+
+static bool require_loan(const BorrowerObject *self, PyObject *item) {
+    if (!own_loan(self, item)) {
+        PyErr_Format(PyExc_TypeError, "expected a loan of this Consumer, got %s",
+                     Py_TYPE(item)->tp_name);
+        return false;
+    }
+    return true;
+}
+
+/* Its trajectories cannot be read any more; arrays made of them before stay valid. */
+static void close_loan(LoanObject *loan, int reason) {
+    loan->reason = reason;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loan->samples); i++) {
+        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(loan->samples, i);
         t->released = true;
         Py_CLEAR(t->pin);
     }
+}
+
+/* end(loan, reason): ends one that is held, or with reason -1 gives it back. */
+static PyObject *borrower_py_end(BorrowerObject *self, PyObject *args) {
+    PyObject *loan;
+    int reason;
+    if (!PyArg_ParseTuple(args, "Oi", &loan, &reason) || !require_loan(self, loan)) {
+        return NULL;
+    }
+    close_loan((LoanObject *)loan, reason);
     Py_RETURN_NONE;
 }
 
-/* end_lease(places): the daemon has confirmed the end, or the lease is lost. */
-static PyObject *borrower_end_lease(BorrowerObject *self, PyObject *argument) {
-    char *bytes;
-    Py_ssize_t size, count;
-    if (PyBytes_AsStringAndSize(argument, &bytes, &size) < 0) {
+/* end_groups(consumer, groups, reason, state, numbers) -> int: ends the leases of groups from the
+ * first on, until one is not this consumer's, or not held. How many; their numbers are appended. */
+static PyObject *borrower_end_groups(BorrowerObject *self, PyObject *args) {
+    PyObject *consumer, *groups, *state, *numbers;
+    int reason;
+    if (!PyArg_ParseTuple(args, "OO!iUO!", &consumer, &PyList_Type, &groups, &reason, &state,
+                          &PyList_Type, &numbers)) {
         return NULL;
     }
-    if (self->attached && self->segment->generation == fork_generation) {
-        struct record_ref *refs = parse_places(self, bytes, size, &count);
-        if (refs == NULL) {
+    Py_ssize_t done = 0;
+    while (done < PyList_GET_SIZE(groups)) {
+        PyObject *group = PyList_GET_ITEM(groups, done);
+        PyObject *lease = group_lease(group, consumer);
+        if (lease == NULL || !own_loan(self, lease)) {
+            break;
+        }
+        LoanObject *loan = (LoanObject *)lease;
+        if (loan->reason != LOAN_HELD || loan->lost || !loan->locked) {
+            break;
+        }
+        PyObject *number = PyLong_FromLongLong(loan->number);
+        if (number == NULL || PyList_Append(numbers, number) < 0) {
+            Py_XDECREF(number);
             return NULL;
         }
-        end_leases(self, refs, count);
-        PyMem_Free(refs);
+        Py_DECREF(number);
+        group_set_state(group, state);
+        close_loan(loan, reason);
+        done++;
+    }
+    return PyLong_FromSsize_t(done);
+}
+
+/* forget(loans): the daemon has confirmed their end, or they are lost, or given back. */
+static PyObject *borrower_forget(BorrowerObject *self, PyObject *loans) {
+    if (!PyList_Check(loans)) {
+        PyErr_SetString(PyExc_TypeError, "forget: expected a list of loans");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
+        if (!require_loan(self, PyList_GET_ITEM(loans, i))) {
+            return NULL;
+        }
+    }
+    if (self->attached && self->segment->generation == fork_generation) {
+        unlock_loans(self, loans);
     }
     Py_RETURN_NONE;
 }
@@ -271,15 +419,17 @@ static void borrower_dealloc(BorrowerObject *self) {
     }
     PyMem_Free(self->leases);
     PyMem_Free(self->views);
+    PyMem_Free(self->changed);
     holder_clear((HolderObject *)self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static PyMethodDef borrower_methods[] = {
     {"set_client", (PyCFunction)(void (*)(void))borrower_set_client, METH_O, NULL},
-    {"borrow", (PyCFunction)(void (*)(void))borrower_borrow, METH_O, NULL},
-    {"release", (PyCFunction)(void (*)(void))borrower_release, METH_O, NULL},
-    {"end_lease", (PyCFunction)(void (*)(void))borrower_end_lease, METH_O, NULL},
+    {"borrow", (PyCFunction)(void (*)(void))borrower_borrow, METH_VARARGS, NULL},
+    {"end", (PyCFunction)(void (*)(void))borrower_py_end, METH_VARARGS, NULL},
+    {"end_groups", (PyCFunction)(void (*)(void))borrower_end_groups, METH_VARARGS, NULL},
+    {"forget", (PyCFunction)(void (*)(void))borrower_forget, METH_O, NULL},
     {"locks", (PyCFunction)(void (*)(void))borrower_locks, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))borrower_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -303,59 +453,3 @@ PyTypeObject BorrowerType = {
     .tp_init = (initproc)borrower_init,
     .tp_new = PyType_GenericNew,
 };
-
-/* ---- What the daemon says of trajectories, without Python work for each ---- */
-
-static PyObject *pack_each(PyObject *items, size_t each,
-                           void (*pack)(const TrajectoryObject *t, char *to)) {
-    if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "expected a list of trajectories");
-        return NULL;
-    }
-    Py_ssize_t count = PyList_GET_SIZE(items);
-    PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)each);
-    for (Py_ssize_t i = 0; packed != NULL && i < count; i++) {
-        PyObject *item = PyList_GET_ITEM(items, i);
-        if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
-            Py_CLEAR(packed);
-        } else {
-            pack((const TrajectoryObject *)item, PyBytes_AS_STRING(packed) + (size_t)i * each);
-        }
-    }
-    return packed;
-}
-
-static void pack_place(const TrajectoryObject *t, char *to) {
-    struct wire_place place = {t->ref.place.extent, t->ref.place.generation, t->ref.place.offset,
-                               t->ref.bytes};
-    memcpy(to, &place, sizeof place);
-}
-
-static void pack_identity(const TrajectoryObject *t, char *to) {
-    uint64_t identity[2] = {t->producer_id, t->sequence};
-    memcpy(to, identity, sizeof identity);
-}
-
-/* places(trajectories) -> bytes, PLACE_BYTES each. */
-static PyObject *places(PyObject *module, PyObject *items) {
-    (void)module;
-    return pack_each(items, sizeof(struct wire_place), pack_place);
-}
-
-/* identities(trajectories) -> bytes: producer_id and sequence, two native u64 each. */
-static PyObject *identities(PyObject *module, PyObject *items) {
-    (void)module;
-    return pack_each(items, 2 * sizeof(uint64_t), pack_identity);
-}
-
-static PyMethodDef functions[] = {
-    {"places", places, METH_O, NULL},
-    {"identities", identities, METH_O, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-bool borrower_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

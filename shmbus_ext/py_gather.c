@@ -225,21 +225,32 @@ bool check_array(PyObject *object, const char *name, int type, uint64_t length, 
     return true;
 }
 
+/* Where the trajectories of another holder begin: almost always all are of one. */
+static Py_ssize_t end_of_holder(const struct source *sources, Py_ssize_t from, Py_ssize_t count) {
+    Py_ssize_t to = from + 1;
+    while (to < count && sources[to].trajectory->reader == sources[from].trajectory->reader) {
+        to++;
+    }
+    return to;
+}
+
 static void let_go_all(const struct source *sources, const struct record_ref *refs,
                        Py_ssize_t count) {
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (Py_ssize_t i = 0, end; i < count; i = end) {
         HolderObject *reader = sources[i].trajectory->reader;
+        end = end_of_holder(sources, i, count);
         if (reader->attached) {
-            reader->kind->let_go(reader, &refs[i]);
+            reader->kind->let_go(reader, &refs[i], end - i);
         }
     }
 }
 
 static bool hold_all(const struct source *sources, const struct record_ref *refs,
                      Py_ssize_t count) {
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (Py_ssize_t i = 0, end; i < count; i = end) {
         HolderObject *reader = sources[i].trajectory->reader;
-        if (!reader->kind->hold(reader, &refs[i])) {
+        end = end_of_holder(sources, i, count);
+        if (!reader->kind->hold(reader, &refs[i], end - i)) {
             let_go_all(sources, refs, i);
             return false;
         }

@@ -5,6 +5,7 @@
  * Invariant: `samples` is the lease's own list, which nobody changes: what the caller does to
  * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
 #include "py_intake.h"
+#include "py_loan.h"
 
 typedef struct {
     PyObject_HEAD
@@ -29,6 +30,13 @@ static bool read_lease(GroupObject *self, PyObject *lease) {
         self->samples = Py_NewRef(row->samples);
         self->size = row->size;
         return true;
+    }
+    if (Py_IS_TYPE(lease, &LoanType)) {
+        const LoanObject *loan = (const LoanObject *)lease;
+        self->key = Py_XNewRef(loan->key);
+        self->samples = Py_XNewRef(loan->samples);
+        self->size = loan->size;
+        return self->samples != NULL;
     }
     self->key = PyObject_GetAttr(lease, word.key);
     self->samples = PyObject_GetAttr(lease, word.samples);
@@ -77,6 +85,18 @@ static PyObject *group_make(PyObject *type, PyObject *args) {
         }
     }
     return groups;
+}
+
+PyObject *group_lease(PyObject *group, PyObject *consumer) {
+    const GroupObject *self = (const GroupObject *)group;
+    return PyObject_TypeCheck(group, &GroupBaseType) && self->consumer == consumer &&
+                   self->state == word.leased
+               ? self->lease
+               : NULL;
+}
+
+void group_set_state(PyObject *group, PyObject *state) {
+    Py_XSETREF(((GroupObject *)group)->state, Py_NewRef(state));
 }
 
 static PyObject *visible(const GroupObject *self) {

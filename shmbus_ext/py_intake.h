@@ -50,5 +50,9 @@ PyObject *rows_lease_ready(RowsObject *self, Py_ssize_t limit);
 
 /* A group of a type that is made of GroupBase. */
 PyObject *group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease);
+/* Its lease, borrowed, where it is a group that this consumer delivered and that is under lease by
+ * its own account; NULL, without an exception, of anything else. */
+PyObject *group_lease(PyObject *group, PyObject *consumer);
+void group_set_state(PyObject *group, PyObject *state);
 
 #endif

@@ -14,16 +14,21 @@
 /* A shorter sleep costs more than it saves: falling asleep and being woken take about as long. */
 #define BRISK_NS UINT64_C(50000)
 
-static bool hold_record(HolderObject *self, const struct record_ref *ref) {
-    reader_hold(&((ReaderObject *)self)->c, ref);
+static bool hold_records(HolderObject *self, const struct record_ref *refs, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        reader_hold(&((ReaderObject *)self)->c, &refs[i]);
+    }
     return true;
 }
 
-static void let_go_of_record(HolderObject *self, const struct record_ref *ref) {
-    reader_let_go(&((ReaderObject *)self)->c, ref);
+static void let_go_of_records(HolderObject *self, const struct record_ref *refs,
+                              Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        reader_let_go(&((ReaderObject *)self)->c, &refs[i]);
+    }
 }
 
-static const struct holder_kind reader_kind = {true, hold_record, let_go_of_record};
+static const struct holder_kind reader_kind = {true, hold_records, let_go_of_records};
 
 bool reader_is_open(const ReaderObject *self) {
     return self->attached && self->segment->generation == fork_generation &&

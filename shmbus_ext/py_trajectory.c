@@ -15,7 +15,7 @@ static void pin_dealloc(PinObject *self) {
         self->next->previous = self->previous;
     }
     if (self->reader != NULL && self->segment->generation == fork_generation) {
-        self->reader->kind->let_go(self->reader, &self->ref);
+        self->reader->kind->let_go(self->reader, &self->ref, 1);
     }
     Py_DECREF(self->segment);
     PyObject_Free(self);
@@ -30,7 +30,7 @@ PyTypeObject PinType = {
 
 static PinObject *pin_new(HolderObject *reader, const struct record_ref *ref) {
     /* Where a trajectory holds its space from its birth, the pin takes that over. */
-    if (!reader->kind->counts && !reader->kind->hold(reader, ref)) {
+    if (!reader->kind->counts && !reader->kind->hold(reader, ref, 1)) {
         return NULL;
     }
     PinObject *self = PyObject_New(PinObject, &PinType);
@@ -46,7 +46,7 @@ static PinObject *pin_new(HolderObject *reader, const struct record_ref *ref) {
         }
         segment->pins = self;
     } else if (!reader->kind->counts) {
-        reader->kind->let_go(reader, ref);
+        reader->kind->let_go(reader, ref, 1);
     }
     return self;
 }
@@ -198,7 +198,7 @@ static void trajectory_dealloc(TrajectoryObject *self) {
         Py_DECREF(self->pin);
     } else if (self->held && self->reader != NULL && self->reader->attached &&
                self->reader->segment->generation == fork_generation) {
-        self->reader->kind->let_go(self->reader, &self->ref);
+        self->reader->kind->let_go(self->reader, &self->ref, 1);
     }
     if (self->shape != self->inline_shape) {
         PyMem_Free(self->shape);

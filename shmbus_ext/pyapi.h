@@ -94,8 +94,9 @@ typedef struct {
 /* How either keeps a record's space, beyond what a trajectory holds from its birth. */
 struct holder_kind {
     bool counts; /* a trajectory holds its record's space from its birth */
-    bool (*hold)(HolderObject *self, const struct record_ref *ref); /* false with an exception */
-    void (*let_go)(HolderObject *self, const struct record_ref *ref);
+    /* All of them, or false with an exception. */
+    bool (*hold)(HolderObject *self, const struct record_ref *refs, Py_ssize_t count);
+    void (*let_go)(HolderObject *self, const struct record_ref *refs, Py_ssize_t count);
 };
 bool holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind);
 void holder_clear(HolderObject *self);
@@ -278,14 +279,14 @@ PyObject *writer_reserve_slot(WriterObject *self, PyObject *args);
 void writer_abort_open(WriterObject *self);
 
 extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, BorrowerType,
-    PinType, TrajectoryType, SchemaType, RowsType, RowType, GroupBaseType, GuardType,
+    LoanType, PinType, TrajectoryType, SchemaType, RowsType, RowType, GroupBaseType, GuardType,
     IntakeType, ConsumerBaseType;
 bool rows_add_constants(PyObject *module);
 bool group_add_functions(PyObject *module);
 bool consumer_add_words(void);
 bool gather_add_functions(PyObject *module);
 bool locate_add_functions(PyObject *module);
-bool borrower_add_functions(PyObject *module);
+bool loan_add_functions(PyObject *module);
 bool inspect_add_functions(PyObject *module);
 bool wanted_add_functions(PyObject *module);
 extern PyTypeObject RestorerType;

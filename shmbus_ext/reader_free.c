@@ -1,5 +1,4 @@
 /* What the collector gives back: releases of records, runs, and stragglers moved out of the way. */
-#include <stdlib.h>
 #include <string.h>
 
 #include "checksum.h"
@@ -251,11 +250,6 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     }
 }
 
-static int by_extent(const void *one, const void *other) {
-    uint32_t a = *(const uint32_t *)one, b = *(const uint32_t *)other;
-    return (a > b) - (a < b);
-}
-
 /* The first of parked[from..to), which is in order, that is not below a lock's byte. */
 static uint32_t parked_at(const struct reader *self, uint32_t from, uint32_t to, int64_t byte) {
     while (from < to) {
@@ -309,7 +303,7 @@ void reader_tidy(struct reader *self) {
         self->runs[self->parked[i]].unviewed = !lent;
     }
     if (lent) {
-        qsort(self->parked, count, sizeof *self->parked, by_extent);
+        extents_sort(self->parked, count);
         find_unviewed(self, 0, count);
     }
     uint32_t kept = 0;

@@ -425,17 +425,25 @@ enum lock_status segment_lock(int fd, int64_t byte) {
     return take_lock(fd, lock_range(byte, 1, F_WRLCK));
 }
 
-void segment_unlock(int fd, int64_t byte) {
-    struct flock range = lock_range(byte, 1, F_UNLCK);
+void segment_unlock_range(int fd, int64_t start, int64_t bytes) {
+    struct flock range = lock_range(start, bytes, F_UNLCK);
     (void)fcntl(fd, F_OFD_SETLK, &range);
+}
+
+void segment_unlock(int fd, int64_t byte) {
+    segment_unlock_range(fd, byte, 1);
 }
 
 enum lock_status segment_lock_probe(int fd, int64_t byte) {
     return probe_lock(fd, lock_range(byte, 1, F_WRLCK));
 }
 
+enum lock_status segment_lock_shared_range(int fd, int64_t start, int64_t bytes) {
+    return take_lock(fd, lock_range(start, bytes, F_RDLCK));
+}
+
 enum lock_status segment_lock_shared(int fd, int64_t byte) {
-    return take_lock(fd, lock_range(byte, 1, F_RDLCK));
+    return segment_lock_shared_range(fd, byte, 1);
 }
 
 enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes) {

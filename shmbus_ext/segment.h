@@ -91,6 +91,9 @@ void segment_unlock(int fd, int64_t byte);
 enum lock_status segment_lock_probe(int fd, int64_t byte);
 /* A lock that several may hold; a read-only description is enough for it. */
 enum lock_status segment_lock_shared(int fd, int64_t byte);
+/* The same for neighbours, in one system call: all of them, or none. */
+enum lock_status segment_lock_shared_range(int fd, int64_t start, int64_t bytes);
+void segment_unlock_range(int fd, int64_t start, int64_t bytes);
 /* The first lock of somebody else's found in [*start, *start + *bytes): LOCK_HELD_ELSEWHERE, with
  * its range. */
 enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes);

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import Spawner, wait_until
 
-from shmbus import Bus, BusClosedError, Producer, _segments
+from shmbus import Bus, BusClosedError, Producer, _segments, messages
 from shmbus_ext import _core
 
 
@@ -46,6 +46,15 @@ def put(bus: Bus, count: int, tokens: int = 100) -> None:
             )  # fmt: skip
 
 
+def borrow(borrower: _core.Borrower, places: bytes) -> _core.Loan:
+    """Borrow what is at these places, as one group."""
+    granted = messages.Granted(number=7, size=len(places) // _core.PLACE_BYTES, places=places)
+    loans, refused = borrower.borrow([granted], -1)
+    assert not refused
+    (loan,) = loans
+    return loan
+
+
 def view_locks(bus: Bus) -> int:
     segment = _segments.open_segment(bus.name)
     held = sum(count for _, count in segment.locks_held(0))
@@ -65,8 +74,9 @@ def test_a_borrowed_trajectory_is_what_the_reader_has(
 ) -> None:
     put(bus, 5)
     theirs = reader.poll(10)
-    ours = borrower.borrow(_core.places(theirs))
-    assert len(ours) == 5
+    loan = borrow(borrower, _core.places(theirs))
+    ours = loan.samples
+    assert len(ours) == 5 and (loan.number, loan.size, loan.key) == (7, 5, "prompt")
     for their, our in zip(theirs, ours, strict=True):
         assert our.key == their.key and our.index == their.index and our.score == their.score
         assert our.meta == their.meta and our.policy_version == their.policy_version
@@ -77,6 +87,13 @@ def test_a_borrowed_trajectory_is_what_the_reader_has(
     assert _core.identities(ours) == b"".join(
         struct.pack("=QQ", t.producer_id, t.sequence) for t in ours
     )
+
+
+def refusals(borrower: _core.Borrower, places: bytes) -> list[int]:
+    """Borrow what is no group of this bus; return what it refuses."""
+    loans, refused = borrower.borrow([messages.Granted(number=3, size=1, places=places)], -1)
+    assert not loans
+    return refused
 
 
 def test_a_place_that_is_not_in_the_segment_is_refused_and_leaves_no_lock(
@@ -91,10 +108,9 @@ def test_a_place_that_is_not_in_the_segment_is_refused_and_leaves_no_lock(
     ]:  # fmt: skip
         forged = list(good)
         forged[at] = value
-        with pytest.raises(ValueError, match=bus.name):
-            borrower.borrow(struct.pack("=IIQQ", *forged))
-    with pytest.raises(ValueError, match="23 bytes"):
-        borrower.borrow(struct.pack("=IIQQ", *good)[:-1])
+        assert refusals(borrower, struct.pack("=IIQQ", *forged)) == [3]
+    assert refusals(borrower, struct.pack("=IIQQ", *good)[:-1]) == [3]
+    assert refusals(borrower, b"") == [3]
     assert borrower.locks() == (0, 0) and lease_locks(bus) == 0
 
 
@@ -105,8 +121,7 @@ def test_a_released_record_cannot_be_borrowed(
     found = reader.poll(1)
     places = _core.places(found)
     reader.release(found, _core.ACKED)
-    with pytest.raises(ValueError, match="no committed record"):
-        borrower.borrow(places)
+    assert refusals(borrower, places) == [3]
     assert lease_locks(bus) == 0
 
 
@@ -115,12 +130,13 @@ def test_space_under_a_borrowed_view_is_not_used_again_until_the_view_is_gone(
 ) -> None:
     put(bus, 4, tokens=40_000)
     found = reader.poll(4)
-    ours = borrower.borrow(_core.places(found))
+    loan = borrow(borrower, _core.places(found))
+    ours = loan.samples
     view = ours[2]["tokens"]
     copy = view.copy()
     assert view_locks(bus) == 1
     reader.release(found, _core.ACKED)
-    borrower.release(ours)
+    borrower.end(loan, _core.ACKED)
     with pytest.raises(BusClosedError, match="acknowledged"):
         ours[0]["tokens"]
     # Every byte of the bus is written again, but for the run that the view lies in.
@@ -160,7 +176,7 @@ def test_exactly_the_runs_that_nobody_looks_at_are_free(
     for at, trajectory in enumerate(found):
         if draw.random() < share:
             holder = draw.choice([borrower, other])
-            views[at] = holder.borrow(_core.places([trajectory]))[0]["tokens"]
+            views[at] = borrow(holder, _core.places([trajectory])).samples[0]["tokens"]
     reader.release(found, _core.ACKED)
     beside = set()
     while True:
@@ -193,9 +209,10 @@ def test_views_that_end_after_their_lease_leave_no_producer_waiting(
             looks += 1
             continue
         taken += len(found)
-        views = [t["tokens"] for t in borrower.borrow(_core.places(found))]
+        loan = borrow(borrower, _core.places(found))
+        views = [t["tokens"] for t in loan.samples]
         reader.release(found, _core.ACKED)
-        borrower.end_lease(_core.places(found))
+        borrower.forget([loan])
     sending.join()
     assert len(views) and looks < taken
 
@@ -211,7 +228,7 @@ def test_views_outlive_their_borrower_and_hold_nothing_then(
 ) -> None:
     put(bus, 1)
     found = reader.poll(1)
-    ours = borrower.borrow(_core.places(found))
+    ours = borrow(borrower, _core.places(found)).samples
     view = ours[0]["tokens"]
     copy = view.copy()
     borrower.close()
@@ -230,26 +247,83 @@ def test_leases_move_with_the_client_number(
 ) -> None:
     put(bus, 3)
     places = _core.places(reader.poll(3))
-    borrower.borrow(places)
-    borrower.borrow(places)
+    loans = [borrow(borrower, places) for _ in range(2)]
     assert lease_locks(bus, 0) == 1
     borrower.set_client(7)
     assert lease_locks(bus, 0) == 0 and lease_locks(bus, 7) == 1
-    borrower.end_lease(places)
+    borrower.forget(loans[:1])
     assert lease_locks(bus, 7) == 1
-    borrower.end_lease(places)
+    borrower.forget(loans)
     assert lease_locks(bus, 7) == 0
     with pytest.raises(ValueError, match="client"):
         borrower.set_client(_core.MAX_CLIENTS)
 
 
+def locked(segment: _core.Segment, which: int) -> set[int]:
+    return {e for first, count in segment.locks_held(which) for e in range(first, first + count)}
+
+
+def test_exactly_the_extents_of_loans_and_of_views_are_locked(
+    bus: Bus, reader: _core.Reader, borrower: _core.Borrower, seed: int
+) -> None:
+    draw = random.Random(seed)
+    with Producer(bus.name) as producer:
+        # From a few records an extent to one that takes several.
+        for index in range(120):
+            tokens = draw.choice([50, 200, 700, 3000])
+            producer.put(str(index), group_size=1, index=0, tokens=np.zeros(tokens, np.int32))
+    found = reader.poll(120)
+    extents = [place[0] for place in struct.iter_unpack("=IIQQ", _core.places(found))]
+    other = _segments.open_segment(bus.name)
+    loans: dict[int, tuple[set[int], _core.Loan]] = {}
+    views: dict[int, tuple[int, np.ndarray]] = {}
+    client = number = 0
+    for _ in range(150):
+        step = draw.randrange(5)
+        if step == 0:
+            grants, at = [], {}
+            for _ in range(draw.randrange(1, 9)):
+                number += 1
+                at[number] = draw.sample(range(120), draw.randrange(1, 9))
+                places = _core.places([found[i] for i in at[number]])
+                grants.append(messages.Granted(number=number, size=8, places=places))
+            # One of which nothing can be made leaves the locks of the others alone.
+            grants.insert(0, messages.Granted(number=0, size=1, places=grants[-1].places[:24] * 2))
+            grants[0].places = grants[0].places[:28] + b"\xff" + grants[0].places[29:]
+            fresh, refused = borrower.borrow(grants, -1)
+            assert refused == [0] and [loan.number for loan in fresh] == list(at)
+            for loan in fresh:
+                loans[loan.number] = ({extents[i] for i in at[loan.number]}, loan)
+        elif step in (1, 3) and loans:
+            count = draw.randrange(1, len(loans) + 1)
+            over = [loans.pop(n)[1] for n in draw.sample(sorted(loans), count)]
+            for loan in over:
+                borrower.end(loan, _core.ACKED)
+            borrower.forget(over)
+        elif step == 2 and loans:
+            sample = draw.choice(loans[draw.choice(list(loans))][1].samples)
+            views[len(views)] = (extents[int(sample.instance_id)], sample["tokens"])
+        elif step == 4:
+            client = draw.randrange(4)
+            borrower.set_client(client)
+        if not loans:
+            # A trajectory that is held keeps what it has shown.
+            views.clear()
+        assert locked(other, 0) == {extent for extent, _ in views.values()}
+        held = {extent for at, _ in loans.values() for extent in at}
+        assert locked(other, 1 + client) == held
+        assert borrower.locks() == (len(held), len(locked(other, 0)))
+    other.close()
+
+
 BORROW = """
 import sys, time
-from shmbus import _segments
+from shmbus import _segments, messages
 from shmbus_ext import _core
 borrower = _core.Borrower(_segments.open_segment(sys.argv[1], read_only=True))
-ours = borrower.borrow(bytes.fromhex(sys.argv[2]))
-view = ours[0]["tokens"]
+granted = messages.Granted(number=1, size=2, places=bytes.fromhex(sys.argv[2]))
+loans, _ = borrower.borrow([granted], -1)
+view = loans[0].samples[0]["tokens"]
 print("looking")
 time.sleep(60)
 """

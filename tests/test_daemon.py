@@ -528,3 +528,61 @@ def test_what_a_client_acknowledged_before_it_was_gone_counts(
     with Consumer(bus_name) as consumer:
         assert consumer.take(timeout=0.3) == []
         assert consumer.stats().acknowledged == 4
+
+
+ACKNOWLEDGE = """
+import sys, time
+from shmbus import Consumer
+consumer = Consumer(sys.argv[1])
+groups = []
+while len(groups) < 96:
+    groups += consumer.take(96 - len(groups), timeout=10)
+for group in groups[:70]:
+    group.ack()
+print("acknowledged")
+time.sleep(60)
+"""
+
+
+def test_what_a_client_with_plenty_in_hand_acknowledged_counts_though_it_is_killed(
+    daemon: Served, bus_name: str, spawn: Spawner
+) -> None:
+    daemon("--capacity", "8MiB")
+    for key in range(96):
+        put(bus_name, str(key), size=1)
+    # The daemon reads little of what it says at a time, and so is behind when it dies.
+    child = spawn.script(ACKNOWLEDGE, bus_name)
+    child.expect("acknowledged")
+    child.kill()
+    with Consumer(bus_name) as consumer:
+        left = take_exactly(consumer, 26)
+        assert consumer.take(timeout=0) == []
+        ledger = consumer.stats()
+        assert (ledger.acknowledged, ledger.leased) == (70, 26)
+        consumer.ack(left)
+        assert wait_until(lambda: consumer.stats().acknowledged == 96)
+
+
+def test_groups_before_one_that_is_not_leased_are_acknowledged_and_those_behind_are_not(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB")
+    for key in "abcd":
+        put(bus_name, key)
+    with Consumer(bus_name) as consumer, Consumer(bus_name) as other:
+        groups = take_exactly(consumer, 4)
+        with pytest.raises(ProtocolError, match="another Consumer"):
+            other.ack(groups)
+        assert {group.state for group in groups} == {"leased"}
+        groups[2].drop()
+        with pytest.raises(ProtocolError, match="dropped already"):
+            consumer.ack(groups)
+        assert [g.state for g in groups] == ["acknowledged", "acknowledged", "dropped", "leased"]
+        with pytest.raises(ProtocolError, match="acknowledged already"):
+            consumer.ack([groups[3], groups[3]])
+        with pytest.raises(TypeError, match="Group"):
+            consumer.ack([None])  # type: ignore[list-item]
+        with pytest.raises(BusClosedError, match="acknowledged"):
+            groups[0][0]["tokens"]
+        assert wait_until(lambda: consumer.stats().acknowledged == 12)
+        assert consumer.stats().dropped == {"malformed": 4}

@@ -14,13 +14,13 @@ from typing import Any
 
 from shmbus import errors, limits, messages
 from shmbus.daemon.dialing import Away, Wire
-from shmbus.daemon.link import ClientLease, Link
+from shmbus.daemon.link import Link
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
 __all__ = ["DaemonClient"]
 
-Trajectory = _core.Trajectory
+Loan = _core.Loan
 
 #: Numbers in one End message; far below the bound on a message.
 _NUMBERS = 65_536
@@ -31,7 +31,7 @@ class DaemonClient(Link):
 
     # -- taking ---------------------------------------------------------------------------------
 
-    def take(self, max_groups: int, timeout: float | None) -> list[ClientLease]:
+    def take(self, max_groups: int, timeout: float | None) -> list[Loan]:
         """Lease complete groups; wait for the first, at most `timeout` seconds and one.
 
         A large portion that came whole is followed by a request for the next, so that the daemon
@@ -56,7 +56,7 @@ class DaemonClient(Link):
                     leases = leases[:max_groups]
         return leases
 
-    def _take_spare(self, max_groups: int) -> list[ClientLease]:
+    def _take_spare(self, max_groups: int) -> list[Loan]:
         with self.lock:
             leases, self._spare = self._spare[:max_groups], self._spare[max_groups:]
             return [lease for lease in leases if not lease.lost]
@@ -102,7 +102,7 @@ class DaemonClient(Link):
         field: str,
         timeout: float | None,
         only_full: bool,
-    ) -> list[ClientLease]:
+    ) -> list[Loan]:
         """Lease this rank's shard of its next step; empty when the time is over."""
         deadline = None if timeout is None else time.monotonic() + timeout
         return self._take_until(
@@ -124,7 +124,7 @@ class DaemonClient(Link):
         deadline: float | None,
         make: Callable[[int, float], messages.Request],
         ahead: int = 0,
-    ) -> list[ClientLease]:
+    ) -> list[Loan]:
         while True:
             left = limits.TAKE_SLICE_S
             if deadline is not None:
@@ -145,72 +145,72 @@ class DaemonClient(Link):
             elif deadline is not None and time.monotonic() >= deadline:
                 return []
 
-    def _borrow(self, reply: messages.Leases, wire: Wire) -> list[ClientLease]:
-        leases: list[ClientLease] = []
+    def _borrow(self, reply: messages.Leases, wire: Wire) -> list[Loan]:
         with self.lock:
             if wire is not self._wire:
                 # Never claimed, so the next daemon delivers them, under other numbers.
-                return leases
-            borrowed = [(granted, self._try_borrow(granted)) for granted in reply.groups]
+                return []
+            leases, refused = self._borrower.borrow(reply.groups, reply.step)
             if wire.is_over():
                 # The next daemon may have looked at the locks before they were there.
-                for granted, samples in borrowed:
-                    if samples:
-                        self._borrower.release(samples)
-                        self._borrower.end_lease(granted.places)
-                return leases
-            for granted, samples in borrowed:
-                if not samples:
-                    # It was whole when the daemon read it: a process that may write scribbled it.
-                    self._to_end.setdefault(_core.DROP_CORRUPT, []).append(granted.number)
-                    continue
-                lease = ClientLease(granted, samples, reply.step)
+                for lease in leases:
+                    self._borrower.end(lease, -1)
+                self._borrower.forget(leases)
+                return []
+            for lease in leases:
                 self._leases[lease.number] = lease
-                leases.append(lease)
+            if refused:
+                # They were whole when the daemon read them: a process that may write scribbled it.
+                self._to_end.setdefault(_core.DROP_CORRUPT, []).extend(refused)
             if reply.step >= self.next_step:
                 self.next_step = reply.step + 1
             if self._to_end:
                 self.flush()
         return leases
 
-    def _try_borrow(self, granted: messages.Granted) -> list[Trajectory]:
-        try:
-            return self._borrower.borrow(granted.places)
-        except ValueError:
-            return []
-
     # -- ending leases --------------------------------------------------------------------------
 
     def is_leased(self, lease: Any) -> bool:
         """Whether the daemon gave this lease to this client, and it has not ended."""
-        return lease.lost or self._leases.get(lease.number) is lease
+        known = self._leases.get(lease.number) is lease
+        return bool(lease.lost or (known and lease.reason < 0))
 
-    def end(self, lease: ClientLease, reason: int) -> None:
+    def end_groups(
+        self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
+    ) -> int:
+        """End the leases of groups up to the first for which that is not so simple; how many."""
+        numbers = self._to_end.setdefault(reason, [])
+        before = len(numbers)
+        try:
+            return self._borrower.end_groups(consumer, groups, reason, state, numbers)
+        finally:
+            self._unconfirmed += len(numbers) - before
+
+    def end(self, lease: Loan, reason: int) -> None:
         """End a lease; `flush` says so to the daemon, which may be away."""
         if lease.lost:
             raise errors.ProtocolError(
                 f"group {lease.key!r}: the daemon that leased it is gone, and this process came "
                 "back to the next one too late; it may have been delivered to another"
             )
-        self._borrower.release(lease.samples)
-        del self._leases[lease.number]
-        self._unconfirmed[lease.number] = (lease, reason)
+        self._borrower.end(lease, reason)
+        self._unconfirmed += 1
         self._to_end.setdefault(reason, []).append(lease.number)
 
-    def give_back(self, lease: ClientLease) -> None:
+    def give_back(self, lease: Loan) -> None:
         """Make a leased group the next to be delivered, to whoever asks."""
         if self._late is not None or self._spare:
             self._return_ahead()
         self._give_back([lease])
 
-    def _give_back(self, leases: list[ClientLease]) -> None:
+    def _give_back(self, leases: list[Loan]) -> None:
         leases = [lease for lease in leases if not lease.lost]
         for lease in leases:
-            self._borrower.release(lease.samples)
+            self._borrower.end(lease, -1)
             del self._leases[lease.number]
-            # With no lock on it, a daemon that comes next delivers it too.
-            self._borrower.end_lease(lease.places)
         if leases:
+            # With no lock on them, a daemon that comes next delivers them too.
+            self._borrower.forget(leases)
             self._send(messages.GiveBack(numbers=[lease.number for lease in leases]))
 
     def flush(self) -> None:
@@ -224,7 +224,7 @@ class DaemonClient(Link):
                     for at in range(0, len(numbers), _NUMBERS)
                 )
             )
-            if len(self._unconfirmed) > limits.UNCONFIRMED and not self._reading:
+            if self._unconfirmed > limits.UNCONFIRMED and not self._reading:
                 self._hear()
 
     def _send(self, *requests: messages.Request) -> None:

@@ -4,7 +4,8 @@ Invariants:
 
 - A client that is malformed, silent, slow or too eager costs its own connection, and nobody else
   anything: what it sends is bounded by a frame, what it does not read by MAX_UNSENT_BYTES.
-- Nothing is read from a client that does not read what it was sent.
+- Nothing is read from a client that does not read what it was sent, nor for a moment from one that
+  has just said something and still has plenty in hand.
 - What a client said before it was gone is done before its session ends, unless it broke a rule.
 """
 
@@ -49,6 +50,8 @@ class Connection(asyncio.Protocol):
         self._session: Session | None = None
         self._left_orderly = False
         self._refused = False
+        self._choked = False
+        self._resting = False
         self._fd = -1
         self._inode = 0
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -87,15 +90,35 @@ class Connection(asyncio.Protocol):
         except errors.ProtocolError as error:
             self.refuse("protocol", str(error))
         self._server.changed()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Let what a busy client says gather, so that not each acknowledgement is a wake-up."""
+        if self._session is not None and len(self._session.leases) >= limits.PLENTY_GROUPS:
+            self._resting = True
+            self._read_or_not()
+            asyncio.get_running_loop().call_later(limits.LISTEN_REST_S, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._resting = False
+        self._read_or_not()
 
     def pause_writing(self) -> None:
         """Stop reading from one that does not read."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
+        self._choked = True
+        self._read_or_not()
 
     def resume_writing(self) -> None:
         """Go on with one that reads again."""
-        if self._transport is not None and not self._transport.is_closing():
+        self._choked = False
+        self._read_or_not()
+
+    def _read_or_not(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._choked or self._resting:
+            self._transport.pause_reading()
+        else:
             self._transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:

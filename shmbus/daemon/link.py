@@ -2,8 +2,8 @@
 
 Invariants:
 
-- A lease is in exactly one place: held, ended but not confirmed, or forgotten. Its extents stay
-  under this client's lease locks until the daemon has confirmed its end.
+- A lease is held, ended but not confirmed (`Loan.reason`), or forgotten. Its extents stay under
+  this client's lease locks until the daemon has confirmed its end.
 - A daemon that died is dialled again by whoever notices first: a request, or the watcher, which
   sleeps on the connection so that a trainer in a long step notices too. All that is held, and all
   whose end was not confirmed, is claimed before anything else is asked.
@@ -23,29 +23,9 @@ from shmbus import _segments, errors, limits, messages
 from shmbus.daemon.dialing import Away, Wire, refusal
 from shmbus_ext import _core
 
-__all__ = ["ClientLease", "Link"]
+__all__ = ["Link"]
 
-Trajectory = _core.Trajectory
-
-
-class ClientLease:
-    """A group that the daemon leased to this process."""
-
-    __slots__ = ("key", "lost", "number", "places", "samples", "size", "step")
-
-    def __init__(self, granted: messages.Granted, samples: list[Trajectory], step: int) -> None:
-        self.number = granted.number
-        self.places = granted.places
-        self.size = granted.size
-        self.samples = samples
-        self.key = samples[0].key
-        self.step = step
-        self.lost = False
-
-    @property
-    def identities(self) -> bytes:
-        """(producer_id, sequence) of each trajectory; they outlive its end."""
-        return _core.identities(self.samples)
+Loan = _core.Loan
 
 
 class Link:
@@ -90,11 +70,12 @@ class Link:
         self._reading = False
         self._ids = 0
         self._replies: dict[int, messages.Reply | None] = {}
-        self._leases: dict[int, ClientLease] = {}
-        self._unconfirmed: dict[int, tuple[ClientLease, int]] = {}
+        #: Held, or ended and not confirmed, by their numbers; of the latter there are so many.
+        self._leases: dict[int, Loan] = {}
+        self._unconfirmed = 0
         self._to_end: dict[int, list[int]] = {}
         self._late: int | None = None
-        self._spare: list[ClientLease] = []
+        self._spare: list[Loan] = []
         self._known = False
         segment = _segments.open_segment(name, read_only=True)
         self._borrower = _core.Borrower(segment)
@@ -171,14 +152,15 @@ class Link:
 
     def _claim(self, wire: Wire) -> None:
         """Say what is held and what was ended, and learn what became of it."""
-        tokens: dict[int, tuple[ClientLease, int]] = {}
-        for lease in self._leases.values():
-            tokens[len(tokens)] = (lease, -1)
-        for lease, reason in self._unconfirmed.values():
-            tokens[len(tokens)] = (lease, reason)
+        tokens = dict(enumerate(self._leases.values()))
         held = [
-            messages.Held(token=t, identities=lease.identities, reason=reason, step=lease.step)
-            for t, (lease, reason) in tokens.items()
+            messages.Held(
+                token=token,
+                identities=_core.identities(lease.samples),
+                reason=lease.reason,
+                step=lease.step,
+            )
+            for token, lease in tokens.items()
         ]
         portions: list[list[messages.Held]] = [[]]
         size = 0
@@ -190,7 +172,7 @@ class Link:
             portions[-1].append(each)
         wire.send(*(messages.Claim(groups=p, last=p is portions[-1]) for p in portions))
         deadline = time.monotonic() + limits.RECLAIM_WAIT_S + limits.HELLO_WAIT_S
-        leases: dict[int, ClientLease] = {}
+        leases: dict[int, Loan] = {}
         while tokens:
             left = deadline - time.monotonic()
             replies = wire.receive(left)
@@ -202,23 +184,23 @@ class Link:
                 if isinstance(reply, messages.Claimed):
                     self._learn(reply, tokens, leases)
         self._leases = leases
-        self._unconfirmed = {}
+        self._unconfirmed = 0
         self._to_end = {}
 
     def _learn(
         self,
         claimed: messages.Claimed,
-        tokens: dict[int, tuple[ClientLease, int]],
-        leases: dict[int, ClientLease],
+        tokens: dict[int, Loan],
+        leases: dict[int, Loan],
     ) -> None:
         for token, number in claimed.kept:
-            lease, _ = tokens.pop(token)
+            lease = tokens.pop(token)
             lease.number = number
             leases[number] = lease
-        for token in [*claimed.ended, *claimed.lost]:
-            lease, reason = tokens.pop(token)
-            lease.lost = reason < 0
-            self._borrower.end_lease(lease.places)
+        over = [tokens.pop(token) for token in [*claimed.ended, *claimed.lost]]
+        for lease in over:
+            lease.lost = lease.reason < 0
+        self._borrower.forget(over)
 
     def _connected(self, deadline: float | None) -> Wire | None:
         """Return the connection, dialled again if need be; None at the deadline."""
@@ -349,16 +331,21 @@ class Link:
     def _receive(self, reply: messages.Reply) -> None:
         self._silent_since_s = None
         if isinstance(reply, messages.Ended):
-            for number in [*reply.numbers, *reply.unknown]:
-                ended = self._unconfirmed.pop(number, None)
-                if ended is not None:
-                    self._borrower.end_lease(ended[0].places)
+            self._confirmed([*reply.numbers, *reply.unknown])
             return
         id_ = getattr(reply, "id", -1)
         if id_ in self._replies:
             self._replies[id_] = reply
         elif isinstance(reply, messages.Refused):
             raise refusal(reply)
+
+    def _confirmed(self, numbers: list[int]) -> None:
+        # What was given back is confirmed, too, and not known here any more.
+        over = [lease for n in numbers if (lease := self._leases.get(n)) and lease.reason >= 0]
+        for lease in over:
+            del self._leases[lease.number]
+        self._unconfirmed -= len(over)
+        self._borrower.forget(over)
 
     def close(self) -> None:
         """Leave. What is not ended is the next to be delivered; arrays that are out stay valid."""
