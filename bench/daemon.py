@@ -1,10 +1,14 @@
 """The daemon's rows: throughput beside the embedded consumer, its processor time, and its sleep.
 
+What a trajectory costs the daemon holds wake-ups too, which go by time and not by trajectories. So
+short and long ones are compared at one rate, that both workloads reach.
+
 Embedded and daemon runs take turns, so that a slow minute of the machine falls on both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import statistics
@@ -29,6 +33,9 @@ __all__ = ["measure"]
 #: batches have as many trajectories, since each costs the daemon a message of its own.
 LONG_TOKENS = 8192
 TRAJECTORIES_PER_BATCH = packed.TOKENS_PER_BATCH // 2048
+#: Trajectories a second at which short and long ones are compared, and for how many seconds.
+EVEN_PER_S = 20_000.0
+EVEN_S = 2.0
 
 
 @contextmanager
@@ -61,21 +68,21 @@ def _cpu_s(pid: int) -> float:
     return nanoseconds / 1e9
 
 
-def _run(workload: Workload, *, daemon: bool) -> tuple[float, float]:
+def _run(workload: Workload, *, daemon: bool, per_s: float = 0.0) -> tuple[float, float]:
     """Move a workload into packed batches; trajectories a second, daemon microseconds each."""
     with temporary_bus(workload.capacity) as name:
         if not daemon:
-            return _train(name, workload), 0.0
+            return _train(name, workload, per_s), 0.0
         with _serving(name) as pid:
             before = _cpu_s(pid)
-            rate = _train(name, workload)
+            rate = _train(name, workload, per_s)
             return rate, (_cpu_s(pid) - before) / workload.trajectories * 1e6
 
 
-def _train(name: str, workload: Workload) -> float:
+def _train(name: str, workload: Workload, per_s: float) -> float:
     tokens_per_batch = TRAJECTORIES_PER_BATCH * workload.tokens
     trainer = Role(packed.train, (name, workload, tokens_per_batch))
-    producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]
+    producers = [Role(produce, (name, workload, i, per_s)) for i in range(workload.producers)]
     (seconds, _), *_ = run_together([trainer, *producers])
     return workload.trajectories / float(seconds)
 
@@ -83,7 +90,7 @@ def _train(name: str, workload: Workload) -> float:
 def measure(
     trajectories: int, repetitions: int, idle_s: float, capacity: str, say: Callable[[str], None]
 ) -> list[Row]:
-    """Measure all three.
+    """Measure all of them.
 
     Parameters
     ----------
@@ -98,7 +105,12 @@ def measure(
     """
     short = Workload(trajectories=trajectories, tokens=2048, capacity=capacity)
     long = Workload(trajectories=trajectories // 4, tokens=LONG_TOKENS, capacity=capacity)
-    ratios, rates, cpu, cpu_long = [], [], [], []
+    even = int(min(EVEN_PER_S * EVEN_S, trajectories)) // TRAJECTORIES_PER_BATCH
+    evenly = [
+        dataclasses.replace(each, trajectories=even * TRAJECTORIES_PER_BATCH)
+        for each in (short, long)
+    ]
+    ratios, rates, cpu, cpu_long, even_cpu = [], [], [], [], []
     for number in range(repetitions):
         say(f"packed batches without and with a daemon ({number + 1} of {repetitions})")
         embedded, _ = _run(short, daemon=False)
@@ -107,6 +119,7 @@ def measure(
         rates.append(rate)
         cpu.append(each)
         cpu_long.append(_run(long, daemon=True)[1])
+        even_cpu.append([_run(each, daemon=True, per_s=EVEN_PER_S)[1] for each in evenly])
     say("a daemon asleep")
     return [
         Row(
@@ -128,8 +141,25 @@ def measure(
             target=Target("at most", 3.0, "us a trajectory"),
             figures={"us_2048": cpu, f"us_{LONG_TOKENS}": cpu_long},
         ),
+        _payload(even_cpu),
         _idle(idle_s, capacity),
     ]
+
+
+def _payload(runs: list[list[float]]) -> Row:
+    """Compare microseconds a trajectory, short and long, of runs at one rate."""
+    short, long = (statistics.median(each) for each in zip(*runs, strict=True))
+    times = [each[1] / each[0] for each in runs]
+    return Row(
+        name="daemon-payload",
+        title=f"the daemon's processor time at {EVEN_PER_S:,.0f} trajectories/s, {LONG_TOKENS:,} "
+        "tokens against 2,048",
+        measured=f"{long:.2f} us a trajectory against {short:.2f}",
+        value=statistics.median(times),
+        spread=(min(times), max(times)),
+        target=Target("at most", 1.2, "times, whatever the payload"),
+        figures={"us": runs},
+    )
 
 
 def _idle(idle_s: float, capacity: str) -> Row:

@@ -26,9 +26,16 @@ def temporary_bus(capacity: str) -> Iterator[str]:
         yield name
 
 
-def produce(start: Callable[[], None], name: str, workload: Workload, number: int) -> float:
-    """Send one producer's share, as fast as the bus takes it; return the processor seconds."""
+def produce(
+    start: Callable[[], None], name: str, workload: Workload, number: int, per_s: float = 0.0
+) -> float:
+    """Send one producer's share; return the processor seconds.
+
+    As fast as the bus takes it, or so many trajectories a second, by whole groups.
+    """
     items = workload.items(number)
+    if per_s:
+        items = _paced(items, per_s, workload.group_size)
     with shmbus.Producer(name) as producer:
         start()
         began = time.process_time()
@@ -37,6 +44,14 @@ def produce(start: Callable[[], None], name: str, workload: Workload, number: in
         else:
             _put_each(producer, items, workload.group_size)
         return time.process_time() - began
+
+
+def _paced(items: Iterator[Item], per_s: float, group_size: int) -> Iterator[Item]:
+    began = time.monotonic()
+    for number, item in enumerate(items):
+        if number % group_size == 0:
+            time.sleep(max(began + number / per_s - time.monotonic(), 0.0))
+        yield item
 
 
 def _put_each(producer: shmbus.Producer, items: Iterator[Item], group_size: int) -> None:

@@ -37,6 +37,7 @@ ROWS = [
     "idle",
     "daemon-packed",
     "daemon-cpu",
+    "daemon-payload",
     "daemon-idle",
 ]
 
