@@ -6,6 +6,7 @@
 #define SHMBUS_PY_SOURCES_H
 
 #include "pyapi.h"
+#include "relative.h"
 
 enum { FIELD_TOKENS, FIELD_MASK, FIELD_LOGPROBS, FIELD_ADVANTAGES, FIELDS };
 
@@ -20,8 +21,36 @@ struct source {
 /* Whether int32 borders can index so many tokens; false with an exception. */
 bool batch_fits(uint64_t tokens);
 
-/* One source a trajectory of the list; false with an exception that names what does not fit. */
+/* What was found out for the trajectory before; all zeros at first. */
+struct lookup {
+    const SchemaObject *schema;
+    const HolderObject *reader;
+    uint16_t shape_at[FIELDS]; /* NO_FIELD where the schema has none */
+    uint8_t kinds[FIELDS];
+    bool to_check; /* payload of these kinds may not do */
+    uint32_t signature; /* which fields there are, and their kinds; 0xff for none, tokens first */
+};
+#define NO_FIELD UINT16_MAX
+
+/* Where one trajectory's fields lie; false with an exception that names what does not fit. The
+ * object that holds the item is not let go meanwhile. */
+bool find_source(struct lookup *lookup, PyObject *item, PyObject *const *names,
+                 struct source *source);
+/* As many sources as the list has trajectories. */
 bool find_sources(PyObject *items, PyObject *const *names, struct source *sources);
+void prefetch_trajectory(const PyObject *item);
+
+/* The samples of a group, borrowed; NULL with an exception for what is none. */
+PyObject *group_samples(PyObject *group);
+
+/* Whether it is a tuple of bytes; false with an exception. */
+bool check_words(PyObject *words);
+/* Whether the encoded meta of a trajectory that is readable contains one of the words. */
+bool meta_mentions(const TrajectoryObject *t, PyObject *words);
+/* What (kind, bessel, eps) says; false with an exception. */
+bool relative_rule_of(PyObject *tuple, struct relative_rule *rule);
+/* False with an exception. */
+bool append_number(PyObject *list, Py_ssize_t number);
 
 /* Elements of an array; 0 of anything else, which check_array refuses. */
 uint64_t array_elements(PyObject *object);

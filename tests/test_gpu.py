@@ -12,15 +12,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from conftest import Spawner
 
-from shmbus import Bus, Consumer, Producer
+from shmbus import Bus, BusClosedError, Consumer, Producer
 from shmbus.gather import members
 from shmbus.locate import CHUNK_WORDS, KINDS, plan_gather
+from shmbus.relative import Rule
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
+from trainer_adapter.advantages import advantages_for_groups, rule_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TENSORS = (
@@ -83,16 +86,9 @@ def address(array: np.ndarray[Any, Any]) -> int:
 FIELDS = ("tokens", "loss_mask", "logprobs", "advantages")
 
 
-def told(trajectories: list[Any], groups: int, flags: Any = None) -> dict[str, Any]:
-    """What a caller says of its sequences and groups: numbers that tell them apart."""
-    count = len(trajectories)
-    return {
-        "advantages": np.arange(count, dtype=np.float32) / 7,
-        "flags": flags,
-        "scores": np.array([t.score for t in trajectories], np.float64),
-        "versions": np.array([t.policy_version for t in trajectories], np.int64),
-        "sizes": np.full(groups, count // groups, np.int64),
-    }
+def told(count: int, flags: Any = None) -> dict[str, Any]:
+    """What a caller says of its sequences: numbers that tell them apart."""
+    return {"advantages": np.arange(count, dtype=np.float32) / 7, "flags": flags}
 
 
 def chunks_by_hand(
@@ -145,13 +141,15 @@ def test_the_table_says_where_each_chunk_is_and_where_it_goes(
         assert trajectories == [t for group in groups for t in group]
         assert sizes.tolist() == [4] * 8
         flags = np.arange(32, dtype=np.uint8) % 4 if flagged else None
-        more = told(trajectories, 8, flags)
+        more = told(32, flags)
         memory = np.full(1 << 20, 0xAA, np.uint8)
-        table = plan_gather(trajectories, None, memory, shift=4096, chunk_tokens=chunk, **more)
+        words = {"words": (b"finish_reason",)}
+        table = plan_gather(groups, None, memory, shift=4096, chunk_tokens=chunk, **more, **words)
         lengths = [len(t["tokens"]) for t in trajectories]
         assert (table.tokens, table.longest) == (sum(lengths), max(lengths))
+        chunks = memory[table.chunks_at : table.nbytes]
         mine = [
-            (kinds, read_chunks(memory, first, count)) for first, count, kinds in table.launches
+            (kinds, read_chunks(chunks, first, count)) for first, count, kinds in table.launches
         ]
         assert mine == chunks_by_hand(trajectories, 4096, chunk, more)
 
@@ -165,23 +163,59 @@ def test_the_table_says_where_each_chunk_is_and_where_it_goes(
         assert part(table.sizes_at, np.int64, 8) == [4] * 8
         assert part(table.scores_at, np.float32, 32) == [np.float32(t.score) for t in trajectories]
         assert (memory[table.nbytes :] == 0xAA).all()
-        # Too little memory, by a byte: all is said but what is in it, and nothing is written.
-        small = np.full(table.nbytes - 1, 0xAA, np.uint8)
-        again = plan_gather(trajectories, None, small, shift=4096, chunk_tokens=chunk, **more)
-        assert (again.nbytes, again.tokens, again.launches) == (table.nbytes, table.tokens, [])
-        assert (small == 0xAA).all()
+        assert table.instance_ids == [t.instance_id for t in trajectories]
+        assert table.mentions == [i for i, t in enumerate(trajectories) if t.meta]
+        # Too little memory: all is said but what is in it, and nothing is written behind it.
+        for room in (table.nbytes - 1, table.chunks_at - 1, table.borders_at, 0):
+            memory[:] = 0xAA
+            again = plan_gather(
+                groups, None, memory[:room], shift=4096, chunk_tokens=chunk, **more, **words
+            )
+            assert again == msgspec.structs.replace(table, launches=[])
+            assert (memory[room:] == 0xAA).all()
+
+
+def test_a_table_has_the_advantages_of_a_rule(bus: Bus, seed: int) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        put_random(producer, seed, 8, 40)
+        groups = consumer.take(64, 10)
+        trajectories, sizes = members(groups)
+        scores = np.array([t.score for t in trajectories], np.float64)
+        memory = np.empty(1 << 16, np.uint8)
+        for kind in ("grpo", "dr_grpo", "rloo"):
+            rule = rule_of(kind)
+            assert rule is not None
+            table = plan_gather(groups, None, memory, shift=0, chunk_tokens=64, advantages=rule)
+            assert table.scores_fit
+            chunks = memory[table.chunks_at : table.nbytes]
+            found = [
+                (chunk[4], chunk[6][1])
+                for first, count, _ in table.launches
+                for chunk in read_chunks(chunks, first, count)
+            ]
+            borders = [0, *itertools.accumulate(len(t["tokens"]) for t in trajectories)]
+            wanted = advantages_for_groups(scores, sizes, kind)
+            at = dict(zip(borders[:-1], wanted, strict=True))
+            # One without a token has no chunk, and begins where the next does.
+            assert found and all(at[start] == gain for start, gain in found)
 
 
 def test_a_table_is_refused_for_what_no_batch_can_be_made_of(bus: Bus) -> None:
     memory = np.empty(4096, np.uint8)
+
+    def plan(groups: Any, memory: Any = memory, names: Any = None, **changed: Any) -> None:
+        options = {"shift": 0, "chunk_tokens": 8, **told(1), **changed}
+        plan_gather(groups, names, memory, **options)
+
     with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
         with pytest.raises(ValueError, match="at least one trajectory"):
-            plan_gather([], None, memory, shift=0, chunk_tokens=8, **told([], 1))
+            plan([])
+        with pytest.raises(TypeError, match="groups: expected Groups of a Consumer, got str"):
+            plan(["group"])
         producer.put("a", group_size=1, index=0, tokens=np.arange(3), logprobs=np.zeros(2))
-        (group,) = consumer.take(1, 10)
-        more = told(group.trajectories, 1)
+        groups = consumer.take(1, 10)
         with pytest.raises(ValueError, match="'logprobs': expected as many elements as tokens"):
-            plan_gather(group.trajectories, None, memory, shift=0, chunk_tokens=8, **more)
+            plan(groups)
         names = FieldNames(logprobs=None)
         for wrong in (
             memory[::2],
@@ -189,16 +223,26 @@ def test_a_table_is_refused_for_what_no_batch_can_be_made_of(bus: Bus) -> None:
             np.frombuffer(b"0" * 99, np.uint8),
         ):
             with pytest.raises(ValueError, match="memory: expected a contiguous writable array"):
-                plan_gather(group.trajectories, names, wrong, shift=0, chunk_tokens=8, **more)
+                plan(groups, wrong, names)
         with pytest.raises(ValueError, match="memory on a word's border"):
-            plan_gather(group.trajectories, names, memory[1:], shift=0, chunk_tokens=8, **more)
-        for name, values in (
-            ("advantages", np.zeros(2, np.float32)),
-            ("scores", np.zeros(1, "f4")),
-        ):
-            bad = {**more, name: values}
+            plan(groups, memory[1:], names)
+        with pytest.raises(ValueError, match="chunks of 1 token or more"):
+            plan(groups, names=names, chunk_tokens=0)
+        for name, values in (("advantages", np.zeros(2, "f4")), ("flags", np.zeros(1, "f4"))):
             with pytest.raises(ValueError, match=f"{name}: expected a contiguous array"):
-                plan_gather(group.trajectories, names, memory, shift=0, chunk_tokens=8, **bad)
+                plan(groups, names=names, **{name: values})
+        with pytest.raises(ValueError, match="kind: expected 0 to 2, got 3"):
+            plan(groups, names=names, advantages=Rule(3))
+        with pytest.raises(TypeError, match="words: expected a tuple of bytes"):
+            plan(groups, names=names, words=("text",))
+        plan(groups, names=names)
+        groups[0].trajectories.append("no trajectory")
+        with pytest.raises(TypeError, match="expected trajectories, got str"):
+            plan(groups, names=names, **told(2))
+        groups[0].trajectories.pop()
+        consumer.ack(groups)
+        with pytest.raises(BusClosedError, match="was acknowledged"):
+            plan(groups, names=names)
 
 
 def test_members_are_those_of_groups_alone() -> None:

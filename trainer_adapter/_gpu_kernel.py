@@ -150,6 +150,7 @@ def pack_records(
         orders = _word(chunk, 6, WORDS)
         flags = orders.to(tl.int32)
         gain = (orders >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        zeroed = (flags & 2) != 0
         # All of the record's fields are asked for before the first is used. Each begins on a cache
         # line, so whole vectors can be read.
         address = tl.multiple_of(_word(chunk, 0, WORDS).to(tl.pointer_type(TOKENS)), 16)
@@ -176,9 +177,9 @@ def pack_records(
             if tl.max((inside & ((values - values) != 0.0)).to(tl.int32)) != 0:
                 tl.store(found, 1)
         tl.store(logprobs + at, values, mask=inside)
-        gains = tl.zeros([CHUNK], dtype=tl.float32) + gain
+        gains = tl.zeros([CHUNK], dtype=tl.float32) + tl.where(zeroed, 0.0, gain)
         if HAS_ADVANTAGES:
-            gains = tl.where((flags & 2) == 0, own.to(tl.float32), 0.0)
+            gains = tl.where(zeroed, 0.0, own.to(tl.float32))
             if tl.max((inside & ((gains - gains) != 0.0)).to(tl.int32)) != 0:
                 tl.store(found + 1, 1)
         tl.store(advantages + at, gains, mask=inside)
