@@ -103,6 +103,12 @@ static int64_t *chunks_of(const struct plan *self) {
     return (int64_t *)(self->memory + self->table.chunks_at);
 }
 
+/* One by one: read back as a whole, two halves that were just written would have to be waited for. */
+static void put_halves(int64_t *word, const void *first, const void *second) {
+    memcpy(word, first, sizeof(int32_t));
+    memcpy((uint8_t *)word + sizeof(int32_t), second, sizeof(int32_t));
+}
+
 /* Cut one sequence into chunks; those that find no room are counted. */
 static void cut(struct plan *self, const struct source *source, float advantage) {
     int64_t address[FIELDS], step[FIELDS];
@@ -111,13 +117,11 @@ static void cut(struct plan *self, const struct source *source, float advantage)
         address[f] = there ? (int64_t)(uintptr_t)source->data[f] + self->shift : 0;
         step[f] = there ? (int64_t)self->chunk_tokens * element_bytes[source->kinds[f]] : 0;
     }
-    int32_t orders[2] = {self->flags == NULL ? 0 : self->flags[self->done], 0};
-    memcpy(&orders[1], &advantage, sizeof advantage);
-    int32_t span[2] = {0, (int32_t)self->chunk_tokens};
-    uint64_t most = self->chunk_tokens, start = self->tokens;
+    const int32_t flags = self->flags == NULL ? 0 : self->flags[self->done];
+    const uint64_t n = source->length, most = self->chunk_tokens, start = self->tokens;
+    const int64_t signature = (int64_t)self->lookup.signature;
     int64_t *chunk = chunks_of(self) + self->chunks * CHUNK_WORDS;
-    for (uint64_t left = source->length; left > 0; left -= (uint64_t)span[1]) {
-        span[1] = (int32_t)(left < most ? left : most);
+    for (uint64_t first = 0; first < n; first += most) {
         self->chunks++;
         if (table_bytes(self) > self->room) {
             continue;
@@ -126,11 +130,11 @@ static void cut(struct plan *self, const struct source *source, float advantage)
             chunk[CHUNK_ADDRESSES + f] = address[f];
             address[f] += step[f];
         }
-        chunk[CHUNK_START] = (int64_t)start + span[0];
-        memcpy(&chunk[CHUNK_SPAN], span, sizeof span);
-        memcpy(&chunk[CHUNK_ORDERS], orders, sizeof orders);
-        chunk[CHUNK_SIGNATURE] = (int64_t)self->lookup.signature;
-        span[0] += span[1];
+        chunk[CHUNK_START] = (int64_t)(start + first);
+        const int32_t from = (int32_t)first, count = (int32_t)(n - first < most ? n - first : most);
+        put_halves(&chunk[CHUNK_SPAN], &from, &count);
+        put_halves(&chunk[CHUNK_ORDERS], &flags, &advantage);
+        chunk[CHUNK_SIGNATURE] = signature;
         chunk += CHUNK_WORDS;
     }
     self->mixed |= self->lookup.signature != self->signature;

@@ -46,7 +46,7 @@ static bool check_mask(const struct source *source, PyObject *name) {
     return field_error(source->trajectory, name, "finite numbers", got);
 }
 
-static bool check_payload(const struct source *source, PyObject *const *names) {
+bool check_payload(const struct source *source, PyObject *const *names) {
     return (source->kinds[FIELD_TOKENS] != ELEMENT_U64 ||
             check_range(source, names[FIELD_TOKENS])) &&
            (source->data[FIELD_MASK] == NULL || check_mask(source, names[FIELD_MASK]));
@@ -98,8 +98,19 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
     return true;
 }
 
-/* What holds for one trajectory holds for the next of the same reader and the same schema. */
-static bool look_closer(struct lookup *lookup, TrajectoryObject *t, PyObject *const *names) {
+bool length_error(const struct source *source, uint64_t length, PyObject *name) {
+    return field_error(source->trajectory, name, "as many elements as tokens",
+                       PyUnicode_FromFormat("%llu, tokens has %llu", (unsigned long long)length,
+                                            (unsigned long long)source->length));
+}
+
+bool look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names) {
+    if (!Py_IS_TYPE(item, &TrajectoryType)) {
+        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
+                     Py_TYPE(item)->tp_name);
+        return false;
+    }
+    TrajectoryObject *t = (TrajectoryObject *)item;
     /* A dtype that is met for the first time is made by Python code, which may drop anything. */
     Py_INCREF(t);
     bool good = trajectory_readable(t) &&
@@ -111,39 +122,6 @@ static bool look_closer(struct lookup *lookup, TrajectoryObject *t, PyObject *co
     lookup->reader = good ? t->reader : NULL;
     Py_DECREF(t);
     return good;
-}
-
-bool find_source(struct lookup *lookup, PyObject *item, PyObject *const *names,
-                 struct source *source) {
-    if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                     Py_TYPE(item)->tp_name);
-        return false;
-    }
-    TrajectoryObject *t = (TrajectoryObject *)item;
-    if ((lookup->schema != t->schema || lookup->reader != t->reader || t->released) &&
-        !look_closer(lookup, t, names)) {
-        return false;
-    }
-    source->trajectory = t;
-    source->length = t->shape[lookup->shape_at[FIELD_TOKENS] + 1];
-    const uint8_t *bytes = trajectory_bytes(t);
-    for (int f = 0; f < FIELDS; f++) {
-        source->kinds[f] = lookup->kinds[f];
-        source->data[f] = NULL;
-        if (lookup->shape_at[f] == NO_FIELD) {
-            continue;
-        }
-        const uint64_t *shape = t->shape + lookup->shape_at[f];
-        if (shape[1] != source->length) {
-            return field_error(t, names[f], "as many elements as tokens",
-                               PyUnicode_FromFormat("%llu, tokens has %llu",
-                                                    (unsigned long long)shape[1],
-                                                    (unsigned long long)source->length));
-        }
-        source->data[f] = bytes + shape[0];
-    }
-    return !lookup->to_check || check_payload(source, names);
 }
 
 /* Thousands of trajectories are in no near cache, and each is looked at for a moment. */

@@ -32,10 +32,41 @@ struct lookup {
 };
 #define NO_FIELD UINT16_MAX
 
-/* Where one trajectory's fields lie; false with an exception that names what does not fit. The
- * object that holds the item is not let go meanwhile. */
-bool find_source(struct lookup *lookup, PyObject *item, PyObject *const *names,
-                 struct source *source);
+/* The slow ways of find_source: a trajectory of another reader or schema than the one before, or
+ * none; kinds whose payload has to be looked at; a field of another length than the tokens. Each is
+ * false with an exception that names what does not fit. */
+bool look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names);
+bool check_payload(const struct source *source, PyObject *const *names);
+bool length_error(const struct source *source, uint64_t length, PyObject *name);
+
+/* Where one trajectory's fields lie; false with an exception. What holds for one trajectory holds
+ * for the next of the same reader and the same schema, so here is only what is left to do for each
+ * of thousands. The item is not let go by the caller meanwhile. */
+static inline bool find_source(struct lookup *lookup, PyObject *item, PyObject *const *names,
+                               struct source *source) {
+    TrajectoryObject *t = (TrajectoryObject *)item;
+    if ((!Py_IS_TYPE(item, &TrajectoryType) || lookup->schema != t->schema ||
+         lookup->reader != t->reader || t->released) &&
+        !look_closer(lookup, item, names)) {
+        return false;
+    }
+    const uint8_t *bytes = trajectory_bytes(t);
+    source->trajectory = t;
+    source->length = t->shape[lookup->shape_at[FIELD_TOKENS] + 1];
+    for (int f = 0; f < FIELDS; f++) {
+        source->kinds[f] = lookup->kinds[f];
+        source->data[f] = NULL;
+        if (lookup->shape_at[f] != NO_FIELD) {
+            const uint64_t *shape = t->shape + lookup->shape_at[f];
+            if (shape[1] != source->length) {
+                return length_error(source, shape[1], names[f]);
+            }
+            source->data[f] = bytes + shape[0];
+        }
+    }
+    return !lookup->to_check || check_payload(source, names);
+}
+
 /* As many sources as the list has trajectories. */
 bool find_sources(PyObject *items, PyObject *const *names, struct source *sources);
 void prefetch_trajectory(const PyObject *item);
