@@ -354,7 +354,7 @@ def _log_normal(sequences: int, tokens: int) -> NDArray[np.int64]:
 
 
 def _operands(tokens: int) -> list[Tensor]:
-    """Queries, keys, values, and the gradient of what comes out."""
+    """Make queries, keys, values, and the gradient of what comes out."""
     generator = torch.Generator("cuda").manual_seed(0)
     return [
         torch.randn(
@@ -400,7 +400,7 @@ def _peak(step: Callable[[], None]) -> float:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw what `main` has measured: rates and processor time by batch, and the attention ratios."""
+    """Draw what `main` has measured: rates and processor time by batch, ratios of attention."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -5,6 +5,7 @@ Whatever the transport, a batch is what `pack` makes of the same groups on the h
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -24,6 +25,7 @@ from shmbus.locate import CHUNK_WORDS, KINDS, plan_gather
 from shmbus.relative import Rule
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
 from trainer_adapter.advantages import advantages_for_groups, rule_of
+from trainer_adapter.gpu import GpuPacker
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TENSORS = (
@@ -275,6 +277,7 @@ with Producer(name) as producer, Consumer(name) as consumer:
         assert len(groups) == 3
         for options in (
             {}, {"truncated": "mask"}, {"layout": "padded", "advantages": "rloo"},
+            {"advantages": "batch"}, {"advantages": lambda scores: scores * 2},
         ):
             assert_same(begin_gather(groups, device, **options).finish(), pack(groups, **options))
         consumer.ack(groups)
@@ -296,6 +299,15 @@ with Producer(name) as producer, Consumer(name) as consumer:
             assert len(set(messages)) == 1 and len(messages) == 2, messages
             assert f"'bad'[0]" in messages[0][0] and "token 2500" in messages[0][0], messages
             consumer.ack(groups)
+    producer.put("huge", group_size=1, index=0, score=1e300, tokens=np.arange(9))
+    groups = consumer.take(64, 10)
+    for attempt in (begin_gather, pack):
+        try:
+            attempt(groups, device=device)
+        except ValueError as error:
+            assert "scores: expected finite numbers up to 1e+38, got 1e+300" in str(error), error
+        else:
+            raise AssertionError(attempt)
 print("equal")
 """
 
@@ -313,8 +325,6 @@ def test_the_kernel_makes_the_batch_that_the_host_makes(
 
 
 def test_a_packer_is_for_cuda_devices_only() -> None:
-    from trainer_adapter.gpu import GpuPacker
-
     with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
         GpuPacker("cpu")
     with pytest.raises(ValueError, match=r"transport: expected 'auto'.*got 'rdma'"):
@@ -356,6 +366,17 @@ def test_memory_for_tables_is_used_again_only_when_it_was_given_back() -> None:
 # --- on a GPU
 
 
+@contextlib.contextmanager
+def packing(bus: Bus, **options: Any) -> Iterator[tuple[GpuPacker, Producer, Consumer]]:
+    """A packer with somebody who puts and somebody who takes; it lets go of the ring first."""
+    packer = GpuPacker("cuda", **options)
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        try:
+            yield packer, producer, consumer
+        finally:
+            packer.close()
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -363,21 +384,16 @@ def test_memory_for_tables_is_used_again_only_when_it_was_given_back() -> None:
 def test_every_transport_brings_the_batch_that_the_host_makes(
     bus: Bus, seed: int, transport: Any, layout: Any
 ) -> None:
-    from trainer_adapter.gpu import GpuPacker
-
-    packer = GpuPacker("cuda", transport=transport, layout=layout, truncated="mask")
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        try:
-            for number, longest in enumerate((60, 5000, 1)):
-                put_random(producer, seed + number, 8, longest)
-                groups = consumer.take(64, 10)
-                batch = packer.deliver(packer.pack(groups))
-                assert batch.transport == transport
-                assert batch.tokens.device == torch.device("cuda", torch.cuda.current_device())
-                assert_same(batch, pack(groups, layout=layout, truncated="mask"))
-                consumer.ack(groups)
-        finally:
-            packer.close()
+    options: dict[str, Any] = {"layout": layout, "truncated": "mask"}
+    with packing(bus, transport=transport, **options) as (packer, producer, consumer):
+        for number, longest in enumerate((60, 5000, 1)):
+            put_random(producer, seed + number, 8, longest)
+            groups = consumer.take(64, 10)
+            batch = packer.deliver(packer.pack(groups))
+            assert batch.transport == transport
+            assert batch.tokens.device == torch.device("cuda", torch.cuda.current_device())
+            assert_same(batch, pack(groups, **options))
+            consumer.ack(groups)
 
 
 @pytest.mark.gpu
@@ -385,22 +401,16 @@ def test_every_transport_brings_the_batch_that_the_host_makes(
 def test_batches_may_overlap_and_their_records_be_overwritten_once_they_have_arrived(
     bus: Bus, seed: int
 ) -> None:
-    from trainer_adapter.gpu import GpuPacker
-
-    packer = GpuPacker("cuda")
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        try:
-            waiting: list[tuple[Any, Batch]] = []
-            for number in range(40):
-                put_random(producer, seed + number, 8, 4000)
-                groups = consumer.take(64, 10)
-                waiting.append((packer.begin(groups), pack(groups)))
-                if len(waiting) > 2:
-                    pending, want = waiting.pop(0)
-                    assert_same(pending.finish(), want)
-                    consumer.ack(want.groups)
-        finally:
-            packer.close()
+    with packing(bus) as (packer, producer, consumer):
+        waiting: list[tuple[Any, Batch]] = []
+        for number in range(40):
+            put_random(producer, seed + number, 8, 4000)
+            groups = consumer.take(64, 10)
+            waiting.append((packer.begin(groups), pack(groups)))
+            if len(waiting) > 2:
+                pending, want = waiting.pop(0)
+                assert_same(pending.finish(), want)
+                consumer.ack(want.groups)
 
 
 @pytest.mark.gpu
@@ -408,37 +418,28 @@ def test_batches_may_overlap_and_their_records_be_overwritten_once_they_have_arr
 def test_a_batch_that_nobody_waits_for_keeps_its_table_until_the_kernel_is_done(
     bus: Bus, seed: int
 ) -> None:
-    from trainer_adapter.gpu import GpuPacker
-
-    packer = GpuPacker("cuda")
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        try:
-            put_random(producer, seed, 8, 4000)
-            groups = consumer.take(64, 10)
-            for _ in range(20):
-                with torch.cuda.stream(packer._stream):
-                    torch.cuda._sleep(5_000_000)
-                dropped = packer.begin(groups[:4])
-                batch = dropped._batch
-                del dropped
-                # What its table lay in may be this now.
-                torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True).fill_(0xFF)
-                assert_same(batch, pack(groups[:4]))
-        finally:
-            packer.close()
+    with packing(bus) as (packer, producer, consumer):
+        put_random(producer, seed, 8, 4000)
+        groups = consumer.take(64, 10)
+        for _ in range(20):
+            with torch.cuda.stream(packer._stream):
+                torch.cuda._sleep(5_000_000)
+            dropped = packer.begin(groups[:4])
+            batch = dropped._batch
+            del dropped
+            # What its table lay in may be this now.
+            torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True).fill_(0xFF)
+            assert_same(batch, pack(groups[:4]))
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus, seed: int) -> None:
-    from trainer_adapter import gpu
-
-    packer = gpu.GpuPacker("cuda")
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+    with packing(bus) as (packer, producer, consumer):
         # What is registered already is refused.
         put_random(producer, seed, 4, 500)
         groups = consumer.take(64, 10)
-        first = gpu.GpuPacker("cuda", transport="gather")
+        first = GpuPacker("cuda", transport="gather")
         assert_same(first.pack(groups), pack(groups))
         batch = packer.pack(groups)
         assert batch.transport == packer.transport == "pinned"
@@ -469,24 +470,17 @@ def test_the_handler_says_how_its_batches_came(bus: Bus, seed: int, prefetch: in
 @pytest.mark.gpu
 @needs_gpu
 def test_fields_go_by_their_names_on_the_way_to_a_gpu_too(bus: Bus) -> None:
-    from trainer_adapter.gpu import GpuPacker
-
     names = FieldNames(tokens="ids", loss_mask=None, logprobs=None, advantages=None)
-    packer = GpuPacker("cuda", fields=names)
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+    with packing(bus, fields=names) as (packer, producer, consumer):
         producer.put("a", group_size=1, index=0, ids=np.arange(7), logprobs=np.ones(3))
         groups = consumer.take(1, 10)
         assert_same(packer.pack(groups), pack(groups, fields=names))
-        packer.close()
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> None:
-    from trainer_adapter.gpu import GpuPacker
-
-    packer = GpuPacker("cuda")
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+    with packing(bus) as (packer, producer, consumer):
         put_random(producer, seed, 8, 4000)
         groups = consumer.take(64, 10)
         packer.pack(groups)
@@ -497,4 +491,3 @@ def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> No
         batch = packer.pack(groups)
         assert not busy.query()
         assert_same(packer.deliver(batch), pack(groups))
-        packer.close()
