@@ -148,9 +148,8 @@ def pack_records(
         here = span.to(tl.int32) + lane
         inside = lane < (span >> 32).to(tl.int32)
         orders = _word(chunk, 6, WORDS)
-        flags = orders.to(tl.int32)
+        masked, zeroed = (orders & 1) != 0, (orders & 2) != 0
         gain = (orders >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        zeroed = (flags & 2) != 0
         # All of the record's fields are asked for before the first is used. Each begins on a cache
         # line, so whole vectors can be read.
         address = tl.multiple_of(_word(chunk, 0, WORDS).to(tl.pointer_type(TOKENS)), 16)
@@ -166,7 +165,7 @@ def pack_records(
             own = tl.load(own_address + lane, mask=inside, other=0)
         tl.store(tokens + at, ids.to(tl.int64), mask=inside)
         tl.store(position_ids + at, here.to(tl.int64), mask=inside)
-        trained = inside & ((flags & 1) == 0)
+        trained = inside & (masked == 0)
         if HAS_MASK:
             trained = trained & (kept != 0)
         tl.store(loss_mask + at, trained, mask=inside)
