@@ -518,8 +518,7 @@ def native_runs(window: tuple[int, int], longest: tuple[int, int]) -> bool:
     # Of rows far above their first key the kernel computes something else for these.
     astray = longest[0] > longest[1] and (right >= longest[1] or (left >= 0 and right < 0))
     return (
-        torch.version.hip is None
-        and torch.cuda.get_device_capability() >= (8, 0)
+        torch.cuda.get_device_capability() >= (8, 0)
         and (
             window in ((-1, -1), (-1, 0))
             or "window_size" in signature(varlen.varlen_attn).parameters
