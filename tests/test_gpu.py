@@ -104,6 +104,8 @@ def chunks_by_hand(
         kinds = tuple(-1 if a is None else KINDS.index(a.dtype) for a in given)
         length = len(t["tokens"])
         flags = 0 if more["flags"] is None else more["flags"][number]
+        if not length:
+            continue
         launches.setdefault(kinds, []).extend(
             [
                 *(0 if a is None else address(a[at:]) + shift for a in given),
@@ -113,7 +115,7 @@ def chunks_by_hand(
             ]
             for at in range(0, length, chunk)
         )
-    return [(kinds, chunks) for kinds, chunks in launches.items() if chunks]
+    return list(launches.items())
 
 
 def read_chunks(memory: np.ndarray[Any, Any], first: int, count: int) -> list[list[Any]]:
