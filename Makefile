@@ -21,8 +21,8 @@ DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:benchma
 
 C_SOURCES := $(sort $(wildcard shmbus_ext/*.c))
 C_HEADERS := $(sort $(wildcard shmbus_ext/*.h))
-# The ring alone: what knows neither Python nor its headers.
-RING_SOURCES := $(filter-out shmbus_ext/module.c shmbus_ext/py_%.c,$(C_SOURCES))
+# The ring alone: what knows neither Python nor its headers, and no scores.
+RING_SOURCES := $(filter-out shmbus_ext/module.c shmbus_ext/relative.c shmbus_ext/py_%.c,$(C_SOURCES))
 # A C test is one file with a main of its own, linked with the ring; exit status 0 is success.
 C_TESTS := $(patsubst tests/c/%.c,%,$(sort $(wildcard tests/c/*.c)))
 C_STRICT := -std=c11 -Wall -Wextra -Wconversion -Werror -pthread -Ishmbus_ext

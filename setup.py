@@ -30,7 +30,7 @@ compile_args = ["-std=c11", "-O3", "-fvisibility=hidden", "-pthread", "-Wall", "
 for directory in system_headers:
     compile_args += ["-isystem", directory]
 # shm_open and friends lived in librt until glibc 2.34; the linker drops it where it is not needed.
-link_args = ["-pthread", "-Wl,--as-needed", "-lrt"]
+link_args = ["-pthread", "-Wl,--as-needed", "-lrt", "-lm"]
 macros = [
     # Built against NumPy 2, runs with 1.26 (whose C API is that of 1.25).
     ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION"),

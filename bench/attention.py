@@ -28,7 +28,7 @@ from torch import Tensor
 from bench import machine
 from trainer_adapter import pad_input, unpad_input, varlen_attention
 
-__all__ = ["main"]
+__all__ = ["main", "plot"]
 
 TARGET: Final = 1.05
 #: Seconds that one mix may take.
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m bench.attention", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--output", type=Path, help="where the JSON goes")
+    parser.add_argument("--plot", type=Path, help="where a picture goes")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=MIX_SECONDS, help="for each mix")
@@ -80,15 +81,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     met = all(row["ratio"] <= TARGET for row in rows)
     print(f"target: at most {TARGET} on every mix: {'met' if met else 'NOT met'}")
+    result = {
+        "machine": facts,
+        "settings": {"heads": options.heads, "head_dim": options.head_dim, "threads": 1},
+        "target": TARGET,
+        "rows": rows,
+    }
     if options.output:
-        result = {
-            "machine": facts,
-            "settings": {"heads": options.heads, "head_dim": options.head_dim, "threads": 1},
-            "target": TARGET,
-            "rows": rows,
-        }
         options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        plot(result, options.plot)
     return 0 if met else 1
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw each strategy's time over that of the better plain one, a mix a row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = result["rows"][::-1]
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    for key, marker in (("plan", "o"), ("one_by_one", "|"), ("buckets", "x")):
+        better = [min(row["one_by_one_ms"], row["buckets_ms"]) for row in rows]
+        ratios = [row[f"{key}_ms"] / least for row, least in zip(rows, better, strict=True)]
+        axes.plot(ratios, range(len(rows)), marker, label=key.replace("_", " "))
+    axes.axvline(result["target"], color="C3", linestyle=":", label="target of the plan")
+    axes.set_yticks(range(len(rows)), [row["mix"] for row in rows], fontsize=8)
+    axes.set(xlabel="time over the better plain strategy", xscale="log")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def _one_mix(lengths: NDArray[np.int64], options: argparse.Namespace) -> dict[str, Any]:

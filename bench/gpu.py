@@ -6,7 +6,11 @@ by SDPA against the native kernel, forward and backward, time and peak memory.
 
 Method: rates are of wall-clock time over many batches, two under way at a time, and count what
 crosses to the device (9 bytes a token for "gather", 25 for the others, whose rate in records is
-given too). CPU time is that of the whole process. A figure is the median of its repetitions.
+given too). CPU time is that of the whole process, of groups that lie ready under lease: what the
+bus takes to deliver and acknowledge them has a row of its own. `begin_us` and `finish_us` are the
+packing thread's share of it, a batch. The attention backends take turns; a time is that of a step
+alone, which waits for the host to begin, and `device_ms` that of one whose launches are queued
+already, as those of a model's layers are. A figure is the median of its repetitions.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 import shmbus
 from bench import machine
@@ -35,7 +40,7 @@ from trainer_adapter.attention import attention_backend, varlen_attention
 from trainer_adapter.gpu import GpuPacker, Pending, begin_gather
 from trainer_adapter.packing import pack
 
-__all__ = ["main"]
+__all__ = ["main", "plot"]
 
 #: Tokens of a record: 18 KB.
 TOKENS: Final = 2048
@@ -45,8 +50,12 @@ SMALL_BATCHES: Final = (4, 16, 64)
 #: Batches of a run at least, the same ones again where there are fewer: while the first is planned
 #: the device has nothing to do, which tells of a start and not of what follows.
 LEAST_BATCHES: Final = 40
-#: Clock cycles that a device sleeps while the host plans: some 5 ms.
-AHEAD_CYCLES: Final = 10_000_000
+#: Clock cycles that a device sleeps while the host plans: some 15 ms.
+AHEAD_CYCLES: Final = 30_000_000
+#: Steps before those that count.
+WARM_UP: Final = 3
+#: Turns of each attention backend, times the repetitions.
+TURNS: Final = 2
 #: Bytes of one pinned copy: far beyond all that a launch costs.
 PINNED_BYTES: Final = 256 << 20
 #: Heads and their size in the attention rows.
@@ -62,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write the JSON; exit status 1 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, help="where the JSON goes")
+    parser.add_argument("--plot", type=Path, help="where a picture goes")
     parser.add_argument("--capacity", default="512MiB", help="of the ring (512MiB)")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--only", choices=["transfer", "attention"])
@@ -81,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
         print(f"wrote {options.output}")
+    if options.plot:
+        plot(result, options.plot)
     return 0
 
 
@@ -114,19 +126,25 @@ def _transfer(capacity: str, repetitions: int) -> list[dict[str, Any]]:
         _fill(name, count)
         with shmbus.Consumer(name) as consumer:
             groups: list[shmbus.Group] = []
+            began_cpu = time.thread_time()
             while len(groups) < count // GROUP_SIZE:
                 groups += consumer.take(1024, 10.0)
+            bus_cpu = time.thread_time() - began_cpu
             rows = [_pinned_copy(repetitions)]
             for transport in ("gather", "pinned", "copy"):
                 for per_batch in (*SMALL_BATCHES, len(groups) // 4):
                     rows.append(_one_transport(groups, transport, per_batch, repetitions))
             rows.append(_pinned_copy(repetitions))
+            began_cpu = time.thread_time()
+            consumer.ack(groups)
+            bus_cpu += time.thread_time() - began_cpu
     pinned = statistics.mean([rows[0]["gb_per_s"], rows[-1]["gb_per_s"]])
     for row in rows:
         row["of_pinned"] = row["gb_per_s"] / pinned
         if row["what"] == "gather":
             row["target"] = TRANSFER_TARGET
-    return rows
+    of_bus = {"what": "the bus: take and acknowledge", "cpu_us_per_record": bus_cpu / count * 1e6}
+    return [*rows, of_bus]
 
 
 def _fill(name: str, count: int) -> None:
@@ -169,7 +187,7 @@ def _one_transport(
             assert torch.equal(getattr(first, name).cpu(), getattr(want, name)), name
         runs = [_run(packer, batches) for _ in range(max(3, repetitions // 2))]
         runs.sort()
-        seconds, cpu_s = runs[len(runs) // 2]
+        seconds, cpu_s, begin_s, finish_s = runs[len(runs) // 2]
         alone = [_wall_seconds(lambda: packer.pack(batches[0])) for _ in range(repetitions)]
         kernel = _kernel_seconds(packer, batches[0], repetitions) if transport == "gather" else None
     finally:
@@ -183,6 +201,9 @@ def _one_transport(
         "records_per_s": tokens / TOKENS / seconds,
         "cpu_s_per_s": cpu_s / seconds,
         "cpu_us_per_record": cpu_s / (tokens / TOKENS) * 1e6,
+        "cpu_us_per_batch": cpu_s / len(batches) * 1e6,
+        "begin_us": begin_s / len(batches) * 1e6,
+        "finish_us": finish_s / len(batches) * 1e6,
         "one_batch_ms": statistics.median(alone) * 1e3,
     }
     if kernel is not None:
@@ -214,29 +235,44 @@ def _kernel_seconds(packer: GpuPacker, batch: list[shmbus.Group], repetitions: i
     return _device_seconds(work, repetitions, ahead=True)
 
 
-def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[float, float]:
-    """Bring all batches over, two under way; return seconds and processor seconds of a round."""
+def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[float, ...]:
+    """Bring all batches over, two under way.
+
+    Returns seconds of a round, and processor seconds: of the process, and of this thread in
+    `begin` and in `finish`.
+    """
     rounds = -(-LEAST_BATCHES // len(batches))
     waiting: deque[Pending] = deque()
+    of_begin = of_finish = 0.0
     torch.cuda.synchronize()
     began, began_cpu = time.perf_counter(), time.process_time()
-    for batch in batches * rounds:
-        waiting.append(packer.begin(batch))
-        if len(waiting) == 2:
+    for batch in [*batches * rounds, None]:
+        at = time.thread_time()
+        if batch is not None:
+            waiting.append(packer.begin(batch))
+        between = time.thread_time()
+        while len(waiting) > (batch is not None):
             waiting.popleft().finish()
-    while waiting:
-        waiting.popleft().finish()
-    ended, ended_cpu = time.perf_counter(), time.process_time()
-    return (ended - began) / rounds, (ended_cpu - began_cpu) / rounds
+        of_begin += between - at
+        of_finish += time.thread_time() - between
+    taken = time.perf_counter() - began, time.process_time() - began_cpu, of_begin, of_finish
+    return tuple(value / rounds for value in taken)
 
 
 def _device_seconds(work: Callable[[], object], repetitions: int, *, ahead: bool = False) -> float:
-    """Median time that the device needs for some work, by events on the current stream.
+    """Median time that the device needs for some work."""
+    return float(
+        statistics.median(_device_times(work, repetitions + WARM_UP, ahead=ahead)[WARM_UP:])
+    )
+
+
+def _device_times(work: Callable[[], object], turns: int, *, ahead: bool) -> list[float]:
+    """Seconds that the device needs for some work, by events on the current stream.
 
     With `ahead`, the device is kept busy until the host has given it all of the work.
     """
     seconds = []
-    for turn in range(repetitions + 3):
+    for _ in range(turns):
         events = [
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -247,9 +283,8 @@ def _device_seconds(work: Callable[[], object], repetitions: int, *, ahead: bool
         work()
         events[1].record()
         torch.cuda.synchronize()
-        if turn >= 3:
-            seconds.append(events[0].elapsed_time(events[1]) / 1e3)
-    return float(statistics.median(seconds))
+        seconds.append(events[0].elapsed_time(events[1]) / 1e3)
+    return seconds
 
 
 # --- attention
@@ -264,19 +299,50 @@ def _attention(repetitions: int) -> list[dict[str, Any]]:
             TIME_TARGET_SHORT,
         ),
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for mix, (lengths, target) in mixes.items():
-        times: dict[str, dict[str, Any]] = {}
-        for backend in ("native", "sdpa"):
-            row = _one_backend(mix, lengths, backend, repetitions)
-            times[backend] = row
-            rows.append(row)
-        native = times["native"]
+        operands = _operands(int(lengths.sum()))
+        steps = {backend: _step(lengths, operands, backend) for backend in ("native", "sdpa")}
+        of_mix: dict[str, dict[str, Any]] = {
+            backend: {
+                "what": f"attention, {mix}",
+                "backend": backend,
+                "tokens": int(lengths.sum()),
+                "longest": int(lengths.max()),
+                **({"skipped": step} if isinstance(step, str) else {"peak_gib": _peak(step)}),
+            }
+            for backend, step in steps.items()
+        }
+        runs = {backend: step for backend, step in steps.items() if not isinstance(step, str)}
+        for figure, ahead in (("ms", False), ("device_ms", True)):
+            _take_turns(runs, of_mix, figure, ahead, repetitions)
+        native, sdpa = of_mix["native"], of_mix["sdpa"]
         if "ms" in native:
-            times["sdpa"]["time_of_native"] = times["sdpa"]["ms"] / native["ms"]
-            times["sdpa"]["memory_of_native"] = times["sdpa"]["peak_gib"] / native["peak_gib"]
-            times["sdpa"]["targets"] = [target, MEMORY_TARGET]
+            sdpa["memory_of_native"] = sdpa["peak_gib"] / native["peak_gib"]
+            sdpa["targets"] = [target, MEMORY_TARGET]
+        rows += of_mix.values()
     return rows
+
+
+def _take_turns(
+    steps: dict[str, Callable[[], None]],
+    rows: dict[str, dict[str, Any]],
+    figure: str,
+    ahead: bool,
+    repetitions: int,
+) -> None:
+    """Time the steps in turn, and note medians; of SDPA, the ratio in the quarters too."""
+    taken: dict[str, list[float]] = {backend: [] for backend in steps}
+    for _ in range(TURNS * repetitions):
+        for backend, step in steps.items():
+            taken[backend] += _device_times(step, 1, ahead=ahead)
+    for backend, seconds in taken.items():
+        rows[backend][figure] = statistics.median(seconds) * 1e3
+    if "native" in taken:
+        ratios = [s / n for s, n in zip(taken["sdpa"], taken["native"], strict=True)]
+        prefix = figure.removesuffix("ms")
+        rows["sdpa"][f"{prefix}time_of_native"] = rows["sdpa"][figure] / rows["native"][figure]
+        rows["sdpa"][f"{prefix}time_of_native_quartiles"] = statistics.quantiles(ratios, n=4)
 
 
 def _log_normal(sequences: int, tokens: int) -> NDArray[np.int64]:
@@ -287,24 +353,28 @@ def _log_normal(sequences: int, tokens: int) -> NDArray[np.int64]:
     return lengths
 
 
-def _one_backend(
-    mix: str, lengths: NDArray[np.int64], backend: Any, repetitions: int
-) -> dict[str, Any]:
-    total, longest = int(lengths.sum()), int(lengths.max())
-    borders = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).int().cuda()
+def _operands(tokens: int) -> list[Tensor]:
+    """Make queries, keys, values, and the gradient of what comes out."""
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (
+    return [
         torch.randn(
-            total, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16, generator=generator
-        ).requires_grad_()
-        for _ in range(3)
-    )
-    upstream = torch.randn_like(q)
-    row = {"what": f"attention, {mix}", "backend": backend, "tokens": total, "longest": longest}
+            tokens, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16, generator=generator
+        ).requires_grad_(needs)
+        for needs in (True, True, True, False)
+    ]
+
+
+def _step(
+    lengths: NDArray[np.int64], operands: list[Tensor], backend: Any
+) -> Callable[[], None] | str:
+    """Return a step forward and backward, or what keeps the backend from it."""
+    longest = int(lengths.max())
+    borders = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).int().cuda()
+    q, k, v, upstream = operands
     try:
         attention_backend(q, k, longest, longest, window_size=(-1, 0), backend=backend)
     except ValueError as error:
-        return {**row, "skipped": str(error)}
+        return str(error)
 
     def step() -> None:
         out = varlen_attention(
@@ -312,12 +382,57 @@ def _one_backend(
         )
         torch.autograd.grad(out, (q, k, v), upstream)
 
-    for _ in range(3):
+    return step
+
+
+def _peak(step: Callable[[], None]) -> float:
+    """GiB that a step takes at most beside what lay there before, operands included once."""
+    for _ in range(WARM_UP):
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    seconds = _device_seconds(step, repetitions)
-    return {**row, "ms": seconds * 1e3, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+# --- the picture
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw what `main` has measured: rates and processor time by batch, ratios of attention."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (rates, loads, times) = pyplot.subplots(1, 3, figsize=(12, 3.4))
+    for transport in ("gather", "pinned", "copy"):
+        rows = [row for row in result["transfer"] if row["what"] == transport]
+        tokens = [row["tokens_per_batch"] / 1e3 for row in rows]
+        rates.plot(tokens, [row["gb_per_s"] for row in rows], marker="o", label=transport)
+        loads.plot(tokens, [row["cpu_us_per_record"] for row in rows], marker="o", label=transport)
+    copies = [row["gb_per_s"] for row in result["transfer"] if row["what"].startswith("pinned h")]
+    if copies:
+        limit = statistics.mean(copies)
+        rates.axhline(limit, color="0.6", label="pinned copy")
+        rates.axhline(TRANSFER_TARGET * limit, color="C3", linestyle=":", label="target")
+    rates.set(xlabel="thousand tokens a batch", ylabel="GB/s to the device", xscale="log", ylim=0)
+    loads.set(xlabel="thousand tokens a batch", ylabel="processor us a record")
+    loads.set(xscale="log", yscale="log")
+    compared = [row for row in result["attention"] if "time_of_native" in row]
+    for number, row in enumerate(compared):
+        low, middle, high = row["time_of_native_quartiles"]
+        spread = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
+        times.bar(number, middle, yerr=spread, color="C0", capsize=4)
+        times.hlines(row["targets"][0], number - 0.4, number + 0.4, color="C3", linestyle=":")
+    names = [row["what"].removeprefix("attention, ") for row in compared]
+    times.set_xticks(range(len(compared)), names, fontsize=8)
+    times.set(ylabel="time of SDPA over native")
+    for axes in (rates, loads):
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

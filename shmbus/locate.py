@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus.gather import FieldNames
+from shmbus.relative import Rule
 from shmbus_ext import _core
 
 __all__ = [
@@ -47,11 +49,20 @@ class GatherTable(msgspec.Struct, frozen=True):
         Where int32 [2] are that the kernel may write; 0 before.
     borders_at, versions_at, sizes_at, scores_at : int
         Where the parts begin that go to the batch as they are: int32 [S + 1], int64 [S],
-        int64 [G] and float32 [S]. The last ends the block.
+        int64 [G] and float32 [S].
+    chunks_at : int
+        Where those end, and the chunks begin.
     launches : list
         Of chunks that lie behind each other, of trajectories with the same fields: the first chunk,
         how many, and position in `KINDS` of the dtypes of tokens, loss mask, logprobs and
         advantages, -1 for what is not there.
+    instance_ids : list[str]
+        S of them.
+    mentions : list[int]
+        Positions of the trajectories whose meta contains one of the words that were asked for.
+    scores_fit : bool
+        Whether a rule that was given could be followed: all scores are numbers up to
+        `shmbus.relative.MOST_SCORE`. Else the advantages in the table are arbitrary.
     """
 
     nbytes: int
@@ -62,47 +73,49 @@ class GatherTable(msgspec.Struct, frozen=True):
     versions_at: int
     sizes_at: int
     scores_at: int
+    chunks_at: int
     launches: list[tuple[int, int, tuple[int, int, int, int]]]
+    instance_ids: list[str]
+    mentions: list[int]
+    scores_fit: bool
 
 
 def plan_gather(
-    trajectories: list[_core.Trajectory],
+    groups: Sequence[_core.GroupBase],
     names: FieldNames | None,
     memory: NDArray[np.uint8],
     *,
     shift: int,
     chunk_tokens: int,
-    advantages: NDArray[np.float32],
-    flags: NDArray[np.uint8] | None,
-    scores: NDArray[np.float64],
-    versions: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    advantages: NDArray[np.float32] | Rule,
+    flags: NDArray[np.uint8] | None = None,
+    words: tuple[bytes, ...] = (),
 ) -> GatherTable:
     """Tell a kernel where the fields of trajectories lie, and where they go in a packed batch.
 
     Parameters
     ----------
-    trajectories : list[Trajectory]
-        Leased, of one Consumer; at least one.
+    groups : sequence of Group
+        Leased, of one Consumer; of S trajectories, at least one.
     names : FieldNames, optional
         How the fields are called.
     memory : uint8 [n], contiguous
-        Gets the table; nothing, if it has less than the table's `nbytes`. Its parts begin on
-        multiples of 64. The first are the chunks, int64 [C, CHUNK_WORDS]: the addresses of tokens,
+        Gets the table; anything, if it has less than the table's `nbytes`. Its parts begin on
+        multiples of 64. The last are the chunks, int64 [C, CHUNK_WORDS]: the addresses of tokens,
         loss mask, logprobs and advantages (each a multiple of 64 at a trajectory's first token; 0
         for what is not there); where the chunk begins in the batch; as int32, the first of its
         tokens in the trajectory, and how many; the trajectory's flags, and, as float32, its
-        advantage; a word of nothing.
+        advantage; and which fields it has.
     shift : int
         Added to all addresses: what the device's are off from this process's.
     chunk_tokens : int
         Most tokens of a chunk.
-    advantages : float32 [S]
+    advantages : float32 [S], or Rule
+        The rule by which they follow from the scores of each group.
     flags : uint8 [S], optional
         All 0 without.
-    scores : float64 [S]
-    versions : int64 [S]
-    sizes : int64 [G]
+    words : tuple of bytes
+        Looked for in the encoded meta of each trajectory.
 
     Returns
     -------
@@ -115,16 +128,14 @@ def plan_gather(
         of another size or dtype.
     """
     planned = _core.plan_gather(
-        trajectories,
+        tuple(groups),
         (names or FieldNames()).as_tuple(),
         memory,
         shift,
         chunk_tokens,
         advantages,
         flags,
-        scores,
-        versions,
-        sizes,
+        words,
     )
     return GatherTable(*planned)
 
@@ -154,14 +165,14 @@ def find_not_finite(values: NDArray[np.float32]) -> int:
     return _core.find_not_finite(values)
 
 
-def mentioning(trajectories: list[_core.Trajectory], word: str) -> list[int]:
-    """Find the trajectories whose meta contains a word, without decoding any.
+def mentioning(trajectories: list[_core.Trajectory], words: tuple[bytes, ...]) -> list[int]:
+    """Find the trajectories whose meta contains one of some words, without decoding any.
 
     Parameters
     ----------
     trajectories : list[Trajectory]
         Leased.
-    word : str
+    words : tuple of bytes
         Looked for in the encoded meta: as a key, as a value, or within one.
 
     Returns
@@ -174,4 +185,4 @@ def mentioning(trajectories: list[_core.Trajectory], word: str) -> list[int]:
     BusClosedError
         One was acknowledged.
     """
-    return _core.mentioning(trajectories, word.encode())
+    return _core.mentioning(trajectories, words)

@@ -46,6 +46,10 @@ REFUSED_APART: int
 
 ELEMENT_KINDS: tuple[str, ...]
 CHUNK_WORDS: int
+RELATIVE_MEAN: int
+RELATIVE_OTHERS: int
+RELATIVE_DEVIATION: int
+RELATIVE_MOST: float
 MAGIC: int
 HEADER_BYTES: int
 RELEASED_OFFSET: int
@@ -475,20 +479,33 @@ def pack(
     /,
 ) -> bool: ...
 def plan_gather(
-    trajectories: list[Trajectory],
+    groups: tuple[GroupBase, ...],
     names: _Names,
     memory: NDArray[np.uint8],
     shift: int,
     chunk_tokens: int,
-    advantages: NDArray[np.float32],
+    advantages: NDArray[np.float32] | tuple[int, bool, float],
     flags: NDArray[np.uint8] | None,
-    scores: NDArray[np.float64],
-    versions: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    words: tuple[bytes, ...],
     /,
 ) -> tuple[
-    int, int, int, int, int, int, int, int, list[tuple[int, int, tuple[int, int, int, int]]]
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    list[tuple[int, int, tuple[int, int, int, int]]],
+    list[str],
+    list[int],
+    bool,
 ]: ...
+def relative_scores(
+    scores: NDArray[np.float64], sizes: NDArray[np.int64], rule: tuple[int, bool, float], /
+) -> NDArray[np.float64] | None: ...
 def mapping_of(trajectory: Trajectory, /) -> tuple[int, int]: ...
 def find_not_finite(values: NDArray[np.float32], /) -> int: ...
-def mentioning(trajectories: list[Trajectory], word: bytes, /) -> list[int]: ...
+def mentioning(trajectories: list[Trajectory], words: tuple[bytes, ...], /) -> list[int]: ...

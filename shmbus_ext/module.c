@@ -176,7 +176,8 @@ PyMODINIT_FUNC PyInit__core(void) {
                            !loan_add_functions(module) || !rows_add_constants(module) ||
                            !group_add_functions(module) || !consumer_add_words() ||
                            !wanted_add_functions(module) ||
-                           !locate_add_functions(module) || !inspect_add_functions(module))) {
+                           !locate_add_functions(module) || !plan_add_functions(module) ||
+                           !relative_add_functions(module) || !inspect_add_functions(module))) {
         Py_CLEAR(module);
     }
     return module;

@@ -14,152 +14,6 @@ struct destination {
     const float *sequence_advantages;
 };
 
-/* A field by its name; where it stands in the schema is remembered from one record to the next. */
-struct lookup {
-    SchemaObject *schema;
-    int at[FIELDS];
-};
-
-static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const *names) {
-    if (lookup->schema == t->schema) {
-        return true;
-    }
-    for (int f = 0; f < FIELDS; f++) {
-        lookup->at[f] = names[f] == Py_None ? -1 : schema_find(t->schema, names[f]);
-        if (lookup->at[f] >= 0 && schema_dtype(t->schema, lookup->at[f]) == NULL) {
-            return false;
-        }
-    }
-    lookup->schema = t->schema;
-    return true;
-}
-
-static bool field_error(const TrajectoryObject *t, PyObject *name, const char *expected,
-                        PyObject *got) {
-    if (got != NULL) {
-        PyErr_Format(PyExc_ValueError,
-                     "trajectory %R[%S] of producer %llu: field %R: expected %s, got %S",
-                     t->instance_id, t->index, (unsigned long long)t->producer_id, name, expected,
-                     got);
-        Py_DECREF(got);
-    }
-    return false;
-}
-
-/* A batch's tokens are int64. */
-static bool check_range(const struct source *source, PyObject *name) {
-    const uint64_t *ids = (const uint64_t *)source->data[FIELD_TOKENS];
-    uint64_t at = gather_find_beyond_i64(ids, source->length);
-    return at == source->length ||
-           field_error(source->trajectory, name, "ids below 2**63",
-                       PyUnicode_FromFormat("%llu at token %llu", (unsigned long long)ids[at],
-                                            (unsigned long long)at));
-}
-
-/* A nan is not 0, so it would count as a token to be trained. */
-static bool check_mask(const struct source *source, PyObject *name) {
-    const void *mask = source->data[FIELD_MASK];
-    uint64_t n = source->length, at = n;
-    double found = 0;
-    if (source->kinds[FIELD_MASK] == ELEMENT_F32) {
-        at = gather_find_not_finite(mask, n);
-        found = at < n ? (double)((const float *)mask)[at] : 0;
-    } else if (source->kinds[FIELD_MASK] == ELEMENT_F64) {
-        at = gather_find_not_finite_f64(mask, n);
-        found = at < n ? ((const double *)mask)[at] : 0;
-    }
-    if (at == n) {
-        return true;
-    }
-    PyObject *value = PyFloat_FromDouble(found);
-    PyObject *got = value == NULL ? NULL
-                                  : PyUnicode_FromFormat("%S at token %llu", value,
-                                                         (unsigned long long)at);
-    Py_XDECREF(value);
-    return field_error(source->trajectory, name, "finite numbers", got);
-}
-
-static bool find_field(struct source *source, const struct lookup *lookup, int f, PyObject *name) {
-    TrajectoryObject *t = source->trajectory;
-    int at = lookup->at[f];
-    source->data[f] = NULL;
-    if (at < 0) {
-        return f != FIELD_TOKENS ||
-               field_error(t, name, "an integer array of one dimension",
-                           PyUnicode_FromFormat("none among %R; put it, or say its name by fields=",
-                                                t->schema->names));
-    }
-    const uint64_t *shape = t->shape + t->schema->shape_at[at];
-    source->kinds[f] = t->schema->kinds[at];
-    bool numeric = f == FIELD_TOKENS ? source->kinds[f] <= ELEMENT_U64
-                   : f == FIELD_MASK ? source->kinds[f] <= ELEMENT_F64
-                                     : source->kinds[f] == ELEMENT_F32 ||
-                                           source->kinds[f] == ELEMENT_F64;
-    if (!numeric) {
-        return field_error(t, name,
-                           f == FIELD_TOKENS ? "an integer dtype"
-                           : f == FIELD_MASK ? "a boolean or numeric dtype"
-                                             : "float32 or float64",
-                           Py_NewRef((PyObject *)t->schema->dtypes[at]));
-    }
-    if (t->schema->ndim[at] != 1) {
-        return field_error(t, name, "one dimension", PyLong_FromLong(t->schema->ndim[at]));
-    }
-    if (f == FIELD_TOKENS) {
-        source->length = shape[1];
-    } else if (shape[1] != source->length) {
-        return field_error(t, name, "as many elements as tokens",
-                           PyUnicode_FromFormat("%llu, tokens has %llu",
-                                                (unsigned long long)shape[1],
-                                                (unsigned long long)source->length));
-    }
-    source->data[f] = trajectory_bytes(t) + shape[0];
-    if (f == FIELD_MASK) {
-        return check_mask(source, name);
-    }
-    return f != FIELD_TOKENS || source->kinds[f] != ELEMENT_U64 || check_range(source, name);
-}
-
-/* Thousands of trajectories are in no near cache, and each is looked at for a moment. */
-#define AHEAD 6
-static void prefetch_object(const PyObject *object) {
-    for (size_t at = 0; at < sizeof(TrajectoryObject); at += SHMBUS_RECORD_ALIGN) {
-        __builtin_prefetch((const char *)object + at);
-    }
-}
-
-bool find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
-    struct lookup lookup = {.schema = NULL};
-    HolderObject *holder = NULL;
-    Py_ssize_t count = PyList_GET_SIZE(items);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = PyList_GET_ITEM(items, i);
-        if (i + AHEAD < count) {
-            prefetch_object(PyList_GET_ITEM(items, i + AHEAD));
-        }
-        if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
-            return false;
-        }
-        sources[i].trajectory = (TrajectoryObject *)item;
-        if (!trajectory_readable(sources[i].trajectory) ||
-            !look_up(&lookup, sources[i].trajectory, names)) {
-            return false;
-        }
-        if (sources[i].trajectory->reader != holder) {
-            holder = sources[i].trajectory->reader;
-            holder_note_gathering(holder);
-        }
-        for (int f = 0; f < FIELDS; f++) {
-            if (!find_field(&sources[i], &lookup, f, names[f])) {
-                return false;
-            }
-        }
-    }
-    return true;
-}
-
 /* Whether all that was copied is finite; looked at while it is still in the nearest cache. */
 static bool copy_sequence(const struct source *from, const struct destination *to, int32_t at,
                           float advantage) {
@@ -203,28 +57,6 @@ static bool copy_all(const struct source *sources, Py_ssize_t count,
     return finite;
 }
 
-uint64_t array_elements(PyObject *object) {
-    return PyArray_Check(object) ? (uint64_t)PyArray_SIZE((PyArrayObject *)object) : 0;
-}
-
-bool check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
-                 void *data) {
-    PyArrayObject *array = (PyArrayObject *)object;
-    if (!PyArray_Check(object) || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type ||
-        !PyArray_IS_C_CONTIGUOUS(array) || (uint64_t)PyArray_SIZE(array) != length ||
-        (writeable && !PyArray_ISWRITEABLE(array))) {
-        PyArray_Descr *dtype = PyArray_DescrFromType(type);
-        PyErr_Format(PyExc_ValueError,
-                     "%s: expected a contiguous%s array of dtype %R with %llu elements, got %R",
-                     name, writeable ? " writable" : "", dtype, (unsigned long long)length,
-                     PyArray_Check(object) ? (PyObject *)PyArray_DESCR(array) : object);
-        Py_XDECREF(dtype);
-        return false;
-    }
-    *(void **)data = PyArray_DATA(array);
-    return true;
-}
-
 /* Where the trajectories of another holder begin: almost always all are of one. */
 static Py_ssize_t end_of_holder(const struct source *sources, Py_ssize_t from, Py_ssize_t count) {
     Py_ssize_t to = from + 1;
@@ -256,16 +88,6 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
         }
     }
     return true;
-}
-
-bool batch_fits(uint64_t tokens) {
-    if (tokens > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError,
-                     "a batch of %llu tokens is more than int32 cu_seqlens can index; lower "
-                     "tokens_per_batch",
-                     (unsigned long long)tokens);
-    }
-    return tokens <= INT32_MAX;
 }
 
 /* pack(trajectories, names, tokens, position_ids, loss_mask, logprobs, advantages, cu_seqlens,

@@ -6,6 +6,7 @@
  * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
 #include "py_intake.h"
 #include "py_loan.h"
+#include "py_sources.h"
 
 typedef struct {
     PyObject_HEAD
@@ -198,17 +199,24 @@ PyTypeObject GroupBaseType = {
     .tp_iter = (getiterfunc)group_iter,
 };
 
+PyObject *group_samples(PyObject *group) {
+    if (!PyObject_TypeCheck(group, &GroupBaseType)) {
+        PyErr_Format(PyExc_TypeError, "groups: expected Groups of a Consumer, got %.100s",
+                     Py_TYPE(group)->tp_name);
+        return NULL;
+    }
+    return visible((const GroupObject *)group);
+}
+
 /* How many trajectories groups have in all; -1 with an exception. */
 static Py_ssize_t count_members(PyObject *groups, int64_t *sizes) {
     Py_ssize_t total = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
-        PyObject *group = PyList_GET_ITEM(groups, i);
-        if (!PyObject_TypeCheck(group, &GroupBaseType)) {
-            PyErr_Format(PyExc_TypeError, "groups: expected Groups of a Consumer, got %.100s",
-                         Py_TYPE(group)->tp_name);
+        PyObject *samples = group_samples(PyList_GET_ITEM(groups, i));
+        if (samples == NULL) {
             return -1;
         }
-        sizes[i] = PyList_GET_SIZE(visible((GroupObject *)group));
+        sizes[i] = PyList_GET_SIZE(samples);
         total += sizes[i];
     }
     return total;

@@ -231,11 +231,6 @@ bool trajectory_readable(const TrajectoryObject *self) {
     return segment_usable(self->reader->segment, "Consumer");
 }
 
-const uint8_t *trajectory_bytes(const TrajectoryObject *self) {
-    return segment_extent(&self->reader->segment->c, self->ref.place.extent) +
-           self->ref.place.offset;
-}
-
 static PyObject *view_of(TrajectoryObject *self, int field) {
     PyArray_Descr *dtype = schema_dtype(self->schema, field);
     if (dtype == NULL) {

@@ -146,37 +146,41 @@ enum element_kind kind_of_dtype(const PyArray_Descr *dtype);
 
 #define INLINE_SHAPE_WORDS 8
 
+/* What packing reads comes first, in as few cache lines as it takes. */
 typedef struct {
     PyObject_HEAD
     HolderObject *reader;
     struct record_ref ref;
     SchemaObject *schema;
-    PinObject *pin;
     PyObject *instance_id;
-    PyObject *index;
-    PyObject *group_size;
-    PyObject *key;
-    PyObject *meta;
-    uint64_t *shape;
-    uint64_t inline_shape[INLINE_SHAPE_WORDS];
     double score;
     int64_t policy_version;
-    int64_t epoch;
-    uint64_t sequence;
-    uint64_t producer_id;
-    uint64_t committed_ns;
-    uint64_t payload_bytes;
+    uint64_t *shape;
     uint32_t meta_offset;
     uint32_t meta_bytes;
     bool held;     /* counts in its run's live */
     bool released; /* acknowledged or dropped */
     bool failed;   /* a report that its sample failed, not a sample */
+    uint64_t inline_shape[INLINE_SHAPE_WORDS];
+    PinObject *pin;
+    PyObject *index;
+    PyObject *group_size;
+    PyObject *key;
+    PyObject *meta;
+    int64_t epoch;
+    uint64_t sequence;
+    uint64_t producer_id;
+    uint64_t committed_ns;
+    uint64_t payload_bytes;
 } TrajectoryObject;
 TrajectoryObject *trajectory_new(HolderObject *reader, const struct record_copy *copy,
                                  const struct record_ref *ref);
 /* Sets an exception once the space may belong to somebody else. */
 bool trajectory_readable(const TrajectoryObject *self);
-const uint8_t *trajectory_bytes(const TrajectoryObject *self);
+static inline const uint8_t *trajectory_bytes(const TrajectoryObject *self) {
+    return segment_extent(&self->reader->segment->c, self->ref.place.extent) +
+           self->ref.place.offset;
+}
 
 /* What a producer hands over, between Python and a record. */
 struct put_arguments {
@@ -283,6 +287,8 @@ extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, B
     IntakeType, ConsumerBaseType;
 bool rows_add_constants(PyObject *module);
 bool group_add_functions(PyObject *module);
+bool plan_add_functions(PyObject *module);
+bool relative_add_functions(PyObject *module);
 bool consumer_add_words(void);
 bool gather_add_functions(PyObject *module);
 bool locate_add_functions(PyObject *module);

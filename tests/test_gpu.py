@@ -5,6 +5,7 @@ Whatever the transport, a batch is what `pack` makes of the same groups on the h
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -12,15 +13,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from conftest import Spawner
 
-from shmbus import Bus, Consumer, Producer
+from shmbus import Bus, BusClosedError, Consumer, Producer
 from shmbus.gather import members
 from shmbus.locate import CHUNK_WORDS, KINDS, plan_gather
+from shmbus.relative import Rule
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
+from trainer_adapter.advantages import advantages_for_groups, rule_of
+from trainer_adapter.gpu import GpuPacker
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TENSORS = (
@@ -83,16 +88,9 @@ def address(array: np.ndarray[Any, Any]) -> int:
 FIELDS = ("tokens", "loss_mask", "logprobs", "advantages")
 
 
-def told(trajectories: list[Any], groups: int, flags: Any = None) -> dict[str, Any]:
-    """What a caller says of its sequences and groups: numbers that tell them apart."""
-    count = len(trajectories)
-    return {
-        "advantages": np.arange(count, dtype=np.float32) / 7,
-        "flags": flags,
-        "scores": np.array([t.score for t in trajectories], np.float64),
-        "versions": np.array([t.policy_version for t in trajectories], np.int64),
-        "sizes": np.full(groups, count // groups, np.int64),
-    }
+def told(count: int, flags: Any = None) -> dict[str, Any]:
+    """What a caller says of its sequences: numbers that tell them apart."""
+    return {"advantages": np.arange(count, dtype=np.float32) / 7, "flags": flags}
 
 
 def chunks_by_hand(
@@ -106,6 +104,8 @@ def chunks_by_hand(
         kinds = tuple(-1 if a is None else KINDS.index(a.dtype) for a in given)
         length = len(t["tokens"])
         flags = 0 if more["flags"] is None else more["flags"][number]
+        if not length:
+            continue
         launches.setdefault(kinds, []).extend(
             [
                 *(0 if a is None else address(a[at:]) + shift for a in given),
@@ -115,7 +115,7 @@ def chunks_by_hand(
             ]
             for at in range(0, length, chunk)
         )
-    return [(kinds, chunks) for kinds, chunks in launches.items() if chunks]
+    return list(launches.items())
 
 
 def read_chunks(memory: np.ndarray[Any, Any], first: int, count: int) -> list[list[Any]]:
@@ -145,13 +145,15 @@ def test_the_table_says_where_each_chunk_is_and_where_it_goes(
         assert trajectories == [t for group in groups for t in group]
         assert sizes.tolist() == [4] * 8
         flags = np.arange(32, dtype=np.uint8) % 4 if flagged else None
-        more = told(trajectories, 8, flags)
+        more = told(32, flags)
         memory = np.full(1 << 20, 0xAA, np.uint8)
-        table = plan_gather(trajectories, None, memory, shift=4096, chunk_tokens=chunk, **more)
+        words = {"words": (b"finish_reason",)}
+        table = plan_gather(groups, None, memory, shift=4096, chunk_tokens=chunk, **more, **words)
         lengths = [len(t["tokens"]) for t in trajectories]
         assert (table.tokens, table.longest) == (sum(lengths), max(lengths))
+        chunks = memory[table.chunks_at : table.nbytes]
         mine = [
-            (kinds, read_chunks(memory, first, count)) for first, count, kinds in table.launches
+            (kinds, read_chunks(chunks, first, count)) for first, count, kinds in table.launches
         ]
         assert mine == chunks_by_hand(trajectories, 4096, chunk, more)
 
@@ -165,23 +167,59 @@ def test_the_table_says_where_each_chunk_is_and_where_it_goes(
         assert part(table.sizes_at, np.int64, 8) == [4] * 8
         assert part(table.scores_at, np.float32, 32) == [np.float32(t.score) for t in trajectories]
         assert (memory[table.nbytes :] == 0xAA).all()
-        # Too little memory, by a byte: all is said but what is in it, and nothing is written.
-        small = np.full(table.nbytes - 1, 0xAA, np.uint8)
-        again = plan_gather(trajectories, None, small, shift=4096, chunk_tokens=chunk, **more)
-        assert (again.nbytes, again.tokens, again.launches) == (table.nbytes, table.tokens, [])
-        assert (small == 0xAA).all()
+        assert table.instance_ids == [t.instance_id for t in trajectories]
+        assert table.mentions == [i for i, t in enumerate(trajectories) if t.meta]
+        # Too little memory: all is said but what is in it, and nothing is written behind it.
+        for room in (table.nbytes - 1, table.chunks_at - 1, table.borders_at, 0):
+            memory[:] = 0xAA
+            again = plan_gather(
+                groups, None, memory[:room], shift=4096, chunk_tokens=chunk, **more, **words
+            )
+            assert again == msgspec.structs.replace(table, launches=[])
+            assert (memory[room:] == 0xAA).all()
+
+
+def test_a_table_has_the_advantages_of_a_rule(bus: Bus, seed: int) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        put_random(producer, seed, 8, 40)
+        groups = consumer.take(64, 10)
+        trajectories, sizes = members(groups)
+        scores = np.array([t.score for t in trajectories], np.float64)
+        memory = np.empty(1 << 16, np.uint8)
+        for kind in ("grpo", "dr_grpo", "rloo"):
+            rule = rule_of(kind)
+            assert rule is not None
+            table = plan_gather(groups, None, memory, shift=0, chunk_tokens=64, advantages=rule)
+            assert table.scores_fit
+            chunks = memory[table.chunks_at : table.nbytes]
+            found = [
+                (chunk[4], chunk[6][1])
+                for first, count, _ in table.launches
+                for chunk in read_chunks(chunks, first, count)
+            ]
+            borders = [0, *itertools.accumulate(len(t["tokens"]) for t in trajectories)]
+            wanted = advantages_for_groups(scores, sizes, kind)
+            at = dict(zip(borders[:-1], wanted, strict=True))
+            # One without a token has no chunk, and begins where the next does.
+            assert found and all(at[start] == gain for start, gain in found)
 
 
 def test_a_table_is_refused_for_what_no_batch_can_be_made_of(bus: Bus) -> None:
     memory = np.empty(4096, np.uint8)
+
+    def plan(groups: Any, memory: Any = memory, names: Any = None, **changed: Any) -> None:
+        options = {"shift": 0, "chunk_tokens": 8, **told(1), **changed}
+        plan_gather(groups, names, memory, **options)
+
     with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
         with pytest.raises(ValueError, match="at least one trajectory"):
-            plan_gather([], None, memory, shift=0, chunk_tokens=8, **told([], 1))
+            plan([])
+        with pytest.raises(TypeError, match="groups: expected Groups of a Consumer, got str"):
+            plan(["group"])
         producer.put("a", group_size=1, index=0, tokens=np.arange(3), logprobs=np.zeros(2))
-        (group,) = consumer.take(1, 10)
-        more = told(group.trajectories, 1)
+        groups = consumer.take(1, 10)
         with pytest.raises(ValueError, match="'logprobs': expected as many elements as tokens"):
-            plan_gather(group.trajectories, None, memory, shift=0, chunk_tokens=8, **more)
+            plan(groups)
         names = FieldNames(logprobs=None)
         for wrong in (
             memory[::2],
@@ -189,16 +227,26 @@ def test_a_table_is_refused_for_what_no_batch_can_be_made_of(bus: Bus) -> None:
             np.frombuffer(b"0" * 99, np.uint8),
         ):
             with pytest.raises(ValueError, match="memory: expected a contiguous writable array"):
-                plan_gather(group.trajectories, names, wrong, shift=0, chunk_tokens=8, **more)
+                plan(groups, wrong, names)
         with pytest.raises(ValueError, match="memory on a word's border"):
-            plan_gather(group.trajectories, names, memory[1:], shift=0, chunk_tokens=8, **more)
-        for name, values in (
-            ("advantages", np.zeros(2, np.float32)),
-            ("scores", np.zeros(1, "f4")),
-        ):
-            bad = {**more, name: values}
+            plan(groups, memory[1:], names)
+        with pytest.raises(ValueError, match="chunks of 1 token or more"):
+            plan(groups, names=names, chunk_tokens=0)
+        for name, values in (("advantages", np.zeros(2, "f4")), ("flags", np.zeros(1, "f4"))):
             with pytest.raises(ValueError, match=f"{name}: expected a contiguous array"):
-                plan_gather(group.trajectories, names, memory, shift=0, chunk_tokens=8, **bad)
+                plan(groups, names=names, **{name: values})
+        with pytest.raises(ValueError, match="kind: expected 0 to 2, got 3"):
+            plan(groups, names=names, advantages=Rule(3))
+        with pytest.raises(TypeError, match="words: expected a tuple of bytes"):
+            plan(groups, names=names, words=("text",))
+        plan(groups, names=names)
+        groups[0].trajectories.append("no trajectory")
+        with pytest.raises(TypeError, match="expected trajectories, got str"):
+            plan(groups, names=names, **told(2))
+        groups[0].trajectories.pop()
+        consumer.ack(groups)
+        with pytest.raises(BusClosedError, match="was acknowledged"):
+            plan(groups, names=names)
 
 
 def test_members_are_those_of_groups_alone() -> None:
@@ -231,6 +279,7 @@ with Producer(name) as producer, Consumer(name) as consumer:
         assert len(groups) == 3
         for options in (
             {}, {"truncated": "mask"}, {"layout": "padded", "advantages": "rloo"},
+            {"advantages": "batch"}, {"advantages": lambda scores: scores * 2},
         ):
             assert_same(begin_gather(groups, device, **options).finish(), pack(groups, **options))
         consumer.ack(groups)
@@ -252,6 +301,15 @@ with Producer(name) as producer, Consumer(name) as consumer:
             assert len(set(messages)) == 1 and len(messages) == 2, messages
             assert f"'bad'[0]" in messages[0][0] and "token 2500" in messages[0][0], messages
             consumer.ack(groups)
+    producer.put("huge", group_size=1, index=0, score=1e300, tokens=np.arange(9))
+    groups = consumer.take(64, 10)
+    for attempt in (begin_gather, pack):
+        try:
+            attempt(groups, device=device)
+        except ValueError as error:
+            assert "scores: expected finite numbers up to 1e+38, got 1e+300" in str(error), error
+        else:
+            raise AssertionError(attempt)
 print("equal")
 """
 
@@ -269,8 +327,6 @@ def test_the_kernel_makes_the_batch_that_the_host_makes(
 
 
 def test_a_packer_is_for_cuda_devices_only() -> None:
-    from trainer_adapter.gpu import GpuPacker
-
     with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
         GpuPacker("cpu")
     with pytest.raises(ValueError, match=r"transport: expected 'auto'.*got 'rdma'"):
@@ -312,6 +368,17 @@ def test_memory_for_tables_is_used_again_only_when_it_was_given_back() -> None:
 # --- on a GPU
 
 
+@contextlib.contextmanager
+def packing(bus: Bus, **options: Any) -> Iterator[tuple[GpuPacker, Producer, Consumer]]:
+    """A packer with somebody who puts and somebody who takes; it lets go of the ring first."""
+    packer = GpuPacker("cuda", **options)
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        try:
+            yield packer, producer, consumer
+        finally:
+            packer.close()
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -319,21 +386,16 @@ def test_memory_for_tables_is_used_again_only_when_it_was_given_back() -> None:
 def test_every_transport_brings_the_batch_that_the_host_makes(
     bus: Bus, seed: int, transport: Any, layout: Any
 ) -> None:
-    from trainer_adapter.gpu import GpuPacker
-
-    packer = GpuPacker("cuda", transport=transport, layout=layout, truncated="mask")
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        try:
-            for number, longest in enumerate((60, 5000, 1)):
-                put_random(producer, seed + number, 8, longest)
-                groups = consumer.take(64, 10)
-                batch = packer.deliver(packer.pack(groups))
-                assert batch.transport == transport
-                assert batch.tokens.device == torch.device("cuda", torch.cuda.current_device())
-                assert_same(batch, pack(groups, layout=layout, truncated="mask"))
-                consumer.ack(groups)
-        finally:
-            packer.close()
+    options: dict[str, Any] = {"layout": layout, "truncated": "mask"}
+    with packing(bus, transport=transport, **options) as (packer, producer, consumer):
+        for number, longest in enumerate((60, 5000, 1)):
+            put_random(producer, seed + number, 8, longest)
+            groups = consumer.take(64, 10)
+            batch = packer.deliver(packer.pack(groups))
+            assert batch.transport == transport
+            assert batch.tokens.device == torch.device("cuda", torch.cuda.current_device())
+            assert_same(batch, pack(groups, **options))
+            consumer.ack(groups)
 
 
 @pytest.mark.gpu
@@ -341,22 +403,16 @@ def test_every_transport_brings_the_batch_that_the_host_makes(
 def test_batches_may_overlap_and_their_records_be_overwritten_once_they_have_arrived(
     bus: Bus, seed: int
 ) -> None:
-    from trainer_adapter.gpu import GpuPacker
-
-    packer = GpuPacker("cuda")
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        try:
-            waiting: list[tuple[Any, Batch]] = []
-            for number in range(40):
-                put_random(producer, seed + number, 8, 4000)
-                groups = consumer.take(64, 10)
-                waiting.append((packer.begin(groups), pack(groups)))
-                if len(waiting) > 2:
-                    pending, want = waiting.pop(0)
-                    assert_same(pending.finish(), want)
-                    consumer.ack(want.groups)
-        finally:
-            packer.close()
+    with packing(bus) as (packer, producer, consumer):
+        waiting: list[tuple[Any, Batch]] = []
+        for number in range(40):
+            put_random(producer, seed + number, 8, 4000)
+            groups = consumer.take(64, 10)
+            waiting.append((packer.begin(groups), pack(groups)))
+            if len(waiting) > 2:
+                pending, want = waiting.pop(0)
+                assert_same(pending.finish(), want)
+                consumer.ack(want.groups)
 
 
 @pytest.mark.gpu
@@ -364,37 +420,28 @@ def test_batches_may_overlap_and_their_records_be_overwritten_once_they_have_arr
 def test_a_batch_that_nobody_waits_for_keeps_its_table_until_the_kernel_is_done(
     bus: Bus, seed: int
 ) -> None:
-    from trainer_adapter.gpu import GpuPacker
-
-    packer = GpuPacker("cuda")
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        try:
-            put_random(producer, seed, 8, 4000)
-            groups = consumer.take(64, 10)
-            for _ in range(20):
-                with torch.cuda.stream(packer._stream):
-                    torch.cuda._sleep(5_000_000)
-                dropped = packer.begin(groups[:4])
-                batch = dropped._batch
-                del dropped
-                # What its table lay in may be this now.
-                torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True).fill_(0xFF)
-                assert_same(batch, pack(groups[:4]))
-        finally:
-            packer.close()
+    with packing(bus) as (packer, producer, consumer):
+        put_random(producer, seed, 8, 4000)
+        groups = consumer.take(64, 10)
+        for _ in range(20):
+            with torch.cuda.stream(packer._stream):
+                torch.cuda._sleep(5_000_000)
+            dropped = packer.begin(groups[:4])
+            batch = dropped._batch
+            del dropped
+            # What its table lay in may be this now.
+            torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True).fill_(0xFF)
+            assert_same(batch, pack(groups[:4]))
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus, seed: int) -> None:
-    from trainer_adapter import gpu
-
-    packer = gpu.GpuPacker("cuda")
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+    with packing(bus) as (packer, producer, consumer):
         # What is registered already is refused.
         put_random(producer, seed, 4, 500)
         groups = consumer.take(64, 10)
-        first = gpu.GpuPacker("cuda", transport="gather")
+        first = GpuPacker("cuda", transport="gather")
         assert_same(first.pack(groups), pack(groups))
         batch = packer.pack(groups)
         assert batch.transport == packer.transport == "pinned"
@@ -425,24 +472,17 @@ def test_the_handler_says_how_its_batches_came(bus: Bus, seed: int, prefetch: in
 @pytest.mark.gpu
 @needs_gpu
 def test_fields_go_by_their_names_on_the_way_to_a_gpu_too(bus: Bus) -> None:
-    from trainer_adapter.gpu import GpuPacker
-
     names = FieldNames(tokens="ids", loss_mask=None, logprobs=None, advantages=None)
-    packer = GpuPacker("cuda", fields=names)
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+    with packing(bus, fields=names) as (packer, producer, consumer):
         producer.put("a", group_size=1, index=0, ids=np.arange(7), logprobs=np.ones(3))
         groups = consumer.take(1, 10)
         assert_same(packer.pack(groups), pack(groups, fields=names))
-        packer.close()
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> None:
-    from trainer_adapter.gpu import GpuPacker
-
-    packer = GpuPacker("cuda")
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+    with packing(bus) as (packer, producer, consumer):
         put_random(producer, seed, 8, 4000)
         groups = consumer.take(64, 10)
         packer.pack(groups)
@@ -453,4 +493,3 @@ def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> No
         batch = packer.pack(groups)
         assert not busy.query()
         assert_same(packer.deliver(batch), pack(groups))
-        packer.close()

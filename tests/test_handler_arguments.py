@@ -36,6 +36,7 @@ def put_pair(
         ({"advantages": None}, ValueError, "advantages: expected .*None"),
         ({"max_wait": -1}, ValueError, "max_wait: expected .*-1"),
         ({"max_wait": float("nan")}, ValueError, "max_wait: expected .*nan"),
+        ({"max_wait": True}, TypeError, "max_wait: expected .*True"),
         ({"max_wait": "soon"}, TypeError, "max_wait: expected .*soon"),
         ({"fields": {"tokens": "t"}}, TypeError, "fields: expected .*FieldNames.*dict"),
         ({"device": "abacus"}, ValueError, "device: expected .*'abacus'"),

@@ -19,16 +19,16 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-CALL_WORK: Final = {"cpu": 2**19, "cuda": 2**30}
+CALL_WORK: Final = {"cpu": 2**19, "cuda": 2**31}
 """What one more SDPA call costs, forward and backward, as multiply-adds of the score matrix
 (rows x keys x heads x head dimension) that the device does in that time: 0.1 ms on one CPU core
-at 5e9 a second; on a GPU, 0.05 ms at 2e13 a second. There the host needs 0.15 ms a call, but it is
+at 5e9 a second; on a GPU, 0.1 ms at 2e13 a second. There the host needs 0.3 ms a call, but it is
 ahead of the device as long as calls are large, and padding costs memory too."""
 
 MOVE_KEYS: Final = {"cpu": 32, "cuda": 160}
-"""What it costs to bring a token to its bucket and back, with its gradients, as keys that its row
+"""What it costs to bring a slot to its bucket and back, with its gradients, as keys that its row
 could see in that time: some 16 passes over its bytes at 10 GB/s on one CPU core, at 4 TB/s on a
-GPU. A sequence that goes alone need not move."""
+GPU. A sequence that goes alone need not move; padding is moved as tokens are."""
 
 MASK_ELEMENTS: Final = 2**23
 """Most elements of one mask: 8 MiB of bool, and 32 MiB where SDPA turns it into float32."""
@@ -133,27 +133,26 @@ def make_plan(lengths_q: bytes, lengths_k: bytes, window: Window, work: int, dev
     groups: list[tuple[Kind, list[int]]] = []
     for kind, members in kinds.items():
         candidates = np.flatnonzero(members & (rows > 0))
-        for group in map(sorted, _grouped(candidates, rows, keys, call_work, kind, window)):
+        costs = call_work, move_keys
+        for group in map(sorted, _grouped(candidates, rows, keys, costs, kind, window)):
             whole = (rows[group] == n_q[group]).all() and (keys[group] == n_k[group]).all()
             neighbours = group[-1] - group[0] == len(group) - 1
-            shares = _worth_sharing(
-                rows[group], keys[group], call_work, move_keys, bool(whole and neighbours)
-            )
+            shares = _worth_sharing(rows[group], keys[group], costs, bool(whole and neighbours))
             groups += [(kind, group)] if shares else [(kind, [i]) for i in group]
     # In the order of the batch, sequences that each go alone are views of it.
     groups.sort(key=lambda group: group[1][0])
     return _laid_out(groups, n_q, n_k, rows, keys, diagonal, window)
 
 
-def _worth_sharing(
-    rows: IntArray, keys: IntArray, call_work: int, move_keys: int, together: bool
-) -> bool:
+def _worth_sharing(rows: IntArray, keys: IntArray, costs: tuple[int, int], together: bool) -> bool:
     """Whether one call for all of them costs less than one for each, with the way there.
 
     Those that lie together in the packed row, and are of one shape, need not move.
     """
-    padding = int(rows.max()) * int(keys.max()) * len(rows) - int((rows * keys).sum())
-    moved = 0 if together and padding == 0 else int(rows.sum() + keys.sum()) // 2
+    call_work, move_keys = costs
+    slots = int(rows.max()) * len(rows), int(keys.max()) * len(rows)
+    padding = slots[0] * int(keys.max()) - int((rows * keys).sum())
+    moved = 0 if together and padding == 0 else sum(slots) // 2
     return (len(rows) - 1) * call_work >= padding + move_keys * moved
 
 
@@ -177,13 +176,20 @@ def _laid_out(
 
 
 def _grouped(
-    candidates: IntArray, rows: IntArray, keys: IntArray, call_work: int, kind: Kind, window: Window
+    candidates: IntArray,
+    rows: IntArray,
+    keys: IntArray,
+    costs: tuple[int, int],
+    kind: Kind,
+    window: Window,
 ) -> list[list[int]]:
     """Group sequences of one kind, the largest first, into calls.
 
-    A sequence joins the open group if all padding in it then stays below the work of one more
-    call. So padding costs at most as much as the calls do, and equal lengths share one for free.
+    A sequence joins the open group if all padding in it, which is moved and attended as what is
+    real, then stays below the work of one more call. So padding costs at most as much as the
+    calls do, and equal lengths share one for free.
     """
+    call_work, move_keys = costs
     order = candidates[np.lexsort((keys[candidates], rows[candidates]))][::-1]
     groups: list[list[int]] = []
     most_rows = most_keys = real = 0
@@ -191,17 +197,20 @@ def _grouped(
         order.tolist(), rows[order].tolist(), keys[order].tolist(), strict=True
     ):
         wider = max(most_keys, n_keys)
-        area = most_rows * wider * (len(groups[-1]) + 1 if groups else 0)
-        joins = area > 0 and area - real - n_rows * n_keys <= call_work
+        members = len(groups[-1]) + 1 if groups else 0
+        area = most_rows * wider * members
+        own = n_rows * n_keys + move_keys * (n_rows + n_keys) // 2
+        whole = area + move_keys * (most_rows + wider) * members // 2
+        joins = area > 0 and whole - real - own <= call_work
         if kind == "band":
             one_block = most_rows <= block_rows(wider, window)
             joins = joins and one_block and area <= MASK_ELEMENTS
         if joins:
             groups[-1].append(index)
-            most_keys, real = wider, real + n_rows * n_keys
+            most_keys, real = wider, real + own
         else:
             groups.append([index])
-            most_rows, most_keys, real = n_rows, n_keys, n_rows * n_keys
+            most_rows, most_keys, real = n_rows, n_keys, own
     return groups
 
 

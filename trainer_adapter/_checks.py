@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from numbers import Real
 from typing import Any, Final
 
 import torch
@@ -108,9 +109,9 @@ def check_wait(name: str, value: object) -> None:
     """Raise TypeError or ValueError for what is neither None nor a number of seconds."""
     if value is None:
         return
-    if not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number of seconds, or None, got {value!r}")
-    if not value >= 0:
+    if not float(value) >= 0:
         raise ValueError(f"{name}: expected 0 or more seconds, or None, got {value!r}")
 
 

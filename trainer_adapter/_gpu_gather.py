@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
@@ -26,8 +27,8 @@ from shmbus.gather import FieldNames, describe, members
 from shmbus.locate import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter._cuda import Staging, StagingBlock
 from trainer_adapter._finite import not_finite
-from trainer_adapter.advantages import Kind, advantages_for_groups
-from trainer_adapter.overrides import ZEROED, Truncated, sample_flags
+from trainer_adapter.advantages import Kind, advantages_for_groups, rule_of
+from trainer_adapter.overrides import Truncated, asking_words, sample_flags
 from trainer_adapter.packing import Batch, Layout, pad_batch
 
 __all__ = ["Pending", "begin_gather"]
@@ -142,26 +143,24 @@ def begin_gather(
     """
     names = fields or FieldNames()
     staging = staging or Staging(device)
-    trajectories, sizes = members(groups)
-    scores, versions, instance_ids = describe(trajectories)
-    flags = sample_flags(trajectories, truncated)
-    per_sequence = advantages_for_groups(scores, sizes, advantages)
-    if flags is not None:
-        per_sequence[flags & ZEROED != 0] = 0
-    told = {
-        "shift": device_shift,
-        "advantages": per_sequence,
-        "flags": flags,
-        "scores": scores,
-        "versions": versions,
-        "sizes": sizes,
-    }
-    block, table = _plan(trajectories, names, staging, told)
+    told: dict[str, Any] = {"names": names, "shift": device_shift}
+    told["advantages"] = rule_of(advantages)
+    if told["advantages"] is None:
+        told["advantages"] = _compared(groups, advantages)
+    block, table = _plan(groups, staging, told, asking_words(truncated))
+    if not table.scores_fit:
+        # Which score it is, and whose, the error tells.
+        _compared(groups, advantages)
+    if table.mentions:
+        told["flags"] = sample_flags(members(groups)[0], truncated)
+        if told["flags"] is not None:
+            staging.give_back(block)
+            block, table = _plan(groups, staging, told)
     try:
         batch = Batch(
-            **_launch(block.host, table, len(trajectories), len(groups), device),
+            **_launch(block.host, table, len(groups), device),
             max_seqlen=table.longest,
-            instance_ids=instance_ids,
+            instance_ids=table.instance_ids,
             groups=groups,
             transport="gather",
         )
@@ -173,7 +172,7 @@ def begin_gather(
             found = block.array[table.found_at :][:8].view(np.int32).tolist()
             for wrong, column, name in zip(found, columns, names.as_tuple()[2:], strict=True):
                 if wrong:
-                    _raise_not_finite(column, name, batch.cu_seqlens, trajectories)
+                    _raise_not_finite(column, name, batch.cu_seqlens, members(groups)[0])
             staging.give_back(block)
 
         return Pending(batch, stream, check=check)
@@ -184,30 +183,34 @@ def begin_gather(
         raise
 
 
+def _compared(groups: list[shmbus.Group], kind: Kind) -> NDArray[np.float32]:
+    trajectories, sizes = members(groups)
+    return advantages_for_groups(describe(trajectories)[0], sizes, kind)
+
+
 def _plan(
-    trajectories: list[shmbus.Trajectory],
-    names: FieldNames,
+    groups: list[shmbus.Group],
     staging: Staging,
     told: dict[str, Any],
+    words: tuple[bytes, ...] = (),
 ) -> tuple[StagingBlock, GatherTable]:
     """Make the kernel's table in a block that has room for it."""
     from trainer_adapter._gpu_kernel import CHUNK_TOKENS
 
-    block = staging.take(len(trajectories) * USUAL_TABLE_BYTES)
+    told = {**told, "chunk_tokens": CHUNK_TOKENS, "words": words}
+    block = staging.take(len(groups) * groups[0].size * USUAL_TABLE_BYTES)
     while True:
-        table = plan_gather(trajectories, names, block.array, chunk_tokens=CHUNK_TOKENS, **told)
+        table = plan_gather(groups, memory=block.array, **told)
         if table.nbytes <= block.array.nbytes:
             return block, table
         block = staging.take(table.nbytes)
 
 
-def _launch(
-    host: Tensor, table: GatherTable, sequences: int, groups: int, device: torch.device
-) -> dict[str, Any]:
+def _launch(host: Tensor, table: GatherTable, groups: int, device: torch.device) -> dict[str, Any]:
     """Have a new block on the device filled; return the views of its parts."""
     from trainer_adapter._gpu_kernel import launch
 
-    facts = table.nbytes - table.borders_at
+    facts = table.chunks_at - table.borders_at
     end = facts
     places = []
     for width in (8, 8, 1, 4, 4):
@@ -217,16 +220,14 @@ def _launch(
     # The first launch brings the facts as well; without a token there is one for them alone.
     words = facts // 4
     for first, chunks, kinds in table.launches or [(0, 0, NO_FIELDS)]:
-        of_table = first * CHUNK_WORDS * 8, table.found_at, table.borders_at
+        of_table = table.chunks_at + first * CHUNK_WORDS * 8, table.found_at, table.borders_at
         launch(kinds, chunks, words, host, of_table, there, (0, *places))
         words = 0
-    return _views(there, table, sequences, groups, places)
+    return _views(there, table, groups, places)
 
 
-def _views(
-    there: Tensor, table: GatherTable, sequences: int, groups: int, places: list[int]
-) -> dict[str, Any]:
-    total, shift = table.tokens, -table.borders_at
+def _views(there: Tensor, table: GatherTable, groups: int, places: list[int]) -> dict[str, Any]:
+    total, sequences, shift = table.tokens, len(table.instance_ids), -table.borders_at
     tokens, position_ids, loss_mask, logprobs, advantages = places
     longs, floats = there.view(torch.int64), there.view(torch.float32)
 

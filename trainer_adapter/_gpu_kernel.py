@@ -148,7 +148,7 @@ def pack_records(
         here = span.to(tl.int32) + lane
         inside = lane < (span >> 32).to(tl.int32)
         orders = _word(chunk, 6, WORDS)
-        flags = orders.to(tl.int32)
+        masked, zeroed = (orders & 1) != 0, (orders & 2) != 0
         gain = (orders >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         # All of the record's fields are asked for before the first is used. Each begins on a cache
         # line, so whole vectors can be read.
@@ -165,7 +165,7 @@ def pack_records(
             own = tl.load(own_address + lane, mask=inside, other=0)
         tl.store(tokens + at, ids.to(tl.int64), mask=inside)
         tl.store(position_ids + at, here.to(tl.int64), mask=inside)
-        trained = inside & ((flags & 1) == 0)
+        trained = inside & (masked == 0)
         if HAS_MASK:
             trained = trained & (kept != 0)
         tl.store(loss_mask + at, trained, mask=inside)
@@ -176,9 +176,9 @@ def pack_records(
             if tl.max((inside & ((values - values) != 0.0)).to(tl.int32)) != 0:
                 tl.store(found, 1)
         tl.store(logprobs + at, values, mask=inside)
-        gains = tl.zeros([CHUNK], dtype=tl.float32) + gain
+        gains = tl.zeros([CHUNK], dtype=tl.float32) + tl.where(zeroed, 0.0, gain)
         if HAS_ADVANTAGES:
-            gains = tl.where((flags & 2) == 0, own.to(tl.float32), 0.0)
+            gains = tl.where(zeroed, 0.0, own.to(tl.float32))
             if tl.max((inside & ((gains - gains) != 0.0)).to(tl.int32)) != 0:
                 tl.store(found + 1, 1)
         tl.store(advantages + at, gains, mask=inside)

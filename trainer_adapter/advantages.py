@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, TypeGuard, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["advantages_for_groups", "check_kind", "group_advantages"]
+from shmbus.relative import DEVIATION, MEAN, MOST_SCORE, OTHERS, Rule, relative_scores
+
+__all__ = ["advantages_for_groups", "check_kind", "group_advantages", "rule_of"]
 
 DEFAULT_EPS: Final = 1e-6
 """Added to a group's standard deviation, in units of the score. Small beside the spread of any
 score in use; 1e-6 is what verl adds."""
 
-MAX_SCORE: Final = 1e38
-"""Largest score by magnitude: the difference of two is still finite in float32."""
-
-SMALL_SAMPLES: Final = 64
-"""Samples up to which a batch is computed one group at a time, in plain floats."""
+MAX_SCORE: Final = MOST_SCORE
 
 FloatArray = npt.NDArray[np.float64]
 Kind = (
@@ -38,6 +36,7 @@ Kind = (
 )
 Std = Literal["bessel", "biased"]
 _KINDS: Final = ("grpo", "dr_grpo", "rloo", "batch", "batch_std", "none")
+_RULES: Final = {"grpo": DEVIATION, "dr_grpo": MEAN, "rloo": OTHERS}
 
 
 @overload
@@ -167,20 +166,23 @@ def advantages_for_groups(
     TypeError, ValueError
         As `group_advantages`.
     """
-    if (
-        isinstance(scores, np.ndarray)
-        and scores.dtype == np.float64
-        and scores.size <= SMALL_SAMPLES
-        and isinstance(sizes, (list, np.ndarray))
-    ):
-        counts = sizes if isinstance(sizes, list) else sizes.tolist()
-        few = _small_groups(scores.tolist(), counts, kind, std, eps)
-        if few is not None:
-            return np.array(few, np.float32)
+    rule = rule_of(kind, std, eps)
+    if rule is not None and _is_row(scores, np.float64) and _is_row(sizes, np.int64):
+        compared = relative_scores(scores, sizes, rule)
+        if compared is not None:
+            return compared.astype(np.float32)
     values, _ = _as_float64(np.asarray(scores))
     if values.ndim != 1:
         raise ValueError(f"scores: expected [samples], got shape {values.shape}; flatten it")
     return _by_sizes(values, np.asarray(sizes), kind, std, eps).astype(np.float32)
+
+
+def rule_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Rule | None:
+    """Return what the bus's core makes of each group by itself; None where it takes more."""
+    relative = _RULES.get(kind) if isinstance(kind, str) else None
+    if relative is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
+        return None
+    return Rule(relative, std == "bessel", eps) if 0 <= eps < math.inf else None
 
 
 def check_kind(name: str, kind: object) -> None:
@@ -200,52 +202,16 @@ def check_kind(name: str, kind: object) -> None:
         )
 
 
-# --- one group at a time: for a handful of samples, calls into numpy cost more than the arithmetic
-
-
-def _small_groups(
-    scores: list[float], sizes: list[int], kind: Kind, std: Std, eps: float
-) -> list[float] | None:
-    """Do what `_by_sizes` does in plain floats; None for whatever needs a closer look."""
-    if (
-        not scores
-        or kind not in ("grpo", "dr_grpo", "rloo")
-        or std not in ("bessel", "biased")
-        or not 0.0 <= eps < math.inf
-        or min(sizes) < 1
-        or sum(sizes) != len(scores)
-        # A nan compares with nothing, and one in the sum stays there.
-        or not abs(sum(scores)) < math.inf
-        or max(scores) > MAX_SCORE
-        or min(scores) < -MAX_SCORE
-    ):
-        return None
-    results: list[float] = []
-    for size in sizes:
-        results += _one_group(scores[len(results) : len(results) + size], kind, std, eps)
-    return results
-
-
-def _one_group(scores: list[float], kind: str, std: Std, eps: float) -> list[float]:
-    """Do what `_compare` does, for one group in plain floats."""
-    count = len(scores)
-    if min(scores) == max(scores):
-        return [0.0] * count
-    mean = sum(scores) / count
-    centred = [score - mean for score in scores]
-    if kind == "dr_grpo":
-        return centred
-    if kind == "rloo":
-        factor = count / (count - 1)
-        return [value * factor for value in centred]
-    unit = max(max(centred), -min(centred))
-    relative = [value / unit for value in centred]
-    squares = sum([value * value for value in relative])
-    scale = math.sqrt(squares / (count - 1 if std == "bessel" else count)) + eps / unit
-    return [value / scale for value in relative]
-
-
 # --- in and out
+
+
+def _is_row(array: object, dtype: type[np.generic]) -> TypeGuard[npt.NDArray[Any]]:
+    return (
+        isinstance(array, np.ndarray)
+        and array.ndim == 1
+        and array.dtype == dtype
+        and array.flags.c_contiguous
+    )
 
 
 def _as_float64(
@@ -335,20 +301,17 @@ def _by_sizes(
         return values.astype(np.float64)
     if len(values) == 0:
         return values.astype(np.float64)
-    whole = np.array([len(values)])
-    if kind == "batch":
-        return _compare(_Even(values, whole), "grpo", std, eps)
     if kind == "batch_std":
         return _over_batch_std(values, counts, std, eps)
-    even = counts[0] * len(counts) == len(values) and bool((counts == counts[0]).all())
-    groups = _Even(values, counts) if even else _Ragged(values, counts)
-    return _compare(groups, kind, std, eps)
+    if kind == "batch":
+        counts = np.array([len(values)])
+    return _compare(values, counts, Rule(_RULES.get(kind, DEVIATION), std == "bessel", eps))
 
 
 def _over_batch_std(
     values: FloatArray, counts: npt.NDArray[np.int64], std: Std, eps: float
 ) -> FloatArray:
-    centred = _compare(_Ragged(values, counts), "dr_grpo", std, eps)
+    centred = _compare(values, counts, Rule(MEAN))
     middle = values / len(values)
     deviations = values - middle.sum()
     # In units of the largest: no square can under- or overflow.
@@ -361,73 +324,10 @@ def _over_batch_std(
     return normalised
 
 
-class _Even:
-    """Groups of one size, as columns, since numpy reduces many at once so; broadcasting back."""
-
-    def __init__(self, values: FloatArray, counts: npt.NDArray[np.int64]) -> None:
-        self.values = np.ascontiguousarray(values.reshape(len(counts), -1).T)
-        self.counts: Any = float(counts[0])
-
-    def reduce(self, ufunc: np.ufunc, values: FloatArray) -> FloatArray:
-        """One value a group."""
-        reduced: FloatArray = ufunc.reduce(values, axis=0, keepdims=True)
-        return reduced
-
-    def spread(self, per_group: Any) -> Any:
-        """Make one value a group fit all of its samples."""
-        return per_group
-
-    def flat(self, values: FloatArray) -> FloatArray:
-        """Return samples as they were given."""
-        flat: FloatArray = values.T.ravel()
-        return flat
-
-
-class _Ragged:
-    """Groups of any sizes, one behind the other."""
-
-    def __init__(self, values: FloatArray, counts: npt.NDArray[np.int64]) -> None:
-        self.values = values
-        self.counts: Any = counts
-        self._starts = np.cumsum(counts) - counts
-
-    def reduce(self, ufunc: np.ufunc, values: FloatArray) -> FloatArray:
-        """One value a group."""
-        reduced: FloatArray = ufunc.reduceat(values, self._starts)
-        return reduced
-
-    def spread(self, per_group: Any) -> Any:
-        """Make one value a group fit all of its samples."""
-        return np.repeat(per_group, self.counts)
-
-    def flat(self, values: FloatArray) -> FloatArray:
-        """Return samples as they were given."""
-        return values
-
-
-def _compare(groups: _Even | _Ragged, kind: str, std: Std, eps: float) -> FloatArray:
-    values, counts = groups.values, groups.counts
-    mean = groups.reduce(np.add, values) / counts
-    lowest, highest = groups.reduce(np.minimum, values), groups.reduce(np.maximum, values)
-    # By comparison, since the mean of equal scores may differ from them by a rounding.
-    level = lowest == highest
-    centred: FloatArray = np.where(groups.spread(level), 0.0, values - groups.spread(mean))
-    if kind == "dr_grpo":
-        return groups.flat(centred)
-    others = np.maximum(counts - 1, 1)
-    if kind == "rloo":
-        # score - mean of others = (score - mean) * n / (n - 1)
-        return groups.flat(centred * groups.spread(counts / others))
-    # Deviations in units of the group's largest: no square can under- or overflow.
-    unit = np.maximum(highest - mean, mean - lowest)
-    unit[level] = 1.0
-    relative = centred / groups.spread(unit)
-    divisor = others if std == "bessel" else counts
-    relative_std = np.sqrt(groups.reduce(np.add, relative * relative) / divisor)
-    relative_std[level] = 1.0
-    with np.errstate(over="ignore"):
-        scale = relative_std + eps / unit
-    return groups.flat(relative / groups.spread(scale))
+def _compare(values: FloatArray, counts: npt.NDArray[np.int64], rule: Rule) -> FloatArray:
+    compared = relative_scores(np.ascontiguousarray(values), counts, rule)
+    assert compared is not None, "scores and sizes were checked"
+    return compared
 
 
 def _checked_sizes(sizes: npt.NDArray[Any], samples: int) -> npt.NDArray[np.int64]:

@@ -73,8 +73,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
     bus : str
         The bus.
     tokens_per_batch : int, optional
-        A batch holds as many whole groups as fit into this many tokens, 65,536 by default. A single
-        group larger than that comes alone; a single *sequence* longer than that is malformed.
+        A batch holds as many whole groups as fit into this many tokens, 65,536 by default. Padding
+        is not counted, in the padded layout neither. A single group larger than that comes alone;
+        a single *sequence* longer than that is malformed.
     groups_per_batch : int, optional
         Instead: exactly so many groups.
     advantages : "grpo" | "dr_grpo" | "rloo" | "none" or callable

@@ -19,13 +19,17 @@ import shmbus
 from shmbus.gather import PackedArrays
 from shmbus.locate import mentioning
 
-__all__ = ["Truncated", "is_truncated", "sample_flags"]
+__all__ = ["Truncated", "asking_words", "is_truncated", "sample_flags"]
 
 Truncated = Literal["keep", "mask", "drop"]
 
 TRUNCATED_REASONS: Final = frozenset({"length", "max_tokens", "abort"})
 """Values of ``meta["finish_reason"]`` that say that a sample did not come to its own end:
 servers call a limit that was reached "length" or "max_tokens", and a request cut short "abort"."""
+
+#: Words of a meta that may ask for something, as they are encoded.
+ZEROING_WORDS: Final = (b"set_advantage_to_zero",)
+TRUNCATED_WORDS: Final = tuple(reason.encode() for reason in sorted(TRUNCATED_REASONS))
 
 #: Bits of a sample's flags: no token of it is trained; its advantages are 0.
 MASKED: Final = 1
@@ -37,8 +41,13 @@ def is_truncated(group: shmbus.Group) -> bool:
     trajectories = group.trajectories
     return any(
         _meta(trajectories[position], "finish_reason") in TRUNCATED_REASONS
-        for position in mentioning(trajectories, "finish_reason")
+        for position in mentioning(trajectories, TRUNCATED_WORDS)
     )
+
+
+def asking_words(truncated: Truncated) -> tuple[bytes, ...]:
+    """Return the words one of which is in the meta of each sample that `sample_flags` flags."""
+    return ZEROING_WORDS + TRUNCATED_WORDS if truncated == "mask" else ZEROING_WORDS
 
 
 def sample_flags(
@@ -58,12 +67,13 @@ def sample_flags(
     uint8 [S] or None
         `MASKED` and `ZEROED`, ored; None where no sample asks for anything.
     """
-    asked = _asking(trajectories, "set_advantage_to_zero", bool)
-    cut = (
-        _asking(trajectories, "finish_reason", TRUNCATED_REASONS.__contains__)
-        if truncated == "mask"
-        else []
-    )
+    asked = _asking(trajectories, ZEROING_WORDS, "set_advantage_to_zero", bool)
+    cut = []
+    if truncated == "mask":
+        # By the value: the key is in every sample's meta, of servers that say it at all.
+        cut = _asking(
+            trajectories, TRUNCATED_WORDS, "finish_reason", TRUNCATED_REASONS.__contains__
+        )
     if not asked and not cut:
         return None
     flags = np.zeros(len(trajectories), np.uint8)
@@ -95,10 +105,13 @@ def _meta(trajectory: shmbus.Trajectory, key: str) -> Any:
 
 
 def _asking(
-    trajectories: list[shmbus.Trajectory], key: str, asks: Callable[[Any], bool]
+    trajectories: list[shmbus.Trajectory],
+    words: tuple[bytes, ...],
+    key: str,
+    asks: Callable[[Any], bool],
 ) -> list[int]:
     return [
         position
-        for position in mentioning(trajectories, key)
+        for position in mentioning(trajectories, words)
         if asks(_meta(trajectories[position], key))
     ]

@@ -1,0 +1,71 @@
+"""How far each score of a group lies from its siblings', for all groups of a batch in one call.
+
+Invariants:
+
+- Float64 inside. Equal scores, and one alone, give exactly 0; no nan or infinity comes out.
+- Groups never touch.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shmbus_ext import _core
+
+__all__ = ["DEVIATION", "MEAN", "MOST_SCORE", "OTHERS", "Rule", "relative_scores"]
+
+MEAN: Final[int] = _core.RELATIVE_MEAN
+"""The score minus the mean of its group."""
+OTHERS: Final[int] = _core.RELATIVE_OTHERS
+"""The score minus the mean of the others."""
+DEVIATION: Final[int] = _core.RELATIVE_DEVIATION
+"""The score minus the mean, in units of the standard deviation and `Rule.eps`."""
+MOST_SCORE: Final[float] = _core.RELATIVE_MOST
+"""Largest score by magnitude: the difference of two is still finite in float32."""
+
+
+class Rule(NamedTuple):
+    """What is made of the scores of a group.
+
+    Attributes
+    ----------
+    kind : int
+        `MEAN`, `OTHERS` or `DEVIATION`.
+    bessel : bool
+        Whether the standard deviation divides the squares by n - 1, and not by n.
+    eps : float
+        Added to the standard deviation.
+    """
+
+    kind: int
+    bessel: bool = True
+    eps: float = 0.0
+
+
+def relative_scores(
+    scores: NDArray[np.float64], sizes: NDArray[np.int64], rule: Rule
+) -> NDArray[np.float64] | None:
+    """Compare each score with those of its group.
+
+    Parameters
+    ----------
+    scores : float64 [S]
+        Group after group.
+    sizes : int64 [G]
+        Samples of each group, S in all.
+    rule : Rule
+
+    Returns
+    -------
+    float64 [S] or None
+        None where a score is no number up to `MOST_SCORE`, and where sizes do not sum to S.
+
+    Raises
+    ------
+    ValueError
+        For arrays of another dtype or layout.
+    """
+    return _core.relative_scores(scores, sizes, rule)
