@@ -44,7 +44,9 @@ def compile_program(source: Path, program: Path, *, ring: bool = False) -> None:
         if path.name != "module.c" and not path.name.startswith("py_")
     ]
     more = [*RING_FLAGS, *linked] if ring else ["-O2"]
-    run([*compiler(), "-std=c11", "-pthread", "-o", str(program), str(source), *more, "-lrt"])
+    run(
+        [*compiler(), "-std=c11", "-pthread", "-o", str(program), str(source), *more, "-lrt", "-lm"]
+    )
 
 
 def run(argv: list[str], given: str = "") -> tuple[str, str]:

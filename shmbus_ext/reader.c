@@ -42,7 +42,7 @@ bool reader_enter_run(struct reader *self, struct lane *lane, uint64_t link) {
                                 .slot = slot,
                                 .phase = RUN_WALKING};
     lane->extent = extent;
-    lane->cursor = 0;
+    lane->cursor = lane->limit = 0;
     lane->cut = false;
     lane->any_order = true;
     lane->last_order = run.order;
@@ -170,16 +170,15 @@ static bool remember_open(struct lane *lane, const struct record_place *place,
     return true;
 }
 
-enum step { STEP_RECORD, STEP_AGAIN, STEP_END, STEP_NO_MEMORY };
+enum step { STEP_RECORD, STEP_AGAIN, STEP_ENDED_FIRST, STEP_END, STEP_NO_MEMORY };
 
 /* One record of the run under the cursor. */
-static enum step step_record(struct reader *self, struct lane *lane, uint64_t used,
-                             struct record_ref *ref) {
+static enum step step_record(struct reader *self, struct lane *lane, struct record_ref *ref) {
     const struct run_state *run = &self->runs[lane->extent];
     struct record_place place = {lane->extent, run->generation, lane->cursor};
     enum record_verdict verdict =
-        record_read_frame(record_at(self, lane->extent, lane->cursor), used - lane->cursor,
-                          &place, &self->copy.header);
+        record_read_frame(record_at(self, lane->extent, lane->cursor),
+                          lane->limit - lane->cursor, &place, &self->copy.header);
     if (verdict != RECORD_OK) {
         lane->cut = true;
         return STEP_AGAIN;
@@ -187,6 +186,11 @@ static enum step step_record(struct reader *self, struct lane *lane, uint64_t us
     lane->cursor += self->copy.header.record_bytes;
     switch (atomic_load_explicit(&self->copy.header.state, memory_order_relaxed)) {
     case SHMBUS_COMMITTED: {
+        if (lane->pending_at < lane->pending_count) {
+            /* Of a batch: those before it, seen open a moment ago, were committed before it. */
+            lane->cursor = place.offset;
+            return STEP_ENDED_FIRST;
+        }
         int delivered = deliver(self, &place, ref);
         return delivered > 0 ? STEP_RECORD : delivered == 0 ? STEP_AGAIN : STEP_NO_MEMORY;
     }
@@ -212,21 +216,33 @@ static enum step step_record(struct reader *self, struct lane *lane, uint64_t us
     }
 }
 
+/* What is exposed by now, and then the open ones once more: whatever its owner ended before it
+ * exposed a record below the limit comes before that record. True where there is more to walk. */
+static bool look(struct reader *self, struct lane *lane) {
+    uint64_t before = lane->limit;
+    if (lane->extent != NO_EXTENT) {
+        uint64_t run_bytes = self->runs[lane->extent].span * self->segment->extent_bytes;
+        /* SYNC: record-exposed. */
+        uint64_t used = atomic_load_explicit(&self->segment->extents[lane->extent].used,
+                                             memory_order_acquire);
+        lane->limit = used < run_bytes ? used : run_bytes;
+    }
+    lane->pending_at = lane->pending_kept = 0;
+    return lane->limit > before;
+}
+
 static enum step step(struct reader *self, struct lane *lane, struct record_ref *ref) {
     if (lane->extent == NO_EXTENT) {
         return advance(self, lane) ? STEP_AGAIN : STEP_END;
     }
-    struct extent_desc *desc = &self->segment->extents[lane->extent];
-    uint64_t run_bytes = self->runs[lane->extent].span * self->segment->extent_bytes;
-    /* SYNC: run-sealed. Looked at before `used`, which is final if this says so. */
-    bool sealed = atomic_load_explicit(&desc->sealed, memory_order_acquire) != 0;
-    /* SYNC: record-exposed. */
-    uint64_t used = atomic_load_explicit(&desc->used, memory_order_acquire);
-    if (used > run_bytes) {
-        used = run_bytes;
+    if (lane->cursor < lane->limit && !lane->cut) {
+        return step_record(self, lane, ref);
     }
-    if (lane->cursor < used && !lane->cut) {
-        return step_record(self, lane, used, ref);
+    /* SYNC: run-sealed. Looked at before `used`, which is final if this says so. */
+    bool sealed = atomic_load_explicit(&self->segment->extents[lane->extent].sealed,
+                                       memory_order_acquire) != 0;
+    if (!lane->cut && look(self, lane)) {
+        return STEP_ENDED_FIRST;
     }
     if (!sealed && lane->backlog_at >= lane->backlog_count) {
         return STEP_END;
@@ -299,7 +315,7 @@ static bool is_quiet(const struct reader *self, const struct lane *lane) {
            !sealed_since(self, lane);
 }
 
-static void begin_visit(const struct reader *self, struct lane *lane) {
+static void begin_visit(struct reader *self, struct lane *lane) {
     const struct producer_slot *slot = &self->segment->slots[slot_of(self, lane)];
     lane->visiting = true;
     lane->dirty = false;
@@ -307,19 +323,22 @@ static void begin_visit(const struct reader *self, struct lane *lane) {
     lane->visit_committed = atomic_load_explicit(&slot->committed, memory_order_acquire);
     lane->visit_aborted = atomic_load_explicit(&slot->aborted, memory_order_acquire);
     lane->visit_order = atomic_load_explicit(&slot->next_order, memory_order_acquire);
-    lane->pending_at = lane->pending_kept = 0;
+    (void)look(self, lane);
 }
 
 static int lane_next(struct reader *self, struct lane *lane, struct record_ref *ref) {
     if (!lane->visiting) {
         begin_visit(self, lane);
     }
-    int ended = next_ended(self, lane, ref);
-    if (ended != 0) {
-        return ended;
-    }
     for (;;) {
-        switch (step(self, lane, ref)) {
+        int ended = next_ended(self, lane, ref);
+        if (ended != 0) {
+            return ended;
+        }
+        enum step next;
+        while ((next = step(self, lane, ref)) == STEP_AGAIN) {
+        }
+        switch (next) {
         case STEP_RECORD:
             return 1;
         case STEP_NO_MEMORY:
@@ -327,7 +346,7 @@ static int lane_next(struct reader *self, struct lane *lane, struct record_ref *
         case STEP_END:
             end_visit(self, lane);
             return 0;
-        case STEP_AGAIN:
+        default:
             break;
         }
     }

@@ -56,6 +56,7 @@ struct lane {
     bool cut; /* a bad frame: the rest of this run cannot be walked */
     bool any_order;
     uint64_t cursor;
+    uint64_t limit; /* of what was exposed in this run at the last look */
     uint64_t last_order;
     /* The slot's counters at the last visit that came to the end, and at the present one. */
     uint64_t seen_committed, seen_aborted, seen_order;

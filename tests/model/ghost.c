@@ -2,6 +2,8 @@
  *
  * - A record that was committed is delivered until it is acknowledged, and never after that; with
  *   the content that its producer wrote. One whose commit death interrupted may count, or not.
+ * - What a producer committed before it claimed another, or before it began to commit another that
+ *   lies behind it, is delivered before that, unless one of them was moved.
  * - An acknowledgement happens for all of its records, or for none.
  * - A byte of an extent is written by whoever holds the lease, or is a record's state.
  * - An extent is freed when no living producer has an open record in it, and no record there is
@@ -13,6 +15,8 @@
 #include "model.h"
 
 #include <string.h>
+
+_Static_assert(MAX_RECORDS <= 8, "a bit for each record");
 
 static struct ghost *ghost(void) {
     return &world.control.ghost;
@@ -70,6 +74,24 @@ static void place(struct ghost_record *record, const struct record_place *at, ui
     record->to = record->from + (uint32_t)bytes;
 }
 
+#define ANY_EXTENT UINT32_MAX
+
+static uint32_t extent_of(const struct ghost_record *record) {
+    return (uint32_t)((record->from - template_segment.data_offset) /
+                      template_segment.extent_bytes);
+}
+
+/* What is committed now comes before this record: all, or what lies in front of it in an extent. */
+static void note_before(uint64_t life, struct ghost_record *record, uint32_t extent) {
+    for (unsigned i = 0; i < MAX_RECORDS; i++) {
+        const struct ghost_record *other = &ghost()->records[life][i];
+        bool in_front = extent_of(other) == extent && other->from < record->from;
+        if (other->fate == R_COMMITTED && (extent == ANY_EXTENT || in_front)) {
+            record->before |= (uint8_t)(1u << i);
+        }
+    }
+}
+
 void ghost_claimed(uint64_t life, uint64_t number, const struct reservation *at) {
     struct ghost_record *record = record_of(life, number);
     memset(record, 0, sizeof *record);
@@ -80,10 +102,13 @@ void ghost_claimed(uint64_t life, uint64_t number, const struct reservation *at)
                     record->to);
     }
     record->fate = R_OPEN;
+    note_before(life, record, ANY_EXTENT);
 }
 
 void ghost_begin_commit(uint64_t life, uint64_t number) {
-    record_of(life, number)->fate = R_BEGUN;
+    struct ghost_record *record = record_of(life, number);
+    record->fate = R_BEGUN;
+    note_before(life, record, extent_of(record));
 }
 
 void ghost_committed(uint64_t life, uint64_t number) {
@@ -111,6 +136,16 @@ static void check_content(const struct reader *reader, const struct record_ref *
     }
 }
 
+static void check_order(uint64_t life, uint64_t number, unsigned reader_life) {
+    for (unsigned i = 0; i < MAX_RECORDS; i++) {
+        const struct ghost_record *other = &ghost()->records[life][i];
+        if ((other->delivered_to & 1u << reader_life) && (other->before & 1u << number)) {
+            engine_fail("record %llu/%llu is delivered after %u, which comes behind it",
+                        (unsigned long long)life, (unsigned long long)number, i);
+        }
+    }
+}
+
 void ghost_delivered(const struct reader *reader, const struct record_ref *ref,
                      unsigned reader_life) {
     const struct record_header *header = &reader->copy.header;
@@ -133,6 +168,11 @@ void ghost_delivered(const struct reader *reader, const struct record_ref *ref,
     if (record->acked == ACK_BEGUN) {
         ghost()->ack_set_undone[record->ack_set] = 1;
         record->acked = ACK_NONE;
+    }
+    if ((header->flags & SHMBUS_FLAG_MOVED) != 0) {
+        record->before = 0;
+    } else {
+        check_order(life, number, reader_life);
     }
     record->delivered_to |= (uint16_t)(1u << reader_life);
     record->moving = 0;

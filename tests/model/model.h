@@ -98,7 +98,7 @@ struct ghost_record {
     uint8_t ack_set;
     uint8_t moving;
     uint8_t owner; /* process */
-    uint8_t spare;
+    uint8_t before; /* records of its producer that come first, by bit */
     uint16_t delivered_to; /* collectors, by bit */
     uint32_t from, to;     /* bytes of the segment */
 };
