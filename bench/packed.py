@@ -10,7 +10,7 @@ from bench.processes import STALL_S, MeasurementError, Role, run_together
 from bench.sending import check_ledger, produce, temporary_bus
 from bench.workload import Timed, Workload
 
-__all__ = ["PACKED_BYTES_PER_TOKEN", "TOKENS_PER_BATCH", "measure", "train"]
+__all__ = ["PACKED_BYTES_PER_TOKEN", "TOKENS_PER_BATCH", "measure", "measure_over", "train"]
 
 #: int64 token and position, bool mask, float32 logprob and advantage.
 PACKED_BYTES_PER_TOKEN: Final = 8 + 8 + 1 + 4 + 4
@@ -19,12 +19,17 @@ TOKENS_PER_BATCH: Final = 65_536
 
 def measure(workload: Workload) -> Timed:
     """Move a workload over a bus of its own into packed batches on the CPU."""
+    with temporary_bus(workload.capacity) as name:
+        return measure_over(name, workload)
+
+
+def measure_over(name: str, workload: Workload) -> Timed:
+    """Do so over a bus that is there."""
     # A batch that is not full would wait for more at the end of the run.
     assert workload.trajectories * workload.tokens % TOKENS_PER_BATCH == 0
-    with temporary_bus(workload.capacity) as name:
-        trainer = Role(train, (name, workload))
-        producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]
-        (seconds, cpu_s), *producers_cpu_s = run_together([trainer, *producers])
+    trainer = Role(train, (name, workload))
+    producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]
+    (seconds, cpu_s), *producers_cpu_s = run_together([trainer, *producers])
     return Timed(
         trajectories=workload.trajectories,
         seconds=seconds,

@@ -12,9 +12,9 @@ from typing import Final
 from bench.contenders import shmbus_embedded
 from bench.contenders.base import Contender, started
 from bench.contenders.shmbus_embedded import receiver, sender
-from bench.workload import Workload
+from bench.workload import Timed, Workload
 
-__all__ = ["CONTENDER", "link", "receiver", "sender"]
+__all__ = ["CONTENDER", "link", "measure_packed", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="shmbus-daemon",
@@ -38,3 +38,10 @@ def link(workload: Workload) -> Iterator[str]:
         argv = [sys.executable, "-m", "shmbus", "serve", name, "--log-level", "warning"]
         with started(argv, Path(paths.socket_path(name)).exists):
             yield name
+
+
+def measure_packed(workload: Workload) -> Timed:
+    """Move a workload into the batches of ``OnlineDataHandler``."""
+    with link(workload) as name:
+        timed: Timed = importlib.import_module("bench.packed").measure_over(name, workload)
+    return timed
