@@ -48,7 +48,10 @@ static int writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) {
     if (!segment_usable(self->segment, "handle")) {
         return -1;
     }
-    enum writer_status status = writer_attach(&self->c, &self->segment->c, label);
+    enum writer_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = writer_attach_in_time(&self->c, &self->segment->c, label);
+    Py_END_ALLOW_THREADS
     if (status == WRITER_SYSTEM_ERROR) {
         PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
         return -1;

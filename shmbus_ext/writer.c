@@ -1,4 +1,5 @@
 /* The producer's side of a lane (see writer.h; LAYOUT.md has the ordering argument). */
+#define _GNU_SOURCE
 #include "writer.h"
 
 #include <string.h>
@@ -9,6 +10,9 @@
 
 /* Slots are tried this often, since a reader that recovers a slot holds its lock for a moment. */
 #define ATTACH_PASSES 4
+/* Or for longer, where it is not run: then it is worth waiting. */
+#define SLOT_PATIENCE_NS UINT64_C(500000000)
+#define SLOT_POLL_US 1000
 /* A writer looks back for the reader at the end of a run, and no sooner than after this: a reader at
  * work on another processor looks less often than a run of a few records is filled. */
 #define LOOK_BACK_NS UINT64_C(100000)
@@ -70,6 +74,28 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
         }
     }
     return WRITER_NO_SLOT;
+}
+
+/* Whether a slot that nobody is active in was not to be had all the same. */
+static bool slot_in_passing(const struct segment *segment) {
+    for (uint32_t i = 0; i < segment->max_producers; i++) {
+        if (atomic_load_explicit(&segment->slots[i].state, memory_order_acquire) !=
+            SHMBUS_SLOT_ACTIVE) {
+            return true;
+        }
+    }
+    return false;
+}
+
+enum writer_status writer_attach_in_time(struct writer *self, struct segment *segment,
+                                         const char *label) {
+    uint64_t began_ns = clock_monotonic_ns();
+    enum writer_status status;
+    while ((status = writer_attach(self, segment, label)) == WRITER_NO_SLOT &&
+           slot_in_passing(segment) && clock_monotonic_ns() - began_ns < SLOT_PATIENCE_NS) {
+        usleep(SLOT_POLL_US);
+    }
+    return status;
 }
 
 void writer_close(struct writer *self) {

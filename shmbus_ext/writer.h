@@ -49,6 +49,9 @@ enum writer_status {
 
 /* Takes a slot whose lock is free, and takes over the lane of whoever died in it. */
 enum writer_status writer_attach(struct writer *self, struct segment *segment, const char *label);
+/* The same, with patience for who holds the lock of a slot in passing: half a second at most. */
+enum writer_status writer_attach_in_time(struct writer *self, struct segment *segment,
+                                         const char *label);
 /* The collector's own lane; its lock is the collector's. */
 void writer_attach_collector(struct writer *self, struct segment *segment);
 /* Seals the lane. The caller closes the file description afterwards, which drops the lock. */

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import Spawner, wait_until
 
-from shmbus import Bus, BusFullError, Consumer, Producer
+from shmbus import Bus, BusFullError, Consumer, Producer, _segments
 from shmbus.cli import main
 
 TOKENS = np.zeros(1000, np.int32)
@@ -223,3 +223,23 @@ def test_a_reader_on_the_processor_of_a_producer_is_not_woken_for_every_record(
             sleeps.append(sleeps_beside_a_producer(bus_name, spawn, count))
         print(f"{sleeps} sleeps")
         assert min(sleeps) < count // 100
+
+
+HOLD_SLOT = """
+import fcntl, struct, sys, time
+from shmbus_ext import _core
+with open(sys.argv[1], "r+b") as file:
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, _core.LOCK_SLOT, 1, 0)
+    fcntl.fcntl(file, 37, lock)  # F_OFD_SETLK
+    print("held", flush=True)
+    time.sleep(0.2)
+"""
+
+
+def test_a_slot_whose_lock_is_held_in_passing_is_waited_for(bus_name: str, spawn: Spawner) -> None:
+    # As by a reader that recovers what a dead producer left, and is not run for a while.
+    with Bus.create(bus_name, "1MiB", max_producers=1):
+        child = spawn.script(HOLD_SLOT, _segments.shm_path(bus_name))
+        wait_until(lambda: "held" in child.output())
+        Producer(bus_name).close()
+        child.finish()

@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, tuple[int, ...]]] = {
         "ack-ended": (1, 9),
         "ack-confirming": (1, 5),
         "ack-confirmed": (1, 5),
-        "relieve-begun": (1, 3),
+        "relieve-begun": (1, 2),
         "release-logged": (1, 20),
         "release-intended": (1, 20),
         "release-half": (1, 30),
