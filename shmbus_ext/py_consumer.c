@@ -130,8 +130,10 @@ PyTypeObject ConsumerBaseType = {
 };
 
 bool consumer_add_words(void) {
-    word.max_groups = PyUnicode_InternFromString("max_groups");
-    word.timeout = PyUnicode_InternFromString("timeout");
-    word.take = PyUnicode_InternFromString("_take");
-    return word.max_groups != NULL && word.timeout != NULL && word.take != NULL;
+    const struct word_note words[] = {
+        {&word.max_groups, "max_groups"},
+        {&word.timeout, "timeout"},
+        {&word.take, "_take"},
+    };
+    return INTERN_WORDS(words);
 }

@@ -9,10 +9,7 @@ static PyObject *word_group_size, *word_index, *word_score, *word_policy_version
     *word_meta, *word_timeout, *word_instance_id;
 
 bool arguments_init(void) {
-    struct {
-        PyObject **word;
-        const char *text;
-    } words[] = {{&word_group_size, "group_size"},
+    const struct word_note words[] = {{&word_group_size, "group_size"},
                  {&word_index, "index"},
                  {&word_score, "score"},
                  {&word_policy_version, "policy_version"},
@@ -20,13 +17,7 @@ bool arguments_init(void) {
                  {&word_meta, "meta"},
                  {&word_timeout, "timeout"},
                  {&word_instance_id, "instance_id"}};
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
-        *words[i].word = PyUnicode_InternFromString(words[i].text);
-        if (*words[i].word == NULL) {
-            return false;
-        }
-    }
-    return true;
+    return INTERN_WORDS(words);
 }
 
 void arguments_begin(struct put_arguments *self) {

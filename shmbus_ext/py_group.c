@@ -252,10 +252,11 @@ static PyMethodDef functions[] = {
 };
 
 bool group_add_functions(PyObject *module) {
-    word.key = PyUnicode_InternFromString("key");
-    word.samples = PyUnicode_InternFromString("samples");
-    word.size = PyUnicode_InternFromString("size");
-    word.leased = PyUnicode_InternFromString("leased");
-    return word.key != NULL && word.samples != NULL && word.size != NULL && word.leased != NULL &&
-           PyModule_AddFunctions(module, functions) == 0;
+    const struct word_note words[] = {
+        {&word.key, "key"},
+        {&word.samples, "samples"},
+        {&word.size, "size"},
+        {&word.leased, "leased"},
+    };
+    return INTERN_WORDS(words) && PyModule_AddFunctions(module, functions) == 0;
 }

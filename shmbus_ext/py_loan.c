@@ -145,9 +145,10 @@ static PyMethodDef functions[] = {
 };
 
 bool loan_add_functions(PyObject *module) {
-    word.number = PyUnicode_InternFromString("number");
-    word.size = PyUnicode_InternFromString("size");
-    word.places = PyUnicode_InternFromString("places");
-    return word.number != NULL && word.size != NULL && word.places != NULL &&
-           PyModule_AddFunctions(module, functions) == 0;
+    const struct word_note words[] = {
+        {&word.number, "number"},
+        {&word.size, "size"},
+        {&word.places, "places"},
+    };
+    return INTERN_WORDS(words) && PyModule_AddFunctions(module, functions) == 0;
 }

@@ -511,13 +511,14 @@ PyTypeObject RowsType = {
 };
 
 bool rows_add_constants(PyObject *module) {
-    attribute.key = PyUnicode_InternFromString("key");
-    attribute.group_size = PyUnicode_InternFromString("group_size");
-    attribute.index = PyUnicode_InternFromString("index");
-    attribute.nbytes = PyUnicode_InternFromString("nbytes");
-    attribute.failed = PyUnicode_InternFromString("failed");
-    return attribute.failed != NULL && attribute.key != NULL && attribute.group_size != NULL && attribute.index != NULL &&
-           attribute.nbytes != NULL &&
+    const struct word_note words[] = {
+        {&attribute.key, "key"},
+        {&attribute.group_size, "group_size"},
+        {&attribute.index, "index"},
+        {&attribute.nbytes, "nbytes"},
+        {&attribute.failed, "failed"},
+    };
+    return INTERN_WORDS(words) &&
            PyModule_AddIntConstant(module, "REFUSED_DUPLICATE", REFUSED_DUPLICATE) == 0 &&
            PyModule_AddIntConstant(module, "REFUSED_WIDTH", REFUSED_WIDTH) == 0 &&
            PyModule_AddIntConstant(module, "REFUSED_RECENT", REFUSED_RECENT) == 0 &&

@@ -436,8 +436,7 @@ static PyObject *get_policy_version(SegmentObject *self, void *ignored) {
 
 static int set_policy_version(SegmentObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    if (value == NULL) {
-        PyErr_SetString(PyExc_TypeError, "policy_version cannot be deleted");
+    if (!is_given(value, "policy_version")) {
         return -1;
     }
     if (self->c.read_only) {

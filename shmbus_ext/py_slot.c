@@ -376,11 +376,8 @@ static PyObject *slot_get_score(SlotObject *self, void *ignored) {
 
 static int slot_set_score(SlotObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    if (value == NULL) {
-        PyErr_SetString(PyExc_TypeError, "score cannot be deleted");
-        return -1;
-    }
-    return slot_usable(self) && parse_score(value, &self->score) ? 0 : -1;
+    bool set = is_given(value, "score") && slot_usable(self) && parse_score(value, &self->score);
+    return set ? 0 : -1;
 }
 
 static PyObject *slot_get_policy_version(SlotObject *self, void *ignored) {
@@ -390,11 +387,9 @@ static PyObject *slot_get_policy_version(SlotObject *self, void *ignored) {
 
 static int slot_set_policy_version(SlotObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    if (value == NULL) {
-        PyErr_SetString(PyExc_TypeError, "policy_version cannot be deleted");
-        return -1;
-    }
-    return slot_usable(self) && parse_policy_version(value, &self->policy_version) ? 0 : -1;
+    bool set = is_given(value, "policy_version") && slot_usable(self) &&
+               parse_policy_version(value, &self->policy_version);
+    return set ? 0 : -1;
 }
 
 static int slot_set_meta(SlotObject *self, PyObject *value, void *ignored) {

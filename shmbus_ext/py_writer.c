@@ -182,7 +182,9 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
         }
         shape += 1 + arguments->field_ndim[i];
     }
-    copies_arrive();
+    if (past_caches) {
+        copies_arrive();
+    }
 }
 
 void writer_write_head(WriterObject *self, const struct put_arguments *arguments,

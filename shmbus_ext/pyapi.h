@@ -76,6 +76,30 @@ typedef struct keeper {
 } KeeperObject;
 KeeperObject *keeper_new(SegmentObject *segment, const struct reservation *at);
 
+/* A text that Python code looks up again and again, and where it is kept. */
+struct word_note {
+    PyObject **at;
+    const char *text;
+};
+static inline bool intern_words(const struct word_note *words, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        *words[i].at = PyUnicode_InternFromString(words[i].text);
+        if (*words[i].at == NULL) {
+            return false;
+        }
+    }
+    return true;
+}
+#define INTERN_WORDS(words) intern_words(words, sizeof(words) / sizeof *(words))
+
+/* In a setter: false with a TypeError where the attribute was to be deleted. */
+static inline bool is_given(const PyObject *value, const char *name) {
+    if (value == NULL) {
+        PyErr_Format(PyExc_TypeError, "%s cannot be deleted", name);
+    }
+    return value != NULL;
+}
+
 /* What trajectories are made by: a Reader, or the Borrower of a process that a daemon serves. */
 struct holder_kind;
 #define HOLDER_HEAD                                                                              \

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_adapter import pad_input, unpad_input
+from trainer_adapter import attention, pad_input, unpad_input
 from trainer_adapter.compat import HuggingFaceStorageReader
 
 
@@ -163,3 +163,13 @@ def test_a_torch_without_the_reader_says_which_has_one(monkeypatch: pytest.Monke
         monkeypatch.setattr(compat, "_READERS", [("torch.distributed.checkpoint.no_such", "X")])
     with pytest.raises(ImportError, match=r"expected torch 2.7 or later, got"):
         HuggingFaceStorageReader("anywhere")
+
+
+def test_what_torch_offers_here_is_recognised_by_its_signature() -> None:
+    entry = attention._native_entry()
+    # Varlen attention came with 2.10.
+    assert (entry is not None) == (TORCH >= (2, 10))
+    if entry is None:
+        return
+    assert "return_aux" in entry.parameters
+    assert entry.parameters & {"is_causal", "window_size"}
