@@ -7,15 +7,17 @@ by SDPA against the native kernel, forward and backward, time and peak memory.
 Method: rates are of wall-clock time over many batches, two under way at a time, and count what
 crosses to the device (9 bytes a token for "gather", 25 for the others, whose rate in records is
 given too). CPU time is that of the whole process, of groups that lie ready under lease: what the
-bus takes to deliver and acknowledge them has a row of its own. `begin_us` and `finish_us` are the
-packing thread's share of it, a batch. The attention backends take turns; a time is that of a step
-alone, which waits for the host to begin, and `device_ms` that of one whose launches are queued
+bus takes to deliver and acknowledge them has a row of its own. So has a trainer's pace: a batch now
+and then, where the first figures are of one batch behind the other. `begin_us` and `finish_us` are
+the packing thread's share of it, a batch. The attention backends take turns; a time is that of a
+step alone, which waits for the host to begin, and `device_ms` that of one whose launches are queued
 already, as those of a model's layers are. A figure is the median of its repetitions.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import secrets
@@ -50,6 +52,11 @@ SMALL_BATCHES: Final = (4, 16, 64)
 #: Batches of a run at least, the same ones again where there are fewer: while the first is planned
 #: the device has nothing to do, which tells of a start and not of what follows.
 LEAST_BATCHES: Final = 40
+#: A trainer's pace, beyond what any single machine trains: seconds from batch to batch, of so many
+#: groups (a million tokens), and how many of them.
+PACE_S: Final = 0.05
+PACED_GROUPS: Final = 64
+PACED_BATCHES: Final = 40
 #: Clock cycles that a device sleeps while the host plans: some 15 ms.
 AHEAD_CYCLES: Final = 30_000_000
 #: Steps before those that count.
@@ -134,6 +141,7 @@ def _transfer(capacity: str, repetitions: int) -> list[dict[str, Any]]:
             for transport in ("gather", "pinned", "copy"):
                 for per_batch in (*SMALL_BATCHES, len(groups) // 4):
                     rows.append(_one_transport(groups, transport, per_batch, repetitions))
+            paced = [_paced(groups, transport) for transport in ("gather", "pinned", "copy")]
             rows.append(_pinned_copy(repetitions))
             began_cpu = time.thread_time()
             consumer.ack(groups)
@@ -144,7 +152,7 @@ def _transfer(capacity: str, repetitions: int) -> list[dict[str, Any]]:
         if row["what"] == "gather":
             row["target"] = TRANSFER_TARGET
     of_bus = {"what": "the bus: take and acknowledge", "cpu_us_per_record": bus_cpu / count * 1e6}
-    return [*rows, of_bus]
+    return [*rows, *paced, of_bus]
 
 
 def _fill(name: str, count: int) -> None:
@@ -211,6 +219,32 @@ def _one_transport(
         row["device_ms"] = kernel * 1e3
         row["device_gb_per_s"] = batch_bytes / kernel / 1e9
     return row
+
+
+def _paced(groups: list[shmbus.Group], transport: Any) -> dict[str, Any]:
+    """Bring a batch every `PACE_S`; its processor time is all that the process spends meanwhile."""
+    per_batch = min(PACED_GROUPS, len(groups))
+    cuts = range(0, len(groups) - per_batch + 1, per_batch)
+    batches = itertools.cycle([groups[at : at + per_batch] for at in cuts])
+    packer = GpuPacker("cuda", transport=transport)
+    try:
+        for _ in range(WARM_UP):
+            packer.pack(next(batches))
+        began, began_cpu = time.perf_counter(), time.process_time()
+        for number, batch in zip(range(PACED_BATCHES), batches, strict=False):
+            time.sleep(max(0.0, began + number * PACE_S - time.perf_counter()))
+            packer.pack(batch)
+        cpu_s, seconds = time.process_time() - began_cpu, time.perf_counter() - began
+    finally:
+        packer.close()
+    tokens = per_batch * GROUP_SIZE * TOKENS
+    return {
+        "what": f"{transport}, at a trainer's pace",
+        "tokens_per_batch": tokens,
+        "tokens_per_s": tokens * PACED_BATCHES / seconds,
+        "cpu_s_per_s": cpu_s / seconds,
+        "cpu_us_per_batch": cpu_s / PACED_BATCHES * 1e6,
+    }
 
 
 def _wall_seconds(work: Callable[[], object]) -> float:

@@ -19,14 +19,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe() -> dict[str, Any]:
-    """Return the facts of this machine and this moment, as what json can write."""
-    commit = _git("rev-parse", "HEAD")
+    """Return the facts of this machine and this moment, as what json can write.
+
+    A copy of the tree without its history is told its commit by SHMBUS_COMMIT.
+    """
+    commit = os.environ.get("SHMBUS_COMMIT") or _git("rev-parse", "HEAD")
+    status = _git("status", "--porcelain")
     return {
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "shmbus": shmbus.__version__,
         "layout_version": _core.LAYOUT_VERSION,
         "commit": commit,
-        "commit_changed_since": None if commit is None else bool(_git("status", "--porcelain")),
+        "commit_changed_since": None if status is None else bool(status),
         "python": platform.python_version(),
         "numpy": _version("numpy"),
         "torch": _version("torch"),

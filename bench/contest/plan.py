@@ -47,6 +47,8 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
 LARGE_CAPACITY: Final = "256MiB"
 #: Part of a trajectory's time that does not grow with its size, to expect.
 FIXED_PART: Final = 0.35
+#: Bytes a second that a consumer copies out of memory of another process, to expect.
+READ_BYTES_PER_S: Final = 4.0e9
 #: Trajectories a second of the load while latency is measured, and the part of what a contender
 #: can carry that it must not exceed.
 LOAD_PER_S: Final = 5_000.0
@@ -188,6 +190,8 @@ def sized(contender: Contender, level: Level, **parameters: Any) -> dict[str, An
     probe = Workload(trajectories=unit, **one)
     part = probe.bytes_each / (USUAL * BYTES_PER_TOKEN)
     each_s = (FIXED_PART + (1 - FIXED_PART) * part) / contender.per_second
+    if probe.read:
+        each_s = max(each_s, probe.bytes_each / READ_BYTES_PER_S)
     least = LEAST if contender.per_second > LEAST else 2 * unit
     wanted = min(max(least, level.run_s / each_s), MOST)
     return {**one, "trajectories": max(1, round(wanted / unit)) * unit}
