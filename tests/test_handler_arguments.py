@@ -30,6 +30,8 @@ def put_pair(
         ({"groups_per_batch": 1.0}, TypeError, "groups_per_batch: expected an int, got float"),
         ({"tokens_per_batch": True}, TypeError, "tokens_per_batch: expected an int, got bool"),
         ({"rank": 2, "world_size": 2}, ValueError, "rank: expected 0 to 1, got 2"),
+        ({"max_lag": 1}, TypeError, "'max_lag'; did you mean 'max_policy_lag'"),
+        ({"name": "x"}, TypeError, "argument 'name'; for the bus: daemon, "),
         ({"layout": "ragged"}, ValueError, "layout: expected .*'ragged'"),
         ({"malformed": "keep"}, ValueError, "malformed: expected .*'keep'"),
         ({"advantages": "ppo"}, ValueError, "advantages: expected .*'ppo'"),

@@ -5,6 +5,8 @@ Invariant: an error names what it is about, what was expected, and what came.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import itertools
 import threading
 from numbers import Real
@@ -20,6 +22,7 @@ __all__ = [
     "STATE_VERSION",
     "OneThread",
     "check_choices",
+    "check_consumer_options",
     "check_count",
     "check_device",
     "check_fields",
@@ -170,6 +173,17 @@ _CHOICES: Final = {
     "malformed": ("raise", "drop"),
     "truncated": ("keep", "mask", "drop"),
 }
+
+
+def check_consumer_options(options: dict[str, object]) -> None:
+    """Raise TypeError for an option that no Consumer takes, with the names of those it does."""
+    known = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
+    for name in options.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise TypeError(
+            f"OnlineDataHandler got an unexpected keyword argument {name!r}; "
+            + (f"did you mean {near[0]!r}?" if near else f"for the bus: {', '.join(sorted(known))}")
+        )
 
 
 def check_for_ranks(truncated: str) -> None:

@@ -28,6 +28,7 @@ from trainer_adapter._backlog import Backlog, Held
 from trainer_adapter._checks import (
     STATE_VERSION,
     check_choices,
+    check_consumer_options,
     check_count,
     check_device,
     check_fields,
@@ -151,6 +152,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         check_count("groups_per_batch", groups_per_batch)
         check_choices(layout=layout, malformed=malformed, truncated=truncated)
         check_prefetch(prefetch)
+        check_consumer_options(consumer_options)
         if world_size != 1:
             check_for_ranks(truncated)
         if max_wait == "auto":
