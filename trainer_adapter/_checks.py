@@ -10,7 +10,7 @@ import inspect
 import itertools
 import threading
 from numbers import Real
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -19,7 +19,6 @@ from shmbus.gather import FieldNames
 from trainer_adapter.advantages import MAX_SCORE
 
 __all__ = [
-    "STATE_VERSION",
     "OneThread",
     "check_choices",
     "check_consumer_options",
@@ -32,11 +31,8 @@ __all__ = [
     "check_scores",
     "check_wait",
     "group_of_sample",
-    "parse_state",
     "what_a_step_needs",
 ]
-
-STATE_VERSION: Final = 1
 
 #: Most batches that may be ready ahead: more would only be staler, and hold more of the ring.
 MAX_PREFETCH: Final = 8
@@ -214,30 +210,3 @@ def what_a_step_needs(
         "complete groups that are not acknowledged; put more groups, or lower one of these, or set "
         "max_wait"
     )
-
-
-def parse_state(state: Any) -> tuple[int, int, set[tuple[int, int]], int]:
-    """Return step, policy version, what was trained, and the bus's birth, of a handler's state.
-
-    Raises
-    ------
-    ValueError
-        It is not a handler's state, or of another version.
-    """
-    if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-        version = state.get("version") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(
-            f"state_dict: expected version {STATE_VERSION}, got {version!r}; it is not a "
-            "handler's state, or was saved by another version of shmbus"
-        )
-    try:
-        step, policy_version = int(state["step"]), int(state["policy_version"])
-        trained = {(int(producer), int(seq)) for producer, seq in state["trained"]}
-        created_unix_ns = int(state["bus_created_unix_ns"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"state_dict: expected what state_dict() returned, got {sorted(state)}: {error!r}"
-        ) from error
-    if step < 0:
-        raise ValueError(f"state_dict: expected step 0 or more, got {step}; it was never saved")
-    return step, policy_version, trained, created_unix_ns

@@ -26,7 +26,6 @@ import shmbus
 from shmbus.gather import sequence_lengths
 from trainer_adapter._backlog import Backlog, Held
 from trainer_adapter._checks import (
-    STATE_VERSION,
     check_choices,
     check_consumer_options,
     check_count,
@@ -38,11 +37,11 @@ from trainer_adapter._checks import (
     check_scores,
     check_wait,
     group_of_sample,
-    parse_state,
     what_a_step_needs,
 )
 from trainer_adapter._finite import NotFiniteError
 from trainer_adapter._maker import HandlerMaker
+from trainer_adapter._resume import HandlerState, identities
 from trainer_adapter.advantages import Kind, check_kind
 from trainer_adapter.gpu import GpuPacker
 from trainer_adapter.overrides import Truncated, is_truncated
@@ -416,10 +415,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
         return [group for group in groups if group.state == "leased"]
 
     def _was_trained(self, group: shmbus.Group) -> bool:
-        identities = {(t.producer_id, t.sequence) for t in group}
-        trained = identities <= self._trained
+        samples = identities([group])
+        trained = samples <= self._trained
         if trained:
-            self._trained -= identities
+            self._trained -= samples
         return trained
 
     def _note_quiet(self) -> None:
@@ -525,14 +524,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
         with self._guard():
             trained = set(self._trained)
         for batch in self._out.values():
-            trained |= {(t.producer_id, t.sequence) for group in batch.groups for t in group}
-        return {
-            "version": STATE_VERSION,
-            "step": self.step,
-            "policy_version": self._consumer.policy_version,
-            "bus_created_unix_ns": self._created_unix_ns,
-            "trained": sorted([producer, sequence] for producer, sequence in trained),
-        }
+            trained |= identities(batch.groups)
+        return HandlerState(
+            self.step, self._consumer.policy_version, self._created_unix_ns, trained
+        ).as_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """Go on where a checkpoint stood.
@@ -547,14 +542,14 @@ class OnlineDataHandler(IterableDataset[Batch]):
         ValueError
             It is not a handler's state, or of another version.
         """
-        step, policy_version, trained, created_unix_ns = parse_state(state)
-        self.set_policy_version(policy_version)
+        saved = HandlerState.parse(state)
+        self.set_policy_version(saved.policy_version)
         with self._guard():
             if self._prefetcher is not None:
                 self._prefetcher.recall()
-            self.step = step
-            # Numbers of producers are unique on one bus only.
-            self._trained = trained if created_unix_ns == self._created_unix_ns else set()
+            self.step = saved.step
+            here = saved.bus_created_unix_ns == self._created_unix_ns
+            self._trained = saved.trained if here else set()
             left = self._without_trained(self._held.groups)
             self._held.keep(left.__contains__)
 

@@ -1,0 +1,87 @@
+"""What a checkpoint keeps of an OnlineDataHandler, so that nothing is trained twice or skipped.
+
+Invariants:
+
+- A trajectory is known by its producer and its number there, which are unique on one bus only.
+- A state is plain ints, strs and lists, for any serialiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+import shmbus
+
+__all__ = ["HandlerState", "identities"]
+
+STATE_VERSION: Final = 1
+
+Identity = tuple[int, int]
+
+
+def identities(groups: Iterable[shmbus.Group]) -> set[Identity]:
+    """Return producer and number of each trajectory."""
+    return {(t.producer_id, t.sequence) for group in groups for t in group}
+
+
+class HandlerState(msgspec.Struct, frozen=True):
+    """Where a handler stood.
+
+    Attributes
+    ----------
+    step, policy_version : int
+    bus_created_unix_ns : int
+        When the bus was made that it read.
+    trained : set of (int, int)
+        Identities of what was yielded, acknowledged or not.
+    """
+
+    step: int
+    policy_version: int
+    bus_created_unix_ns: int
+    trained: set[Identity]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `parse` reads."""
+        return {
+            "version": STATE_VERSION,
+            "step": self.step,
+            "policy_version": self.policy_version,
+            "bus_created_unix_ns": self.bus_created_unix_ns,
+            "trained": sorted([producer, sequence] for producer, sequence in self.trained),
+        }
+
+    @classmethod
+    def parse(cls, state: Any) -> HandlerState:
+        """Read what `as_dict` returned.
+
+        Raises
+        ------
+        ValueError
+            It is not a handler's state, or of another version.
+        """
+        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+            version = state.get("version") if isinstance(state, dict) else type(state).__name__
+            raise ValueError(
+                f"state_dict: expected version {STATE_VERSION}, got {version!r}; it is not a "
+                "handler's state, or was saved by another version of shmbus"
+            )
+        try:
+            parsed = cls(
+                int(state["step"]),
+                int(state["policy_version"]),
+                int(state["bus_created_unix_ns"]),
+                {(int(producer), int(sequence)) for producer, sequence in state["trained"]},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"state_dict: expected what state_dict() returned, got {sorted(state)}: {error!r}"
+            ) from error
+        if parsed.step < 0:
+            raise ValueError(
+                f"state_dict: expected step 0 or more, got {parsed.step}; it was never saved"
+            )
+        return parsed
