@@ -96,7 +96,7 @@ def _(
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
     """Record a graph within an operator, where torch's dispatcher leaves autograd out."""
-    nothing = torch._C.DispatchKeySet.from_raw_repr(0)
+    nothing = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     with (
         torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), nothing),
         torch.enable_grad(),
