@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,22 @@ def test_a_torch_without_the_reader_says_which_has_one(monkeypatch: pytest.Monke
         # The same as torch 2.6, where none of these places exists.
         monkeypatch.setattr(compat, "_READERS", [("torch.distributed.checkpoint.no_such", "X")])
     with pytest.raises(ImportError, match=r"expected torch 2.7 or later, got"):
+        HuggingFaceStorageReader("anywhere")
+
+
+def test_a_reader_for_want_of_a_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer_adapter import compat
+
+    # The same as torch 2.7 without huggingface_hub, which it imports when the reader is made.
+    module = ModuleType("hf_storage")
+
+    def reader(path: str) -> None:
+        raise ModuleNotFoundError("No module named 'huggingface_hub'", name="huggingface_hub")
+
+    module.__dict__["reader"] = reader
+    monkeypatch.setitem(sys.modules, "hf_storage", module)
+    monkeypatch.setattr(compat, "_READERS", [("hf_storage", "reader")])
+    with pytest.raises(ImportError, match=r"which needs huggingface_hub; install that, or load"):
         HuggingFaceStorageReader("anywhere")
 
 

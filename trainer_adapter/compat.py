@@ -202,7 +202,8 @@ def HuggingFaceStorageReader(path: str, *, token: str | None = None, **options: 
     Raises
     ------
     ImportError
-        This torch has none (2.6), or lacks what it needs; the message says which version has.
+        This torch has none (2.6), or what its own imports is not here (huggingface_hub, for 2.7);
+        the message says what to do.
     TypeError
         A token or an option that this torch's class does not take.
     """
@@ -228,4 +229,10 @@ def HuggingFaceStorageReader(path: str, *, token: str | None = None, **options: 
             f"HuggingFaceStorageReader: torch {torch.__version__} takes no "
             f"{', '.join(sorted(unknown))}; for the hub's token set HF_TOKEN"
         )
-    return found(path, **options)
+    try:
+        return found(path, **options)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"HuggingFaceStorageReader: torch {torch.__version__} has one, which needs "
+            f"{error.name}; install that, or load the files with safetensors.torch.load_file"
+        ) from error
