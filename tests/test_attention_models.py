@@ -193,7 +193,7 @@ def test_an_older_flash_attn_and_none_at_all_say_so(flash_attn: Any, seed: int) 
 
 
 def tiny(kind: str, seed: int, **more: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="4.53")
     shape = {
         "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -207,6 +207,14 @@ def tiny(kind: str, seed: int, **more: Any) -> Any:
         "mistral": transformers.MistralConfig,
     }[kind](**shape)
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def attend_by(model: Any, name: str) -> None:
+    """Change a model's attention, which has a public name from transformers 4.54 on."""
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(name)
+    else:
+        model.config._attn_implementation = name
 
 
 def packed_batch(seed: int, lengths: list[int]) -> Batch:
@@ -248,9 +256,9 @@ def test_a_packed_batch_trains_a_stock_model_as_its_sequences_alone_would(
     more = {"sliding_window": 5} if kind == "mistral" else {}
     model = tiny(kind, seed, **more)
     batch = packed_batch(seed, lengths)
-    model.set_attn_implementation("eager")
+    attend_by(model, "eager")
     wanted, right = one_by_one(model, batch)
-    model.set_attn_implementation(register_with_transformers())
+    attend_by(model, register_with_transformers())
     model.zero_grad()
     inputs = transformers_inputs(batch)
     if by == "positions":
@@ -276,7 +284,7 @@ def test_padded_rows_and_generation_give_what_transformers_own_attention_gives(s
     name = register_with_transformers()
     outs = []
     for implementation in ("eager", name):
-        model.set_attn_implementation(implementation)
+        attend_by(model, implementation)
         with torch.no_grad():
             logits = model(input_ids=tokens, attention_mask=mask).logits
             outs.append((
@@ -292,7 +300,7 @@ def test_padded_rows_and_generation_give_what_transformers_own_attention_gives(s
 
 def test_what_it_has_not_is_refused(seed: int) -> None:
     model = tiny("llama", seed, attention_dropout=0.1)
-    model.set_attn_implementation(register_with_transformers())
+    attend_by(model, register_with_transformers())
     model.train()
     with pytest.raises(ValueError, match=r"dropout: expected 0, got 0\.1"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
@@ -300,3 +308,14 @@ def test_what_it_has_not_is_refused(seed: int) -> None:
         batch = packed_batch(seed, [3])
         batch.layout = "padded"
         transformers_inputs(batch)
+
+
+def test_a_transformers_that_lacks_what_it_takes_is_refused_with_the_version_that_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (4, 53):
+        # The same as in 4.52, which has no such module.
+        monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
+    with pytest.raises(ImportError, match=r"expected transformers 4\.53 or later, got"):
+        register_with_transformers()

@@ -17,7 +17,7 @@ DEADLINE_S = 300
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S + 20)
 def test_a_stock_model_learns_over_the_bus() -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="4.53")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, "examples/grpo_transformers.py", "--steps", "50", "--device", "cpu"],

@@ -1,7 +1,7 @@
 """`varlen_attention` as transformers calls an attention function.
 
-Written for transformers 4.48 (the first with `AttentionInterface`) to 5; tested with the version
-in constraints.txt.
+Written for transformers 4.53 (the first with `AttentionMaskInterface`) to 5; docs/compat.md has
+which versions it was run with.
 
 Invariants:
 
@@ -28,7 +28,7 @@ def register(name: str, backend: Any) -> str:
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
-            f"register_with_transformers: expected transformers 4.48 or later, got {error}; "
+            f"register_with_transformers: expected transformers 4.53 or later, got {error}; "
             "pip install 'shmbus[examples]'"
         ) from error
 

@@ -253,7 +253,7 @@ def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend 
     Raises
     ------
     ImportError
-        There is no transformers 4.48 or later here.
+        There is no transformers 4.53 or later here.
 
     Notes
     -----

@@ -1,0 +1,136 @@
+"""Padding, and the call of its kernel, against the flash-attn package itself, whichever is here.
+
+Not collected by the suite: ``make versions`` runs it in environments that have the package's Python
+files. Their CUDA extension is not there, so modules are loaded beside it, and no kernel runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_adapter import _attention_flash, pad_input, unpad_input
+
+FLASH = tuple(int(part) for part in version("flash-attn").split(".")[:2])
+#: From here on there are a mask of unused places, and a fifth value.
+COUNTS_USED = FLASH >= (2, 7)
+MASKS = ["bool", "int64", "uint8"]
+
+
+def _padding() -> Any:
+    """`flash_attn.bert_padding` by its path, since the package above it needs the extension."""
+    package = importlib.util.find_spec("flash_attn")
+    assert package is not None and package.submodule_search_locations
+    path = Path(package.submodule_search_locations[0], "bert_padding.py")
+    spec = importlib.util.spec_from_file_location("bert_padding", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+theirs = _padding()
+
+
+def masks(seed: int, kind: str, unused: bool) -> list[Tensor]:
+    """A mask of tokens, and if asked for one of unused places, which may lie in every row."""
+    rng = np.random.default_rng(seed)
+    tokens = torch.from_numpy(rng.random((6, 9)) < 0.6)
+    tokens[0] = False
+    tokens[1] = True
+    # Integers would be added up where both are set.
+    free = torch.from_numpy(rng.random((6, 9)) < 0.3) & ~tokens
+    dtype = getattr(torch, kind)
+    return [tokens.to(dtype), free.to(dtype)][: 1 + unused]
+
+
+@pytest.mark.parametrize("unused", [False, True] if COUNTS_USED else [False])
+@pytest.mark.parametrize("tail", [(3,), (2, 4)], ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+def test_unpadding_returns_what_flash_attn_returns(
+    kind: str, tail: tuple[int, ...], unused: bool, seed: int, record_property: Any
+) -> None:
+    given = masks(seed, kind, unused)
+    hidden = torch.randn(6, 9, *tail)
+    right = theirs.unpad_input(hidden, *given)
+    got = unpad_input(hidden, *given)
+    record_property("values", len(right))
+    assert len(right) == (5 if COUNTS_USED else 4)
+    for mine, wanted in zip(got, right, strict=COUNTS_USED):
+        assert type(mine) is type(wanted)
+        if isinstance(wanted, Tensor):
+            assert mine.dtype == wanted.dtype
+            assert torch.equal(mine, wanted)
+        else:
+            assert mine == wanted
+
+
+@pytest.mark.parametrize("tail", [(3,), (2, 4)], ids=str)
+def test_padding_returns_what_flash_attn_returns_for_either_ones_indices(
+    tail: tuple[int, ...], seed: int
+) -> None:
+    hidden = torch.randn(6, 9, *tail)
+    (mask,) = masks(seed, "bool", unused=False)
+    for unpad in (unpad_input, theirs.unpad_input):
+        packed, indices, *_ = unpad(hidden, mask)
+        wanted = theirs.pad_input(packed, indices, 6, 9)
+        assert torch.equal(pad_input(packed, indices, 6, 9), wanted)
+
+
+@pytest.mark.parametrize("unused", [False, True] if COUNTS_USED else [False])
+@pytest.mark.parametrize("tail", [(3,), (2, 4)], ids=str)
+def test_gradients_through_both_are_those_of_flash_attn(
+    tail: tuple[int, ...], unused: bool, seed: int
+) -> None:
+    given = masks(seed, "bool", unused)
+    hidden = torch.randn(6, 9, *tail, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(6, 9, *tail, dtype=torch.float64)
+    gradients = []
+    for unpad, pad in ((unpad_input, pad_input), (theirs.unpad_input, theirs.pad_input)):
+        packed, indices, *_ = unpad(hidden, *given)
+        # Squared, so that what comes back differs from what went in.
+        padded = pad(packed.square(), indices, 6, 9)
+        gradients.append(torch.autograd.grad(padded, [packed, hidden], upstream))
+    for mine, wanted in zip(*gradients, strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def test_its_function_is_found_and_takes_the_call(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    extension = ModuleType("flash_attn_2_cuda")
+    extension.__spec__ = ModuleSpec("flash_attn_2_cuda", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_2_cuda", extension)
+    _attention_flash.flash_function.cache_clear()
+    function, reason = _attention_flash.flash_function()
+    assert (reason, getattr(function, "__name__", None)) == ("", "flash_attn_varlen_func")
+    assert function is not None
+    calls = []
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        calls.append(inspect.signature(function).bind(*arguments, **options).arguments)
+        return q, torch.zeros(2, 5), None
+
+    monkeypatch.setattr(_attention_flash, "flash_function", lambda: (record, ""))
+    q, k, v = (torch.randn(5, 2, 8) for _ in range(3))
+    borders = [torch.tensor([0, n, 5], dtype=torch.int32) for n in (2, 3)]
+    _attention_flash.call_flash(q, k, v, borders, (3, 4), 0.25, (-1, 0))
+    (call,) = calls
+    for name, operand in zip(
+        ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), (q, k, v, *borders), strict=True
+    ):
+        assert call[name] is operand
+    assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (3, 4)
+    assert (call["softmax_scale"], call["causal"], call["window_size"]) == (0.25, True, (-1, 0))
+    assert call["return_attn_probs"] is True
