@@ -37,7 +37,7 @@ comma := ,
 # Two targets that install into one environment must not do it at once.
 .NOTPARALLEL:
 .PHONY: help demo test check bench bench-calls bench-contenders bench-report explore fuzz soak
-.PHONY: kills points leaks valgrind cross sanitize clean FORCE
+.PHONY: kills points versions leaks valgrind cross sanitize clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
@@ -82,6 +82,9 @@ kills: $(VENV)/.dev ## SIGKILL of KILLS producers at random instants
 
 points: $(VENV)/.dev ## A death and a stop at every named point of every process, first and later passes
 	SHMBUS_TEST_POINTS=all $(BIN)/pytest tests/process/test_failpoints.py $(ARGS)
+
+versions: $(VENV)/.dev ## The trainer side with other torch, transformers, flash-attn (half an hour)
+	$(BIN)/python tests/versions.py $(ARGS)
 
 leaks: $(VENV)/.dev ## Count what 10,000 cycles of everything leave behind
 	$(BIN)/python tests/process/leaks.py leaks-$$$$ 10000

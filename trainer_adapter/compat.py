@@ -4,7 +4,7 @@
   without flash-attn. There `unpad_input` returned four values up to 2.6.3 and five from 2.7.0; here
   it returns five, always. For any torch from 2.6 on.
 - `HuggingFaceStorageReader`: absent in torch 2.6; private in 2.7; public with a `token` in 2.8, and
-  without it from 2.9 on. Written for torch 2.6 to 2.13.
+  without it from 2.9 on. Written for torch 2.6 to 2.15.
 
 docs/compat.md has which versions each was run with.
 
