@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shmbus.relative import DEVIATION, Rule, relative_scores
@@ -302,6 +302,7 @@ def test_normalisation_over_the_batch_is_by_its_formulas(std: Any, seed: int) ->
     kind=st.sampled_from(["batch", "batch_std"]),
     eps=st.sampled_from([0.0, 1e-6, 1e300]),
 )
+@example(groups=[[0.0, 1e-104]], kind="batch_std", eps=1e300)
 def test_normalisation_over_the_batch_never_gives_nan_or_infinity(
     groups: list[list[float]], kind: Any, eps: float
 ) -> None:

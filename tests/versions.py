@@ -215,7 +215,7 @@ def run(argv: Sequence[str | Path], seconds: float, log: Path, **environ: str) -
     Where it takes too long, or this program is ended, it is ended with all that it started.
     """
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    inherited["TMPDIR"] = str(log.parent)
+    inherited.update(TMPDIR=str(log.parent), HYPOTHESIS_STORAGE_DIRECTORY=str(log.parent))
     with log.open("ab") as output:
         child = subprocess.Popen(
             argv,

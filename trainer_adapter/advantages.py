@@ -314,8 +314,9 @@ def _over_batch_std(
     centred = _compare(values, counts, Rule(MEAN))
     middle = values / len(values)
     deviations = values - middle.sum()
-    # In units of the largest: no square can under- or overflow.
-    unit = np.abs(deviations).max()
+    # In units of the largest: no square can under- or overflow. A float, since eps in such units
+    # may be infinite, of which NumPy's number would warn; all is 0 then, as it should be.
+    unit = float(np.abs(deviations).max())
     if unit == 0 or values.min() == values.max():
         return np.zeros_like(values)
     squares = float(np.square(deviations / unit).sum())
