@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from bench import machine
+from bench.contest.run import SERIES
 from bench.verdicts import OURS, USUAL, find, percentile
 
 __all__ = ["contest_text", "main", "write"]
@@ -254,7 +255,7 @@ _TABLES: Final[tuple[tuple[str, str, Callable[[dict[str, Any]], _Table]], ...]] 
 _RATES: Final = {
     "size": "tokens",
     "kind": "workload",
-    "producers": "producers",
+    "producers": "producers, each byte read",
     "capacity": "size of the ring",
 }
 
@@ -298,12 +299,15 @@ def _skipped(result: dict[str, Any]) -> str:
         for facts in contest["contenders"].values()
         if facts["skipped"]
     ]
+    points: dict[tuple[str, str, str], list[str]] = {}
+    for series in SERIES:
+        for one in contest.get(series, ()):
+            if "failed" in one:
+                same = points.setdefault((one["contender"], series, one["failed"]), [])
+                same.append(str(one["point"]))
     lines += [
-        f"- {one['contender']}, {series} {one['point']}".rstrip() + f": {one['failed']}"
-        for series, points in contest.items()
-        if isinstance(points, list)
-        for one in points
-        if "failed" in one
+        f"- {contender}, {series} {', '.join(same)}".rstrip() + f": {why}"
+        for (contender, series, why), same in points.items()
     ]
     return "Not measured:\n\n" + "\n".join(lines) + "\n" if lines else ""
 

@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="level",
         action="store_const",
         const="full",
-        help="every workload and curve: 25 minutes at most",
+        help="every workload and curve: half an hour at most",
     )
     level.add_argument(
         "--tiny",
