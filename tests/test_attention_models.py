@@ -78,6 +78,29 @@ def test_it_compiles_without_a_graph_break_and_gives_the_same(
             torch.testing.assert_close(compiled(*given, cu, longest), wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_on_a_gpu_it_compiles_without_a_graph_break_or_a_warning(backend: Any, seed: int) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found: Any = varlen_attention(
+            q, k, v, cu, cu, max(LENGTHS), max(LENGTHS),
+            window_size=(-1, 0), enable_gqa=True, backend=backend,
+        )  # fmt: skip
+        return found
+
+    cu = borders(LENGTHS).cuda()
+    given = [x.detach().cuda().bfloat16().requires_grad_() for x in operands(seed, LENGTHS)]
+    wanted = attend(*given)
+    upstream = torch.randn_like(wanted)
+    right = torch.autograd.grad(wanted, given, upstream)
+    torch.compiler.reset()
+    got = torch.compile(attend, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(got, wanted)
+    for mine, theirs in zip(torch.autograd.grad(got, given, upstream), right, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_under_autocast_operands_are_cast_first_whatever_they_have(
     compiles: bool, seed: int

@@ -362,15 +362,22 @@ class _NativeEntry(NamedTuple):
     parameters: frozenset[str]
 
 
-@functools.cache
-def _native_entry() -> _NativeEntry | None:
-    """Find torch's function, and what its version of the signature takes."""
+def _find_native() -> _NativeEntry | None:
     try:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
     except ImportError:
         return None
     parameters = frozenset(inspect.signature(varlen_attn).parameters)
     return _NativeEntry(varlen_attn, AuxRequest(lse=True), parameters)
+
+
+_find_native_once = functools.cache(_find_native)
+
+
+def _native_entry() -> _NativeEntry | None:
+    """Return torch's function, and what its version of the signature takes."""
+    # torch.compile looks through a cache, with a warning.
+    return _find_native() if torch.compiler.is_compiling() else _find_native_once()
 
 
 def _native_obstacle(
