@@ -20,7 +20,7 @@ import pytest
 import shmbus
 from bench.stash import Sample
 from bench.workload import GROUP_SIZE
-from shmbus.stash import Stash
+from shmbus.stash.stash import Stash
 
 torch = pytest.importorskip("torch")
 

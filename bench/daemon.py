@@ -25,7 +25,7 @@ from bench.processes import STALL_S, MeasurementError, Role, run_together
 from bench.rows import Row, Target
 from bench.sending import produce, temporary_bus
 from bench.workload import Workload
-from shmbus.daemon.paths import socket_path
+from shmbus.control.socket_path import socket_path
 
 __all__ = ["measure"]
 

@@ -31,7 +31,7 @@ from bench.processes import run_alone
 from bench.rows import Row, Target
 from bench.workload import GROUP_SIZE
 from shmbus import limits
-from shmbus.stash import Stash
+from shmbus.stash.stash import Stash
 
 __all__ = ["Sample", "measure"]
 

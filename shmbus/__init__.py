@@ -3,9 +3,7 @@
 Importing this loads no torch; what a trainer needs of it is in ``trainer_adapter``.
 """
 
-from shmbus import _codec, _segments, errors
-from shmbus._segments import unlink
-from shmbus.bus import Bus, BusStats, ProducerInfo
+from shmbus import _encoding, errors
 from shmbus.consumer import Consumer
 from shmbus.errors import (
     BusBusyError,
@@ -24,6 +22,9 @@ from shmbus.errors import (
 from shmbus.group import Group
 from shmbus.ledger import Ledger
 from shmbus.producer import Producer, ProducerStats, WantedSample
+from shmbus.segment import lifecycle
+from shmbus.segment.bus import Bus, BusStats, ProducerInfo
+from shmbus.segment.lifecycle import unlink
 from shmbus.stall import StallReport
 from shmbus_ext import _core
 from shmbus_ext._core import Slot, Trajectory
@@ -62,13 +63,13 @@ __version__ = "0.1.0"
 _core.install(
     closed_error=errors.BusClosedError,
     too_large_error=errors.RecordTooLargeError,
-    full_error=_segments.full_error,
-    busy_error=_segments.busy_error,
-    layout_error=_segments.layout_error,
-    space_error=_segments.space_error,
-    encode_meta=_codec.encode_meta,
-    decode_meta=_codec.decode_meta,
-    encode_dtype=_codec.encode_dtype,
-    decode_dtype=_codec.decode_dtype,
-    as_array=_codec.as_array,
+    full_error=lifecycle.full_error,
+    busy_error=lifecycle.busy_error,
+    layout_error=lifecycle.layout_error,
+    space_error=lifecycle.space_error,
+    encode_meta=_encoding.encode_meta,
+    decode_meta=_encoding.decode_meta,
+    encode_dtype=_encoding.encode_dtype,
+    decode_dtype=_encoding.decode_dtype,
+    as_array=_encoding.as_array,
 )

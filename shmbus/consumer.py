@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from shmbus import _segments, errors, limits
-from shmbus._check import (
+from shmbus import errors, limits
+from shmbus._arguments import (
     check_asked,
     check_choice,
     check_count,
@@ -22,15 +22,16 @@ from shmbus._check import (
     check_rank,
     check_seconds,
 )
-from shmbus.collector import Collector
-from shmbus.daemon.client import DaemonClient
-from shmbus.daemon.dialing import Away, stale
+from shmbus.client.leases import DaemonClient
+from shmbus.control.wire import Away, stale
 from shmbus.group import Group, GroupState
 from shmbus.ledger import Ledger
 from shmbus.producer import check_timeout
+from shmbus.segment import lifecycle
 from shmbus.source import Lease, Source
 from shmbus.stall import OnStall, Watch
-from shmbus.stash import StashPolicy
+from shmbus.stash.collector import Collector
+from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 __all__ = ["Consumer"]
@@ -122,7 +123,7 @@ class Consumer(_core.ConsumerBase[Group]):
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
     ) -> None:
-        self.name = _segments.check_name(name)
+        self.name = lifecycle.check_name(name)
         check_choice("on_timeout", on_timeout, ("wait", "drop", "partial"))
         check_choice("on_overflow", on_overflow, ("wait", "drop", "partial"))
         check_choice("on_failure", on_failure, ("drop", "partial"))
@@ -212,7 +213,7 @@ class Consumer(_core.ConsumerBase[Group]):
         return DaemonClient(
             self.name,
             stash_options(self._policy, self._duplicate, only_set=True),
-            self._label or _segments.process_label(),
+            self._label or lifecycle.process_label(),
             self._rank,
             self._world_size,
         )
@@ -413,7 +414,7 @@ class Consumer(_core.ConsumerBase[Group]):
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         source = self._require_source()
-        source.policy_version = _segments.check_policy_version(version)
+        source.policy_version = lifecycle.check_policy_version(version)
 
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""

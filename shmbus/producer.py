@@ -20,8 +20,9 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike
 
-from shmbus import _segments, errors, limits
-from shmbus._check import check_count, check_flag, check_int, check_label
+from shmbus import errors, limits
+from shmbus._arguments import check_count, check_flag, check_int, check_label
+from shmbus.segment import lifecycle
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
@@ -149,7 +150,7 @@ class Producer(_core.Writer):
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
     ) -> None:
-        self.name = _segments.check_name(name)
+        self.name = lifecycle.check_name(name)
         self._watch = Watch(name, on_stall, stall_timeout)
         self._taken: dict[tuple[str, int | None, int], WantedSample] = {}
         self._taking = threading.Lock()
@@ -157,7 +158,7 @@ class Producer(_core.Writer):
         self._label = label
         shown = check_label(label)
         self._space: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
-        segment = _segments.open_segment(name)
+        segment = lifecycle.open_segment(name)
         try:
             super().__init__(segment, shown, self._checksum)
         except BaseException:

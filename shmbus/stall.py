@@ -7,7 +7,7 @@ over: a wait that ends sooner pays for a comparison.
 Invariants:
 
 - A stall is reported once a period, for as long as it lasts, by whoever waits.
-- What a report says comes from `shmbus.status`, which disturbs nobody and waits for nobody longer
+- What a report says comes from `inspect.status`, which disturbs nobody and waits for nobody longer
   than a second; it is gathered only when there is something to report.
 """
 
@@ -21,9 +21,9 @@ from typing import Literal, TypeAlias, TypeVar
 import msgspec
 
 from shmbus import errors, limits
-from shmbus._text import show_duration
-from shmbus.status import BusStatus, read_status
-from shmbus.status_text import status_text
+from shmbus._format import show_duration
+from shmbus.inspect.status import BusStatus, read_status
+from shmbus.inspect.status_text import status_text
 from shmbus_ext import _core
 
 __all__ = ["OnStall", "StallReport", "Watch", "check_stall"]

@@ -1,4 +1,4 @@
-/* The table of wanted samples, for shmbus._asking (the collector's side) and shmbus.Producer. */
+/* The table of wanted samples, for shmbus.stash.retries (the collector's side) and shmbus.Producer. */
 #include "pyapi.h"
 
 #include "doorbell.h"

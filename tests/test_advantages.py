@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmbus.relative import DEVIATION, Rule, relative_scores
+from shmbus.batch.baseline import DEVIATION, Rule, relative_scores
 from trainer_adapter import group_advantages
 from trainer_adapter.advantages import DEFAULT_EPS, MAX_SCORE, advantages_for_groups
 

@@ -9,8 +9,8 @@ import pytest
 from conftest import Spawner, wait_until
 
 from shmbus import Bus, Producer
-from shmbus.collector import Collector
-from shmbus.stash import StashPolicy
+from shmbus.stash.collector import Collector
+from shmbus.stash.stash import StashPolicy
 
 # Takes what is wanted, and answers when it is told to; then it stays.
 TAKER = """

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from conftest import Spawner, wait_until
 
-from shmbus import Bus, BusClosedError, Producer, _segments, messages
+from shmbus import Bus, BusClosedError, Producer
+from shmbus.control import messages
+from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 
@@ -24,7 +26,7 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 @pytest.fixture
 def reader(bus: Bus) -> Iterator[_core.Reader]:
-    reader = _core.Reader(_segments.open_segment(bus.name), "test")
+    reader = _core.Reader(lifecycle.open_segment(bus.name), "test")
     reader.lend()
     yield reader
     reader.close()
@@ -32,7 +34,7 @@ def reader(bus: Bus) -> Iterator[_core.Reader]:
 
 @pytest.fixture
 def borrower(bus: Bus) -> Iterator[_core.Borrower]:
-    borrower = _core.Borrower(_segments.open_segment(bus.name, read_only=True))
+    borrower = _core.Borrower(lifecycle.open_segment(bus.name, read_only=True))
     yield borrower
     borrower.close()
 
@@ -56,14 +58,14 @@ def borrow(borrower: _core.Borrower, places: bytes) -> _core.Loan:
 
 
 def view_locks(bus: Bus) -> int:
-    segment = _segments.open_segment(bus.name)
+    segment = lifecycle.open_segment(bus.name)
     held = sum(count for _, count in segment.locks_held(0))
     segment.close()
     return held
 
 
 def lease_locks(bus: Bus, client: int = 0) -> int:
-    segment = _segments.open_segment(bus.name)
+    segment = lifecycle.open_segment(bus.name)
     held = sum(count for _, count in segment.locks_held(1 + client))
     segment.close()
     return held
@@ -101,7 +103,7 @@ def test_a_place_that_is_not_in_the_segment_is_refused_and_leaves_no_lock(
 ) -> None:
     put(bus, 1)
     (good,) = struct.iter_unpack("=IIQQ", _core.places(reader.poll(1)))
-    extents = _segments.open_segment(bus.name).extent_count
+    extents = lifecycle.open_segment(bus.name).extent_count
     for at, value in [
         (0, extents), (0, 2**32 - 1), (1, good[1] + 1), (2, 63), (2, 2**63), (2, 64), (3, 64),
         (3, 2**64 - 64), (3, good[3] + 64), (0, extents - 1),
@@ -163,7 +165,7 @@ def test_exactly_the_runs_that_nobody_looks_at_are_free(
     bus: Bus, reader: _core.Reader, borrower: _core.Borrower, seed: int
 ) -> None:
     draw = random.Random(seed)
-    other = _core.Borrower(_segments.open_segment(bus.name, read_only=True))
+    other = _core.Borrower(lifecycle.open_segment(bus.name, read_only=True))
     # Each run is one record: no two fit into an extent.
     count = draw.randrange(1, reader.segment.extent_count - 2)
     with Producer(bus.name) as producer:
@@ -274,7 +276,7 @@ def test_exactly_the_extents_of_loans_and_of_views_are_locked(
             producer.put(str(index), group_size=1, index=0, tokens=np.zeros(tokens, np.int32))
     found = reader.poll(120)
     extents = [place[0] for place in struct.iter_unpack("=IIQQ", _core.places(found))]
-    other = _segments.open_segment(bus.name)
+    other = lifecycle.open_segment(bus.name)
     loans: dict[int, tuple[set[int], _core.Loan]] = {}
     views: dict[int, tuple[int, np.ndarray]] = {}
     client = number = 0
@@ -318,9 +320,10 @@ def test_exactly_the_extents_of_loans_and_of_views_are_locked(
 
 BORROW = """
 import sys, time
-from shmbus import _segments, messages
+from shmbus.control import messages
+from shmbus.segment import lifecycle
 from shmbus_ext import _core
-borrower = _core.Borrower(_segments.open_segment(sys.argv[1], read_only=True))
+borrower = _core.Borrower(lifecycle.open_segment(sys.argv[1], read_only=True))
 granted = messages.Granted(number=1, size=2, places=bytes.fromhex(sys.argv[2]))
 loans, _ = borrower.borrow([granted], -1)
 view = loans[0].samples[0]["tokens"]
@@ -346,4 +349,4 @@ def test_the_policy_version_of_a_read_only_mapping_cannot_be_set(
     with pytest.raises(TypeError, match="read-only"):
         borrower.segment.policy_version = 3
     with pytest.raises(OSError):
-        _core.Reader(_segments.open_segment(bus.name, read_only=True), "test")
+        _core.Reader(lifecycle.open_segment(bus.name, read_only=True), "test")

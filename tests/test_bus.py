@@ -22,7 +22,8 @@ import pytest
 from conftest import Spawner, wait_until
 
 import shmbus
-from shmbus import Bus, Consumer, Producer, _segments, limits
+from shmbus import Bus, Consumer, Producer, limits
+from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 HEADER_BYTES, SLOT_BYTES, DESCRIPTOR_BYTES = 1024, 128, 64
@@ -35,7 +36,7 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 
 def path_of(name: str) -> Path:
-    return Path(_segments.shm_path(name))
+    return Path(lifecycle.shm_path(name))
 
 
 def put(producer: Producer, key: str, **more: Any) -> None:

@@ -12,8 +12,8 @@ from conftest import Spawner, wait_until
 from operators import cli, put_group, segment_path
 
 import shmbus
-from shmbus import capture, snapshot
-from shmbus.status import read_status
+from shmbus.inspect.status import read_status
+from shmbus.store import capture, snapshot
 
 
 def recording(spawn: Spawner, name: str, target: Path, *options: str):  # type: ignore[no-untyped-def]

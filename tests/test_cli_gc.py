@@ -18,7 +18,7 @@ from conftest import Spawner, wait_until
 from operators import WORKER, cli, header_offset, put_group, segment_path, write_at
 
 import shmbus
-from shmbus import cleanup
+from shmbus.inspect import leftovers
 from shmbus_ext import _core
 
 HANDLE = """
@@ -137,16 +137,16 @@ def test_a_segment_that_was_spared_after_all_is_opened(bus_name: str) -> None:
 
 def test_who_came_between_the_look_and_the_removal_is_left_alone(bus_name: str) -> None:
     shmbus.Bus.create(bus_name, "1MiB").close()
-    (leftover,) = [row for row in cleanup.survey() if row.name == bus_name]
+    (leftover,) = [row for row in leftovers.survey() if row.name == bus_name]
     assert leftover.verdict == "removable"
     with shmbus.Bus.open(bus_name), pytest.raises(shmbus.BusBusyError, match="begun to use it"):
-        cleanup.remove(leftover)
+        leftovers.remove(leftover)
     shmbus.unlink(bus_name)
     with pytest.raises(FileNotFoundError):
-        cleanup.remove(leftover)
+        leftovers.remove(leftover)
     shmbus.Bus.create(bus_name, "1MiB").close()
     with pytest.raises(shmbus.BusBusyError):
-        cleanup.remove(leftover)
+        leftovers.remove(leftover)
     assert segment_path(bus_name).exists()
 
 

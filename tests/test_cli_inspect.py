@@ -18,7 +18,7 @@ from operators import (
 )
 
 import shmbus
-from shmbus.inspection import inspect
+from shmbus.inspect.dump import inspect
 
 
 def test_inspect_shows_every_record_with_its_state_and_checks(bus_name: str) -> None:

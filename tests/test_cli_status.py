@@ -20,7 +20,7 @@ from operators import (
 )
 
 import shmbus
-from shmbus.status import BusStatus, read_status
+from shmbus.inspect.status import BusStatus, read_status
 from shmbus_ext import _core
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 
 import shmbus
 from shmbus.cli._top_view import chart, draw
-from shmbus.rates import Watcher
+from shmbus.inspect.rates import Watcher
 
 _LEAVES_SCREEN = "\x1b[?1049l"
 _SHOWS_CURSOR = "\x1b[?25h"

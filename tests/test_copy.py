@@ -9,7 +9,7 @@ import pytest
 from conftest import Daemon
 
 from shmbus import Bus, Consumer, Producer
-from shmbus._segment_file import SegmentFile
+from shmbus.inspect.segment_file import SegmentFile
 from trainer_adapter import OnlineDataHandler
 
 

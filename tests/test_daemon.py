@@ -28,10 +28,10 @@ from shmbus import (
     Producer,
     ProtocolError,
     limits,
-    messages,
 )
-from shmbus.daemon.client import DaemonClient
-from shmbus.daemon.paths import socket_path
+from shmbus.client.leases import DaemonClient
+from shmbus.control import messages
+from shmbus.control.socket_path import socket_path
 
 Served = Callable[..., Daemon]
 

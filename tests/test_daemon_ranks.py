@@ -12,8 +12,8 @@ import pytest
 from conftest import Daemon, Spawner, wait_until
 
 from shmbus import Bus, BusBusyError, Consumer, DaemonUnavailableError, Group, Producer
-from shmbus.daemon.observe import ask_status
-from shmbus.messages import StatusReply
+from shmbus.control.ask import ask_status
+from shmbus.control.messages import StatusReply
 
 Served = Callable[..., Daemon]
 

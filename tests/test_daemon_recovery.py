@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from conftest import Child, Daemon, Spawner, wait_until
 
-from shmbus import Consumer, Group, Producer, limits, messages
-from shmbus.daemon.client import DaemonClient
+from shmbus import Consumer, Group, Producer, limits
+from shmbus.client.leases import DaemonClient
+from shmbus.control import messages
 
 Served = Callable[..., Daemon]
 

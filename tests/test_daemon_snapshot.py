@@ -13,8 +13,8 @@ from conftest import Daemon, Spawner, wait_until
 from operators import cli, put_group
 
 import shmbus
-from shmbus import snapshot
-from shmbus.status import read_status
+from shmbus.inspect.status import read_status
+from shmbus.store import snapshot
 
 Served = Callable[..., Daemon]
 

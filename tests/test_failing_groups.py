@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shmbus._failures import Request
-from shmbus.stash import Stash, StashPolicy
+from shmbus.stash.failures import Request
+from shmbus.stash.stash import Stash, StashPolicy
 
 
 @dataclass(eq=False, slots=True)

@@ -16,7 +16,7 @@ from operators import cli
 
 import shmbus
 from shmbus import Bus, Consumer, Group, Producer, WantedSample
-from shmbus.status import read_status
+from shmbus.inspect.status import read_status
 
 Serve = Callable[..., Daemon]
 Reader = Callable[..., Consumer]

@@ -20,9 +20,9 @@ import torch
 from conftest import Spawner
 
 from shmbus import Bus, BusClosedError, Consumer, Producer
-from shmbus.gather import members
-from shmbus.locate import CHUNK_WORDS, KINDS, plan_gather
-from shmbus.relative import Rule
+from shmbus.batch.baseline import Rule
+from shmbus.batch.gather import members
+from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS, plan_gather
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
 from trainer_adapter.advantages import advantages_for_groups, rule_of
 from trainer_adapter.gpu import GpuPacker

@@ -8,7 +8,8 @@ import struct
 import msgspec
 import pytest
 
-from shmbus import Ledger, ProtocolError, limits, messages
+from shmbus import Ledger, ProtocolError, limits
+from shmbus.control import messages
 
 LEDGER = Ledger(committed=1, acknowledged=1, leased=0, stashed=0, in_ring=0, dropped={})
 REQUESTS: list[messages.Request] = [

@@ -21,8 +21,8 @@ from conftest import Child, Spawner, wait_until
 from operators import WORKER, cli, data_offset, put_group, put_until_moved, segment_path, write_at
 
 import shmbus
-from shmbus import snapshot
-from shmbus.status import read_status
+from shmbus.inspect.status import read_status
+from shmbus.store import snapshot
 
 
 def fill(producer: shmbus.Producer, rng: np.random.Generator, groups: int) -> dict[Any, Any]:

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from shmbus import limits
-from shmbus.stash import Discard, Stash, StashPolicy
+from shmbus.stash.stash import Discard, Stash, StashPolicy
 from shmbus_ext._core import Row
 
 

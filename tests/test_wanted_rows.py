@@ -9,15 +9,15 @@ import pytest
 from conftest import Spawner, wait_until
 
 from shmbus import Bus, Consumer, Producer
-from shmbus._segment_file import SegmentFile
-from shmbus._segments import open_segment, shm_path
-from shmbus._wanted_rows import read_wanted
+from shmbus.inspect.retry_table import read_wanted
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.segment.lifecycle import open_segment, shm_path
 from shmbus_ext import _core
 
 # Claims what it finds, until it finds the last request, and says which requests it got.
 CLAIMER = """
 import sys
-from shmbus._segments import open_segment
+from shmbus.segment.lifecycle import open_segment
 from shmbus_ext import _core
 segment, me = open_segment(sys.argv[1]), int(sys.argv[2])
 print("ready", flush=True)

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 import shmbus
-from shmbus.gather import FieldNames
+from shmbus.batch.gather import FieldNames
 from trainer_adapter.advantages import MAX_SCORE
 
 __all__ = [

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.gather import FieldNames, PackedArrays
-from shmbus.locate import find_not_finite
+from shmbus.batch.gather import FieldNames, PackedArrays
+from shmbus.batch.gather_plan import find_not_finite
 
 __all__ = ["NotFiniteError", "require_finite"]
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus.gather import FieldNames, describe, members
-from shmbus.locate import CHUNK_WORDS, GatherTable, plan_gather
+from shmbus.batch.gather import FieldNames, describe, members
+from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter._cuda import Staging, StagingBlock
 from trainer_adapter._finite import not_finite
 from trainer_adapter.advantages import Kind, advantages_for_groups, rule_of

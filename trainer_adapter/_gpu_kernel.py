@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shmbus.locate import CHUNK_WORDS, KINDS
+from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS
 
 __all__ = ["CHUNK_TOKENS", "launch"]
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shmbus.relative import DEVIATION, MEAN, MOST_SCORE, OTHERS, Rule, relative_scores
+from shmbus.batch.baseline import DEVIATION, MEAN, MOST_SCORE, OTHERS, Rule, relative_scores
 
 __all__ = ["advantages_for_groups", "check_kind", "group_advantages", "rule_of"]
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 import shmbus
-from shmbus.gather import FieldNames
-from shmbus.locate import mapping_of
+from shmbus.batch.gather import FieldNames
+from shmbus.batch.gather_plan import mapping_of
 from trainer_adapter._checks import OneThread
 from trainer_adapter._cuda import PinnedMemory, Registration, Staging
 from trainer_adapter._gpu_gather import Pending, begin_gather

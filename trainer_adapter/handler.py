@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
-from shmbus.gather import sequence_lengths
+from shmbus.batch.gather import sequence_lengths
 from trainer_adapter._backlog import Backlog, Held
 from trainer_adapter._checks import (
     check_choices,

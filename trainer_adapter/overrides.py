@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.gather import PackedArrays
-from shmbus.locate import mentioning
+from shmbus.batch.gather import PackedArrays
+from shmbus.batch.gather_plan import mentioning
 
 __all__ = ["Truncated", "asking_words", "is_truncated", "sample_flags"]
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus import gather as bus_gather
+from shmbus.batch import gather as bus_gather
 from trainer_adapter._checks import check_choices, check_device, check_fields
 from trainer_adapter._finite import require_finite
 from trainer_adapter.advantages import Kind, advantages_for_groups, check_kind

@@ -33,7 +33,7 @@ CONTENDER: Final = Contender(
 @contextlib.contextmanager
 def link(workload: Workload) -> Iterator[str]:
     """Create a bus, and serve it."""
-    paths = importlib.import_module("shmbus.daemon.paths")
+    paths = importlib.import_module("shmbus.control.socket_path")
     with shmbus_embedded.link(workload) as name:
         argv = [sys.executable, "-m", "shmbus", "serve", name, "--log-level", "warning"]
         with started(argv, Path(paths.socket_path(name)).exists):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from shmbus._segment_file import printable
-from shmbus._segments import check_name, show_size
-from shmbus._text import bar, show_count, show_duration, table
+from shmbus._format import bar, show_count, show_duration, table
+from shmbus.inspect.segment_file import printable
+from shmbus.segment.lifecycle import check_name, show_size
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

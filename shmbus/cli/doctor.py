@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from shmbus.cli._show import add_command, print_json, printable
-from shmbus.diagnosis import Finding, diagnose
+from shmbus.cli.doctor_checks import Finding, diagnose
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -6,8 +6,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from shmbus import cleanup, errors
+from shmbus import errors
 from shmbus.cli._show import add_command, print_json, printable, show_count, show_size, table
+from shmbus.inspect import leftovers
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -49,7 +50,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show, and with --yes remove; 1 where something named is not there or could not be removed."""
-    found = cleanup.survey()
+    found = leftovers.survey()
     wanted = set(arguments.names)
     unknown = wanted - {leftover.name for leftover in found}
     if wanted:
@@ -70,17 +71,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _chosen(leftover: cleanup.Leftover, keep_data: bool) -> bool:
+def _chosen(leftover: leftovers.Leftover, keep_data: bool) -> bool:
     return leftover.verdict == "removable" and (not keep_data or leftover.undelivered == 0)
 
 
-def _for_json(leftover: cleanup.Leftover) -> dict[str, object]:
+def _for_json(leftover: leftovers.Leftover) -> dict[str, object]:
     row = {name: getattr(leftover, name) for name in leftover.__struct_fields__}
     del row["device"], row["inode"]
     return {**row, "path": printable(leftover.path), "name": printable(leftover.name)}
 
 
-def _print(found: list[cleanup.Leftover], chosen: list[cleanup.Leftover], yes: bool) -> None:
+def _print(found: list[leftovers.Leftover], chosen: list[leftovers.Leftover], yes: bool) -> None:
     if not found:
         print("nothing in /dev/shm is called like a bus")
         return
@@ -101,7 +102,7 @@ def _print(found: list[cleanup.Leftover], chosen: list[cleanup.Leftover], yes: b
         print("\nnothing to remove")
 
 
-def _loss(leftover: cleanup.Leftover) -> str:
+def _loss(leftover: leftovers.Leftover) -> str:
     if leftover.kind != "segment" or leftover.verdict != "removable":
         return ""
     if leftover.undelivered is None:
@@ -118,13 +119,13 @@ def _things(count: int) -> str:
     return f"{count} file{'s' if count != 1 else ''}"
 
 
-def _remove(chosen: list[cleanup.Leftover], *, quiet: bool) -> bool:
+def _remove(chosen: list[leftovers.Leftover], *, quiet: bool) -> bool:
     """Remove each by itself; whether all of it worked."""
     removed = []
     failures = 0
     for leftover in chosen:
         try:
-            cleanup.remove(leftover)
+            leftovers.remove(leftover)
             removed.append(leftover)
         except FileNotFoundError:
             continue  # somebody else has removed it: what was wanted is so

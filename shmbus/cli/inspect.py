@@ -15,7 +15,7 @@ from shmbus.cli._show import (
     show_size,
     table,
 )
-from shmbus.inspection import Inspection, RecordView, RunView, inspect
+from shmbus.inspect.dump import Inspection, RecordView, RunView, inspect
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

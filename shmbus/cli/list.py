@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shmbus import errors
-from shmbus._segment_file import bus_names
 from shmbus.cli._show import add_command, print_json, printable, show_count, show_size, table
-from shmbus.status import read_status
+from shmbus.inspect.segment_file import bus_names
+from shmbus.inspect.status import read_status
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -8,7 +8,6 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from shmbus import capture
 from shmbus.cli._show import (
     add_command,
     bus_name,
@@ -18,6 +17,7 @@ from shmbus.cli._show import (
     show_duration,
     show_size,
 )
+from shmbus.store import capture
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -9,9 +9,12 @@ import logging
 import os
 import sys
 
-from shmbus import _segments, cleanup, errors, snapshot
+from shmbus import errors
 from shmbus.consumer import stash_options
 from shmbus.daemon import config, logs, server
+from shmbus.inspect import leftovers
+from shmbus.segment import lifecycle
+from shmbus.store import snapshot
 
 __all__ = ["add_parser", "run"]
 
@@ -48,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Serve; 0 after an orderly end, 2 where the settings are wrong."""
     path = parsed.config or os.environ.get("SHMBUS_CONFIG")
     try:
-        _segments.check_name(parsed.name)
+        lifecycle.check_name(parsed.name)
         settings = config.load(vars(parsed), os.environ, path)
     except ValueError as error:
         print(f"shmbus serve: {error}", file=sys.stderr)
@@ -61,10 +64,10 @@ def run(parsed: argparse.Namespace) -> int:
             stack.enter_context(_metrics(parsed.name, settings.metrics_port, settings.metrics_host))
         if settings.restore is not None:
             _restore(parsed.name, settings.restore)
-        if cleanup.remove_unfinished(parsed.name):
+        if leftovers.remove_unfinished(parsed.name):
             logger.warning("removed what a creator that died had left of bus %r", parsed.name)
         with contextlib.suppress(errors.BusExistsError):
-            _segments.create_segment(
+            lifecycle.create_segment(
                 parsed.name, settings.capacity, settings.max_producers, 0
             ).close()
         server.serve(
@@ -76,7 +79,7 @@ def run(parsed: argparse.Namespace) -> int:
         )
     if settings.unlink_on_exit:
         with contextlib.suppress(errors.BusNotFoundError):
-            _segments.unlink(parsed.name)
+            lifecycle.unlink(parsed.name)
     return 0
 
 

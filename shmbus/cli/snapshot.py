@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from shmbus import _segments, errors, snapshot
+from shmbus import errors
 from shmbus.cli._show import add_command, bus_name, print_json, printable, show_count, show_size
-from shmbus.daemon.observe import ask_snapshot
+from shmbus.control.ask import ask_snapshot
+from shmbus.segment import lifecycle
+from shmbus.store import snapshot
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -60,7 +62,7 @@ def add_parser(commands: Commands) -> None:
 
 def _capacity(text: str) -> int:
     try:
-        return _segments.parse_size(text)
+        return lifecycle.parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

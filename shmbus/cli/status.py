@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from shmbus.cli._show import add_command, bus_name, print_json, show_count
-from shmbus.status import read_status
-from shmbus.status_text import status_text
+from shmbus.inspect.status import read_status
+from shmbus.inspect.status_text import status_text
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from shmbus import errors
 from shmbus.cli._show import add_command, bus_name
-from shmbus.rates import Watcher
+from shmbus.inspect.rates import Watcher
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

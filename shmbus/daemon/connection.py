@@ -19,8 +19,8 @@ import socket
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from shmbus import errors, limits, messages
-from shmbus.daemon import paths
+from shmbus import errors, limits
+from shmbus.control import messages, socket_path
 from shmbus.daemon.leases import Session
 from shmbus.daemon.service import Service
 
@@ -68,7 +68,7 @@ class Connection(asyncio.Protocol):
         name = self._server.service.collector.segment.name
         self._server.connections.add(self)
         try:
-            self._peer_pid = paths.check_peer(name, connection)
+            self._peer_pid = socket_path.check_peer(name, connection)
         except PermissionError as error:
             logger.warning("refused a connection: %s", error)
             self._transport.abort()

@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from shmbus import limits, messages
-from shmbus.collector import Collector
+from shmbus import limits
+from shmbus.control import messages
+from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
 __all__ = ["Lease", "LeaseTable", "Session", "extents_of", "split_identities"]

@@ -31,8 +31,8 @@ from prometheus_client.registry import Collector
 
 import shmbus
 from shmbus import errors, limits
+from shmbus.inspect.status import BusStatus, read_status
 from shmbus.ledger import REASONS
-from shmbus.status import BusStatus, read_status
 
 __all__ = ["BusCollector", "MetricsServer", "health"]
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterable
 
-from shmbus import messages
-from shmbus.collector import Collector
+from shmbus.control import messages
 from shmbus.daemon.leases import Lease, LeaseTable, Session, extents_of, split_identities
+from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
 __all__ = ["Claims", "InDoubt", "Withheld", "extents_of_client", "extents_of_clients"]

@@ -27,13 +27,15 @@ from typing import Any
 import msgspec
 import uvloop
 
-from shmbus import errors, limits, messages, snapshot
-from shmbus.collector import Collector
-from shmbus.daemon import notify, paths
+from shmbus import errors, limits
+from shmbus.control import messages, socket_path
+from shmbus.daemon import notify
 from shmbus.daemon.connection import Connection
 from shmbus.daemon.leases import Session
 from shmbus.daemon.service import Service
-from shmbus.stash import StashPolicy
+from shmbus.stash.collector import Collector
+from shmbus.stash.stash import StashPolicy
+from shmbus.store import snapshot
 
 __all__ = ["Server", "serve"]
 
@@ -58,7 +60,7 @@ class Server:
     ) -> None:
         self.service = Service(collector, policy)
         self.connections: set[Connection] = set()
-        self.path = paths.socket_path(collector.segment.name)
+        self.path = socket_path.socket_path(collector.segment.name)
         self._collector = collector
         self._drain_timeout_s = drain_timeout_s
         self._failure: BaseException | None = None

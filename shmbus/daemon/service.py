@@ -16,13 +16,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from shmbus import errors, limits, messages
-from shmbus.collector import Collector
+from shmbus import errors, limits
+from shmbus.control import messages
 from shmbus.daemon.leases import Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.status import open_groups
-from shmbus.daemon.world import World
+from shmbus.daemon.steps import World
 from shmbus.ledger import Ledger
+from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
 __all__ = ["Service"]

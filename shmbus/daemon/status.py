@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 import shmbus
-from shmbus import messages
-from shmbus._asking import split_key
-from shmbus._failures import ApartGroup
-from shmbus.collector import Collector
+from shmbus.control import messages
+from shmbus.stash.collector import Collector
+from shmbus.stash.failures import ApartGroup
+from shmbus.stash.retries import split_key
 
 __all__ = ["open_groups"]
 

@@ -16,11 +16,12 @@ import numpy as np
 from harness import Bytes, run
 
 import shmbus
-from shmbus import errors, messages
-from shmbus.collector import Collector
+from shmbus import errors
+from shmbus.control import messages
 from shmbus.daemon.leases import Session
 from shmbus.daemon.service import Service
-from shmbus.stash import StashPolicy
+from shmbus.stash.collector import Collector
+from shmbus.stash.stash import StashPolicy
 
 _NAME = f"fuzz-{os.getpid()}"
 _CLIENTS = 4

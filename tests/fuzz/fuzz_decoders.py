@@ -15,7 +15,7 @@ import numpy as np
 from harness import run
 
 import shmbus
-from shmbus import _codec
+from shmbus import _encoding
 
 _NAME = f"fuzz-{os.getpid()}"
 _RECORD_BYTES = 512
@@ -24,13 +24,13 @@ _RECORD_BYTES = 512
 def fuzz_meta(data: bytes) -> None:
     """Any bytes decode, or are a ValueError."""
     with contextlib.suppress(ValueError):
-        _codec.decode_meta(data)
+        _encoding.decode_meta(data)
 
 
 def fuzz_dtype(data: bytes) -> None:
     """Any description is a plain dtype without objects, or a TypeError."""
     try:
-        dtype = _codec.decode_dtype("field", data)
+        dtype = _encoding.decode_dtype("field", data)
     except TypeError:
         return
     assert isinstance(dtype, np.dtype) and not dtype.hasobject, dtype

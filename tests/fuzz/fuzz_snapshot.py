@@ -18,8 +18,9 @@ import numpy as np
 from harness import Bytes, run
 
 import shmbus
-from shmbus import errors, snapshot
-from shmbus.status import read_status
+from shmbus import errors
+from shmbus.inspect.status import read_status
+from shmbus.store import snapshot
 
 _NAME = f"fuzz-{os.getpid()}"
 _MOST_EDITS = 20

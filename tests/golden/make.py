@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import shmbus
-from shmbus._segment_file import SegmentFile
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus_ext import _core
 
 HERE = Path(__file__).parent

@@ -1,5 +1,5 @@
 /* What those do who ask for a sample again, and who take what is asked for: the calls of
- * shmbus/_asking.py and shmbus/producer.py, in their order, over a table of one row.
+ * shmbus/stash/retries.py and shmbus/producer.py, in their order, over a table of one row.
  *
  * A taker's proof of life is the lock of its slot; its producer id is its slot's number. The answer
  * is the ghost's: how a record comes into the ring has scenarios of its own.

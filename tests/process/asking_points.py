@@ -18,7 +18,7 @@ from pathlib import Path
 from failpoints import Child, deadline, pattern
 
 import shmbus
-from shmbus.status import read_status
+from shmbus.inspect.status import read_status
 
 GROUPS = 12
 EXTENT = 4096

@@ -26,11 +26,12 @@ from failpoints import DEADLINE_S, SPAN_TWO, Child, deadline, pattern, ruin
 from points import arm
 
 import shmbus
-from shmbus import errors, limits, snapshot
+from shmbus import errors, limits
 from shmbus.cli import main as shmbus_main
-from shmbus.collector import Collector
-from shmbus.stash import StashPolicy
-from shmbus.status import read_status
+from shmbus.inspect.status import read_status
+from shmbus.stash.collector import Collector
+from shmbus.stash.stash import StashPolicy
+from shmbus.store import snapshot
 
 RANKS = 2
 STRAGGLERS = 14

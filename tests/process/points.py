@@ -15,8 +15,12 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from shmbus import _parts, collector, messages, snapshot
-from shmbus.daemon import client, connection, leases, link, recovery, server, service, world
+from shmbus.client import connection as client_connection
+from shmbus.client import leases as client_leases
+from shmbus.control import messages
+from shmbus.daemon import connection, leases, recovery, server, service, steps
+from shmbus.stash import collector
+from shmbus.store import parts, snapshot
 
 __all__ = ["POINTS", "arm"]
 
@@ -63,8 +67,8 @@ POINTS = {
     "lease-begun": _Point(collector.Collector, "lease", before=True),
     "lease-half": _Point(leases.LeaseTable, "lease_of"),
     "lease-made": _Point(leases.LeaseTable, "take", counts=_fruitful),
-    "shard-formed": _Point(world.World, "_form", counts=_fruitful),
-    "shard-taken": _Point(world.World, "take", counts=_fruitful),
+    "shard-formed": _Point(steps.World, "_form", counts=_fruitful),
+    "shard-taken": _Point(steps.World, "take", counts=_fruitful),
     "deliver-begun": _Point(connection.Connection, "send", before=True, counts=_LEASES),
     "deliver-sent": _Point(connection.Connection, "send", counts=_LEASES),
     # They end, or come back.
@@ -73,7 +77,7 @@ POINTS = {
     "ack-ended": _Point(service.Service, "_end"),
     "ack-confirming": _Point(connection.Connection, "send", before=True, counts=_ENDED),
     "ack-confirmed": _Point(connection.Connection, "send", counts=_ENDED),
-    "shard-back": _Point(world.World, "give_back"),
+    "shard-back": _Point(steps.World, "give_back"),
     "client-left": _Point(service.Service, "leave"),
     "relieve-begun": _Point(collector.Collector, "_relieve", before=True),
     # The end.
@@ -82,19 +86,19 @@ POINTS = {
     "drain-closing": _Point(collector.Collector, "close", before=True),
     "drain-closed": _Point(collector.Collector, "close"),
     # A rank's side of it.
-    "rank-dialled": _Point(link.Wire, "__init__"),
-    "rank-welcomed": _Point(link.Link, "_first_reply"),
-    "rank-claiming": _Point(link.Link, "_claim", before=True),
-    "rank-learned": _Point(link.Link, "_learn"),
-    "rank-received": _Point(client.DaemonClient, "_borrow", before=True),
-    "rank-borrowed": _Point(client.DaemonClient, "_borrow"),
-    "rank-ended": _Point(client.DaemonClient, "end"),
-    "rank-told": _Point(client.DaemonClient, "flush"),
-    "rank-confirmed": _Point(link.Link, "_receive", counts=_ENDED),
-    "rank-leaving": _Point(link.Link, "close", before=True),
+    "rank-dialled": _Point(client_connection.Wire, "__init__"),
+    "rank-welcomed": _Point(client_connection.Link, "_first_reply"),
+    "rank-claiming": _Point(client_connection.Link, "_claim", before=True),
+    "rank-learned": _Point(client_connection.Link, "_learn"),
+    "rank-received": _Point(client_leases.DaemonClient, "_borrow", before=True),
+    "rank-borrowed": _Point(client_leases.DaemonClient, "_borrow"),
+    "rank-ended": _Point(client_leases.DaemonClient, "end"),
+    "rank-told": _Point(client_leases.DaemonClient, "flush"),
+    "rank-confirmed": _Point(client_connection.Link, "_receive", counts=_ENDED),
+    "rank-leaving": _Point(client_connection.Link, "close", before=True),
     # A snapshot.
-    "snapshot-record": _Point(_parts.PartWriter, "add"),
-    "snapshot-parts": _Point(_parts.PartWriter, "finish"),
+    "snapshot-record": _Point(parts.PartWriter, "add"),
+    "snapshot-parts": _Point(parts.PartWriter, "finish"),
     "snapshot-manifest": _Point(snapshot, "write_file"),
     "snapshot-synced": _Point(snapshot, "_sync"),
 }

@@ -22,9 +22,11 @@ import numpy as np
 import pytest
 from conftest import Child, Daemon, Spawner, wait_until
 
-from shmbus import Bus, Consumer, Producer, _segments, limits, messages
-from shmbus._segment_file import SegmentFile
-from shmbus.daemon.paths import socket_path
+from shmbus import Bus, Consumer, Producer, limits
+from shmbus.control import messages
+from shmbus.control.socket_path import socket_path
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 Served = Callable[..., Daemon]
@@ -149,7 +151,7 @@ def only_the_collector_holds(name: str) -> bool:
 
 
 def assert_nothing_is_held(name: str, daemon: int) -> None:
-    segment = _segments.open_segment(name)
+    segment = lifecycle.open_segment(name)
     try:
         wait_until(
             lambda: not any(segment.locks_held(kind) for kind in range(1 + _core.MAX_CLIENTS)),

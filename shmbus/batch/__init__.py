@@ -1,0 +1,1 @@
+"""Reading many trajectories at once: pack them into arrays, plan a gather, compute baselines."""

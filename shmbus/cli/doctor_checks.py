@@ -1,0 +1,393 @@
+"""What this machine offers a bus: one check a concern, each with what to do about it.
+
+Invariants:
+
+- A check reports and changes nothing; those that try something out leave nothing behind.
+- torch is never imported here: a child process does, and is ended when it takes too long.
+- "fail" means that shmbus cannot work; "warn" that it will work worse than it could.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+import shmbus
+from shmbus import limits
+from shmbus.inspect import leftovers
+from shmbus.segment.lifecycle import show_size
+from shmbus_ext import _core
+
+__all__ = ["Finding", "diagnose"]
+
+_SHM: Final = Path("/dev/shm")
+_GIB: Final = 1 << 30
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one check has found.
+
+    Attributes
+    ----------
+    check : str
+        Its name; stays the same over versions.
+    level : "ok" | "warn" | "fail"
+        Whether shmbus works well, worse than it could, or not at all.
+    found : str
+        What there is.
+    hint : str
+        What to do, or ""; an "ok" may carry one, for what could be better still.
+    """
+
+    check: str
+    level: Literal["ok", "warn", "fail"]
+    found: str
+    hint: str = ""
+
+
+def diagnose(*, torch: bool = True) -> Iterator[Finding]:
+    """Run all checks, each as the caller asks for the next.
+
+    Parameters
+    ----------
+    torch : bool
+        Import torch in a child process, to see whether it works and finds a GPU.
+
+    Yields
+    ------
+    Finding
+    """
+    for check in _CHECKS:
+        name = check.__name__.removeprefix("_check_")
+        try:
+            yield from check()
+        except (OSError, ValueError, shmbus.ShmbusError) as error:
+            # One thing that cannot be told must not hide the others.
+            yield Finding(name, "warn", f"cannot tell: {error}")
+    yield _check_torch(torch)
+    yield _check_flash_attention()
+
+
+def _read(path: str | Path) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+# -- the machine ------------------------------------------------------------------------------
+
+
+def _mount_type(path: Path) -> str | None:
+    found = None
+    for line in (_read("/proc/self/mounts") or "").splitlines():
+        parts = line.split()
+        if len(parts) > 2 and parts[1] == str(path):
+            found = parts[2]  # the last one mounted there is the one that counts
+    return found
+
+
+def _check_shm() -> Iterator[Finding]:
+    kind = _mount_type(_SHM)
+    if not _SHM.is_dir():
+        yield Finding("shm", "fail", "there is no /dev/shm", "mount -t tmpfs tmpfs /dev/shm")
+        return
+    if not os.access(_SHM, os.R_OK | os.W_OK | os.X_OK):
+        hint = "chmod 1777 /dev/shm, or run as a user who may write there"
+        yield Finding("shm", "fail", f"/dev/shm is not writable for uid {os.geteuid()}", hint)
+        return
+    room = os.statvfs(_SHM)
+    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    found = f"{kind or 'a plain directory'}, {show_size(free)} free of {show_size(total)}"
+    larger = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
+    if kind not in ("tmpfs", "ramfs"):
+        hint = "mount a tmpfs there: a bus on a disk is slow, and its pages are written out"
+        yield Finding("shm", "warn", found, hint)
+    elif free < limits.DOCTOR_SHM_FAIL_BYTES:
+        yield Finding("shm", "fail", found, f"enlarge it ({larger}), or see `shmbus gc`")
+    elif free < limits.DOCTOR_SHM_WARN_BYTES:
+        hint = f"little for long trajectories; enlarge it ({larger}), or see `shmbus gc`"
+        yield Finding("shm", "warn", found, hint)
+    else:
+        yield Finding("shm", "ok", found)
+
+
+def _check_memory() -> Iterator[Finding]:
+    limit = _read("/sys/fs/cgroup/memory.max")
+    current = _read("/sys/fs/cgroup/memory.current")
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = f"{show_size(pages)} of memory unused"
+    if limit is None or limit == "max" or current is None:
+        yield Finding("memory", "ok", found)
+        return
+    left = int(limit) - int(current)
+    found += f", {show_size(max(0, left))} left under the limit of this container"
+    room = os.statvfs(_SHM)
+    if left < room.f_bavail * room.f_frsize:
+        hint = (
+            "shared memory counts against that limit, which is tighter than /dev/shm: a bus that "
+            "fits /dev/shm may still get this container killed; raise the limit (docker -m)"
+        )
+        yield Finding("memory", "warn", found, hint)
+    else:
+        yield Finding("memory", "ok", found)
+
+
+def _check_limits() -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    level: Literal["ok", "warn"] = "ok" if files >= limits.DOCTOR_FILES else "warn"
+    yield Finding(
+        "open_files",
+        level,
+        f"{files} files a process",
+        "" if level == "ok" else "ulimit -n 65536: a daemon needs two for each client",
+    )
+    size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if size != resource.RLIM_INFINITY:
+        hint = "ulimit -f unlimited: a bus is a file, and larger ones cannot be created"
+        yield Finding("file_size", "warn", f"files end at {show_size(size)}", hint)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked == resource.RLIM_INFINITY:
+        yield Finding("locked_memory", "ok", "unlimited")
+    else:
+        hint = "only a GPU that reads the ring needs more: ulimit -l unlimited"
+        yield Finding("locked_memory", "ok", f"{show_size(locked)} a process", hint)
+
+
+def _check_huge_pages() -> Iterator[Finding]:
+    """Whether the pages of a bus made here are huge: a tried-out fact, since much decides it."""
+    name = f"doctor-pages-{os.getpid()}"
+    try:
+        with shmbus.Bus.create(name, "8MiB"):
+            maps = _read("/proc/self/smaps") or ""
+    except (shmbus.ShmbusError, OSError):
+        return  # the round trip says why
+    _, _, ours = maps.partition(f"shmbus.{name}")
+    found = re.search(r"^ShmemPmdMapped: +(\d+) kB$", ours, re.MULTILINE)
+    if found and int(found[1]) > 0:
+        yield Finding("huge_pages", "ok", "a bus lies in huge pages")
+        return
+    hint = (
+        "a bus in huge pages is up to a quarter faster: Linux 6.1 and newer gives them unless "
+        "/sys/kernel/mm/transparent_hugepage/shmem_enabled is deny; an older one where "
+        "/dev/shm is mounted with huge=within_size"
+    )
+    yield Finding("huge_pages", "ok", "a bus lies in small pages", hint)
+
+
+def _check_kernel() -> Iterator[Finding]:
+    release = os.uname().release
+    match = re.match(r"(\d+)\.(\d+)", release)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    if version < (3, 15):
+        hint = "locks that prove a process dead came with Linux 3.15"
+        yield Finding("kernel", "fail", f"Linux {release}", hint)
+    elif version < (5, 14):
+        hint = "creating a large bus is faster from Linux 5.14 on (MADV_POPULATE_WRITE)"
+        yield Finding("kernel", "ok", f"Linux {release}", hint)
+    else:
+        yield Finding("kernel", "ok", f"Linux {release}")
+
+
+def _check_locks() -> Iterator[Finding]:
+    """Whether the kernel keeps locks by description, on which every proof of death rests."""
+    with tempfile.TemporaryFile(dir=_SHM, prefix="shmbus-doctor-") as file:
+        holder = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            works = _core.lock_all(holder) and _core.any_lock_held(file.fileno())
+        finally:
+            os.close(holder)
+        works = works and not _core.any_lock_held(file.fileno())
+    if works:
+        yield Finding("file_locks", "ok", "locks on /dev/shm end with their owner")
+    else:
+        hint = "this sandbox (gVisor?) has no open-file-description locks; run on plain Linux"
+        yield Finding("file_locks", "fail", "locks on /dev/shm do not end with their owner", hint)
+
+
+def _check_cpu() -> Iterator[Finding]:
+    machine = platform.machine()
+    info = _read("/proc/cpuinfo") or ""
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
+    cores = len(os.sched_getaffinity(0))
+    found = f"{cores} cores, {machine}" + (f", {model[1]}" if model else "")
+    flags = set(re.findall(r"\w+", info))
+    fast_crc = bool(flags & {"sse4_2", "crc32"})
+    if sys.byteorder != "little":
+        hint = "the segment is little-endian; there is no port to this machine"
+        yield Finding("cpu", "fail", found, hint)
+    elif cores < 2:
+        hint = "producers and the trainer take turns on one core; allow more (taskset, --cpus)"
+        yield Finding("cpu", "warn", found, hint)
+    else:
+        hint = "" if fast_crc else "no CRC instruction: checksums are computed in software"
+        yield Finding("cpu", "ok", found, hint)
+
+
+# -- the software -----------------------------------------------------------------------------
+
+
+def _check_python() -> Iterator[Finding]:
+    found = f"{platform.python_implementation()} {platform.python_version()}"
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if not gil:
+        hint = "the core relies on the interpreter lock; use the build of Python that has it"
+        yield Finding("python", "fail", f"{found}, free-threaded", hint)
+    else:
+        yield Finding("python", "ok", found)
+
+
+def _check_shmbus() -> Iterator[Finding]:
+    found = (
+        f"shmbus {shmbus.__version__}, layout {_core.LAYOUT_VERSION} "
+        f"({_core.LAYOUT_HASH & 0xFFFFFFFF:#010x})"
+    )
+    yield Finding("shmbus", "ok", found)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_packages() -> Iterator[Finding]:
+    for package in ("numpy", "msgspec", "posix_ipc", "uvloop"):
+        version = _version(package)
+        if version is None:
+            yield Finding(package, "fail", "not installed", f"pip install {package}")
+        else:
+            yield Finding(package, "ok", version)
+    for package, extra in _OPTIONAL:
+        version = _version(package)
+        hint = "" if version else f"pip install 'shmbus[{extra}]', if you want it"
+        yield Finding(package, "ok", version or "not installed", hint)
+
+
+_OPTIONAL: Final = (
+    ("rich", "ops"),
+    ("prometheus_client", "metrics"),
+    ("safetensors", "snapshot"),
+)
+
+
+def _check_round_trip() -> Iterator[Finding]:
+    """Whether a trajectory goes through a bus here; the bus is gone again afterwards."""
+    name = f"doctor-{os.getpid()}"
+    try:
+        with shmbus.Bus.create(name, "1MiB"), shmbus.Producer(name) as producer:
+            producer.put("doctor", group_size=1, index=0, timeout=5)
+            with shmbus.Consumer(name) as consumer:
+                for group in consumer.take(timeout=5):
+                    group.ack()
+                acknowledged = consumer.stats().acknowledged
+    except (shmbus.ShmbusError, OSError) as error:
+        yield Finding("round_trip", "fail", str(error), "see the findings above")
+        return
+    if acknowledged == 1:
+        yield Finding("round_trip", "ok", "a trajectory went through a bus of 1 MiB")
+    else:
+        hint = "this installation is broken: pip install --force-reinstall shmbus"
+        yield Finding("round_trip", "fail", "a trajectory did not come back", hint)
+
+
+def _check_leftovers() -> Iterator[Finding]:
+    dead = [leftover for leftover in leftovers.survey() if leftover.verdict == "removable"]
+    if dead:
+        size = show_size(sum(leftover.size for leftover in dead))
+        yield Finding(
+            "leftovers",
+            "warn",
+            f"{len(dead)} abandoned files hold {size} of /dev/shm",
+            "`shmbus gc` shows them, `shmbus gc --yes` removes them",
+        )
+    else:
+        yield Finding("leftovers", "ok", "nothing abandoned in /dev/shm")
+
+
+_CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
+    _check_shm,
+    _check_memory,
+    _check_limits,
+    _check_huge_pages,
+    _check_kernel,
+    _check_locks,
+    _check_cpu,
+    _check_python,
+    _check_shmbus,
+    _check_packages,
+    _check_round_trip,
+    _check_leftovers,
+)
+
+# Runs in a child: torch takes seconds and hundreds of megabytes, and may crash on a bad driver.
+_ASK_TORCH: Final = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "version": torch.__version__,
+    "built_for": torch.version.cuda or torch.version.hip or "",
+    "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+}))
+"""  # noqa: E501
+
+
+def _check_torch(ask: bool) -> Finding:
+    version = _version("torch")
+    if version is None:
+        hint = "the bus needs none; a trainer does: pip install 'shmbus[train]'"
+        return Finding("torch", "ok", "not installed", hint)
+    if not ask:
+        return Finding("torch", "ok", version)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH],
+            capture_output=True,
+            text=True,
+            timeout=limits.DOCTOR_TORCH_S,
+        )
+    except subprocess.TimeoutExpired:
+        hint = "a driver that hangs? try: python -c 'import torch'; --quick leaves this out"
+        found = f"{version}, not imported within {limits.DOCTOR_TORCH_S:.0f} s"
+        return Finding("torch", "warn", found, hint)
+    answer = None
+    with contextlib.suppress(json.JSONDecodeError, IndexError):
+        answer = json.loads(done.stdout.splitlines()[-1])
+    if answer is None:
+        why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        hint = "the bus works without; reinstall torch for the trainer side"
+        return Finding("torch", "warn", f"{version} cannot be imported: {why[:200]}", hint)
+    if answer["devices"]:
+        names = ", ".join(sorted(set(answer["devices"])))
+        found = f"{version}, CUDA {answer['built_for']}, {len(answer['devices'])} x {names}"
+        return Finding("torch", "ok", found)
+    if answer["built_for"]:
+        hint = "see nvidia-smi; in a container: docker run --gpus all"
+        return Finding("torch", "warn", f"{version}, built for a GPU and finds none", hint)
+    return Finding("torch", "ok", f"{version}, CPU only")
+
+
+def _check_flash_attention() -> Finding:
+    version = _version("flash-attn") or _version("flash_attn")
+    if version is None:
+        hint = "not needed: varlen_attention uses torch's own kernels"
+        return Finding("flash_attn", "ok", "not installed", hint)
+    if importlib.util.find_spec("flash_attn") is None:
+        hint = "its files are gone: pip install --force-reinstall flash-attn"
+        return Finding("flash_attn", "warn", f"{version} is installed and cannot be found", hint)
+    return Finding("flash_attn", "ok", version)

@@ -1,0 +1,45 @@
+"""Where a daemon listens, and who is at the other end of a Unix socket.
+
+Invariant: a socket is trusted only after the kernel has said that its peer runs as our own user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import struct
+
+from shmbus.segment import lifecycle
+
+__all__ = ["check_peer", "peer", "socket_path"]
+
+#: Bytes of a path in sockaddr_un, without the NUL.
+_MAX_PATH_BYTES = 107
+_CREDENTIALS = struct.Struct("=iII")
+
+
+def socket_path(name: str) -> str:
+    """Return the socket of a bus; in /dev/shm, so that containers which share that find it."""
+    path = f"/dev/shm/shmbus-{lifecycle.check_name(name)}.sock"
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        path = f"/dev/shm/shmbus+{hashlib.sha256(os.fsencode(name)).hexdigest()[:40]}.sock"
+    return path
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return pid and uid of the process at the other end, as the kernel knows them."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def check_peer(name: str, connection: socket.socket) -> int:
+    """Return the peer's pid; PermissionError where it runs as another user."""
+    pid, uid = peer(connection)
+    if uid != os.geteuid():
+        raise PermissionError(
+            f"bus {name!r}: the process at {socket_path(name)} (pid {pid}) runs as uid {uid}, this "
+            f"one as uid {os.geteuid()}; a bus is for one user"
+        )
+    return pid

@@ -1,0 +1,358 @@
+"""A segment laid open: header, slots, runs, records, and what keeps each run from being reused.
+
+It is what is left to ask when a bus is stuck, damaged or of another layout; like all of the
+operators' view it reads the file and maps nothing (`shmbus.inspect.segment_file`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shmbus.inspect.segment_file import RecordRow, Run, Scan, SegmentFile, printable, text
+from shmbus_ext import _core
+
+__all__ = ["Inspection", "RecordView", "RunView", "SlotView", "inspect"]
+
+_SLOT_STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT_CLOSED: "closed"}
+
+
+class SlotView(msgspec.Struct, frozen=True):
+    """A slot as it lies in the segment.
+
+    Attributes
+    ----------
+    slot, producer_id, pid : int
+        Its place, and who owned it last; the collector's own slot comes last.
+    label : str
+        How that one calls itself.
+    state : str
+        "free", "active", "closed", or "damaged" for any other value.
+    locked : bool
+        Whether a living process holds its lock.
+    committed, aborted : int
+        Counts of the lane.
+    commit_under_way : bool
+        Whether the owner stopped, or died, between a commit's beginning and its count.
+    """
+
+    slot: int
+    producer_id: int
+    pid: int
+    label: str
+    state: str
+    locked: bool
+    committed: int
+    aborted: int
+    commit_under_way: bool
+
+
+class RunView(msgspec.Struct, frozen=True):
+    """Neighbouring extents of one lane, with what is in them.
+
+    Attributes
+    ----------
+    extent, span, generation, order : int
+        The first extent, how many, of which lease, and the place in the lane.
+    slot, producer_id : int
+        Whose lane, and who leased it.
+    collector : bool
+        Whether it is the collector's lane of stragglers.
+    used, room : int
+        Bytes with records in them, and bytes that there are.
+    sealed : bool
+        Whether nothing more will be written there.
+    reserved, committed, aborted, released, unknown : int
+        Records by state.
+    unreadable : int
+        Bytes behind a damaged frame.
+    pinned_by : list[str]
+        What keeps the run from being reused.
+    """
+
+    extent: int
+    span: int
+    generation: int
+    order: int
+    slot: int
+    producer_id: int
+    collector: bool
+    used: int
+    room: int
+    sealed: bool
+    reserved: int
+    committed: int
+    aborted: int
+    released: int
+    unknown: int
+    unreadable: int
+    pinned_by: list[str]
+
+
+class RecordView(msgspec.Struct, frozen=True):
+    """One record.
+
+    Attributes
+    ----------
+    extent, offset : int
+        Where it lies.
+    producer_id, sequence : int
+        Its number.
+    instance_id, epoch, index, group_size : str, int | None, int, int
+        Its place in its group; "" and 0 while it is reserved.
+    state : str
+        "reserved", "committed", "aborted", "released", "unknown" or "unreadable".
+    verdict : str
+        "ok", or which checksum does not hold: "frame", "header", "payload".
+    nbytes : int
+        Header and padding included.
+    age_s : float | None
+        Seconds since the commit.
+    score, policy_version : float, int
+        As its producer gave them.
+    moved : bool
+        Whether the collector wrote it again.
+    fields : list[str]
+        Arrays, as in "tokens <i4 (2048,)".
+    """
+
+    extent: int
+    offset: int
+    producer_id: int
+    sequence: int
+    instance_id: str
+    epoch: int | None
+    index: int
+    group_size: int
+    state: str
+    verdict: str
+    nbytes: int
+    age_s: float | None
+    score: float | None
+    policy_version: int
+    moved: bool
+    fields: list[str]
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """All of it.
+
+    Attributes
+    ----------
+    name, path : str
+        The bus and its file.
+    file_bytes : int
+        Size of the file.
+    problem : str | None
+        Why no process of this version can use it.
+    in_use, collector_alive : bool
+        Whether anybody has it open, and whether somebody collects.
+    header : dict[str, int | str]
+        The header's fields as they lie there; of another layout, as this version reads them.
+    slots, runs, records : list
+        What was asked for; empty where the header makes no sense.
+    records_omitted : int
+        Records beyond the limit.
+    """
+
+    name: str
+    path: str
+    file_bytes: int
+    problem: str | None
+    in_use: bool
+    collector_alive: bool
+    header: dict[str, Any]
+    slots: list[SlotView]
+    runs: list[RunView]
+    records: list[RecordView]
+    records_omitted: int
+
+
+def inspect(
+    name: str, *, producer: int | None = None, limit: int = 20, payload: bool = False
+) -> Inspection:
+    """Walk a segment.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    producer : int, optional
+        Show slots, runs and records of this producer only.
+    limit : int
+        Records to show.
+    payload : bool
+        Also verify payload checksums of those, where they carry one.
+
+    Returns
+    -------
+    Inspection
+        Also of a segment that nobody can use; `problem` says why.
+
+    Raises
+    ------
+    BusNotFoundError
+        There is no such file.
+    LayoutMismatchError
+        It is no regular file.
+    PermissionError
+        It is another user's.
+    """
+    with SegmentFile(name) as file:
+        slots: list[SlotView] = []
+        runs: list[RunView] = []
+        records: list[RecordView] = []
+        omitted = 0
+        if file.walkable:
+            slots = [s for s in _slots(file) if producer in (None, s.producer_id)]
+            leased = [r for r in file.runs() if producer is None or _concerns(file, r, producer)]
+            collects = file.collector_alive()
+            for run in leased:
+                # Whatever is committed, whether or not its owner has counted it.
+                scan = file.scan(run, 2**64 - 1)
+                if not scan.changed:
+                    runs.append(_run(file, run, scan, collects))
+            records, omitted = _records(file, leased, producer, limit, payload)
+        return Inspection(
+            name=printable(name),
+            path=printable(file.path),
+            file_bytes=file.file_bytes,
+            problem=None if file.problem is None else printable(str(file.problem)),
+            in_use=file.in_use(),
+            collector_alive=file.collector_alive(),
+            header=_header(file),
+            slots=slots,
+            runs=runs,
+            records=records,
+            records_omitted=omitted,
+        )
+
+
+def _concerns(file: SegmentFile, run: Run, producer: int) -> bool:
+    # The collector's lane holds stragglers of anybody.
+    return run.producer_id == producer or run.slot == file.max_producers
+
+
+def _header(file: SegmentFile) -> dict[str, Any]:
+    return {
+        name: text(value) if isinstance(value, bytes) else int(value)
+        for name in file.header.dtype.names
+        for value in [file.header[name]]
+    }
+
+
+def _slots(file: SegmentFile) -> list[SlotView]:
+    rows = file.slots()
+    found = []
+    for slot in np.flatnonzero(rows["producer_id"] | rows["committed"]).tolist():
+        row = rows[slot]
+        own = slot == file.max_producers
+        committed = int(row["committed"])
+        found.append(
+            SlotView(
+                slot=slot,
+                producer_id=int(row["producer_id"]),
+                pid=int(row["pid"]),
+                label=text(row["label"]),
+                state=_SLOT_STATES.get(int(row["state"]), "damaged"),
+                locked=file.collector_alive() if own else file.slot_alive(slot),
+                committed=committed,
+                aborted=int(row["aborted"]),
+                commit_under_way=int(row["committing"]) == committed + 1,
+            )
+        )
+    return found
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _run(file: SegmentFile, run: Run, scan: Scan, collects: bool) -> RunView:
+    own = run.slot == file.max_producers
+    alive = collects if own else file.slot_alive(run.slot)
+    pins = []
+    if not run.sealed:
+        pins.append(
+            "its owner still writes there" if alive else "its dead owner, until the next look"
+        )
+    if scan.reserved:
+        pins.append(_several(scan.reserved, "open reservation"))
+    if scan.committed:
+        pins.append(f"{scan.committed:,} undelivered or unacknowledged")
+    if run.writer_pins:
+        pins.append(_several(run.writer_pins, "writable view"))
+    if file.viewed(run):
+        pins.append("views in a process that the daemon serves")
+    if not pins:
+        pins.append(
+            "views in the collector's process, or its next look" if collects else "no collector"
+        )
+    return RunView(
+        extent=run.extent,
+        span=run.span,
+        generation=run.generation,
+        order=run.order,
+        slot=run.slot,
+        producer_id=run.producer_id,
+        collector=own,
+        used=run.used,
+        room=run.room,
+        sealed=run.sealed,
+        reserved=scan.reserved,
+        committed=scan.committed,
+        aborted=scan.aborted,
+        released=scan.released,
+        unknown=scan.unknown,
+        unreadable=scan.unreadable,
+        pinned_by=pins,
+    )
+
+
+def _records(
+    file: SegmentFile, runs: list[Run], producer: int | None, limit: int, payload: bool
+) -> tuple[list[RecordView], int]:
+    shown: list[RecordView] = []
+    omitted = 0
+    now = _core.monotonic_ns()
+    for run in runs:
+        if len(shown) >= limit:
+            scan = file.scan(run, 2**64 - 1)
+            omitted += scan.reserved + scan.committed + scan.aborted + scan.released + scan.unknown
+            continue
+        for row in file.read_records(run, payload=payload):
+            if producer is not None and row.producer_id != producer:
+                continue
+            if len(shown) < limit:
+                shown.append(_record(row, now))
+            else:
+                omitted += 1
+    return shown, omitted
+
+
+def _record(row: RecordRow, now_ns: int) -> RecordView:
+    has_body = row.state in ("committed", "released") and row.verdict in ("ok", "payload")
+    return RecordView(
+        extent=row.extent,
+        offset=row.offset,
+        producer_id=row.producer_id,
+        sequence=row.sequence if has_body else 0,
+        instance_id=printable(row.instance_id),
+        epoch=row.epoch,
+        index=row.index if has_body else 0,
+        group_size=row.group_size if has_body else 0,
+        state=row.state,
+        verdict=row.verdict,
+        nbytes=row.nbytes,
+        age_s=max(0.0, (now_ns - row.committed_ns) / 1e9) if has_body else None,
+        # JSON has no word for what is not finite.
+        score=row.score if has_body and np.isfinite(row.score) else None,
+        policy_version=row.policy_version if has_body else 0,
+        moved=row.moved,
+        fields=[
+            f"{printable(field.name)} {printable(field.dtype)} {field.shape}"
+            for field in row.fields()
+        ],
+    )

@@ -1,0 +1,136 @@
+"""How a bus moves: two looks and the time between them, kept as a short history.
+
+Invariants: a look costs little however full the bus is (no walk over many records); a bus that was
+removed and created again under its name begins a new history.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+
+import msgspec
+
+from shmbus import limits
+from shmbus.control.ask import ask_status
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.status import BusStatus, join, status_of
+
+__all__ = ["Rates", "Watcher"]
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """What happened between two looks, a second.
+
+    Attributes
+    ----------
+    committed, acknowledged, dropped : float
+        Trajectories a second.
+    bytes, tokens : float
+        Of the committed ones, by the mean of recent records; 0 where none could be read.
+    """
+
+    committed: float = 0.0
+    acknowledged: float = 0.0
+    dropped: float = 0.0
+    bytes: float = 0.0
+    tokens: float = 0.0
+
+
+class Watcher:
+    """Looks at a bus again and again.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+
+    Attributes
+    ----------
+    status : BusStatus
+        From the last look.
+    rates : Rates
+        Between the last two.
+    producer_rates : dict[int, float]
+        Trajectories a second of each producer number.
+    history : deque[float]
+        Committed trajectories a second, the newest last.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.status: BusStatus
+        self._forget(0)
+
+    def _forget(self, created: int) -> None:
+        self._created = created
+        self._at_s = 0.0
+        self._before: BusStatus | None = None
+        self._mean = (0.0, 0.0)
+        self.rates = Rates()
+        self.producer_rates: dict[int, float] = {}
+        self.history: deque[float] = deque(maxlen=limits.TOP_HISTORY)
+
+    def look(self) -> None:
+        """Look once.
+
+        Raises
+        ------
+        BusNotFoundError, LayoutMismatchError, PermissionError
+            As `shmbus.inspect.status.read_status`.
+        """
+        with SegmentFile(self.name) as file:
+            file.require()
+            created = int(file.header["created_unix_ns"])
+            if created != self._created:
+                self._forget(created)
+            status = status_of(file, walk=False)
+            undelivered = status.ledger.leased + status.ledger.stashed + status.ledger.in_ring
+            if undelivered <= limits.TOP_WALK_RECORDS:
+                status = status_of(file)
+            now = time.monotonic()
+            self._sample(file)
+        self.status = join(status, ask_status(self.name))
+        self._compare(status, now)
+        self._before, self._at_s = status, now
+
+    def _sample(self, file: SegmentFile) -> None:
+        """Mean bytes and tokens of some recent records, whether or not they are delivered."""
+        sizes = []
+        tokens = []
+        for run in file.runs()[-limits.TOP_SAMPLE_RUNS :]:
+            for row in itertools.islice(file.read_records(run), limits.TOP_SAMPLE_RECORDS):
+                if row.state not in ("committed", "released") or row.verdict != "ok":
+                    continue
+                fields = {field.name: field for field in row.fields()}
+                sizes.append(row.payload_bytes)
+                if "tokens" in fields and fields["tokens"].shape:
+                    tokens.append(fields["tokens"].shape[0])
+        if sizes:
+            self._mean = (sum(sizes) / len(sizes), sum(tokens) / len(sizes))
+
+    def _compare(self, status: BusStatus, now_s: float) -> None:
+        before = self._before
+        if before is None:
+            return
+        elapsed = max(1e-6, now_s - self._at_s)
+
+        def rate(new: int, old: int) -> float:
+            return max(0, new - old) / elapsed
+
+        committed = rate(status.ledger.committed, before.ledger.committed)
+        self.rates = Rates(
+            committed=committed,
+            acknowledged=rate(status.ledger.acknowledged, before.ledger.acknowledged),
+            dropped=rate(sum(status.ledger.dropped.values()), sum(before.ledger.dropped.values())),
+            bytes=committed * self._mean[0],
+            tokens=committed * self._mean[1],
+        )
+        # A slot's count goes on under its next owner.
+        earlier = {producer.slot: producer.committed for producer in before.producers}
+        self.producer_rates = {
+            producer.producer_id: rate(producer.committed, earlier.get(producer.slot, 0))
+            for producer in status.producers
+        }
+        self.history.append(committed)

@@ -1,0 +1,197 @@
+"""A bus's status as text: what ``shmbus status`` prints, and what a report of a stall says.
+
+Invariant: nothing that a segment says is here unescaped; `shmbus.inspect.status` has seen to that.
+"""
+
+from __future__ import annotations
+
+from shmbus._format import bar, show_count, show_duration, table
+from shmbus.inspect.status import BusStatus, DaemonStatus
+from shmbus.segment.lifecycle import show_size
+
+__all__ = ["status_text"]
+
+_MISSING_SHOWN = 6
+_WANTED_SHOWN = 8
+
+
+def status_text(status: BusStatus) -> str:
+    """Lay out a status in blocks, one a concern: what `shmbus status` prints."""
+    blocks = [_head(status), _ledger(status), _groups(status)]
+    if status.wanted or status.groups_given_up or status.ledger.dropped.get("failed"):
+        blocks.append(_wanted(status))
+    blocks.append(_collector(status))
+    if status.daemon is not None:
+        blocks.append(_daemon(status.daemon))
+    return "\n\n".join([*blocks, _producers(status)])
+
+
+def _head(status: BusStatus) -> str:
+    used = status.capacity - status.free
+    lines = [
+        f"bus {status.name}  {show_size(status.capacity)}, created "
+        f"{show_duration(status.age_s)} ago, policy version {status.policy_version}",
+        f"  {bar(status.fill, 40)} {status.fill:.0%} in use ({show_size(used)})",
+    ]
+    if status.paused is not None:
+        lines.append(
+            f"  producers are paused since {show_duration(status.paused.age_s)}, at policy version "
+            f"{status.paused.policy_version}: {status.paused.reason or 'no reason given'}"
+        )
+    if status.space_wanted:
+        lines.append("  a producer waits for space")
+    if not status.in_use:
+        lines.append("  no living process has it open: `shmbus gc` would remove it")
+    return "\n".join(lines)
+
+
+def _ledger(status: BusStatus) -> str:
+    ledger = status.ledger
+    rows = [
+        ("committed", ledger.committed),
+        ("= acknowledged", ledger.acknowledged),
+        ("+ leased", ledger.leased),
+        ("+ stashed", ledger.stashed),
+        ("+ in the ring", ledger.in_ring),
+        *((f"+ dropped: {reason}", count) for reason, count in ledger.dropped.items()),
+    ]
+    if ledger.unreadable:
+        rows.append(("+ unreadable", ledger.unreadable))
+    how = "counted record by record" if ledger.exact else "by the counters; too busy to walk"
+    verdict = "balances" if ledger.balanced else "does not balance"
+    lines = [f"  {what:<24}{show_count(count):>14}" for what, count in rows]
+    return "\n".join([f"ledger  {verdict}, {how}", *lines])
+
+
+def _groups(status: BusStatus) -> str:
+    if status.groups_incomplete is None or status.groups_complete is None:
+        return "groups  too many trajectories to sort"
+    lines = [
+        f"groups  {show_count(status.groups_incomplete)} incomplete, "
+        f"{show_count(status.groups_complete)} complete and not acknowledged"
+    ]
+    rows = []
+    for group in status.oldest_incomplete:
+        missing = ", ".join(map(str, group.missing[:_MISSING_SHOWN]))
+        if group.size - group.present > _MISSING_SHOWN:
+            missing += ", ..."
+        epoch = "" if group.epoch is None else f" epoch {group.epoch}"
+        rows.append(
+            (
+                group.instance_id + epoch,
+                f"{group.present} of {group.size}",
+                show_duration(group.age_s),
+                missing,
+                ", ".join(map(str, group.producers)),
+            )
+        )
+    if rows:
+        lines.append(table(("oldest", "present>", "waits>", "missing", "from producers"), rows))
+    lines += [
+        f"  failed: {group.instance_id}[{failed.index}], {_times(failed.attempts)}: {failed.reason}"
+        for group in status.oldest_incomplete
+        for failed in group.failed[:_MISSING_SHOWN]
+    ]
+    return "\n".join(lines)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _wanted(status: BusStatus) -> str:
+    lines = [
+        f"failures  {show_count(status.ledger.dropped.get('failed', 0))} dropped, "
+        f"{show_count(len(status.wanted))} asked for again, "
+        f"{show_count(status.groups_given_up)} groups given up"
+    ]
+    rows = [
+        (
+            f"{wanted.instance_id}[{wanted.index}]"
+            + ("" if wanted.epoch is None else f" epoch {wanted.epoch}"),
+            str(wanted.attempt),
+            show_duration(wanted.asked_s),
+            "nobody" if wanted.taken_by is None else f"producer {wanted.taken_by}",
+            wanted.reason,
+        )
+        for wanted in status.wanted[:_WANTED_SHOWN]
+    ]
+    if rows:
+        lines.append(table(("wanted", "attempt>", "since>", "taken by", "because"), rows))
+    return "\n".join(lines)
+
+
+def _collector(status: BusStatus) -> str:
+    collector = status.collector
+    if collector.seen_ago_s is None:
+        return "collector  none ever read this bus"
+    who = f"{collector.label} (pid {collector.pid})"
+    if not collector.alive:
+        return f"collector  none; the last was {who}"
+    held = f" (for {show_duration(collector.oldest_lease_s)})" if collector.leased_groups else ""
+    return (
+        f"collector  {who}, looked {show_duration(collector.seen_ago_s)} ago; holds "
+        f"{show_count(collector.leased_groups)} leased{held} and "
+        f"{show_count(collector.stashed_groups)} stashed groups"
+    )
+
+
+def _daemon(daemon: DaemonStatus) -> str:
+    if not daemon.answers:
+        return f"daemon  {daemon.problem}"
+    lines = [
+        f"daemon  pid {daemon.pid}, shmbus {daemon.version}, up {show_duration(daemon.uptime_s)}; "
+        f"groups: {show_count(daemon.groups_open)} incomplete, "
+        f"{show_count(daemon.groups_ready)} ready, {show_count(daemon.groups_leased)} leased"
+    ]
+    if daemon.recovering:
+        lines.append(
+            "  recovering: it waits for clients of an earlier daemon, who may hold "
+            f"{show_count(daemon.in_doubt)} groups"
+        )
+    if daemon.draining:
+        lines.append("  draining: it ends when all leases have")
+    rows = [
+        (
+            str(lease.client),
+            str(lease.pid),
+            lease.label,
+            "-" if lease.rank < 0 else f"{lease.rank} of {lease.world_size}",
+            "" if lease.rank < 0 else str(daemon.next_steps.get(lease.rank, "")),
+            show_count(lease.groups),
+            show_count(lease.trajectories),
+            show_duration(lease.oldest_lease_s) if lease.groups else "-",
+            "away" if not lease.connected else "waits for groups" if lease.waiting else "works",
+        )
+        for lease in daemon.leases
+    ]
+    if not rows:
+        return "\n".join([*lines, "  no trainer is attached"])
+    head = ("client>", "pid>", "label", "rank", "step>", "groups>", "trajectories>", "held>", "now")
+    return "\n".join([*lines, table(head, rows)])
+
+
+def _producers(status: BusStatus) -> str:
+    if not status.producers:
+        return "producers  none ever attached"
+    counts = {
+        state: sum(producer.state == state for producer in status.producers)
+        for state in ("alive", "dead", "closed", "gone")
+    }
+    summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    rows = [
+        (
+            str(producer.producer_id),
+            str(producer.pid),
+            producer.label,
+            producer.state,
+            show_count(producer.committed),
+            show_count(producer.aborted),
+            show_size(producer.held_bytes),
+            "-" if producer.reservations is None else show_count(producer.reservations),
+            "-" if producer.idle_s is None else show_duration(producer.idle_s),
+        )
+        for producer in status.producers
+    ]
+    head = ("id>", "pid>", "label", "state", "committed>", "aborted>", "holds>", "open>", "idle>")
+    return f"producers  {summary} of {status.max_producers} slots\n{table(head, rows)}"

@@ -1,0 +1,1 @@
+"""A bus as a file: its name, creating, opening and removing it, and why that failed."""

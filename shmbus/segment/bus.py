@@ -1,0 +1,303 @@
+"""Bus: the segment itself, for whoever creates, inspects or removes it.
+
+Producers and consumers need only its name; they open handles of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from types import TracebackType
+
+import msgspec
+
+from shmbus import errors, limits
+from shmbus.ledger import REASONS
+from shmbus.segment import lifecycle
+from shmbus_ext import _core
+
+__all__ = ["Bus", "BusStats", "ProducerInfo"]
+
+
+class ProducerInfo(msgspec.Struct, frozen=True):
+    """One producer slot that has been used.
+
+    Attributes
+    ----------
+    producer_id, pid : int
+        Its number on the bus, and its process, as numbered in its own pid namespace.
+    label : str
+        How it calls itself.
+    state : "free" | "active" | "closed"
+        "active" also for one that died and was not noticed yet.
+    committed, aborted : int
+        By all that ever owned the slot.
+    """
+
+    producer_id: int
+    pid: int
+    label: str
+    state: str
+    committed: int
+    aborted: int
+
+
+class BusStats(msgspec.Struct, frozen=True):
+    """What anybody can read of a bus without disturbing it.
+
+    Attributes
+    ----------
+    committed, acknowledged : int
+        Trajectories committed by producers, and acknowledged by trainers.
+    dropped : dict[str, int]
+        Trajectories that left otherwise, by reason.
+    undelivered : int
+        Committed and neither acknowledged nor dropped.
+    capacity, free : int
+        Bytes for records, and how many of them nobody holds.
+    producers : list[ProducerInfo]
+        Slots that have been used.
+    collector_pid : int
+        Who reads the bus; 0 where nobody does.
+    policy_version : int
+        The trainer's current one.
+    """
+
+    committed: int
+    acknowledged: int
+    dropped: dict[str, int]
+    undelivered: int
+    capacity: int
+    free: int
+    producers: list[ProducerInfo]
+    collector_pid: int
+    policy_version: int
+
+
+_STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT_CLOSED: "closed"}
+
+
+class Bus:
+    """A bus in /dev/shm. Use `Bus.create` or `Bus.open`.
+
+    As a context manager, a bus that `create` made is removed at the end of the block, in the
+    process that made it; one that `open` attached is only closed. Outside a ``with`` block a bus
+    stays until `unlink`. A handle pickles by name, and attaches where it is loaded.
+
+    Attributes
+    ----------
+    name : str
+        Its name.
+    """
+
+    def __init__(self, segment: _core.Segment, *, owned: bool) -> None:
+        self.name: str = segment.name
+        self._segment = segment
+        self._owner_pid = os.getpid() if owned else 0
+        self._made = lifecycle.identity(segment.name) if owned else None
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        capacity: int | str = limits.DEFAULT_CAPACITY,
+        *,
+        max_producers: int = limits.DEFAULT_MAX_PRODUCERS,
+        extent_bytes: int = 0,
+    ) -> Bus:
+        """Create a bus: mode 0600, exclusively, with all of its memory allocated and touched.
+
+        Parameters
+        ----------
+        name : str
+            1 to 200 bytes without "/".
+        capacity : int or str
+            Bytes for records, or a str such as "256MiB". One record may take a quarter of it.
+        max_producers : int
+            How many may be attached at once.
+        extent_bytes : int
+            What a producer leases at a time, a multiple of 4096; 0 chooses.
+
+        Returns
+        -------
+        Bus
+
+        Raises
+        ------
+        BusExistsError
+            There is one of that name.
+        CapacityError
+            /dev/shm cannot hold it (also a ValueError).
+        TypeError, ValueError
+            A bad name or size.
+        """
+        segment = lifecycle.create_segment(name, capacity, max_producers, extent_bytes)
+        return cls(segment, owned=True)
+
+    @classmethod
+    def open(cls, name: str) -> Bus:
+        """Attach to a bus that exists.
+
+        Parameters
+        ----------
+        name : str
+            The bus.
+
+        Returns
+        -------
+        Bus
+
+        Raises
+        ------
+        BusNotFoundError
+            There is none.
+        LayoutMismatchError
+            It is of another layout, truncated or damaged; the message says both sides' versions.
+        """
+        return cls(lifecycle.open_segment(name), owned=False)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes for records."""
+        return self._segment.capacity
+
+    @property
+    def max_producers(self) -> int:
+        """How many producers may be attached at once."""
+        return self._segment.max_producers
+
+    @property
+    def record_limit(self) -> int:
+        """Bytes of the largest record, header and padding included."""
+        return self._segment.record_limit
+
+    @property
+    def created_unix_ns(self) -> int:
+        """When it was created, nanoseconds since 1970; tells buses of one name apart."""
+        return self._segment.created_unix_ns
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes that a producer leases at a time."""
+        return self._segment.extent_bytes
+
+    @property
+    def policy_version(self) -> int:
+        """The trainer's current policy version; settable."""
+        return self._segment.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._require_open()
+        self._segment.policy_version = lifecycle.check_policy_version(version)
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._closed
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise errors.BusClosedError(f"bus {self.name!r}: this handle is closed; open a new one")
+
+    def pause(self, reason: str = "") -> None:
+        """Let producers wait, as where the bus is full, until `resume`; consumers go on.
+
+        Parameters
+        ----------
+        reason : str
+            What producers are told, up to 119 bytes of UTF-8.
+
+        Raises
+        ------
+        ValueError
+            The reason is longer, or holds a NUL.
+        """
+        self._require_open()
+        if not isinstance(reason, str):
+            raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
+        if len(reason.encode("utf-8", "replace")) > _core.PAUSE_REASON_BYTES or "\0" in reason:
+            raise ValueError(
+                f"reason: expected at most {_core.PAUSE_REASON_BYTES} bytes of UTF-8 without NUL, "
+                f"got {reason!r}; say it shorter"
+            )
+        reason = reason.encode("utf-8", "replace").decode()
+        self._segment.pause(reason, self._segment.policy_version)
+
+    def resume(self) -> None:
+        """End a pause, whoever began it."""
+        self._require_open()
+        self._segment.resume()
+
+    @property
+    def paused(self) -> str | None:
+        """The reason of the pause, maybe empty; None where producers need not wait."""
+        pause = self._segment.paused()
+        return None if pause is None else pause[0]
+
+    def stats(self) -> BusStats:
+        """Read the counters of the segment."""
+        self._require_open()
+        segment = self._segment
+        rows = segment.producers()
+        released = segment.released()
+        committed = sum(row[5] for row in rows)
+        return BusStats(
+            committed=committed,
+            acknowledged=released[0],
+            dropped={r: n for r, n in zip(REASONS[1:], released[1:], strict=True) if n},
+            undelivered=committed - sum(released),
+            capacity=segment.capacity,
+            free=segment.free_extents() * segment.extent_bytes,
+            producers=[
+                ProducerInfo(pid_, pid, label, _STATES.get(state, "damaged"), done, aborted)
+                for _, state, pid_, pid, label, done, aborted in rows
+            ],
+            collector_pid=segment.collector()["pid"] if segment.has_collector() else 0,
+            policy_version=segment.policy_version,
+        )
+
+    def unlink(self) -> None:
+        """Remove the name; the memory goes with the last handle and the last view.
+
+        Raises
+        ------
+        BusNotFoundError
+            It was removed already.
+        """
+        lifecycle.unlink(self.name)
+        self._owner_pid = 0
+
+    def close(self) -> None:
+        """Close this handle. The bus stays."""
+        self._closed = True
+        self._segment.close()
+
+    def __enter__(self) -> Bus:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # A child after a fork leaves this block too, and has made no bus of its own.
+        if self._owner_pid == os.getpid():
+            self._remove_own()
+        self.close()
+
+    def _remove_own(self) -> None:
+        """Remove the bus, unless somebody did, and maybe made another of that name."""
+        self._owner_pid = 0
+        with contextlib.suppress(errors.BusNotFoundError):
+            if self._made is not None and lifecycle.is_named(self.name, self._made):
+                lifecycle.unlink(self.name)
+
+    def __reduce__(self) -> tuple[Callable[[str], Bus], tuple[str]]:
+        return Bus.open, (self.name,)
+
+    def __repr__(self) -> str:
+        return f"<Bus {self.name!r} {lifecycle.show_size(self.capacity)}>"

@@ -1,0 +1,1 @@
+"""A bus on disk: snapshots of what was not delivered, and captures of what passed."""

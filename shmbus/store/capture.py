@@ -1,0 +1,333 @@
+"""Live traffic to disk, and back onto a bus at a chosen speed: for debugging and benchmarks.
+
+Invariants:
+
+- Recording reads the segment from outside and holds nothing: it can miss what a fast consumer has
+  acknowledged before it was read, never slow anybody down, and says how much it missed.
+- A record is kept only if its run was the same lease before and after it was copied: none is torn.
+- A capture's directory appears whole or not at all, as a snapshot's does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+
+import shmbus
+from shmbus import _encoding, errors, limits
+from shmbus.inspect.segment_file import Run, SegmentFile, parse_fields
+from shmbus.segment import lifecycle
+from shmbus.store import snapshot
+from shmbus.store.parts import NO_EPOCH, Part, PartWriter, Record, damaged, read_parts, read_record
+from shmbus_ext import _core
+
+__all__ = ["Capture", "Replayed", "record", "replay"]
+
+_FORMAT: Final = "shmbus-capture"
+_VERSION: Final = 1
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Capture(msgspec.Struct, frozen=True, kw_only=True):
+    """What a capture holds.
+
+    Attributes
+    ----------
+    format, version, written_by : str, int, str
+        "shmbus-capture", 1, and the version of shmbus that wrote it.
+    bus : str
+        What was recorded.
+    taken_unix_ns : int
+        When recording began.
+    seconds : float
+        How long it lasted.
+    records, missed : int
+        Trajectories in the parts, and those that were committed meanwhile and gone before they
+        could be read.
+    parts : list[Part]
+        The files.
+    """
+
+    format: str
+    version: int
+    written_by: str
+    bus: str
+    taken_unix_ns: _Count
+    seconds: float
+    records: _Count
+    missed: _Count
+    parts: list[Part]
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """What a replay did.
+
+    Attributes
+    ----------
+    records : int
+        Trajectories put.
+    seconds : float
+        How long that took.
+    late_s : float
+        How far behind its times it was at the worst: the bus was full, or the speed too high.
+    """
+
+    records: int
+    seconds: float
+    late_s: float
+
+
+class _Tap:
+    """Finds what was committed since the last look."""
+
+    def __init__(self, file: SegmentFile) -> None:
+        self._file = file
+        self._start: list[int] = file.slots()["committed"].tolist()
+        self._looked: list[int] = []
+        self._at: dict[tuple[int, int], int] = {}
+        self._ahead: set[tuple[int, int]] = set()
+        self.records = 0
+
+    def committed(self) -> int:
+        """Count commits since the beginning."""
+        now: list[int] = self._file.slots()["committed"].tolist()
+        return sum(now[:-1]) - sum(self._start[:-1])
+
+    def look(self, writer: PartWriter) -> bool:
+        """Read what is new; whether anything had happened."""
+        now = self._file.slots()["committed"].tolist()
+        if now == self._looked:
+            return False
+        self._looked = now
+        known, self._at = self._at, {}
+        for run in self._file.runs():
+            # Stragglers in the collector's lane were there before, under the same numbers.
+            if run.slot < self._file.max_producers:
+                lease = (run.extent, run.generation)
+                self._at[lease] = self._read(run, known.get(lease, 0), writer)
+        return True
+
+    def _read(self, run: Run, at: int, writer: PartWriter) -> int:
+        """Take a run's new records; return where the next look begins: at the first open one."""
+        whole = True
+        for row in self._file.read_records(run, start=at):
+            if row.state == "reserved" or row.state == "unreadable":
+                whole = False
+                continue
+            if whole:
+                at = row.offset + row.nbytes
+            number = (row.producer_id, row.sequence)
+            if row.state not in ("committed", "released") or row.verdict != "ok":
+                continue
+            if number in self._ahead:
+                if whole:
+                    self._ahead.discard(number)
+                continue
+            if row.lane_number < self._start[run.slot]:
+                continue
+            found = read_record(self._file, row, self.records)
+            if not self._file.still(run):
+                break
+            if not whole:
+                self._ahead.add(number)
+            writer.add(found)
+            self.records += 1
+        return at
+
+
+def record(
+    name: str,
+    directory: str | os.PathLike[str],
+    *,
+    seconds: float | None = None,
+    records: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Capture:
+    """Record what producers commit from now on.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    directory : path
+        Where to; must not exist, or be empty.
+    seconds : float, optional
+        How long at the most.
+    records : int, optional
+        How many trajectories at the least, then it ends.
+    stop : callable
+        Asked several times a second; true ends the recording.
+
+    Returns
+    -------
+    Capture
+
+    Raises
+    ------
+    BusNotFoundError, LayoutMismatchError
+        There is no such bus, or it cannot be read.
+    OSError
+        The disk is full or not writable; nothing is left behind.
+    RuntimeError
+        safetensors is not installed.
+    """
+    lifecycle.check_name(name)
+
+    def write(path: Path) -> Capture:
+        writer = PartWriter(path)
+        began, began_unix_ns = time.monotonic(), time.time_ns()
+        while not stop():
+            elapsed = time.monotonic() - began
+            if seconds is not None and elapsed >= seconds:
+                break
+            if not tap.look(writer):
+                time.sleep(limits.CAPTURE_POLL_S)
+            if records is not None and tap.records >= records:
+                break
+        committed = tap.committed()
+        tap.look(writer)
+        return Capture(
+            format=_FORMAT,
+            version=_VERSION,
+            written_by=shmbus.__version__,
+            bus=name,
+            taken_unix_ns=began_unix_ns,
+            seconds=time.monotonic() - began,
+            records=tap.records,
+            missed=max(0, committed - tap.records),
+            parts=writer.finish(),
+        )
+
+    with SegmentFile(name) as file:
+        file.require()
+        # From here on nothing is missed in silence; the directory is there for all to see after.
+        tap = _Tap(file)
+        return snapshot.write_directory(Path(directory), write)
+
+
+def read_capture(directory: str | os.PathLike[str]) -> list[Part]:
+    """Name the parts of a capture, or of a snapshot.
+
+    Parameters
+    ----------
+    directory : path
+        Either.
+
+    Returns
+    -------
+    list[Part]
+
+    Raises
+    ------
+    FileNotFoundError
+        There is neither.
+    LayoutMismatchError
+        It is damaged, or of another version.
+    """
+    path = Path(directory) / snapshot.MANIFEST
+    try:
+        capture = msgspec.json.decode(path.read_bytes(), type=Capture)
+    except (msgspec.MsgspecError, UnicodeDecodeError, FileNotFoundError, NotADirectoryError):
+        return snapshot.read_manifest(directory).parts
+    if capture.format != _FORMAT or capture.version != _VERSION:
+        raise errors.LayoutMismatchError(
+            f"{path}: expected {_FORMAT} of version {_VERSION}, got {capture.format!r} of version "
+            f"{capture.version}; replay it with shmbus {capture.written_by}"
+        )
+    if sum(part.records for part in capture.parts) != capture.records:
+        raise damaged(path, f"its parts do not hold {capture.records} records")
+    return capture.parts
+
+
+def _arrays(record: Record) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    for field, data in zip(parse_fields(record.schema, record.shape), record.fields, strict=True):
+        dtype = _encoding.decode_dtype(field.name, field.dtype.encode())
+        arrays[field.name] = (
+            np.frombuffer(data, dtype).reshape(field.shape)
+            if len(data)
+            else np.zeros(field.shape, dtype)
+        )
+    return arrays
+
+
+def replay(
+    directory: str | os.PathLike[str],
+    name: str,
+    *,
+    speed: float | None = 1.0,
+    timeout: float | None = None,
+) -> Replayed:
+    """Put what a capture or a snapshot holds onto a bus, in its order and at its pace.
+
+    Parameters
+    ----------
+    directory : path
+        The capture or snapshot.
+    name : str
+        A bus that exists. Its producer gives new numbers: the trajectories are new ones.
+    speed : float, optional
+        2 is twice as fast as it was; None as fast as the bus takes them.
+    timeout : float, optional
+        Seconds to wait for space: None waits for ever.
+
+    Returns
+    -------
+    Replayed
+
+    Raises
+    ------
+    BusNotFoundError, BusFullError
+        There is no such bus, or it had no space within the timeout.
+    FileNotFoundError, LayoutMismatchError
+        There is no capture, or it is damaged.
+    """
+    if speed is not None and not 0 < speed < float("inf"):
+        raise ValueError(f"speed: expected more than 0, or None for no pace, got {speed}")
+    directory = Path(os.path.abspath(directory))
+    parts = read_capture(directory)
+    put = 0
+    late_s = 0.0
+    first_ns: int | None = None
+    with shmbus.Producer(name, label="shmbus replay") as producer:
+        began = time.monotonic()
+        for found in read_parts(directory, parts):
+            first_ns = found.committed_ns if first_ns is None else first_ns
+            if speed is not None:
+                due = began + (found.committed_ns - first_ns) / 1e9 / speed
+                ahead = due - time.monotonic()
+                late_s = max(late_s, -ahead)
+                if ahead > 0:
+                    time.sleep(ahead)
+            meta = _encoding.decode_meta(found.meta) if found.meta else None
+            if found.checksum & _core.FLAG_FAILED:
+                producer.fail(
+                    found.instance_id,
+                    found.index,
+                    str(meta),
+                    group_size=None if found.checksum & _core.FLAG_NO_SIZE else found.group_size,
+                    epoch=None if found.epoch == NO_EPOCH else found.epoch,
+                    policy_version=found.policy_version,
+                    timeout=timeout,
+                )
+                put += 1
+                continue
+            producer.put(
+                found.instance_id,
+                group_size=found.group_size,
+                index=found.index,
+                score=found.score,
+                policy_version=found.policy_version,
+                epoch=None if found.epoch == NO_EPOCH else found.epoch,
+                meta=meta,
+                timeout=timeout,
+                **_arrays(found),
+            )
+            put += 1
+    return Replayed(put, time.monotonic() - began, late_s)

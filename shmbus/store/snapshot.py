@@ -1,0 +1,462 @@
+"""Everything undelivered on disk, and back: what a bus needs to outlive a reboot.
+
+A snapshot is a directory: ``manifest.json``, and parts (`shmbus.store.parts`) with the records.
+
+Invariants:
+
+- The directory appears whole, by one rename, or not at all; every byte is on the disk before.
+- It is of one instant: nobody collects meanwhile, and what producers commit after its beginning is
+  not in it.
+- A restored bus appears whole, by one link, or not at all. Each record keeps its producer's number,
+  the ledger its counts, and no later producer gets a number again; a snapshot is restored once,
+  unless told otherwise: nothing can be doubled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+import shmbus
+from shmbus import errors
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.undelivered import counters, undelivered_records
+from shmbus.ledger import REASONS
+from shmbus.segment import lifecycle
+from shmbus.store.parts import (
+    Part,
+    PartWriter,
+    Record,
+    damaged,
+    read_parts,
+    read_record,
+    write_file,
+)
+from shmbus_ext import _core
+
+__all__ = ["Manifest", "SlotCounts", "read_manifest", "restore", "restored_as", "take"]
+
+MANIFEST: Final = "manifest.json"
+#: Says that its records are on a bus again.
+_RESTORED: Final = "restored.json"
+_FORMAT: Final = "shmbus-snapshot"
+_VERSION: Final = 1
+ManifestType = TypeVar("ManifestType", bound=msgspec.Struct)
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class SlotCounts(msgspec.Struct, frozen=True):
+    """What a producer slot had counted: its last owner, and commits and aborts of all of them."""
+
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_PRODUCERS)]
+    producer_id: _Count
+    pid: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+    label: str
+    committed: _Count
+    aborted: _Count
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a snapshot holds.
+
+    Attributes
+    ----------
+    format, version : str, int
+        "shmbus-snapshot" and 1.
+    written_by : str
+        The version of shmbus that wrote it.
+    bus : str
+        Its name then.
+    taken_unix_ns : int
+        When.
+    capacity, extent_bytes, max_producers : int
+        As the bus had them.
+    policy_version, next_producer_id : int
+        As they were.
+    released : dict[str, int]
+        The ledger's counts of what was acknowledged and dropped.
+    slots : list[SlotCounts]
+        The ledger's counts of what was committed.
+    records, unreadable : int
+        Undelivered trajectories in the parts, and those that the ledger knows and nobody could
+        read: the first consumer after a restore counts them as corrupt.
+    parts : list[Part]
+        The files.
+    """
+
+    format: str
+    version: int
+    written_by: str
+    bus: str
+    taken_unix_ns: _Count
+    capacity: _Count
+    extent_bytes: _Count
+    max_producers: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_PRODUCERS)]
+    policy_version: _Count
+    next_producer_id: _Count
+    released: dict[str, _Count]
+    slots: list[SlotCounts]
+    records: _Count
+    unreadable: _Count
+    parts: list[Part]
+
+
+# -- taking -----------------------------------------------------------------------------------
+
+
+def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = False) -> Manifest:
+    """Write everything undelivered on a bus to a directory.
+
+    The bus stays as it is, and goes on afterwards.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    directory : path
+        Where to; must not exist, or be empty.
+    collecting : bool
+        Whether the caller is the bus's collector, and releases nothing until this returns.
+        Otherwise this becomes the collector while it works.
+
+    Returns
+    -------
+    Manifest
+
+    Raises
+    ------
+    BusNotFoundError, LayoutMismatchError
+        There is no such bus, or it cannot be read.
+    BusBusyError
+        Somebody collects.
+    FileExistsError
+        The directory holds something.
+    OSError
+        The disk is full or not writable; nothing is left behind.
+    RuntimeError
+        safetensors is not installed.
+    """
+    lifecycle.check_name(name)
+    with contextlib.ExitStack() as stack:
+        if not collecting:
+            stack.enter_context(_collector(name))
+        file = stack.enter_context(SegmentFile(name))
+        file.require()
+        return write_directory(Path(directory), lambda path: _write(file, path))
+
+
+@contextlib.contextmanager
+def _collector(name: str) -> Iterator[None]:
+    """Be the collector: what a dead one left half done is finished, and nobody releases."""
+    segment = lifecycle.open_segment(name)
+    try:
+        reader = _core.Reader(segment, f"snapshot, {lifecycle.process_label()}")
+    except BaseException:
+        segment.close()
+        raise
+    try:
+        yield
+    finally:
+        reader.close()
+
+
+def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> ManifestType:
+    """Let `write` fill a directory beside the target, and give it the target's name when whole."""
+    target = Path(os.path.abspath(target))
+    if os.path.lexists(target) and (
+        target.is_symlink() or not target.is_dir() or any(target.iterdir())
+    ):
+        what = "it becomes a new directory; choose another, or move away what is there"
+        raise FileExistsError(errno.EEXIST, what, str(target))
+    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(mode=0o700)
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}; choose a directory in one that is there"
+        raise type(error)(error.errno, f"{what} and writable", str(target)) from error
+    try:
+        manifest = write(partial)
+        write_file(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+        _sync(partial)
+        os.rename(partial, target)
+    except BaseException as error:
+        written = sum(path.stat().st_size for path in partial.iterdir())
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_room(target, written) from error
+        raise
+    _sync(target.parent)
+    return manifest
+
+
+def _no_room(target: Path, written: int) -> OSError:
+    free = shutil.disk_usage(target.parent).free
+    what = (
+        f"no room: it needs more than {written:,} bytes, and {free:,} are free there; make room or "
+        "choose a directory on another disk (nothing is left of this attempt)"
+    )
+    return OSError(errno.ENOSPC, what, str(target))
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write(file: SegmentFile, directory: Path) -> Manifest:
+    writer = PartWriter(directory)
+    released, committed, _ = counters(file)
+    slots = _slots(file, committed)
+    limit = {slot: count for slot, count in enumerate(committed)}
+    written = 0
+    for row in undelivered_records(file, payload=True):
+        if not row.moved and row.lane_number >= limit.get(row.slot, 0):
+            continue  # committed after the beginning
+        writer.add(read_record(file, row, written))
+        written += 1
+    header = file.header
+    return Manifest(
+        format=_FORMAT,
+        version=_VERSION,
+        written_by=shmbus.__version__,
+        bus=file.name,
+        taken_unix_ns=time.time_ns(),
+        capacity=file.extent_bytes * file.extent_count,
+        extent_bytes=file.extent_bytes,
+        max_producers=file.max_producers,
+        policy_version=int(header["policy_version"]),
+        next_producer_id=int(header["next_producer_id"]),
+        released=dict(zip(REASONS, released, strict=True)),
+        slots=slots,
+        records=written,
+        unreadable=max(0, sum(committed) - sum(released) - written),
+        parts=writer.finish(),
+    )
+
+
+def _slots(file: SegmentFile, committed: tuple[int, ...]) -> list[SlotCounts]:
+    return [
+        SlotCounts(
+            slot=slot,
+            producer_id=int(row["producer_id"]),
+            pid=int(row["pid"]),
+            label=row["label"].split(b"\0", 1)[0].decode("utf-8", "replace"),
+            committed=committed[slot],
+            aborted=int(row["aborted"]),
+        )
+        for slot, row in enumerate(file.slots()[:-1])
+        if int(row["producer_id"])
+    ]
+
+
+# -- restoring --------------------------------------------------------------------------------
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """Read and check a snapshot's manifest; the parts are checked when they are read.
+
+    Parameters
+    ----------
+    directory : path
+        The snapshot.
+
+    Returns
+    -------
+    Manifest
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no snapshot.
+    LayoutMismatchError
+        It is damaged, or of another version.
+    """
+    path = Path(directory) / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(
+            errno.ENOENT, "no snapshot there (`shmbus snapshot NAME DIR` makes one)", str(path)
+        ) from error
+    try:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise damaged(path, f"expected the manifest of a snapshot: {error}") from error
+    if manifest.format != _FORMAT or manifest.version != _VERSION:
+        raise errors.LayoutMismatchError(
+            f"{path}: expected {_FORMAT} of version {_VERSION}, got {manifest.format!r} of version "
+            f"{manifest.version}; restore it with shmbus {manifest.written_by}"
+        )
+    # Snapshots from before samples could fail do not count those that did.
+    if {*manifest.released, "failed"} != set(REASONS):
+        raise damaged(path, f"expected counts of {', '.join(REASONS)}")
+    if sum(part.records for part in manifest.parts) != manifest.records:
+        raise damaged(path, f"its parts do not hold {manifest.records} records")
+    slots = {slot.slot for slot in manifest.slots}
+    if len(slots) != len(manifest.slots) or max(slots, default=0) >= manifest.max_producers:
+        raise damaged(path, f"expected {manifest.max_producers} slots at the most, each once")
+    committed = sum(slot.committed for slot in manifest.slots)
+    accounted = sum(manifest.released.values()) + manifest.records + manifest.unreadable
+    if committed != accounted:
+        raise damaged(path, f"{committed} were committed, and {accounted} are accounted for")
+    return manifest
+
+
+def restore(
+    directory: str | os.PathLike[str],
+    name: str | None = None,
+    *,
+    capacity: int | str | None = None,
+    again: bool = False,
+) -> Manifest:
+    """Make a bus of a snapshot: its records, its ledger, its producers' numbers.
+
+    Parameters
+    ----------
+    directory : path
+        The snapshot.
+    name : str, optional
+        The bus; the one that the snapshot is of by default.
+    capacity : int or str, optional
+        Bytes for records; as it was by default.
+    again : bool
+        Also a snapshot that was restored before, so that its trajectories exist twice.
+
+    Returns
+    -------
+    Manifest
+
+    Raises
+    ------
+    BusExistsError
+        There is a bus of that name; nothing is changed.
+    ProtocolError
+        The snapshot was restored before; no bus is made.
+    FileNotFoundError, LayoutMismatchError
+        There is no snapshot, or it is damaged; no bus is made.
+    CapacityError
+        The bus does not fit into /dev/shm, or the records into the bus; no bus is made.
+    """
+    directory = Path(os.path.abspath(directory))
+    manifest = read_manifest(directory)
+    name = lifecycle.check_name(manifest.bus if name is None else name)
+    size = manifest.capacity if capacity is None else lifecycle.parse_size(capacity, "capacity")
+    extent_bytes = manifest.extent_bytes if size == manifest.capacity else 0
+    if os.path.lexists(lifecycle.shm_path(name)):
+        raise _exists(name)
+    before = restored_as(directory)
+    if before is not None and not again:
+        raise errors.ProtocolError(
+            f"{directory} was restored already, as bus {before!r}: once more would deliver its "
+            "trajectories twice; if that is what you want, say so (--again)"
+        )
+    # Nobody knows the bus by this name; `shmbus gc` finds it if this process dies.
+    hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        segment = lifecycle.create_segment(hidden, size, manifest.max_producers, extent_bytes)
+    except ValueError as error:
+        raise damaged(directory / MANIFEST, f"no bus has its sizes: {error}") from error
+    try:
+        _fill(segment, manifest, directory, name)
+        try:
+            os.link(lifecycle.shm_path(hidden), lifecycle.shm_path(name))
+        except FileExistsError as error:
+            raise _exists(name) from error
+    finally:
+        lifecycle.unlink(hidden)
+        segment.close()
+    if before is None:
+        write_file(directory / _RESTORED, msgspec.json.encode({"bus": name}))
+        _sync(directory)
+    return manifest
+
+
+def restored_as(directory: str | os.PathLike[str]) -> str | None:
+    """Name the bus that a snapshot was restored as; None where it was not yet.
+
+    Parameters
+    ----------
+    directory : path
+        The snapshot.
+
+    Returns
+    -------
+    str | None
+    """
+    try:
+        raw = (Path(directory) / _RESTORED).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return str(msgspec.json.decode(raw, type=dict[str, str])["bus"])
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+        return "?"  # it died while it wrote this: the bus was there before
+
+
+def _exists(name: str) -> errors.BusExistsError:
+    return errors.BusExistsError(
+        f"bus {name!r} exists already ({lifecycle.shm_path(name)}), and a snapshot is restored "
+        "into a new one only: choose another name, or remove it with shmbus.unlink if nobody "
+        "needs it"
+    )
+
+
+def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str) -> None:
+    restorer = _core.Restorer(segment)
+    seen: set[tuple[int, int]] = set()
+    for record in read_parts(directory, manifest.parts):
+        number = (record.producer_id, record.sequence)
+        if number in seen or record.producer_id >= manifest.next_producer_id:
+            raise damaged(directory / MANIFEST, f"record {number} is there twice, or cannot be")
+        seen.add(number)
+        try:
+            fits = _put(restorer, record)
+        except (ValueError, OverflowError, TypeError) as error:
+            raise damaged(directory, f"record {number}: {error}") from error
+        if not fits:
+            raise errors.CapacityError(
+                f"bus {name!r}: {manifest.records} records of {directory} do not fit into "
+                f"{lifecycle.show_size(segment.capacity)}; restore with a larger capacity"
+            )
+    try:
+        restorer.finish(
+            tuple(manifest.released.get(reason, 0) for reason in REASONS),
+            [
+                (slot.slot, slot.producer_id, slot.pid, slot.label, slot.committed, slot.aborted)
+                for slot in manifest.slots
+            ],
+            manifest.next_producer_id,
+            manifest.policy_version,
+        )
+    except ValueError as error:
+        raise damaged(directory / MANIFEST, f"its counts: {error}") from error
+
+
+def _put(restorer: _core.Restorer, record: Record) -> bool:
+    return restorer.put(
+        record.producer_id,
+        record.sequence,
+        record.policy_version,
+        record.score,
+        record.group_size,
+        record.index,
+        record.epoch,
+        record.checksum & _core.FLAGS_KEPT,
+        record.instance_id.encode(),
+        record.schema,
+        record.shape,
+        record.meta,
+        record.fields,
+    )
