@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_adapter import _attention_flash, attention
-from trainer_adapter.attention import (
+from trainer_adapter.attention import flash, varlen
+from trainer_adapter.attention.varlen import (
     attention_backend,
     register_with_transformers,
     transformers_inputs,
     varlen_attention,
 )
-from trainer_adapter.packing import Batch
+from trainer_adapter.batches.pack import Batch
 
 LENGTHS = [5, 1, 9, 9, 0, 30]
 WINDOWS = [(-1, 0), (3, 1), (-1, -1)]
@@ -137,7 +137,7 @@ def test_under_autocast_operands_are_cast_first_whatever_they_have(
 # Of the check's own copies; torch 2.15 hides it where it is shown, which is too late for an error.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_operator_is_what_torch_expects_of_one(seed: int) -> None:
-    from trainer_adapter._attention_op import varlen_operator
+    from trainer_adapter.attention.compiled import varlen_operator
 
     given = operands(seed, LENGTHS)
     cu = borders(LENGTHS)
@@ -171,9 +171,9 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.__version__ = "2.8.3"
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    _attention_flash.flash_function.cache_clear()
+    flash.flash_function.cache_clear()
     yield module
-    _attention_flash.flash_function.cache_clear()
+    flash.flash_function.cache_clear()
 
 
 def test_flash_attn_is_called_as_it_wants_and_gives_the_same(
@@ -181,7 +181,7 @@ def test_flash_attn_is_called_as_it_wants_and_gives_the_same(
 ) -> None:
     given = operands(seed, LENGTHS)
     cu = borders(LENGTHS)
-    monkeypatch.setattr(attention, "flash_obstacle", lambda *facts: None)
+    monkeypatch.setattr(varlen, "flash_obstacle", lambda *facts: None)
     assert attention_backend(*given[:2], 30, 30) == "flash"
     for window in WINDOWS:
         results = [
@@ -205,13 +205,13 @@ def test_an_older_flash_attn_and_none_at_all_say_so(flash_attn: Any, seed: int) 
     q, k, _ = operands(seed, LENGTHS)
     with pytest.raises(ValueError, match="backend 'flash' cannot run here: it needs a CUDA device"):
         attention_backend(q, k, 30, 30, backend="flash")
-    assert _attention_flash.flash_function()[0] is flash_attn.flash_attn_varlen_func
+    assert flash.flash_function()[0] is flash_attn.flash_attn_varlen_func
     flash_attn.__version__ = "2.5.9"
-    _attention_flash.flash_function.cache_clear()
-    assert "needs flash-attn 2.6, this is 2.5.9" in _attention_flash.flash_function()[1]
+    flash.flash_function.cache_clear()
+    assert "needs flash-attn 2.6, this is 2.5.9" in flash.flash_function()[1]
     sys.modules["flash_attn"] = None  # type: ignore[assignment]
-    _attention_flash.flash_function.cache_clear()
-    assert "not installed" in _attention_flash.flash_function()[1]
+    flash.flash_function.cache_clear()
+    assert "not installed" in flash.flash_function()[1]
 
 
 # --- transformers
@@ -235,7 +235,7 @@ def tiny(kind: str, seed: int, **more: Any) -> Any:
 
 
 def attend_by(model: Any, name: str) -> None:
-    """Change a model's attention, which has a public name from transformers 4.54 on."""
+    """Change a model's varlen, which has a public name from transformers 4.54 on."""
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation(name)
     else:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_adapter import _attention_moves as moving
-from trainer_adapter import _attention_plan as planning
+from trainer_adapter.attention import buckets as moving
+from trainer_adapter.attention import plan as planning
 
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (2, 0), (-1, 2), (2, -1), (3, 1), (40, 40)]
 

@@ -25,7 +25,7 @@ from shmbus.batch.gather import members
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS, plan_gather
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
 from trainer_adapter.advantages import advantages_for_groups, rule_of
-from trainer_adapter.gpu import GpuPacker
+from trainer_adapter.gpu.packer import GpuPacker
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TENSORS = (
@@ -264,8 +264,9 @@ import numpy as np, torch
 sys.path.insert(0, sys.argv[1])
 from test_gpu import assert_same, put_random
 from shmbus import Consumer, Producer
-from trainer_adapter import _cuda, _gpu_gather, pack
-from trainer_adapter.gpu import begin_gather
+from trainer_adapter import pack
+from trainer_adapter.gpu import gather, memory
+from trainer_adapter.gpu.gather import begin_gather
 
 name, seed = sys.argv[2], int(sys.argv[3])
 device = torch.device("cpu")
@@ -273,7 +274,7 @@ with Producer(name) as producer, Consumer(name) as consumer:
     for round, longest in enumerate((60, 5000, 1)):
         if round == 1:
             # A table that is larger than usual, in memory that is not.
-            _gpu_gather.USUAL_TABLE_BYTES, _cuda.STAGING_BYTES = 0, 1
+            gather.USUAL_TABLE_BYTES, memory.STAGING_BYTES = 0, 1
         put_random(producer, seed + round, 3, longest)
         groups = consumer.take(64, 10)
         assert len(groups) == 3
@@ -334,7 +335,7 @@ def test_a_packer_is_for_cuda_devices_only() -> None:
 
 
 def test_a_second_thread_is_told_who_is_in_the_packer_and_the_first_goes_on() -> None:
-    from trainer_adapter._checks import OneThread
+    from trainer_adapter._arguments import OneThread
 
     packer = OneThread("GpuPacker", "give each thread a packer of its own")
 
@@ -353,7 +354,7 @@ def test_a_second_thread_is_told_who_is_in_the_packer_and_the_first_goes_on() ->
 
 
 def test_memory_for_tables_is_used_again_only_when_it_was_given_back() -> None:
-    from trainer_adapter._cuda import Staging
+    from trainer_adapter.gpu.memory import Staging
 
     staging = Staging(torch.device("cpu"))
     first, second = staging.take(100), staging.take(100)

@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_adapter import _attention_flash, pad_input, unpad_input
+from trainer_adapter import pad_input, unpad_input
+from trainer_adapter.attention import flash
 
 FLASH = tuple(int(part) for part in version("flash-attn").split(".")[:2])
 #: From here on there are a mask of unused places, and a fifth value.
@@ -112,8 +113,8 @@ def test_its_function_is_found_and_takes_the_call(
     extension = ModuleType("flash_attn_2_cuda")
     extension.__spec__ = ModuleSpec("flash_attn_2_cuda", None)
     monkeypatch.setitem(sys.modules, "flash_attn_2_cuda", extension)
-    _attention_flash.flash_function.cache_clear()
-    function, reason = _attention_flash.flash_function()
+    flash.flash_function.cache_clear()
+    function, reason = flash.flash_function()
     assert (reason, getattr(function, "__name__", None)) == ("", "flash_attn_varlen_func")
     assert function is not None
     calls = []
@@ -122,10 +123,10 @@ def test_its_function_is_found_and_takes_the_call(
         calls.append(inspect.signature(function).bind(*arguments, **options).arguments)
         return q, torch.zeros(2, 5), None
 
-    monkeypatch.setattr(_attention_flash, "flash_function", lambda: (record, ""))
+    monkeypatch.setattr(flash, "flash_function", lambda: (record, ""))
     q, k, v = (torch.randn(5, 2, 8) for _ in range(3))
     borders = [torch.tensor([0, n, 5], dtype=torch.int32) for n in (2, 3)]
-    _attention_flash.call_flash(q, k, v, borders, (3, 4), 0.25, (-1, 0))
+    flash.call_flash(q, k, v, borders, (3, 4), 0.25, (-1, 0))
     (call,) = calls
     for name, operand in zip(
         ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), (q, k, v, *borders), strict=True

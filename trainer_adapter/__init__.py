@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer_adapter.advantages import group_advantages
-    from trainer_adapter.attention import varlen_attention
+    from trainer_adapter.attention.varlen import varlen_attention
+    from trainer_adapter.batches.pack import Batch, FieldNames, pack
     from trainer_adapter.compat import pad_input, unpad_input
-    from trainer_adapter.handler import OnlineDataHandler
-    from trainer_adapter.packing import Batch, FieldNames, pack
+    from trainer_adapter.handler.handler import OnlineDataHandler
 
 __all__ = [
     "Batch",
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batch": "packing",
-    "FieldNames": "packing",
-    "OnlineDataHandler": "handler",
+    "Batch": "batches.pack",
+    "FieldNames": "batches.pack",
+    "OnlineDataHandler": "handler.handler",
     "group_advantages": "advantages",
-    "pack": "packing",
+    "pack": "batches.pack",
     "pad_input": "compat",
     "unpad_input": "compat",
     "varlen_attention": "attention",

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_adapter._checks import check_count
+from trainer_adapter._arguments import check_count
 from trainer_adapter.balance import balance, by_budget
-from trainer_adapter.packing import Batch, Layout
+from trainer_adapter.batches.pack import Batch, Layout
 
 __all__ = ["MicroBatch", "micro_batches"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer_adapter.attention import varlen_attention
+from trainer_adapter.attention.varlen import varlen_attention
 from trainer_adapter.demo.sampler import NORM_EPS, PolicyConfig
 
 

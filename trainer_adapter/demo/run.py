@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 
 import shmbus
+from trainer_adapter.batches.pack import Batch
 from trainer_adapter.demo.evaluate import Evaluation, evaluate
 from trainer_adapter.demo.learner import Learner
 from trainer_adapter.demo.policy import Policy
@@ -39,8 +40,7 @@ from trainer_adapter.demo.task import SortTask
 from trainer_adapter.demo.view import Figures, LiveView, PlainView
 from trainer_adapter.demo.weights import WeightsChannel
 from trainer_adapter.demo.worker import WorkerConfig
-from trainer_adapter.handler import OnlineDataHandler
-from trainer_adapter.packing import Batch
+from trainer_adapter.handler.handler import OnlineDataHandler
 
 #: Ring for records; they are small here, so this is ample.
 CAPACITY: Final = "32MiB"

@@ -67,7 +67,7 @@ def _forward(
     options: dict[str, Any],
 ) -> Tensor:
     """Attend: query [B, H, L, D], key and value [B, H_kv, K, D]; the result is [B, L, H, D]."""
-    from trainer_adapter.attention import varlen_attention
+    from trainer_adapter.attention.varlen import varlen_attention
 
     _refuse(options)
     causal = options.get("is_causal")

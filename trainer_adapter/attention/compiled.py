@@ -26,7 +26,7 @@ def _eager(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,
     max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from trainer_adapter.attention import varlen_attention
+    from trainer_adapter.attention.varlen import varlen_attention
 
     chosen: Any = backend
     result: Any = varlen_attention(

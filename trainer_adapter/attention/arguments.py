@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import Tensor
 
-from trainer_adapter._attention_plan import UNLIMITED, Window
+from trainer_adapter.attention.plan import UNLIMITED, Window
 
 __all__ = [
     "as_autocast",

@@ -25,11 +25,11 @@ from torch import Tensor
 import shmbus
 from shmbus.batch.gather import FieldNames, describe, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
-from trainer_adapter._cuda import Staging, StagingBlock
-from trainer_adapter._finite import not_finite
 from trainer_adapter.advantages import Kind, advantages_for_groups, rule_of
-from trainer_adapter.overrides import Truncated, asking_words, sample_flags
-from trainer_adapter.packing import Batch, Layout, pad_batch
+from trainer_adapter.batches.finite import not_finite
+from trainer_adapter.batches.pack import Batch, Layout, pad_batch
+from trainer_adapter.batches.sample_flags import Truncated, asking_words, sample_flags
+from trainer_adapter.gpu.memory import Staging, StagingBlock
 
 __all__ = ["Pending", "begin_gather"]
 
@@ -195,7 +195,7 @@ def _plan(
     words: tuple[bytes, ...] = (),
 ) -> tuple[StagingBlock, GatherTable]:
     """Make the kernel's table in a block that has room for it."""
-    from trainer_adapter._gpu_kernel import CHUNK_TOKENS
+    from trainer_adapter.gpu.kernel import CHUNK_TOKENS
 
     told = {**told, "chunk_tokens": CHUNK_TOKENS, "words": words}
     block = staging.take(len(groups) * groups[0].size * USUAL_TABLE_BYTES)
@@ -208,7 +208,7 @@ def _plan(
 
 def _launch(host: Tensor, table: GatherTable, groups: int, device: torch.device) -> dict[str, Any]:
     """Have a new block on the device filled; return the views of its parts."""
-    from trainer_adapter._gpu_kernel import launch
+    from trainer_adapter.gpu.kernel import launch
 
     facts = table.chunks_at - table.borders_at
     end = facts

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer_adapter._attention_moves import collect, gather_packed, spread
-from trainer_adapter._attention_plan import (
+from trainer_adapter.attention.buckets import collect, gather_packed, spread
+from trainer_adapter.attention.plan import (
     MASK_ELEMENTS,
     UNLIMITED,
     Bucket,

@@ -23,10 +23,10 @@ from torch import Tensor
 
 import shmbus
 from shmbus.batch import gather as bus_gather
-from trainer_adapter._checks import check_choices, check_device, check_fields
-from trainer_adapter._finite import require_finite
+from trainer_adapter._arguments import check_choices, check_device, check_fields
 from trainer_adapter.advantages import Kind, advantages_for_groups, check_kind
-from trainer_adapter.overrides import Truncated, apply_flags, sample_flags
+from trainer_adapter.batches.finite import require_finite
+from trainer_adapter.batches.sample_flags import Truncated, apply_flags, sample_flags
 
 __all__ = ["Batch", "BatchMemory", "FieldNames", "pack"]
 

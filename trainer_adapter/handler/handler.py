@@ -24,8 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
 from shmbus.batch.gather import sequence_lengths
-from trainer_adapter._backlog import Backlog, Held
-from trainer_adapter._checks import (
+from trainer_adapter._arguments import (
     check_choices,
     check_consumer_options,
     check_count,
@@ -39,15 +38,16 @@ from trainer_adapter._checks import (
     group_of_sample,
     what_a_step_needs,
 )
-from trainer_adapter._finite import NotFiniteError
-from trainer_adapter._maker import HandlerMaker
-from trainer_adapter._resume import HandlerState, identities
 from trainer_adapter.advantages import Kind, check_kind
-from trainer_adapter.gpu import GpuPacker
-from trainer_adapter.overrides import Truncated, is_truncated
-from trainer_adapter.packing import Batch, BatchMemory, FieldNames, Layout, pack
-from trainer_adapter.prefetch import Prefetcher
-from trainer_adapter.progress import Progress
+from trainer_adapter.batches.finite import NotFiniteError
+from trainer_adapter.batches.pack import Batch, BatchMemory, FieldNames, Layout, pack
+from trainer_adapter.batches.sample_flags import Truncated, is_truncated
+from trainer_adapter.gpu.packer import GpuPacker
+from trainer_adapter.handler.backlog import Backlog, Held
+from trainer_adapter.handler.checkpoint import HandlerState, identities
+from trainer_adapter.handler.maker import HandlerMaker
+from trainer_adapter.handler.prefetch import Prefetcher
+from trainer_adapter.handler.progress import Progress
 
 __all__ = ["OnlineDataHandler"]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import shmbus
-from trainer_adapter.packing import Batch
-from trainer_adapter.prefetch import TAKE_GROUPS, Take
+from trainer_adapter.batches.pack import Batch
+from trainer_adapter.handler.prefetch import TAKE_GROUPS, Take
 
 if TYPE_CHECKING:
-    from trainer_adapter.handler import OnlineDataHandler
+    from trainer_adapter.handler.handler import OnlineDataHandler
 
 __all__ = ["HandlerMaker"]
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_adapter._attention_checks import (
+from trainer_adapter.attention.arguments import (
     as_autocast,
     check_borders,
     check_operands,
@@ -37,10 +37,10 @@ from trainer_adapter._attention_checks import (
     checked_scale,
     checked_window,
 )
-from trainer_adapter._attention_flash import call_flash, flash_obstacle
-from trainer_adapter._attention_op import varlen_operator
-from trainer_adapter._attention_plan import UNLIMITED, IntArray, Window, make_plan
-from trainer_adapter._attention_sdpa import attend_by_plan, differentiable_lse, log_sum_exp
+from trainer_adapter.attention.compiled import varlen_operator
+from trainer_adapter.attention.flash import call_flash, flash_obstacle
+from trainer_adapter.attention.plan import UNLIMITED, IntArray, Window, make_plan
+from trainer_adapter.attention.sdpa import attend_by_plan, differentiable_lse, log_sum_exp
 
 __all__ = [
     "attention_backend",
@@ -262,7 +262,7 @@ def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend 
     from a mask of padding; and else each row is a sequence. Causal attention, sliding windows and
     a cache of keys are supported; dropout, soft caps and attention sinks are refused.
     """
-    from trainer_adapter._attention_transformers import register
+    from trainer_adapter.attention.transformers import register
 
     return register(name, backend)
 

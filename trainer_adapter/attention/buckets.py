@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_adapter._attention_plan import IntArray, Moves
+from trainer_adapter.attention.plan import IntArray, Moves
 
 __all__ = ["collect", "gather_packed", "spread"]
 

@@ -1,0 +1,1 @@
+"""Groups become a batch: packing, padding, flags of samples, and what is not finite."""

@@ -1,0 +1,1 @@
+"""Batches made on a GPU: one kernel reads the registered bus straight into device memory."""

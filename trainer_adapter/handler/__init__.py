@@ -1,0 +1,1 @@
+"""From groups to batches to acknowledgements: the handler, its prefetching, and its checkpoint."""
