@@ -19,10 +19,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 # processes come first, since they take longest.
 DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:benchmark
 
-C_SOURCES := $(sort $(wildcard shmbus_ext/*.c))
-C_HEADERS := $(sort $(wildcard shmbus_ext/*.h))
-# The ring alone: what knows neither Python nor its headers, and no scores.
-RING_SOURCES := $(filter-out shmbus_ext/module.c shmbus_ext/relative.c shmbus_ext/py_%.c,$(C_SOURCES))
+C_SOURCES := $(sort $(wildcard shmbus_ext/*/*.c))
+C_HEADERS := $(sort $(wildcard shmbus_ext/*/*.h))
+# The ring alone, as the C tests, the fuzzers and the explorer link it.
+RING_SOURCES := $(sort $(wildcard shmbus_ext/ring/*.c))
 # A C test is one file with a main of its own, linked with the ring; exit status 0 is success.
 C_TESTS := $(patsubst tests/c/%.c,%,$(sort $(wildcard tests/c/*.c)))
 C_STRICT := -std=c11 -Wall -Wextra -Wconversion -Werror -pthread -Ishmbus_ext
@@ -225,7 +225,7 @@ EXPLORE_SEEDS := $(sort $(wildcard tests/model/seeds/*.sed))
 EXPLORE_SHORT_SEEDS := $(patsubst %,tests/model/seeds/%.sed,\
     timeout_reclaim missing_release link_at_wrap unchecked_claim)
 build/explore/plain/explore: $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/model/*) tests/c/support.h
-	CC='$(CC)' sh tests/model/build.sh shmbus_ext $(@D) -O2
+	CC='$(CC)' sh tests/model/build.sh shmbus_ext/ring $(@D) -O2
 
 .PHONY: check-explore
 check-c: check-explore

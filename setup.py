@@ -72,9 +72,9 @@ setup(
     ext_modules=[
         Extension(
             "shmbus_ext._core",
-            sources=sorted(glob("shmbus_ext/*.c")),
-            depends=sorted(glob("shmbus_ext/*.h")),
-            include_dirs=[numpy.get_include()],
+            sources=sorted(glob("shmbus_ext/*/*.c")),
+            depends=sorted(glob("shmbus_ext/*/*.h")),
+            include_dirs=["shmbus_ext", numpy.get_include()],
             define_macros=macros,
             undef_macros=undefined_macros,
             extra_compile_args=compile_args,

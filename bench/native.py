@@ -14,6 +14,8 @@ __all__ = ["ROOT", "CannotRun", "compile_program", "compiler", "run"]
 ROOT: Final = Path(__file__).resolve().parents[1]
 #: As setup.py compiles the extension.
 RING_FLAGS: Final = ("-O3", "-Ishmbus_ext", "-DNDEBUG")
+#: Rooms of shmbus_ext that know no Python.
+CORE_ROOMS: Final = ("ring", "stash", "batch")
 DEADLINE_S: Final = 300.0
 
 
@@ -39,9 +41,7 @@ def compile_program(source: Path, program: Path, *, ring: bool = False) -> None:
         There is no compiler, or it refused; the message has its words.
     """
     linked = [
-        str(path)
-        for path in sorted(ROOT.glob("shmbus_ext/*.c"))
-        if path.name != "module.c" and not path.name.startswith("py_")
+        str(path) for room in CORE_ROOMS for path in sorted(ROOT.glob(f"shmbus_ext/{room}/*.c"))
     ]
     more = [*RING_FLAGS, *linked] if ring else ["-O2"]
     run(

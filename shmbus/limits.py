@@ -1,6 +1,6 @@
 """Every operational limit of the Python side, with its unit and its reason.
 
-Limits of the byte layout are C's (``shmbus_ext/layout.h``) and only passed on here.
+Limits of the byte layout are C's (``shmbus_ext/ring/layout.h``) and only passed on here.
 """
 
 from __future__ import annotations

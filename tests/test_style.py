@@ -200,11 +200,14 @@ def test_only_the_python_binding_knows_python() -> None:
     for path in files(".c", ".h"):
         name = relative(path)
         included = re.findall(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)', path.read_text(), re.M)
-        if "Python.h" in included and name != "shmbus_ext/pyapi.h":
-            offences.append(f"{name}: includes Python.h, which only pyapi.h may")
-        binding = path.name == "module.c" or path.name.startswith("py_")
-        if "pyapi.h" in included and not binding:
-            offences.append(f"{name}: includes pyapi.h, which only module.c and py_*.c may")
+        if "Python.h" in included and name != "shmbus_ext/python/binding.h":
+            offences.append(f"{name}: includes Python.h, which only python/binding.h may")
+        if name.startswith("shmbus_ext/python/"):
+            continue
+        if any(header.startswith("python/") for header in included):
+            offences.append(
+                f"{name}: includes a header of shmbus_ext/python, which only its files may"
+            )
     report(offences)
 
 

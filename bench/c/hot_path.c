@@ -5,8 +5,8 @@
  * record's payload is small, since copying it is not what is measured. Exit status 1 if a call
  * fails. */
 #define _GNU_SOURCE
-#include "gather.h"
-#include "rows.h"
+#include "batch/convert.h"
+#include "stash/group_table.h"
 #include "sample.h"
 
 enum { WINDOW = 64, TOKENS = 2048, CAPACITY = 4 << 20, GROUP = 8, OPEN_GROUPS = 4096 };

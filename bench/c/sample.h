@@ -10,9 +10,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "doorbell.h"
-#include "reader.h"
-#include "writer.h"
+#include "ring/doorbell.h"
+#include "ring/reader.h"
+#include "ring/writer.h"
 
 enum { PAYLOAD = 64, FIELDS = 3, PRODUCERS = 64 };
 

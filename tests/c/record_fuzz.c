@@ -2,7 +2,7 @@
  *
  * Each record lies in a block of exactly its size, so that AddressSanitizer sees one byte too many. */
 #define _GNU_SOURCE
-#include "checksum.h"
+#include "ring/checksum.h"
 #include "support.h"
 
 static void checksums_agree(uint64_t *random) {

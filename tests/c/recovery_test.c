@@ -2,8 +2,8 @@
  *
  * Each case is a run that the explorer found (tests/model), cut down to the state that matters. */
 #define _GNU_SOURCE
-#include "doorbell.h"
-#include "extents.h"
+#include "ring/doorbell.h"
+#include "ring/extents.h"
 #include "support.h"
 
 /* A segment of small extents, a description of its own for each process that would be there. */

@@ -2,7 +2,7 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 
-#include "doorbell.h"
+#include "ring/doorbell.h"
 #include "support.h"
 
 enum { WRITERS = 3, RECORDS = 20000 };

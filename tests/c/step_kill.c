@@ -7,9 +7,9 @@
 #include <sys/ptrace.h>
 #include <sys/wait.h>
 
-#include "doorbell.h"
+#include "ring/doorbell.h"
 #include "support.h"
-#include "wanted.h"
+#include "ring/retry_table.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #define DEFAULT_KILLS 3

@@ -10,8 +10,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "reader.h"
-#include "writer.h"
+#include "ring/reader.h"
+#include "ring/writer.h"
 
 #define CHECK(condition)                                                                         \
     do {                                                                                         \

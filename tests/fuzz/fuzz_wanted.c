@@ -3,9 +3,9 @@
  * has touched is whole, and one producer's at a time.
  *
  * Input: acts of 5 bytes: what is done (1), to which row (1), with which value (1), where (2). */
-#include "checksum.h"
+#include "ring/checksum.h"
 #include "fuzz.h"
-#include "wanted.h"
+#include "ring/retry_table.h"
 
 #define MOST_ACTS 200
 #define SEALED_FROM offsetof(struct wanted_row, number)

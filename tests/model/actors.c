@@ -1,11 +1,11 @@
-/* What producers, collectors and the auditor do: the calls of py_writer.c, py_reader.c and
+/* What producers, collectors and the auditor do: the calls of python/writer_object.c, python/reader_object.c and
  * consumer.py, in their order, without Python.
  *
  * Invariant: all that an actor knows between two checkpoints lies in its heap. */
 #include "actors.h"
 
 #include "../c/support.h"
-#include "doorbell.h"
+#include "ring/doorbell.h"
 
 #define WAIT_NS INT64_C(1000000000)
 #define PAYLOAD_BYTES 8

@@ -9,7 +9,7 @@ ring=$1
 into=$2
 shift 2
 cc=${CC:-cc}
-flags="-std=c11 -D_GNU_SOURCE= -Wall -Wextra -Wconversion -Werror -g -I$ring -Itests/model $*"
+flags="-std=c11 -D_GNU_SOURCE= -Wall -Wextra -Wconversion -Werror -g -I$ring/.. -Itests/model $*"
 mkdir -p "$into"
 rm -f "$into"/*.o
 small="-include tests/model/small.h"
@@ -19,7 +19,7 @@ compile() { # SOURCE FLAGS...
     # shellcheck disable=SC2086 # several words
     $cc $flags "$@" -c "$source" -o "$into/$(basename "$source" .c).o"
 }
-for name in doorbell extents reader reader_attach reader_free record wanted writer; do
+for name in attach doorbell extents reader reclaim record retry_table writer; do
     compile "$ring/$name.c" -include tests/model/hooks.h
 done
 # shellcheck disable=SC2086

@@ -5,7 +5,7 @@
  * - A request whose asker lives reaches a taker that lives, or is answered: it is never lost. */
 #include "model.h"
 
-#include "wanted.h"
+#include "ring/retry_table.h"
 
 static struct ghost_wanted *ghost(void) {
     return &world.control.ghost.wanted;

@@ -19,8 +19,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "reader.h"
-#include "writer.h"
+#include "ring/reader.h"
+#include "ring/writer.h"
 
 enum {
     MAX_PROCESSES = 5, /* the last is the auditor */

@@ -10,7 +10,7 @@ options=$(sed -n 's/^# options: //p' "$seed")
 
 rm -rf "$into"
 mkdir -p "$into/ring"
-cp shmbus_ext/*.c shmbus_ext/*.h "$into/ring/"
+cp shmbus_ext/ring/*.[ch] "$into/ring/"
 for file in "$into"/ring/*.c; do
     sed -f "$seed" "$file" > "$file.new"
     cmp -s "$file" "$file.new" || planted=yes

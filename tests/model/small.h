@@ -5,7 +5,7 @@
 #ifndef SHMBUS_MODEL_SMALL_H
 #define SHMBUS_MODEL_SMALL_H
 
-#include "layout.h"
+#include "ring/layout.h"
 
 #undef SHMBUS_PAGE
 #define SHMBUS_PAGE 512u

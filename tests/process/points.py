@@ -1,7 +1,7 @@
 """Named points of the daemon and its clients, at which a test ends or stops who passes.
 
 The product carries none: `arm` sets one around a function of the process that calls it. As for the
-points of the core (shmbus_ext/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SIGKILL or
+points of the core (shmbus_ext/ring/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SIGKILL or
 SIGSTOP on that pass, from 1. A name that is not here is left to the core.
 """
 

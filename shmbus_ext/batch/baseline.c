@@ -1,0 +1,57 @@
+/* Scores against their siblings' (see batch/baseline.h). */
+#include "baseline.h"
+
+#include <math.h>
+#include <string.h>
+
+bool relative_fits(const double *scores, uint64_t n) {
+    bool fits = true;
+    for (uint64_t i = 0; i < n; i++) {
+        /* A nan compares with nothing. */
+        fits &= fabs(scores[i]) <= RELATIVE_MOST;
+    }
+    return fits;
+}
+
+static void standardise(double *centred, uint64_t n, const struct relative_rule *rule,
+                        double unit) {
+    /* In units of the largest deviation no square can under- or overflow. In a loop of its own,
+     * several are divided at once. */
+    for (uint64_t i = 0; i < n; i++) {
+        centred[i] /= unit;
+    }
+    double squares = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        squares += centred[i] * centred[i];
+    }
+    double scale = sqrt(squares / (double)(rule->bessel ? n - 1 : n)) + rule->eps / unit;
+    for (uint64_t i = 0; i < n; i++) {
+        centred[i] /= scale;
+    }
+}
+
+void relative_scores(const double *scores, uint64_t n, const struct relative_rule *rule,
+                     double *out) {
+    double sum = 0, lowest = INFINITY, highest = -INFINITY;
+    for (uint64_t i = 0; i < n; i++) {
+        sum += scores[i];
+        lowest = scores[i] < lowest ? scores[i] : lowest;
+        highest = scores[i] > highest ? scores[i] : highest;
+    }
+    /* By comparison, since the mean of equal scores may differ from them by a rounding. */
+    bool level = !(lowest < highest);
+    double mean = sum / (double)n;
+    if (level) {
+        memset(out, 0, n * sizeof *out);
+        return;
+    }
+    /* score - mean of others = (score - mean) * n / (n - 1) */
+    double factor = rule->kind == RELATIVE_OTHERS ? (double)n / (double)(n - 1) : 1.0;
+    for (uint64_t i = 0; i < n; i++) {
+        out[i] = (scores[i] - mean) * factor;
+    }
+    if (rule->kind == RELATIVE_DEVIATION) {
+        double above = highest - mean, below = mean - lowest;
+        standardise(out, n, rule, above > below ? above : below);
+    }
+}

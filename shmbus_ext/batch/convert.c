@@ -1,0 +1,189 @@
+/* The loops of batch/convert.h, written so that the compiler makes vector code of them. */
+#include "convert.h"
+
+#include <string.h>
+
+/* Wheels run on any x86-64: the loader picks the widest vectors that this machine has. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&       \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define WIDEST __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define WIDEST
+#endif
+
+#define CONVERT(name, from, to, expression)                                                        \
+    WIDEST static void name(to *restrict dst, const void *restrict source, uint64_t n) {          \
+        const from *restrict src = source;                                                         \
+        for (uint64_t i = 0; i < n; i++) {                                                         \
+            dst[i] = (to)(expression);                                                             \
+        }                                                                                          \
+    }
+
+CONVERT(i64_from_i8, int8_t, int64_t, src[i])
+CONVERT(i64_from_u8, uint8_t, int64_t, src[i])
+CONVERT(i64_from_i16, int16_t, int64_t, src[i])
+CONVERT(i64_from_u16, uint16_t, int64_t, src[i])
+CONVERT(i64_from_i32, int32_t, int64_t, src[i])
+CONVERT(i64_from_u32, uint32_t, int64_t, src[i])
+CONVERT(f32_from_f64, double, float, src[i])
+CONVERT(bool_from_8, uint8_t, uint8_t, src[i] != 0)
+CONVERT(bool_from_16, uint16_t, uint8_t, src[i] != 0)
+CONVERT(bool_from_32, uint32_t, uint8_t, src[i] != 0)
+CONVERT(bool_from_64, uint64_t, uint8_t, src[i] != 0)
+CONVERT(bool_from_f32, float, uint8_t, src[i] != 0)
+CONVERT(bool_from_f64, double, uint8_t, src[i] != 0)
+
+bool gather_i64(int64_t *dst, const void *src, enum element_kind kind, uint64_t n) {
+    switch (kind) {
+    case ELEMENT_I8:
+        i64_from_i8(dst, src, n);
+        return true;
+    case ELEMENT_BOOL:
+    case ELEMENT_U8:
+        i64_from_u8(dst, src, n);
+        return true;
+    case ELEMENT_I16:
+        i64_from_i16(dst, src, n);
+        return true;
+    case ELEMENT_U16:
+        i64_from_u16(dst, src, n);
+        return true;
+    case ELEMENT_I32:
+        i64_from_i32(dst, src, n);
+        return true;
+    case ELEMENT_U32:
+        i64_from_u32(dst, src, n);
+        return true;
+    case ELEMENT_I64:
+    case ELEMENT_U64:
+        memcpy(dst, src, n * 8);
+        return true;
+    default:
+        return false;
+    }
+}
+
+bool gather_f32(float *dst, const void *src, enum element_kind kind, uint64_t n) {
+    if (kind == ELEMENT_F32) {
+        memcpy(dst, src, n * 4);
+    } else if (kind == ELEMENT_F64) {
+        f32_from_f64(dst, src, n);
+    } else {
+        return false;
+    }
+    return true;
+}
+
+bool gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t n) {
+    switch (kind) {
+    case ELEMENT_BOOL:
+    case ELEMENT_I8:
+    case ELEMENT_U8:
+        bool_from_8(dst, src, n);
+        return true;
+    case ELEMENT_I16:
+    case ELEMENT_U16:
+        bool_from_16(dst, src, n);
+        return true;
+    case ELEMENT_I32:
+    case ELEMENT_U32:
+        bool_from_32(dst, src, n);
+        return true;
+    case ELEMENT_I64:
+    case ELEMENT_U64:
+        bool_from_64(dst, src, n);
+        return true;
+    case ELEMENT_F32:
+        bool_from_f32(dst, src, n);
+        return true;
+    case ELEMENT_F64:
+        bool_from_f64(dst, src, n);
+        return true;
+    default:
+        return false;
+    }
+}
+
+WIDEST void gather_positions(int64_t *dst, uint64_t n) {
+    for (uint64_t i = 0; i < n; i++) {
+        dst[i] = (int64_t)i;
+    }
+}
+
+WIDEST void gather_fill_f32(float *dst, float value, uint64_t n) {
+    for (uint64_t i = 0; i < n; i++) {
+        dst[i] = value;
+    }
+}
+
+WIDEST static bool any_beyond_i64(const uint64_t *values, uint64_t n) {
+    uint64_t seen = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        seen |= values[i];
+    }
+    return seen > (uint64_t)INT64_MAX;
+}
+
+uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n) {
+    if (!any_beyond_i64(values, n)) {
+        return n;
+    }
+    uint64_t at = 0;
+    while (values[at] <= (uint64_t)INT64_MAX) {
+        at++;
+    }
+    return at;
+}
+
+/* Bits and not comparisons: they vectorise, and no compiler flag can argue them away. */
+#define EXPONENT_F32 UINT32_C(0x7f800000)
+
+WIDEST bool gather_any_not_finite(const float *values, uint64_t n) {
+    uint32_t found = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &values[i], sizeof bits);
+        found |= (uint32_t)((bits & EXPONENT_F32) == EXPONENT_F32);
+    }
+    return found != 0;
+}
+
+uint64_t gather_find_not_finite(const float *values, uint64_t n) {
+    if (!gather_any_not_finite(values, n)) {
+        return n;
+    }
+    uint64_t at = 0;
+    while (!gather_any_not_finite(&values[at], 1)) {
+        at++;
+    }
+    return at;
+}
+
+#define EXPONENT_F64 UINT64_C(0x7ff0000000000000)
+
+WIDEST static bool any_not_finite_f64(const double *values, uint64_t n) {
+    uint64_t found = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        uint64_t bits;
+        memcpy(&bits, &values[i], sizeof bits);
+        found |= (uint64_t)((bits & EXPONENT_F64) == EXPONENT_F64);
+    }
+    return found != 0;
+}
+
+uint64_t gather_find_not_finite_f64(const double *values, uint64_t n) {
+    if (!any_not_finite_f64(values, n)) {
+        return n;
+    }
+    uint64_t at = 0;
+    while (!any_not_finite_f64(&values[at], 1)) {
+        at++;
+    }
+    return at;
+}
+
+WIDEST void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n) {
+    for (uint64_t i = 0; i < n; i++) {
+        dst[i] = mask[i] ? dst[i] : 0.0f;
+    }
+}

@@ -1,0 +1,45 @@
+/* Records into contiguous batch memory: conversions that a trainer needs, one pass each.
+ *
+ * Invariant: no function here allocates, checks bounds or looks at shared control data; the caller
+ * has proved that n elements lie behind src and fit behind dst. */
+#ifndef SHMBUS_BATCH_CONVERT_H
+#define SHMBUS_BATCH_CONVERT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+enum element_kind {
+    ELEMENT_BOOL = 0,
+    ELEMENT_I8,
+    ELEMENT_U8,
+    ELEMENT_I16,
+    ELEMENT_U16,
+    ELEMENT_I32,
+    ELEMENT_U32,
+    ELEMENT_I64,
+    ELEMENT_U64,
+    ELEMENT_F32,
+    ELEMENT_F64,
+    ELEMENT_OTHER,
+};
+
+/* False for a kind that has no such conversion. */
+bool gather_i64(int64_t *dst, const void *src, enum element_kind kind, uint64_t n);
+bool gather_f32(float *dst, const void *src, enum element_kind kind, uint64_t n);
+bool gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t n);
+
+/* 0, 1, 2, ... */
+void gather_positions(int64_t *dst, uint64_t n);
+void gather_fill_f32(float *dst, float value, uint64_t n);
+/* 0 where the mask is 0, by selection: whatever stood there, a NaN too, is gone. */
+void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n);
+
+/* The position of the first that is more than an int64 holds; n where there is none. */
+uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n);
+
+bool gather_any_not_finite(const float *values, uint64_t n);
+/* The position of the first nan or infinity; n where there is none. */
+uint64_t gather_find_not_finite(const float *values, uint64_t n);
+uint64_t gather_find_not_finite_f64(const double *values, uint64_t n);
+
+#endif

@@ -1,0 +1,184 @@
+/* The extension module: its types, the constants that Python shares with C, and the hooks. */
+#define SHMBUS_IMPORTS_NUMPY
+#include "binding.h"
+
+#include "ring/checksum.h"
+#include "ring/doorbell.h"
+
+struct hooks hooks;
+bool segment_init_fork(void);
+
+void raise_hook(PyObject *hook, PyObject *arguments) {
+    if (arguments == NULL) {
+        return;
+    }
+    PyObject *error = PyObject_CallObject(hook, arguments);
+    Py_DECREF(arguments);
+    if (error != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+        Py_DECREF(error);
+    }
+}
+
+static PyObject *install(PyObject *module, PyObject *args, PyObject *kwargs) {
+    (void)module;
+    static char *names[] = {"closed_error", "too_large_error", "full_error",   "busy_error",
+                            "layout_error", "space_error",     "encode_meta",  "decode_meta",
+                            "encode_dtype", "decode_dtype",    "as_array",     NULL};
+    struct hooks got;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "$OOOOOOOOOOO", names, &got.closed_error, &got.too_large_error,
+            &got.full_error, &got.busy_error, &got.layout_error, &got.space_error,
+            &got.encode_meta, &got.decode_meta, &got.encode_dtype, &got.decode_dtype,
+            &got.as_array)) {
+        return NULL;
+    }
+    PyObject **from = (PyObject **)&got;
+    PyObject **to = (PyObject **)&hooks;
+    for (size_t i = 0; i < sizeof hooks / sizeof *to; i++) {
+        Py_XSETREF(to[i], Py_NewRef(from[i]));
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *crc32c(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer data;
+    int reference = 0;
+    if (!PyArg_ParseTuple(args, "y*|p", &data, &reference)) {
+        return NULL;
+    }
+    uint32_t crc = reference ? shmbus_crc32c_reference(0, data.buf, (size_t)data.len)
+                             : shmbus_crc32c(0, data.buf, (size_t)data.len);
+    PyBuffer_Release(&data);
+    return PyLong_FromUnsignedLong(crc);
+}
+
+static PyObject *monotonic_ns(PyObject *module, PyObject *ignored) {
+    (void)module;
+    (void)ignored;
+    return PyLong_FromUnsignedLongLong(clock_monotonic_ns());
+}
+
+PyObject *set_aside_error(void) {
+#if PY_VERSION_HEX >= 0x030C0000
+    return PyErr_GetRaisedException();
+#else
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL) {
+        PyException_SetTraceback(error, traceback);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+#endif
+}
+
+void restore_error(PyObject *error) {
+#if PY_VERSION_HEX >= 0x030C0000
+    PyErr_SetRaisedException(error);
+#else
+    PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error, PyException_GetTraceback(error));
+#endif
+}
+
+static PyMethodDef functions[] = {
+    {"install", (PyCFunction)(void (*)(void))install, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"crc32c", crc32c, METH_VARARGS, NULL},
+    {"monotonic_ns", monotonic_ns, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "shmbus_ext._core",
+    .m_doc = "The C core of shmbus; its types are in _core.pyi.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+static bool add_types(PyObject *module) {
+    struct {
+        const char *name;
+        PyTypeObject *type;
+    } types[] = {{"Segment", &SegmentType}, {"Writer", &WriterType},
+                 {"Slot", &SlotType},       {"Keeper", &KeeperType},
+                 {"Reader", &ReaderType},   {"Borrower", &BorrowerType},
+                 {"Loan", &LoanType},
+                 {"Pin", &PinType},         {"Schema", &SchemaType},
+                 {"Trajectory", &TrajectoryType},
+                 {"Rows", &RowsType},       {"Row", &RowType},
+                 {"GroupBase", &GroupBaseType},
+                 {"Guard", &GuardType},     {"Intake", &IntakeType},
+                 {"ConsumerBase", &ConsumerBaseType},
+                 {"Restorer", &RestorerType}};
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        if (PyType_Ready(types[i].type) < 0 ||
+            PyModule_AddObjectRef(module, types[i].name, (PyObject *)types[i].type) < 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool add_constants(PyObject *module) {
+    struct {
+        const char *name;
+        long value;
+    } constants[] = {
+        {"LAYOUT_VERSION", SHMBUS_LAYOUT_VERSION},
+        {"LAYOUT_HASH", (long)SHMBUS_LAYOUT_HASH},
+        {"PAGE", SHMBUS_PAGE},
+        {"RECORD_ALIGN", SHMBUS_RECORD_ALIGN},
+        {"RECORD_HEADER_BYTES", sizeof(struct record_header)},
+        {"MAX_ID_BYTES", SHMBUS_MAX_ID_BYTES},
+        {"MAX_FIELDS", SHMBUS_MAX_FIELDS},
+        {"MAX_NDIM", SHMBUS_MAX_NDIM},
+        {"MAX_GROUP_SIZE", SHMBUS_MAX_GROUP_SIZE},
+        {"MAX_PRODUCERS", SHMBUS_MAX_PRODUCERS},
+        {"LABEL_BYTES", SHMBUS_LABEL_BYTES - 1},               /* less the byte that ends it */
+        {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1}, /* likewise */
+        {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
+        {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1},
+        {"MAX_CLIENTS", SHMBUS_MAX_CLIENTS},
+        {"PLACE_BYTES", sizeof(struct wire_place)},
+        {"SLOT_FREE", SHMBUS_SLOT_FREE},
+        {"SLOT_ACTIVE", SHMBUS_SLOT_ACTIVE},
+        {"SLOT_CLOSED", SHMBUS_SLOT_CLOSED},
+        {"ACKED", SHMBUS_ACKED},
+        {"DROP_DUPLICATE", SHMBUS_DROP_DUPLICATE},
+        {"DROP_SIZE_MISMATCH", SHMBUS_DROP_SIZE_MISMATCH},
+        {"DROP_SURPLUS", SHMBUS_DROP_SURPLUS},
+        {"DROP_TIMEOUT", SHMBUS_DROP_TIMEOUT},
+        {"DROP_STALE", SHMBUS_DROP_STALE},
+        {"DROP_ZERO_VARIANCE", SHMBUS_DROP_ZERO_VARIANCE},
+        {"DROP_OVERFLOW", SHMBUS_DROP_OVERFLOW},
+        {"DROP_MALFORMED", SHMBUS_DROP_MALFORMED},
+        {"DROP_CORRUPT", SHMBUS_DROP_CORRUPT},
+        {"DROP_FAILED", SHMBUS_DROP_FAILED},
+        {"TRAJECTORY_BYTES", sizeof(TrajectoryObject)},
+    };
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+PyMODINIT_FUNC PyInit__core(void) {
+    import_array();
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && (!segment_init_fork() || !arguments_init() || !add_types(module) ||
+                           !add_constants(module) || !gather_add_functions(module) ||
+                           !loan_add_functions(module) || !rows_add_constants(module) ||
+                           !group_add_functions(module) || !consumer_add_words() ||
+                           !wanted_add_functions(module) ||
+                           !locate_add_functions(module) || !plan_add_functions(module) ||
+                           !relative_add_functions(module) || !inspect_add_functions(module))) {
+        Py_CLEAR(module);
+    }
+    return module;
+}

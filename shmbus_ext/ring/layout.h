@@ -1,0 +1,382 @@
+/* Every byte that processes share: structs, constants, and the assertions that pin them.
+ *
+ * LAYOUT.md tells the same in prose, with the ordering argument and a worked hex dump.
+ * Rules: fixed-width types only, no pointers, no size_t; a field that two processes touch at
+ * once is _Atomic; an offset or a size that moves needs a new SHMBUS_LAYOUT_VERSION.
+ *
+ * Segment:  | bus_header | producer_slot[max_producers + 1] | extent_desc[extent_count]
+ *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | wanted_row[SHMBUS_WANTED_ROWS]
+ *           | pad to a page | extents ... |
+ * The last slot belongs to the collector: the lane into which it moves stragglers.
+ */
+#ifndef SHMBUS_RING_LAYOUT_H
+#define SHMBUS_RING_LAYOUT_H
+
+#include <stdalign.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the segment is little-endian; this machine is not"
+#endif
+
+#define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
+#define SHMBUS_LAYOUT_VERSION 4u
+
+/* Records start on cache lines, so that two records never share one. */
+#define SHMBUS_RECORD_ALIGN 64u
+#define SHMBUS_PAGE 4096u
+
+/* Limits that a record states in its header. */
+#define SHMBUS_MAX_ID_BYTES 255u
+#define SHMBUS_MAX_FIELDS 64u
+#define SHMBUS_MAX_NDIM 32u
+#define SHMBUS_MAX_NAME_BYTES 255u
+#define SHMBUS_MAX_DTYPE_BYTES 1024u
+/* Words of the shape table: one offset and ndim sizes a field. */
+#define SHMBUS_MAX_SHAPE_WORDS 1024u
+#define SHMBUS_MAX_SCHEMA_BYTES 32768u
+/* The largest group is bounded by the intent log, which makes one acknowledgement atomic. */
+#define SHMBUS_MAX_GROUP_SIZE 16384u
+#define SHMBUS_MAX_PRODUCERS 4096u
+#define SHMBUS_MAX_EXTENTS 65536u
+#define SHMBUS_LABEL_BYTES 48u
+#define SHMBUS_PAUSE_REASON_BYTES 120u
+/* Samples that are asked for at once: a failing fleet is not helped by more. */
+#define SHMBUS_WANTED_ROWS 128u
+#define SHMBUS_WANTED_ID_BYTES 256u
+#define SHMBUS_WANTED_REASON_BYTES 192u
+
+/* Why records left the bus. Index into bus_header.released. */
+enum shmbus_reason {
+    SHMBUS_ACKED = 0,
+    SHMBUS_DROP_DUPLICATE = 1,
+    SHMBUS_DROP_SIZE_MISMATCH = 2,
+    SHMBUS_DROP_SURPLUS = 3,
+    SHMBUS_DROP_TIMEOUT = 4,
+    SHMBUS_DROP_STALE = 5,
+    SHMBUS_DROP_ZERO_VARIANCE = 6,
+    SHMBUS_DROP_OVERFLOW = 7,
+    SHMBUS_DROP_MALFORMED = 8,
+    SHMBUS_DROP_CORRUPT = 9,
+    SHMBUS_DROP_FAILED = 10,
+    SHMBUS_REASONS = 11,
+};
+
+/* Offset  Size  Field            Written by   Read by     Order
+ *      0     8  magic            creator      all         release / acquire, stored last
+ *      8     4  layout_version   creator      all         before magic
+ *     12     4  layout_hash      creator      all         before magic
+ *     16    40  geometry         creator      all         before magic; geometry_crc covers 8..56
+ *     56     4  geometry_crc     creator      all         before magic
+ *    128     4  bell             reader, producers        seq_cst: 1 while the reader sleeps
+ *    192     4  space_bell       reader       producers   futex word, bumped when space is freed
+ *    196     4  space_wanted     producers, reader        seq_cst: 1 while someone waits
+ *    200     8  jumbo_until_ns   producers    producers   advisory; CLOCK_MONOTONIC
+ *    256     8  next_producer_id producers                fetch_add
+ *    264     4  attach_epoch     producers    reader      release / acquire
+ *    320     8  policy_version   trainer      producers   relaxed
+ *    328     4  gathered         reader       producers   relaxed: 1 once batches are packed of payload
+ *    384   ...  collector        reader       all         relaxed, for messages only
+ *    512    88  released[]       reader       all         relaxed; exact through the intent
+ *    640    48  intents          reader       reader      counts, move_from: release / acquire
+ *    704     4  paused           anybody      producers   release / acquire: 1 while they shall wait
+ *    708     4  lent             reader       reader      relaxed: 1 once borrowers may hold locks
+ *    712   136  pause            anybody      producers   before paused; for messages only
+ *    896     4  wanted_open      collector    producers   relaxed: rows with a request; a hint
+ *    904     8  groups_failed    collector    all         relaxed: given up, for messages only
+ */
+struct bus_header {
+    _Atomic uint64_t magic;
+    uint32_t layout_version;
+    uint32_t layout_hash;
+    uint64_t segment_bytes;
+    uint64_t data_offset;
+    uint64_t extent_bytes;
+    uint32_t extent_count;
+    uint32_t max_producers;
+    uint64_t created_unix_ns;
+    uint32_t geometry_crc;
+    uint32_t reserved0;
+
+    alignas(128) _Atomic uint32_t bell;
+    alignas(64) _Atomic uint32_t space_bell;
+    _Atomic uint32_t space_wanted;
+    _Atomic uint64_t jumbo_until_ns;
+    alignas(64) _Atomic uint64_t next_producer_id;
+    _Atomic uint32_t attach_epoch;
+    alignas(64) _Atomic int64_t policy_version;
+    _Atomic uint32_t gathered;
+
+    alignas(64) _Atomic uint32_t collector_pid;
+    _Atomic uint32_t collector_leased_groups;
+    _Atomic uint64_t collector_leased_records;
+    _Atomic uint64_t collector_stashed_groups;
+    _Atomic uint64_t collector_stashed_records;
+    _Atomic uint64_t collector_seen_ns; /* CLOCK_MONOTONIC of its last poll */
+    _Atomic uint64_t collector_lease_ns; /* the same of its oldest lease */
+    char collector_label[SHMBUS_LABEL_BYTES];
+
+    alignas(64) _Atomic uint64_t released[SHMBUS_REASONS];
+
+    /* The intent: the records of one acknowledgement, in force once count is not 0.
+     * base is released[reason] before it, so that replaying counts nothing twice. */
+    alignas(64) _Atomic uint32_t intent_count;
+    uint32_t intent_reason;
+    uint64_t intent_base;
+    uint32_t intent_crc;
+    /* A run that is being freed: extents, and its first in free_first. The log has the words that
+     * they are freed from; a single extent needs none of this. */
+    _Atomic uint32_t free_span;
+    uint32_t free_first;
+    /* A straggler's move: its first copy as a ref + 1, in force while it is not 0, and the other. */
+    uint32_t move_generation;
+    _Atomic uint64_t move_from;
+    uint64_t move_to;
+
+    alignas(64) _Atomic uint32_t paused;
+    _Atomic uint32_t lent;
+    _Atomic int64_t pause_policy_version; /* the policy version when the pause began */
+    _Atomic uint64_t pause_unix_ns;       /* when that was */
+    char pause_reason[SHMBUS_PAUSE_REASON_BYTES];
+
+    alignas(64) _Atomic uint32_t wanted_open;
+    _Atomic uint64_t groups_failed;
+};
+
+#define SHMBUS_HEADER_BYTES 1024u
+_Static_assert(sizeof(struct bus_header) <= SHMBUS_HEADER_BYTES, "the header has its place");
+_Static_assert(offsetof(struct bus_header, layout_version) == 8, "layout");
+_Static_assert(offsetof(struct bus_header, layout_hash) == 12, "layout");
+_Static_assert(offsetof(struct bus_header, segment_bytes) == 16, "layout");
+_Static_assert(offsetof(struct bus_header, extent_count) == 40, "layout");
+_Static_assert(offsetof(struct bus_header, geometry_crc) == 56, "layout");
+_Static_assert(offsetof(struct bus_header, bell) == 128, "layout");
+_Static_assert(offsetof(struct bus_header, space_bell) == 192, "layout");
+_Static_assert(offsetof(struct bus_header, next_producer_id) == 256, "layout");
+_Static_assert(offsetof(struct bus_header, policy_version) == 320, "layout");
+_Static_assert(offsetof(struct bus_header, gathered) == 328, "layout");
+_Static_assert(offsetof(struct bus_header, collector_pid) == 384, "layout");
+_Static_assert(offsetof(struct bus_header, released) == 512, "layout");
+_Static_assert(offsetof(struct bus_header, intent_count) == 640, "layout");
+_Static_assert(offsetof(struct bus_header, move_from) == 672, "layout");
+_Static_assert(offsetof(struct bus_header, paused) == 704, "layout");
+_Static_assert(offsetof(struct bus_header, lent) == 708, "layout");
+_Static_assert(offsetof(struct bus_header, pause_reason) == 728, "layout");
+_Static_assert(offsetof(struct bus_header, wanted_open) == 896, "layout");
+_Static_assert(offsetof(struct bus_header, groups_failed) == 904, "layout");
+
+/* A slot is owned by whoever holds the file lock on byte SHMBUS_LOCK_SLOT + index of the segment;
+ * the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */
+enum shmbus_slot_state { SHMBUS_SLOT_FREE = 0, SHMBUS_SLOT_ACTIVE = 1, SHMBUS_SLOT_CLOSED = 2 };
+
+/* A link names an extent together with its generation, so that it cannot mean a later lease of
+ * the same extent: generation << 32 | index + 1, low half 0 for none yet, LINK_END for never. */
+#define SHMBUS_LINK_END 0xFFFFFFFFu
+
+/* Offset  Size  Field        Written by  Read by  Order
+ *      0     8  committed    owner       reader   release / acquire: commits of all owners so far
+ *      8     8  aborted      owner       reader   release / acquire
+ *     16     8  committing   owner       heir     committed + 1 while one commit is under way
+ *     24     8  commit_ref   owner       heir     the record of that commit
+ *     32     4  commit_generation        heir     of its extent
+ *     36     4  state        owner       reader   release / acquire
+ *     40     8  first        owner       reader   release / acquire: link that starts a chain
+ *     48     8  current      owner, freer reader   release / acquire: link to the chain's last
+ *     56     8  next_order   owner       reader   release / acquire
+ *     64     8  producer_id  owner       reader   release / acquire
+ *     72     4  pid          owner       all      for messages
+ *     76    52  label        owner       all      for messages
+ */
+struct producer_slot {
+    alignas(128) _Atomic uint64_t committed;
+    _Atomic uint64_t aborted;
+    _Atomic uint64_t committing;
+    _Atomic uint64_t commit_ref;
+    _Atomic uint32_t commit_generation;
+    _Atomic uint32_t state;
+    _Atomic uint64_t first;
+    _Atomic uint64_t current;
+    _Atomic uint64_t next_order;
+    _Atomic uint64_t producer_id;
+    _Atomic uint32_t pid;
+    char label[SHMBUS_LABEL_BYTES];
+    uint32_t reserved0;
+};
+_Static_assert(sizeof(struct producer_slot) == 128, "two cache lines a slot");
+_Static_assert(offsetof(struct producer_slot, state) == 36, "layout");
+_Static_assert(offsetof(struct producer_slot, producer_id) == 64, "layout");
+_Static_assert(offsetof(struct producer_slot, label) == 76, "layout");
+
+/* What holds an extent, or a run of them: the first says the span, its tail has none. A span
+ * counts only with the generation of the lease it was written in, so nothing need be wiped when an
+ * extent is freed.
+ *
+ * Offset  Size  Field        Written by        Read by  Order
+ *      0     8  word         leaser, freer     all      CAS: generation << 32 | slot + 1; low half 0 is free
+ *      8     8  order        leaser            reader   place in the lane, growing
+ *     16     8  used         owner             reader   release / acquire: bytes exposed
+ *     24     8  next         owner, freer      reader   CAS: link to the run that follows
+ *     32     8  span         leaser            reader   release / acquire: generation << 32 | extents
+ *     40     4  sealed       owner             reader   release / acquire: used is final
+ *     44     4  writer_pins  owner             reader   writable views that outlive their commit
+ *     48     8  producer_id  leaser            reader
+ */
+struct extent_desc {
+    alignas(64) _Atomic uint64_t word;
+    _Atomic uint64_t order;
+    _Atomic uint64_t used;
+    _Atomic uint64_t next;
+    _Atomic uint64_t span;
+    _Atomic uint32_t sealed;
+    _Atomic uint32_t writer_pins;
+    _Atomic uint64_t producer_id;
+};
+_Static_assert(sizeof(struct extent_desc) == 64, "a cache line a descriptor");
+_Static_assert(offsetof(struct extent_desc, sealed) == 40, "layout");
+_Static_assert(offsetof(struct extent_desc, producer_id) == 48, "layout");
+
+/* A sample that is asked for again. `claim` is FREE, BUSY while the collector changes the row, or the
+ * id of the producer that has taken it, plus 1.
+ *
+ * Offset  Size  Field        Written by             Read by    Order
+ *      0     8  claim        collector, producers   both       CAS; BUSY first, FREE last
+ *      8     8  number       collector              producers  0 for no request
+ *     16    40  ...          collector              producers  before claim
+ *     60     4  crc          collector              producers  over 8..60 and 64..512
+ */
+#define SHMBUS_WANTED_FREE UINT64_C(0)
+#define SHMBUS_WANTED_BUSY UINT64_MAX
+struct wanted_row {
+    alignas(64) _Atomic uint64_t claim;
+    uint64_t number;
+    int64_t epoch;
+    uint64_t asked_ns; /* CLOCK_MONOTONIC */
+    uint32_t group_size;
+    uint32_t index;
+    uint32_t attempt;
+    uint16_t id_bytes;
+    uint16_t reason_bytes;
+    uint64_t reserved0;
+    uint32_t reserved1;
+    uint32_t crc;
+    char id[SHMBUS_WANTED_ID_BYTES];
+    char reason[SHMBUS_WANTED_REASON_BYTES];
+};
+_Static_assert(sizeof(struct wanted_row) == 512, "layout");
+_Static_assert(offsetof(struct wanted_row, number) == 8, "layout");
+_Static_assert(offsetof(struct wanted_row, crc) == 60, "layout");
+_Static_assert(offsetof(struct wanted_row, id) == 64, "layout");
+
+/* States are spread over the word, so that a scribble is seldom one of them. */
+enum shmbus_record_state {
+    SHMBUS_RESERVED = 0x52534552, /* "RESR" */
+    SHMBUS_COMMITTED = 0x544D4F43, /* "COMT" */
+    SHMBUS_ABORTED = 0x54524241, /* "ABRT" */
+    SHMBUS_RELEASED = 0x454C4552, /* "RELE" */
+};
+
+#define SHMBUS_FLAG_PAYLOAD_CRC 1u /* payload_crc covers meta and payload */
+#define SHMBUS_FLAG_MOVED 2u       /* a straggler that the collector wrote again */
+/* Its sample failed: no fields; meta is the reason, and score counts the attempts before this one. */
+#define SHMBUS_FLAG_FAILED 4u
+#define SHMBUS_FLAG_NO_SIZE 8u /* of a failure: group_size says no more than that it is above index */
+/* What of its flags a record takes along into a snapshot and out of it. */
+#define SHMBUS_FLAGS_KEPT (SHMBUS_FLAG_PAYLOAD_CRC | SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE)
+
+/* Record: header | shape (u64: offset, sizes... a field) | id | schema | meta | pad | payload.
+ * The frame (8..32) is in place, under frame_crc, before `used` exposes the record; the rest, under
+ * header_crc with shape, id and schema, before the state says COMMITTED.
+ *
+ * Offset  Size  Field            Offset  Size  Field
+ *      0     4  state                64     4  group_size
+ *      4     4  frame_crc            68     4  index
+ *      8     8  record_bytes         72     8  epoch
+ *     16     8  producer_id          80     8  committed_ns
+ *     24     4  slot                 88     4  meta_bytes
+ *     28     4  flags                92     4  meta_offset
+ *     32     8  sequence             96     2  id_bytes
+ *     40     8  lane_number          98     2  field_count
+ *     48     8  policy_version      100     4  shape_words
+ *     56     8  score               104     4  schema_bytes
+ *                                   108     4  payload_crc
+ *                                   112     8  payload_bytes
+ *                                   120     4  reserved
+ *                                   124     4  header_crc, over 8..124 and what follows
+ */
+struct record_header {
+    alignas(64) _Atomic uint32_t state;
+    uint32_t frame_crc;
+    uint64_t record_bytes;
+    uint64_t producer_id;
+    uint32_t slot;
+    uint32_t flags;
+    uint64_t sequence;
+    uint64_t lane_number;
+    int64_t policy_version;
+    double score;
+    uint32_t group_size;
+    uint32_t index;
+    int64_t epoch;
+    uint64_t committed_ns;
+    uint32_t meta_bytes;
+    uint32_t meta_offset;
+    uint16_t id_bytes;
+    uint16_t field_count;
+    uint32_t shape_words;
+    uint32_t schema_bytes;
+    uint32_t payload_crc;
+    uint64_t payload_bytes;
+    uint32_t reserved0;
+    uint32_t header_crc;
+};
+_Static_assert(sizeof(struct record_header) == 128, "two cache lines");
+_Static_assert(offsetof(struct record_header, record_bytes) == 8, "layout");
+_Static_assert(offsetof(struct record_header, sequence) == 32, "layout");
+_Static_assert(offsetof(struct record_header, score) == 56, "layout");
+_Static_assert(offsetof(struct record_header, committed_ns) == 80, "layout");
+_Static_assert(offsetof(struct record_header, id_bytes) == 96, "layout");
+_Static_assert(offsetof(struct record_header, header_crc) == 124, "layout");
+
+/* Schema: field_count entries, one behind the other without padding. The itemsize makes bounds
+ * checkable without knowing the dtype. */
+struct schema_entry {
+    uint16_t name_bytes;
+    uint16_t dtype_bytes;
+    uint32_t itemsize;
+    uint8_t ndim;
+    uint8_t reserved[3];
+    /* name, dtype */
+};
+_Static_assert(sizeof(struct schema_entry) == 12, "layout");
+
+/* File locks (open file description locks) on the segment: byte offsets, all behind its end. Everybody
+ * who has the segment open shares USERS, so who gets it alone knows that nobody has. */
+#define SHMBUS_LOCK_BASE (INT64_C(1) << 60)
+#define SHMBUS_LOCK_COLLECTOR (SHMBUS_LOCK_BASE + 0)
+#define SHMBUS_LOCK_USERS (SHMBUS_LOCK_BASE + 1)
+#define SHMBUS_LOCK_SLOT (SHMBUS_LOCK_BASE + 1024)
+/* Shared locks of processes that a daemon leases groups to; they outlive the daemon, and no client.
+ * A view's lock, one byte an extent: somebody looks at a record there, and the run is not freed. */
+#define SHMBUS_LOCK_VIEW (SHMBUS_LOCK_BASE + (INT64_C(1) << 20))
+/* A lease's lock, one byte an extent a client: that client has groups there that have not ended. */
+#define SHMBUS_LOCK_LEASE (SHMBUS_LOCK_BASE + (INT64_C(1) << 32))
+#define SHMBUS_MAX_CLIENTS 1024u
+
+/* A different struct layout, whatever the cause, must not pass for this one. */
+#define SHMBUS_LAYOUT_HASH                                                                    \
+    ((uint32_t)(SHMBUS_LAYOUT_VERSION * 2654435761u ^                                         \
+                (uint32_t)(sizeof(struct bus_header) * 40503u + sizeof(struct producer_slot) * 2741u + \
+                           sizeof(struct extent_desc) * 577u + sizeof(struct record_header) * 97u + \
+                           sizeof(struct wanted_row) * 31u * SHMBUS_WANTED_ROWS +               \
+                           SHMBUS_MAX_GROUP_SIZE)))
+
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,
+               "atomics between processes must be lock-free");
+
+static inline uint64_t shmbus_align_up(uint64_t value, uint64_t to) {
+    return (value + to - 1) / to * to;
+}
+
+#endif

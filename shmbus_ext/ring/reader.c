@@ -1,0 +1,433 @@
+/* Walking the lanes (see reader.h). Freeing is in reclaim.c, attaching in attach.c. */
+#include "reader.h"
+
+#include <stdlib.h>
+
+#include "doorbell.h"
+
+/* Records taken from one lane before the next has its turn. */
+#define LANE_QUOTA 64u
+
+static struct record_header *record_at(const struct reader *self, uint32_t extent,
+                                       uint64_t offset) {
+    return (struct record_header *)(void *)(segment_extent(self->segment, extent) + offset);
+}
+
+static uint32_t slot_of(const struct reader *self, const struct lane *lane) {
+    return (uint32_t)(lane - self->lanes);
+}
+
+bool reader_owner_gone(const struct reader *self, uint32_t slot, uint64_t producer_id) {
+    const struct producer_slot *owner = &self->segment->slots[slot];
+    /* SYNC: slot-taken. */
+    return atomic_load_explicit(&owner->state, memory_order_acquire) != SHMBUS_SLOT_ACTIVE ||
+           atomic_load_explicit(&owner->producer_id, memory_order_acquire) != producer_id;
+}
+
+/* Puts the lane's cursor on the run that a link names, if it really is the lane's next. */
+bool reader_enter_run(struct reader *self, struct lane *lane, uint64_t link) {
+    struct run run;
+    uint32_t slot = slot_of(self, lane);
+    if (!link_is_run(self->segment, link, slot, &run) ||
+        (lane->any_order && run.order <= lane->last_order)) {
+        return false;
+    }
+    uint32_t extent = link_low(link) - 1;
+    struct run_state *state = &self->runs[extent];
+    if (state->phase != RUN_UNKNOWN) {
+        return false;
+    }
+    *state = (struct run_state){.generation = run.generation,
+                                .span = run.span,
+                                .slot = slot,
+                                .phase = RUN_WALKING};
+    lane->extent = extent;
+    lane->cursor = lane->limit = 0;
+    lane->cut = false;
+    lane->any_order = true;
+    lane->last_order = run.order;
+    return true;
+}
+
+static bool enter_backlog(struct reader *self, struct lane *lane) {
+    while (lane->backlog_at < lane->backlog_count) {
+        uint32_t extent = lane->backlog[lane->backlog_at++];
+        uint64_t word = atomic_load_explicit(&self->segment->extents[extent].word,
+                                             memory_order_relaxed);
+        if (reader_enter_run(self, lane, link_make(link_generation(word), extent + 1))) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* From a run that is walked to the end to the one behind it. False when there is none yet. */
+static bool advance(struct reader *self, struct lane *lane) {
+    struct producer_slot *slot = &self->segment->slots[slot_of(self, lane)];
+    if (lane->extent == NO_EXTENT) {
+        return enter_backlog(self, lane) ||
+               reader_enter_run(self, lane,
+                                atomic_load_explicit(&slot->first, memory_order_acquire));
+    }
+    uint32_t done = lane->extent;
+    struct extent_desc *desc = &self->segment->extents[done];
+    self->runs[done].phase = RUN_WALKED;
+    if (lane->backlog_at < lane->backlog_count) {
+        lane->extent = NO_EXTENT;
+        enter_backlog(self, lane);
+        reader_try_free(self, done);
+        return true;
+    }
+    /* SYNC: run-linked. */
+    uint64_t next = atomic_load_explicit(&desc->next, memory_order_acquire);
+    if (link_low(next) != 0) {
+        /* A link that leads nowhere ends the lane until its owner begins another chain. */
+        lane->extent = NO_EXTENT;
+        reader_enter_run(self, lane, next);
+        reader_try_free(self, done);
+        return true;
+    }
+    reader_try_free(self, done);
+    return false;
+}
+
+static void end_open(struct reader *self, uint32_t extent) {
+    self->runs[extent].open--;
+    reader_try_free(self, extent);
+}
+
+static void make_ref(const struct reader *self, struct record_ref *ref,
+                     const struct record_place *place) {
+    ref->place = *place;
+    ref->bytes = self->copy.header.record_bytes;
+}
+
+/* All lanes are read to their ends: what their counters promise and nobody met is lost. */
+static void settle(struct reader *self) {
+    if (!self->unsettled) {
+        return;
+    }
+    self->unsettled = false;
+    if (self->promised > self->released_before + self->met) {
+        uint64_t lost = self->promised - self->released_before - self->met;
+        self->met += lost;
+        self->corrupt += lost;
+        atomic_fetch_add_explicit(&self->segment->header->released[SHMBUS_DROP_CORRUPT], lost,
+                                  memory_order_relaxed);
+    }
+}
+
+/* Counts a record that cannot be read, and lets the bus go on without it. */
+static void quarantine(struct reader *self, const struct record_ref *ref) {
+    self->corrupt++;
+    reader_hold(self, ref);
+    reader_release(self, &ref, 1, SHMBUS_DROP_CORRUPT);
+    reader_let_go(self, ref);
+}
+
+/* A committed record under the cursor or pending: 1 when self->copy holds it. */
+static int deliver(struct reader *self, const struct record_place *place,
+                   struct record_ref *ref) {
+    const struct record_header *shared = record_at(self, place->extent, place->offset);
+    make_ref(self, ref, place);
+    enum record_verdict verdict = record_read_body(shared, &self->copy);
+    const struct record_header *header = &self->copy.header;
+    bool moved = (header->flags & SHMBUS_FLAG_MOVED) != 0;
+    if (verdict != RECORD_OK) {
+        self->met++;
+        quarantine(self, ref);
+        return 0;
+    }
+    if (self->moved_count > 0 &&
+        reader_moved_contains(self, header->producer_id, header->sequence)) {
+        /* The mover died between the two copies: this one is the spare. */
+        atomic_store_explicit(&record_at(self, place->extent, place->offset)->state,
+                              SHMBUS_RELEASED, memory_order_release);
+        return 0;
+    }
+    if (moved && !reader_moved_insert(self, header->producer_id, header->sequence)) {
+        return -1;
+    }
+    self->met++;
+    reader_hold(self, ref);
+    self->delivered++;
+    return 1;
+}
+
+static bool remember_open(struct lane *lane, const struct record_place *place,
+                          uint64_t producer_id) {
+    if (lane->pending_count == lane->pending_room) {
+        uint32_t room = lane->pending_room ? lane->pending_room * 2 : 16;
+        struct pending *grown = realloc(lane->pending, room * sizeof *grown);
+        if (grown == NULL) {
+            return false;
+        }
+        lane->pending = grown;
+        lane->pending_room = room;
+    }
+    lane->pending[lane->pending_count++] =
+        (struct pending){place->offset, producer_id, place->extent, place->generation};
+    return true;
+}
+
+enum step { STEP_RECORD, STEP_AGAIN, STEP_ENDED_FIRST, STEP_END, STEP_NO_MEMORY };
+
+/* One record of the run under the cursor. */
+static enum step step_record(struct reader *self, struct lane *lane, struct record_ref *ref) {
+    const struct run_state *run = &self->runs[lane->extent];
+    struct record_place place = {lane->extent, run->generation, lane->cursor};
+    enum record_verdict verdict =
+        record_read_frame(record_at(self, lane->extent, lane->cursor),
+                          lane->limit - lane->cursor, &place, &self->copy.header);
+    if (verdict != RECORD_OK) {
+        lane->cut = true;
+        return STEP_AGAIN;
+    }
+    lane->cursor += self->copy.header.record_bytes;
+    switch (atomic_load_explicit(&self->copy.header.state, memory_order_relaxed)) {
+    case SHMBUS_COMMITTED: {
+        if (lane->pending_at < lane->pending_count) {
+            /* Of a batch: those before it, seen open a moment ago, were committed before it. */
+            lane->cursor = place.offset;
+            return STEP_ENDED_FIRST;
+        }
+        int delivered = deliver(self, &place, ref);
+        return delivered > 0 ? STEP_RECORD : delivered == 0 ? STEP_AGAIN : STEP_NO_MEMORY;
+    }
+    case SHMBUS_RESERVED:
+        if (!remember_open(lane, &place, self->copy.header.producer_id)) {
+            lane->cursor = place.offset;
+            return STEP_NO_MEMORY;
+        }
+        /* Its end moves a counter that this visit read before, and the next visit finds it; only
+         * one whose owner is gone already moves nothing any more. */
+        self->runs[lane->extent].open++;
+        lane->dirty = lane->dirty ||
+                      reader_owner_gone(self, slot_of(self, lane), self->copy.header.producer_id);
+        return STEP_AGAIN;
+    case SHMBUS_RELEASED:
+    case SHMBUS_ABORTED:
+        return STEP_AGAIN;
+    default:
+        /* Whether it was ever committed its state no longer says: the lanes' counters will. */
+        atomic_store_explicit(&record_at(self, place.extent, place.offset)->state,
+                              SHMBUS_RELEASED, memory_order_release);
+        return STEP_AGAIN;
+    }
+}
+
+/* What is exposed by now, and then the open ones once more: whatever its owner ended before it
+ * exposed a record below the limit comes before that record. True where there is more to walk. */
+static bool look(struct reader *self, struct lane *lane) {
+    uint64_t before = lane->limit;
+    if (lane->extent != NO_EXTENT) {
+        uint64_t run_bytes = self->runs[lane->extent].span * self->segment->extent_bytes;
+        /* SYNC: record-exposed. */
+        uint64_t used = atomic_load_explicit(&self->segment->extents[lane->extent].used,
+                                             memory_order_acquire);
+        lane->limit = used < run_bytes ? used : run_bytes;
+    }
+    lane->pending_at = lane->pending_kept = 0;
+    return lane->limit > before;
+}
+
+static enum step step(struct reader *self, struct lane *lane, struct record_ref *ref) {
+    if (lane->extent == NO_EXTENT) {
+        return advance(self, lane) ? STEP_AGAIN : STEP_END;
+    }
+    if (lane->cursor < lane->limit && !lane->cut) {
+        return step_record(self, lane, ref);
+    }
+    /* SYNC: run-sealed. Looked at before `used`, which is final if this says so. */
+    bool sealed = atomic_load_explicit(&self->segment->extents[lane->extent].sealed,
+                                       memory_order_acquire) != 0;
+    if (!lane->cut && look(self, lane)) {
+        return STEP_ENDED_FIRST;
+    }
+    if (!sealed && lane->backlog_at >= lane->backlog_count) {
+        return STEP_END;
+    }
+    return advance(self, lane) ? STEP_AGAIN : STEP_END;
+}
+
+/* The next reservation that has ended since it was seen open, in the order of the lane, so that a
+ * batch that was seen half way comes as it was put: 1 when it is in self->copy. */
+static int next_ended(struct reader *self, struct lane *lane, struct record_ref *ref) {
+    while (lane->pending_at < lane->pending_count) {
+        struct pending *entry = &lane->pending[lane->pending_at];
+        struct record_header *shared = record_at(self, entry->extent, entry->offset);
+        uint32_t state = atomic_load_explicit(&shared->state, memory_order_acquire);
+        if (state == SHMBUS_RESERVED &&
+            reader_owner_gone(self, self->runs[entry->extent].slot, entry->producer_id)) {
+            atomic_compare_exchange_strong_explicit(&shared->state, &state, SHMBUS_ABORTED,
+                                                    memory_order_acq_rel, memory_order_acquire);
+        }
+        state = atomic_load_explicit(&shared->state, memory_order_acquire);
+        lane->pending_at++;
+        if (state == SHMBUS_RESERVED) {
+            lane->pending[lane->pending_kept++] = *entry;
+            continue;
+        }
+        struct record_place place = {entry->extent, entry->generation, entry->offset};
+        uint64_t room = self->runs[place.extent].span * self->segment->extent_bytes - place.offset;
+        int delivered = 0;
+        if (record_read_frame(shared, room, &place, &self->copy.header) == RECORD_OK &&
+            state == SHMBUS_COMMITTED) {
+            delivered = deliver(self, &place, ref);
+        }
+        end_open(self, place.extent);
+        if (delivered != 0) {
+            return delivered;
+        }
+    }
+    lane->pending_at = lane->pending_count = lane->pending_kept;
+    return 0;
+}
+
+static void end_visit(struct reader *self, struct lane *lane) {
+    if (slot_of(self, lane) < self->segment->max_producers) {
+        self->promised += lane->visit_committed - lane->seen_committed;
+        self->unsettled = true;
+    }
+    lane->visiting = false;
+    lane->seen_committed = lane->visit_committed;
+    lane->seen_aborted = lane->visit_aborted;
+    lane->seen_order = lane->visit_order;
+}
+
+/* An owner that finds the bus full seals its run and commits nothing: no counter tells. */
+static bool sealed_since(const struct reader *self, const struct lane *lane) {
+    return lane->extent != NO_EXTENT && self->runs[lane->extent].phase == RUN_WALKING &&
+           atomic_load_explicit(&self->segment->extents[lane->extent].sealed,
+                                memory_order_acquire) != 0;
+}
+
+/* SYNC: lane-advanced. Whether its owners have ended records since the last visit. */
+static bool advanced(const struct lane *lane, const struct producer_slot *slot) {
+    return atomic_load_explicit(&slot->committed, memory_order_acquire) != lane->seen_committed ||
+           atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen_aborted;
+}
+
+/* Whether a visit could bring anything; a few loads where it could not. */
+static bool is_quiet(const struct reader *self, const struct lane *lane) {
+    return !lane->visiting && !lane->dirty &&
+           !advanced(lane, &self->segment->slots[slot_of(self, lane)]) &&
+           !sealed_since(self, lane);
+}
+
+static void begin_visit(struct reader *self, struct lane *lane) {
+    const struct producer_slot *slot = &self->segment->slots[slot_of(self, lane)];
+    lane->visiting = true;
+    lane->dirty = false;
+    /* SYNC: lane-advanced. */
+    lane->visit_committed = atomic_load_explicit(&slot->committed, memory_order_acquire);
+    lane->visit_aborted = atomic_load_explicit(&slot->aborted, memory_order_acquire);
+    lane->visit_order = atomic_load_explicit(&slot->next_order, memory_order_acquire);
+    (void)look(self, lane);
+}
+
+static int lane_next(struct reader *self, struct lane *lane, struct record_ref *ref) {
+    if (!lane->visiting) {
+        begin_visit(self, lane);
+    }
+    for (;;) {
+        int ended = next_ended(self, lane, ref);
+        if (ended != 0) {
+            return ended;
+        }
+        enum step next;
+        while ((next = step(self, lane, ref)) == STEP_AGAIN) {
+        }
+        switch (next) {
+        case STEP_RECORD:
+            return 1;
+        case STEP_NO_MEMORY:
+            return -1;
+        case STEP_END:
+            end_visit(self, lane);
+            return 0;
+        default:
+            break;
+        }
+    }
+}
+
+/* A free slot may have been freed by an heir that died then, before this reader knew its owner. */
+static bool worth_a_look(const struct lane *lane, const struct producer_slot *slot) {
+    return atomic_load_explicit(&slot->state, memory_order_acquire) != SHMBUS_SLOT_FREE ||
+           lane->extent != NO_EXTENT || lane->dirty || lane->pending_count > 0 ||
+           lane->backlog_at < lane->backlog_count || advanced(lane, slot) ||
+           atomic_load_explicit(&slot->next_order, memory_order_acquire) != lane->seen_order;
+}
+
+/* Which lanes are worth a look changes only when a producer comes or goes, and when lanes without a
+ * producer have been read to their ends. */
+static void refresh_active(struct reader *self) {
+    uint32_t epoch =
+        atomic_load_explicit(&self->segment->header->attach_epoch, memory_order_acquire);
+    if (epoch == self->attach_epoch && !self->active_outdated) {
+        return;
+    }
+    self->attach_epoch = epoch;
+    self->active_count = 0;
+    self->active_outdated = false;
+    for (uint32_t i = 0; i < self->segment->max_producers; i++) {
+        struct lane *lane = &self->lanes[i];
+        if (worth_a_look(lane, &self->segment->slots[i])) {
+            lane->dirty = true;
+            self->active[self->active_count++] = i;
+        }
+    }
+    if (self->turn >= self->active_count) {
+        self->turn = 0;
+    }
+}
+
+int reader_next(struct reader *self, struct record_ref *ref) {
+    struct lane *own = &self->lanes[self->segment->max_producers];
+    if (own->dirty || own->visiting) {
+        /* What an earlier collector moved comes first: the copies left behind are told by it. */
+        int found = lane_next(self, own, ref);
+        if (found != 0) {
+            return found;
+        }
+        /* From here on this reader writes that lane itself. */
+        own->extent = NO_EXTENT;
+    }
+    refresh_active(self);
+    for (uint32_t idle = 0; idle < self->active_count;) {
+        if (self->quota_left > 0) {
+            struct lane *lane = &self->lanes[self->active[self->turn]];
+            int found = is_quiet(self, lane) ? 0 : lane_next(self, lane, ref);
+            if (found != 0) {
+                self->quota_left--;
+                return found;
+            }
+            idle++;
+        }
+        self->turn = self->turn + 1 < self->active_count ? self->turn + 1 : 0;
+        self->quota_left = LANE_QUOTA;
+    }
+    settle(self);
+    if (!self->read_once) {
+        /* Most lanes that were looked at because this reader was new have nobody who writes. */
+        self->read_once = true;
+        self->active_outdated = true;
+    }
+    return 0;
+}
+
+bool reader_has_events(struct reader *self) {
+    reader_announce_space(self);
+    const struct bus_header *header = self->segment->header;
+    if (atomic_load_explicit(&header->attach_epoch, memory_order_acquire) != self->attach_epoch ||
+        self->lanes[self->segment->max_producers].dirty) {
+        return true;
+    }
+    for (uint32_t i = 0; i < self->active_count; i++) {
+        if (!is_quiet(self, &self->lanes[self->active[i]])) {
+            return true;
+        }
+    }
+    return false;
+}

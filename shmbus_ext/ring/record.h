@@ -1,0 +1,92 @@
+/* One record: how its parts are laid out, sealed under checksums, and checked when read back.
+ *
+ * Invariant: record_read hands out nothing that it has not copied and bounded; a record in shared
+ * memory may change under its eyes at any time. */
+#ifndef SHMBUS_RING_RECORD_H
+#define SHMBUS_RING_RECORD_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "layout.h"
+
+/* What a producer says of a trajectory. shape holds, a field, an offset (filled by record_plan)
+ * and then ndim sizes; schema is field_count schema_entry's with their names and dtypes. */
+struct record_spec {
+    const char *id;
+    const uint8_t *schema;
+    uint64_t *shape;
+    const uint64_t *field_bytes;
+    const uint8_t *field_ndim;
+    uint64_t meta_bytes;
+    int64_t policy_version;
+    int64_t epoch;
+    double score;
+    uint32_t schema_bytes;
+    uint32_t shape_words;
+    uint32_t id_bytes;
+    uint32_t field_count;
+    uint32_t group_size;
+    uint32_t index;
+    uint32_t flags;
+    /* Filled by record_plan. */
+    uint64_t record_bytes;
+    uint64_t payload_bytes;
+    uint32_t meta_offset;
+};
+
+/* False when the sum overflows what a record can say. */
+bool record_plan(struct record_spec *spec);
+
+/* Where a record lies; part of its frame's checksum, so that stale bytes never pass for a record. */
+struct record_place {
+    uint32_t extent;
+    uint32_t generation;
+    uint64_t offset;
+};
+
+/* The frame: all that a walk needs. In place before the record is exposed. */
+void record_write_frame(struct record_header *record, const struct record_place *place,
+                        uint64_t record_bytes, uint64_t producer_id, uint32_t slot, uint32_t flags);
+/* Everything else but sequence, lane_number, time and checksum. */
+void record_write_body(struct record_header *record, const struct record_spec *spec);
+/* Closes the header: after this the state may say COMMITTED. */
+void record_close(struct record_header *record, uint64_t sequence, uint64_t lane_number);
+
+/* Computes the header's checksum anew, after its frame has changed. */
+void record_reseal(struct record_header *record);
+
+enum record_verdict {
+    RECORD_OK = 0,
+    RECORD_BAD_FRAME,  /* its length cannot be trusted: nothing behind it can be reached */
+    RECORD_BAD_HEADER, /* its length can: this record alone is lost */
+    RECORD_BAD_PAYLOAD,
+};
+
+#define RECORD_SCRATCH_BYTES                                                                     \
+    (SHMBUS_MAX_SHAPE_WORDS * 8u + SHMBUS_MAX_ID_BYTES + SHMBUS_MAX_SCHEMA_BYTES + 64u)
+
+/* The reader's own copy of a record's header and tables. */
+struct record_copy {
+    struct record_header header; /* header.state is the state that was acquired */
+    const uint64_t *shape;
+    const char *id;
+    const uint8_t *schema;
+    alignas(8) uint8_t scratch[RECORD_SCRATCH_BYTES];
+};
+
+/* Whether these can be one record's: only a failure may come without the size of its group. */
+static inline bool record_flags_hold(uint32_t flags) {
+    return (flags & (SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE)) != SHMBUS_FLAG_NO_SIZE;
+}
+
+/* Frame only: enough to step over. */
+enum record_verdict record_read_frame(const struct record_header *shared, uint64_t room,
+                                      const struct record_place *place, struct record_header *copy);
+/* Completes a copy whose frame was read: header checksum, bounds of each field. */
+enum record_verdict record_read_tables(const struct record_header *shared,
+                                       struct record_copy *copy);
+/* The same, and the payload checksum where the record carries one. */
+enum record_verdict record_read_body(const struct record_header *shared, struct record_copy *copy);
+
+#endif

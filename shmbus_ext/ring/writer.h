@@ -1,0 +1,88 @@
+/* A lane as its owner writes it: claim room, fill it, publish or commit it.
+ *
+ * Invariants: only the holder of the slot's file lock writes a lane; within one process the caller
+ * serialises the calls on a writer (in Python, the interpreter lock), though not the filling of
+ * what they claimed. Nothing here waits: a full bus is an answer. */
+#ifndef SHMBUS_RING_WRITER_H
+#define SHMBUS_RING_WRITER_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "extents.h"
+#include "layout.h"
+#include "record.h"
+#include "segment.h"
+
+struct writer {
+    struct segment *segment;
+    struct producer_slot *slot;
+    uint32_t slot_index;
+    uint64_t producer_id;
+    uint64_t sequence;  /* commits of this producer */
+    uint64_t committed; /* commits of the lane, whoever owned it */
+    uint64_t aborted;
+    uint32_t extent; /* the run that takes new records, or NO_EXTENT */
+    uint32_t generation;
+    uint64_t used;
+    uint64_t run_bytes;
+    uint64_t last_link; /* the lane's last run: what a new one is linked to, or 0 */
+    uint32_t spare;     /* leased ahead for when the bus is full, or NO_EXTENT */
+    uint32_t spare_generation;
+    uint64_t looked_back_ns;
+    bool ahead; /* the reader has not looked at the bus while this writer filled runs for a while */
+};
+
+struct reservation {
+    struct record_header *record;
+    struct record_place place;
+    uint64_t bytes;
+};
+
+enum writer_status {
+    WRITER_OK = 0,
+    WRITER_FULL,
+    WRITER_TOO_LARGE,
+    WRITER_NO_SLOT,
+    WRITER_SYSTEM_ERROR,
+};
+
+/* Takes a slot whose lock is free, and takes over the lane of whoever died in it. */
+enum writer_status writer_attach(struct writer *self, struct segment *segment, const char *label);
+/* The same, with patience for who holds the lock of a slot in passing: half a second at most. */
+enum writer_status writer_attach_in_time(struct writer *self, struct segment *segment,
+                                         const char *label);
+/* The collector's own lane; its lock is the collector's. */
+void writer_attach_collector(struct writer *self, struct segment *segment);
+/* Seals the lane. The caller closes the file description afterwards, which drops the lock. */
+void writer_close(struct writer *self);
+
+/* Room for a record in the lane, not exposed to anybody. */
+enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct reservation *out);
+
+/* One step for a record that is filled already: expose it committed. */
+void writer_publish(struct writer *self, const struct reservation *at);
+
+/* The same for a record that was committed before, elsewhere: it keeps its numbers. */
+void writer_publish_moved(struct writer *self, const struct reservation *at);
+
+/* Two steps for one that is filled later: expose it reserved, and then end it. */
+void writer_reserve(struct writer *self, const struct reservation *at);
+void writer_commit(struct writer *self, const struct reservation *at);
+void writer_abort(struct writer *self, const struct reservation *at);
+
+/* A writable view of a record outlives its end: its run is kept until it is gone. */
+void writer_pin(struct writer *self, const struct reservation *at);
+void writer_unpin(struct segment *segment, const struct reservation *at);
+
+/* Leases one extent ahead, where none is. */
+void writer_keep_spare(struct writer *self);
+
+/* Seals the current run, so that the reader can free it while the owner waits for another. */
+void writer_seal(struct writer *self);
+
+/* Ends what a dead owner left: its last commit is counted or not, its lane sealed, its unlinked
+ * leases freed. The caller holds the slot's lock. */
+void writer_take_over(struct segment *segment, uint32_t slot_index);
+
+#endif
