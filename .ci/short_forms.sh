@@ -6,8 +6,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # What reads and writes segments from Python; the whole suite is `make sanitize`.
-SANITIZED_TESTS='tests/test_bus.py tests/test_consumer.py tests/test_rows.py tests/test_borrower.py
-    tests/test_group.py tests/test_asking.py'
+SANITIZED_TESTS='tests/ring/test_bus.py tests/stash/test_consumer.py tests/stash/test_group.py
+    tests/stash/test_group_table.py tests/stash/test_retries.py tests/client/test_borrower.py'
 
 has() { # COMMANDS...
     for command in "$@"; do

@@ -1,6 +1,6 @@
 """Producer: what a rollout worker writes trajectories with.
 
-`put` and `put_many` are C from end to end (shmbus_ext/python/writer_object.c); this file adds what needs no
+`put` and `put_many` are C from end to end (shmbus_ext/python); this file adds what needs no
 speed: attaching, reservations by field names, and waiting without blocking an event loop.
 """
 

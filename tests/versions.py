@@ -157,12 +157,12 @@ KINDS = {
             "2.15.0",
         ),
         tests=(
-            "test_compat.py",
-            "test_attention.py",
-            "test_attention_plan.py",
-            "test_attention_models.py",
-            "test_losses.py",
-            "test_advantages.py",
+            "trainer/test_compat.py",
+            "attention/test_attention.py",
+            "attention/test_attention_plan.py",
+            "attention/test_attention_models.py",
+            "trainer/test_losses.py",
+            "trainer/test_advantages.py",
         ),
         columns={
             "`unpad_input`, `pad_input`": says("compat::.*(padding|packed|filler|tokens|fit)"),
@@ -177,7 +177,7 @@ KINDS = {
     ),
     "transformers": Kind(
         versions=("4.52.4", "4.53.3", "4.57.6", "5.0.0", "5.23.0"),
-        tests=("test_attention_models.py", "test_examples.py"),
+        tests=("attention/test_attention_models.py", "trainer/test_examples.py"),
         columns={
             "`register_with_transformers`": registration,
             "packed batches": says("trains_a_stock_model"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from golden import make
 
-LAYOUT = Path(__file__).parents[1] / "shmbus_ext" / "LAYOUT.md"
+LAYOUT = Path(__file__).parents[2] / "shmbus_ext" / "LAYOUT.md"
 
 
 def test_no_byte_moves_without_a_new_layout_version(bus_name: str) -> None:

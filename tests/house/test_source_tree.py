@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_an_import_of_the_bare_source_says_where_it_is_and_what_to_do(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import shmbus
 from shmbus import limits
 from shmbus.daemon.metrics import MetricsServer, health
 
-DASHBOARD = Path(__file__).parents[1] / "docs" / "grafana.json"
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
 
 @pytest.fixture

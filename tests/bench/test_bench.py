@@ -14,7 +14,7 @@ from bench import machine
 from bench.rows import Row, Target, table
 from bench.workload import GROUP_SIZE, Timed, Workload
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Longer than a loaded machine needs to start two dozen interpreters, some of which import torch.
 DEADLINE_S = 110.0
 

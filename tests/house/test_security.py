@@ -16,7 +16,7 @@ from conftest import Spawner
 
 import shmbus
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conftest import Spawner
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_the_ten_lines_of_the_readme_run(spawn: Spawner, bus_name: str) -> None:

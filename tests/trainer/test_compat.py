@@ -123,7 +123,7 @@ def test_naming_the_package_loads_no_torch_until_a_name_needs_it() -> None:
         "import sys, trainer_adapter as t; assert 'torch' not in sys.modules; "
         "assert set(t.__all__) <= set(dir(t)); t.pad_input; assert 'torch' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 # --- the reader of safetensors checkpoints

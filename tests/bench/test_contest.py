@@ -25,7 +25,7 @@ from bench.contest.run import run
 from bench.processes import MeasurementError
 from bench.workload import OPEN_GROUPS, Workload
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIGHT = [name for name, contender in contenders().items() if not contender.environment]
 
 
