@@ -1,10 +1,20 @@
 """shmbus: trajectories from many rollout workers to one GRPO trainer, through shared memory.
 
-Importing this loads no torch; what a trainer needs of it is in ``trainer_adapter``.
+Invariants:
+
+- Importing this loads no torch; what a trainer needs of it is in ``trainer_adapter``.
+- Only what is used is loaded: a handle is imported when it is first asked for, so that a rollout
+  worker does not pay for the trainer's side, nor for the daemon.
+- Every public name is in `__all__`, sorted.
 """
 
-from shmbus import _encoding, errors
-from shmbus.consumer import Consumer
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from shmbus import _install as _install
+from shmbus._version import VERSION as __version__
 from shmbus.errors import (
     BusBusyError,
     BusClosedError,
@@ -19,15 +29,16 @@ from shmbus.errors import (
     ShmbusError,
     StallError,
 )
-from shmbus.group import Group
-from shmbus.ledger import Ledger
-from shmbus.producer import Producer, ProducerStats, WantedSample
-from shmbus.segment import lifecycle
-from shmbus.segment.bus import Bus, BusStats, ProducerInfo
-from shmbus.segment.lifecycle import unlink
-from shmbus.stall import StallReport
-from shmbus_ext import _core
 from shmbus_ext._core import Slot, Trajectory
+
+if TYPE_CHECKING:
+    from shmbus.consumer import Consumer
+    from shmbus.group import Group
+    from shmbus.ledger import Ledger
+    from shmbus.producer import Producer, ProducerStats, WantedSample
+    from shmbus.segment.bus import Bus, BusStats, ProducerInfo
+    from shmbus.segment.lifecycle import unlink
+    from shmbus.stall import StallReport
 
 __all__ = [
     "Bus",
@@ -58,18 +69,30 @@ __all__ = [
     "unlink",
 ]
 
-__version__ = "0.1.0"
+_HOMES = {
+    "Bus": "shmbus.segment.bus",
+    "BusStats": "shmbus.segment.bus",
+    "Consumer": "shmbus.consumer",
+    "Group": "shmbus.group",
+    "Ledger": "shmbus.ledger",
+    "Producer": "shmbus.producer",
+    "ProducerInfo": "shmbus.segment.bus",
+    "ProducerStats": "shmbus.producer",
+    "StallReport": "shmbus.stall",
+    "WantedSample": "shmbus.producer",
+    "unlink": "shmbus.segment.lifecycle",
+}
 
-_core.install(
-    closed_error=errors.BusClosedError,
-    too_large_error=errors.RecordTooLargeError,
-    full_error=lifecycle.full_error,
-    busy_error=lifecycle.busy_error,
-    layout_error=lifecycle.layout_error,
-    space_error=lifecycle.space_error,
-    encode_meta=_encoding.encode_meta,
-    decode_meta=_encoding.decode_meta,
-    encode_dtype=_encoding.encode_dtype,
-    decode_dtype=_encoding.decode_dtype,
-    as_array=_encoding.as_array,
-)
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    # Python asks here only for names that the module lacks: once for each.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

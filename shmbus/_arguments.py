@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import operator
+import os
+import re
+import sys
 
 import numpy as np
 
 from shmbus import limits
-from shmbus.segment import lifecycle
+from shmbus._format import show_size
 from shmbus_ext import _core
+
+#: Bytes; more than any machine has, and little enough for all sums of the core.
+LARGEST_SIZE = 1 << 46
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}IB"] = 1024**_power
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[_letter] = 1024**_power
+
+
+# What a timeout may be. Named here, since a reader that polls has its timeout checked each time.
+SECONDS = (int, float, np.integer, np.floating)
+_LONGEST_S = sys.float_info.max
 
 
 def check_int(name: str, value: object) -> int:
@@ -33,7 +50,7 @@ def check_asked(name: str, value: object) -> int:
 def check_label(label: object) -> str:
     """Return the label as it fits the segment, cut between two characters; None is the process."""
     if label is None or label == "":
-        label = lifecycle.process_label()
+        label = process_label()
     if not isinstance(label, str):
         raise TypeError(f"label: expected a str or None, got {type(label).__name__}")
     if "\0" in label:
@@ -74,3 +91,57 @@ def check_seconds(name: str, value: object) -> float:
     if not value > 0:
         raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
     return float(value)
+
+
+def parse_size(size: int | str, what: str = "size") -> int:
+    """Bytes of a size such as 1048576, "256MiB" or "1GB"; errors call it `what`."""
+    given = size
+    if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
+        raise TypeError(
+            f"{what}: expected bytes as an int, or a str such as '256MiB', "
+            f"got {type(size).__name__}"
+        )
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match is None or unit is None:
+            raise ValueError(f"{what}: expected a number with KiB, MiB, GiB or TiB, got {size!r}")
+        number = float(match[1]) * unit
+        size = int(number) if math.isfinite(number) else LARGEST_SIZE + 1
+    else:
+        size = operator.index(size)
+    if not _core.PAGE <= size <= LARGEST_SIZE:
+        raise ValueError(
+            f"{what}: expected {_core.PAGE} bytes to {show_size(LARGEST_SIZE)}, got {given!r}"
+        )
+    return size
+
+
+def check_policy_version(version: object) -> int:
+    """Return the version as an int; TypeError or ValueError say what is wrong with it."""
+    if isinstance(version, bool) or not hasattr(version, "__index__"):
+        raise TypeError(f"policy_version: expected an int, got {type(version).__name__}")
+    number = operator.index(version)
+    if not 0 <= number < 2**63:
+        raise ValueError(f"policy_version: expected 0 to 2**63 - 1, got {number}")
+    return number
+
+
+def process_label() -> str:
+    """Name this process for the messages of others: the script and the host."""
+    script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
+    return f"{script}@{os.uname().nodename}"
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise TypeError or ValueError unless it is None or a number of seconds from 0 on."""
+    if timeout is None:
+        return
+    if not isinstance(timeout, SECONDS):
+        raise TypeError(f"timeout: expected seconds or None, got {type(timeout).__name__}")
+    if isinstance(timeout, np.floating):
+        timeout = float(timeout)  # NumPy would cast the bound to its own type, and warn
+    if not 0 <= timeout <= _LONGEST_S and timeout != math.inf:
+        raise ValueError(
+            f"timeout: expected 0 or more seconds, or None to wait for ever, got {timeout!r}"
+        )

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["bar", "show_count", "show_duration", "table"]
+__all__ = ["bar", "show_count", "show_duration", "show_size", "show_wait", "table"]
+
+
+def show_size(size: float) -> str:
+    """Bytes for people: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def show_wait(seconds: float) -> str:
+    """Time waited, for people: 5 s, and 0 s rather than powers of ten."""
+    return f"{seconds:.3g} s" if seconds >= 0.001 else "0 s"
 
 
 def show_count(number: float) -> str:

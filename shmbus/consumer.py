@@ -19,15 +19,17 @@ from shmbus._arguments import (
     check_count,
     check_flag,
     check_label,
+    check_policy_version,
     check_rank,
     check_seconds,
+    check_timeout,
+    process_label,
 )
 from shmbus.client.leases import DaemonClient
 from shmbus.control.wire import Away, stale
 from shmbus.group import Group, GroupState
 from shmbus.ledger import Ledger
-from shmbus.producer import check_timeout
-from shmbus.segment import lifecycle
+from shmbus.segment.names import check_name
 from shmbus.source import Lease, Source
 from shmbus.stall import OnStall, Watch
 from shmbus.stash.collector import Collector
@@ -123,7 +125,7 @@ class Consumer(_core.ConsumerBase[Group]):
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
     ) -> None:
-        self.name = lifecycle.check_name(name)
+        self.name = check_name(name)
         check_choice("on_timeout", on_timeout, ("wait", "drop", "partial"))
         check_choice("on_overflow", on_overflow, ("wait", "drop", "partial"))
         check_choice("on_failure", on_failure, ("drop", "partial"))
@@ -213,7 +215,7 @@ class Consumer(_core.ConsumerBase[Group]):
         return DaemonClient(
             self.name,
             stash_options(self._policy, self._duplicate, only_set=True),
-            self._label or lifecycle.process_label(),
+            self._label or process_label(),
             self._rank,
             self._world_size,
         )
@@ -414,7 +416,7 @@ class Consumer(_core.ConsumerBase[Group]):
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         source = self._require_source()
-        source.policy_version = lifecycle.check_policy_version(version)
+        source.policy_version = check_policy_version(version)
 
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""

@@ -1,4 +1,4 @@
-"""The exception tree, and the messages that need to look at a bus to be helpful.
+"""The exception tree.
 
 ::
 
@@ -21,10 +21,7 @@ what was expected, what came, and what to do next.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from shmbus.stall import StallReport
+from typing import Any, Protocol
 
 __all__ = [
     "BusBusyError",
@@ -43,7 +40,7 @@ __all__ = [
 
 
 class ShmbusError(Exception):
-    """What every error of shmbus is."""
+    """Base class of all shmbus errors."""
 
 
 class BusNotFoundError(ShmbusError):
@@ -94,6 +91,30 @@ class DaemonUnavailableError(ShmbusError):
     """The daemon that serves this bus does not answer."""
 
 
+class Report(Protocol):
+    """What StallError says of its report; `shmbus.StallReport` is one."""
+
+    @property
+    def bus(self) -> str:
+        """The bus."""
+
+    @property
+    def waits_for(self) -> str:
+        """What the process waited for."""
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which nothing had moved."""
+
+    @property
+    def status(self) -> Any:
+        """What `shmbus status` says of the bus (BusStatus); None where it could not be read."""
+
+    @property
+    def problem(self) -> str:
+        """Why there is no status."""
+
+
 class StallError(ShmbusError):
     """Somebody waited and nothing moved for `stall_timeout` seconds, under ``on_stall="raise"``.
 
@@ -105,9 +126,9 @@ class StallError(ShmbusError):
         Who holds what and who is missing; also the text of this error.
     """
 
-    def __init__(self, report: StallReport) -> None:
+    def __init__(self, report: Report) -> None:
         super().__init__(str(report))
         self.report = report
 
-    def __reduce__(self) -> tuple[type[StallError], tuple[StallReport]]:
+    def __reduce__(self) -> tuple[type[StallError], tuple[Report]]:
         return StallError, (self.report,)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,8 +20,16 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from shmbus import errors, limits
-from shmbus._arguments import check_count, check_flag, check_int, check_label
+from shmbus._arguments import (
+    SECONDS,
+    check_count,
+    check_flag,
+    check_int,
+    check_label,
+    check_timeout,
+)
 from shmbus.segment import lifecycle
+from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
@@ -36,10 +43,6 @@ _SPACE = "space in the ring"
 _RESERVED = frozenset(
     {"instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout"}
 )
-
-# What a timeout may be. Named here, since a reader that polls has its timeout checked each time.
-_SECONDS = (int, float, np.integer, np.floating)
-_LONGEST_S = sys.float_info.max
 
 # Above it C could not count: 2^48 bytes are more than a field of any record can have.
 _MOST_BYTES = 1 << 48
@@ -97,20 +100,6 @@ class WantedSample(msgspec.Struct, frozen=True):
     reason: str
 
 
-def check_timeout(timeout: object) -> None:
-    """Raise TypeError or ValueError unless it is None or a number of seconds from 0 on."""
-    if timeout is None:
-        return
-    if not isinstance(timeout, _SECONDS):
-        raise TypeError(f"timeout: expected seconds or None, got {type(timeout).__name__}")
-    if isinstance(timeout, np.floating):
-        timeout = float(timeout)  # NumPy would cast the bound to its own type, and warn
-    if not 0 <= timeout <= _LONGEST_S and timeout != math.inf:
-        raise ValueError(
-            f"timeout: expected 0 or more seconds, or None to wait for ever, got {timeout!r}"
-        )
-
-
 class Producer(_core.Writer):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
@@ -150,7 +139,7 @@ class Producer(_core.Writer):
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
     ) -> None:
-        self.name = lifecycle.check_name(name)
+        self.name = check_name(name)
         self._watch = Watch(name, on_stall, stall_timeout)
         self._taken: dict[tuple[str, int | None, int], WantedSample] = {}
         self._taking = threading.Lock()
@@ -470,7 +459,7 @@ class Producer(_core.Writer):
             False where the time was over first.
         """
         check_timeout(timeout)
-        if isinstance(below, bool) or not isinstance(below, _SECONDS):
+        if isinstance(below, bool) or not isinstance(below, SECONDS):
             raise TypeError(f"below: expected a number, got {type(below).__name__}")
         if not 0 < below <= 1:
             raise ValueError(f"below: expected more than 0, at most 1, got {below!r}")

@@ -16,15 +16,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from shmbus import errors, limits
 from shmbus._format import show_duration
-from shmbus.inspect.status import BusStatus, read_status
-from shmbus.inspect.status_text import status_text
 from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from shmbus.inspect.status import BusStatus
 
 __all__ = ["OnStall", "StallReport", "Watch", "check_stall"]
 
@@ -64,6 +65,8 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
         )
         if self.status is None:
             return f"{head}; its status cannot be read: {self.problem}"
+        from shmbus.inspect.status_text import status_text
+
         return f"{head}\n{status_text(self.status)}"
 
 
@@ -187,6 +190,9 @@ def _movements(segment: _core.Segment) -> tuple[int, ...]:
 
 def gather(bus: str, waits_for: str, stalled_s: float) -> StallReport:
     """Make a report now; a bus that cannot be read is one, too."""
+    # Here, so that a worker that never stalls loads nothing of it.
+    from shmbus.inspect.status import read_status
+
     try:
         status = read_status(bus)
     except (errors.ShmbusError, OSError) as error:

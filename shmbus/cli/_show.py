@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from shmbus._format import bar, show_count, show_duration, table
+from shmbus._format import bar, show_count, show_duration, show_size, table
 from shmbus.inspect.segment_file import printable
-from shmbus.segment.lifecycle import check_name, show_size
+from shmbus.segment.names import check_name
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

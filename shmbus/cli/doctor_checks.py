@@ -28,8 +28,8 @@ import msgspec
 
 import shmbus
 from shmbus import limits
+from shmbus._format import show_size
 from shmbus.inspect import leftovers
-from shmbus.segment.lifecycle import show_size
 from shmbus_ext import _core
 
 __all__ = ["Finding", "diagnose"]

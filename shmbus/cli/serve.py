@@ -14,6 +14,7 @@ from shmbus.consumer import stash_options
 from shmbus.daemon import config, logs, server
 from shmbus.inspect import leftovers
 from shmbus.segment import lifecycle
+from shmbus.segment.names import check_name
 from shmbus.store import snapshot
 
 __all__ = ["add_parser", "run"]
@@ -51,7 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Serve; 0 after an orderly end, 2 where the settings are wrong."""
     path = parsed.config or os.environ.get("SHMBUS_CONFIG")
     try:
-        lifecycle.check_name(parsed.name)
+        check_name(parsed.name)
         settings = config.load(vars(parsed), os.environ, path)
     except ValueError as error:
         print(f"shmbus serve: {error}", file=sys.stderr)

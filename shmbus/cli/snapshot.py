@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from shmbus import errors
+from shmbus._arguments import parse_size
 from shmbus.cli._show import add_command, bus_name, print_json, printable, show_count, show_size
 from shmbus.control.ask import ask_snapshot
-from shmbus.segment import lifecycle
 from shmbus.store import snapshot
 
 if TYPE_CHECKING:
@@ -62,16 +64,18 @@ def add_parser(commands: Commands) -> None:
 
 def _capacity(text: str) -> int:
     try:
-        return lifecycle.parse_size(text)
+        return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run_snapshot(arguments: argparse.Namespace) -> int:
     """Take a snapshot, and say what is in it."""
-    manifest = ask_snapshot(arguments.name, arguments.directory)
-    if manifest is None:
+    written = ask_snapshot(arguments.name, arguments.directory)
+    if written is None:
         manifest = snapshot.take(arguments.name, arguments.directory)
+    else:
+        manifest = msgspec.json.decode(written, type=snapshot.Manifest)
     if arguments.json:
         print_json(manifest)
     else:

@@ -9,12 +9,9 @@ from __future__ import annotations
 import os
 import time
 
-import msgspec
-
 from shmbus import errors, limits
 from shmbus.control import messages
 from shmbus.control.wire import Away, Wire, refusal
-from shmbus.store.snapshot import Manifest
 
 __all__ = ["ask_snapshot", "ask_status"]
 
@@ -52,7 +49,7 @@ def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.Status
     return f"its daemon (pid {wire.pid}) does not answer within {limits.OBSERVE_WAIT_S:g} s"
 
 
-def ask_snapshot(name: str, directory: str) -> Manifest | None:
+def ask_snapshot(name: str, directory: str) -> bytes | None:
     """Have the daemon of a bus write everything undelivered to a new directory.
 
     Parameters
@@ -64,8 +61,8 @@ def ask_snapshot(name: str, directory: str) -> Manifest | None:
 
     Returns
     -------
-    Manifest or None
-        None where no daemon serves the bus.
+    bytes or None
+        The manifest as JSON (`store.snapshot.Manifest`); None where no daemon serves the bus.
 
     Raises
     ------
@@ -89,7 +86,7 @@ def ask_snapshot(name: str, directory: str) -> Manifest | None:
     if isinstance(reply, messages.Refused):
         raise refusal(reply)
     assert isinstance(reply, messages.SnapshotTaken)
-    return msgspec.json.decode(reply.manifest, type=Manifest)
+    return reply.manifest
 
 
 def _ask(

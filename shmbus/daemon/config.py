@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from shmbus import limits
-from shmbus.segment import lifecycle
+from shmbus._arguments import parse_size
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
@@ -84,7 +84,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             on_timeout=self.on_timeout,
             max_policy_lag=self.max_policy_lag,
             skip_zero_variance=self.skip_zero_variance,
-            max_stash_bytes=None if size is None else lifecycle.parse_size(size),
+            max_stash_bytes=None if size is None else parse_size(size),
             on_overflow=self.on_overflow,
             sample_retries=self.sample_retries,
             retry_timeout_s=self.retry_timeout,
@@ -137,7 +137,7 @@ def _check_bounds(name: str, value: Any) -> None:
     if value is None:
         return
     if name in ("capacity", "max_stash_bytes"):
-        lifecycle.parse_size(value)
+        parse_size(value)
     elif name in _AT_LEAST_0 and not value >= 0:
         raise ValueError(f"{name}: expected 0 or more, got {value}")
     elif name in _ABOVE_0 and not value > 0:

@@ -29,8 +29,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-import shmbus
 from shmbus import errors, limits
+from shmbus._version import VERSION
 from shmbus.inspect.status import BusStatus, read_status
 from shmbus.ledger import REASONS
 
@@ -58,7 +58,7 @@ class BusCollector(Collector):
         up = GaugeMetricFamily("shmbus_up", "1 while the bus can be read, else 0.", labels=["bus"])
         try:
             status = read_status(self._name, walk=False)
-        except (shmbus.ShmbusError, OSError):
+        except (errors.ShmbusError, OSError):
             up.add_metric([self._name], 0)
             yield up
             return
@@ -244,7 +244,7 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
     """
     try:
         status = read_status(name, walk=False)
-    except (shmbus.ShmbusError, OSError) as error:
+    except (errors.ShmbusError, OSError) as error:
         return False, {"bus": name, "healthy": False, "problem": str(error)}
     problem = ""
     if status.daemon is not None and not status.daemon.answers:
@@ -257,14 +257,14 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
         "problem": problem,
         "collector": status.collector.alive,
         "fill": round(status.fill, 4),
-        "version": shmbus.__version__,
+        "version": VERSION,
     }
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = limits.METRICS_REQUEST_S
-    server_version = f"shmbus/{shmbus.__version__}"
+    server_version = f"shmbus/{VERSION}"
     sys_version = ""
     protocol_version = "HTTP/1.0"
 

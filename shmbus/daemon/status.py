@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import shmbus
+from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import ApartGroup
@@ -35,4 +35,4 @@ def open_groups(collector: Collector, count: int, now: float) -> dict[str, Any]:
                 ],
             )
         )
-    return {"oldest": oldest, "pid": os.getpid(), "version": shmbus.__version__}
+    return {"oldest": oldest, "pid": os.getpid(), "version": VERSION}

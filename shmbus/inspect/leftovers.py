@@ -26,7 +26,7 @@ import msgspec
 from shmbus import errors, limits
 from shmbus.inspect.segment_file import SegmentFile, printable
 from shmbus.inspect.status import status_of
-from shmbus.segment import lifecycle
+from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
 __all__ = ["Leftover", "remove", "remove_unfinished", "survey"]
@@ -82,7 +82,7 @@ def survey() -> list[Leftover]:
     list[Leftover]
         By name.
     """
-    prefix = Path(lifecycle.shm_path(""))
+    prefix = Path(shm_path(""))
     found = []
     for entry in sorted(os.scandir(prefix.parent), key=lambda entry: entry.name):
         name = _name_of(entry.name, prefix.name)
@@ -272,7 +272,7 @@ def remove_unfinished(name: str) -> bool:
 
 def _unfinished(name: str) -> Leftover | None:
     """Look whether it has no magic yet, and nobody who would store it."""
-    path = lifecycle.shm_path(name)
+    path = shm_path(name)
     with contextlib.suppress(errors.BusNotFoundError, OSError), SegmentFile(name) as file:
         if int(file.header["magic"]) == 0 and not file.in_use():
             return _look(path, name, os.lstat(path))

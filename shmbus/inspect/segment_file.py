@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import errors
-from shmbus.segment import lifecycle
+from shmbus.segment.explain import layout_error
+from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
 _LAYOUT: Final = _core.layout()
@@ -229,7 +230,7 @@ class SegmentFile:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.path = lifecycle.shm_path(name)
+        self.path = shm_path(name)
         self.fd = -1
         try:
             self.fd = open_file(self.path)
@@ -293,7 +294,7 @@ class SegmentFile:
             status = ("geometry", 0, 0)
         if status is None:
             return None, True
-        problem = lifecycle.layout_error(self.name, *status)
+        problem = layout_error(self.name, *status)
         return problem, holds and status[0] == "truncated"
 
     def _geometry_holds(self, raw: bytes) -> bool:
@@ -552,7 +553,7 @@ def not_found(name: str) -> errors.BusNotFoundError:
     others = bus_names()
     there = f"there are: {', '.join(map(repr, others[:8]))}" if others else "there is none at all"
     return errors.BusNotFoundError(
-        f"there is no bus {name!r} ({lifecycle.shm_path(name)} does not exist); {there}; create "
+        f"there is no bus {name!r} ({shm_path(name)} does not exist); {there}; create "
         f"it with shmbus.Bus.create({name!r}), or check the name and that both sides see the same "
         "/dev/shm (containers: --ipc or a shared mount)"
     )
@@ -560,7 +561,7 @@ def not_found(name: str) -> errors.BusNotFoundError:
 
 def bus_names() -> list[str]:
     """Names of all regular files that are called like segments, sorted."""
-    prefix = Path(lifecycle.shm_path(""))
+    prefix = Path(shm_path(""))
     names = []
     for entry in os.scandir(prefix.parent):
         with contextlib.suppress(FileNotFoundError):  # it went away meanwhile

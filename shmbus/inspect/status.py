@@ -24,7 +24,7 @@ from shmbus.inspect.retry_table import WantedStatus, read_wanted
 from shmbus.inspect.segment_file import Run, SegmentFile, printable, text
 from shmbus.inspect.undelivered import count_undelivered, counters
 from shmbus.ledger import REASONS
-from shmbus.segment import lifecycle
+from shmbus.segment.names import check_name
 from shmbus_ext import _core
 
 __all__ = [
@@ -328,7 +328,7 @@ def read_status(name: str, *, walk: bool = True) -> BusStatus:
     PermissionError
         It is another user's.
     """
-    with SegmentFile(lifecycle.check_name(name)) as file:
+    with SegmentFile(check_name(name)) as file:
         file.require()
         return join(status_of(file, walk=walk), ask_status(name))
 

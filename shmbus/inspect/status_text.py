@@ -5,9 +5,8 @@ Invariant: nothing that a segment says is here unescaped; `shmbus.inspect.status
 
 from __future__ import annotations
 
-from shmbus._format import bar, show_count, show_duration, table
+from shmbus._format import bar, show_count, show_duration, show_size, table
 from shmbus.inspect.status import BusStatus, DaemonStatus
-from shmbus.segment.lifecycle import show_size
 
 __all__ = ["status_text"]
 

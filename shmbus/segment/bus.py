@@ -13,8 +13,11 @@ from types import TracebackType
 import msgspec
 
 from shmbus import errors, limits
+from shmbus._arguments import check_policy_version
+from shmbus._format import show_size
 from shmbus.ledger import REASONS
 from shmbus.segment import lifecycle
+from shmbus.segment.names import identity, is_named
 from shmbus_ext import _core
 
 __all__ = ["Bus", "BusStats", "ProducerInfo"]
@@ -95,7 +98,7 @@ class Bus:
         self.name: str = segment.name
         self._segment = segment
         self._owner_pid = os.getpid() if owned else 0
-        self._made = lifecycle.identity(segment.name) if owned else None
+        self._made = identity(segment.name) if owned else None
         self._closed = False
 
     @classmethod
@@ -191,7 +194,7 @@ class Bus:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         self._require_open()
-        self._segment.policy_version = lifecycle.check_policy_version(version)
+        self._segment.policy_version = check_policy_version(version)
 
     @property
     def closed(self) -> bool:
@@ -293,11 +296,11 @@ class Bus:
         """Remove the bus, unless somebody did, and maybe made another of that name."""
         self._owner_pid = 0
         with contextlib.suppress(errors.BusNotFoundError):
-            if self._made is not None and lifecycle.is_named(self.name, self._made):
+            if self._made is not None and is_named(self.name, self._made):
                 lifecycle.unlink(self.name)
 
     def __reduce__(self) -> tuple[Callable[[str], Bus], tuple[str]]:
         return Bus.open, (self.name,)
 
     def __repr__(self) -> str:
-        return f"<Bus {self.name!r} {lifecycle.show_size(self.capacity)}>"
+        return f"<Bus {self.name!r} {show_size(self.capacity)}>"

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from shmbus import errors, limits
+from shmbus._arguments import process_label
 from shmbus.ledger import REASONS, Ledger
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
@@ -71,7 +72,7 @@ class Collector:
         self.divert: Callable[[list[Trajectory]], list[Trajectory]] | None = None
         self.segment = lifecycle.open_segment(name)
         try:
-            self.reader = _core.Reader(self.segment, label or lifecycle.process_label())
+            self.reader = _core.Reader(self.segment, label or process_label())
         except BaseException:
             self.segment.close()
             raise

@@ -19,10 +19,11 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
-import shmbus
 from shmbus import _encoding, errors, limits
+from shmbus._version import VERSION
 from shmbus.inspect.segment_file import Run, SegmentFile, parse_fields
-from shmbus.segment import lifecycle
+from shmbus.producer import Producer
+from shmbus.segment.names import check_name
 from shmbus.store import snapshot
 from shmbus.store.parts import NO_EPOCH, Part, PartWriter, Record, damaged, read_parts, read_record
 from shmbus_ext import _core
@@ -177,7 +178,7 @@ def record(
     RuntimeError
         safetensors is not installed.
     """
-    lifecycle.check_name(name)
+    check_name(name)
 
     def write(path: Path) -> Capture:
         writer = PartWriter(path)
@@ -195,7 +196,7 @@ def record(
         return Capture(
             format=_FORMAT,
             version=_VERSION,
-            written_by=shmbus.__version__,
+            written_by=VERSION,
             bus=name,
             taken_unix_ns=began_unix_ns,
             seconds=time.monotonic() - began,
@@ -295,7 +296,7 @@ def replay(
     put = 0
     late_s = 0.0
     first_ns: int | None = None
-    with shmbus.Producer(name, label="shmbus replay") as producer:
+    with Producer(name, label="shmbus replay") as producer:
         began = time.monotonic()
         for found in read_parts(directory, parts):
             first_ns = found.committed_ns if first_ns is None else first_ns

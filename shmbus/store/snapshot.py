@@ -26,12 +26,15 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-import shmbus
 from shmbus import errors
+from shmbus._arguments import parse_size, process_label
+from shmbus._format import show_size
+from shmbus._version import VERSION
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.undelivered import counters, undelivered_records
 from shmbus.ledger import REASONS
 from shmbus.segment import lifecycle
+from shmbus.segment.names import check_name, shm_path
 from shmbus.store.parts import (
     Part,
     PartWriter,
@@ -145,7 +148,7 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
     RuntimeError
         safetensors is not installed.
     """
-    lifecycle.check_name(name)
+    check_name(name)
     with contextlib.ExitStack() as stack:
         if not collecting:
             stack.enter_context(_collector(name))
@@ -159,7 +162,7 @@ def _collector(name: str) -> Iterator[None]:
     """Be the collector: what a dead one left half done is finished, and nobody releases."""
     segment = lifecycle.open_segment(name)
     try:
-        reader = _core.Reader(segment, f"snapshot, {lifecycle.process_label()}")
+        reader = _core.Reader(segment, f"snapshot, {process_label()}")
     except BaseException:
         segment.close()
         raise
@@ -230,7 +233,7 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
     return Manifest(
         format=_FORMAT,
         version=_VERSION,
-        written_by=shmbus.__version__,
+        written_by=VERSION,
         bus=file.name,
         taken_unix_ns=time.time_ns(),
         capacity=file.extent_bytes * file.extent_count,
@@ -351,10 +354,10 @@ def restore(
     """
     directory = Path(os.path.abspath(directory))
     manifest = read_manifest(directory)
-    name = lifecycle.check_name(manifest.bus if name is None else name)
-    size = manifest.capacity if capacity is None else lifecycle.parse_size(capacity, "capacity")
+    name = check_name(manifest.bus if name is None else name)
+    size = manifest.capacity if capacity is None else parse_size(capacity, "capacity")
     extent_bytes = manifest.extent_bytes if size == manifest.capacity else 0
-    if os.path.lexists(lifecycle.shm_path(name)):
+    if os.path.lexists(shm_path(name)):
         raise _exists(name)
     before = restored_as(directory)
     if before is not None and not again:
@@ -371,7 +374,7 @@ def restore(
     try:
         _fill(segment, manifest, directory, name)
         try:
-            os.link(lifecycle.shm_path(hidden), lifecycle.shm_path(name))
+            os.link(shm_path(hidden), shm_path(name))
         except FileExistsError as error:
             raise _exists(name) from error
     finally:
@@ -407,7 +410,7 @@ def restored_as(directory: str | os.PathLike[str]) -> str | None:
 
 def _exists(name: str) -> errors.BusExistsError:
     return errors.BusExistsError(
-        f"bus {name!r} exists already ({lifecycle.shm_path(name)}), and a snapshot is restored "
+        f"bus {name!r} exists already ({shm_path(name)}), and a snapshot is restored "
         "into a new one only: choose another name, or remove it with shmbus.unlink if nobody "
         "needs it"
     )
@@ -428,7 +431,7 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str
         if not fits:
             raise errors.CapacityError(
                 f"bus {name!r}: {manifest.records} records of {directory} do not fit into "
-                f"{lifecycle.show_size(segment.capacity)}; restore with a larger capacity"
+                f"{show_size(segment.capacity)}; restore with a larger capacity"
             )
     try:
         restorer.finish(

@@ -15,7 +15,7 @@ from operators import cli
 
 from shmbus import Bus, Consumer, errors
 from shmbus.inspect import leftovers
-from shmbus.segment import lifecycle
+from shmbus.segment.names import shm_path
 
 
 @pytest.mark.parametrize("value", ["0", "4097"])
@@ -59,8 +59,8 @@ def test_a_capacity_that_is_no_size_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_a_daemon_starts_over_where_a_creator_was_killed(bus_name: str) -> None:
-    with open(lifecycle.shm_path(bus_name), "xb"):
-        os.chmod(lifecycle.shm_path(bus_name), 0o600)  # as shm_open leaves it, before a lock
+    with open(shm_path(bus_name), "xb"):
+        os.chmod(shm_path(bus_name), 0o600)  # as shm_open leaves it, before a lock
     command = [sys.executable, "-m", "shmbus.cli", "serve", bus_name, "--capacity", "64KiB"]
     with subprocess.Popen([*command, "--unlink-on-exit"], stderr=subprocess.PIPE) as daemon:
         try:
@@ -84,7 +84,7 @@ def _serves(name: str) -> bool:
 def test_what_a_living_creator_holds_is_left_alone(bus_name: str) -> None:
     with Bus.create(bus_name, "64KiB"):
         assert not leftovers.remove_unfinished(bus_name)
-        with open(lifecycle.shm_path(bus_name), "r+b") as file:
+        with open(shm_path(bus_name), "r+b") as file:
             magic = file.read(8)
             file.seek(0)
             file.write(bytes(8))

@@ -24,6 +24,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user
 # The extension and its imports are loaded while that is still allowed.
 BECOME_NOBODY = f"""
 import os, sys, numpy as np, shmbus
+from shmbus import Bus, Consumer, Producer
 name = sys.argv[1]
 path = "/dev/shm/shmbus." + name
 shmbus.Bus.create(name + ".warm", "64KiB").unlink()

@@ -11,7 +11,8 @@ from conftest import Spawner, wait_until
 from shmbus import Bus, Consumer, Producer
 from shmbus.inspect.retry_table import read_wanted
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.segment.lifecycle import open_segment, shm_path
+from shmbus.segment.lifecycle import open_segment
+from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
 # Claims what it finds, until it finds the last request, and says which requests it got.

@@ -23,7 +23,7 @@ from conftest import Spawner, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer, limits
-from shmbus.segment import lifecycle
+from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
 HEADER_BYTES, SLOT_BYTES, DESCRIPTOR_BYTES = 1024, 128, 64
@@ -36,7 +36,7 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 
 def path_of(name: str) -> Path:
-    return Path(lifecycle.shm_path(name))
+    return Path(shm_path(name))
 
 
 def put(producer: Producer, key: str, **more: Any) -> None:

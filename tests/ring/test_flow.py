@@ -16,7 +16,7 @@ from conftest import Spawner, wait_until
 
 from shmbus import Bus, BusFullError, Consumer, Producer
 from shmbus.cli import main
-from shmbus.segment import lifecycle
+from shmbus.segment.names import shm_path
 
 TOKENS = np.zeros(1000, np.int32)
 
@@ -240,7 +240,7 @@ with open(sys.argv[1], "r+b") as file:
 def test_a_slot_whose_lock_is_held_in_passing_is_waited_for(bus_name: str, spawn: Spawner) -> None:
     # As by a reader that recovers what a dead producer left, and is not run for a while.
     with Bus.create(bus_name, "1MiB", max_producers=1):
-        child = spawn.script(HOLD_SLOT, lifecycle.shm_path(bus_name))
+        child = spawn.script(HOLD_SLOT, shm_path(bus_name))
         wait_until(lambda: "held" in child.output())
         Producer(bus_name).close()
         child.finish()

@@ -1,0 +1,24 @@
+"""Gives the C extension what it needs of Python: exception types, error texts, encodings.
+
+Importing this once is enough; `shmbus` does, so that every module of it finds the extension ready.
+"""
+
+from __future__ import annotations
+
+from shmbus import _encoding, errors
+from shmbus.segment import explain
+from shmbus_ext import _core
+
+_core.install(
+    closed_error=errors.BusClosedError,
+    too_large_error=errors.RecordTooLargeError,
+    full_error=explain.full_error,
+    busy_error=explain.busy_error,
+    layout_error=explain.layout_error,
+    space_error=explain.space_error,
+    encode_meta=_encoding.encode_meta,
+    decode_meta=_encoding.decode_meta,
+    encode_dtype=_encoding.encode_dtype,
+    decode_dtype=_encoding.decode_dtype,
+    as_array=_encoding.as_array,
+)

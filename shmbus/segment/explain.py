@@ -1,0 +1,112 @@
+"""Why a segment cannot be used, in words: full, busy, of another layout, too large for /dev/shm."""
+
+from __future__ import annotations
+
+import os
+
+from shmbus import errors
+from shmbus._format import show_size, show_wait
+from shmbus.segment.names import SHM_DIRECTORY, shm_path
+from shmbus_ext import _core
+
+__all__ = ["UnfinishedError", "busy_error", "full_error", "layout_error", "space_error"]
+
+
+class UnfinishedError(errors.LayoutMismatchError):
+    """The segment's creator has not stored the magic yet."""
+
+
+def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
+    """Say who holds the space that a record of `size` bytes did not get."""
+    extent = segment.extent_bytes
+    paused = segment.paused()
+    if paused is not None:
+        reason, version, _ = paused
+        return errors.BusFullError(
+            f"bus {segment.name!r} is paused at policy version {version} "
+            f"({reason or 'no reason'}): producers wait, and this one did for "
+            f"{show_wait(waited_s)}; resume it with `shmbus resume {segment.name}`, or wait longer"
+        )
+    held: dict[int, int] = segment.holders()
+    free = segment.free_extents()
+    wanted = -(-size // extent)
+    collector = segment.collector()
+    parts = []
+    attached = segment.has_collector()
+    if attached and collector["leased_groups"]:
+        parts.append(
+            f"consumer pid {collector['pid']} ({collector['label']}) holds "
+            f"{collector['leased_groups']} unacknowledged groups "
+            f"({collector['leased_records']} trajectories): ack() or give_back() them"
+        )
+    if attached and collector["stashed_records"]:
+        parts.append(
+            f"{collector['stashed_records']} trajectories of {collector['stashed_groups']} "
+            "incomplete or untaken groups are stashed"
+        )
+    lag_s = (_core.monotonic_ns() - collector["seen_ns"]) / 1e9
+    if not collector["seen_ns"]:
+        parts.append("no consumer has ever read this bus: start one")
+    elif not attached:
+        parts.append("no consumer is attached now: start one")
+    elif lag_s > 1:
+        parts.append(f"consumer pid {collector['pid']} last looked {lag_s:.1f} s ago")
+    names = {slot: f"{label} (pid {pid})" for slot, _, _, pid, label, _, _ in segment.producers()}
+    names[segment.max_producers] = "the collector, for stragglers"
+    top = sorted(held.items(), key=lambda item: -item[1])[:3]
+    shares = ", ".join(f"{show_size(n * extent)} by {names.get(s, s)}" for s, n in top)
+    parts.append(f"lanes with the most: {shares}")
+    return errors.BusFullError(
+        f"bus {segment.name!r} is full: a record of {show_size(size)} needs {wanted} free "
+        f"neighbouring extents of {show_size(extent)}, {free} of {segment.extent_count} are free "
+        f"after {show_wait(waited_s)}; {'; '.join(parts)}"
+    )
+
+
+def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
+    """Name who is in the way."""
+    if what == "collector":
+        holder = segment.collector()
+        return errors.BusBusyError(
+            f"bus {segment.name!r} is read by pid {holder['pid']} ({holder['label']}) already; "
+            "a bus has one collector: close that one first, or use another bus"
+        )
+    rows = segment.producers()
+    alive = sum(state == _core.SLOT_ACTIVE for _, state, *_ in rows)
+    return errors.BusBusyError(
+        f"bus {segment.name!r}: all {segment.max_producers} producer slots are taken ({alive} "
+        f"active); close producers, or create the bus with max_producers above "
+        f"{segment.max_producers}"
+    )
+
+
+def layout_error(name: str, status: str, found: int, expected: int) -> errors.LayoutMismatchError:
+    """Explain why a file is not taken for a segment."""
+    path = shm_path(name)
+    if status == "unfinished":
+        return UnfinishedError(
+            f"bus {name!r}: {path} was never finished; its creator died, or still allocates it. "
+            f"Try again, or remove it with shmbus.unlink({name!r})"
+        )
+    text = {
+        "magic": f"{path} is not a shmbus segment, or its header was overwritten",
+        "version": f"layout version {found}, this process needs {expected}; restart the "
+        "processes that run another shmbus",
+        "hash": f"layout hash {found:#010x}, this process needs {expected:#010x}; both sides must "
+        "run the same build of shmbus",
+        "geometry": f"the header of {path} is damaged (its checksum or sizes are wrong)",
+        "truncated": f"{path} has {found} bytes, fewer than its header says; it was truncated",
+    }[status]
+    hint = "" if status in ("version", "hash") else f"; remove it with shmbus.unlink({name!r})"
+    return errors.LayoutMismatchError(f"bus {name!r}: {text}{hint}")
+
+
+def space_error(name: str, size: int) -> errors.CapacityError:
+    """Say how large the segment was to be and how much there is."""
+    room = os.statvfs(SHM_DIRECTORY)
+    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    return errors.CapacityError(
+        f"bus {name!r}: {show_size(size)} do not fit into {SHM_DIRECTORY}, which has "
+        f"{show_size(free)} free of {show_size(total)}; choose a smaller capacity, remove old "
+        "segments, or enlarge it (docker run --shm-size=..., mount -o remount,size=...)"
+    )
