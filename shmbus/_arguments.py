@@ -42,9 +42,9 @@ def check_flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def check_asked(name: str, value: object) -> int:
+def clamp_request(name: str, value: object) -> int:
     """Return how much is asked for, as C can count it and a daemon hears it."""
-    return min(check_count(name, value, 1), limits.MAX_ASKED)
+    return min(check_count(name, value, 1), limits.MAX_REQUESTED)
 
 
 def check_label(label: object) -> str:

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 
 from shmbus import errors, limits
 from shmbus._arguments import (
-    check_asked,
     check_choice,
     check_count,
     check_flag,
@@ -23,10 +22,11 @@ from shmbus._arguments import (
     check_rank,
     check_seconds,
     check_timeout,
+    clamp_request,
     process_label,
 )
 from shmbus.client.leases import DaemonClient
-from shmbus.control.wire import Away, stale
+from shmbus.control.wire import DaemonUnreachable, stale
 from shmbus.group import Group, GroupState
 from shmbus.ledger import Ledger
 from shmbus.segment.names import check_name
@@ -186,8 +186,8 @@ class Consumer(_core.ConsumerBase[Group]):
         deadline = time.monotonic() + limits.DAEMON_WAIT_S
         while True:
             try:
-                return self._dial()
-            except Away as error:
+                return self._connect()
+            except DaemonUnreachable as error:
                 away = error
             if not stale(self.name) and self._daemon is None:
                 try:
@@ -199,11 +199,11 @@ class Consumer(_core.ConsumerBase[Group]):
             if time.monotonic() > deadline:
                 raise errors.DaemonUnavailableError(
                     f"bus {self.name!r}: no daemon answers ({away}); start it with `shmbus serve "
-                    f"{self.name}`{self._otherwise()}"
+                    f"{self.name}`{self._daemon_hint()}"
                 ) from away
             time.sleep(limits.REDIAL_INTERVAL_S)
 
-    def _otherwise(self) -> str:
+    def _daemon_hint(self) -> str:
         if self._world_size > 1:
             return (
                 f", which rank={self._rank}, world_size={self._world_size} need: without it a bus "
@@ -211,7 +211,7 @@ class Consumer(_core.ConsumerBase[Group]):
             )
         return "" if self._daemon else ", or read the bus in this process by daemon=False"
 
-    def _dial(self) -> Source:
+    def _connect(self) -> Source:
         return DaemonClient(
             self.name,
             stash_options(self._policy, self._duplicate, only_set=True),
@@ -224,7 +224,7 @@ class Consumer(_core.ConsumerBase[Group]):
 
     def _take(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
         """Do `take` where its base leaves it to this: a daemon's consumer, numbers of all kinds."""
-        max_groups = check_asked("max_groups", max_groups)
+        max_groups = clamp_request("max_groups", max_groups)
         check_timeout(timeout)
         source = self._require_source()
         if not isinstance(source, DaemonClient):
@@ -289,8 +289,8 @@ class Consumer(_core.ConsumerBase[Group]):
         """
         if (groups is None) == (tokens is None):
             raise ValueError("expected one of groups and tokens")
-        groups = _or_none(check_asked, "groups", groups)
-        tokens = _or_none(check_asked, "tokens", tokens)
+        groups = _or_none(clamp_request, "groups", groups)
+        tokens = _or_none(clamp_request, "tokens", tokens)
         check_timeout(max_wait)
         check_timeout(timeout)
         source = self._require_source()

@@ -27,7 +27,7 @@ __all__ = [
     "FAIL_REASON_CHARS",
     "HELLO_WAIT_S",
     "LISTEN_REST_S",
-    "MAX_ASKED",
+    "MAX_REQUESTED",
     "MAX_CLIENTS",
     "MAX_GRANT_TRAJECTORIES",
     "MAX_GROUP_SIZE",
@@ -149,7 +149,7 @@ MAX_CLIENTS: int = _core.MAX_CLIENTS
 MAX_MESSAGE_BYTES = 2 << 20
 
 #: Groups or tokens that are asked for at once, and steps: what a machine word holds, and the next.
-MAX_ASKED = 2**62
+MAX_REQUESTED = 2**62
 
 #: Trajectories granted in one answer, a single larger group apart; 24 bytes of places for each.
 MAX_GRANT_TRAJECTORIES = 32_768

@@ -40,16 +40,16 @@ DROP_MALFORMED: int
 DROP_CORRUPT: int
 DROP_FAILED: int
 REFUSED_DUPLICATE: int
-REFUSED_WIDTH: int
-REFUSED_RECENT: int
-REFUSED_APART: int
+REFUSED_GROUP_SIZE: int
+REFUSED_SURPLUS: int
+REFUSED_FAILING: int
 
 ELEMENT_KINDS: tuple[str, ...]
 CHUNK_WORDS: int
-RELATIVE_MEAN: int
-RELATIVE_OTHERS: int
-RELATIVE_DEVIATION: int
-RELATIVE_MOST: float
+BASELINE_MEAN: int
+BASELINE_LEAVE_ONE_OUT: int
+BASELINE_DEVIATION: int
+BASELINE_MAX_SCORE: float
 MAGIC: int
 HEADER_BYTES: int
 RELEASED_OFFSET: int
@@ -220,10 +220,10 @@ class Reader:
     def poll(self, limit: int, /) -> list[Trajectory]: ...
     def poll_into(
         self,
-        rows: Rows[Trajectory],
+        rows: GroupTable[Trajectory],
         limit: int,
         now_s: float,
-        left: list[Row[Trajectory] | tuple[int, Trajectory]],
+        left: list[GroupEntry[Trajectory] | tuple[int, Trajectory]],
         /,
     ) -> int: ...
     def wait(self, timeout_s: float | None, /) -> bool: ...
@@ -235,12 +235,12 @@ class Reader:
     def lend(self) -> None: ...
     def note_gathering(self) -> None: ...
     def count_unread(self) -> tuple[int, int]: ...
-    def note(self, rows: Rows[Trajectory], /) -> None: ...
+    def note(self, rows: GroupTable[Trajectory], /) -> None: ...
     def close(self) -> None: ...
 
 _S = TypeVar("_S")
 
-class Row(Generic[_S]):
+class GroupEntry(Generic[_S]):
     """A row that left its table, or a copy of one that is in it."""
 
     key: Hashable
@@ -250,34 +250,36 @@ class Row(Generic[_S]):
     born_s: float
     nbytes: int
 
-class Rows(Generic[_S]):
+class GroupTable(Generic[_S]):
     """Samples in the cells of rows by key, and the rows that are full: ready, then leased."""
 
     cells: int
     nbytes: int
     oldest_born_s: float | None
     memory_bytes: int
-    ready_rows: int
+    ready_groups: int
     ready_cells: int
-    leased_rows: int
+    leased_groups: int
     leased_cells: int
     recent: dict[Hashable, None]
     apart: dict[Hashable, Any]
-    apart_cells: int
+    failing_cells: int
     def __init__(self, *, count_bytes: bool = ..., judged: bool = ...) -> None: ...
     def __len__(self) -> int: ...
-    def put(self, samples: Iterable[_S], now_s: float, /) -> list[Row[_S] | tuple[int, _S]]: ...
-    def take(self, key: Hashable, /) -> Row[_S] | None: ...
-    def take_oldest(self) -> Row[_S]: ...
-    def oldest(self, count: int, /) -> list[Row[_S]]: ...
+    def put(
+        self, samples: Iterable[_S], now_s: float, /
+    ) -> list[GroupEntry[_S] | tuple[int, _S]]: ...
+    def take(self, key: Hashable, /) -> GroupEntry[_S] | None: ...
+    def take_oldest(self) -> GroupEntry[_S]: ...
+    def oldest(self, count: int, /) -> list[GroupEntry[_S]]: ...
     def samples(self) -> list[_S]: ...
-    def push(self, row: Row[_S], /) -> None: ...
-    def lease(self, limit: int, /) -> list[Row[_S]]: ...
-    def end_lease(self, row: Row[_S], /) -> None: ...
-    def give_back(self, row: Row[_S], /) -> None: ...
+    def push(self, row: GroupEntry[_S], /) -> None: ...
+    def lease(self, limit: int, /) -> list[GroupEntry[_S]]: ...
+    def end_lease(self, row: GroupEntry[_S], /) -> None: ...
+    def give_back(self, row: GroupEntry[_S], /) -> None: ...
     def is_leased(self, row: object, /) -> bool: ...
     def ready_samples(self) -> list[_S]: ...
-    def full(self, key: Hashable, /) -> list[Row[_S]]: ...
+    def full(self, key: Hashable, /) -> list[GroupEntry[_S]]: ...
 
 class GroupBase:
     """The samples of one lease, for reading."""
@@ -300,7 +302,7 @@ class GroupBase:
 
 _G = TypeVar("_G", bound=GroupBase)
 
-class Guard:
+class RecursiveLock:
     """A recursive lock."""
 
     def __enter__(self) -> Self: ...
@@ -311,18 +313,18 @@ class Intake:
 
     due_s: float
     wake_s: float
-    thorough: bool
+    delegate_all: bool
     def __init__(
         self,
         reader: Reader,
-        rows: Rows[Trajectory],
-        guard: Guard,
+        rows: GroupTable[Trajectory],
+        guard: RecursiveLock,
         kind: type[GroupBase],
         *,
         attend: Callable[
-            [Intake, list[Row[Trajectory] | tuple[int, Trajectory]], int, float], bool
+            [Intake, list[GroupEntry[Trajectory] | tuple[int, Trajectory]], int, float], bool
         ],
-        lease: Callable[[int], list[Row[Trajectory]]] | None,
+        lease: Callable[[int], list[GroupEntry[Trajectory]]] | None,
         watch: Callable[[float], object] | None,
         portion: int,
         portions: int,
@@ -336,7 +338,7 @@ class ConsumerBase(Generic[_G]):
     _intake: Intake | None
     def take(self, max_groups: int = ..., timeout: float | None = ...) -> list[_G]: ...
 
-class Loan:
+class ClientLease:
     number: int
     lost: bool
     @property
@@ -357,8 +359,8 @@ class Borrower:
     gathers: bool
     def __init__(self, segment: Segment) -> None: ...
     def set_client(self, client: int, /) -> None: ...
-    def borrow(self, granted: list[Any], step: int, /) -> tuple[list[Loan], list[int]]: ...
-    def end(self, loan: Loan, reason: int, /) -> None: ...
+    def borrow(self, granted: list[Any], step: int, /) -> tuple[list[ClientLease], list[int]]: ...
+    def end(self, loan: ClientLease, reason: int, /) -> None: ...
     def end_groups(
         self,
         consumer: object,
@@ -368,7 +370,7 @@ class Borrower:
         numbers: list[int],
         /,
     ) -> int: ...
-    def forget(self, loans: list[Loan], /) -> None: ...
+    def forget(self, loans: list[ClientLease], /) -> None: ...
     def locks(self) -> tuple[int, int]: ...
     def close(self) -> None: ...
 

@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass
-class Row:
+class GroupEntry:
     """One package at one version: its environment's packages, and what became of its tests."""
 
     package: str
@@ -88,7 +88,7 @@ class Row:
 # --- cells
 
 
-def reader(row: Row) -> str:
+def reader(row: GroupEntry) -> str:
     """What `HuggingFaceStorageReader` does."""
     verdict = row.verdict("test_a_safetensors|test_a_token_is|test_a_torch_without|test_a_reader")
     if verdict != "yes":
@@ -99,14 +99,14 @@ def reader(row: Row) -> str:
     return "yes; takes no token" if takes_none else "yes"
 
 
-def native(row: Row) -> str:
+def native(row: GroupEntry) -> str:
     """What torch's varlen kernel is taken for; that it runs needs a GPU."""
     verdict = row.verdict("test_what_torch_offers")
     facts = [o.facts["native"] for o in row.outcomes if "native" in o.facts]
     return facts[0] if verdict == "yes" and facts else verdict
 
 
-def registration(row: Row) -> str:
+def registration(row: GroupEntry) -> str:
     """Whether models can be given the attention."""
     if set(row.results("stock_model|padded_rows|what_it_has_not")) == {"skipped"}:
         refused = row.verdict("test_a_transformers_that_lacks")
@@ -114,12 +114,12 @@ def registration(row: Row) -> str:
     return row.verdict("test_what_it_has_not|test_a_transformers_that_lacks")
 
 
-def values(row: Row) -> str:
+def values(row: GroupEntry) -> str:
     """How many values the package's own `unpad_input` returns."""
     return " or ".join(sorted({o.facts["values"] for o in row.outcomes if "values" in o.facts}))
 
 
-def says(pattern: str) -> Callable[[Row], str]:
+def says(pattern: str) -> Callable[[GroupEntry], str]:
     """A cell that says whether the tests that match passed."""
     return lambda row: row.verdict(pattern)
 
@@ -134,7 +134,7 @@ class Kind:
     versions: tuple[str, ...]
     tests: tuple[str, ...]
     #: Heads of columns, with what fills them.
-    columns: dict[str, Callable[[Row], str]]
+    columns: dict[str, Callable[[GroupEntry], str]]
     #: What its environment has besides; the versions are in constraints.txt.
     beside: tuple[str, ...] = ()
     #: How pip installs it, if not together with everything else.
@@ -245,7 +245,7 @@ def install(python: Path, log: Path, *what: str | Path, **environ: str) -> None:
         raise RowError(f"not installed: {lines[0] if lines else 'pip failed'}")
 
 
-def fill(row: Row, wheel: Path, log: Path) -> Path:
+def fill(row: GroupEntry, wheel: Path, log: Path) -> Path:
     """Make a row's environment beside the log, and return its programs' folder."""
     kind = KINDS[row.package]
     work = log.parent
@@ -291,7 +291,7 @@ def outcomes(report: Path) -> list[Outcome]:
     return found
 
 
-def look(row: Row, wheel: Path) -> None:
+def look(row: GroupEntry, wheel: Path) -> None:
     """Make a row's environment, run its tests there, and write down what they did."""
     with tempfile.TemporaryDirectory(prefix="shmbus-versions-") as directory:
         log = Path(directory, "log")
@@ -312,13 +312,13 @@ def look(row: Row, wheel: Path) -> None:
             print(log.read_text(errors="replace"), file=sys.stderr, flush=True)
 
 
-def chosen(only: Sequence[str]) -> list[Row]:
+def chosen(only: Sequence[str]) -> list[GroupEntry]:
     """The rows that were asked for, in the order of the tables; a version may be a new one."""
     rows = []
     for package, kind in KINDS.items():
         asked = [name.partition("==")[2] for name in only if name.partition("==")[0] == package]
         versions = kind.versions if not only or "" in asked else asked
-        rows += [Row(package, version) for version in versions]
+        rows += [GroupEntry(package, version) for version in versions]
     return rows
 
 
@@ -327,7 +327,7 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: GroupEntry) -> list[str]:
     """A row of a table: with what it really ran, and what came of it."""
     version = row.installed.get(row.package, row.version)
     beside = "torch" if row.package != "torch" else "numpy"

@@ -20,15 +20,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shmbus.batch.baseline import DEVIATION, MEAN, MOST_SCORE, OTHERS, Rule, relative_scores
+from shmbus.batch.baseline import (
+    DEVIATION,
+    LEAVE_ONE_OUT,
+    MAX_SCORE_MAGNITUDE,
+    MEAN,
+    Baseline,
+    relative_scores,
+)
 
-__all__ = ["advantages_for_groups", "check_kind", "group_advantages", "rule_of"]
+__all__ = ["advantages_for_groups", "check_kind", "group_advantages", "baseline_of"]
 
 DEFAULT_EPS: Final = 1e-6
 """Added to a group's standard deviation, in units of the score. Small beside the spread of any
 score in use; 1e-6 is what verl adds."""
 
-MAX_SCORE: Final = MOST_SCORE
+MAX_SCORE: Final = MAX_SCORE_MAGNITUDE
 
 FloatArray = npt.NDArray[np.float64]
 Kind = (
@@ -36,7 +43,7 @@ Kind = (
 )
 Std = Literal["bessel", "biased"]
 _KINDS: Final = ("grpo", "dr_grpo", "rloo", "batch", "batch_std", "none")
-_RULES: Final = {"grpo": DEVIATION, "dr_grpo": MEAN, "rloo": OTHERS}
+_RULES: Final = {"grpo": DEVIATION, "dr_grpo": MEAN, "rloo": LEAVE_ONE_OUT}
 
 
 @overload
@@ -166,7 +173,7 @@ def advantages_for_groups(
     TypeError, ValueError
         As `group_advantages`.
     """
-    rule = rule_of(kind, std, eps)
+    rule = baseline_of(kind, std, eps)
     if rule is not None and _is_row(scores, np.float64) and _is_row(sizes, np.int64):
         compared = relative_scores(scores, sizes, rule)
         if compared is not None:
@@ -177,12 +184,12 @@ def advantages_for_groups(
     return _by_sizes(values, np.asarray(sizes), kind, std, eps).astype(np.float32)
 
 
-def rule_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Rule | None:
+def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Baseline | None:
     """Return what the bus's core makes of each group by itself; None where it takes more."""
     relative = _RULES.get(kind) if isinstance(kind, str) else None
     if relative is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
         return None
-    return Rule(relative, std == "bessel", eps) if 0 <= eps < math.inf else None
+    return Baseline(relative, std == "bessel", eps) if 0 <= eps < math.inf else None
 
 
 def check_kind(name: str, kind: object) -> None:
@@ -305,13 +312,13 @@ def _by_sizes(
         return _over_batch_std(values, counts, std, eps)
     if kind == "batch":
         counts = np.array([len(values)])
-    return _compare(values, counts, Rule(_RULES.get(kind, DEVIATION), std == "bessel", eps))
+    return _compare(values, counts, Baseline(_RULES.get(kind, DEVIATION), std == "bessel", eps))
 
 
 def _over_batch_std(
     values: FloatArray, counts: npt.NDArray[np.int64], std: Std, eps: float
 ) -> FloatArray:
-    centred = _compare(values, counts, Rule(MEAN))
+    centred = _compare(values, counts, Baseline(MEAN))
     middle = values / len(values)
     deviations = values - middle.sum()
     # In units of the largest: no square can under- or overflow. A float, since eps in such units
@@ -325,7 +332,7 @@ def _over_batch_std(
     return normalised
 
 
-def _compare(values: FloatArray, counts: npt.NDArray[np.int64], rule: Rule) -> FloatArray:
+def _compare(values: FloatArray, counts: npt.NDArray[np.int64], rule: Baseline) -> FloatArray:
     compared = relative_scores(np.ascontiguousarray(values), counts, rule)
     assert compared is not None, "scores and sizes were checked"
     return compared

@@ -15,25 +15,32 @@ from numpy.typing import NDArray
 
 from shmbus_ext import _core
 
-__all__ = ["DEVIATION", "MEAN", "MOST_SCORE", "OTHERS", "Rule", "relative_scores"]
+__all__ = [
+    "DEVIATION",
+    "MEAN",
+    "MAX_SCORE_MAGNITUDE",
+    "LEAVE_ONE_OUT",
+    "Baseline",
+    "relative_scores",
+]
 
-MEAN: Final[int] = _core.RELATIVE_MEAN
+MEAN: Final[int] = _core.BASELINE_MEAN
 """The score minus the mean of its group."""
-OTHERS: Final[int] = _core.RELATIVE_OTHERS
+LEAVE_ONE_OUT: Final[int] = _core.BASELINE_LEAVE_ONE_OUT
 """The score minus the mean of the others."""
-DEVIATION: Final[int] = _core.RELATIVE_DEVIATION
-"""The score minus the mean, in units of the standard deviation and `Rule.eps`."""
-MOST_SCORE: Final[float] = _core.RELATIVE_MOST
+DEVIATION: Final[int] = _core.BASELINE_DEVIATION
+"""The score minus the mean, in units of the standard deviation and `Baseline.eps`."""
+MAX_SCORE_MAGNITUDE: Final[float] = _core.BASELINE_MAX_SCORE
 """Largest score by magnitude: the difference of two is still finite in float32."""
 
 
-class Rule(NamedTuple):
+class Baseline(NamedTuple):
     """What is made of the scores of a group.
 
     Attributes
     ----------
     kind : int
-        `MEAN`, `OTHERS` or `DEVIATION`.
+        `MEAN`, `LEAVE_ONE_OUT` or `DEVIATION`.
     bessel : bool
         Whether the standard deviation divides the squares by n - 1, and not by n.
     eps : float
@@ -46,7 +53,7 @@ class Rule(NamedTuple):
 
 
 def relative_scores(
-    scores: NDArray[np.float64], sizes: NDArray[np.int64], rule: Rule
+    scores: NDArray[np.float64], sizes: NDArray[np.int64], rule: Baseline
 ) -> NDArray[np.float64] | None:
     """Compare each score with those of its group.
 
@@ -56,12 +63,12 @@ def relative_scores(
         Group after group.
     sizes : int64 [G]
         Samples of each group, S in all.
-    rule : Rule
+    rule : Baseline
 
     Returns
     -------
     float64 [S] or None
-        None where a score is no number up to `MOST_SCORE`, and where sizes do not sum to S.
+        None where a score is not a number up to `MAX_SCORE_MAGNITUDE`, or sizes do not sum to S.
 
     Raises
     ------

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus.batch.baseline import Rule
+from shmbus.batch.baseline import Baseline
 from shmbus.batch.gather import FieldNames
 from shmbus_ext import _core
 
@@ -62,7 +62,7 @@ class GatherTable(msgspec.Struct, frozen=True):
         Positions of the trajectories whose meta contains one of the words that were asked for.
     scores_fit : bool
         Whether a rule that was given could be followed: all scores are numbers up to
-        `shmbus.relative.MOST_SCORE`. Else the advantages in the table are arbitrary.
+        `shmbus.batch.baseline.MAX_SCORE_MAGNITUDE`. Else the advantages in the table are arbitrary.
     """
 
     nbytes: int
@@ -87,7 +87,7 @@ def plan_gather(
     *,
     shift: int,
     chunk_tokens: int,
-    advantages: NDArray[np.float32] | Rule,
+    advantages: NDArray[np.float32] | Baseline,
     flags: NDArray[np.uint8] | None = None,
     words: tuple[bytes, ...] = (),
 ) -> GatherTable:
@@ -110,7 +110,7 @@ def plan_gather(
         Added to all addresses: what the device's are off from this process's.
     chunk_tokens : int
         Most tokens of a chunk.
-    advantages : float32 [S], or Rule
+    advantages : float32 [S], or Baseline
         The rule by which they follow from the scores of each group.
     flags : uint8 [S], optional
         All 0 without.

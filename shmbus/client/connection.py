@@ -2,8 +2,8 @@
 
 Invariants:
 
-- A lease is held, ended but not confirmed (`Loan.reason`), or forgotten. Its extents stay under
-  this client's lease locks until the daemon has confirmed its end.
+- A lease is held, ended but not confirmed (`ClientLease.reason`), or forgotten. Its extents stay
+  under this client's lease locks until the daemon has confirmed its end.
 - A daemon that died is dialled again by whoever notices first: a request, or the watcher, which
   sleeps on the connection so that a trainer in a long step notices too. All that is held, and all
   whose end was not confirmed, is claimed before anything else is asked.
@@ -21,13 +21,13 @@ from typing import Any
 
 from shmbus import errors, limits
 from shmbus.control import messages
-from shmbus.control.wire import Away, Wire, refusal
+from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 __all__ = ["Link"]
 
-Loan = _core.Loan
+ClientLease = _core.ClientLease
 
 
 class Link:
@@ -46,7 +46,7 @@ class Link:
 
     Raises
     ------
-    Away
+    DaemonUnreachable
         Nobody answers; the caller knows whether to wait.
     BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
         There is no such bus, the rank is taken, another layout or version, other options.
@@ -73,18 +73,18 @@ class Link:
         self._ids = 0
         self._replies: dict[int, messages.Reply | None] = {}
         #: Held, or ended and not confirmed, by their numbers; of the latter there are so many.
-        self._leases: dict[int, Loan] = {}
+        self._leases: dict[int, ClientLease] = {}
         self._unconfirmed = 0
         self._to_end: dict[int, list[int]] = {}
         self._late: int | None = None
-        self._spare: list[Loan] = []
+        self._spare: list[ClientLease] = []
         self._known = False
         segment = lifecycle.open_segment(name, read_only=True)
         self._borrower = _core.Borrower(segment)
         self.segment = segment
         try:
             with self.lock:
-                self._dial()
+                self._connect()
         except BaseException:
             self._borrower.close()
             raise
@@ -103,7 +103,7 @@ class Link:
 
     # -- the connection -------------------------------------------------------------------------
 
-    def _dial(self) -> None:
+    def _connect(self) -> None:
         """Connect, and claim what is held. The lock is held."""
         wire = Wire(self.name)
         try:
@@ -150,7 +150,9 @@ class Link:
                     f"bus {self.name!r}: expected Welcome from the daemon (pid {wire.pid}), got "
                     f"{type(reply).__name__}; restart what runs another shmbus"
                 )
-        raise Away(f"pid {wire.pid} said nothing within {limits.HELLO_WAIT_S:g} s of a Hello")
+        raise DaemonUnreachable(
+            f"pid {wire.pid} said nothing within {limits.HELLO_WAIT_S:g} s of a Hello"
+        )
 
     def _claim(self, wire: Wire) -> None:
         """Say what is held and what was ended, and learn what became of it."""
@@ -174,12 +176,12 @@ class Link:
             portions[-1].append(each)
         wire.send(*(messages.Claim(groups=p, last=p is portions[-1]) for p in portions))
         deadline = time.monotonic() + limits.RECLAIM_WAIT_S + limits.HELLO_WAIT_S
-        leases: dict[int, Loan] = {}
+        leases: dict[int, ClientLease] = {}
         while tokens:
             left = deadline - time.monotonic()
             replies = wire.receive(left)
             if not replies and left <= 0:
-                raise Away(f"pid {wire.pid} did not answer a claim")
+                raise DaemonUnreachable(f"pid {wire.pid} did not answer a claim")
             for reply in replies:
                 if isinstance(reply, messages.Refused):
                     raise refusal(reply)
@@ -192,8 +194,8 @@ class Link:
     def _learn(
         self,
         claimed: messages.Claimed,
-        tokens: dict[int, Loan],
-        leases: dict[int, Loan],
+        tokens: dict[int, ClientLease],
+        leases: dict[int, ClientLease],
     ) -> None:
         for token, number in claimed.kept:
             lease = tokens.pop(token)
@@ -215,9 +217,9 @@ class Link:
                 if self._wire is not None:
                     return self._wire
                 try:
-                    self._dial()
+                    self._connect()
                     continue
-                except Away as error:
+                except DaemonUnreachable as error:
                     self._away_because = str(error)
             now = time.monotonic()
             if now > self._away_since_s + limits.CLIENT_WAIT_S:
@@ -273,12 +275,12 @@ class Link:
                     self._replies[id_] = None
                     try:
                         wire.send(make(id_))
-                    except Away as error:
+                    except DaemonUnreachable as error:
                         self._broken(wire, error)
                         continue
             try:
                 reply = self._await(wire, id_, time.monotonic() + patience_s)
-            except Away as error:
+            except DaemonUnreachable as error:
                 self._broken(wire, error)
                 continue
             if reply is None:
@@ -328,7 +330,7 @@ class Link:
 
     def _require_wire(self, wire: Wire) -> None:
         if self._closed or wire is not self._wire:
-            raise Away("the connection was given up")
+            raise DaemonUnreachable("the connection was given up")
 
     def _receive(self, reply: messages.Reply) -> None:
         self._silent_since_s = None
@@ -359,7 +361,7 @@ class Link:
             try:
                 if wire is not None:
                     wire.send(messages.Bye())
-            except Away:
+            except DaemonUnreachable:
                 pass  # the daemon is gone; the next one finds no lock of ours
             finally:
                 self._borrower.close()

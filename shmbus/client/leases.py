@@ -15,13 +15,13 @@ from typing import Any
 from shmbus import errors, limits
 from shmbus.client.connection import Link
 from shmbus.control import messages
-from shmbus.control.wire import Away, Wire
+from shmbus.control.wire import DaemonUnreachable, Wire
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
 __all__ = ["DaemonClient"]
 
-Loan = _core.Loan
+ClientLease = _core.ClientLease
 
 #: Numbers in one End message; far below the bound on a message.
 _NUMBERS = 65_536
@@ -32,7 +32,7 @@ class DaemonClient(Link):
 
     # -- taking ---------------------------------------------------------------------------------
 
-    def take(self, max_groups: int, timeout: float | None) -> list[Loan]:
+    def take(self, max_groups: int, timeout: float | None) -> list[ClientLease]:
         """Lease complete groups; wait for the first, at most `timeout` seconds and one.
 
         A large portion that came whole is followed by a request for the next, so that the daemon
@@ -57,7 +57,7 @@ class DaemonClient(Link):
                     leases = leases[:max_groups]
         return leases
 
-    def _take_spare(self, max_groups: int) -> list[Loan]:
+    def _take_spare(self, max_groups: int) -> list[ClientLease]:
         with self.lock:
             leases, self._spare = self._spare[:max_groups], self._spare[max_groups:]
             return [lease for lease in leases if not lease.lost]
@@ -87,7 +87,7 @@ class DaemonClient(Link):
         if late is not None and wire is not None:
             try:
                 reply = self._await(wire, late, time.monotonic() + limits.TAKE_GRACE_S)
-            except Away as error:
+            except DaemonUnreachable as error:
                 self._broken(wire, error)
                 reply = None
             if isinstance(reply, messages.Leases):
@@ -103,7 +103,7 @@ class DaemonClient(Link):
         field: str,
         timeout: float | None,
         only_full: bool,
-    ) -> list[Loan]:
+    ) -> list[ClientLease]:
         """Lease this rank's shard of its next step; empty when the time is over."""
         deadline = None if timeout is None else time.monotonic() + timeout
         return self._take_until(
@@ -125,7 +125,7 @@ class DaemonClient(Link):
         deadline: float | None,
         make: Callable[[int, float], messages.Request],
         ahead: int = 0,
-    ) -> list[Loan]:
+    ) -> list[ClientLease]:
         while True:
             left = limits.TAKE_SLICE_S
             if deadline is not None:
@@ -146,7 +146,7 @@ class DaemonClient(Link):
             elif deadline is not None and time.monotonic() >= deadline:
                 return []
 
-    def _borrow(self, reply: messages.Leases, wire: Wire) -> list[Loan]:
+    def _borrow(self, reply: messages.Leases, wire: Wire) -> list[ClientLease]:
         with self.lock:
             if wire is not self._wire:
                 # Never claimed, so the next daemon delivers them, under other numbers.
@@ -187,7 +187,7 @@ class DaemonClient(Link):
         finally:
             self._unconfirmed += len(numbers) - before
 
-    def end(self, lease: Loan, reason: int) -> None:
+    def end(self, lease: ClientLease, reason: int) -> None:
         """End a lease; `flush` says so to the daemon, which may be away."""
         if lease.lost:
             raise errors.ProtocolError(
@@ -198,13 +198,13 @@ class DaemonClient(Link):
         self._unconfirmed += 1
         self._to_end.setdefault(reason, []).append(lease.number)
 
-    def give_back(self, lease: Loan) -> None:
+    def give_back(self, lease: ClientLease) -> None:
         """Make a leased group the next to be delivered, to whoever asks."""
         if self._late is not None or self._spare:
             self._return_ahead()
         self._give_back([lease])
 
-    def _give_back(self, leases: list[Loan]) -> None:
+    def _give_back(self, leases: list[ClientLease]) -> None:
         leases = [lease for lease in leases if not lease.lost]
         for lease in leases:
             self._borrower.end(lease, -1)
@@ -236,7 +236,7 @@ class DaemonClient(Link):
             return
         try:
             wire.send(*requests)
-        except Away as error:
+        except DaemonUnreachable as error:
             self._broken(wire, error)
 
     def _hear(self) -> None:
@@ -248,7 +248,7 @@ class DaemonClient(Link):
             while replies := wire.receive(0.0):
                 for reply in replies:
                     self._receive(reply)
-        except Away as error:
+        except DaemonUnreachable as error:
             self._broken(wire, error)
 
     # -- state ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import time
 
 from shmbus import errors, limits
 from shmbus.control import messages
-from shmbus.control.wire import Away, Wire, refusal
+from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 
 __all__ = ["ask_snapshot", "ask_status"]
 
@@ -33,14 +33,14 @@ def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.Status
     """
     try:
         wire = Wire(name)
-    except (Away, ValueError):
+    except (DaemonUnreachable, ValueError):
         return None
     except OSError as error:
         return f"its daemon cannot be asked: {error}"
     question = messages.GetStatus(id=1, oldest=oldest)
     try:
         reply = _ask(wire, name, question, "shmbus status", limits.OBSERVE_WAIT_S)
-    except (Away, errors.ProtocolError) as error:
+    except (DaemonUnreachable, errors.ProtocolError) as error:
         return f"its daemon (pid {wire.pid}) was asked, and gave no status: {error}"
     if isinstance(reply, messages.Refused):
         return f"its daemon (pid {wire.pid}) refuses: {reply.message}"
@@ -73,12 +73,12 @@ def ask_snapshot(name: str, directory: str) -> bytes | None:
     """
     try:
         wire = Wire(name)
-    except (Away, ValueError, PermissionError):
+    except (DaemonUnreachable, ValueError, PermissionError):
         return None  # where it is another user's, so is the bus, and who reads that says so
     question = messages.TakeSnapshot(id=1, directory=os.path.abspath(directory))
     try:
         reply = _ask(wire, name, question, "shmbus snapshot", None)
-    except Away as error:
+    except DaemonUnreachable as error:
         raise RuntimeError(
             f"bus {name!r}: its daemon (pid {wire.pid}) went away before the snapshot was whole "
             f"({error}); there is none: see the daemon's log, and try again"

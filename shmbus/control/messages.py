@@ -28,8 +28,8 @@ VERSION = 1
 _HEAD = struct.Struct("<I")
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Asked: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_ASKED)]
-Step: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=limits.MAX_ASKED)]
+Asked: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_REQUESTED)]
+Step: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=limits.MAX_REQUESTED)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1000)]
 
@@ -57,7 +57,7 @@ class Hello(_Message):
     world_size: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_CLIENTS)] = 1
     policy: dict[str, Any] = {}
     client: Annotated[int, msgspec.Meta(ge=-1, lt=limits.MAX_CLIENTS)] = -1
-    next_step: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_ASKED)] = 0
+    next_step: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_REQUESTED)] = 0
     observer: bool = False
 
 

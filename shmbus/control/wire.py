@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from shmbus import errors, limits
 from shmbus.control import messages, socket_path
 
-__all__ = ["Away", "Wire", "refusal", "stale"]
+__all__ = ["DaemonUnreachable", "Wire", "refusal", "stale"]
 
 _CHUNK_BYTES = 1 << 18
 
 
-class Away(Exception):
+class DaemonUnreachable(Exception):
     """Nobody answers at the socket, or no more; trying again may help."""
 
 
@@ -38,7 +38,7 @@ def refusal(reply: messages.Refused) -> Exception:
         "value": ValueError,
         "busy": errors.BusBusyError,
         "not_found": errors.BusNotFoundError,
-        "closed": Away,
+        "closed": DaemonUnreachable,
         "failed": RuntimeError,
     }
     return kinds.get(reply.kind, errors.ProtocolError)(reply.message)
@@ -54,7 +54,7 @@ class Wire:
 
     Raises
     ------
-    Away
+    DaemonUnreachable
         There is no socket, or nobody listens at it.
     PermissionError
         It is another user's.
@@ -75,13 +75,13 @@ class Wire:
             self._socket.setblocking(False)
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError) as error:
             self._socket.close()
-            raise Away(str(error)) from error
+            raise DaemonUnreachable(str(error)) from error
         except BaseException:
             self._socket.close()
             raise
 
     def send(self, *requests: messages.Request) -> None:
-        """Send whole frames; Away where the daemon is gone, or does not read for long."""
+        """Send whole frames; DaemonUnreachable if the daemon is gone or does not read."""
         data = memoryview(b"".join(messages.frame(request) for request in requests))
         deadline = time.monotonic() + limits.CLIENT_WAIT_S
         while data:
@@ -89,12 +89,12 @@ class Wire:
                 data = data[self._socket.send(data) :]
             except BlockingIOError:
                 if not self._wait(select.POLLOUT, deadline - time.monotonic()):
-                    raise Away("it does not read what it is sent") from None
+                    raise DaemonUnreachable("it does not read what it is sent") from None
             except OSError as error:
-                raise Away(str(error)) from error
+                raise DaemonUnreachable(str(error)) from error
 
     def receive(self, timeout_s: float) -> list[messages.Reply]:
-        """Wait for replies; empty when the time is over. Away when the daemon is gone."""
+        """Wait for replies; empty on timeout, DaemonUnreachable if the daemon is gone."""
         if not self._wait(select.POLLIN, timeout_s):
             return []
         try:
@@ -102,9 +102,9 @@ class Wire:
         except BlockingIOError:
             return []
         except OSError as error:
-            raise Away(str(error)) from error
+            raise DaemonUnreachable(str(error)) from error
         if not data:
-            raise Away("it closed the connection")
+            raise DaemonUnreachable("it closed the connection")
         return [messages.decode_reply(body) for body in self._frames.feed(data)]
 
     def _wait(self, events: int, timeout_s: float) -> bool:
@@ -115,7 +115,7 @@ class Wire:
 
     def is_over(self) -> bool:
         """Whether one of the ends has closed the connection."""
-        with contextlib.suppress(Away), self._used():
+        with contextlib.suppress(DaemonUnreachable), self._used():
             poll = select.poll()
             poll.register(self._socket, 0)
             return bool(poll.poll(0))
@@ -123,7 +123,7 @@ class Wire:
 
     def await_end(self) -> None:
         """Sleep until the other end, or this one, has ended the connection."""
-        with contextlib.suppress(Away), self._used():
+        with contextlib.suppress(DaemonUnreachable), self._used():
             poll = select.poll()
             poll.register(self._socket, 0)
             poll.poll()
@@ -133,7 +133,7 @@ class Wire:
         """Keep the descriptor while a thread sleeps on it: its number must not be another's."""
         with self._lock:
             if self._ended:
-                raise Away("the connection is closed")
+                raise DaemonUnreachable("the connection is closed")
             self._users += 1
         try:
             yield

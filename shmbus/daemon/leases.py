@@ -46,7 +46,11 @@ class Lease:
     __slots__ = ("born_s", "group", "number", "rank", "samples", "size", "step")
 
     def __init__(
-        self, number: int, group: _core.Row[Trajectory] | None, samples: list[Trajectory], size: int
+        self,
+        number: int,
+        group: _core.GroupEntry[Trajectory] | None,
+        samples: list[Trajectory],
+        size: int,
     ) -> None:
         self.number = number
         self.group = group
@@ -150,7 +154,7 @@ class LeaseTable:
             leases.append(self.lease_of(group, samples))
         return leases
 
-    def lease_of(self, group: _core.Row[Trajectory], samples: list[Trajectory]) -> Lease:
+    def lease_of(self, group: _core.GroupEntry[Trajectory], samples: list[Trajectory]) -> Lease:
         """Give a number to a group that the stash has leased."""
         self._numbers += 1
         return Lease(self._numbers, group, samples, group.size)

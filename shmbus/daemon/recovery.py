@@ -271,7 +271,7 @@ class InDoubt:
         self.withheld.clear(client)
         return self._leases.pop(client, [])
 
-    def bury(self, connected: set[int]) -> list[Lease]:
+    def reap(self, connected: set[int]) -> list[Lease]:
         """Look which of the awaited clients have no lock any more, and clear those."""
         out = []
         for client in self.clients() - connected:

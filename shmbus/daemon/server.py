@@ -218,7 +218,7 @@ class Server:
             return
         if self.service.frozen:
             return
-        self._collector.keep_house(now)
+        self._collector.run_maintenance(now)
         self.changed()
         self._rest.set()
 

@@ -21,7 +21,7 @@ from shmbus.control import messages
 from shmbus.daemon.leases import Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.status import open_groups
-from shmbus.daemon.steps import World
+from shmbus.daemon.steps import StepPlanner
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
@@ -69,7 +69,7 @@ class Service:
         self.frozen = False
         self.began_s = time.monotonic()
         self.table = LeaseTable(collector)
-        self.world: World | None = None
+        self.world: StepPlanner | None = None
         self._waiting: list[_Waiting] = []
         self._ending: list[tuple[Session, Lease, int]] = []
         self._claiming: list[tuple[Session, messages.Claim]] = []
@@ -106,13 +106,13 @@ class Service:
         if self.frozen:
             self.serve(now)
             return
-        self.collector.keep_house(now)
+        self.collector.run_maintenance(now)
         if self._claims is not None:
             self._end_recovery_if_all_came(now)
             return
         if len(self._doubt) and now >= self._next_burial_s:
             self._next_burial_s = now + limits.BURIAL_INTERVAL_S
-            self._put_back(self._doubt.bury(set(self.sessions)))
+            self._put_back(self._doubt.reap(set(self.sessions)))
         self.collector.expire(now)
         for session in self.sessions.values():
             session.confirm()
@@ -270,7 +270,7 @@ class Service:
                 message=f"rank: expected 0 to {hello.world_size - 1}, got {hello.rank}",
             )
         if self.world is None:
-            self.world = World(hello.world_size, self._all_ready)
+            self.world = StepPlanner(hello.world_size, self._all_ready)
         if self.world.size != hello.world_size:
             return messages.Refused(
                 kind="value",

@@ -8,7 +8,7 @@ from typing import Any
 from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.stash.collector import Collector
-from shmbus.stash.failures import ApartGroup
+from shmbus.stash.failures import FailingGroup
 from shmbus.stash.retries import split_key
 
 __all__ = ["open_groups"]
@@ -19,7 +19,7 @@ def open_groups(collector: Collector, count: int, now: float) -> dict[str, Any]:
     oldest = []
     for group in collector.stash.oldest(count):
         key, epoch = split_key(group.key)
-        misses = group.misses if isinstance(group, ApartGroup) else {}
+        misses = group.misses if isinstance(group, FailingGroup) else {}
         present = {sample.index for sample in group.samples}
         oldest.append(
             messages.OpenGroupStatus(

@@ -22,12 +22,12 @@ from shmbus.control import messages
 from shmbus.daemon.leases import Lease
 from shmbus.daemon.sharding import plan_step
 
-__all__ = ["World", "weigh"]
+__all__ = ["StepPlanner", "weigh"]
 
 Numbers = tuple[int | None, int | None, float | None, str]
 
 
-def numbers_of(request: messages.TakeStep) -> Numbers:
+def step_request(request: messages.TakeStep) -> Numbers:
     """Return what all ranks must agree on."""
     return request.groups, request.tokens, request.max_wait_s, request.field
 
@@ -45,7 +45,7 @@ def weigh(lease: Lease, field: str) -> int:
     return max(weight, 1)
 
 
-class World:
+class StepPlanner:
     """Ranks 0 to size - 1, their steps, and the groups that wait to become one.
 
     Parameters
@@ -62,7 +62,7 @@ class World:
         self.next_steps: dict[int, int] = {}
         self._next_formed: dict[int, int] = {}
         #: Ranks that have their place from a step that others asked for.
-        self._guessed: set[int] = set()
+        self._provisional: set[int] = set()
         self._more = more
         self._pool: list[tuple[Lease, int]] = []
         self._pool_since_s: float | None = None
@@ -77,8 +77,8 @@ class World:
         """
         if not returns:
             return
-        if rank in self._guessed:
-            self._guessed.discard(rank)
+        if rank in self._provisional:
+            self._provisional.discard(rank)
             self._renumber(rank, next_step)
         else:
             place = max(next_step, self.next_steps.get(rank, 0))
@@ -115,12 +115,12 @@ class World:
     def disagreement(self, rank: int, request: messages.TakeStep) -> str | None:
         """Say what another rank asked this step to be, where that differs."""
         step = self._place(rank)
-        agreed = self._numbers.setdefault(step, numbers_of(request))
-        if self._back[rank] or agreed == numbers_of(request):
+        agreed = self._numbers.setdefault(step, step_request(request))
+        if self._back[rank] or agreed == step_request(request):
             return None
         names = ("groups", "tokens", "max_wait", "field")
         ours = ", ".join(f"{n}={v!r}" for n, v in zip(names, agreed, strict=True))
-        theirs = ", ".join(f"{n}={v!r}" for n, v in zip(names, numbers_of(request), strict=True))
+        theirs = ", ".join(f"{n}={v!r}" for n, v in zip(names, step_request(request), strict=True))
         return (
             f"rank {rank} asks for step {step} with {theirs}; another rank asked with {ours}: all "
             "ranks must ask for a step alike"
@@ -140,7 +140,7 @@ class World:
         while rank not in self._shards.get(step, {}):
             if not self._form(step, request, now):
                 return None
-        self._guessed.discard(rank)
+        self._provisional.discard(rank)
         self.next_steps[rank] = step + 1
         return step, self._pop(step, rank)
 
@@ -179,7 +179,7 @@ class World:
                 lease.step, lease.rank = step, rank
             if rank not in self.next_steps:
                 self.next_steps[rank] = step
-                self._guessed.add(rank)
+                self._provisional.add(rank)
             self._next_formed[rank] = step + 1
             used.update(positions)
         self._pool = [entry for i, entry in enumerate(self._pool) if i not in used]

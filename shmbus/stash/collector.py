@@ -22,7 +22,7 @@ from shmbus._arguments import process_label
 from shmbus.ledger import REASONS, Ledger
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
-from shmbus.stash.retries import Asking
+from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Discard, Stash, StashPolicy
 from shmbus_ext import _core
 
@@ -30,7 +30,7 @@ __all__ = ["Collector"]
 
 Trajectory = _core.Trajectory
 #: What came, and is in no group: refused samples, and groups to be judged.
-Left: TypeAlias = "list[_core.Row[Trajectory] | tuple[int, Trajectory]]"
+Left: TypeAlias = "list[_core.GroupEntry[Trajectory] | tuple[int, Trajectory]]"
 
 
 class Collector:
@@ -60,7 +60,7 @@ class Collector:
         duplicate: Literal["drop", "error"] = "drop",
         label: str | None = None,
     ) -> None:
-        self.lock = _core.Guard()
+        self.lock = _core.RecursiveLock()
         self.stash: Stash[Trajectory] = Stash(policy)
         self._expires = policy.group_timeout_s is not None
         self._bounded = policy.max_stash_bytes is not None
@@ -76,7 +76,7 @@ class Collector:
         except BaseException:
             self.segment.close()
             raise
-        self._asking = Asking(self.segment, self.stash)
+        self._asking = Retries(self.segment, self.stash)
 
     def require(self) -> None:
         """Raise BusClosedError in a child of the process that attached."""
@@ -130,13 +130,15 @@ class Collector:
             A duplicate came, under ``duplicate="error"``; once for each, with nothing lost.
         """
         stash = self.stash
-        stash.sort_out(left, now)
-        self.keep_house(now)
+        stash.apply_policy(left, now)
+        self.run_maintenance(now)
         more = self.pump(wanted, now)
         if stash.discards or self._errors:
-            self.settle()
+            self.release_discarded()
         failures = stash.failures
-        intake.thorough = bool(failures.groups or failures.stirred or self._errors or self._bounded)
+        intake.delegate_all = bool(
+            failures.groups or failures.dirty or self._errors or self._bounded
+        )
         intake.due_s = min(self._next_sweep_s, self._next_evacuation_s)
         due_s = stash.next_deadline_s()
         intake.wake_s = self._next_sweep_s if due_s is None else min(self._next_sweep_s, due_s)
@@ -157,7 +159,7 @@ class Collector:
         if self.divert is None:
             left: Left = []
             count = self.reader.poll_into(stash.rows, limits.POLL_RECORDS, now, left)
-            stash.sort_out(left, now)
+            stash.apply_policy(left, now)
         else:
             samples = self.reader.poll(limits.POLL_RECORDS)
             count = len(samples)
@@ -165,7 +167,7 @@ class Collector:
         if self._expires:
             stash.expire(now)
         more = count == limits.POLL_RECORDS
-        if stash.failures.groups or stash.failures.stirred:
+        if stash.failures.groups or stash.failures.dirty:
             self._attend(now, drained=not more)
         return more
 
@@ -174,24 +176,24 @@ class Collector:
         self.stash.expire(now)
         failures = self.stash.failures
         due_s = failures.next_deadline_s()
-        if failures.stirred or (due_s is not None and now >= due_s):
+        if failures.dirty or (due_s is not None and now >= due_s):
             self.pump_once(now)
 
     def _attend(self, now: float, *, drained: bool) -> None:
         """Look after groups in which a sample failed, and ask for what is wanted."""
         if drained:
             self.stash.expire_apart(now)
-        if self.stash.failures.stirred:
+        if self.stash.failures.dirty:
             self._asking.update(now, drained=drained)
 
-    def lease(self, max_groups: int) -> list[_core.Row[Trajectory]]:
+    def lease(self, max_groups: int) -> list[_core.GroupEntry[Trajectory]]:
         """Lease what is ready; ProtocolError as for `take`."""
         stash = self.stash
         if stash.discards or self._errors:
-            self.settle()
+            self.release_discarded()
         leased = stash.lease(max_groups, self.segment.policy_version)
         if stash.discards:
-            self.settle()
+            self.release_discarded()
         if leased:
             # The caller may not come back before a producer asks who holds the space.
             self.flush()
@@ -209,7 +211,7 @@ class Collector:
 
     # -- house-keeping --------------------------------------------------------------------------
 
-    def keep_house(self, now: float) -> None:
+    def run_maintenance(self, now: float) -> None:
         """Look for the dead, and for space that can be won back, each at its interval."""
         self.flush()
         if now >= self._next_sweep_s:
@@ -218,9 +220,9 @@ class Collector:
             self._asking.look_for_dead()
         if now >= self._next_evacuation_s:
             self._next_evacuation_s = now + limits.EVACUATE_INTERVAL_S
-            self._relieve()
+            self._free_space()
 
-    def _relieve(self) -> None:
+    def _free_space(self) -> None:
         """Housekeeping under pressure: make room where records that wait keep it."""
         reader = self.reader
         segment = self.segment
@@ -234,7 +236,7 @@ class Collector:
         """Tell other processes what is held here, for their messages."""
         self.reader.note(self.stash.rows)
 
-    def settle(self) -> None:
+    def release_discarded(self) -> None:
         """Release what the stash discarded; raise the next duplicate that is to be raised."""
         self.release_discards()
         if self._errors:
@@ -253,11 +255,11 @@ class Collector:
 
     # -- ending leases --------------------------------------------------------------------------
 
-    def is_leased(self, group: _core.Row[Trajectory]) -> bool:
+    def is_leased(self, group: _core.GroupEntry[Trajectory]) -> bool:
         """Whether this collector gave the lease, and it has not ended."""
         return self.stash.is_leased(group)
 
-    def end(self, group: _core.Row[Trajectory], reason: int) -> None:
+    def end(self, group: _core.GroupEntry[Trajectory], reason: int) -> None:
         """Release a leased group: all of its samples, or, if this process dies now, none."""
         self.reader.release(group.samples, reason)
         self.stash.end_lease(group)
@@ -270,7 +272,7 @@ class Collector:
         """Leave all to `end`: each is atomic by itself."""
         return 0
 
-    def give_back(self, group: _core.Row[Trajectory]) -> None:
+    def give_back(self, group: _core.GroupEntry[Trajectory]) -> None:
         """Make a leased group the next to be delivered, also to who waits in `take`."""
         self.stash.give_back(group)
         self.reader.wake()

@@ -9,7 +9,8 @@ come or has failed for good: whole, or given up as its policy says.
 
 Invariants
 ----------
-- An index of a group has come, is missing, or has a Miss; and a Miss is for good or asked for.
+- Each index of a group is delivered, pending or failed (FailedIndex); a failed index is final or
+  has an open retry request.
 - While a sample has failed, its group has a deadline: of what is asked for, or of how long it
   lingers. So none waits for ever because of that.
 - The report of a failure stays in the ring until its sample has come or its group has ended: who
@@ -24,7 +25,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from shmbus import limits
 
-__all__ = ["ApartGroup", "Failures", "Miss", "Reported", "Request"]
+__all__ = ["FailingGroup", "Failures", "FailedIndex", "Reported", "Request"]
 
 Left = Literal["failed", "duplicate", "size_mismatch"]
 
@@ -72,7 +73,7 @@ class Request:
         self.deadline_s: float | None = None
 
 
-class Miss(Generic[S]):
+class FailedIndex(Generic[S]):
     """An index that has failed, or was not there in time."""
 
     __slots__ = ("attempts", "reason", "report", "reported", "request")
@@ -88,7 +89,7 @@ class Miss(Generic[S]):
         self.request: Request | None = None
 
 
-class ApartGroup(Generic[S]):
+class FailingGroup(Generic[S]):
     """A group that is kept apart. `size` is 0 until anybody says it."""
 
     __slots__ = ("born_s", "came", "due_s", "key", "misses", "overdue", "size", "touched_s")
@@ -99,7 +100,7 @@ class ApartGroup(Generic[S]):
         self.born_s = born_s
         self.touched_s = now_s
         self.came: dict[int, S] = {}
-        self.misses: dict[int, Miss[S]] = {}
+        self.misses: dict[int, FailedIndex[S]] = {}
         #: Whether its own deadline is over, and with it the time of what was merely missing.
         self.overdue = False
         self.due_s = 0.0
@@ -120,7 +121,7 @@ class ApartGroup(Generic[S]):
         return any(m.reported and m.request is None for m in self.misses.values())
 
     @property
-    def lingers(self) -> bool:
+    def waits_for_rest(self) -> bool:
         """Whether it waits for no answer, and cannot become whole any more."""
         return bool(self.misses) and all(m.request is None for m in self.misses.values())
 
@@ -153,7 +154,7 @@ class Failures(Generic[S]):
         retries: int,
         retry_timeout_s: float,
         group_timeout_s: float | None,
-        groups: dict[Hashable, ApartGroup[S] | None],
+        groups: dict[Hashable, FailingGroup[S] | None],
     ) -> None:
         self.retries = retries
         self.retry_timeout_s = retry_timeout_s
@@ -164,27 +165,27 @@ class Failures(Generic[S]):
         #: Attempts that an earlier collector had asked for, by key and index.
         self.before: dict[tuple[Hashable, int], int] = {}
         #: Whether `requests` has changed since the collector looked.
-        self.stirred = False
+        self.dirty = False
         self.left: list[tuple[Left, S]] = []
         self.records = 0
         self.nbytes = 0
-        self._due: list[tuple[float, int, ApartGroup[S]]] = []
+        self._due: list[tuple[float, int, FailingGroup[S]]] = []
         self._ticket = 0
 
     # -- coming and failing ---------------------------------------------------------------------
 
     def begin(
         self, key: Hashable, size: int, samples: Iterable[S], born_s: float, now_s: float
-    ) -> ApartGroup[S]:
+    ) -> FailingGroup[S]:
         """Keep a group apart from now on."""
-        group: ApartGroup[S] = ApartGroup(key, size, born_s, now_s)
+        group: FailingGroup[S] = FailingGroup(key, size, born_s, now_s)
         for sample in samples:
             group.came[sample.index] = sample
             self._count(sample, 1)
         self.groups[key] = group
         return group
 
-    def take_in(self, group: ApartGroup[S], sample: S, now_s: float) -> None:
+    def take_in(self, group: FailingGroup[S], sample: S, now_s: float) -> None:
         """Take in a sample of the group, or the report that one failed."""
         if sample.group_size and not group.size:
             self._learn_size(group, sample.group_size)
@@ -201,19 +202,19 @@ class Failures(Generic[S]):
             self._forget(group, index)
         self._touch(group, now_s)
 
-    def _learn_size(self, group: ApartGroup[S], size: int) -> None:
+    def _learn_size(self, group: FailingGroup[S], size: int) -> None:
         group.size = size
         for index in [index for index in group.misses if index >= size]:
             self._forget(group, index)
 
-    def _forget(self, group: ApartGroup[S], index: int) -> None:
+    def _forget(self, group: FailingGroup[S], index: int) -> None:
         """Settle a miss: its sample is here, or there is no such index."""
         miss = group.misses.pop(index, None)
         if miss is not None:
             self._withdraw(group, index, miss)
             self._replace(miss, None)
 
-    def _report(self, group: ApartGroup[S], report: S, now_s: float) -> None:
+    def _report(self, group: FailingGroup[S], report: S, now_s: float) -> None:
         index = report.index
         sized = report.group_size in (0, group.size) and (not group.size or index < group.size)
         miss = group.misses.get(index)
@@ -224,7 +225,7 @@ class Failures(Generic[S]):
             self.left.append(("failed", report))
             return
         if miss is None:
-            miss = group.misses[index] = Miss()
+            miss = group.misses[index] = FailedIndex()
         miss.reported = True
         self._replace(miss, report)
         self._fail(group, index, attempt, _reason(report))
@@ -237,7 +238,7 @@ class Failures(Generic[S]):
         self._fail(group, request.index, request.attempt, reason)
         self._touch(group, now_s)
 
-    def _fail(self, group: ApartGroup[S], index: int, attempt: int, reason: str) -> None:
+    def _fail(self, group: FailingGroup[S], index: int, attempt: int, reason: str) -> None:
         """Count a failed attempt, 0 for the first; ask for the next, or be content with it."""
         miss = group.misses[index]
         self._withdraw(group, index, miss)
@@ -247,15 +248,15 @@ class Failures(Generic[S]):
         if attempt <= self.retries:
             miss.request = Request(group.key, group.size, index, attempt, reason)
             self.requests[group.key, index] = miss.request
-            self.stirred = True
+            self.dirty = True
 
-    def _withdraw(self, group: ApartGroup[S], index: int, miss: Miss[S]) -> None:
+    def _withdraw(self, group: FailingGroup[S], index: int, miss: FailedIndex[S]) -> None:
         if miss.request is not None:
             miss.request = None
             del self.requests[group.key, index]
-            self.stirred = True
+            self.dirty = True
 
-    def _replace(self, miss: Miss[S], report: S | None) -> None:
+    def _replace(self, miss: FailedIndex[S], report: S | None) -> None:
         if miss.report is not None:
             self._count(miss.report, -1)
             self.left.append(("failed", miss.report))
@@ -276,23 +277,23 @@ class Failures(Generic[S]):
         assert group is not None
         self._schedule(group)
 
-    def _touch(self, group: ApartGroup[S], now_s: float) -> None:
+    def _touch(self, group: FailingGroup[S], now_s: float) -> None:
         group.touched_s = now_s
         self._schedule(group)
 
-    def _deadline_s(self, group: ApartGroup[S]) -> float:
+    def _deadline_s(self, group: FailingGroup[S]) -> float:
         due = [
             miss.request.deadline_s
             for miss in group.misses.values()
             if miss.request is not None and miss.request.deadline_s is not None
         ]
-        if group.lingers:
+        if group.waits_for_rest:
             due.append(group.touched_s + self.retry_timeout_s)
         if self._group_timeout_s is not None and not group.overdue:
             due.append(group.born_s + self._group_timeout_s)
         return min(due, default=float("inf"))
 
-    def _schedule(self, group: ApartGroup[S]) -> None:
+    def _schedule(self, group: FailingGroup[S]) -> None:
         group.due_s = self._deadline_s(group)
         self._ticket += 1
         heapq.heappush(self._due, (group.due_s, self._ticket, group))
@@ -301,7 +302,7 @@ class Failures(Generic[S]):
         """When `expire` has something to do next; None if never. A little early at times."""
         return self._due[0][0] if self._due and self._due[0][0] != float("inf") else None
 
-    def expire(self, now_s: float) -> list[ApartGroup[S]]:
+    def expire(self, now_s: float) -> list[FailingGroup[S]]:
         """Count attempts whose time is over; return the groups whose own time is, to be ended."""
         over = []
         while self._due and self._due[0][0] <= now_s:
@@ -314,7 +315,7 @@ class Failures(Generic[S]):
                 self._schedule(group)
         return over
 
-    def _expire(self, group: ApartGroup[S], now_s: float) -> bool:
+    def _expire(self, group: FailingGroup[S], now_s: float) -> bool:
         timeout_s = self._group_timeout_s
         if timeout_s is not None and not group.overdue and now_s >= group.born_s + timeout_s:
             self.miss_all(group, f"not there {timeout_s:g} s after the first of its group", now_s)
@@ -324,20 +325,22 @@ class Failures(Generic[S]):
                 continue
             reason = f"not there {self.retry_timeout_s:g} s after it was asked for"
             self._fail(group, index, request.attempt, reason)
-        return group.decided or (group.lingers and now_s >= group.touched_s + self.retry_timeout_s)
+        return group.decided or (
+            group.waits_for_rest and now_s >= group.touched_s + self.retry_timeout_s
+        )
 
-    def miss_all(self, group: ApartGroup[S], reason: str, now_s: float) -> None:
+    def miss_all(self, group: FailingGroup[S], reason: str, now_s: float) -> None:
         """Take what is merely missing for failed, since the group's time is over."""
         group.overdue = True
         for index in range(group.size):
             if index not in group.came and index not in group.misses:
-                group.misses[index] = Miss()
+                group.misses[index] = FailedIndex()
                 self._fail(group, index, 0, reason)
         self._touch(group, now_s)
 
     # -- ending ---------------------------------------------------------------------------------
 
-    def end(self, group: ApartGroup[S]) -> None:
+    def end(self, group: FailingGroup[S]) -> None:
         """Forget a group: its samples and its reports are the caller's now."""
         del self.groups[group.key]
         for index, miss in group.misses.items():
@@ -347,7 +350,7 @@ class Failures(Generic[S]):
         for sample in group.came.values():
             self._count(sample, -1)
 
-    def oldest(self) -> ApartGroup[S] | None:
+    def oldest(self) -> FailingGroup[S] | None:
         """Return the group that has waited longest."""
         groups = [group for group in self.groups.values() if group is not None]
         return min(groups, key=lambda group: group.born_s, default=None)

@@ -22,7 +22,7 @@ from shmbus.stash.failures import Request
 from shmbus.stash.stash import Stash
 from shmbus_ext import _core
 
-__all__ = ["Asking", "split_key"]
+__all__ = ["Retries", "split_key"]
 
 _NO_EPOCH = -(2**63)
 _At = tuple[Hashable, int]
@@ -33,7 +33,7 @@ def split_key(key: Hashable) -> tuple[str, int | None]:
     return key if isinstance(key, tuple) else (str(key), None)
 
 
-class Asking:
+class Retries:
     """Writes what the stash wants into the table, and watches over who has taken it.
 
     Parameters
@@ -70,7 +70,7 @@ class Asking:
             if row not in claimed:
                 _core.unwant(self._segment, row)
                 self._free.append(row)
-        self._failures.stirred = bool(self._failures.before)
+        self._failures.dirty = bool(self._failures.before)
 
     def look_for_dead(self) -> None:
         """Look whether those who took something live, for a later update; after a sweep."""
@@ -82,12 +82,12 @@ class Asking:
         alive = {row[2] for row in rows if row[1] == _core.SLOT_ACTIVE}
         self._dead = {row: id_ for row, id_ in claims.items() if id_ >= 0 and id_ not in alive}
         if self._dead:
-            self._failures.stirred = True
+            self._failures.dirty = True
 
     def update(self, now_s: float, *, drained: bool) -> None:
         """Bring the table to what the stash wants. `drained`: all that was committed is read."""
         failures = self._failures
-        failures.stirred = False
+        failures.dirty = False
         if self._dead and drained:
             self._count_the_dead(now_s)
         for at, row in list(self._row_of.items()):
@@ -105,7 +105,7 @@ class Asking:
             self._taken_over.clear()
             failures.before.clear()
         # What is left to do waits for the ring to be read to its end.
-        failures.stirred = bool(self._dead or failures.before)
+        failures.dirty = bool(self._dead or failures.before)
         failed = self._failed_before + self._stash.given_up
         _core.note_wanted(self._segment, len(self._rows), failed)
 

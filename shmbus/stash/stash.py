@@ -3,8 +3,8 @@
 No clock, no lock, no socket, no payload: time and the policy version are arguments, and a sample is
 anything with ``key``, ``group_size``, ``index`` (and ``score``, ``policy_version``, ``nbytes``
 where a policy asks for them). Which cell of which group a sample belongs to is the business of a
-table in C (`_core.Rows`), made for a million open groups, which also keeps the complete ones in
-their order; what follows from it is decided here.
+table in C (`_core.GroupTable`), made for a million open groups, which also keeps the complete ones
+in their order; what follows from it is decided here.
 
 Invariants
 ----------
@@ -28,14 +28,14 @@ from typing import Generic, Literal, Protocol, TypeVar
 import msgspec
 
 from shmbus import limits
-from shmbus.stash.failures import ApartGroup, Failures, Request
+from shmbus.stash.failures import FailingGroup, Failures, Request
 from shmbus_ext._core import (
-    REFUSED_APART,
     REFUSED_DUPLICATE,
-    REFUSED_RECENT,
-    REFUSED_WIDTH,
-    Row,
-    Rows,
+    REFUSED_FAILING,
+    REFUSED_GROUP_SIZE,
+    REFUSED_SURPLUS,
+    GroupEntry,
+    GroupTable,
 )
 
 __all__ = ["Discard", "Sample", "Stash", "StashPolicy"]
@@ -79,8 +79,8 @@ S = TypeVar("S", bound=Sample)
 
 _REFUSALS: dict[int, Reason] = {
     REFUSED_DUPLICATE: "duplicate",
-    REFUSED_WIDTH: "size_mismatch",
-    REFUSED_RECENT: "surplus",
+    REFUSED_GROUP_SIZE: "size_mismatch",
+    REFUSED_SURPLUS: "surplus",
 }
 
 
@@ -147,10 +147,10 @@ class Stash(Generic[S]):
         self.overflows = 0
         self.given_up = 0
         #: Reports of failures in groups that are delivered without those samples.
-        self._reports: dict[Row[S], list[S]] = {}
+        self._reports: dict[GroupEntry[S], list[S]] = {}
         self._limit = self.policy.max_stash_bytes
-        #: Whoever reads samples straight into it calls `sort_out` with what `Rows.put` returns.
-        self.rows: Rows[S] = Rows(
+        #: Whoever puts samples straight into it passes what `put` returns to `apply_policy`.
+        self.rows: GroupTable[S] = GroupTable(
             count_bytes=self._limit is not None, judged=self.policy.skip_zero_variance
         )
         self.failures: Failures[S] = Failures(
@@ -162,14 +162,14 @@ class Stash(Generic[S]):
 
     def add(self, samples: Iterable[S], now_s: float) -> None:
         """Take samples in. Costs O(1) each, however many groups are open."""
-        self.sort_out(self.rows.put(samples, now_s), now_s)
+        self.apply_policy(self.rows.put(samples, now_s), now_s)
 
-    def sort_out(self, left: list[Row[S] | tuple[int, S]], now_s: float) -> None:
+    def apply_policy(self, left: list[GroupEntry[S] | tuple[int, S]], now_s: float) -> None:
         """Decide on what came and is in no group: refused samples, and groups to be judged."""
         for each in left:
             if isinstance(each, tuple):
                 why, sample = each
-                if why == REFUSED_APART:
+                if why == REFUSED_FAILING:
                     self._take_apart(sample, now_s)
                 else:
                     self.discards.append(Discard(_REFUSALS[why], sample.key, [sample]))
@@ -192,7 +192,7 @@ class Stash(Generic[S]):
             return
         self._end_row(self.rows.take_oldest(), policy, reason)
 
-    def _end_row(self, group: Row[S], policy: str, reason: Reason) -> None:
+    def _end_row(self, group: GroupEntry[S], policy: str, reason: Reason) -> None:
         if policy == "partial":
             self.rows.push(group)
         else:
@@ -236,7 +236,7 @@ class Stash(Generic[S]):
             for sample in group.samples
         )
 
-    def _settle(self, group: ApartGroup[S], now_s: float) -> None:
+    def _settle(self, group: FailingGroup[S], now_s: float) -> None:
         left, self.failures.left = self.failures.left, []
         for reason, sample in left:
             self.discards.append(Discard(reason, sample.key, [sample]))
@@ -245,7 +245,7 @@ class Stash(Generic[S]):
             self._end_apart(group, now_s)
 
     def _end_apart(
-        self, group: ApartGroup[S], now_s: float, policy: str = "", reason: Reason = "failed"
+        self, group: FailingGroup[S], now_s: float, policy: str = "", reason: Reason = "failed"
     ) -> None:
         """End a group in which a sample failed: it is whole, or given up."""
         key, samples, reports = group.key, group.samples, group.reports
@@ -260,7 +260,7 @@ class Stash(Generic[S]):
             reason = "failed" if reported else "timeout"
         self.given_up += reason == "failed"
         self.timeouts += reason == "timeout"
-        self.failures.stirred = True
+        self.failures.dirty = True
         if policy == "partial" and samples:
             self.rows.put(samples, now_s)
             row = self.rows.take(key)
@@ -280,7 +280,7 @@ class Stash(Generic[S]):
     def _count_apart(self) -> None:
         """Tell the table what is kept here, for messages."""
         reports = sum(map(len, self._reports.values()))
-        self.rows.apart_cells = self.failures.records + reports
+        self.rows.failing_cells = self.failures.records + reports
 
     def _discard(self, reason: Reason, key: Hashable, samples: list[S]) -> None:
         if samples:
@@ -330,12 +330,12 @@ class Stash(Generic[S]):
         born_s = self.rows.oldest_born_s
         return None if born_s is None else born_s + timeout_s
 
-    def lease(self, max_groups: int, policy_version: int = 0) -> list[Row[S]]:
+    def lease(self, max_groups: int, policy_version: int = 0) -> list[GroupEntry[S]]:
         """Hand out ready groups, in the order of completion; stale ones are discarded instead."""
         lag = self.policy.max_policy_lag
         if lag is None:
             return self.rows.lease(max_groups)
-        fresh: list[Row[S]] = []
+        fresh: list[GroupEntry[S]] = []
         while len(fresh) < max_groups and (leased := self.rows.lease(max_groups - len(fresh))):
             for group in leased:
                 if min(s.policy_version for s in group.samples) < policy_version - lag:
@@ -345,18 +345,18 @@ class Stash(Generic[S]):
                     fresh.append(group)
         return fresh
 
-    def end_lease(self, group: Row[S]) -> None:
+    def end_lease(self, group: GroupEntry[S]) -> None:
         """Forget a leased group: its samples were acknowledged or dropped."""
         self.rows.end_lease(group)
         if self._reports:
             self._discard("failed", group.key, self._reports.pop(group, []))
             self._count_apart()
 
-    def give_back(self, group: Row[S]) -> None:
+    def give_back(self, group: GroupEntry[S]) -> None:
         """Make a leased group the next to be delivered."""
         self.rows.give_back(group)
 
-    def is_leased(self, group: Row[S]) -> bool:
+    def is_leased(self, group: GroupEntry[S]) -> bool:
         """Whether the group is under lease now."""
         return self.rows.is_leased(group)
 
@@ -365,12 +365,12 @@ class Stash(Generic[S]):
         discards, self.discards = self.discards, []
         return discards
 
-    def oldest(self, count: int) -> list[Row[S] | ApartGroup[S]]:
+    def oldest(self, count: int) -> list[GroupEntry[S] | FailingGroup[S]]:
         """Return copies of the incomplete groups that have waited longest, oldest first.
 
         Those in which a sample failed are the groups themselves.
         """
-        found: list[Row[S] | ApartGroup[S]] = [*self.rows.oldest(count)]
+        found: list[GroupEntry[S] | FailingGroup[S]] = [*self.rows.oldest(count)]
         found += [group for group in self.failures.groups.values() if group is not None]
         return sorted(found, key=lambda group: group.born_s)[:count]
 
@@ -389,12 +389,12 @@ class Stash(Generic[S]):
     @property
     def open_records(self) -> int:
         """Their samples, and the reports of failures."""
-        return self.rows.cells + self.rows.apart_cells
+        return self.rows.cells + self.rows.failing_cells
 
     @property
     def ready_groups(self) -> int:
         """Complete groups that nobody has taken."""
-        return self.rows.ready_rows
+        return self.rows.ready_groups
 
     @property
     def ready_records(self) -> int:
@@ -404,7 +404,7 @@ class Stash(Generic[S]):
     @property
     def leased_groups(self) -> int:
         """Groups that were taken and not acknowledged."""
-        return self.rows.leased_rows
+        return self.rows.leased_groups
 
     @property
     def leased_records(self) -> int:

@@ -8,12 +8,12 @@ bool relative_fits(const double *scores, uint64_t n) {
     bool fits = true;
     for (uint64_t i = 0; i < n; i++) {
         /* A nan compares with nothing. */
-        fits &= fabs(scores[i]) <= RELATIVE_MOST;
+        fits &= fabs(scores[i]) <= BASELINE_MAX_SCORE;
     }
     return fits;
 }
 
-static void standardise(double *centred, uint64_t n, const struct relative_rule *rule,
+static void standardise(double *centred, uint64_t n, const struct baseline *rule,
                         double unit) {
     /* In units of the largest deviation no square can under- or overflow. In a loop of its own,
      * several are divided at once. */
@@ -30,7 +30,7 @@ static void standardise(double *centred, uint64_t n, const struct relative_rule 
     }
 }
 
-void relative_scores(const double *scores, uint64_t n, const struct relative_rule *rule,
+void relative_scores(const double *scores, uint64_t n, const struct baseline *rule,
                      double *out) {
     double sum = 0, lowest = INFINITY, highest = -INFINITY;
     for (uint64_t i = 0; i < n; i++) {
@@ -46,11 +46,11 @@ void relative_scores(const double *scores, uint64_t n, const struct relative_rul
         return;
     }
     /* score - mean of others = (score - mean) * n / (n - 1) */
-    double factor = rule->kind == RELATIVE_OTHERS ? (double)n / (double)(n - 1) : 1.0;
+    double factor = rule->kind == BASELINE_LEAVE_ONE_OUT ? (double)n / (double)(n - 1) : 1.0;
     for (uint64_t i = 0; i < n; i++) {
         out[i] = (scores[i] - mean) * factor;
     }
-    if (rule->kind == RELATIVE_DEVIATION) {
+    if (rule->kind == BASELINE_DEVIATION) {
         double above = highest - mean, below = mean - lowest;
         standardise(out, n, rule, above > below ? above : below);
     }

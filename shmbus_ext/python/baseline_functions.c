@@ -3,7 +3,7 @@
  * Invariant: sizes are checked against the scores before anything is read by them. */
 #include "field_lookup.h"
 
-bool relative_rule_of(PyObject *tuple, struct relative_rule *rule) {
+bool baseline_of_tuple(PyObject *tuple, struct baseline *rule) {
     int kind, bessel;
     if (!PyArg_ParseTuple(tuple, "ipd", &kind, &bessel, &rule->eps)) {
         return false;
@@ -32,11 +32,11 @@ static bool sizes_fit(const int64_t *sizes, uint64_t groups, uint64_t samples) {
 static PyObject *py_relative_scores(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *arrays[2], *tuple;
-    struct relative_rule rule;
+    struct baseline rule;
     const double *scores;
     const int64_t *sizes;
     if (!PyArg_ParseTuple(args, "OOO!", &arrays[0], &arrays[1], &PyTuple_Type, &tuple) ||
-        !relative_rule_of(tuple, &rule)) {
+        !baseline_of_tuple(tuple, &rule)) {
         return NULL;
     }
     uint64_t samples = array_elements(arrays[0]), groups = array_elements(arrays[1]);
@@ -64,11 +64,11 @@ static PyMethodDef functions[] = {
 };
 
 bool relative_add_functions(PyObject *module) {
-    PyObject *most = PyFloat_FromDouble(RELATIVE_MOST);
-    bool added = most != NULL && PyModule_AddObjectRef(module, "RELATIVE_MOST", most) == 0;
+    PyObject *most = PyFloat_FromDouble(BASELINE_MAX_SCORE);
+    bool added = most != NULL && PyModule_AddObjectRef(module, "BASELINE_MAX_SCORE", most) == 0;
     Py_XDECREF(most);
-    return added && PyModule_AddIntMacro(module, RELATIVE_MEAN) == 0 &&
-           PyModule_AddIntMacro(module, RELATIVE_OTHERS) == 0 &&
-           PyModule_AddIntMacro(module, RELATIVE_DEVIATION) == 0 &&
+    return added && PyModule_AddIntMacro(module, BASELINE_MEAN) == 0 &&
+           PyModule_AddIntMacro(module, BASELINE_LEAVE_ONE_OUT) == 0 &&
+           PyModule_AddIntMacro(module, BASELINE_DEVIATION) == 0 &&
            PyModule_AddFunctions(module, functions) == 0;
 }

@@ -130,7 +130,7 @@ void holder_note_gathering(HolderObject *self);
 typedef struct {
     HOLDER_HEAD
     struct reader c;
-    bool brisk; /* the last sleep was short: producers are at work */
+    bool wakes_often; /* the last sleep was short: producers are at work */
 } ReaderObject;
 
 /* How a place travels from the daemon to a client: native numbers, one host. */
@@ -307,7 +307,7 @@ PyObject *writer_reserve_slot(WriterObject *self, PyObject *args);
 void writer_abort_open(WriterObject *self);
 
 extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, BorrowerType,
-    LoanType, PinType, TrajectoryType, SchemaType, RowsType, RowType, GroupBaseType, GuardType,
+    ClientLeaseType, PinType, TrajectoryType, SchemaType, GroupTableType, GroupEntryType, GroupBaseType, RecursiveLockType,
     IntakeType, ConsumerBaseType;
 bool rows_add_constants(PyObject *module);
 bool group_add_functions(PyObject *module);

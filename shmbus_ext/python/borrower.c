@@ -168,7 +168,7 @@ static PyObject *borrower_set_client(BorrowerObject *self, PyObject *argument) {
 static bool lock_loans(BorrowerObject *self, PyObject *loans) {
     size_t changed = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        LoanObject *loan = (LoanObject *)PyList_GET_ITEM(loans, i);
+        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
         changed = count_up(self, self->leases, loan->refs, loan_records(loan), changed);
         loan->locked = true;
     }
@@ -176,7 +176,7 @@ static bool lock_loans(BorrowerObject *self, PyObject *loans) {
         return true;
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        LoanObject *loan = (LoanObject *)PyList_GET_ITEM(loans, i);
+        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
         (void)count_down(self, self->leases, loan->refs, loan_records(loan), 0);
         loan->locked = false;
     }
@@ -187,7 +187,7 @@ static bool lock_loans(BorrowerObject *self, PyObject *loans) {
 static void unlock_loans(BorrowerObject *self, PyObject *loans) {
     size_t changed = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        LoanObject *loan = (LoanObject *)PyList_GET_ITEM(loans, i);
+        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
         if (loan->locked) {
             loan->locked = false;
             changed = count_down(self, self->leases, loan->refs, loan_records(loan), changed);
@@ -211,7 +211,7 @@ static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_re
 }
 
 /* Reads a loan's trajectories; false with an exception, or without one as borrow_one. */
-static bool read_loan(BorrowerObject *self, LoanObject *loan) {
+static bool read_loan(BorrowerObject *self, ClientLeaseObject *loan) {
     PyObject *samples = PyList_New(loan_records(loan));
     for (Py_ssize_t i = 0; samples != NULL && i < loan_records(loan); i++) {
         PyObject *t = (PyObject *)borrow_one(self, &loan->refs[i]);
@@ -256,7 +256,7 @@ static bool read_loans(BorrowerObject *self, PyObject *loans, PyObject *refused)
     PyObject *empty = PyList_New(0);
     bool good = empty != NULL;
     for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(loans);) {
-        LoanObject *loan = (LoanObject *)PyList_GET_ITEM(loans, i);
+        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
         if (read_loan(self, loan)) {
             i++;
             continue;
@@ -301,8 +301,8 @@ static PyObject *borrower_borrow(BorrowerObject *self, PyObject *args) {
 }
 
 static bool own_loan(const BorrowerObject *self, PyObject *item) {
-    return Py_IS_TYPE(item, &LoanType) &&
-           ((LoanObject *)item)->borrower == (const HolderObject *)self;
+    return Py_IS_TYPE(item, &ClientLeaseType) &&
+           ((ClientLeaseObject *)item)->borrower == (const HolderObject *)self;
 }
 
 static bool require_loan(const BorrowerObject *self, PyObject *item) {
@@ -315,7 +315,7 @@ static bool require_loan(const BorrowerObject *self, PyObject *item) {
 }
 
 /* Its trajectories cannot be read any more; arrays made of them before stay valid. */
-static void close_loan(LoanObject *loan, int reason) {
+static void close_loan(ClientLeaseObject *loan, int reason) {
     loan->reason = reason;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loan->samples); i++) {
         TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(loan->samples, i);
@@ -331,7 +331,7 @@ static PyObject *borrower_py_end(BorrowerObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Oi", &loan, &reason) || !require_loan(self, loan)) {
         return NULL;
     }
-    close_loan((LoanObject *)loan, reason);
+    close_loan((ClientLeaseObject *)loan, reason);
     Py_RETURN_NONE;
 }
 
@@ -351,7 +351,7 @@ static PyObject *borrower_end_groups(BorrowerObject *self, PyObject *args) {
         if (lease == NULL || !own_loan(self, lease)) {
             break;
         }
-        LoanObject *loan = (LoanObject *)lease;
+        ClientLeaseObject *loan = (ClientLeaseObject *)lease;
         if (loan->reason != LOAN_HELD || loan->lost || !loan->locked) {
             break;
         }

@@ -1,4 +1,4 @@
-/* Loan: one group that a daemon leased to this process. Places and identities: how trajectories are
+/* ClientLease: one group that a daemon leased to this process. Places and identities: how trajectories are
  * named between the two, without Python work for each.
  *
  * Invariant: the refs of a loan lie in its borrower's segment; what is there is another matter. */
@@ -20,7 +20,7 @@ static bool parse_place(const struct segment *segment, const char *bytes, struct
                (segment->extent_count - place.extent) * segment->extent_bytes;
 }
 
-static LoanObject *loan_of_places(HolderObject *borrower, PyObject *places) {
+static ClientLeaseObject *loan_of_places(HolderObject *borrower, PyObject *places) {
     char *bytes;
     Py_ssize_t size;
     if (PyBytes_AsStringAndSize(places, &bytes, &size) < 0) {
@@ -30,7 +30,7 @@ static LoanObject *loan_of_places(HolderObject *borrower, PyObject *places) {
     if (count == 0 || size % each != 0 || count > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
         return NULL;
     }
-    LoanObject *self = PyObject_NewVar(LoanObject, &LoanType, count);
+    ClientLeaseObject *self = PyObject_NewVar(ClientLeaseObject, &ClientLeaseType, count);
     if (self == NULL) {
         return NULL;
     }
@@ -47,11 +47,11 @@ static LoanObject *loan_of_places(HolderObject *borrower, PyObject *places) {
     return self;
 }
 
-LoanObject *loan_new(HolderObject *borrower, PyObject *granted, long long step) {
+ClientLeaseObject *loan_new(HolderObject *borrower, PyObject *granted, long long step) {
     PyObject *number = PyObject_GetAttr(granted, word.number);
     PyObject *size = number == NULL ? NULL : PyObject_GetAttr(granted, word.size);
     PyObject *places = size == NULL ? NULL : PyObject_GetAttr(granted, word.places);
-    LoanObject *self = places == NULL ? NULL : loan_of_places(borrower, places);
+    ClientLeaseObject *self = places == NULL ? NULL : loan_of_places(borrower, places);
     if (self != NULL) {
         self->step = step;
         self->number = PyLong_AsLongLong(number);
@@ -66,7 +66,7 @@ LoanObject *loan_new(HolderObject *borrower, PyObject *granted, long long step) 
     return self;
 }
 
-static void loan_dealloc(LoanObject *self) {
+static void loan_dealloc(ClientLeaseObject *self) {
     Py_XDECREF(self->key);
     Py_XDECREF(self->samples);
     Py_DECREF(self->borrower);
@@ -74,20 +74,20 @@ static void loan_dealloc(LoanObject *self) {
 }
 
 static PyMemberDef loan_members[] = {
-    {"key", T_OBJECT_EX, offsetof(LoanObject, key), READONLY, "Its samples' key."},
-    {"samples", T_OBJECT_EX, offsetof(LoanObject, samples), READONLY,
+    {"key", T_OBJECT_EX, offsetof(ClientLeaseObject, key), READONLY, "Its samples' key."},
+    {"samples", T_OBJECT_EX, offsetof(ClientLeaseObject, samples), READONLY,
      "By index. Not to be changed."},
-    {"number", T_LONGLONG, offsetof(LoanObject, number), 0, "The daemon's."},
-    {"step", T_LONGLONG, offsetof(LoanObject, step), READONLY, "Of the ranks, or -1."},
-    {"size", T_UINT, offsetof(LoanObject, size), READONLY, "Samples of a complete group."},
-    {"reason", T_INT, offsetof(LoanObject, reason), READONLY, "How it was ended; -1 while held."},
-    {"lost", T_BOOL, offsetof(LoanObject, lost), 0, "Whether another may have it now."},
+    {"number", T_LONGLONG, offsetof(ClientLeaseObject, number), 0, "The daemon's."},
+    {"step", T_LONGLONG, offsetof(ClientLeaseObject, step), READONLY, "Of the ranks, or -1."},
+    {"size", T_UINT, offsetof(ClientLeaseObject, size), READONLY, "Samples of a complete group."},
+    {"reason", T_INT, offsetof(ClientLeaseObject, reason), READONLY, "How it was ended; -1 while held."},
+    {"lost", T_BOOL, offsetof(ClientLeaseObject, lost), 0, "Whether another may have it now."},
     {NULL, 0, 0, 0, NULL},
 };
 
-PyTypeObject LoanType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Loan",
-    .tp_basicsize = sizeof(LoanObject),
+PyTypeObject ClientLeaseType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ClientLease",
+    .tp_basicsize = sizeof(ClientLeaseObject),
     .tp_itemsize = sizeof(struct record_ref),
     .tp_dealloc = (destructor)loan_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,

@@ -19,14 +19,14 @@ typedef struct {
     bool lost;         /* the next daemon knows nothing of it */
     bool locked;       /* its records count in their extents' lease locks */
     struct record_ref refs[];
-} LoanObject;
+} ClientLeaseObject;
 
-static inline Py_ssize_t loan_records(const LoanObject *self) {
+static inline Py_ssize_t loan_records(const ClientLeaseObject *self) {
     return Py_SIZE(self);
 }
 
 /* Of what a message grants, read no further than its places; NULL with an exception, or without one
  * where they do not lie in this segment. */
-LoanObject *loan_new(HolderObject *borrower, PyObject *granted, long long step);
+ClientLeaseObject *loan_new(HolderObject *borrower, PyObject *granted, long long step);
 
 #endif

@@ -79,7 +79,7 @@ bool check_words(PyObject *words);
 /* Whether the encoded meta of a trajectory that is readable contains one of the words. */
 bool meta_mentions(const TrajectoryObject *t, PyObject *words);
 /* What (kind, bessel, eps) says; false with an exception. */
-bool relative_rule_of(PyObject *tuple, struct relative_rule *rule);
+bool baseline_of_tuple(PyObject *tuple, struct baseline *rule);
 /* False with an exception. */
 bool append_number(PyObject *list, Py_ssize_t number);
 

@@ -47,7 +47,7 @@ struct plan {
     uint64_t room, chunk_tokens;
     int64_t shift;
     const float *advantages; /* NULL where the rule gives them */
-    struct relative_rule rule;
+    struct baseline rule;
     const uint8_t *flags; /* NULL where all are 0 */
     /* Where it stands. */
     struct lookup lookup;
@@ -324,7 +324,7 @@ static bool read_advantages(struct plan *self, PyObject *object) {
         return check_array(object, "advantages", NPY_FLOAT32, self->sequences, false,
                            &self->advantages);
     }
-    return relative_rule_of(object, &self->rule);
+    return baseline_of_tuple(object, &self->rule);
 }
 
 static PyObject *make_result(const struct plan *self) {

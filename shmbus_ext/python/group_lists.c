@@ -1,15 +1,15 @@
-/* Row: one that left its table. It is ready to be leased, leased, or in neither list any more.
+/* GroupEntry: one that left its table. It is ready to be leased, leased, or in neither list any more.
  *
  * Invariants:
  * - A row is in at most one list, which owns a reference to it; so a lease outlives its holder's
  *   object, and a lease that nobody ended stays one.
- * - Rows are leased in the order in which they became ready; one given back is the next. */
+ * - Entries are leased in the order in which they became ready; one given back is the next. */
 #include "take.h"
 
 #include "ring/doorbell.h"
 
-RowObject *row_new(const struct row *row, PyObject *key) {
-    RowObject *made = PyObject_New(RowObject, &RowType);
+GroupEntryObject *row_new(const struct row *row, PyObject *key) {
+    GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);
     if (made == NULL) {
         return NULL;
     }
@@ -29,17 +29,17 @@ RowObject *row_new(const struct row *row, PyObject *key) {
     return made;
 }
 
-static uint64_t cells_of(const RowObject *row) {
+static uint64_t cells_of(const GroupEntryObject *row) {
     return (uint64_t)PyList_GET_SIZE(row->samples);
 }
 
-static struct row_list *list_of(RowsObject *self, enum row_place place) {
+static struct row_list *list_of(GroupTableObject *self, enum row_place place) {
     return place == ROW_READY ? &self->ready : &self->leased;
 }
 
 /* Between two neighbours, one of which may be missing. The list's reference is the caller's. */
-static void link_between(RowsObject *self, enum row_place place, RowObject *previous,
-                         RowObject *row, RowObject *next) {
+static void link_between(GroupTableObject *self, enum row_place place, GroupEntryObject *previous,
+                         GroupEntryObject *row, GroupEntryObject *next) {
     struct row_list *list = list_of(self, place);
     row->rows = self;
     row->place = place;
@@ -52,7 +52,7 @@ static void link_between(RowsObject *self, enum row_place place, RowObject *prev
 }
 
 /* Out of its list; the list's reference becomes the caller's. */
-static void unlink_row(RowObject *row) {
+static void unlink_row(GroupEntryObject *row) {
     struct row_list *list = list_of(row->rows, row->place);
     *(row->previous == NULL ? &list->first : &row->previous->next) = row->next;
     *(row->next == NULL ? &list->last : &row->next->previous) = row->previous;
@@ -63,47 +63,47 @@ static void unlink_row(RowObject *row) {
     row->place = ROW_NOWHERE;
 }
 
-void rows_push_ready(RowsObject *self, RowObject *row) {
+void rows_push_ready(GroupTableObject *self, GroupEntryObject *row) {
     Py_INCREF(row);
     link_between(self, ROW_READY, self->ready.last, row, NULL);
 }
 
-void rows_clear_lists(RowsObject *self) {
+void rows_clear_lists(GroupTableObject *self) {
     for (int i = 0; i < 2; i++) {
         struct row_list *list = i == 0 ? &self->ready : &self->leased;
         while (list->first != NULL) {
-            RowObject *row = list->first;
+            GroupEntryObject *row = list->first;
             unlink_row(row);
             Py_DECREF(row);
         }
     }
 }
 
-static RowObject *leased_row(RowsObject *self, PyObject *row) {
-    if (!Py_IS_TYPE(row, &RowType) || ((RowObject *)row)->rows != self ||
-        ((RowObject *)row)->place != ROW_LEASED) {
+static GroupEntryObject *leased_row(GroupTableObject *self, PyObject *row) {
+    if (!Py_IS_TYPE(row, &GroupEntryType) || ((GroupEntryObject *)row)->rows != self ||
+        ((GroupEntryObject *)row)->place != ROW_LEASED) {
         PyErr_Format(PyExc_ValueError, "expected a row under lease here, got %R", row);
         return NULL;
     }
-    return (RowObject *)row;
+    return (GroupEntryObject *)row;
 }
 
 /* push(row): one that is in no list becomes the last that is ready. */
-PyObject *rows_py_push(RowsObject *self, PyObject *row) {
-    if (!Py_IS_TYPE(row, &RowType) || ((RowObject *)row)->place != ROW_NOWHERE) {
+PyObject *rows_py_push(GroupTableObject *self, PyObject *row) {
+    if (!Py_IS_TYPE(row, &GroupEntryType) || ((GroupEntryObject *)row)->place != ROW_NOWHERE) {
         PyErr_Format(PyExc_ValueError, "push: expected a row that is in no list, got %R", row);
         return NULL;
     }
-    rows_push_ready(self, (RowObject *)row);
+    rows_push_ready(self, (GroupEntryObject *)row);
     Py_RETURN_NONE;
 }
 
-PyObject *rows_lease_ready(RowsObject *self, Py_ssize_t limit) {
+PyObject *rows_lease_ready(GroupTableObject *self, Py_ssize_t limit) {
     uint64_t ready = self->ready.rows;
     PyObject *leased = PyList_New(limit < 0 ? 0 : (uint64_t)limit < ready ? limit : (Py_ssize_t)ready);
     uint64_t now_ns = ready > 0 ? clock_monotonic_ns() : 0;
     for (Py_ssize_t i = 0; leased != NULL && i < PyList_GET_SIZE(leased); i++) {
-        RowObject *row = self->ready.first;
+        GroupEntryObject *row = self->ready.first;
         unlink_row(row);
         row->leased_ns = now_ns;
         link_between(self, ROW_LEASED, self->leased.last, row, NULL);
@@ -112,8 +112,8 @@ PyObject *rows_lease_ready(RowsObject *self, Py_ssize_t limit) {
     return leased;
 }
 
-/* lease(limit) -> list[Row]: what has been ready longest. */
-PyObject *rows_lease(RowsObject *self, PyObject *argument) {
+/* lease(limit) -> list[GroupEntry]: what has been ready longest. */
+PyObject *rows_lease(GroupTableObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
     if (limit == -1 && PyErr_Occurred()) {
         return NULL;
@@ -122,8 +122,8 @@ PyObject *rows_lease(RowsObject *self, PyObject *argument) {
 }
 
 /* end_lease(row): it is in no list any more. */
-PyObject *rows_end_lease(RowsObject *self, PyObject *argument) {
-    RowObject *row = leased_row(self, argument);
+PyObject *rows_end_lease(GroupTableObject *self, PyObject *argument) {
+    GroupEntryObject *row = leased_row(self, argument);
     if (row == NULL) {
         return NULL;
     }
@@ -133,8 +133,8 @@ PyObject *rows_end_lease(RowsObject *self, PyObject *argument) {
 }
 
 /* give_back(row): a leased one is the next to be leased. */
-PyObject *rows_give_back(RowsObject *self, PyObject *argument) {
-    RowObject *row = leased_row(self, argument);
+PyObject *rows_give_back(GroupTableObject *self, PyObject *argument) {
+    GroupEntryObject *row = leased_row(self, argument);
     if (row == NULL) {
         return NULL;
     }
@@ -144,17 +144,17 @@ PyObject *rows_give_back(RowsObject *self, PyObject *argument) {
 }
 
 /* is_leased(row) -> bool: whether this leased it, and the lease has not ended. */
-PyObject *rows_is_leased(RowsObject *self, PyObject *row) {
-    return PyBool_FromLong(Py_IS_TYPE(row, &RowType) && ((RowObject *)row)->rows == self &&
-                           ((RowObject *)row)->place == ROW_LEASED);
+PyObject *rows_is_leased(GroupTableObject *self, PyObject *row) {
+    return PyBool_FromLong(Py_IS_TYPE(row, &GroupEntryType) && ((GroupEntryObject *)row)->rows == self &&
+                           ((GroupEntryObject *)row)->place == ROW_LEASED);
 }
 
 /* ready_samples() -> list: those of ready rows, in their order. */
-PyObject *rows_ready_samples(RowsObject *self, PyObject *ignored) {
+PyObject *rows_ready_samples(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *found = PyList_New((Py_ssize_t)self->ready.cells);
     Py_ssize_t to = 0;
-    for (const RowObject *row = self->ready.first; found != NULL && row != NULL; row = row->next) {
+    for (const GroupEntryObject *row = self->ready.first; found != NULL && row != NULL; row = row->next) {
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(row->samples); i++) {
             PyList_SET_ITEM(found, to++, Py_NewRef(PyList_GET_ITEM(row->samples, i)));
         }
@@ -162,11 +162,11 @@ PyObject *rows_ready_samples(RowsObject *self, PyObject *ignored) {
     return found;
 }
 
-/* full(key) -> list[Row]: the rows of that key that are ready or leased. */
-PyObject *rows_full(RowsObject *self, PyObject *key) {
+/* full(key) -> list[GroupEntry]: the rows of that key that are ready or leased. */
+PyObject *rows_full(GroupTableObject *self, PyObject *key) {
     PyObject *found = PyList_New(0);
     for (int i = 0; i < 2; i++) {
-        RowObject *row = i == 0 ? self->ready.first : self->leased.first;
+        GroupEntryObject *row = i == 0 ? self->ready.first : self->leased.first;
         for (; found != NULL && row != NULL; row = row->next) {
             int equal = PyObject_RichCompareBool(row->key, key, Py_EQ);
             if (equal < 0 || (equal > 0 && PyList_Append(found, (PyObject *)row) < 0)) {
@@ -177,26 +177,26 @@ PyObject *rows_full(RowsObject *self, PyObject *key) {
     return found;
 }
 
-static void row_dealloc(RowObject *self) {
+static void row_dealloc(GroupEntryObject *self) {
     Py_XDECREF(self->key);
     Py_XDECREF(self->samples);
     PyObject_Free(self);
 }
 
 static PyMemberDef row_members[] = {
-    {"key", T_OBJECT_EX, offsetof(RowObject, key), READONLY, "Its samples' key."},
-    {"samples", T_OBJECT_EX, offsetof(RowObject, samples), READONLY,
+    {"key", T_OBJECT_EX, offsetof(GroupEntryObject, key), READONLY, "Its samples' key."},
+    {"samples", T_OBJECT_EX, offsetof(GroupEntryObject, samples), READONLY,
      "The samples that are in, by index. Not to be changed."},
-    {"size", T_UINT, offsetof(RowObject, size), READONLY, "Samples of a full one."},
-    {"missing", T_UINT, offsetof(RowObject, missing), READONLY, "How many are not in."},
-    {"born_s", T_DOUBLE, offsetof(RowObject, born_s), READONLY, "When its first sample came."},
-    {"nbytes", T_LONGLONG, offsetof(RowObject, nbytes), READONLY, "Under count_bytes."},
+    {"size", T_UINT, offsetof(GroupEntryObject, size), READONLY, "Samples of a full one."},
+    {"missing", T_UINT, offsetof(GroupEntryObject, missing), READONLY, "How many are not in."},
+    {"born_s", T_DOUBLE, offsetof(GroupEntryObject, born_s), READONLY, "When its first sample came."},
+    {"nbytes", T_LONGLONG, offsetof(GroupEntryObject, nbytes), READONLY, "Under count_bytes."},
     {NULL, 0, 0, 0, NULL},
 };
 
-PyTypeObject RowType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Row",
-    .tp_basicsize = sizeof(RowObject),
+PyTypeObject GroupEntryType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupEntry",
+    .tp_basicsize = sizeof(GroupEntryObject),
     .tp_dealloc = (destructor)row_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_members = row_members,

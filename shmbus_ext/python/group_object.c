@@ -23,17 +23,17 @@ static struct {
     PyObject *key, *samples, *size, *leased;
 } word;
 
-/* What the group says of its lease: a Row, or any object with the same attributes. */
+/* What the group says of its lease: a GroupEntry, or any object with the same attributes. */
 static bool read_lease(GroupObject *self, PyObject *lease) {
-    if (Py_IS_TYPE(lease, &RowType)) {
-        const RowObject *row = (const RowObject *)lease;
+    if (Py_IS_TYPE(lease, &GroupEntryType)) {
+        const GroupEntryObject *row = (const GroupEntryObject *)lease;
         self->key = Py_NewRef(row->key);
         self->samples = Py_NewRef(row->samples);
         self->size = row->size;
         return true;
     }
-    if (Py_IS_TYPE(lease, &LoanType)) {
-        const LoanObject *loan = (const LoanObject *)lease;
+    if (Py_IS_TYPE(lease, &ClientLeaseType)) {
+        const ClientLeaseObject *loan = (const ClientLeaseObject *)lease;
         self->key = Py_XNewRef(loan->key);
         self->samples = Py_XNewRef(loan->samples);
         self->size = loan->size;

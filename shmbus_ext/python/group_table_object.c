@@ -1,4 +1,4 @@
-/* Rows: samples in cells of rows by key, for shmbus.stash; what leaves the table is group_lists.c's.
+/* GroupTable: samples in cells of rows by key, for shmbus.stash; what leaves the table is group_lists.c's.
  *
  * It knows a sample by `key`, `group_size`, `index` and `nbytes` only, and decides nothing: what a
  * taken cell or another width mean is the stash's, and a full row's fate too where it is `judged`.
@@ -78,7 +78,7 @@ static PyObject *key_of(PyObject *sample) {
                                                : PyObject_GetAttr(sample, attribute.key);
 }
 
-static bool look_at(const RowsObject *self, PyObject *sample, struct arrival *to) {
+static bool look_at(const GroupTableObject *self, PyObject *sample, struct arrival *to) {
     to->sample = sample;
     to->key = key_of(sample);
     if (to->key == NULL) {
@@ -136,9 +136,9 @@ static PyObject *first_sample(struct row *row) {
     return row_cells(row)[i];
 }
 
-static RowObject *copy_row(const RowsObject *self, struct row *row) {
+static GroupEntryObject *copy_row(const GroupTableObject *self, struct row *row) {
     PyObject *key = key_of(first_sample(row));
-    RowObject *copy = key == NULL ? NULL : row_new(row, key);
+    GroupEntryObject *copy = key == NULL ? NULL : row_new(row, key);
     Py_XDECREF(key);
     Py_ssize_t at = 0;
     for (uint32_t i = 0; copy != NULL && i < row->width; i++) {
@@ -158,8 +158,8 @@ static RowObject *copy_row(const RowsObject *self, struct row *row) {
 
 /* Takes a row out of the table, as an object that has its references from then on. The samples,
  * which no cache may hold any more, are not looked at unless their bytes count. */
-static RowObject *take_row(RowsObject *self, struct row *row, uint64_t hash, PyObject *key) {
-    RowObject *taken = row_new(row, key);
+static GroupEntryObject *take_row(GroupTableObject *self, struct row *row, uint64_t hash, PyObject *key) {
+    GroupEntryObject *taken = row_new(row, key);
     if (taken == NULL) {
         return NULL;
     }
@@ -187,13 +187,13 @@ enum {
     TAKEN = 0,
     COMPLETED,
     REFUSED_DUPLICATE,
-    REFUSED_WIDTH,
-    REFUSED_RECENT,
-    REFUSED_APART
+    REFUSED_GROUP_SIZE,
+    REFUSED_SURPLUS,
+    REFUSED_FAILING
 };
 
 /* Whether the sample's row is kept elsewhere; from a failure on, it is. -1 with an exception. */
-static int goes_apart(const RowsObject *self, const struct arrival *from) {
+static int goes_apart(const GroupTableObject *self, const struct arrival *from) {
     if (from->failed) {
         return PyDict_SetDefault(self->apart, from->key, Py_None) == NULL ? -1 : 1;
     }
@@ -201,17 +201,17 @@ static int goes_apart(const RowsObject *self, const struct arrival *from) {
 }
 
 /* Puts one sample into its cell; what came of it. */
-static int arrive(RowsObject *self, const struct arrival *from, double now_s, struct row **at) {
+static int arrive(GroupTableObject *self, const struct arrival *from, double now_s, struct row **at) {
     int elsewhere = goes_apart(self, from);
     if (elsewhere != 0) {
-        return elsewhere < 0 ? REFUSED_MEMORY : REFUSED_APART;
+        return elsewhere < 0 ? REFUSED_MEMORY : REFUSED_FAILING;
     }
     struct row *row = rows_find(&self->c, &from->at);
     if (row == NULL) {
         if (from->at.tag != NO_EPOCH) {
             int known = PyDict_Contains(self->recent, from->key);
             if (known != 0) {
-                return known < 0 ? REFUSED_MEMORY : REFUSED_RECENT;
+                return known < 0 ? REFUSED_MEMORY : REFUSED_SURPLUS;
             }
         }
         row = rows_insert(&self->c, &from->at, from->width, now_s);
@@ -220,7 +220,7 @@ static int arrive(RowsObject *self, const struct arrival *from, double now_s, st
             return REFUSED_MEMORY;
         }
     } else if (row->width != from->width) {
-        return REFUSED_WIDTH;
+        return REFUSED_GROUP_SIZE;
     }
     void **cell = &row_cells(row)[from->cell];
     if (*cell != NULL) {
@@ -241,9 +241,9 @@ static bool append(PyObject *list, PyObject *item) {
 }
 
 /* A full row is ready to be leased, or, where it is to be judged, left to the caller. */
-static bool complete(RowsObject *self, struct row *row, const struct arrival *last,
+static bool complete(GroupTableObject *self, struct row *row, const struct arrival *last,
                      PyObject *left) {
-    RowObject *taken = take_row(self, row, last->at.hash, last->key);
+    GroupEntryObject *taken = take_row(self, row, last->at.hash, last->key);
     if (taken == NULL) {
         return false;
     }
@@ -260,7 +260,7 @@ static bool complete(RowsObject *self, struct row *row, const struct arrival *la
 }
 
 /* First the misses of all of them, then the work. */
-static bool put_batch(RowsObject *self, struct arrival *arrivals, Py_ssize_t count, double now_s,
+static bool put_batch(GroupTableObject *self, struct arrival *arrivals, Py_ssize_t count, double now_s,
                       PyObject *left) {
     for (Py_ssize_t i = 0; i < count; i++) {
         rows_expect_row(&self->c, arrivals[i].at.hash, arrivals[i].cell);
@@ -279,7 +279,7 @@ static bool put_batch(RowsObject *self, struct arrival *arrivals, Py_ssize_t cou
     return true;
 }
 
-bool rows_put_samples(RowsObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
+bool rows_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
                       PyObject *left) {
     struct arrival arrivals[ROWS_BATCH];
     Py_ssize_t ready = 0;
@@ -308,11 +308,11 @@ bool rows_put_samples(RowsObject *self, PyObject *const *samples, Py_ssize_t cou
 
 /* put(samples, now_s) -> list: each sample into its cell. What it returns is what is not in the
  * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged, a
- * Row that this filled. The keys of full rows that have an epoch go into the dict `recent`, and a
+ * GroupEntry that this filled. The keys of full rows that have an epoch go into the dict `recent`, and a
  * row whose key is there is not begun again. A failure's key goes into the dict `apart`, and all that
  * has such a key is refused: so a row that `take` finds holds what came before the failure, and nothing
  * behind it. */
-static PyObject *rows_put(RowsObject *self, PyObject *args) {
+static PyObject *rows_put(GroupTableObject *self, PyObject *args) {
     PyObject *samples;
     double now_s;
     if (!PyArg_ParseTuple(args, "Od", &samples, &now_s)) {
@@ -331,8 +331,8 @@ static PyObject *rows_put(RowsObject *self, PyObject *args) {
     return left;
 }
 
-/* take_oldest() -> Row: the row that was born first leaves as it is. */
-static PyObject *rows_take_oldest(RowsObject *self, PyObject *ignored) {
+/* take_oldest() -> GroupEntry: the row that was born first leaves as it is. */
+static PyObject *rows_take_oldest(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
     struct row *row = rows_oldest(&self->c);
     if (row == NULL) {
@@ -349,8 +349,8 @@ static PyObject *rows_take_oldest(RowsObject *self, PyObject *ignored) {
     return taken;
 }
 
-/* take(key) -> Row | None: the row of that key leaves as it is. */
-static PyObject *rows_take(RowsObject *self, PyObject *key) {
+/* take(key) -> GroupEntry | None: the row of that key leaves as it is. */
+static PyObject *rows_take(GroupTableObject *self, PyObject *key) {
     struct row_key at;
     if (!split_key(&at, key)) {
         return NULL;
@@ -359,8 +359,8 @@ static PyObject *rows_take(RowsObject *self, PyObject *key) {
     return row == NULL ? Py_NewRef(Py_None) : (PyObject *)take_row(self, row, at.hash, key);
 }
 
-/* oldest(count) -> list[Row]: copies of the rows that were born first, oldest first. */
-static PyObject *rows_py_oldest(RowsObject *self, PyObject *argument) {
+/* oldest(count) -> list[GroupEntry]: copies of the rows that were born first, oldest first. */
+static PyObject *rows_py_oldest(GroupTableObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
     if (limit == -1 && PyErr_Occurred()) {
         return NULL;
@@ -380,7 +380,7 @@ static PyObject *rows_py_oldest(RowsObject *self, PyObject *argument) {
 }
 
 /* samples() -> list: all that are in cells, by the age of their rows. */
-static PyObject *rows_samples(RowsObject *self, PyObject *ignored) {
+static PyObject *rows_samples(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *found = PyList_New((Py_ssize_t)self->cells);
     Py_ssize_t to = 0;
@@ -397,7 +397,7 @@ static PyObject *rows_samples(RowsObject *self, PyObject *ignored) {
     return found;
 }
 
-static int rows_init_object(RowsObject *self, PyObject *args, PyObject *kwargs) {
+static int rows_init_object(GroupTableObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"count_bytes", "judged", NULL};
     int count_bytes = 0, judged = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$pp", names, &count_bytes, &judged)) {
@@ -421,7 +421,7 @@ static int rows_init_object(RowsObject *self, PyObject *args, PyObject *kwargs) 
     return 0;
 }
 
-static void rows_dealloc(RowsObject *self) {
+static void rows_dealloc(GroupTableObject *self) {
     uint64_t at = 0;
     struct row *row;
     while (self->c.entries != NULL && (row = rows_next(&self->c, &at)) != NULL) {
@@ -437,11 +437,11 @@ static void rows_dealloc(RowsObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static Py_ssize_t rows_length(RowsObject *self) {
+static Py_ssize_t rows_length(GroupTableObject *self) {
     return (Py_ssize_t)self->c.count;
 }
 
-static PyObject *rows_oldest_born(RowsObject *self, void *ignored) {
+static PyObject *rows_oldest_born(GroupTableObject *self, void *ignored) {
     (void)ignored;
     const struct row *row = rows_oldest(&self->c);
     if (row == NULL) {
@@ -450,7 +450,7 @@ static PyObject *rows_oldest_born(RowsObject *self, void *ignored) {
     return PyFloat_FromDouble(row->born_s);
 }
 
-static PyObject *rows_memory(RowsObject *self, void *ignored) {
+static PyObject *rows_memory(GroupTableObject *self, void *ignored) {
     (void)ignored;
     return PyLong_FromSize_t(self->c.bytes);
 }
@@ -479,27 +479,27 @@ static PyGetSetDef rows_getset[] = {
 };
 
 static PyMemberDef rows_members[] = {
-    {"cells", T_ULONGLONG, offsetof(RowsObject, cells), READONLY, "Samples in all rows."},
-    {"nbytes", T_ULONGLONG, offsetof(RowsObject, nbytes), READONLY,
+    {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all rows."},
+    {"nbytes", T_ULONGLONG, offsetof(GroupTableObject, nbytes), READONLY,
      "Their bytes, under count_bytes."},
-    {"ready_rows", T_ULONGLONG, offsetof(RowsObject, ready.rows), READONLY, "Full, not leased."},
-    {"ready_cells", T_ULONGLONG, offsetof(RowsObject, ready.cells), READONLY, "Their samples."},
-    {"leased_rows", T_ULONGLONG, offsetof(RowsObject, leased.rows), READONLY, "Under lease."},
-    {"leased_cells", T_ULONGLONG, offsetof(RowsObject, leased.cells), READONLY, "Their samples."},
-    {"recent", T_OBJECT_EX, offsetof(RowsObject, recent), READONLY,
+    {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, ready.rows), READONLY, "Full, not leased."},
+    {"ready_cells", T_ULONGLONG, offsetof(GroupTableObject, ready.cells), READONLY, "Their samples."},
+    {"leased_groups", T_ULONGLONG, offsetof(GroupTableObject, leased.rows), READONLY, "Under lease."},
+    {"leased_cells", T_ULONGLONG, offsetof(GroupTableObject, leased.cells), READONLY, "Their samples."},
+    {"recent", T_OBJECT_EX, offsetof(GroupTableObject, recent), READONLY,
      "Keys with an epoch whose rows were full, oldest first; the stash bounds it."},
-    {"apart", T_OBJECT_EX, offsetof(RowsObject, apart), READONLY,
+    {"apart", T_OBJECT_EX, offsetof(GroupTableObject, apart), READONLY,
      "Keys whose rows the stash keeps itself."},
-    {"apart_cells", T_ULONGLONG, offsetof(RowsObject, apart_cells), 0,
+    {"failing_cells", T_ULONGLONG, offsetof(GroupTableObject, failing_cells), 0,
      "Samples that the stash keeps itself, for messages."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PySequenceMethods rows_sequence = {.sq_length = (lenfunc)rows_length};
 
-PyTypeObject RowsType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Rows",
-    .tp_basicsize = sizeof(RowsObject),
+PyTypeObject GroupTableType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupTable",
+    .tp_basicsize = sizeof(GroupTableObject),
     .tp_dealloc = (destructor)rows_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = rows_methods,
@@ -520,7 +520,7 @@ bool rows_add_constants(PyObject *module) {
     };
     return INTERN_WORDS(words) &&
            PyModule_AddIntConstant(module, "REFUSED_DUPLICATE", REFUSED_DUPLICATE) == 0 &&
-           PyModule_AddIntConstant(module, "REFUSED_WIDTH", REFUSED_WIDTH) == 0 &&
-           PyModule_AddIntConstant(module, "REFUSED_RECENT", REFUSED_RECENT) == 0 &&
-           PyModule_AddIntConstant(module, "REFUSED_APART", REFUSED_APART) == 0;
+           PyModule_AddIntConstant(module, "REFUSED_GROUP_SIZE", REFUSED_GROUP_SIZE) == 0 &&
+           PyModule_AddIntConstant(module, "REFUSED_SURPLUS", REFUSED_SURPLUS) == 0 &&
+           PyModule_AddIntConstant(module, "REFUSED_FAILING", REFUSED_FAILING) == 0;
 }

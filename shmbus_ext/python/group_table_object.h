@@ -23,11 +23,11 @@ typedef struct row_object {
     uint64_t leased_ns; /* when it was leased last; CLOCK_MONOTONIC */
     unsigned int size;
     unsigned int missing;
-} RowObject;
+} GroupEntryObject;
 
 /* Owns a reference to each of its rows. */
 struct row_list {
-    RowObject *first, *last;
+    GroupEntryObject *first, *last;
     uint64_t rows;
     uint64_t cells;
 };
@@ -42,27 +42,27 @@ typedef struct rows_object {
     PyObject *recent; /* dict */
     /* Groups that are kept elsewhere, by key, and the samples in those; the stash's. */
     PyObject *apart;
-    uint64_t apart_cells;
+    uint64_t failing_cells;
     struct row_list ready, leased;
-} RowsObject;
+} GroupTableObject;
 
 /* Up to ROWS_BATCH samples into their cells; what is refused or to be judged is appended to `left`.
  * False with an exception. */
-bool rows_put_samples(RowsObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
+bool rows_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
                       PyObject *left);
 
 /* A row as an object, without its samples yet. */
-RowObject *row_new(const struct row *row, PyObject *key);
-void rows_push_ready(RowsObject *self, RowObject *row);
-void rows_clear_lists(RowsObject *self);
+GroupEntryObject *row_new(const struct row *row, PyObject *key);
+void rows_push_ready(GroupTableObject *self, GroupEntryObject *row);
+void rows_clear_lists(GroupTableObject *self);
 
-/* The methods of Rows that are not the table's. */
-PyObject *rows_py_push(RowsObject *self, PyObject *row);
-PyObject *rows_lease(RowsObject *self, PyObject *limit);
-PyObject *rows_end_lease(RowsObject *self, PyObject *row);
-PyObject *rows_give_back(RowsObject *self, PyObject *row);
-PyObject *rows_is_leased(RowsObject *self, PyObject *row);
-PyObject *rows_ready_samples(RowsObject *self, PyObject *ignored);
-PyObject *rows_full(RowsObject *self, PyObject *key);
+/* The methods of GroupTable that are not the table's. */
+PyObject *rows_py_push(GroupTableObject *self, PyObject *row);
+PyObject *rows_lease(GroupTableObject *self, PyObject *limit);
+PyObject *rows_end_lease(GroupTableObject *self, PyObject *row);
+PyObject *rows_give_back(GroupTableObject *self, PyObject *row);
+PyObject *rows_is_leased(GroupTableObject *self, PyObject *row);
+PyObject *rows_ready_samples(GroupTableObject *self, PyObject *ignored);
+PyObject *rows_full(GroupTableObject *self, PyObject *key);
 
 #endif

@@ -106,12 +106,12 @@ static bool add_types(PyObject *module) {
     } types[] = {{"Segment", &SegmentType}, {"Writer", &WriterType},
                  {"Slot", &SlotType},       {"Keeper", &KeeperType},
                  {"Reader", &ReaderType},   {"Borrower", &BorrowerType},
-                 {"Loan", &LoanType},
+                 {"ClientLease", &ClientLeaseType},
                  {"Pin", &PinType},         {"Schema", &SchemaType},
                  {"Trajectory", &TrajectoryType},
-                 {"Rows", &RowsType},       {"Row", &RowType},
+                 {"GroupTable", &GroupTableType},       {"GroupEntry", &GroupEntryType},
                  {"GroupBase", &GroupBaseType},
-                 {"Guard", &GuardType},     {"Intake", &IntakeType},
+                 {"RecursiveLock", &RecursiveLockType},     {"Intake", &IntakeType},
                  {"ConsumerBase", &ConsumerBaseType},
                  {"Restorer", &RestorerType}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {

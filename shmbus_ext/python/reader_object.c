@@ -131,7 +131,7 @@ static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
     return found;
 }
 
-Py_ssize_t reader_poll_rows(ReaderObject *self, RowsObject *rows, Py_ssize_t limit,
+Py_ssize_t reader_poll_rows(ReaderObject *self, GroupTableObject *rows, Py_ssize_t limit,
                             double now_s, PyObject *left) {
     PyObject *batch[ROWS_BATCH];
     Py_ssize_t total = 0;
@@ -152,18 +152,18 @@ Py_ssize_t reader_poll_rows(ReaderObject *self, RowsObject *rows, Py_ssize_t lim
     return good ? total : -1;
 }
 
-/* poll_into(rows, limit, now_s, left) -> int: poll and Rows.put in one, without a list between
+/* poll_into(rows, limit, now_s, left) -> int: poll and GroupTable.put in one, without a list between
  * them. How many were read; what put returns is appended to `left`. */
 static PyObject *reader_poll_into(ReaderObject *self, PyObject *args) {
     PyObject *rows, *left;
     Py_ssize_t limit;
     double now_s;
-    if (!PyArg_ParseTuple(args, "O!ndO!", &RowsType, &rows, &limit, &now_s, &PyList_Type, &left) ||
+    if (!PyArg_ParseTuple(args, "O!ndO!", &GroupTableType, &rows, &limit, &now_s, &PyList_Type, &left) ||
         !reader_usable(self)) {
         return NULL;
     }
     reader_note_seen(self, clock_monotonic_ns());
-    Py_ssize_t count = reader_poll_rows(self, (RowsObject *)rows, limit, now_s, left);
+    Py_ssize_t count = reader_poll_rows(self, (GroupTableObject *)rows, limit, now_s, left);
     return count < 0 ? NULL : PyLong_FromSsize_t(count);
 }
 
@@ -178,8 +178,8 @@ static int let_producers_run(ReaderObject *self) {
     if (!reader_usable(self)) {
         return -1;
     }
-    self->brisk = reader_has_events(&self->c);
-    return self->brisk;
+    self->wakes_often = reader_has_events(&self->c);
+    return self->wakes_often;
 }
 
 int reader_wait_for_events(ReaderObject *self, double timeout_s) {
@@ -193,7 +193,7 @@ int reader_wait_for_events(ReaderObject *self, double timeout_s) {
     }
     uint64_t start = clock_monotonic_ns();
     SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
-    int came = self->brisk ? let_producers_run(self) : 0;
+    int came = self->wakes_often ? let_producers_run(self) : 0;
     if (came != 0) {
         Py_DECREF(segment);
         return came;
@@ -222,7 +222,7 @@ int reader_wait_for_events(ReaderObject *self, double timeout_s) {
         }
     }
     Py_DECREF(segment);
-    self->brisk = woken == DOORBELL_WOKEN && clock_monotonic_ns() - slept < BRISK_NS;
+    self->wakes_often = woken == DOORBELL_WOKEN && clock_monotonic_ns() - slept < BRISK_NS;
     return woken == DOORBELL_WOKEN;
 }
 
@@ -378,7 +378,7 @@ static PyObject *reader_py_count_unread(ReaderObject *self, PyObject *ignored) {
     return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
 }
 
-void reader_note_rows(ReaderObject *self, const RowsObject *rows) {
+void reader_note_rows(ReaderObject *self, const GroupTableObject *rows) {
     struct bus_header *h = self->segment->c.header;
     atomic_store_explicit(&h->collector_leased_groups, (uint32_t)rows->leased.rows,
                           memory_order_relaxed);
@@ -387,7 +387,7 @@ void reader_note_rows(ReaderObject *self, const RowsObject *rows) {
                           rows->c.count + rows->ready.rows + (uint64_t)PyDict_GET_SIZE(rows->apart),
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_records,
-                          rows->cells + rows->ready.cells + rows->apart_cells,
+                          rows->cells + rows->ready.cells + rows->failing_cells,
                           memory_order_relaxed);
     /* Leases are in the order in which they were given. */
     atomic_store_explicit(&h->collector_lease_ns,
@@ -397,15 +397,15 @@ void reader_note_rows(ReaderObject *self, const RowsObject *rows) {
 
 /* note(rows): what others can read of this consumer. */
 static PyObject *reader_note(ReaderObject *self, PyObject *argument) {
-    if (!Py_IS_TYPE(argument, &RowsType)) {
-        PyErr_Format(PyExc_TypeError, "note: expected Rows, got %.100s",
+    if (!Py_IS_TYPE(argument, &GroupTableType)) {
+        PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
                      Py_TYPE(argument)->tp_name);
         return NULL;
     }
     if (!reader_usable(self)) {
         return NULL;
     }
-    reader_note_rows(self, (const RowsObject *)argument);
+    reader_note_rows(self, (const GroupTableObject *)argument);
     Py_RETURN_NONE;
 }
 

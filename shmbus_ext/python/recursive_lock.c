@@ -1,10 +1,10 @@
-/* Guard: a recursive lock that C takes without a call where it is free.
+/* RecursiveLock: a recursive lock that C takes without a call where it is free.
  *
  * Invariant: `depth` and `owner` change under the interpreter lock alone; the gate, which is closed
  * but for the moment in which somebody is let through, is where others wait for them. */
 #include "take.h"
 
-bool guard_acquire(GuardObject *self) {
+bool recursive_lock_acquire(RecursiveLockObject *self) {
     unsigned long me = PyThread_get_thread_ident();
     while (self->depth > 0 && self->owner != me) {
         PyLockStatus status;
@@ -22,7 +22,7 @@ bool guard_acquire(GuardObject *self) {
     return true;
 }
 
-void guard_release(GuardObject *self) {
+void recursive_lock_release(RecursiveLockObject *self) {
     self->depth--;
     if (self->depth == 0 && self->waiting > 0) {
         /* Of several releases before the first waiter runs, one is enough. */
@@ -31,19 +31,19 @@ void guard_release(GuardObject *self) {
     }
 }
 
-static PyObject *guard_enter(GuardObject *self, PyObject *ignored) {
+static PyObject *guard_enter(RecursiveLockObject *self, PyObject *ignored) {
     (void)ignored;
-    return guard_acquire(self) ? Py_NewRef((PyObject *)self) : NULL;
+    return recursive_lock_acquire(self) ? Py_NewRef((PyObject *)self) : NULL;
 }
 
-static PyObject *guard_exit(GuardObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *guard_exit(RecursiveLockObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)args;
     (void)count;
     if (self->depth == 0 || self->owner != PyThread_get_thread_ident()) {
         PyErr_SetString(PyExc_RuntimeError, "this thread does not hold the guard");
         return NULL;
     }
-    guard_release(self);
+    recursive_lock_release(self);
     Py_RETURN_NONE;
 }
 
@@ -52,7 +52,7 @@ static PyObject *guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "", names)) {
         return NULL;
     }
-    GuardObject *self = (GuardObject *)type->tp_alloc(type, 0);
+    RecursiveLockObject *self = (RecursiveLockObject *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -65,7 +65,7 @@ static PyObject *guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static void guard_dealloc(GuardObject *self) {
+static void guard_dealloc(RecursiveLockObject *self) {
     if (self->gate != NULL) {
         PyThread_release_lock(self->gate);
         PyThread_free_lock(self->gate);
@@ -79,9 +79,9 @@ static PyMethodDef guard_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject GuardType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Guard",
-    .tp_basicsize = sizeof(GuardObject),
+PyTypeObject RecursiveLockType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.RecursiveLock",
+    .tp_basicsize = sizeof(RecursiveLockObject),
     .tp_dealloc = (destructor)guard_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = guard_methods,

@@ -20,8 +20,8 @@ enum { TIME_IS_OVER = 2 };
 struct intake {
     PyObject_HEAD
     ReaderObject *reader;
-    RowsObject *rows;
-    GuardObject *guard;
+    GroupTableObject *rows;
+    RecursiveLockObject *guard;
     PyTypeObject *kind; /* of groups: made of GroupBase */
     PyObject *attend;   /* attend(intake, left, wanted, now_s) -> whether there may be more */
     PyObject *lease;    /* lease(wanted) -> list of rows; NULL where each that is ready will do */
@@ -33,7 +33,7 @@ struct intake {
     double wake_s;          /* the same, if need be from sleep */
     Py_ssize_t portion;     /* records between two looks at what is ready */
     Py_ssize_t portions;    /* in one look at the most, so that a flood ends */
-    char thorough;          /* each look is attend's: it reads the ring, too */
+    char delegate_all;          /* each look is attend's: it reads the ring, too */
 };
 
 static double seconds(uint64_t ns) {
@@ -122,8 +122,8 @@ static PyObject *look(IntakeObject *self, const struct wanted *wanted, bool just
     double now_s = seconds(now_ns);
     bool due = !just_woken && (now_s >= self->due_s || now_s >= self->wake_s ||
                                now_s >= row_deadline_s(self));
-    *more = due || self->thorough ? attend(self, wanted->groups, now_s) : 0;
-    if (*more >= 0 && !self->thorough) {
+    *more = due || self->delegate_all ? attend(self, wanted->groups, now_s) : 0;
+    if (*more >= 0 && !self->delegate_all) {
         reader_note_seen(self->reader, now_ns);
         *more = pump(self, wanted->groups, now_s);
     }
@@ -138,11 +138,11 @@ static PyObject *look(IntakeObject *self, const struct wanted *wanted, bool just
 
 static PyObject *guarded_look(IntakeObject *self, const struct wanted *wanted, bool just_woken,
                               int *more) {
-    if (!guard_acquire(self->guard)) {
+    if (!recursive_lock_acquire(self->guard)) {
         return NULL;
     }
     PyObject *groups = look(self, wanted, just_woken, more);
-    guard_release(self->guard);
+    recursive_lock_release(self->guard);
     return groups;
 }
 
@@ -226,7 +226,7 @@ static int intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!$OOOnndd", names, &ReaderType, &reader,
-                                     &RowsType, &rows, &GuardType, &guard, &PyType_Type, &kind,
+                                     &GroupTableType, &rows, &RecursiveLockType, &guard, &PyType_Type, &kind,
                                      &call, &lease_call, &watch, &self->portion, &self->portions,
                                      &self->watch_s, &self->group_timeout_s)) {
         return -1;
@@ -240,8 +240,8 @@ static int intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     self->reader = (ReaderObject *)Py_NewRef(reader);
-    self->rows = (RowsObject *)Py_NewRef(rows);
-    self->guard = (GuardObject *)Py_NewRef(guard);
+    self->rows = (GroupTableObject *)Py_NewRef(rows);
+    self->guard = (RecursiveLockObject *)Py_NewRef(guard);
     self->kind = (PyTypeObject *)Py_NewRef(kind);
     self->attend = Py_NewRef(call);
     self->lease = lease_call == Py_None ? NULL : Py_NewRef(lease_call);
@@ -280,7 +280,7 @@ static void intake_dealloc(IntakeObject *self) {
 static PyMemberDef intake_members[] = {
     {"due_s", T_DOUBLE, offsetof(IntakeObject, due_s), 0, "When attend is called at a look."},
     {"wake_s", T_DOUBLE, offsetof(IntakeObject, wake_s), 0, "When a sleeper wakes for it."},
-    {"thorough", T_BOOL, offsetof(IntakeObject, thorough), 0, "Whether each look is its."},
+    {"delegate_all", T_BOOL, offsetof(IntakeObject, delegate_all), 0, "Whether each look is its."},
     {NULL, 0, 0, 0, NULL},
 };
 

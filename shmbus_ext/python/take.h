@@ -11,11 +11,11 @@ typedef struct {
     unsigned long owner; /* a thread, while depth is not 0 */
     unsigned int depth;
     unsigned int waiting;
-} GuardObject;
+} RecursiveLockObject;
 
 /* Waits while another thread has it; false with an exception, of a signal's handler. */
-bool guard_acquire(GuardObject *self);
-void guard_release(GuardObject *self);
+bool recursive_lock_acquire(RecursiveLockObject *self);
+void recursive_lock_release(RecursiveLockObject *self);
 
 /* What a caller of take asks for. */
 struct wanted {
@@ -36,17 +36,17 @@ bool reader_is_open(const ReaderObject *self);
 bool reader_usable(ReaderObject *self);
 /* Up to `limit` records into the table; what it refuses, or leaves to be judged, is appended to
  * `left`. How many came, or -1 with an exception. */
-Py_ssize_t reader_poll_rows(ReaderObject *self, RowsObject *rows, Py_ssize_t limit,
+Py_ssize_t reader_poll_rows(ReaderObject *self, GroupTableObject *rows, Py_ssize_t limit,
                             double now_s, PyObject *left);
 /* Says that the ring was looked at. */
 void reader_note_seen(ReaderObject *self, uint64_t now_ns);
 /* Sleeps until something may have come: 1; 0 when the time is over, -1 with an exception. */
 int reader_wait_for_events(ReaderObject *self, double timeout_s);
 /* Writes what others can read of this consumer. */
-void reader_note_rows(ReaderObject *self, const RowsObject *rows);
+void reader_note_rows(ReaderObject *self, const GroupTableObject *rows);
 
 /* What has been ready longest is under lease from then on: a list of at most `limit` rows. */
-PyObject *rows_lease_ready(RowsObject *self, Py_ssize_t limit);
+PyObject *rows_lease_ready(GroupTableObject *self, Py_ssize_t limit);
 
 /* A group of a type that is made of GroupBase. */
 PyObject *group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease);

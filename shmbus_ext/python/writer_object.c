@@ -165,7 +165,7 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
                          uint8_t *record) {
     const struct record_spec *spec = &arguments->spec;
     /* A checksum reads it all again. */
-    bool past_caches =
+    bool non_temporal =
         (self->flags & SHMBUS_FLAG_PAYLOAD_CRC) == 0 &&
         atomic_load_explicit(&self->segment->c.header->gathered, memory_order_relaxed) != 0;
     if (spec->meta_bytes > 0) {
@@ -175,15 +175,15 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
     const uint64_t *shape = spec->shape;
     for (uint32_t i = 0; i < arguments->array_count; i++) {
         const void *data = PyArray_DATA(arguments->arrays[i]);
-        if (past_caches) {
+        if (non_temporal) {
             copy_past_caches(record + shape[0], data, arguments->field_bytes[i]);
         } else {
             memcpy(record + shape[0], data, arguments->field_bytes[i]);
         }
         shape += 1 + arguments->field_ndim[i];
     }
-    if (past_caches) {
-        copies_arrive();
+    if (non_temporal) {
+        copy_fence();
     }
 }
 

@@ -38,7 +38,7 @@ void copy_past_caches(void *to, const void *from, size_t bytes) {
     memcpy(at + done, source + done, bytes - done);
 }
 
-void copies_arrive(void) {
+void copy_fence(void) {
     /* SYNC: record-published. A release store orders stores that pass the caches only behind this. */
     _mm_sfence();
 }
@@ -49,6 +49,6 @@ void copy_past_caches(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
 }
 
-void copies_arrive(void) {}
+void copy_fence(void) {}
 
 #endif

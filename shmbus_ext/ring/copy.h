@@ -14,6 +14,6 @@
 void copy_past_caches(void *to, const void *from, size_t bytes);
 
 /* After the last copy and before the release store that publishes it, in the same thread. */
-void copies_arrive(void);
+void copy_fence(void);
 
 #endif

@@ -103,7 +103,7 @@ static void make_ref(const struct reader *self, struct record_ref *ref,
 }
 
 /* All lanes are read to their ends: what their counters promise and nobody met is lost. */
-static void settle(struct reader *self) {
+static void release_discarded(struct reader *self) {
     if (!self->unsettled) {
         return;
     }
@@ -408,7 +408,7 @@ int reader_next(struct reader *self, struct record_ref *ref) {
         self->turn = self->turn + 1 < self->active_count ? self->turn + 1 : 0;
         self->quota_left = LANE_QUOTA;
     }
-    settle(self);
+    release_discarded(self);
     if (!self->read_once) {
         /* Most lanes that were looked at because this reader was new have nobody who writes. */
         self->read_once = true;

@@ -217,7 +217,7 @@ static void count_commit(struct writer *self) {
     atomic_store_explicit(&self->slot->committed, self->committed, memory_order_release);
 }
 
-static void expose(struct writer *self, const struct reservation *at) {
+static void make_visible(struct writer *self, const struct reservation *at) {
     self->used = at->place.offset + at->bytes;
     /* SYNC: record-exposed. The frame is in place. */
     atomic_store_explicit(&self->segment->extents[at->place.extent].used, self->used,
@@ -230,14 +230,14 @@ void writer_publish(struct writer *self, const struct reservation *at) {
     /* SYNC: record-published. */
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
     FAILPOINT("record-published");
-    expose(self, at);
+    make_visible(self, at);
     count_commit(self);
 }
 
 void writer_publish_moved(struct writer *self, const struct reservation *at) {
     record_reseal(at->record);
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
-    expose(self, at);
+    make_visible(self, at);
 }
 
 void writer_keep_spare(struct writer *self) {
@@ -249,7 +249,7 @@ void writer_keep_spare(struct writer *self) {
 
 void writer_reserve(struct writer *self, const struct reservation *at) {
     atomic_store_explicit(&at->record->state, SHMBUS_RESERVED, memory_order_relaxed);
-    expose(self, at);
+    make_visible(self, at);
 }
 
 void writer_commit(struct writer *self, const struct reservation *at) {

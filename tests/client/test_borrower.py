@@ -48,7 +48,7 @@ def put(bus: Bus, count: int, tokens: int = 100) -> None:
             )  # fmt: skip
 
 
-def borrow(borrower: _core.Borrower, places: bytes) -> _core.Loan:
+def borrow(borrower: _core.Borrower, places: bytes) -> _core.ClientLease:
     """Borrow what is at these places, as one group."""
     granted = messages.Granted(number=7, size=len(places) // _core.PLACE_BYTES, places=places)
     loans, refused = borrower.borrow([granted], -1)
@@ -277,7 +277,7 @@ def test_exactly_the_extents_of_loans_and_of_views_are_locked(
     found = reader.poll(120)
     extents = [place[0] for place in struct.iter_unpack("=IIQQ", _core.places(found))]
     other = lifecycle.open_segment(bus.name)
-    loans: dict[int, tuple[set[int], _core.Loan]] = {}
+    loans: dict[int, tuple[set[int], _core.ClientLease]] = {}
     views: dict[int, tuple[int, np.ndarray]] = {}
     client = number = 0
     for _ in range(150):

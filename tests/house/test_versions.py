@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import wait_until
-from versions import KINDS, ROOT, Row, RowError, chosen, outcomes, run
+from versions import KINDS, ROOT, GroupEntry, RowError, chosen, outcomes, run
 
 TESTS = """
 import pytest
@@ -35,7 +35,7 @@ def test_a_cell_says_what_tests_did(tmp_path: Path) -> None:
         tmp_path / "log",
     )
     assert status == pytest.ExitCode.TESTS_FAILED, (tmp_path / "log").read_text()
-    row = Row("torch", "2.6.0", outcomes=outcomes(report))
+    row = GroupEntry("torch", "2.6.0", outcomes=outcomes(report))
     assert row.counts == "1 passed, 1 failed, 1 skipped"
     assert row.failed
     assert row.verdict("test_sample::test_good") == "yes"
@@ -47,8 +47,8 @@ def test_a_cell_says_what_tests_did(tmp_path: Path) -> None:
 
 
 def test_a_row_without_a_test_that_passed_has_failed() -> None:
-    assert Row("torch", "2.6.0").failed
-    assert Row("torch", "2.6.0", problem="not installed").failed
+    assert GroupEntry("torch", "2.6.0").failed
+    assert GroupEntry("torch", "2.6.0", problem="not installed").failed
 
 
 def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

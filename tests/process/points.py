@@ -67,8 +67,8 @@ POINTS = {
     "lease-begun": _Point(collector.Collector, "lease", before=True),
     "lease-half": _Point(leases.LeaseTable, "lease_of"),
     "lease-made": _Point(leases.LeaseTable, "take", counts=_fruitful),
-    "shard-formed": _Point(steps.World, "_form", counts=_fruitful),
-    "shard-taken": _Point(steps.World, "take", counts=_fruitful),
+    "shard-formed": _Point(steps.StepPlanner, "_form", counts=_fruitful),
+    "shard-taken": _Point(steps.StepPlanner, "take", counts=_fruitful),
     "deliver-begun": _Point(connection.Connection, "send", before=True, counts=_LEASES),
     "deliver-sent": _Point(connection.Connection, "send", counts=_LEASES),
     # They end, or come back.
@@ -77,9 +77,9 @@ POINTS = {
     "ack-ended": _Point(service.Service, "_end"),
     "ack-confirming": _Point(connection.Connection, "send", before=True, counts=_ENDED),
     "ack-confirmed": _Point(connection.Connection, "send", counts=_ENDED),
-    "shard-back": _Point(steps.World, "give_back"),
+    "shard-back": _Point(steps.StepPlanner, "give_back"),
     "client-left": _Point(service.Service, "leave"),
-    "relieve-begun": _Point(collector.Collector, "_relieve", before=True),
+    "relieve-begun": _Point(collector.Collector, "_free_space", before=True),
     # The end.
     "drain-begun": _Point(server.Server, "_drain", before=True),
     "drain-over": _Point(server.Server, "_drain"),

@@ -47,15 +47,15 @@ class Bench:
 
     def add(self, *samples: Sample) -> None:
         self.stash.add(samples, self.now)
-        self.settle()
+        self.release_discarded()
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.stash.expire(self.now)
         self.stash.expire_apart(self.now)
-        self.settle()
+        self.release_discarded()
 
-    def settle(self) -> None:
+    def release_discarded(self) -> None:
         for discard in self.stash.take_discards():
             self.left.append((discard.reason, [s.index for s in discard.samples]))
 
@@ -108,7 +108,7 @@ def test_a_sample_that_fails_for_good_ends_its_group_when_the_others_are_there(p
         bench.stash.give_back(bench.groups[0])
         assert bench.lease() == [[0, 2, 3]] and bench.stash.open_records == 1
         bench.stash.end_lease(bench.groups[0])
-        bench.settle()
+        bench.release_discarded()
         assert bench.left[1:] == [("failed", [1])]
     assert bench.stash.given_up == 1 and bench.empty
 
@@ -306,7 +306,7 @@ def test_every_sample_is_in_one_place_whatever_fails(seed: int) -> None:
                 bench.wait(rng.choice([1.0, 7.0, 30.0]))
             if bench.requests and rng.random() < 0.2:
                 bench.stash.lost(rng.choice(bench.requests), "died", bench.now)
-                bench.settle()
+                bench.release_discarded()
             held += bench.stash.lease(rng.randrange(3))
             if held and rng.random() < 0.5:
                 group = held.pop(rng.randrange(len(held)))
@@ -315,7 +315,7 @@ def test_every_sample_is_in_one_place_whatever_fails(seed: int) -> None:
                 else:
                     gone["acked"] += len(group.samples)
                     bench.stash.end_lease(group)
-            bench.settle()
+            bench.release_discarded()
             for reason, indices in bench.left:
                 gone[reason] += len(indices)
             bench.left.clear()

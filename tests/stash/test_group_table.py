@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from shmbus_ext._core import REFUSED_DUPLICATE, REFUSED_RECENT, REFUSED_WIDTH, Row, Rows
+from shmbus_ext._core import (
+    REFUSED_DUPLICATE,
+    REFUSED_GROUP_SIZE,
+    REFUSED_SURPLUS,
+    GroupEntry,
+    GroupTable,
+)
 
 #: Around each border: inline and allocated keys, the pools of rows, and rows with cells elsewhere.
 WIDTHS = (1, 2, 7, 8, 9, 16, 17, 64, 256, 257, 700)
@@ -31,13 +37,15 @@ class Sample:
     failed: bool = False
 
 
-def put(rows: Rows[Sample], *samples: Sample) -> list[Row[Sample] | tuple[int, Sample]]:
+def put(
+    rows: GroupTable[Sample], *samples: Sample
+) -> list[GroupEntry[Sample] | tuple[int, Sample]]:
     return rows.put(samples, 0.0)
 
 
 def test_the_table_does_what_a_dict_of_lists_does(seed: int) -> None:
     generator = random.Random(seed)
-    rows: Rows[Sample] = Rows(count_bytes=True, judged=True)
+    rows: GroupTable[Sample] = GroupTable(count_bytes=True, judged=True)
     model: dict[Hashable, list[Sample | None]] = {}
     for _ in range(6000):
         if model and generator.random() < 0.02:
@@ -60,7 +68,7 @@ def test_the_table_does_what_a_dict_of_lists_does(seed: int) -> None:
             assert not left
         else:
             [row] = left
-            assert isinstance(row, Row)
+            assert isinstance(row, GroupEntry)
             assert (row.key, row.samples, row.missing) == (key, model.pop(key), 0)
         there = [sample for cells in model.values() for sample in cells if sample is not None]
         assert (len(rows), rows.cells) == (len(model), len(there))
@@ -72,15 +80,15 @@ def test_the_table_does_what_a_dict_of_lists_does(seed: int) -> None:
 def test_rows_are_found_wherever_in_memory_they_lie() -> None:
     # More than a few pieces of memory hold, of two sizes, put in one order and filled in another.
     numbers = list(range(60_000))
-    rows: Rows[Sample] = Rows()
+    rows: GroupTable[Sample] = GroupTable()
     put(rows, *(Sample(f"p{n}", 2 + 8 * (n % 2), 0) for n in numbers))
     random.Random(7).shuffle(numbers)
     for number in numbers[:100]:
         assert rows.take(f"p{number}").samples[0].key == f"p{number}"  # type: ignore[union-attr]
     rest = numbers[100:]
     assert not put(rows, *(Sample(f"p{n}", 2 + 8 * (n % 2), 1) for n in rest))
-    assert rows.ready_rows == sum(n % 2 == 0 for n in rest)
-    assert len(rows) + rows.ready_rows == len(rest)
+    assert rows.ready_groups == sum(n % 2 == 0 for n in rest)
+    assert len(rows) + rows.ready_groups == len(rest)
     for row in rows.lease(len(rest)):
         assert [(sample.key, sample.index) for sample in row.samples] == [
             (row.key, 0),
@@ -89,22 +97,22 @@ def test_rows_are_found_wherever_in_memory_they_lie() -> None:
 
 
 def test_another_width_is_refused_and_a_finished_epoch_is_not_begun_again() -> None:
-    rows: Rows[Sample] = Rows(judged=True)
+    rows: GroupTable[Sample] = GroupTable(judged=True)
     assert put(rows, Sample("a", 3, 0)) == []
     other = Sample("a", 300, 299)
-    assert put(rows, other) == [(REFUSED_WIDTH, other)]
+    assert put(rows, other) == [(REFUSED_GROUP_SIZE, other)]
     [row] = put(rows, Sample(("a", 1), 1, 0))
-    assert isinstance(row, Row)
+    assert isinstance(row, GroupEntry)
     assert rows.recent == {("a", 1): None}
     again = Sample(("a", 1), 1, 0)
-    assert put(rows, again) == [(REFUSED_RECENT, again)]
+    assert put(rows, again) == [(REFUSED_SURPLUS, again)]
 
 
 @pytest.mark.parametrize("width", [2, 300])
 def test_the_table_holds_one_reference_to_a_sample_and_lets_it_go(width: int) -> None:
     sample = Sample("a" * 40, width, 0)
     before = sys.getrefcount(sample)
-    rows: Rows[Sample] = Rows()
+    rows: GroupTable[Sample] = GroupTable()
     put(rows, sample)
     assert sys.getrefcount(sample) == before + 1
     row = rows.take_oldest()
@@ -117,7 +125,7 @@ def test_the_table_holds_one_reference_to_a_sample_and_lets_it_go(width: int) ->
 
 
 def test_memory_of_rows_that_are_gone_is_used_again() -> None:
-    rows: Rows[Sample] = Rows()
+    rows: GroupTable[Sample] = GroupTable()
 
     def fill() -> None:
         put(rows, *(Sample(f"a prompt whose name is long {n}", 8, 0) for n in range(5000)))
@@ -146,30 +154,30 @@ def test_memory_of_rows_that_are_gone_is_used_again() -> None:
 def test_a_sample_that_makes_no_sense_raises_and_the_table_goes_on(
     sample: Sample, error: type[Exception]
 ) -> None:
-    rows: Rows[Sample] = Rows()
+    rows: GroupTable[Sample] = GroupTable()
     with pytest.raises(error):
         put(rows, Sample("b", 2, 0), sample)
     assert rows.cells == 0
     assert put(rows, Sample("c", 2, 0), Sample("c", 2, 1)) == []
-    assert (rows.cells, rows.ready_rows) == (0, 1)
+    assert (rows.cells, rows.ready_groups) == (0, 1)
 
 
 def test_there_is_no_oldest_of_nothing() -> None:
-    rows: Rows[Sample] = Rows()
+    rows: GroupTable[Sample] = GroupTable()
     assert rows.oldest(3) == [] and rows.oldest_born_s is None
     with pytest.raises(IndexError):
         rows.take_oldest()
 
 
 def test_full_rows_are_leased_in_their_order_and_one_given_back_is_the_next() -> None:
-    rows: Rows[Sample] = Rows()
+    rows: GroupTable[Sample] = GroupTable()
     samples = [Sample(key, 2, index) for key in "abc" for index in (1, 0)]
     assert put(rows, *samples) == []
-    assert (len(rows), rows.ready_rows, rows.ready_cells) == (0, 3, 6)
+    assert (len(rows), rows.ready_groups, rows.ready_cells) == (0, 3, 6)
     assert rows.ready_samples() == [samples[at] for at in (1, 0, 3, 2, 5, 4)]
     a, b = rows.lease(2)
     assert (a.key, b.key) == ("a", "b") and a.samples == [samples[1], samples[0]]
-    assert (rows.ready_rows, rows.leased_rows, rows.leased_cells) == (1, 2, 4)
+    assert (rows.ready_groups, rows.leased_groups, rows.leased_cells) == (1, 2, 4)
     rows.give_back(b)
     assert not rows.is_leased(b)
     rows.end_lease(a)
@@ -178,8 +186,8 @@ def test_full_rows_are_leased_in_their_order_and_one_given_back_is_the_next() ->
 
 
 def test_a_row_ends_once_and_where_it_was_leased() -> None:
-    rows: Rows[Sample] = Rows()
-    others: Rows[Sample] = Rows()
+    rows: GroupTable[Sample] = GroupTable()
+    others: GroupTable[Sample] = GroupTable()
     put(rows, Sample("a", 1, 0))
     [row] = rows.lease(1)
     for wrong in (others.end_lease, others.give_back, rows.push):
@@ -196,7 +204,7 @@ def test_a_row_ends_once_and_where_it_was_leased() -> None:
 def test_what_is_ready_or_leased_is_let_go_with_the_table() -> None:
     samples = [Sample(key, 1, 0) for key in "ab"]
     before = [sys.getrefcount(sample) for sample in samples]
-    rows: Rows[Sample] = Rows()
+    rows: GroupTable[Sample] = GroupTable()
     put(rows, *samples)
     [row] = rows.lease(1)
     del rows

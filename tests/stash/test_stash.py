@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 from shmbus import limits
 from shmbus.stash.stash import Discard, Stash, StashPolicy
-from shmbus_ext._core import Row
+from shmbus_ext._core import GroupEntry
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +51,7 @@ def stash_with(**policy: Any) -> Stash[Sample]:
     return Stash(StashPolicy(**policy))
 
 
-def keys(groups: Iterable[Row[Sample]]) -> list[Hashable]:
+def keys(groups: Iterable[GroupEntry[Sample]]) -> list[Hashable]:
     return [group.key for group in groups]
 
 
@@ -432,7 +432,7 @@ class StashMachine(RuleBasedStateMachine):
     def begin(self, policy: StashPolicy) -> None:
         self.stash: Stash[Sample] = Stash(policy)
         self.model = Model(policy)
-        self.out: list[Row[Sample]] = []
+        self.out: list[GroupEntry[Sample]] = []
         self.now = 0.0
 
     @rule(

@@ -20,7 +20,7 @@ import pytest
 from conftest import wait_until
 
 from shmbus import Bus, BusClosedError, Consumer, Producer, StallReport, limits
-from shmbus_ext._core import Guard
+from shmbus_ext._core import RecursiveLock
 
 
 class Interrupted(Exception):
@@ -68,7 +68,7 @@ def interrupt_the_main_thread() -> threading.Thread:
 
 
 def test_a_guard_is_one_threads_at_a_time_however_often() -> None:
-    guard = Guard()
+    guard = RecursiveLock()
     inside = 0
     most = 0
 
@@ -87,7 +87,7 @@ def test_a_guard_is_one_threads_at_a_time_however_often() -> None:
 
 
 def test_a_guard_is_left_by_its_owner_alone() -> None:
-    guard = Guard()
+    guard = RecursiveLock()
     with pytest.raises(RuntimeError, match="does not hold"):
         guard.__exit__(None, None, None)
     with guard, ThreadPoolExecutor(1) as pool:
@@ -97,7 +97,7 @@ def test_a_guard_is_left_by_its_owner_alone() -> None:
 
 
 def test_a_signals_handler_ends_the_wait_for_a_guard(interrupts: None) -> None:
-    guard = Guard()
+    guard = RecursiveLock()
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:

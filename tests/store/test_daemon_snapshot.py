@@ -105,7 +105,7 @@ def test_an_acknowledgement_during_a_snapshot_counts_whatever_becomes_of_its_tra
     child.expect("g0")
     taking = spawn.module("shmbus", "snapshot", bus_name, tmp_path / "snap")
     wait_until(lambda: "taking a snapshot" in served.child.output())
-    # Asking and taking go on; the clock is theirs.
+    # Retries and taking go on; the clock is theirs.
     assert read_status(bus_name).ledger.committed == 120
     with shmbus.Consumer(bus_name) as consumer:
         (tmp_path / "go").touch()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmbus.batch.baseline import DEVIATION, Rule, relative_scores
+from shmbus.batch.baseline import DEVIATION, Baseline, relative_scores
 from trainer_adapter import group_advantages
 from trainer_adapter.advantages import DEFAULT_EPS, MAX_SCORE, advantages_for_groups
 
@@ -60,7 +60,7 @@ def test_the_default_standard_deviation_is_torchs() -> None:
 
 
 def test_the_core_leaves_to_its_caller_what_does_not_fit_and_says_what_is_no_row() -> None:
-    rule, row = Rule(DEVIATION, eps=0.1), np.array([1.0, 2.0, 4.0])
+    rule, row = Baseline(DEVIATION, eps=0.1), np.array([1.0, 2.0, 4.0])
     wanted = by_hand(row.tolist(), "grpo", eps=0.1)
     compared = relative_scores(row, np.array([3]), rule)
     assert compared is not None
@@ -74,7 +74,7 @@ def test_the_core_leaves_to_its_caller_what_does_not_fit_and_says_what_is_no_row
             relative_scores(scores, np.array(sizes), rule)
     for number in (-1, 3):
         with pytest.raises(ValueError, match=f"kind: expected 0 to 2, got {number}"):
-            relative_scores(row, np.array([3]), Rule(number))
+            relative_scores(row, np.array([3]), Baseline(number))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])

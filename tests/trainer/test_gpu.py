@@ -20,11 +20,11 @@ import torch
 from conftest import Spawner
 
 from shmbus import Bus, BusClosedError, Consumer, Producer
-from shmbus.batch.baseline import Rule
+from shmbus.batch.baseline import Baseline
 from shmbus.batch.gather import members
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS, plan_gather
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
-from trainer_adapter.advantages import advantages_for_groups, rule_of
+from trainer_adapter.advantages import advantages_for_groups, baseline_of
 from trainer_adapter.gpu.packer import GpuPacker
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -187,7 +187,7 @@ def test_a_table_has_the_advantages_of_a_rule(bus: Bus, seed: int) -> None:
         scores = np.array([t.score for t in trajectories], np.float64)
         memory = np.empty(1 << 16, np.uint8)
         for kind in ("grpo", "dr_grpo", "rloo"):
-            rule = rule_of(kind)
+            rule = baseline_of(kind)
             assert rule is not None
             table = plan_gather(groups, None, memory, shift=0, chunk_tokens=64, advantages=rule)
             assert table.scores_fit
@@ -236,7 +236,7 @@ def test_a_table_is_refused_for_what_no_batch_can_be_made_of(bus: Bus) -> None:
             with pytest.raises(ValueError, match=f"{name}: expected a contiguous array"):
                 plan(groups, names=names, **{name: values})
         with pytest.raises(ValueError, match="kind: expected 0 to 2, got 3"):
-            plan(groups, names=names, advantages=Rule(3))
+            plan(groups, names=names, advantages=Baseline(3))
         with pytest.raises(TypeError, match="words: expected a tuple of bytes"):
             plan(groups, names=names, words=("text",))
         plan(groups, names=names)

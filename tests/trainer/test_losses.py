@@ -25,7 +25,7 @@ TOKENS = sum(LENGTHS)
 POISON = [math.nan, math.inf, -math.inf, 1e30]
 
 
-class Row:
+class GroupEntry:
     """Random logprobs, advantages and mask; the sequence of one token has no token to train."""
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
@@ -69,7 +69,7 @@ def aggregated(losses: dict[int, float], normalisation: str, denominator: float 
 def test_the_policy_loss_is_the_clipped_surrogate(
     normalisation: Any, denominator: float | None, seed: int
 ) -> None:
-    row = Row(seed)
+    row = GroupEntry(seed)
     got = policy_loss(
         row.new, row.old, row.advantages, row.mask, clip_low=0.2, clip_high=0.3,
         weights=row.weights, normalisation=normalisation, cu_seqlens=CU_SEQLENS,
@@ -96,7 +96,7 @@ def test_the_policy_loss_is_the_clipped_surrogate(
 
 
 def test_padded_rows_and_packed_rows_give_the_same_loss(seed: int) -> None:
-    row = Row(seed)
+    row = GroupEntry(seed)
     longest = max(LENGTHS)
 
     def padded(values: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def test_padded_rows_and_packed_rows_give_the_same_loss(seed: int) -> None:
 
 @pytest.mark.parametrize("poison", POISON, ids=str)
 def test_filler_never_reaches_the_loss_or_a_gradient(poison: float, seed: int) -> None:
-    row = Row(seed)
+    row = GroupEntry(seed)
 
     def results(spoilt: bool) -> list[Tensor]:
         def operand(values: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def test_filler_never_reaches_the_loss_or_a_gradient(poison: float, seed: int) -
 
 
 def test_a_mask_without_tokens_gives_zero_and_zero_gradients(seed: int) -> None:
-    row = Row(seed)
+    row = GroupEntry(seed)
     nothing = torch.zeros_like(row.mask)
     for normalisation in ("token", "sequence"):
         got = policy_loss(
@@ -156,7 +156,7 @@ def test_a_mask_without_tokens_gives_zero_and_zero_gradients(seed: int) -> None:
 def test_a_batch_that_trains_no_token_gives_zero_under_its_own_denominator(
     normalisation: Any, denominator: Any, seed: int
 ) -> None:
-    row = Row(seed)
+    row = GroupEntry(seed)
     nothing = torch.zeros_like(row.mask)
     got = policy_loss(
         row.new, row.old, row.advantages, nothing,
@@ -167,7 +167,7 @@ def test_a_batch_that_trains_no_token_gives_zero_under_its_own_denominator(
 
 
 def test_micro_batches_with_one_denominator_add_up_to_the_whole(seed: int) -> None:
-    row = Row(seed)
+    row = GroupEntry(seed)
     losses, mask = row.advantages, row.mask
     for normalisation, count in (
         ("token", int(mask.sum())),
@@ -191,7 +191,7 @@ def test_micro_batches_with_one_denominator_add_up_to_the_whole(seed: int) -> No
 
 
 def test_tokens_after_the_last_border_belong_to_no_sequence(seed: int) -> None:
-    row = Row(seed)
+    row = GroupEntry(seed)
     tail = torch.full((4,), 100.0, dtype=torch.float64)
     longer = torch.cat([row.advantages, tail])
     mask = torch.cat([row.mask, torch.ones(4, dtype=torch.bool)])
@@ -204,7 +204,7 @@ def test_tokens_after_the_last_border_belong_to_no_sequence(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_kl_estimators_are_schulmans(kind: Any, seed: int) -> None:
-    row = Row(seed)
+    row = GroupEntry(seed)
     got = kl_estimate(row.new, row.reference, row.mask, kind=kind)
     (slopes,) = torch.autograd.grad(got.sum(), row.new)
     for i in range(TOKENS):
@@ -228,7 +228,7 @@ def test_k1_and_k3_average_to_the_divergence(seed: int) -> None:
 
 
 def test_importance_weights_are_ratios_up_to_the_cap(seed: int) -> None:
-    row = Row(seed)
+    row = GroupEntry(seed)
     got = importance_weights(row.new, row.old, row.mask, cap=1.1)
     assert not got.requires_grad
     for i in range(TOKENS):
@@ -254,7 +254,7 @@ def test_ratios_beyond_all_bounds_stay_finite() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_half_precision_is_widened_before_any_arithmetic(dtype: torch.dtype, seed: int) -> None:
-    row = Row(seed, dtype)
+    row = GroupEntry(seed, dtype)
     got = policy_loss(row.new, row.old, row.advantages, row.mask)
     exact = policy_loss(*(x.double() for x in (row.new, row.old, row.advantages)), row.mask)
     assert got.loss.dtype == torch.float32

@@ -25,7 +25,7 @@ from torch import Tensor
 import shmbus
 from shmbus.batch.gather import FieldNames, describe, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
-from trainer_adapter.advantages import Kind, advantages_for_groups, rule_of
+from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
 from trainer_adapter.batches.finite import not_finite
 from trainer_adapter.batches.pack import Batch, Layout, pad_batch
 from trainer_adapter.batches.sample_flags import Truncated, asking_words, sample_flags
@@ -144,7 +144,7 @@ def begin_gather(
     names = fields or FieldNames()
     staging = staging or Staging(device)
     told: dict[str, Any] = {"names": names, "shift": device_shift}
-    told["advantages"] = rule_of(advantages)
+    told["advantages"] = baseline_of(advantages)
     if told["advantages"] is None:
         told["advantages"] = _compared(groups, advantages)
     block, table = _plan(groups, staging, told, asking_words(truncated))
