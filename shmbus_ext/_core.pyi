@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 LAYOUT_VERSION: int
 LAYOUT_HASH: int
+NO_EPOCH: int
 PAGE: int
 RECORD_ALIGN: int
 RECORD_HEADER_BYTES: int
@@ -19,7 +20,6 @@ MAX_NDIM: int
 MAX_GROUP_SIZE: int
 MAX_PRODUCERS: int
 LABEL_BYTES: int
-PAUSE_REASON_BYTES: int
 MAX_EXTENTS: int
 MAX_CLIENTS: int
 PLACE_BYTES: int

@@ -20,7 +20,6 @@ _ROW: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT))  # type: ignore[call-overlo
 _CRC_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("crc")]
 _NUMBER_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("number")]
 _TEXT_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("id")]
-_NO_EPOCH: Final = -(2**63)
 
 
 class WantedStatus(msgspec.Struct, frozen=True):
@@ -70,7 +69,7 @@ def read_wanted(file: SegmentFile) -> list[WantedStatus]:
         epoch = int(row["epoch"])
         wanted = WantedStatus(
             instance_id=_text(entry, 0, int(row["id_bytes"])),
-            epoch=None if epoch == _NO_EPOCH else epoch,
+            epoch=None if epoch == _core.NO_EPOCH else epoch,
             index=int(row["index"]),
             attempt=int(row["attempt"]),
             reason=_text(entry, _ID_ROOM, int(row["reason_bytes"])),

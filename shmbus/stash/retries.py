@@ -24,7 +24,6 @@ from shmbus_ext import _core
 
 __all__ = ["Retries", "split_key"]
 
-_NO_EPOCH = -(2**63)
 _At = tuple[Hashable, int]
 
 
@@ -135,7 +134,7 @@ class Retries:
             # Grows over collectors too, so that no claim is for another request than was seen.
             _core.monotonic_ns(),
             id_,
-            _NO_EPOCH if epoch is None else epoch,
+            _core.NO_EPOCH if epoch is None else epoch,
             request.group_size,
             request.index,
             request.attempt,

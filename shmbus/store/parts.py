@@ -33,7 +33,7 @@ from shmbus import _encoding, errors, limits
 from shmbus.inspect.segment_file import Field, RecordRow, SegmentFile, parse_fields
 from shmbus_ext import _core
 
-NO_EPOCH: Final = -(2**63)
+NO_EPOCH: Final = _core.NO_EPOCH
 _SCALARS: Final = {
     "producer_id": "<u8",
     "sequence": "<u8",

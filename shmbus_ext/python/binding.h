@@ -223,7 +223,6 @@ struct put_arguments {
     uint8_t field_ndim[SHMBUS_MAX_FIELDS];
     struct record_spec spec;
 };
-#define NO_EPOCH INT64_MIN
 
 /* Encoded schemas of what this process puts, by identity of names and dtypes. */
 struct schema_cache_entry {

@@ -42,7 +42,7 @@ static bool hash_key(struct row_key *key, PyObject *id, long long epoch) {
 /* A key is a str, or (str, int). */
 static bool split_key(struct row_key *at, PyObject *key) {
     PyObject *id = key;
-    long long epoch = NO_EPOCH;
+    long long epoch = SHMBUS_NO_EPOCH;
     if (PyTuple_CheckExact(key) && PyTuple_GET_SIZE(key) == 2) {
         id = PyTuple_GET_ITEM(key, 0);
         epoch = PyLong_AsLongLong(PyTuple_GET_ITEM(key, 1));
@@ -208,7 +208,7 @@ static int arrive(GroupTableObject *self, const struct arrival *from, double now
     }
     struct row *row = rows_find(&self->c, &from->at);
     if (row == NULL) {
-        if (from->at.tag != NO_EPOCH) {
+        if (from->at.tag != SHMBUS_NO_EPOCH) {
             int known = PyDict_Contains(self->recent, from->key);
             if (known != 0) {
                 return known < 0 ? REFUSED_MEMORY : REFUSED_SURPLUS;
@@ -247,7 +247,7 @@ static bool complete(GroupTableObject *self, struct row *row, const struct arriv
     if (taken == NULL) {
         return false;
     }
-    if (last->at.tag != NO_EPOCH && PyDict_SetItem(self->recent, taken->key, Py_None) < 0) {
+    if (last->at.tag != SHMBUS_NO_EPOCH && PyDict_SetItem(self->recent, taken->key, Py_None) < 0) {
         Py_DECREF(taken);
         return false;
     }

@@ -385,7 +385,7 @@ static PyObject *record_row(const struct run_at *run, struct record_copy *copy, 
         }
     }
     bool readable = has_body && verdict != RECORD_BAD_HEADER;
-    PyObject *epoch = h->epoch == NO_EPOCH || !readable ? Py_NewRef(Py_None)
+    PyObject *epoch = h->epoch == SHMBUS_NO_EPOCH || !readable ? Py_NewRef(Py_None)
                                                         : PyLong_FromLongLong(h->epoch);
     PyObject *id = PyUnicode_DecodeUTF8(readable ? copy->id : "", readable ? h->id_bytes : 0,
                                         "backslashreplace");

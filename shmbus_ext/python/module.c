@@ -130,6 +130,7 @@ static bool add_constants(PyObject *module) {
     } constants[] = {
         {"LAYOUT_VERSION", SHMBUS_LAYOUT_VERSION},
         {"LAYOUT_HASH", (long)SHMBUS_LAYOUT_HASH},
+        {"NO_EPOCH", (long)SHMBUS_NO_EPOCH},
         {"PAGE", SHMBUS_PAGE},
         {"RECORD_ALIGN", SHMBUS_RECORD_ALIGN},
         {"RECORD_HEADER_BYTES", sizeof(struct record_header)},

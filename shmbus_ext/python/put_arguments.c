@@ -28,7 +28,7 @@ void arguments_begin(struct put_arguments *self) {
     self->timeout_s = -1.0;
     self->array_count = 0;
     self->has_group_size = self->has_index = false;
-    self->spec = (struct record_spec){.epoch = NO_EPOCH};
+    self->spec = (struct record_spec){.epoch = SHMBUS_NO_EPOCH};
 }
 
 void arguments_end(struct put_arguments *self) {
@@ -223,7 +223,7 @@ bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value)
         return parse_policy_version(value, &self->spec.policy_version);
     }
     if (name == word_epoch) {
-        self->spec.epoch = NO_EPOCH;
+        self->spec.epoch = SHMBUS_NO_EPOCH;
         return value == Py_None ||
                take_integer(value, "epoch", 0, INT64_MAX, &self->spec.epoch);
     }

@@ -75,7 +75,7 @@ static PyObject *unwant(PyObject *module, PyObject *args) {
 }
 
 static PyObject *describe_request(uint32_t row, const struct wanted *request) {
-    PyObject *epoch = request->epoch == NO_EPOCH ? Py_NewRef(Py_None)
+    PyObject *epoch = request->epoch == SHMBUS_NO_EPOCH ? Py_NewRef(Py_None)
                                                  : PyLong_FromLongLong(request->epoch);
     PyObject *id = PyUnicode_DecodeUTF8(request->id, request->id_bytes, "replace");
     PyObject *reason = PyUnicode_DecodeUTF8(request->reason, request->reason_bytes, "replace");

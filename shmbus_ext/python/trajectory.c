@@ -142,7 +142,7 @@ static SchemaObject *shared_schema(HolderObject *reader, const struct record_cop
 }
 
 static PyObject *make_key(const TrajectoryObject *self) {
-    if (self->epoch == NO_EPOCH) {
+    if (self->epoch == SHMBUS_NO_EPOCH) {
         return Py_NewRef(self->instance_id);
     }
     return Py_BuildValue("(OL)", self->instance_id, (long long)self->epoch);
@@ -341,7 +341,7 @@ static PyObject *trajectory_meta(TrajectoryObject *self, void *ignored) {
 
 static PyObject *trajectory_epoch(TrajectoryObject *self, void *ignored) {
     (void)ignored;
-    if (self->epoch == NO_EPOCH) {
+    if (self->epoch == SHMBUS_NO_EPOCH) {
         Py_RETURN_NONE;
     }
     return PyLong_FromLongLong(self->epoch);

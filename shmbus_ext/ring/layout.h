@@ -30,6 +30,8 @@
 
 /* Limits that a record states in its header. */
 #define SHMBUS_MAX_ID_BYTES 255u
+/* The epoch of a record that has none. */
+#define SHMBUS_NO_EPOCH INT64_MIN
 #define SHMBUS_MAX_FIELDS 64u
 #define SHMBUS_MAX_NDIM 32u
 #define SHMBUS_MAX_NAME_BYTES 255u
