@@ -247,6 +247,8 @@ void arguments_begin(struct put_arguments *self);
 void arguments_end(struct put_arguments *self);
 /* One keyword; name is a str. False with an exception set. */
 bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value);
+/* Every entry of a dict; false with an exception. */
+bool arguments_take_mapping(struct put_arguments *self, PyObject *item);
 bool arguments_take_id(struct put_arguments *self, PyObject *value);
 /* After all were taken: checks, converts the arrays, and plans the record. */
 bool arguments_finish(struct put_arguments *self, struct schema_cache *cache);
@@ -256,56 +258,7 @@ bool parse_score(PyObject *value, double *score);
 bool parse_policy_version(PyObject *value, int64_t *version);
 bool arguments_init(void);
 
-typedef struct slot_object SlotObject;
-
-typedef struct {
-    PyObject_HEAD
-    SegmentObject *segment;
-    struct writer c;
-    struct schema_cache schemas;
-    SlotObject *open; /* reservations that are not ended */
-    uint64_t bytes;
-    uint64_t full_waits;
-    uint32_t flags;
-    uint32_t busy; /* threads that copy into this lane without the interpreter lock */
-    struct batch *batches; /* put_many's that are under way, in whatever thread */
-    PyObject *watch;       /* called with the seconds waited, every watch_s of a wait for space */
-    double watch_s;
-    bool attached;
-    bool closing;
-} WriterObject;
-
-struct slot_object {
-    PyObject_HEAD
-    WriterObject *writer;
-    KeeperObject *keeper;
-    struct reservation at;
-    PyObject *names; /* tuple */
-    PyArrayObject *arrays[SHMBUS_MAX_FIELDS];
-    uint16_t shape_at[SHMBUS_MAX_FIELDS];
-    uint32_t count;
-    uint32_t meta_room;
-    double score;
-    int64_t policy_version;
-    bool ended;
-    SlotObject *previous, *next;
-};
-
-bool writer_usable(WriterObject *self);
-/* After a commit: wakes the reader where it sleeps, and lets it run first where that helps. */
-void writer_tell_reader(WriterObject *self);
-/* Room for a record, waiting for it as long as timeout_s allows; false with an exception set. */
-bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
-                       struct reservation *at);
-/* Frame and body of a record whose arguments are finished. */
-void writer_write_head(WriterObject *self, const struct put_arguments *arguments,
-                       const struct reservation *at);
-bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item);
-PyObject *writer_reserve_slot(WriterObject *self, PyObject *args);
-/* Ends every open reservation without a commit. */
-void writer_abort_open(WriterObject *self);
-
-extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, BorrowerType,
+extern PyTypeObject SegmentType, WriterType, KeeperType, ReaderType, BorrowerType,
     ClientLeaseType, PinType, TrajectoryType, SchemaType, GroupTableType, GroupEntryType, GroupBaseType, RecursiveLockType,
     IntakeType, ConsumerBaseType;
 bool rows_add_constants(PyObject *module);

@@ -159,8 +159,38 @@ static void group_dealloc(GroupObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+PyDoc_STRVAR(group_doc,
+    "The samples of one lease, for reading: what `shmbus.Group` is made of.\n\n"
+    "``len(group)``, ``group[i]`` and iteration are those of `trajectories`.\n\n"
+    "Attributes\n----------\n"
+    "instance_id : str\n"
+    "    The prompt's key.\n"
+    "epoch : int or None\n"
+    "    The producers' epoch, where they gave one.\n"
+    "size : int\n"
+    "    Samples in a complete group.\n"
+    "state : str\n"
+    "    Where the lease stands.\n"
+    "trajectories : list of Trajectory\n"
+    "    The samples, ordered by index: a list of the caller's own, which it may change.");
+
+PyDoc_STRVAR(make_doc,
+    "make($type, consumer, leases, /)\n--\n\n"
+    "Make a group of each lease; what a consumer calls.\n\n"
+    "Parameters\n----------\n"
+    "consumer : object\n"
+    "    Who is asked to end the leases.\n"
+    "leases : list\n"
+    "    What is under lease: entries of a group table, or leases of a daemon's client.\n\n"
+    "Returns\n-------\n"
+    "list\n"
+    "    A group of this type for each, in their order.\n\n"
+    "Raises\n------\n"
+    "TypeError\n"
+    "    The samples of a lease are no list.");
+
 static PyMethodDef group_methods[] = {
-    {"make", (PyCFunction)(void (*)(void))group_make, METH_VARARGS | METH_CLASS, NULL},
+    {"make", (PyCFunction)(void (*)(void))group_make, METH_VARARGS | METH_CLASS, make_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -191,6 +221,7 @@ PyTypeObject GroupBaseType = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_traverse = (traverseproc)group_traverse,
     .tp_clear = (inquiry)group_clear,
+    .tp_doc = group_doc,
     .tp_methods = group_methods,
     .tp_members = group_members,
     .tp_getset = group_getset,

@@ -2,6 +2,7 @@
 #define SHMBUS_IMPORTS_NUMPY
 #include "binding.h"
 
+#include "reservation.h"
 #include "ring/checksum.h"
 #include "ring/doorbell.h"
 
@@ -104,7 +105,7 @@ static bool add_types(PyObject *module) {
         const char *name;
         PyTypeObject *type;
     } types[] = {{"Segment", &SegmentType}, {"Writer", &WriterType},
-                 {"Slot", &SlotType},       {"Keeper", &KeeperType},
+                 {"Reservation", &ReservationType},{"Keeper", &KeeperType},
                  {"Reader", &ReaderType},   {"Borrower", &BorrowerType},
                  {"ClientLease", &ClientLeaseType},
                  {"Pin", &PinType},         {"Schema", &SchemaType},

@@ -1,13 +1,13 @@
-/* Slot: a reservation, whose arrays are filled in the ring itself.
+/* Reservation: a record whose arrays are filled in the ring itself.
  *
- * Invariants: a slot ends once, by commit or abort, at the latest when it is collected. After that
+ * Invariants: a reservation ends once, by commit or abort, at the latest when it is collected. After that
  * nothing is written through its arrays: they are read-only, and where somebody holds views of them
  * the record's space is kept until those are gone. */
-#include "binding.h"
+#include "reservation.h"
 
 #include "ring/doorbell.h"
 
-static void slot_unlink(SlotObject *self) {
+static void reservation_unlink(ReservationObject *self) {
     if (self->previous != NULL) {
         self->previous->next = self->next;
     } else if (self->writer->open == self) {
@@ -21,7 +21,7 @@ static void slot_unlink(SlotObject *self) {
 
 /* Takes the arrays back. One that somebody still holds can no longer be written through, and its
  * record's space is kept until it is gone, for views of it that we don't know of. */
-static void slot_take_arrays(SlotObject *self) {
+static void reservation_take_arrays(ReservationObject *self) {
     for (uint32_t i = 0; i < self->count; i++) {
         if (self->arrays[i] != NULL) {
             PyArray_CLEARFLAGS(self->arrays[i], NPY_ARRAY_WRITEABLE);
@@ -37,7 +37,7 @@ static void slot_take_arrays(SlotObject *self) {
 /* What is committed must not change: where somebody may still write into the reserved place,
  * through a slice or a memoryview, the record is committed as a copy and the place is given up.
  * With no room for a copy it is committed where it is, and kept out of everybody else's way. */
-static void move_from_views(SlotObject *self) {
+static void move_from_views(ReservationObject *self) {
     struct writer *writer = &self->writer->c;
     struct reservation copy;
     if (!self->keeper->pinned || writer_claim(writer, self->at.bytes, &copy) != WRITER_OK) {
@@ -52,10 +52,10 @@ static void move_from_views(SlotObject *self) {
     self->at = copy;
 }
 
-static void slot_finish(SlotObject *self, bool commit) {
-    slot_take_arrays(self);
+static void reservation_finish(ReservationObject *self, bool commit) {
+    reservation_take_arrays(self);
     self->ended = true;
-    slot_unlink(self);
+    reservation_unlink(self);
     if (commit) {
         move_from_views(self);
         self->at.record->score = self->score;
@@ -66,19 +66,19 @@ static void slot_finish(SlotObject *self, bool commit) {
         writer_abort(&self->writer->c, &self->at);
     }
     if (commit) {
-        writer_tell_reader(self->writer);
+        py_writer_tell_reader(self->writer);
     } else {
         doorbell_ring(self->writer->segment->c.header);
     }
 }
 
-static bool slot_usable(SlotObject *self) {
+static bool reservation_usable(ReservationObject *self) {
     if (self->ended) {
         PyErr_SetString(hooks.closed_error,
                         "this reservation has been committed or aborted; reserve a new one");
         return false;
     }
-    return writer_usable(self->writer);
+    return py_writer_usable(self->writer);
 }
 
 struct field_list {
@@ -161,7 +161,7 @@ static bool plan_reservation(WriterObject *self, struct put_arguments *arguments
     return true;
 }
 
-static PyObject *field_view(SlotObject *slot, PyArray_Descr *dtype, int ndim,
+static PyObject *field_view(ReservationObject *self, PyArray_Descr *dtype, int ndim,
                             const uint64_t *shape) {
     npy_intp dims[SHMBUS_MAX_NDIM];
     for (int d = 0; d < ndim; d++) {
@@ -170,108 +170,106 @@ static PyObject *field_view(SlotObject *slot, PyArray_Descr *dtype, int ndim,
     Py_INCREF(dtype);
     PyObject *array =
         PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL,
-                             (uint8_t *)slot->at.record + shape[0], NPY_ARRAY_CARRAY, NULL);
+                             (uint8_t *)self->at.record + shape[0], NPY_ARRAY_CARRAY, NULL);
     if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array,
-                                               Py_NewRef((PyObject *)slot->keeper)) < 0) {
+                                               Py_NewRef((PyObject *)self->keeper)) < 0) {
         Py_CLEAR(array);
     }
     return array;
 }
 
 /* The Python side of a reservation; its arrays come afterwards. */
-static SlotObject *slot_new(WriterObject *writer, const struct reservation *at, PyObject *names) {
-    SlotObject *slot = (SlotObject *)SlotType.tp_alloc(&SlotType, 0);
-    if (slot == NULL) {
+static ReservationObject *reservation_new(WriterObject *writer, const struct reservation *at, PyObject *names) {
+    ReservationObject *made = (ReservationObject *)ReservationType.tp_alloc(&ReservationType, 0);
+    if (made == NULL) {
         return NULL;
     }
-    slot->ended = true; /* until the record is exposed */
-    slot->keeper = keeper_new(writer->segment, at);
-    if (slot->keeper == NULL) {
-        Py_DECREF(slot);
+    made->ended = true; /* until the record is exposed */
+    made->keeper = keeper_new(writer->segment, at);
+    if (made->keeper == NULL) {
+        Py_DECREF(made);
         return NULL;
     }
-    slot->writer = (WriterObject *)Py_NewRef((PyObject *)writer);
-    slot->at = *at;
-    slot->names = Py_NewRef(names);
-    return slot;
+    made->writer = (WriterObject *)Py_NewRef((PyObject *)writer);
+    made->at = *at;
+    made->names = Py_NewRef(names);
+    return made;
 }
 
-static void slot_open(SlotObject *slot, struct put_arguments *arguments, uint64_t meta_bytes) {
-    WriterObject *writer = slot->writer;
+static void reservation_open(ReservationObject *self, struct put_arguments *arguments, uint64_t meta_bytes) {
+    WriterObject *writer = self->writer;
     struct record_spec *spec = &arguments->spec;
-    slot->meta_room = (uint32_t)spec->meta_bytes;
-    slot->score = spec->score;
-    slot->policy_version = spec->policy_version;
+    self->meta_room = (uint32_t)spec->meta_bytes;
+    self->score = spec->score;
+    self->policy_version = spec->policy_version;
     spec->meta_bytes = meta_bytes;
-    writer_write_head(writer, arguments, &slot->at);
+    py_writer_write_head(writer, arguments, &self->at);
     if (meta_bytes > 0) {
-        memcpy((uint8_t *)slot->at.record + spec->meta_offset,
+        memcpy((uint8_t *)self->at.record + spec->meta_offset,
                PyBytes_AS_STRING(arguments->meta_encoded), meta_bytes);
     }
-    writer_reserve(&writer->c, &slot->at);
-    slot->ended = false;
-    slot->next = writer->open;
+    writer_reserve(&writer->c, &self->at);
+    self->ended = false;
+    self->next = writer->open;
     if (writer->open != NULL) {
-        writer->open->previous = slot;
+        writer->open->previous = self;
     }
-    writer->open = slot;
+    writer->open = self;
 }
 
-static bool slot_make_views(SlotObject *slot, const struct put_arguments *arguments,
+static bool reservation_make_views(ReservationObject *self, const struct put_arguments *arguments,
                             PyObject *dtypes) {
     uint32_t words = 0;
     for (uint32_t i = 0; i < arguments->spec.field_count; i++) {
-        PyObject *array = field_view(slot, (PyArray_Descr *)PyTuple_GET_ITEM(dtypes, i),
+        PyObject *array = field_view(self, (PyArray_Descr *)PyTuple_GET_ITEM(dtypes, i),
                                      arguments->field_ndim[i], arguments->shape + words);
         if (array == NULL) {
             return false;
         }
-        slot->arrays[i] = (PyArrayObject *)array;
-        slot->shape_at[i] = (uint16_t)words;
-        slot->count = i + 1;
+        self->arrays[i] = (PyArrayObject *)array;
+        self->shape_at[i] = (uint16_t)words;
+        self->count = i + 1;
         words += 1u + arguments->field_ndim[i];
     }
     return true;
 }
 
-/* reserve(head: dict of put's arguments but arrays, names: tuple[str], dtypes: tuple[dtype],
- * shapes: tuple[tuple[int]], meta_room: int) -> Slot */
-PyObject *writer_reserve_slot(WriterObject *self, PyObject *args) {
+PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
     PyObject *head;
     struct field_list fields;
     unsigned int meta_room;
     if (!PyArg_ParseTuple(args, "O!O!O!O!I", &PyDict_Type, &head, &PyTuple_Type, &fields.names,
                           &PyTuple_Type, &fields.dtypes, &PyTuple_Type, &fields.shapes,
                           &meta_room) ||
-        !writer_usable(self)) {
+        !py_writer_usable(self)) {
         return NULL;
     }
     struct put_arguments arguments;
     struct reservation at;
-    SlotObject *slot = NULL;
+    ReservationObject *made = NULL;
     arguments_begin(&arguments);
     bool claimed = plan_reservation(self, &arguments, head, &fields, meta_room) &&
-                   writer_usable(self); /* encoding may have let another thread close it */
+                   py_writer_usable(self); /* encoding may have let another thread close it */
     if (claimed) {
-        claimed = writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at);
+        claimed = py_writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at);
     }
     if (claimed) {
-        slot = slot_new(self, &at, fields.names);
+        made = reservation_new(self, &at, fields.names);
     }
-    if (slot != NULL) {
-        slot_open(slot, &arguments,
+    if (made != NULL) {
+        reservation_open(made, &arguments,
                   arguments.meta_encoded == NULL
                       ? 0
                       : (uint64_t)PyBytes_GET_SIZE(arguments.meta_encoded));
-        if (!slot_make_views(slot, &arguments, fields.dtypes)) {
-            Py_CLEAR(slot); /* its end aborts */
+        if (!reservation_make_views(made, &arguments, fields.dtypes)) {
+            Py_CLEAR(made); /* its end aborts */
         }
     }
     arguments_end(&arguments);
-    return (PyObject *)slot;
+    return (PyObject *)made;
 }
 
-static int slot_index_of(SlotObject *self, PyObject *name) {
+static int reservation_index_of(ReservationObject *self, PyObject *name) {
     for (uint32_t i = 0; i < self->count; i++) {
         PyObject *own = PyTuple_GET_ITEM(self->names, i);
         if (own == name || (PyUnicode_Check(name) && PyUnicode_Compare(own, name) == 0)) {
@@ -283,7 +281,7 @@ static int slot_index_of(SlotObject *self, PyObject *name) {
 }
 
 /* Not an assignment of one's own array: what is to be committed is in the ring already. */
-static int slot_assign(SlotObject *self, PyObject *name, PyObject *value) {
+static int reservation_assign(ReservationObject *self, PyObject *name, PyObject *value) {
     (void)self;
     (void)value;
     PyErr_Format(PyExc_TypeError,
@@ -293,22 +291,22 @@ static int slot_assign(SlotObject *self, PyObject *name, PyObject *value) {
     return -1;
 }
 
-static PyObject *slot_get(SlotObject *self, PyObject *name) {
-    if (!slot_usable(self)) {
+static PyObject *reservation_get(ReservationObject *self, PyObject *name) {
+    if (!reservation_usable(self)) {
         return NULL;
     }
-    int field = slot_index_of(self, name);
+    int field = reservation_index_of(self, name);
     return field < 0 ? NULL : Py_NewRef((PyObject *)self->arrays[field]);
 }
 
 /* resize(name, n): the first dimension ends up shorter than reserved. */
-static PyObject *slot_resize(SlotObject *self, PyObject *args) {
+static PyObject *reservation_resize(ReservationObject *self, PyObject *args) {
     PyObject *name;
     Py_ssize_t length;
-    if (!PyArg_ParseTuple(args, "Un", &name, &length) || !slot_usable(self)) {
+    if (!PyArg_ParseTuple(args, "Un", &name, &length) || !reservation_usable(self)) {
         return NULL;
     }
-    int field = slot_index_of(self, name);
+    int field = reservation_index_of(self, name);
     if (field < 0) {
         return NULL;
     }
@@ -334,28 +332,28 @@ static PyObject *slot_resize(SlotObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *slot_end(SlotObject *self, bool commit) {
-    if (!slot_usable(self)) {
+static PyObject *reservation_end(ReservationObject *self, bool commit) {
+    if (!reservation_usable(self)) {
         return NULL;
     }
-    slot_finish(self, commit);
+    reservation_finish(self, commit);
     Py_RETURN_NONE;
 }
 
-static PyObject *slot_commit(SlotObject *self, PyObject *ignored) {
+static PyObject *reservation_commit(ReservationObject *self, PyObject *ignored) {
     (void)ignored;
-    return slot_end(self, true);
+    return reservation_end(self, true);
 }
 
-static PyObject *slot_abort(SlotObject *self, PyObject *ignored) {
+static PyObject *reservation_abort(ReservationObject *self, PyObject *ignored) {
     (void)ignored;
-    return slot_end(self, false);
+    return reservation_end(self, false);
 }
 
-static PyObject *slot_exit(SlotObject *self, PyObject *args) {
+static PyObject *reservation_exit(ReservationObject *self, PyObject *args) {
     PyObject *type = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : Py_None;
     if (!self->ended) {
-        PyObject *result = slot_end(self, type == Py_None);
+        PyObject *result = reservation_end(self, type == Py_None);
         if (result == NULL) {
             return NULL;
         }
@@ -364,37 +362,37 @@ static PyObject *slot_exit(SlotObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *slot_enter(SlotObject *self, PyObject *ignored) {
+static PyObject *reservation_enter(ReservationObject *self, PyObject *ignored) {
     (void)ignored;
-    return slot_usable(self) ? Py_NewRef((PyObject *)self) : NULL;
+    return reservation_usable(self) ? Py_NewRef((PyObject *)self) : NULL;
 }
 
-static PyObject *slot_get_score(SlotObject *self, void *ignored) {
+static PyObject *reservation_get_score(ReservationObject *self, void *ignored) {
     (void)ignored;
     return PyFloat_FromDouble(self->score);
 }
 
-static int slot_set_score(SlotObject *self, PyObject *value, void *ignored) {
+static int reservation_set_score(ReservationObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    bool set = is_given(value, "score") && slot_usable(self) && parse_score(value, &self->score);
+    bool set = is_given(value, "score") && reservation_usable(self) && parse_score(value, &self->score);
     return set ? 0 : -1;
 }
 
-static PyObject *slot_get_policy_version(SlotObject *self, void *ignored) {
+static PyObject *reservation_get_policy_version(ReservationObject *self, void *ignored) {
     (void)ignored;
     return PyLong_FromLongLong(self->policy_version);
 }
 
-static int slot_set_policy_version(SlotObject *self, PyObject *value, void *ignored) {
+static int reservation_set_policy_version(ReservationObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    bool set = is_given(value, "policy_version") && slot_usable(self) &&
+    bool set = is_given(value, "policy_version") && reservation_usable(self) &&
                parse_policy_version(value, &self->policy_version);
     return set ? 0 : -1;
 }
 
-static int slot_set_meta(SlotObject *self, PyObject *value, void *ignored) {
+static int reservation_set_meta(ReservationObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    if (!slot_usable(self)) {
+    if (!reservation_usable(self)) {
         return -1;
     }
     struct record_header *record = self->at.record;
@@ -421,14 +419,14 @@ static int slot_set_meta(SlotObject *self, PyObject *value, void *ignored) {
     return 0;
 }
 
-static void slot_dealloc(SlotObject *self) {
+static void reservation_dealloc(ReservationObject *self) {
     if (self->writer != NULL) {
         bool own = self->writer->segment->generation == fork_generation &&
                    !self->writer->segment->handle_closed;
         if (!self->ended && own) {
-            slot_finish(self, false);
+            reservation_finish(self, false);
         }
-        slot_unlink(self);
+        reservation_unlink(self);
     }
     for (uint32_t i = 0; i < self->count; i++) {
         Py_XDECREF(self->arrays[i]);
@@ -439,59 +437,120 @@ static void slot_dealloc(SlotObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *slot_get_ended(SlotObject *self, void *ignored) {
+static PyObject *reservation_get_ended(ReservationObject *self, void *ignored) {
     (void)ignored;
     return PyBool_FromLong(self->ended);
 }
 
-static PyMethodDef slot_methods[] = {
-    {"resize", (PyCFunction)(void (*)(void))slot_resize, METH_VARARGS,
-     "resize(name, length, /)\n--\n\n"
-     "Cut the first dimension of a field to what was really written; slot[name] is shorter then."},
-    {"commit", (PyCFunction)(void (*)(void))slot_commit, METH_NOARGS,
-     "commit()\n--\n\n"
-     "Publish the record, as leaving the with block does; its views are read-only from then on."},
-    {"abort", (PyCFunction)(void (*)(void))slot_abort, METH_NOARGS,
-     "abort()\n--\n\n"
-     "Give the space back; nobody sees the record. An exception in the with block does so too."},
-    {"__enter__", (PyCFunction)(void (*)(void))slot_enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))slot_exit, METH_VARARGS, NULL},
+PyDoc_STRVAR(reservation_doc,
+    "A record whose arrays are filled in the ring itself; `Producer.reserve` makes it.\n\n"
+    "``slot[name]`` is a writable view of the ring until commit or abort. As a context manager it\n"
+    "commits, or aborts on an exception. It aborts when it is collected, too.\n\n"
+    "Attributes\n----------\n"
+    "fields : tuple of str\n"
+    "    The names of its arrays.\n"
+    "score : float\n"
+    "    The reward; can be set until the end.\n"
+    "policy_version : int\n"
+    "    The policy that sampled it; can be set until the end.\n"
+    "meta : object\n"
+    "    Whatever msgspec can encode, within the `meta_room` of `reserve`; can be set, not read.\n"
+    "ended : bool\n"
+    "    Whether it was committed or aborted.\n\n"
+    "Notes\n-----\n"
+    "After its end, and when the producer is closed, filling, setting and ending raise\n"
+    "BusClosedError. Several threads may fill one reservation; one of them ends it.\n\n"
+    "Examples\n--------\n"
+    ">>> import shmbus\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), shmbus.Producer(\"run1\") as producer:\n"
+    "...     fields = {\"tokens\": (\"int32\", 2048)}\n"
+    "...     with producer.reserve(\"q1\", group_size=1, index=0, fields=fields) as slot:\n"
+    "...         slot[\"tokens\"][:3] = 7\n"
+    "...         slot.resize(\"tokens\", 3)\n"
+    "...         slot.score = 0.5\n"
+    "...     producer.stats().committed\n"
+    "1");
+
+PyDoc_STRVAR(resize_doc,
+    "resize($self, name, length, /)\n--\n\n"
+    "Cut the first dimension of a field to what was really written.\n\n"
+    "``slot[name]`` is the shorter view from then on; views taken before are read-only. The space\n"
+    "of the rest stays part of the record.\n\n"
+    "Parameters\n----------\n"
+    "name : str\n"
+    "    A field.\n"
+    "length : int\n"
+    "    Its new length, 0 to the present one.\n\n"
+    "Raises\n------\n"
+    "KeyError\n"
+    "    The reservation has no such field.\n"
+    "ValueError\n"
+    "    The length is out of range, or the field has no dimension.\n"
+    "BusClosedError\n"
+    "    The reservation has ended, or the producer is closed.");
+
+PyDoc_STRVAR(commit_doc,
+    "commit($self)\n--\n\n"
+    "Publish the record, as leaving the ``with`` block does.\n\n"
+    "Its views are read-only from then on. Where a slice of one is still held, which stays\n"
+    "writable, a copy of the record is committed in its place if there is room for one.\n\n"
+    "Raises\n------\n"
+    "BusClosedError\n"
+    "    The reservation has ended, or the producer is closed.");
+
+PyDoc_STRVAR(abort_doc,
+    "abort($self)\n--\n\n"
+    "Give the space back; nobody ever sees the record.\n\n"
+    "An exception in the ``with`` block does the same.\n\n"
+    "Raises\n------\n"
+    "BusClosedError\n"
+    "    The reservation has ended, or the producer is closed.");
+
+static PyMethodDef reservation_methods[] = {
+    {"resize", (PyCFunction)(void (*)(void))reservation_resize, METH_VARARGS,
+     resize_doc},
+    {"commit", (PyCFunction)(void (*)(void))reservation_commit, METH_NOARGS,
+     commit_doc},
+    {"abort", (PyCFunction)(void (*)(void))reservation_abort, METH_NOARGS,
+     abort_doc},
+    {"__enter__", (PyCFunction)(void (*)(void))reservation_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))reservation_exit, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef slot_getset[] = {
-    {"score", (getter)slot_get_score, (setter)slot_set_score, "The reward, 0.0 unless set.", NULL},
-    {"policy_version", (getter)slot_get_policy_version, (setter)slot_set_policy_version,
+static PyGetSetDef reservation_getset[] = {
+    {"score", (getter)reservation_get_score, (setter)reservation_set_score, "The reward, 0.0 unless set.", NULL},
+    {"policy_version", (getter)reservation_get_policy_version, (setter)reservation_set_policy_version,
      "The policy that sampled it, 0 unless set.", NULL},
-    {"meta", NULL, (setter)slot_set_meta,
+    {"meta", NULL, (setter)reservation_set_meta,
      "Whatever msgspec can encode, within reserve's meta_room; it can be set, not read.", NULL},
-    {"ended", (getter)slot_get_ended, NULL, "Whether it was committed or aborted.", NULL},
+    {"ended", (getter)reservation_get_ended, NULL, "Whether it was committed or aborted.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyMemberDef slot_members[] = {
-    {"fields", T_OBJECT_EX, offsetof(SlotObject, names), READONLY,
+static PyMemberDef reservation_members[] = {
+    {"fields", T_OBJECT_EX, offsetof(ReservationObject, names), READONLY,
      "The names of its arrays."},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyMappingMethods slot_mapping = {.mp_subscript = (binaryfunc)slot_get,
-                                        .mp_ass_subscript = (objobjargproc)slot_assign};
+static PyMappingMethods reservation_mapping = {.mp_subscript = (binaryfunc)reservation_get,
+                                        .mp_ass_subscript = (objobjargproc)reservation_assign};
 
-PyTypeObject SlotType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Slot",
-    .tp_basicsize = sizeof(SlotObject),
-    .tp_dealloc = (destructor)slot_dealloc,
+PyTypeObject ReservationType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Reservation",
+    .tp_basicsize = sizeof(ReservationObject),
+    .tp_dealloc = (destructor)reservation_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "A reservation: slot[name] is a writable view of the ring until commit or abort.",
-    .tp_methods = slot_methods,
-    .tp_getset = slot_getset,
-    .tp_members = slot_members,
-    .tp_as_mapping = &slot_mapping,
+    .tp_doc = reservation_doc,
+    .tp_methods = reservation_methods,
+    .tp_getset = reservation_getset,
+    .tp_members = reservation_members,
+    .tp_as_mapping = &reservation_mapping,
 };
 
-void writer_abort_open(WriterObject *self) {
+void py_writer_abort_open(WriterObject *self) {
     while (self->open != NULL) {
-        slot_finish(self->open, false);
+        reservation_finish(self->open, false);
     }
 }

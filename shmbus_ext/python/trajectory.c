@@ -360,13 +360,84 @@ static PyObject *trajectory_repr(TrajectoryObject *self) {
     return text;
 }
 
+PyDoc_STRVAR(trajectory_doc,
+    "One trajectory, read from the ring; ``trajectory[name]`` is a read-only view of a field.\n\n"
+    "A view keeps the record's space for as long as the view lives, also after the acknowledgement\n"
+    "and after the end of the consumer. Views cannot be taken after the acknowledgement.\n\n"
+    "Attributes\n----------\n"
+    "instance_id : str\n"
+    "    The prompt's key.\n"
+    "index : int\n"
+    "    Which sample of its group, from 0.\n"
+    "group_size : int\n"
+    "    Samples in its group.\n"
+    "key : str or tuple of (str, int)\n"
+    "    What tells its group: instance_id, or (instance_id, epoch).\n"
+    "epoch : int or None\n"
+    "    The producer's epoch, where it gave one.\n"
+    "score : float\n"
+    "    The reward.\n"
+    "policy_version : int\n"
+    "    Version of the policy that sampled it.\n"
+    "sequence : int\n"
+    "    Its number among its producer's commits, from 0.\n"
+    "producer_id : int\n"
+    "    Its producer's number, unique on the bus.\n"
+    "committed_ns : int\n"
+    "    When it was committed: CLOCK_MONOTONIC, nanoseconds.\n"
+    "nbytes : int\n"
+    "    Bytes that it takes in the ring, header and padding included.\n"
+    "released : bool\n"
+    "    Whether it was acknowledged or dropped.\n"
+    "failed : bool\n"
+    "    Whether it reports that its sample failed; False for all that is delivered.\n"
+    "meta : object\n"
+    "    What the producer gave as meta, decoded when it is first read; None where it gave none.");
+
+PyDoc_STRVAR(keys_doc,
+    "keys($self)\n--\n\n"
+    "Return the names of the array fields.\n\n"
+    "Returns\n-------\n"
+    "tuple of str\n"
+    "    In the producer's order.");
+
+PyDoc_STRVAR(get_doc,
+    "get($self, name, default=None, /)\n--\n\n"
+    "Return a field's read-only view, or the default where there is no such field.\n\n"
+    "Parameters\n----------\n"
+    "name : str\n"
+    "    The field.\n"
+    "default : object, optional\n"
+    "    What to return where the trajectory has no such field.\n\n"
+    "Returns\n-------\n"
+    "numpy.ndarray\n"
+    "    A view of the ring, without a copy; or `default`.\n\n"
+    "Raises\n------\n"
+    "BusClosedError\n"
+    "    The trajectory was acknowledged or dropped, or its consumer is closed.\n"
+    "TypeError\n"
+    "    This process does not know the field's dtype.");
+
+PyDoc_STRVAR(shape_doc,
+    "shape($self, name, /)\n--\n\n"
+    "Return a field's shape without making a view; also after the acknowledgement.\n\n"
+    "Parameters\n----------\n"
+    "name : str\n"
+    "    The field.\n\n"
+    "Returns\n-------\n"
+    "tuple of int\n"
+    "    The sizes of its dimensions.\n\n"
+    "Raises\n------\n"
+    "KeyError\n"
+    "    The trajectory has no such field.");
+
 static PyMethodDef trajectory_methods[] = {
     {"keys", (PyCFunction)(void (*)(void))trajectory_keys, METH_NOARGS,
-     "keys()\n--\n\nThe names of the array fields, a tuple of str."},
+     keys_doc},
     {"get", (PyCFunction)(void (*)(void))trajectory_get_or, METH_VARARGS,
-     "get(name, default=None)\n--\n\nThe field's read-only view, or the default."},
+     get_doc},
     {"shape", (PyCFunction)(void (*)(void))trajectory_shape, METH_O,
-     "shape(name)\n--\n\nThe field's shape, a tuple of int, without making a view."},
+     shape_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -412,7 +483,7 @@ PyTypeObject TrajectoryType = {
     .tp_basicsize = sizeof(TrajectoryObject),
     .tp_dealloc = (destructor)trajectory_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "One trajectory, read from the ring; trajectory[name] is a read-only view.",
+    .tp_doc = trajectory_doc,
     .tp_methods = trajectory_methods,
     .tp_getset = trajectory_getset,
     .tp_members = trajectory_members,

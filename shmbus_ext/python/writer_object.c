@@ -1,35 +1,18 @@
 /* Writer: what shmbus.Producer is made of.
  *
- * Invariant: the interpreter lock serialises all calls on a lane; it is let go only while waiting
- * for space, while bytes are copied into a record that is already reserved, and when a call has
- * nothing left to do but to let the reader run. */
+ * Invariant: a writer is closed only after all copies into its lane have ended. Then its open
+ * reservations and batches are aborted, and only then is the lane given up. */
 #define _GNU_SOURCE
-#include "binding.h"
+#include "claim_room.h"
 
-#include <sched.h>
 #include <unistd.h>
 
-#include "ring/copy.h"
+#include "put_many.h"
+#include "reservation.h"
 #include "ring/doorbell.h"
 
-/* Copies above this are worth letting other threads run. */
-#define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)
-/* A waiting producer looks again after this at first, for space that it was not told of, and ever
- * more seldom, for signals and a writer that is closed under it. */
-#define FIRST_SLICE_NS INT64_C(2000000)
-#define WAIT_SLICE_NS INT64_C(100000000)
-/* Since the reader last looked: so long that handing it the processor costs little beside it. */
-#define LONG_SILENCE_NS UINT64_C(100000)
 /* Closing waits in steps of this for copies that other threads have under way. */
 #define CLOSE_POLL_US 50
-
-bool writer_usable(WriterObject *self) {
-    if (!self->attached || self->closing) {
-        PyErr_SetString(hooks.closed_error, "this Producer is closed; make a new one");
-        return false;
-    }
-    return segment_usable(self->segment, "Producer");
-}
 
 static int writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"segment", "label", "checksum", NULL};
@@ -65,165 +48,6 @@ static int writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
-static bool is_paused(const WriterObject *self) {
-    return atomic_load_explicit(&self->segment->c.header->paused, memory_order_acquire) != 0;
-}
-
-/* A paused bus is a full one, to those who want to write. */
-static enum writer_status try_claim(WriterObject *self, uint64_t bytes, struct reservation *at) {
-    if (is_paused(self) && bytes <= self->segment->c.record_limit) {
-        return WRITER_FULL;
-    }
-    return writer_claim(&self->c, bytes, at);
-}
-
-/* Lets the watchdog look at a wait that lasts; what it raises ends the wait. */
-static bool watch_wait(const WriterObject *self, double waited_s, double *next_watch_s) {
-    if (self->watch == NULL || waited_s < *next_watch_s) {
-        return true;
-    }
-    *next_watch_s = waited_s + self->watch_s;
-    PyObject *watch = Py_NewRef(self->watch);
-    PyObject *result = PyObject_CallFunction(watch, "d", waited_s);
-    Py_DECREF(watch);
-    Py_XDECREF(result);
-    return result != NULL;
-}
-
-/* One attempt, and where the bus is full, waiting as long as timeout_s allows. */
-bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s, struct reservation *at) {
-    enum writer_status status = try_claim(self, bytes, at);
-    if (status == WRITER_OK) {
-        return true;
-    }
-    struct segment *segment = &self->segment->c;
-    if (status == WRITER_TOO_LARGE) {
-        PyErr_Format(hooks.too_large_error,
-                     "bus '%U': a record takes at most %llu bytes, this one needs %llu; create the "
-                     "bus with a larger capacity (a record may take a quarter of it) or split the "
-                     "trajectory",
-                     self->segment->name, (unsigned long long)segment->record_limit,
-                     (unsigned long long)bytes);
-        return false;
-    }
-    uint64_t start = clock_monotonic_ns();
-    int64_t longest_ns = FIRST_SLICE_NS;
-    double next_watch_s = self->watch_s;
-    self->full_waits++;
-    for (;;) {
-        /* What is sealed can be freed, and a sleeping reader gets the chance to. */
-        writer_seal(&self->c);
-        uint32_t ticket = doorbell_want_space(segment->header);
-        doorbell_ring(segment->header);
-        if (try_claim(self, bytes, at) == WRITER_OK) {
-            return true;
-        }
-        double waited_s = (double)(clock_monotonic_ns() - start) / 1e9;
-        if (timeout_s >= 0 && waited_s >= timeout_s) {
-            raise_hook(hooks.full_error,
-                       Py_BuildValue("(OKd)", self->segment, (unsigned long long)bytes, waited_s));
-            return false;
-        }
-        int64_t slice_ns = longest_ns;
-        longest_ns = longest_ns * 2 < WAIT_SLICE_NS ? longest_ns * 2 : WAIT_SLICE_NS;
-        if (timeout_s >= 0 && (timeout_s - waited_s) * 1e9 < (double)slice_ns) {
-            slice_ns = (int64_t)((timeout_s - waited_s) * 1e9) + 1;
-        }
-        /* The writer may be closed meanwhile, by a signal handler too. */
-        Py_BEGIN_ALLOW_THREADS
-        doorbell_await_space(segment->header, ticket, slice_ns);
-        Py_END_ALLOW_THREADS
-        if (PyErr_CheckSignals() < 0 || !watch_wait(self, waited_s, &next_watch_s) ||
-            !writer_usable(self)) {
-            return false;
-        }
-    }
-}
-
-/* A processor that several processes share goes on with the one that it has: a reader that was just
- * woken, or has fallen behind, may wait there until the producers' time slices are over. So the
- * producer steps aside: at a wake-up after a long silence, and at the end of a run where the reader
- * has not looked for a while. Where nobody else wants the processor this is one short system call.
- * Not at every wake-up: a producer and a reader on one processor would hand it to and fro for every
- * record. */
-void writer_tell_reader(WriterObject *self) {
-    struct bus_header *header = self->segment->c.header;
-    bool woken = doorbell_ring(header);
-    if (woken) {
-        uint64_t seen_ns = atomic_load_explicit(&header->collector_seen_ns, memory_order_relaxed);
-        woken = clock_monotonic_ns() - seen_ns > LONG_SILENCE_NS;
-    }
-    if (woken || self->c.ahead) {
-        self->c.ahead = false;
-        Py_BEGIN_ALLOW_THREADS
-        sched_yield();
-        Py_END_ALLOW_THREADS
-    }
-}
-
-static void copy_payload(const WriterObject *self, const struct put_arguments *arguments,
-                         uint8_t *record) {
-    const struct record_spec *spec = &arguments->spec;
-    /* A checksum reads it all again. */
-    bool non_temporal =
-        (self->flags & SHMBUS_FLAG_PAYLOAD_CRC) == 0 &&
-        atomic_load_explicit(&self->segment->c.header->gathered, memory_order_relaxed) != 0;
-    if (spec->meta_bytes > 0) {
-        memcpy(record + spec->meta_offset, PyBytes_AS_STRING(arguments->meta_encoded),
-               spec->meta_bytes);
-    }
-    const uint64_t *shape = spec->shape;
-    for (uint32_t i = 0; i < arguments->array_count; i++) {
-        const void *data = PyArray_DATA(arguments->arrays[i]);
-        if (non_temporal) {
-            copy_past_caches(record + shape[0], data, arguments->field_bytes[i]);
-        } else {
-            memcpy(record + shape[0], data, arguments->field_bytes[i]);
-        }
-        shape += 1 + arguments->field_ndim[i];
-    }
-    if (non_temporal) {
-        copy_fence();
-    }
-}
-
-void writer_write_head(WriterObject *self, const struct put_arguments *arguments,
-                       const struct reservation *at) {
-    record_write_frame(at->record, &at->place, at->bytes, self->c.producer_id, self->c.slot_index,
-                       self->flags | arguments->spec.flags);
-    record_write_body(at->record, &arguments->spec);
-}
-
-/* Lets other threads run; the writer is not closed before this is done. */
-static void copy_unlocked(WriterObject *self, const struct put_arguments *arguments,
-                          const struct reservation *at) {
-    self->busy++;
-    Py_BEGIN_ALLOW_THREADS
-    copy_payload(self, arguments, (uint8_t *)at->record);
-    Py_END_ALLOW_THREADS
-    self->busy--;
-}
-
-/* Arguments are finished. Copies the trajectory into the ring and commits it. */
-static bool put_one(WriterObject *self, struct put_arguments *arguments, double timeout_s) {
-    struct reservation at;
-    if (!writer_claim_room(self, arguments->spec.record_bytes, timeout_s, &at)) {
-        return false;
-    }
-    writer_write_head(self, arguments, &at);
-    if (arguments->spec.record_bytes < RELEASE_LOCK_BYTES) {
-        copy_payload(self, arguments, (uint8_t *)at.record);
-        writer_publish(&self->c, &at);
-    } else {
-        /* Reserved first, so that another thread's record can go behind it meanwhile. */
-        writer_reserve(&self->c, &at);
-        copy_unlocked(self, arguments, &at);
-        writer_commit(&self->c, &at);
-    }
-    self->bytes += at.bytes;
-    return true;
-}
-
 static bool take_call(struct put_arguments *arguments, PyObject *const *args, Py_ssize_t count,
                       PyObject *kwnames) {
     if (count > 1) {
@@ -247,7 +71,7 @@ static bool take_call(struct put_arguments *arguments, PyObject *const *args, Py
 
 static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                           PyObject *kwnames, uint32_t flags) {
-    if (!writer_usable(self)) {
+    if (!py_writer_usable(self)) {
         return NULL;
     }
     struct put_arguments arguments;
@@ -255,13 +79,13 @@ static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t 
     arguments.spec.flags = flags;
     bool done = take_call(&arguments, args, count, kwnames) &&
                 arguments_finish(&arguments, &self->schemas) &&
-                writer_usable(self); /* encoding may have let another thread close it */
-    done = done && put_one(self, &arguments, arguments.timeout_s);
+                py_writer_usable(self) && /* encoding may have let another thread close it */
+                py_writer_put_one(self, &arguments);
     arguments_end(&arguments);
     if (!done) {
         return NULL;
     }
-    writer_tell_reader(self);
+    py_writer_tell_reader(self);
     Py_RETURN_NONE;
 }
 
@@ -282,182 +106,10 @@ static PyObject *writer_fail_unsized(WriterObject *self, PyObject *const *args, 
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE);
 }
 
-/* Says on the exception that is set how many items were put before it. */
-static void note_accepted(Py_ssize_t done) {
-    PyObject *error = set_aside_error();
-    PyObject *accepted = PyLong_FromSsize_t(done);
-    if (accepted == NULL || PyObject_SetAttrString(error, "accepted", accepted) < 0) {
-        PyErr_Clear();
-    }
-    Py_XDECREF(accepted);
-    restore_error(error);
-}
-
-/* Items of one put_many that are in the ring, reserved and filled, and not committed. */
-struct batch {
-    struct reservation *at;
-    Py_ssize_t open;
-    Py_ssize_t committed;
-    struct batch *next;
-};
-
-static void batch_commit(WriterObject *self, struct batch *batch) {
-    for (Py_ssize_t i = 0; i < batch->open; i++) {
-        writer_commit(&self->c, &batch->at[i]);
-        self->bytes += batch->at[i].bytes;
-    }
-    batch->committed += batch->open;
-    batch->open = 0;
-}
-
-static void batch_abort(WriterObject *self, struct batch *batch) {
-    for (Py_ssize_t i = 0; i < batch->open; i++) {
-        writer_abort(&self->c, &batch->at[i]);
-    }
-    batch->open = 0;
-}
-
-/* Say which of the items it was, where the message is one of ours. */
-static void name_item(Py_ssize_t at) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    if (type == PyExc_TypeError || type == PyExc_ValueError || type == hooks.too_large_error) {
-        PyErr_NormalizeException(&type, &value, &traceback);
-        PyErr_Format(type, "put_many: item %zd: %S", at, value);
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(traceback);
-        return;
-    }
-    PyErr_Restore(type, value, traceback);
-}
-
-static bool parse_item(WriterObject *self, struct put_arguments *arguments, PyObject *items,
-                       Py_ssize_t at) {
-    arguments_begin(arguments);
-    struct reservation unused;
-    bool good = arguments_take_mapping(arguments, PyList_GET_ITEM(items, at)) &&
-                arguments_finish(arguments, &self->schemas) && writer_usable(self) &&
-                (arguments->spec.record_bytes <= self->segment->c.record_limit ||
-                 writer_claim_room(self, arguments->spec.record_bytes, 0.0, &unused));
-    if (!good) {
-        name_item(at);
-    }
-    return good;
-}
-
-/* The bus is full: what is reserved must be committed before anybody can make room. So the rest is
- * checked now, since a bad item leaves the bus as it was. */
-static bool batch_make_way(WriterObject *self, struct batch *batch, PyObject *items,
-                           Py_ssize_t from) {
-    for (Py_ssize_t i = from; i < PyList_GET_SIZE(items); i++) {
-        struct put_arguments arguments;
-        bool good = parse_item(self, &arguments, items, i);
-        arguments_end(&arguments);
-        if (!good) {
-            return false;
-        }
-    }
-    batch_commit(self, batch);
-    doorbell_ring(self->segment->c.header);
-    return true;
-}
-
-static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, Py_ssize_t at,
-                      double deadline_s) {
-    struct put_arguments arguments;
-    struct reservation *to = &batch->at[batch->open];
-    bool good = parse_item(self, &arguments, items, at);
-    if (good && try_claim(self, arguments.spec.record_bytes, to) != WRITER_OK) {
-        double left_s = -1.0;
-        good = batch->committed > 0 || batch_make_way(self, batch, items, at + 1);
-        if (good && batch->open > 0) {
-            batch_commit(self, batch);
-        }
-        to = &batch->at[0];
-        if (deadline_s >= 0) {
-            left_s = deadline_s - (double)clock_monotonic_ns() / 1e9;
-            left_s = left_s < 0 ? 0 : left_s;
-        }
-        good = good && writer_claim_room(self, arguments.spec.record_bytes, left_s, to);
-    }
-    if (good) {
-        writer_write_head(self, &arguments, to);
-        writer_reserve(&self->c, to);
-        batch->open++;
-        if (to->bytes < RELEASE_LOCK_BYTES) {
-            copy_payload(self, &arguments, (uint8_t *)to->record);
-        } else {
-            copy_unlocked(self, &arguments, to);
-        }
-    }
-    arguments_end(&arguments);
-    return good;
-}
-
-static void forget_batch(WriterObject *self, const struct batch *batch) {
-    struct batch **place = &self->batches;
-    while (*place != batch) {
-        place = &(*place)->next;
-    }
-    *place = batch->next;
-}
-
-/* put_many(items: list[dict], timeout=None) -> records put. A full bus raises with .accepted set. */
-static PyObject *writer_put_many(WriterObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"items", "timeout", NULL};
-    PyObject *sequence, *timeout = Py_None;
-    double timeout_s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$O", names, &sequence, &timeout) ||
-        !parse_timeout(timeout, &timeout_s) || !writer_usable(self)) {
-        return NULL;
-    }
-    if (Py_TYPE(sequence)->tp_iter == NULL && !PySequence_Check(sequence)) {
-        PyErr_Format(PyExc_TypeError,
-                     "put_many: expected an iterable of dicts of put's arguments, got %.100s",
-                     Py_TYPE(sequence)->tp_name);
-        return NULL;
-    }
-    PyObject *items = PySequence_List(sequence);
-    if (items == NULL) {
-        return NULL;
-    }
-    double deadline_s =
-        timeout_s < 0 ? -1.0 : (double)clock_monotonic_ns() / 1e9 + timeout_s;
-    Py_ssize_t count = PyList_GET_SIZE(items);
-    struct batch batch = {PyMem_Malloc((size_t)(count + 1) * sizeof *batch.at), 0, 0,
-                          self->batches};
-    bool good = batch.at != NULL;
-    if (!good) {
-        PyErr_NoMemory();
-    }
-    self->batches = &batch;
-    for (Py_ssize_t i = 0; good && i < count; i++) {
-        good = batch_add(self, &batch, items, i, deadline_s);
-    }
-    forget_batch(self, &batch);
-    bool alive = self->attached && !self->segment->handle_closed;
-    if (good || (alive && batch.committed > 0)) {
-        batch_commit(self, &batch);
-    } else if (alive) {
-        batch_abort(self, &batch);
-    }
-    if (alive) {
-        writer_tell_reader(self);
-    }
-    PyMem_Free(batch.at);
-    Py_DECREF(items);
-    if (!good) {
-        note_accepted(batch.committed);
-        return NULL;
-    }
-    return PyLong_FromSsize_t(batch.committed);
-}
-
 /* Announces the wish for space; try again after it, and then await_space with the ticket. */
 static PyObject *writer_want_space(WriterObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!writer_usable(self)) {
+    if (!py_writer_usable(self)) {
         return NULL;
     }
     writer_seal(&self->c);
@@ -470,12 +122,12 @@ static PyObject *writer_want_space(WriterObject *self, PyObject *ignored) {
 static PyObject *writer_await_space(WriterObject *self, PyObject *args) {
     double timeout_s;
     unsigned int ticket;
-    if (!PyArg_ParseTuple(args, "Id", &ticket, &timeout_s) || !writer_usable(self)) {
+    if (!PyArg_ParseTuple(args, "Id", &ticket, &timeout_s) || !py_writer_usable(self)) {
         return NULL;
     }
     struct bus_header *header = self->segment->c.header;
-    int64_t slice_ns = timeout_s < 0 || timeout_s * 1e9 > (double)WAIT_SLICE_NS
-                           ? WAIT_SLICE_NS
+    int64_t slice_ns = timeout_s < 0 || timeout_s * 1e9 > (double)SPACE_SLICE_NS
+                           ? SPACE_SLICE_NS
                            : (int64_t)(timeout_s * 1e9);
     SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
     Py_BEGIN_ALLOW_THREADS
@@ -504,10 +156,8 @@ static void writer_end(WriterObject *self) {
         return;
     }
     self->attached = false;
-    for (struct batch *batch = self->batches; batch != NULL; batch = batch->next) {
-        batch_abort(self, batch);
-    }
-    writer_abort_open(self);
+    py_writer_abort_batches(self);
+    py_writer_abort_open(self);
     writer_close(&self->c);
     segment_release_handle(self->segment);
 }
@@ -553,24 +203,95 @@ static PyObject *writer_get_closed(WriterObject *self, void *ignored) {
                            self->segment->generation != fork_generation);
 }
 
+PyDoc_STRVAR(put_doc,
+    "put($self, instance_id, *, group_size, index, "
+    "score=0.0, policy_version=0, epoch=None, meta=None, timeout=None, **arrays)\n--\n\n"
+    "Copy one trajectory into the ring and commit it.\n\n"
+    "The consumer finds all of a record or nothing of it. When this returns, the arrays are the\n"
+    "caller's again, and the record outlives this process.\n\n"
+    "Parameters\n----------\n"
+    "instance_id : str\n"
+    "    The prompt's key, 1 to 255 bytes of UTF-8. The samples of one key form a group, whoever\n"
+    "    puts them.\n"
+    "group_size : int\n"
+    "    Samples in a complete group, 1 to 16384; the same for every sample of it.\n"
+    "index : int\n"
+    "    Which sample of its group this is, 0 to group_size - 1. Of several with one index the\n"
+    "    first is kept, the others are dropped as duplicates.\n"
+    "score : float, default 0.0\n"
+    "    The reward; finite.\n"
+    "policy_version : int, default 0\n"
+    "    Version of the policy that sampled it, 0 or more. A consumer's `max_policy_lag` compares\n"
+    "    it with the trainer's current version, which `Producer.policy_version` reads.\n"
+    "epoch : int, optional\n"
+    "    Which repetition of the prompt this is, 0 or more. With an epoch, (instance_id, epoch)\n"
+    "    is the group's key, and a sample of a group that was complete before is dropped as\n"
+    "    surplus. Without one, such a sample begins the prompt's next group.\n"
+    "meta : object, optional\n"
+    "    Whatever msgspec can encode as MessagePack, for the reader of the trajectory.\n"
+    "timeout : float, optional\n"
+    "    Seconds to wait for space while the bus is full or paused: None waits for ever, 0 does\n"
+    "    not wait.\n"
+    "**arrays : array\n"
+    "    The payload, at most 64 fields; each keyword is a field's name, 1 to 255 bytes of UTF-8.\n"
+    "    A value is a NumPy array, or exports one: a CPU tensor, a memoryview, an array.array.\n"
+    "    Any shape of at most 32 dimensions, any dtype of fixed size. One that is not\n"
+    "    C-contiguous is copied into that order first.\n\n"
+    "Raises\n------\n"
+    "TypeError\n"
+    "    An argument is missing or has the wrong type, a value is no array (a list has no dtype),\n"
+    "    a dtype holds Python objects, or msgspec cannot encode meta.\n"
+    "ValueError\n"
+    "    An argument is out of range, the score is not finite, or there are too many fields or\n"
+    "    dimensions.\n"
+    "RecordTooLargeError\n"
+    "    The record is larger than `Producer.record_limit`, a quarter of the bus; also a\n"
+    "    ValueError.\n"
+    "BusFullError\n"
+    "    There was no space within the timeout; the message names who holds it.\n"
+    "BusClosedError\n"
+    "    The producer is closed, was made before a fork, or was closed during the wait.\n"
+    "StallError\n"
+    "    Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall=\"raise\"``.\n\n"
+    "Notes\n-----\n"
+    "This blocks for space only: until a consumer acknowledges groups, or somebody resumes the\n"
+    "bus. Other threads run during the wait, and signals are handled: what a handler raises, such\n"
+    "as KeyboardInterrupt, ends it. `aput` does not block an event loop.\n\n"
+    "After an exception nothing of the trajectory is in the ring, and it can be put again.\n\n"
+    "Several threads may call this at the same time. While 256 KiB or more are copied other\n"
+    "threads run; the arrays must not change before the call returns.\n\n"
+    "Examples\n--------\n"
+    ">>> import numpy as np\n"
+    ">>> import shmbus\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), shmbus.Producer(\"run1\") as producer:\n"
+    "...     producer.put(\"gsm8k-17\", group_size=1, index=0, score=1.0, meta={\"env\": \"gsm8k\"},\n"
+    "...                  tokens=np.arange(5, dtype=np.int32))\n"
+    "...     with shmbus.Consumer(\"run1\") as consumer:\n"
+    "...         [group] = consumer.take(timeout=10.0)\n"
+    "...         print(group[0][\"tokens\"], group[0].score, group[0].meta)\n"
+    "...         group.ack()\n"
+    "[0 1 2 3 4] 1.0 {'env': 'gsm8k'}");
+
+PyDoc_STRVAR(close_doc,
+    "close($self)\n--\n\n"
+    "Abort open reservations and leave the bus; what was committed stays.\n\n"
+    "Copies that other threads have under way end first. A second call does nothing.");
+
 static PyMethodDef writer_methods[] = {
     {"put", (PyCFunction)(void (*)(void))writer_put, METH_FASTCALL | METH_KEYWORDS,
-     "put(instance_id, *, group_size, index, score=0.0, policy_version=0, epoch=None, meta=None,\n"
-     "    timeout=None, **arrays)\n--\n\n"
-     "Copy one trajectory into the ring and commit it; see shmbus.Producer."},
-    {"put_many", (PyCFunction)(void (*)(void))writer_put_many, METH_VARARGS | METH_KEYWORDS,
-     "put_many(items, *, timeout=None)\n--\n\n"
-     "Put a list of dicts of put's arguments; see shmbus.Producer."},
+     put_doc},
+    {"put_many", (PyCFunction)(void (*)(void))py_writer_put_many, METH_VARARGS | METH_KEYWORDS,
+     py_writer_put_many_doc},
     {"_fail", (PyCFunction)(void (*)(void))writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL},
     {"_fail_unsized", (PyCFunction)(void (*)(void))writer_fail_unsized,
      METH_FASTCALL | METH_KEYWORDS, NULL},
-    {"_reserve", (PyCFunction)(void (*)(void))writer_reserve_slot, METH_VARARGS, NULL},
+    {"_reserve", (PyCFunction)(void (*)(void))py_writer_reserve, METH_VARARGS, NULL},
     {"_want_space", (PyCFunction)(void (*)(void))writer_want_space, METH_NOARGS, NULL},
     {"_await_space", (PyCFunction)(void (*)(void))writer_await_space, METH_VARARGS, NULL},
     {"_watch_waits", (PyCFunction)(void (*)(void))writer_watch_waits, METH_VARARGS, NULL},
     {"_counts", (PyCFunction)(void (*)(void))writer_counts, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))writer_py_close, METH_NOARGS,
-     "close()\n--\n\nAbort open reservations and leave the bus; what was committed stays."},
+     close_doc},
     {NULL, NULL, 0, NULL},
 };
 
