@@ -488,6 +488,13 @@ class Producer(_core.Writer):
         -------
         bool
             False where the time was over first.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `below` is no number, or out of its range; or `timeout` is.
+        StallError
+            As for `put`.
         """
         check_timeout(timeout)
         if isinstance(below, bool) or not isinstance(below, SECONDS):
@@ -522,7 +529,13 @@ class Producer(_core.Writer):
         return self._segment.record_limit
 
     def stats(self) -> ProducerStats:
-        """Return what this Producer has done since it attached."""
+        """Return what this Producer has done since it attached.
+
+        Returns
+        -------
+        ProducerStats
+            Its own counts; `Bus.stats` has those of all producers.
+        """
         return ProducerStats(self.producer_id, *self._counts())
 
     def __enter__(self) -> Producer:

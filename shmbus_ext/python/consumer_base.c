@@ -124,6 +124,7 @@ PyTypeObject ConsumerBaseType = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_traverse = (traverseproc)consumer_traverse,
     .tp_clear = (inquiry)consumer_clear,
+    .tp_doc = "``take``; what it does not know it leaves to ``_take`` of the subclass.",
     .tp_methods = consumer_methods,
     .tp_members = consumer_members,
     .tp_new = PyType_GenericNew,

@@ -467,7 +467,18 @@ class OnlineDataHandler(IterableDataset[Batch]):
         del self._out[batch.step]
 
     def give_back(self, batch: Batch) -> None:
-        """Return a batch that was not trained on; its groups are the next to be delivered."""
+        """Return a batch that was not trained on; its groups are the next to be delivered.
+
+        Parameters
+        ----------
+        batch : Batch
+            One that this handler yielded, and that is neither acknowledged nor given back.
+
+        Raises
+        ------
+        ProtocolError
+            It was acknowledged or given back before, or is another handler's.
+        """
         self._require_out(batch, "give back")
         # Not to the consumer: groups that are held here would be delivered before them.
         self._hold_first(batch)
@@ -519,7 +530,12 @@ class OnlineDataHandler(IterableDataset[Batch]):
         """Return what a checkpoint needs to neither repeat nor skip a trajectory.
 
         Batches that were yielded count as trained, acknowledged or not, as for torch's
-        StatefulDataLoader. Plain ints, strs and lists, for any serialiser.
+        StatefulDataLoader.
+
+        Returns
+        -------
+        dict
+            Plain ints, strs and lists, for any serialiser.
         """
         with self._guard():
             trained = set(self._trained)
@@ -554,7 +570,13 @@ class OnlineDataHandler(IterableDataset[Batch]):
             self._held.keep(left.__contains__)
 
     def stats(self) -> shmbus.Ledger:
-        """Return the ledger of the bus."""
+        """Return the ledger of the bus.
+
+        Returns
+        -------
+        Ledger
+            Where every trajectory ever committed is now.
+        """
         return self._consumer.stats()
 
     def close(self) -> None:
