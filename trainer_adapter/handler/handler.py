@@ -473,11 +473,6 @@ class OnlineDataHandler(IterableDataset[Batch]):
         ----------
         batch : Batch
             One that this handler yielded, and that is neither acknowledged nor given back.
-
-        Raises
-        ------
-        ProtocolError
-            It was acknowledged or given back before, or is another handler's.
         """
         self._require_out(batch, "give back")
         # Not to the consumer: groups that are held here would be delivered before them.
@@ -530,12 +525,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         """Return what a checkpoint needs to neither repeat nor skip a trajectory.
 
         Batches that were yielded count as trained, acknowledged or not, as for torch's
-        StatefulDataLoader.
-
-        Returns
-        -------
-        dict
-            Plain ints, strs and lists, for any serialiser.
+        StatefulDataLoader. Plain ints, strs and lists, for any serialiser.
         """
         with self._guard():
             trained = set(self._trained)
@@ -570,13 +560,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             self._held.keep(left.__contains__)
 
     def stats(self) -> shmbus.Ledger:
-        """Return the ledger of the bus.
-
-        Returns
-        -------
-        Ledger
-            Where every trajectory ever committed is now.
-        """
+        """Return the ledger of the bus."""
         return self._consumer.stats()
 
     def close(self) -> None:
