@@ -459,8 +459,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
         Notes
         -----
-        To lose nothing when the trainer goes back to a checkpoint, take ``state_dict()`` and save
-        it before the batches that it covers are acknowledged.
+        To lose nothing, save ``state_dict()`` before the batches that it covers are acknowledged.
         """
         self._require_out(batch, "ack")
         self._consumer.ack(batch.groups)
