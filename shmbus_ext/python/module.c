@@ -3,7 +3,7 @@
 #include "binding.h"
 
 #include "ring/checksum.h"
-#include "ring/doorbell.h"
+#include "ring/clock.h"
 
 struct hooks hooks;
 bool segment_init_fork(void);

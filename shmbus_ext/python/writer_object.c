@@ -9,6 +9,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include "ring/clock.h"
 #include "ring/copy.h"
 #include "ring/doorbell.h"
 
