@@ -12,6 +12,7 @@
 #include <errno.h>
 
 #include "ring/extents.h"
+#include "ring/file_lock.h"
 #include "take.h"
 #include "client_lease.h"
 

@@ -8,6 +8,7 @@
 
 #include <sched.h>
 
+#include "ring/clock.h"
 #include "ring/copy.h"
 #include "ring/doorbell.h"
 

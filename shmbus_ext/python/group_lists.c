@@ -6,7 +6,7 @@
  * - Entries are leased in the order in which they became ready; one given back is the next. */
 #include "take.h"
 
-#include "ring/doorbell.h"
+#include "ring/clock.h"
 
 GroupEntryObject *row_new(const struct row *row, PyObject *key) {
     GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);

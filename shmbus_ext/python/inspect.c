@@ -9,6 +9,8 @@
 #include <errno.h>
 #include <unistd.h>
 
+#include "ring/file_lock.h"
+
 /* ---- the layout ---- */
 
 struct field_note {

@@ -4,7 +4,7 @@
 
 #include "reservation.h"
 #include "ring/checksum.h"
-#include "ring/doorbell.h"
+#include "ring/clock.h"
 
 struct hooks hooks;
 bool segment_init_fork(void);

@@ -4,6 +4,7 @@
  * committed is in `batches` of its writer, which closing aborts. */
 #include "put_many.h"
 
+#include "ring/clock.h"
 #include "ring/doorbell.h"
 
 /* Says on the exception that is set how many items were put before it. */

@@ -7,7 +7,13 @@
 
 #include <sched.h>
 
+#include "ring/attach.h"
+#include "ring/clock.h"
+#include "ring/count.h"
 #include "ring/doorbell.h"
+#include "ring/file_lock.h"
+#include "ring/intent_log.h"
+#include "ring/reclaim.h"
 
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
@@ -289,7 +295,7 @@ static PyObject *reader_py_release(ReaderObject *self, PyObject *args) {
         refs[i] = &((TrajectoryObject *)PyList_GET_ITEM(items, i))->ref;
     }
     if (count > 0) {
-        reader_release(&self->c, refs, (uint32_t)count, (enum shmbus_reason)reason);
+        intent_log_release(self->c.segment, refs, (uint32_t)count, (enum shmbus_reason)reason);
     }
     if (refs != few) {
         PyMem_Free((void *)refs);

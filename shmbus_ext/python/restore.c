@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "ring/doorbell.h"
+#include "ring/file_lock.h"
 
 typedef struct {
     PyObject_HEAD

@@ -1,7 +1,7 @@
 /* The table of wanted samples, for shmbus.stash.retries (the collector's side) and shmbus.Producer. */
 #include "binding.h"
 
-#include "ring/doorbell.h"
+#include "ring/clock.h"
 #include "ring/retry_table.h"
 
 static bool take_segment(PyObject *object, SegmentObject **segment) {

@@ -5,7 +5,9 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include "ring/clock.h"
 #include "ring/doorbell.h"
+#include "ring/file_lock.h"
 
 uint32_t fork_generation;
 static SegmentObject *all_segments;

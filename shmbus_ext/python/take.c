@@ -10,7 +10,7 @@
 
 #include <math.h>
 
-#include "ring/doorbell.h"
+#include "ring/clock.h"
 
 /* A wait is never shorter: what is due in less may as well be due then. */
 #define SHORTEST_WAIT_S 1e-4

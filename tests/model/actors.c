@@ -169,7 +169,7 @@ static void acknowledge(struct actor *self) {
         refs[i] = &self->held[i];
     }
     ghost_begin_ack((const uint64_t (*)[2])self->keys, n);
-    reader_release(&self->reader, refs, n, SHMBUS_ACKED);
+    intent_log_release(self->reader.segment, refs, n, SHMBUS_ACKED);
     ghost_acked((const uint64_t (*)[2])self->keys, n);
     for (unsigned i = 0; i < n; i++) {
         reader_let_go(&self->reader, &self->held[i]);
