@@ -1,8 +1,8 @@
 /* The extension module: its types, the constants that Python shares with C, and the hooks. */
 #define SHMBUS_IMPORTS_NUMPY
-#include "binding.h"
+#include "python/binding.h"
 
-#include "reservation.h"
+#include "python/put/reservation.h"
 #include "ring/checksum.h"
 #include "ring/clock.h"
 
