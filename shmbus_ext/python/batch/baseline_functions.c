@@ -3,7 +3,7 @@
  * Invariant: sizes are checked against the scores before anything is read by them. */
 #include "python/batch/field_lookup.h"
 
-bool baseline_of_tuple(PyObject *tuple, struct baseline *rule) {
+bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule) {
     int kind, bessel;
     if (!PyArg_ParseTuple(tuple, "ipd", &kind, &bessel, &rule->eps)) {
         return false;
@@ -36,12 +36,12 @@ static PyObject *py_relative_scores(PyObject *module, PyObject *args) {
     const double *scores;
     const int64_t *sizes;
     if (!PyArg_ParseTuple(args, "OOO!", &arrays[0], &arrays[1], &PyTuple_Type, &tuple) ||
-        !baseline_of_tuple(tuple, &rule)) {
+        !py_baseline_of_tuple(tuple, &rule)) {
         return NULL;
     }
-    uint64_t samples = array_elements(arrays[0]), groups = array_elements(arrays[1]);
-    if (!check_array(arrays[0], "scores", NPY_FLOAT64, samples, false, &scores) ||
-        !check_array(arrays[1], "sizes", NPY_INT64, groups, false, &sizes)) {
+    uint64_t samples = py_array_elements(arrays[0]), groups = py_array_elements(arrays[1]);
+    if (!py_check_array(arrays[0], "scores", NPY_FLOAT64, samples, false, &scores) ||
+        !py_check_array(arrays[1], "sizes", NPY_INT64, groups, false, &sizes)) {
         return NULL;
     }
     if (!sizes_fit(sizes, groups, samples) || !relative_fits(scores, samples)) {
@@ -63,7 +63,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-bool relative_add_functions(PyObject *module) {
+bool py_baseline_add_functions(PyObject *module) {
     PyObject *most = PyFloat_FromDouble(BASELINE_MAX_SCORE);
     bool added = most != NULL && PyModule_AddObjectRef(module, "BASELINE_MAX_SCORE", most) == 0;
     Py_XDECREF(most);

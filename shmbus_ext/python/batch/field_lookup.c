@@ -46,7 +46,7 @@ static bool check_mask(const struct source *source, PyObject *name) {
     return field_error(source->trajectory, name, "finite numbers", got);
 }
 
-bool check_payload(const struct source *source, PyObject *const *names) {
+bool py_check_payload(const struct source *source, PyObject *const *names) {
     return (source->kinds[FIELD_TOKENS] != ELEMENT_U64 ||
             check_range(source, names[FIELD_TOKENS])) &&
            (source->data[FIELD_MASK] == NULL || check_mask(source, names[FIELD_MASK]));
@@ -57,7 +57,7 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
     lookup->schema = NULL;
     lookup->signature = 0;
     for (int f = 0; f < FIELDS; f++) {
-        int at = names[f] == Py_None ? -1 : schema_find(t->schema, names[f]);
+        int at = names[f] == Py_None ? -1 : py_schema_find(t->schema, names[f]);
         lookup->shape_at[f] = NO_FIELD;
         lookup->signature = lookup->signature << 8 | 0xff;
         if (at < 0) {
@@ -69,7 +69,7 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
             }
             continue;
         }
-        if (schema_dtype(t->schema, at) == NULL) {
+        if (py_schema_dtype(t->schema, at) == NULL) {
             return false;
         }
         uint8_t kind = lookup->kinds[f] = t->schema->kinds[at];
@@ -98,13 +98,13 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
     return true;
 }
 
-bool length_error(const struct source *source, uint64_t length, PyObject *name) {
+bool py_length_error(const struct source *source, uint64_t length, PyObject *name) {
     return field_error(source->trajectory, name, "as many elements as tokens",
                        PyUnicode_FromFormat("%llu, tokens has %llu", (unsigned long long)length,
                                             (unsigned long long)source->length));
 }
 
-bool look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names) {
+bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
         PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
                      Py_TYPE(item)->tp_name);
@@ -113,11 +113,11 @@ bool look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names) 
     TrajectoryObject *t = (TrajectoryObject *)item;
     /* A dtype that is met for the first time is made by Python code, which may drop anything. */
     Py_INCREF(t);
-    bool good = trajectory_readable(t) &&
+    bool good = py_trajectory_readable(t) &&
                 (lookup->schema == t->schema ||
-                 (look_up(lookup, t, names) && trajectory_readable(t)));
+                 (look_up(lookup, t, names) && py_trajectory_readable(t)));
     if (good && lookup->reader != t->reader) {
-        holder_note_gathering(t->reader);
+        py_holder_note_packing(t->reader);
     }
     lookup->reader = good ? t->reader : NULL;
     Py_DECREF(t);
@@ -127,27 +127,27 @@ bool look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names) 
 /* Thousands of trajectories are in no near cache, and each is looked at for a moment. */
 #define AHEAD 6
 
-void prefetch_trajectory(const PyObject *item) {
+void py_prefetch_trajectory(const PyObject *item) {
     for (size_t at = 0; at < offsetof(TrajectoryObject, pin); at += SHMBUS_RECORD_ALIGN) {
         __builtin_prefetch((const char *)item + at);
     }
 }
 
-bool find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
+bool py_find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
     struct lookup lookup = {.schema = NULL};
     Py_ssize_t count = PyList_GET_SIZE(items);
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + AHEAD < count) {
-            prefetch_trajectory(PyList_GET_ITEM(items, i + AHEAD));
+            py_prefetch_trajectory(PyList_GET_ITEM(items, i + AHEAD));
         }
-        if (!find_source(&lookup, PyList_GET_ITEM(items, i), names, &sources[i])) {
+        if (!py_find_source(&lookup, PyList_GET_ITEM(items, i), names, &sources[i])) {
             return false;
         }
     }
     return true;
 }
 
-bool batch_fits(uint64_t tokens) {
+bool py_batch_fits(uint64_t tokens) {
     if (tokens > INT32_MAX) {
         PyErr_Format(PyExc_ValueError,
                      "a batch of %llu tokens is more than int32 cu_seqlens can index; lower "
@@ -157,12 +157,12 @@ bool batch_fits(uint64_t tokens) {
     return tokens <= INT32_MAX;
 }
 
-uint64_t array_elements(PyObject *object) {
+uint64_t py_array_elements(PyObject *object) {
     return PyArray_Check(object) ? (uint64_t)PyArray_SIZE((PyArrayObject *)object) : 0;
 }
 
-bool check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
-                 void *data) {
+bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
+                    void *data) {
     PyArrayObject *array = (PyArrayObject *)object;
     if (!PyArray_Check(object) || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type ||
         !PyArray_IS_C_CONTIGUOUS(array) || (uint64_t)PyArray_SIZE(array) != length ||

@@ -1,6 +1,6 @@
 /* Where the fields of trajectories lie: found and checked in one place, for all that reads them.
  *
- * Invariant: what find_sources has filled in is within the segment, and stays there for as long as
+ * Invariant: what py_find_sources has filled in is within the segment, and stays there for as long as
  * the trajectories are leased. */
 #ifndef SHMBUS_PYTHON_FIELD_LOOKUP_H
 #define SHMBUS_PYTHON_FIELD_LOOKUP_H
@@ -19,7 +19,7 @@ struct source {
 };
 
 /* Whether int32 borders can index so many tokens; false with an exception. */
-bool batch_fits(uint64_t tokens);
+bool py_batch_fits(uint64_t tokens);
 
 /* What was found out for the trajectory before; all zeros at first. */
 struct lookup {
@@ -32,25 +32,25 @@ struct lookup {
 };
 #define NO_FIELD UINT16_MAX
 
-/* The slow ways of find_source: a trajectory of another reader or schema than the one before, or
+/* The slow ways of py_find_source: a trajectory of another reader or schema than the one before, or
  * none; kinds whose payload has to be looked at; a field of another length than the tokens. Each is
  * false with an exception that names what does not fit. */
-bool look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names);
-bool check_payload(const struct source *source, PyObject *const *names);
-bool length_error(const struct source *source, uint64_t length, PyObject *name);
+bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names);
+bool py_check_payload(const struct source *source, PyObject *const *names);
+bool py_length_error(const struct source *source, uint64_t length, PyObject *name);
 
 /* Where one trajectory's fields lie; false with an exception. What holds for one trajectory holds
  * for the next of the same reader and the same schema, so here is only what is left to do for each
  * of thousands. The item is not let go by the caller meanwhile. */
-static inline bool find_source(struct lookup *lookup, PyObject *item, PyObject *const *names,
-                               struct source *source) {
+static inline bool py_find_source(struct lookup *lookup, PyObject *item, PyObject *const *names,
+                                  struct source *source) {
     TrajectoryObject *t = (TrajectoryObject *)item;
     if ((!Py_IS_TYPE(item, &TrajectoryType) || lookup->schema != t->schema ||
          lookup->reader != t->reader || t->released) &&
-        !look_closer(lookup, item, names)) {
+        !py_look_closer(lookup, item, names)) {
         return false;
     }
-    const uint8_t *bytes = trajectory_bytes(t);
+    const uint8_t *bytes = py_trajectory_bytes(t);
     source->trajectory = t;
     source->length = t->shape[lookup->shape_at[FIELD_TOKENS] + 1];
     for (int f = 0; f < FIELDS; f++) {
@@ -59,36 +59,36 @@ static inline bool find_source(struct lookup *lookup, PyObject *item, PyObject *
         if (lookup->shape_at[f] != NO_FIELD) {
             const uint64_t *shape = t->shape + lookup->shape_at[f];
             if (shape[1] != source->length) {
-                return length_error(source, shape[1], names[f]);
+                return py_length_error(source, shape[1], names[f]);
             }
             source->data[f] = bytes + shape[0];
         }
     }
-    return !lookup->to_check || check_payload(source, names);
+    return !lookup->to_check || py_check_payload(source, names);
 }
 
 /* As many sources as the list has trajectories. */
-bool find_sources(PyObject *items, PyObject *const *names, struct source *sources);
-void prefetch_trajectory(const PyObject *item);
+bool py_find_sources(PyObject *items, PyObject *const *names, struct source *sources);
+void py_prefetch_trajectory(const PyObject *item);
 
 /* The samples of a group, borrowed; NULL with an exception for what is none. */
-PyObject *group_samples(PyObject *group);
+PyObject *py_group_samples(PyObject *group);
 
 /* Whether it is a tuple of bytes; false with an exception. */
-bool check_words(PyObject *words);
+bool py_check_words(PyObject *words);
 /* Whether the encoded meta of a trajectory that is readable contains one of the words. */
-bool meta_mentions(const TrajectoryObject *t, PyObject *words);
+bool py_meta_mentions(const TrajectoryObject *t, PyObject *words);
 /* What (kind, bessel, eps) says; false with an exception. */
-bool baseline_of_tuple(PyObject *tuple, struct baseline *rule);
+bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule);
 /* False with an exception. */
-bool append_number(PyObject *list, Py_ssize_t number);
+bool py_append_number(PyObject *list, Py_ssize_t number);
 
-/* Elements of an array; 0 of anything else, which check_array refuses. */
-uint64_t array_elements(PyObject *object);
+/* Elements of an array; 0 of anything else, which py_check_array refuses. */
+uint64_t py_array_elements(PyObject *object);
 
 /* Whether it is a contiguous array of one dimension, of a numpy type and so many elements: then
  * where its data is; false with an exception that names it. */
-bool check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
-                 void *data);
+bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
+                    void *data);
 
 #endif

@@ -153,13 +153,13 @@ static bool in_one_mapping(struct plan *self, const TrajectoryObject *t) {
 
 static bool plan_sample(struct plan *self, PyObject *item, double gain) {
     struct source source;
-    if (!find_source(&self->lookup, item, self->names, &source)) {
+    if (!py_find_source(&self->lookup, item, self->names, &source)) {
         return false;
     }
     TrajectoryObject *t = source.trajectory;
-    if (!in_one_mapping(self, t) || !batch_fits(self->tokens + source.length) ||
-        (t->meta_bytes > 0 && meta_mentions(t, self->words) &&
-         !append_number(self->mentions, (Py_ssize_t)self->done))) {
+    if (!in_one_mapping(self, t) || !py_batch_fits(self->tokens + source.length) ||
+        (t->meta_bytes > 0 && py_meta_mentions(t, self->words) &&
+         !py_append_number(self->mentions, (Py_ssize_t)self->done))) {
         return false;
     }
     self->signature = self->done == 0 ? self->lookup.signature : self->signature;
@@ -206,7 +206,7 @@ static void look_ahead(const struct plan *self, uint64_t from) {
     if (from + 1 < self->groups) {
         PyObject *samples = self->members[from + 1].samples;
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(samples); i++) {
-            prefetch_trajectory(PyList_GET_ITEM(samples, i));
+            py_prefetch_trajectory(PyList_GET_ITEM(samples, i));
         }
     }
 }
@@ -297,7 +297,7 @@ static bool count_sequences(struct plan *self, PyObject *groups) {
     int64_t largest = 1;
     self->members = PyMem_Malloc((self->groups + 1) * sizeof *self->members);
     for (uint64_t i = 0; self->members != NULL && i < self->groups; i++) {
-        PyObject *samples = group_samples(PyTuple_GET_ITEM(groups, (Py_ssize_t)i));
+        PyObject *samples = py_group_samples(PyTuple_GET_ITEM(groups, (Py_ssize_t)i));
         if (samples == NULL) {
             return false;
         }
@@ -321,10 +321,10 @@ static bool count_sequences(struct plan *self, PyObject *groups) {
 /* An array, or (kind, bessel, eps). */
 static bool read_advantages(struct plan *self, PyObject *object) {
     if (!PyTuple_Check(object)) {
-        return check_array(object, "advantages", NPY_FLOAT32, self->sequences, false,
-                           &self->advantages);
+        return py_check_array(object, "advantages", NPY_FLOAT32, self->sequences, false,
+                              &self->advantages);
     }
-    return baseline_of_tuple(object, &self->rule);
+    return py_baseline_of_tuple(object, &self->rule);
 }
 
 static PyObject *make_result(const struct plan *self) {
@@ -343,7 +343,7 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
     PyObject *result = NULL;
     if (count_sequences(self, groups) && read_advantages(self, advantages) &&
         (flags == Py_None ||
-         check_array(flags, "flags", NPY_UINT8, self->sequences, false, &self->flags))) {
+         py_check_array(flags, "flags", NPY_UINT8, self->sequences, false, &self->flags))) {
         self->table = lay_table(self->sequences, self->groups);
         self->ids = PyList_New((Py_ssize_t)self->sequences);
         self->mentions = PyList_New(0);
@@ -366,7 +366,7 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
  * borders_at, versions_at, sizes_at, scores_at, chunks_at, launches, instance_ids, mentions,
  * scores_fit): the table, with all addresses shifted; where the memory is less than bytes, there
  * are no launches, and what is in it is arbitrary. */
-static PyObject *plan_gather(PyObject *module, PyObject *args) {
+static PyObject *py_plan_gather(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *groups, *memory, *advantages, *flags;
     long long shift;
@@ -375,11 +375,11 @@ static PyObject *plan_gather(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!(OOOO)OLIOOO", &PyTuple_Type, &groups, &self.names[0],
                           &self.names[1], &self.names[2], &self.names[3], &memory, &shift,
                           &chunk_tokens, &advantages, &flags, &self.words) ||
-        !check_words(self.words)) {
+        !py_check_words(self.words)) {
         return NULL;
     }
-    self.room = array_elements(memory);
-    if (!check_array(memory, "memory", NPY_UINT8, self.room, true, &self.memory)) {
+    self.room = py_array_elements(memory);
+    if (!py_check_array(memory, "memory", NPY_UINT8, self.room, true, &self.memory)) {
         return NULL;
     }
     if (chunk_tokens == 0 || (uintptr_t)self.memory % sizeof(int64_t) != 0) {
@@ -394,7 +394,7 @@ static PyObject *plan_gather(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"plan_gather", plan_gather, METH_VARARGS, NULL},
+    {"plan_gather", py_plan_gather, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -406,7 +406,7 @@ static PyObject *kind_names(void) {
 _Static_assert(ELEMENT_BOOL == 0 && ELEMENT_U64 == 8 && ELEMENT_F32 == 9 && ELEMENT_F64 == 10,
                "kind_names has them in this order");
 
-bool plan_add_functions(PyObject *module) {
+bool py_gather_plan_add_functions(PyObject *module) {
     PyObject *names = kind_names();
     bool added = names != NULL && PyModule_AddObjectRef(module, "ELEMENT_KINDS", names) == 0 &&
                  PyModule_AddIntMacro(module, CHUNK_WORDS) == 0;

@@ -8,7 +8,7 @@
 #include <string.h>
 
 /* mapping_of(trajectory) -> (address, bytes) of the mapping that it lies in. */
-static PyObject *mapping_of(PyObject *module, PyObject *item) {
+static PyObject *py_mapping_of(PyObject *module, PyObject *item) {
     (void)module;
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
         return PyErr_Format(PyExc_TypeError, "expected a trajectory, got %.100s",
@@ -20,7 +20,7 @@ static PyObject *mapping_of(PyObject *module, PyObject *item) {
 }
 
 /* find_not_finite(array float32 [n]) -> position of the first nan or infinity, or -1. */
-static PyObject *find_not_finite(PyObject *module, PyObject *object) {
+static PyObject *py_find_not_finite(PyObject *module, PyObject *object) {
     (void)module;
     PyArrayObject *array = (PyArrayObject *)object;
     if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_FLOAT32 ||
@@ -38,14 +38,14 @@ static PyObject *find_not_finite(PyObject *module, PyObject *object) {
     return PyLong_FromSsize_t(at < (uint64_t)n ? (npy_intp)at : -1);
 }
 
-bool meta_mentions(const TrajectoryObject *t, PyObject *words) {
+bool py_meta_mentions(const TrajectoryObject *t, PyObject *words) {
     const uint8_t *meta = NULL;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(words); i++) {
         PyObject *word = PyTuple_GET_ITEM(words, i);
         if ((size_t)t->meta_bytes < (size_t)PyBytes_GET_SIZE(word)) {
             continue;
         }
-        meta = meta == NULL ? trajectory_bytes(t) + t->meta_offset : meta;
+        meta = meta == NULL ? py_trajectory_bytes(t) + t->meta_offset : meta;
         if (memmem(meta, t->meta_bytes, PyBytes_AS_STRING(word),
                    (size_t)PyBytes_GET_SIZE(word)) != NULL) {
             return true;
@@ -54,14 +54,14 @@ bool meta_mentions(const TrajectoryObject *t, PyObject *words) {
     return false;
 }
 
-bool append_number(PyObject *list, Py_ssize_t number) {
+bool py_append_number(PyObject *list, Py_ssize_t number) {
     PyObject *item = PyLong_FromSsize_t(number);
     bool appended = item != NULL && PyList_Append(list, item) == 0;
     Py_XDECREF(item);
     return appended;
 }
 
-bool check_words(PyObject *words) {
+bool py_check_words(PyObject *words) {
     bool good = PyTuple_Check(words);
     for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(words); i++) {
         good = PyBytes_Check(PyTuple_GET_ITEM(words, i));
@@ -74,14 +74,14 @@ bool check_words(PyObject *words) {
 
 static bool append_if_mentioned(PyObject *found, Py_ssize_t position, PyObject *item,
                                 PyObject *words) {
-    return !meta_mentions((const TrajectoryObject *)item, words) || append_number(found, position);
+    return !py_meta_mentions((const TrajectoryObject *)item, words) || py_append_number(found, position);
 }
 
 /* mentioning(trajectories, words) -> positions of those whose encoded meta contains one of them. */
-static PyObject *mentioning(PyObject *module, PyObject *args) {
+static PyObject *py_mentioning(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *items, *words;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &items, &words) || !check_words(words)) {
+    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &items, &words) || !py_check_words(words)) {
         return NULL;
     }
     PyObject *found = PyList_New(0);
@@ -92,7 +92,7 @@ static PyObject *mentioning(PyObject *module, PyObject *args) {
                          Py_TYPE(item)->tp_name);
             Py_CLEAR(found);
         } else if (((const TrajectoryObject *)item)->meta_bytes > 0 &&
-                   (!trajectory_readable((const TrajectoryObject *)item) ||
+                   (!py_trajectory_readable((const TrajectoryObject *)item) ||
                     !append_if_mentioned(found, i, item, words))) {
             Py_CLEAR(found);
         }
@@ -101,12 +101,12 @@ static PyObject *mentioning(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"mapping_of", mapping_of, METH_O, NULL},
-    {"find_not_finite", find_not_finite, METH_O, NULL},
-    {"mentioning", mentioning, METH_VARARGS, NULL},
+    {"mapping_of", py_mapping_of, METH_O, NULL},
+    {"find_not_finite", py_find_not_finite, METH_O, NULL},
+    {"mentioning", py_mentioning, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool locate_add_functions(PyObject *module) {
+bool py_meta_search_add_functions(PyObject *module) {
     return PyModule_AddFunctions(module, functions) == 0;
 }

@@ -93,7 +93,7 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
 /* pack(trajectories, names, tokens, position_ids, loss_mask, logprobs, advantages, cu_seqlens,
  * sequence_advantages) -> bool: fills all arrays, in the trajectories' order; whether all logprobs
  * and advantages in them are finite. */
-static PyObject *gather_pack(PyObject *module, PyObject *args) {
+static PyObject *py_pack(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *items, *names[FIELDS], *arrays[7];
     if (!PyArg_ParseTuple(args, "O!(OOOO)OOOOOOO", &PyList_Type, &items, &names[0], &names[1],
@@ -111,21 +111,21 @@ static PyObject *gather_pack(PyObject *module, PyObject *args) {
     if (!good) {
         PyErr_NoMemory();
     }
-    good = good && find_sources(items, names, sources);
+    good = good && py_find_sources(items, names, sources);
     for (Py_ssize_t i = 0; good && i < count; i++) {
         total += sources[i].length;
         refs[i] = sources[i].trajectory->ref;
     }
-    good = good && batch_fits(total);
+    good = good && py_batch_fits(total);
     uint64_t n = (uint64_t)count;
-    good = good && check_array(arrays[0], "tokens", NPY_INT64, total, true, &to.tokens) &&
-           check_array(arrays[1], "position_ids", NPY_INT64, total, true, &to.positions) &&
-           check_array(arrays[2], "loss_mask", NPY_BOOL, total, true, &to.mask) &&
-           check_array(arrays[3], "logprobs", NPY_FLOAT32, total, true, &to.logprobs) &&
-           check_array(arrays[4], "advantages", NPY_FLOAT32, total, true, &to.advantages) &&
-           check_array(arrays[5], "cu_seqlens", NPY_INT32, n + 1, true, &to.offsets) &&
-           check_array(arrays[6], "sequence_advantages", NPY_FLOAT32, n, false,
-                       &to.sequence_advantages);
+    good = good && py_check_array(arrays[0], "tokens", NPY_INT64, total, true, &to.tokens) &&
+           py_check_array(arrays[1], "position_ids", NPY_INT64, total, true, &to.positions) &&
+           py_check_array(arrays[2], "loss_mask", NPY_BOOL, total, true, &to.mask) &&
+           py_check_array(arrays[3], "logprobs", NPY_FLOAT32, total, true, &to.logprobs) &&
+           py_check_array(arrays[4], "advantages", NPY_FLOAT32, total, true, &to.advantages) &&
+           py_check_array(arrays[5], "cu_seqlens", NPY_INT32, n + 1, true, &to.offsets) &&
+           py_check_array(arrays[6], "sequence_advantages", NPY_FLOAT32, n, false,
+                          &to.sequence_advantages);
     good = good && hold_all(sources, refs, count);
     if (good) {
         Py_BEGIN_ALLOW_THREADS
@@ -139,7 +139,7 @@ static PyObject *gather_pack(PyObject *module, PyObject *args) {
 }
 
 /* measure(trajectories, names) -> list[int]: tokens of each, after the checks that pack makes. */
-static PyObject *gather_measure(PyObject *module, PyObject *args) {
+static PyObject *py_measure(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *items, *names[FIELDS];
     if (!PyArg_ParseTuple(args, "O!(OOOO)", &PyList_Type, &items, &names[0], &names[1], &names[2],
@@ -151,7 +151,7 @@ static PyObject *gather_measure(PyObject *module, PyObject *args) {
     if (sources == NULL) {
         return PyErr_NoMemory();
     }
-    PyObject *lengths = find_sources(items, names, sources) ? PyList_New(count) : NULL;
+    PyObject *lengths = py_find_sources(items, names, sources) ? PyList_New(count) : NULL;
     for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
         PyObject *length = PyLong_FromUnsignedLongLong(sources[i].length);
         if (length == NULL) {
@@ -168,7 +168,7 @@ static PyObject *gather_measure(PyObject *module, PyObject *args) {
 #define ELEMENT(array, type, i) (((type *)PyArray_DATA((PyArrayObject *)(array)))[i])
 
 /* describe(trajectories) -> (scores float64 [S], policy_versions int64 [S], instance_ids). */
-static PyObject *gather_describe(PyObject *module, PyObject *items) {
+static PyObject *py_describe(PyObject *module, PyObject *items) {
     (void)module;
     if (!PyList_Check(items)) {
         PyErr_SetString(PyExc_TypeError, "describe: expected a list of trajectories");
@@ -221,7 +221,7 @@ static uint64_t plan_columns(struct column *columns, uint64_t total, uint64_t se
 }
 
 /* packed_bytes(total, sequences) -> int: what lay_out needs. */
-static PyObject *gather_packed_bytes(PyObject *module, PyObject *args) {
+static PyObject *py_packed_bytes(PyObject *module, PyObject *args) {
     (void)module;
     struct column columns[COLUMNS];
     unsigned int total, sequences;
@@ -233,7 +233,7 @@ static PyObject *gather_packed_bytes(PyObject *module, PyObject *args) {
 
 /* lay_out(memory uint8 [n], total, sequences) -> (tokens, position_ids, loss_mask, logprobs,
  * advantages, cu_seqlens): writable arrays within the memory, which they hold. */
-static PyObject *gather_lay_out(PyObject *module, PyObject *args) {
+static PyObject *py_lay_out(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *memory;
     unsigned int total, sequences;
@@ -247,8 +247,8 @@ static PyObject *gather_lay_out(PyObject *module, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "memory: expected uint8 [%llu] or more, got %R",
                             (unsigned long long)bytes, memory);
     }
-    if (!check_array(memory, "memory", NPY_UINT8, (uint64_t)PyArray_SIZE((PyArrayObject *)memory),
-                     true, &data)) {
+    if (!py_check_array(memory, "memory", NPY_UINT8, (uint64_t)PyArray_SIZE((PyArrayObject *)memory),
+                        true, &data)) {
         return NULL;
     }
     PyObject *arrays = PyTuple_New(COLUMNS);
@@ -268,14 +268,14 @@ static PyObject *gather_lay_out(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"packed_bytes", gather_packed_bytes, METH_VARARGS, NULL},
-    {"lay_out", gather_lay_out, METH_VARARGS, NULL},
-    {"describe", gather_describe, METH_O, NULL},
-    {"pack", gather_pack, METH_VARARGS, NULL},
-    {"measure", gather_measure, METH_VARARGS, NULL},
+    {"packed_bytes", py_packed_bytes, METH_VARARGS, NULL},
+    {"lay_out", py_lay_out, METH_VARARGS, NULL},
+    {"describe", py_describe, METH_O, NULL},
+    {"pack", py_pack, METH_VARARGS, NULL},
+    {"measure", py_measure, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool gather_add_functions(PyObject *module) {
+bool py_pack_add_functions(PyObject *module) {
     return PyModule_AddFunctions(module, functions) == 0;
 }

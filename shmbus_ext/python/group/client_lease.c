@@ -20,7 +20,7 @@ static bool parse_place(const struct segment *segment, const char *bytes, struct
                (segment->extent_count - place.extent) * segment->extent_bytes;
 }
 
-static ClientLeaseObject *loan_of_places(HolderObject *borrower, PyObject *places) {
+static ClientLeaseObject *lease_of_places(HolderObject *borrower, PyObject *places) {
     char *bytes;
     Py_ssize_t size;
     if (PyBytes_AsStringAndSize(places, &bytes, &size) < 0) {
@@ -47,11 +47,11 @@ static ClientLeaseObject *loan_of_places(HolderObject *borrower, PyObject *place
     return self;
 }
 
-ClientLeaseObject *loan_new(HolderObject *borrower, PyObject *granted, long long step) {
+ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted, long long step) {
     PyObject *number = PyObject_GetAttr(granted, word.number);
     PyObject *size = number == NULL ? NULL : PyObject_GetAttr(granted, word.size);
     PyObject *places = size == NULL ? NULL : PyObject_GetAttr(granted, word.places);
-    ClientLeaseObject *self = places == NULL ? NULL : loan_of_places(borrower, places);
+    ClientLeaseObject *self = places == NULL ? NULL : lease_of_places(borrower, places);
     if (self != NULL) {
         self->step = step;
         self->number = PyLong_AsLongLong(number);
@@ -66,14 +66,14 @@ ClientLeaseObject *loan_new(HolderObject *borrower, PyObject *granted, long long
     return self;
 }
 
-static void loan_dealloc(ClientLeaseObject *self) {
+static void py_client_lease_dealloc(ClientLeaseObject *self) {
     Py_XDECREF(self->key);
     Py_XDECREF(self->samples);
     Py_DECREF(self->borrower);
     PyObject_Free(self);
 }
 
-static PyMemberDef loan_members[] = {
+static PyMemberDef client_lease_members[] = {
     {"key", T_OBJECT_EX, offsetof(ClientLeaseObject, key), READONLY, "Its samples' key."},
     {"samples", T_OBJECT_EX, offsetof(ClientLeaseObject, samples), READONLY,
      "By index. Not to be changed."},
@@ -89,9 +89,9 @@ PyTypeObject ClientLeaseType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ClientLease",
     .tp_basicsize = sizeof(ClientLeaseObject),
     .tp_itemsize = sizeof(struct record_ref),
-    .tp_dealloc = (destructor)loan_dealloc,
+    .tp_dealloc = (destructor)py_client_lease_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_members = loan_members,
+    .tp_members = client_lease_members,
 };
 
 static PyObject *pack_each(PyObject *items, size_t each,
@@ -127,24 +127,24 @@ static void pack_identity(const TrajectoryObject *t, char *to) {
 }
 
 /* places(trajectories) -> bytes, PLACE_BYTES each. */
-static PyObject *places(PyObject *module, PyObject *items) {
+static PyObject *py_places(PyObject *module, PyObject *items) {
     (void)module;
     return pack_each(items, sizeof(struct wire_place), pack_place);
 }
 
 /* identities(trajectories) -> bytes: producer_id and sequence, two native u64 each. */
-static PyObject *identities(PyObject *module, PyObject *items) {
+static PyObject *py_identities(PyObject *module, PyObject *items) {
     (void)module;
     return pack_each(items, 2 * sizeof(uint64_t), pack_identity);
 }
 
 static PyMethodDef functions[] = {
-    {"places", places, METH_O, NULL},
-    {"identities", identities, METH_O, NULL},
+    {"places", py_places, METH_O, NULL},
+    {"identities", py_identities, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool loan_add_functions(PyObject *module) {
+bool py_client_lease_add_functions(PyObject *module) {
     const struct word_note words[] = {
         {&word.number, "number"},
         {&word.size, "size"},

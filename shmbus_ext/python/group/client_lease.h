@@ -21,12 +21,12 @@ typedef struct {
     struct record_ref refs[];
 } ClientLeaseObject;
 
-static inline Py_ssize_t loan_records(const ClientLeaseObject *self) {
+static inline Py_ssize_t py_client_lease_records(const ClientLeaseObject *self) {
     return Py_SIZE(self);
 }
 
 /* Of what a message grants, read no further than its places; NULL with an exception, or without one
  * where they do not lie in this segment. */
-ClientLeaseObject *loan_new(HolderObject *borrower, PyObject *granted, long long step);
+ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted, long long step);
 
 #endif

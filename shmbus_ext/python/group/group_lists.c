@@ -8,7 +8,7 @@
 
 #include "ring/clock.h"
 
-GroupEntryObject *row_new(const struct row *row, PyObject *key) {
+GroupEntryObject *py_group_entry_new(const struct row *row, PyObject *key) {
     GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);
     if (made == NULL) {
         return NULL;
@@ -63,12 +63,12 @@ static void unlink_row(GroupEntryObject *row) {
     row->place = ROW_NOWHERE;
 }
 
-void rows_push_ready(GroupTableObject *self, GroupEntryObject *row) {
+void py_group_lists_push_ready(GroupTableObject *self, GroupEntryObject *row) {
     Py_INCREF(row);
     link_between(self, ROW_READY, self->ready.last, row, NULL);
 }
 
-void rows_clear_lists(GroupTableObject *self) {
+void py_group_lists_clear(GroupTableObject *self) {
     for (int i = 0; i < 2; i++) {
         struct row_list *list = i == 0 ? &self->ready : &self->leased;
         while (list->first != NULL) {
@@ -89,16 +89,16 @@ static GroupEntryObject *leased_row(GroupTableObject *self, PyObject *row) {
 }
 
 /* push(row): one that is in no list becomes the last that is ready. */
-PyObject *rows_py_push(GroupTableObject *self, PyObject *row) {
+PyObject *py_group_lists_push(GroupTableObject *self, PyObject *row) {
     if (!Py_IS_TYPE(row, &GroupEntryType) || ((GroupEntryObject *)row)->place != ROW_NOWHERE) {
         PyErr_Format(PyExc_ValueError, "push: expected a row that is in no list, got %R", row);
         return NULL;
     }
-    rows_push_ready(self, (GroupEntryObject *)row);
+    py_group_lists_push_ready(self, (GroupEntryObject *)row);
     Py_RETURN_NONE;
 }
 
-PyObject *rows_lease_ready(GroupTableObject *self, Py_ssize_t limit) {
+PyObject *py_group_lists_lease_ready(GroupTableObject *self, Py_ssize_t limit) {
     uint64_t ready = self->ready.rows;
     PyObject *leased = PyList_New(limit < 0 ? 0 : (uint64_t)limit < ready ? limit : (Py_ssize_t)ready);
     uint64_t now_ns = ready > 0 ? clock_monotonic_ns() : 0;
@@ -113,16 +113,16 @@ PyObject *rows_lease_ready(GroupTableObject *self, Py_ssize_t limit) {
 }
 
 /* lease(limit) -> list[GroupEntry]: what has been ready longest. */
-PyObject *rows_lease(GroupTableObject *self, PyObject *argument) {
+PyObject *py_group_lists_lease(GroupTableObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
     if (limit == -1 && PyErr_Occurred()) {
         return NULL;
     }
-    return rows_lease_ready(self, limit);
+    return py_group_lists_lease_ready(self, limit);
 }
 
 /* end_lease(row): it is in no list any more. */
-PyObject *rows_end_lease(GroupTableObject *self, PyObject *argument) {
+PyObject *py_group_lists_end_lease(GroupTableObject *self, PyObject *argument) {
     GroupEntryObject *row = leased_row(self, argument);
     if (row == NULL) {
         return NULL;
@@ -133,7 +133,7 @@ PyObject *rows_end_lease(GroupTableObject *self, PyObject *argument) {
 }
 
 /* give_back(row): a leased one is the next to be leased. */
-PyObject *rows_give_back(GroupTableObject *self, PyObject *argument) {
+PyObject *py_group_lists_give_back(GroupTableObject *self, PyObject *argument) {
     GroupEntryObject *row = leased_row(self, argument);
     if (row == NULL) {
         return NULL;
@@ -144,13 +144,13 @@ PyObject *rows_give_back(GroupTableObject *self, PyObject *argument) {
 }
 
 /* is_leased(row) -> bool: whether this leased it, and the lease has not ended. */
-PyObject *rows_is_leased(GroupTableObject *self, PyObject *row) {
+PyObject *py_group_lists_is_leased(GroupTableObject *self, PyObject *row) {
     return PyBool_FromLong(Py_IS_TYPE(row, &GroupEntryType) && ((GroupEntryObject *)row)->rows == self &&
                            ((GroupEntryObject *)row)->place == ROW_LEASED);
 }
 
 /* ready_samples() -> list: those of ready rows, in their order. */
-PyObject *rows_ready_samples(GroupTableObject *self, PyObject *ignored) {
+PyObject *py_group_lists_ready_samples(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *found = PyList_New((Py_ssize_t)self->ready.cells);
     Py_ssize_t to = 0;
@@ -163,7 +163,7 @@ PyObject *rows_ready_samples(GroupTableObject *self, PyObject *ignored) {
 }
 
 /* full(key) -> list[GroupEntry]: the rows of that key that are ready or leased. */
-PyObject *rows_full(GroupTableObject *self, PyObject *key) {
+PyObject *py_group_lists_full(GroupTableObject *self, PyObject *key) {
     PyObject *found = PyList_New(0);
     for (int i = 0; i < 2; i++) {
         GroupEntryObject *row = i == 0 ? self->ready.first : self->leased.first;
@@ -177,13 +177,13 @@ PyObject *rows_full(GroupTableObject *self, PyObject *key) {
     return found;
 }
 
-static void row_dealloc(GroupEntryObject *self) {
+static void py_group_entry_dealloc(GroupEntryObject *self) {
     Py_XDECREF(self->key);
     Py_XDECREF(self->samples);
     PyObject_Free(self);
 }
 
-static PyMemberDef row_members[] = {
+static PyMemberDef group_entry_members[] = {
     {"key", T_OBJECT_EX, offsetof(GroupEntryObject, key), READONLY, "Its samples' key."},
     {"samples", T_OBJECT_EX, offsetof(GroupEntryObject, samples), READONLY,
      "The samples that are in, by index. Not to be changed."},
@@ -197,7 +197,7 @@ static PyMemberDef row_members[] = {
 PyTypeObject GroupEntryType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupEntry",
     .tp_basicsize = sizeof(GroupEntryObject),
-    .tp_dealloc = (destructor)row_dealloc,
+    .tp_dealloc = (destructor)py_group_entry_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_members = row_members,
+    .tp_members = group_entry_members,
 };

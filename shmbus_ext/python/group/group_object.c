@@ -55,7 +55,7 @@ static bool read_lease(GroupObject *self, PyObject *lease) {
     return !PyErr_Occurred();
 }
 
-PyObject *group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease) {
+PyObject *py_group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease) {
     GroupObject *self = (GroupObject *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
@@ -70,7 +70,7 @@ PyObject *group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease) {
 }
 
 /* make(consumer, leases) -> list: a group of this type for each lease. */
-static PyObject *group_make(PyObject *type, PyObject *args) {
+static PyObject *py_group_make(PyObject *type, PyObject *args) {
     PyObject *consumer, *leases;
     if (!PyArg_ParseTuple(args, "OO!", &consumer, &PyList_Type, &leases)) {
         return NULL;
@@ -78,7 +78,7 @@ static PyObject *group_make(PyObject *type, PyObject *args) {
     PyObject *groups = PyList_New(PyList_GET_SIZE(leases));
     for (Py_ssize_t i = 0; groups != NULL && i < PyList_GET_SIZE(groups); i++) {
         PyObject *group =
-            group_new((PyTypeObject *)type, consumer, PyList_GET_ITEM(leases, i));
+            py_group_new((PyTypeObject *)type, consumer, PyList_GET_ITEM(leases, i));
         if (group == NULL) {
             Py_CLEAR(groups);
         } else {
@@ -88,7 +88,7 @@ static PyObject *group_make(PyObject *type, PyObject *args) {
     return groups;
 }
 
-PyObject *group_lease(PyObject *group, PyObject *consumer) {
+PyObject *py_group_lease(PyObject *group, PyObject *consumer) {
     const GroupObject *self = (const GroupObject *)group;
     return PyObject_TypeCheck(group, &GroupBaseType) && self->consumer == consumer &&
                    self->state == word.leased
@@ -96,7 +96,7 @@ PyObject *group_lease(PyObject *group, PyObject *consumer) {
                : NULL;
 }
 
-void group_set_state(PyObject *group, PyObject *state) {
+void py_group_set_state(PyObject *group, PyObject *state) {
     Py_XSETREF(((GroupObject *)group)->state, Py_NewRef(state));
 }
 
@@ -104,7 +104,7 @@ static PyObject *visible(const GroupObject *self) {
     return self->trajectories != NULL ? self->trajectories : self->samples;
 }
 
-static PyObject *group_trajectories(GroupObject *self, void *ignored) {
+static PyObject *py_group_trajectories(GroupObject *self, void *ignored) {
     (void)ignored;
     if (self->trajectories == NULL) {
         self->trajectories = PyList_GetSlice(self->samples, 0, PY_SSIZE_T_MAX);
@@ -112,29 +112,29 @@ static PyObject *group_trajectories(GroupObject *self, void *ignored) {
     return Py_XNewRef(self->trajectories);
 }
 
-static PyObject *group_instance_id(GroupObject *self, void *ignored) {
+static PyObject *py_group_instance_id(GroupObject *self, void *ignored) {
     (void)ignored;
     return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 0) : self->key);
 }
 
-static PyObject *group_epoch(GroupObject *self, void *ignored) {
+static PyObject *py_group_epoch(GroupObject *self, void *ignored) {
     (void)ignored;
     return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 1) : Py_None);
 }
 
-static Py_ssize_t group_length(GroupObject *self) {
+static Py_ssize_t py_group_length(GroupObject *self) {
     return PyList_GET_SIZE(visible(self));
 }
 
-static PyObject *group_item(GroupObject *self, PyObject *position) {
+static PyObject *py_group_item(GroupObject *self, PyObject *position) {
     return PyObject_GetItem(visible(self), position);
 }
 
-static PyObject *group_iter(GroupObject *self) {
+static PyObject *py_group_iter(GroupObject *self) {
     return PyObject_GetIter(visible(self));
 }
 
-static int group_traverse(GroupObject *self, visitproc visit, void *arg) {
+static int py_group_traverse(GroupObject *self, visitproc visit, void *arg) {
     Py_VISIT(self->consumer);
     Py_VISIT(self->lease);
     Py_VISIT(self->key);
@@ -143,15 +143,15 @@ static int group_traverse(GroupObject *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int group_clear(GroupObject *self) {
+static int py_group_clear(GroupObject *self) {
     Py_CLEAR(self->consumer);
     Py_CLEAR(self->lease);
     return 0;
 }
 
-static void group_dealloc(GroupObject *self) {
+static void py_group_dealloc(GroupObject *self) {
     PyObject_GC_UnTrack(self);
-    group_clear(self);
+    py_group_clear(self);
     Py_XDECREF(self->key);
     Py_XDECREF(self->samples);
     Py_XDECREF(self->trajectories);
@@ -190,7 +190,7 @@ PyDoc_STRVAR(make_doc,
     "    The samples of a lease are no list.");
 
 static PyMethodDef group_methods[] = {
-    {"make", (PyCFunction)(void (*)(void))group_make, METH_VARARGS | METH_CLASS, make_doc},
+    {"make", (PyCFunction)(void (*)(void))py_group_make, METH_VARARGS | METH_CLASS, make_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -203,34 +203,34 @@ static PyMemberDef group_members[] = {
 };
 
 static PyGetSetDef group_getset[] = {
-    {"instance_id", (getter)group_instance_id, NULL, "The prompt's key: str.", NULL},
-    {"epoch", (getter)group_epoch, NULL, "The producers' epoch, or None.", NULL},
-    {"trajectories", (getter)group_trajectories, NULL, "The samples, ordered by index: list.",
+    {"instance_id", (getter)py_group_instance_id, NULL, "The prompt's key: str.", NULL},
+    {"epoch", (getter)py_group_epoch, NULL, "The producers' epoch, or None.", NULL},
+    {"trajectories", (getter)py_group_trajectories, NULL, "The samples, ordered by index: list.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PySequenceMethods group_sequence = {.sq_length = (lenfunc)group_length};
-static PyMappingMethods group_mapping = {.mp_length = (lenfunc)group_length,
-                                         .mp_subscript = (binaryfunc)group_item};
+static PySequenceMethods group_sequence = {.sq_length = (lenfunc)py_group_length};
+static PyMappingMethods group_mapping = {.mp_length = (lenfunc)py_group_length,
+                                         .mp_subscript = (binaryfunc)py_group_item};
 
 PyTypeObject GroupBaseType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupBase",
     .tp_basicsize = sizeof(GroupObject),
-    .tp_dealloc = (destructor)group_dealloc,
+    .tp_dealloc = (destructor)py_group_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_traverse = (traverseproc)group_traverse,
-    .tp_clear = (inquiry)group_clear,
+    .tp_traverse = (traverseproc)py_group_traverse,
+    .tp_clear = (inquiry)py_group_clear,
     .tp_doc = group_doc,
     .tp_methods = group_methods,
     .tp_members = group_members,
     .tp_getset = group_getset,
     .tp_as_sequence = &group_sequence,
     .tp_as_mapping = &group_mapping,
-    .tp_iter = (getiterfunc)group_iter,
+    .tp_iter = (getiterfunc)py_group_iter,
 };
 
-PyObject *group_samples(PyObject *group) {
+PyObject *py_group_samples(PyObject *group) {
     if (!PyObject_TypeCheck(group, &GroupBaseType)) {
         PyErr_Format(PyExc_TypeError, "groups: expected Groups of a Consumer, got %.100s",
                      Py_TYPE(group)->tp_name);
@@ -243,7 +243,7 @@ PyObject *group_samples(PyObject *group) {
 static Py_ssize_t count_members(PyObject *groups, int64_t *sizes) {
     Py_ssize_t total = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
-        PyObject *samples = group_samples(PyList_GET_ITEM(groups, i));
+        PyObject *samples = py_group_samples(PyList_GET_ITEM(groups, i));
         if (samples == NULL) {
             return -1;
         }
@@ -254,7 +254,7 @@ static Py_ssize_t count_members(PyObject *groups, int64_t *sizes) {
 }
 
 /* members(groups) -> (trajectories, sizes int64 [G]): those of all groups, one behind the other. */
-static PyObject *members(PyObject *module, PyObject *groups) {
+static PyObject *py_members(PyObject *module, PyObject *groups) {
     (void)module;
     if (!PyList_Check(groups)) {
         return PyErr_Format(PyExc_TypeError, "groups: expected a list, got %.100s",
@@ -278,11 +278,11 @@ static PyObject *members(PyObject *module, PyObject *groups) {
 }
 
 static PyMethodDef functions[] = {
-    {"members", members, METH_O, NULL},
+    {"members", py_members, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool group_add_functions(PyObject *module) {
+bool py_group_add_functions(PyObject *module) {
     const struct word_note words[] = {
         {&word.key, "key"},
         {&word.samples, "samples"},

@@ -138,7 +138,7 @@ static PyObject *first_sample(struct row *row) {
 
 static GroupEntryObject *copy_row(const GroupTableObject *self, struct row *row) {
     PyObject *key = key_of(first_sample(row));
-    GroupEntryObject *copy = key == NULL ? NULL : row_new(row, key);
+    GroupEntryObject *copy = key == NULL ? NULL : py_group_entry_new(row, key);
     Py_XDECREF(key);
     Py_ssize_t at = 0;
     for (uint32_t i = 0; copy != NULL && i < row->width; i++) {
@@ -159,7 +159,7 @@ static GroupEntryObject *copy_row(const GroupTableObject *self, struct row *row)
 /* Takes a row out of the table, as an object that has its references from then on. The samples,
  * which no cache may hold any more, are not looked at unless their bytes count. */
 static GroupEntryObject *take_row(GroupTableObject *self, struct row *row, uint64_t hash, PyObject *key) {
-    GroupEntryObject *taken = row_new(row, key);
+    GroupEntryObject *taken = py_group_entry_new(row, key);
     if (taken == NULL) {
         return NULL;
     }
@@ -254,7 +254,7 @@ static bool complete(GroupTableObject *self, struct row *row, const struct arriv
     if (self->judged) {
         return append(left, (PyObject *)taken);
     }
-    rows_push_ready(self, taken);
+    py_group_lists_push_ready(self, taken);
     Py_DECREF(taken);
     return true;
 }
@@ -279,8 +279,8 @@ static bool put_batch(GroupTableObject *self, struct arrival *arrivals, Py_ssize
     return true;
 }
 
-bool rows_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
-                      PyObject *left) {
+bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
+                                PyObject *left) {
     struct arrival arrivals[ROWS_BATCH];
     Py_ssize_t ready = 0;
     bool good = true;
@@ -312,7 +312,7 @@ bool rows_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize
  * row whose key is there is not begun again. A failure's key goes into the dict `apart`, and all that
  * has such a key is refused: so a row that `take` finds holds what came before the failure, and nothing
  * behind it. */
-static PyObject *rows_put(GroupTableObject *self, PyObject *args) {
+static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     PyObject *samples;
     double now_s;
     if (!PyArg_ParseTuple(args, "Od", &samples, &now_s)) {
@@ -323,7 +323,7 @@ static PyObject *rows_put(GroupTableObject *self, PyObject *args) {
     Py_ssize_t total = left == NULL ? 0 : PySequence_Fast_GET_SIZE(items);
     for (Py_ssize_t at = 0; left != NULL && at < total; at += ROWS_BATCH) {
         Py_ssize_t count = total - at < ROWS_BATCH ? total - at : ROWS_BATCH;
-        if (!rows_put_samples(self, PySequence_Fast_ITEMS(items) + at, count, now_s, left)) {
+        if (!py_group_table_put_samples(self, PySequence_Fast_ITEMS(items) + at, count, now_s, left)) {
             Py_CLEAR(left);
         }
     }
@@ -332,7 +332,7 @@ static PyObject *rows_put(GroupTableObject *self, PyObject *args) {
 }
 
 /* take_oldest() -> GroupEntry: the row that was born first leaves as it is. */
-static PyObject *rows_take_oldest(GroupTableObject *self, PyObject *ignored) {
+static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
     struct row *row = rows_oldest(&self->c);
     if (row == NULL) {
@@ -350,7 +350,7 @@ static PyObject *rows_take_oldest(GroupTableObject *self, PyObject *ignored) {
 }
 
 /* take(key) -> GroupEntry | None: the row of that key leaves as it is. */
-static PyObject *rows_take(GroupTableObject *self, PyObject *key) {
+static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
     struct row_key at;
     if (!split_key(&at, key)) {
         return NULL;
@@ -360,7 +360,7 @@ static PyObject *rows_take(GroupTableObject *self, PyObject *key) {
 }
 
 /* oldest(count) -> list[GroupEntry]: copies of the rows that were born first, oldest first. */
-static PyObject *rows_py_oldest(GroupTableObject *self, PyObject *argument) {
+static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
     if (limit == -1 && PyErr_Occurred()) {
         return NULL;
@@ -380,7 +380,7 @@ static PyObject *rows_py_oldest(GroupTableObject *self, PyObject *argument) {
 }
 
 /* samples() -> list: all that are in cells, by the age of their rows. */
-static PyObject *rows_samples(GroupTableObject *self, PyObject *ignored) {
+static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *found = PyList_New((Py_ssize_t)self->cells);
     Py_ssize_t to = 0;
@@ -397,7 +397,7 @@ static PyObject *rows_samples(GroupTableObject *self, PyObject *ignored) {
     return found;
 }
 
-static int rows_init_object(GroupTableObject *self, PyObject *args, PyObject *kwargs) {
+static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"count_bytes", "judged", NULL};
     int count_bytes = 0, judged = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$pp", names, &count_bytes, &judged)) {
@@ -421,7 +421,7 @@ static int rows_init_object(GroupTableObject *self, PyObject *args, PyObject *kw
     return 0;
 }
 
-static void rows_dealloc(GroupTableObject *self) {
+static void py_group_table_dealloc(GroupTableObject *self) {
     uint64_t at = 0;
     struct row *row;
     while (self->c.entries != NULL && (row = rows_next(&self->c, &at)) != NULL) {
@@ -431,17 +431,17 @@ static void rows_dealloc(GroupTableObject *self) {
         }
     }
     rows_end(&self->c);
-    rows_clear_lists(self);
+    py_group_lists_clear(self);
     Py_XDECREF(self->recent);
     Py_XDECREF(self->apart);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static Py_ssize_t rows_length(GroupTableObject *self) {
+static Py_ssize_t py_group_table_length(GroupTableObject *self) {
     return (Py_ssize_t)self->c.count;
 }
 
-static PyObject *rows_oldest_born(GroupTableObject *self, void *ignored) {
+static PyObject *py_group_table_oldest_born(GroupTableObject *self, void *ignored) {
     (void)ignored;
     const struct row *row = rows_oldest(&self->c);
     if (row == NULL) {
@@ -450,35 +450,35 @@ static PyObject *rows_oldest_born(GroupTableObject *self, void *ignored) {
     return PyFloat_FromDouble(row->born_s);
 }
 
-static PyObject *rows_memory(GroupTableObject *self, void *ignored) {
+static PyObject *py_group_table_memory(GroupTableObject *self, void *ignored) {
     (void)ignored;
     return PyLong_FromSize_t(self->c.bytes);
 }
 
-static PyMethodDef rows_methods[] = {
-    {"put", (PyCFunction)(void (*)(void))rows_put, METH_VARARGS, NULL},
-    {"take_oldest", (PyCFunction)(void (*)(void))rows_take_oldest, METH_NOARGS, NULL},
-    {"take", (PyCFunction)(void (*)(void))rows_take, METH_O, NULL},
-    {"full", (PyCFunction)(void (*)(void))rows_full, METH_O, NULL},
-    {"oldest", (PyCFunction)(void (*)(void))rows_py_oldest, METH_O, NULL},
-    {"samples", (PyCFunction)(void (*)(void))rows_samples, METH_NOARGS, NULL},
-    {"push", (PyCFunction)(void (*)(void))rows_py_push, METH_O, NULL},
-    {"lease", (PyCFunction)(void (*)(void))rows_lease, METH_O, NULL},
-    {"end_lease", (PyCFunction)(void (*)(void))rows_end_lease, METH_O, NULL},
-    {"give_back", (PyCFunction)(void (*)(void))rows_give_back, METH_O, NULL},
-    {"is_leased", (PyCFunction)(void (*)(void))rows_is_leased, METH_O, NULL},
-    {"ready_samples", (PyCFunction)(void (*)(void))rows_ready_samples, METH_NOARGS, NULL},
+static PyMethodDef group_table_methods[] = {
+    {"put", (PyCFunction)(void (*)(void))py_group_table_put, METH_VARARGS, NULL},
+    {"take_oldest", (PyCFunction)(void (*)(void))py_group_table_take_oldest, METH_NOARGS, NULL},
+    {"take", (PyCFunction)(void (*)(void))py_group_table_take, METH_O, NULL},
+    {"full", (PyCFunction)(void (*)(void))py_group_lists_full, METH_O, NULL},
+    {"oldest", (PyCFunction)(void (*)(void))py_group_table_oldest, METH_O, NULL},
+    {"samples", (PyCFunction)(void (*)(void))py_group_table_samples, METH_NOARGS, NULL},
+    {"push", (PyCFunction)(void (*)(void))py_group_lists_push, METH_O, NULL},
+    {"lease", (PyCFunction)(void (*)(void))py_group_lists_lease, METH_O, NULL},
+    {"end_lease", (PyCFunction)(void (*)(void))py_group_lists_end_lease, METH_O, NULL},
+    {"give_back", (PyCFunction)(void (*)(void))py_group_lists_give_back, METH_O, NULL},
+    {"is_leased", (PyCFunction)(void (*)(void))py_group_lists_is_leased, METH_O, NULL},
+    {"ready_samples", (PyCFunction)(void (*)(void))py_group_lists_ready_samples, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef rows_getset[] = {
-    {"oldest_born_s", (getter)rows_oldest_born, NULL, "When the oldest row was born, or None.",
+static PyGetSetDef group_table_getset[] = {
+    {"oldest_born_s", (getter)py_group_table_oldest_born, NULL, "When the oldest row was born, or None.",
      NULL},
-    {"memory_bytes", (getter)rows_memory, NULL, "Bytes of the table itself.", NULL},
+    {"memory_bytes", (getter)py_group_table_memory, NULL, "Bytes of the table itself.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyMemberDef rows_members[] = {
+static PyMemberDef group_table_members[] = {
     {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all rows."},
     {"nbytes", T_ULONGLONG, offsetof(GroupTableObject, nbytes), READONLY,
      "Their bytes, under count_bytes."},
@@ -495,22 +495,22 @@ static PyMemberDef rows_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PySequenceMethods rows_sequence = {.sq_length = (lenfunc)rows_length};
+static PySequenceMethods group_table_sequence = {.sq_length = (lenfunc)py_group_table_length};
 
 PyTypeObject GroupTableType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupTable",
     .tp_basicsize = sizeof(GroupTableObject),
-    .tp_dealloc = (destructor)rows_dealloc,
+    .tp_dealloc = (destructor)py_group_table_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_methods = rows_methods,
-    .tp_getset = rows_getset,
-    .tp_members = rows_members,
-    .tp_as_sequence = &rows_sequence,
-    .tp_init = (initproc)rows_init_object,
+    .tp_methods = group_table_methods,
+    .tp_getset = group_table_getset,
+    .tp_members = group_table_members,
+    .tp_as_sequence = &group_table_sequence,
+    .tp_init = (initproc)py_group_table_init,
     .tp_new = PyType_GenericNew,
 };
 
-bool rows_add_constants(PyObject *module) {
+bool py_group_table_add_constants(PyObject *module) {
     const struct word_note words[] = {
         {&attribute.key, "key"},
         {&attribute.group_size, "group_size"},

@@ -48,21 +48,21 @@ typedef struct rows_object {
 
 /* Up to ROWS_BATCH samples into their cells; what is refused or to be judged is appended to `left`.
  * False with an exception. */
-bool rows_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
-                      PyObject *left);
+bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
+                                PyObject *left);
 
 /* A row as an object, without its samples yet. */
-GroupEntryObject *row_new(const struct row *row, PyObject *key);
-void rows_push_ready(GroupTableObject *self, GroupEntryObject *row);
-void rows_clear_lists(GroupTableObject *self);
+GroupEntryObject *py_group_entry_new(const struct row *row, PyObject *key);
+void py_group_lists_push_ready(GroupTableObject *self, GroupEntryObject *row);
+void py_group_lists_clear(GroupTableObject *self);
 
 /* The methods of GroupTable that are not the table's. */
-PyObject *rows_py_push(GroupTableObject *self, PyObject *row);
-PyObject *rows_lease(GroupTableObject *self, PyObject *limit);
-PyObject *rows_end_lease(GroupTableObject *self, PyObject *row);
-PyObject *rows_give_back(GroupTableObject *self, PyObject *row);
-PyObject *rows_is_leased(GroupTableObject *self, PyObject *row);
-PyObject *rows_ready_samples(GroupTableObject *self, PyObject *ignored);
-PyObject *rows_full(GroupTableObject *self, PyObject *key);
+PyObject *py_group_lists_push(GroupTableObject *self, PyObject *row);
+PyObject *py_group_lists_lease(GroupTableObject *self, PyObject *limit);
+PyObject *py_group_lists_end_lease(GroupTableObject *self, PyObject *row);
+PyObject *py_group_lists_give_back(GroupTableObject *self, PyObject *row);
+PyObject *py_group_lists_is_leased(GroupTableObject *self, PyObject *row);
+PyObject *py_group_lists_ready_samples(GroupTableObject *self, PyObject *ignored);
+PyObject *py_group_lists_full(GroupTableObject *self, PyObject *key);
 
 #endif

@@ -25,7 +25,7 @@ bool py_writer_usable(WriterObject *self) {
         PyErr_SetString(hooks.closed_error, "this Producer is closed; make a new one");
         return false;
     }
-    return segment_usable(self->segment, "Producer");
+    return py_segment_usable(self->segment, "Producer");
 }
 
 static bool is_paused(const WriterObject *self) {
@@ -83,8 +83,8 @@ bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
         }
         double waited_s = (double)(clock_monotonic_ns() - start) / 1e9;
         if (timeout_s >= 0 && waited_s >= timeout_s) {
-            raise_hook(hooks.full_error,
-                       Py_BuildValue("(OKd)", self->segment, (unsigned long long)bytes, waited_s));
+            py_raise_hook(hooks.full_error,
+                          Py_BuildValue("(OKd)", self->segment, (unsigned long long)bytes, waited_s));
             return false;
         }
         int64_t slice_ns = longest_ns;

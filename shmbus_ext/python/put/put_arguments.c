@@ -8,7 +8,7 @@
 static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_epoch,
     *word_meta, *word_timeout, *word_instance_id;
 
-bool arguments_init(void) {
+bool py_arguments_init(void) {
     const struct word_note words[] = {{&word_group_size, "group_size"},
                  {&word_index, "index"},
                  {&word_score, "score"},
@@ -20,7 +20,7 @@ bool arguments_init(void) {
     return INTERN_WORDS(words);
 }
 
-void arguments_begin(struct put_arguments *self) {
+void py_arguments_begin(struct put_arguments *self) {
     self->id_object = NULL;
     self->meta_object = NULL;
     self->meta_encoded = NULL;
@@ -31,7 +31,7 @@ void arguments_begin(struct put_arguments *self) {
     self->spec = (struct record_spec){.epoch = SHMBUS_NO_EPOCH};
 }
 
-void arguments_end(struct put_arguments *self) {
+void py_arguments_end(struct put_arguments *self) {
     for (uint32_t i = 0; i < self->array_count; i++) {
         Py_XDECREF(self->arrays[i]);
         Py_DECREF(self->names[i]);
@@ -91,11 +91,11 @@ static void number_error(const char *name, const char *expected, PyObject *value
     }
 }
 
-bool parse_policy_version(PyObject *value, int64_t *version) {
+bool py_parse_policy_version(PyObject *value, int64_t *version) {
     return take_integer(value, "policy_version", 0, INT64_MAX, version);
 }
 
-bool parse_score(PyObject *value, double *score) {
+bool py_parse_score(PyObject *value, double *score) {
     double number;
     if (PyFloat_CheckExact(value)) {
         number = PyFloat_AS_DOUBLE(value);
@@ -122,7 +122,7 @@ bool parse_score(PyObject *value, double *score) {
     return true;
 }
 
-bool parse_timeout(PyObject *value, double *timeout_s) {
+bool py_parse_timeout(PyObject *value, double *timeout_s) {
     if (value == Py_None) {
         *timeout_s = -1.0;
         return true;
@@ -153,7 +153,7 @@ bool parse_timeout(PyObject *value, double *timeout_s) {
     return true;
 }
 
-bool arguments_take_id(struct put_arguments *self, PyObject *value) {
+bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
     if (!PyUnicode_Check(value)) {
         PyErr_Format(PyExc_TypeError, "instance_id: expected a str, got %.100s",
                      Py_TYPE(value)->tp_name);
@@ -198,7 +198,7 @@ static bool take_array(struct put_arguments *self, PyObject *name, PyObject *val
 }
 
 /* The reserved words, by identity: names in a call are interned. */
-bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value) {
+bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value) {
     int64_t number;
     if (name == word_group_size) {
         if (!take_integer(value, "group_size", 1, SHMBUS_MAX_GROUP_SIZE, &number)) {
@@ -217,10 +217,10 @@ bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value)
         return true;
     }
     if (name == word_score) {
-        return parse_score(value, &self->spec.score);
+        return py_parse_score(value, &self->spec.score);
     }
     if (name == word_policy_version) {
-        return parse_policy_version(value, &self->spec.policy_version);
+        return py_parse_policy_version(value, &self->spec.policy_version);
     }
     if (name == word_epoch) {
         self->spec.epoch = SHMBUS_NO_EPOCH;
@@ -232,14 +232,14 @@ bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value)
         return true;
     }
     if (name == word_timeout) {
-        return parse_timeout(value, &self->timeout_s);
+        return py_parse_timeout(value, &self->timeout_s);
     }
     if (name == word_instance_id) {
         if (self->id_object != NULL) {
             PyErr_SetString(PyExc_TypeError, "got two values for the argument 'instance_id'");
             return false;
         }
-        return arguments_take_id(self, value);
+        return py_arguments_take_id(self, value);
     }
     if (!PyUnicode_CHECK_INTERNED(name)) {
         /* A key that was computed: intern it, and look again by identity. */
@@ -254,13 +254,13 @@ bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value)
         /* The interned string lives as long as one of its kind does: the reserved words do. */
         Py_DECREF(interned);
         if (reserved) {
-            return arguments_take(self, interned, value);
+            return py_arguments_take(self, interned, value);
         }
     }
     return take_array(self, name, value);
 }
 
-bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item) {
+bool py_arguments_take_mapping(struct put_arguments *arguments, PyObject *item) {
     if (!PyDict_Check(item)) {
         PyErr_Format(PyExc_TypeError,
                      "expected a dict of put's arguments, got %.100s",
@@ -277,7 +277,7 @@ bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item) {
         }
         Py_INCREF(key);
         Py_INCREF(value);
-        bool taken = arguments_take(arguments, key, value);
+        bool taken = py_arguments_take(arguments, key, value);
         Py_DECREF(key);
         Py_DECREF(value);
         if (!taken) {
@@ -287,7 +287,7 @@ bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item) {
     return true;
 }
 
-bool arguments_finish_head(struct put_arguments *self) {
+bool py_arguments_finish_head(struct put_arguments *self) {
     if (self->id_object == NULL || !self->has_group_size || !self->has_index) {
         PyErr_Format(PyExc_TypeError, "missing the argument '%s'",
                      self->id_object == NULL ? "instance_id"
@@ -342,8 +342,8 @@ static bool convert_array(struct put_arguments *self, uint32_t i) {
     return true;
 }
 
-bool arguments_finish(struct put_arguments *self, struct schema_cache *cache) {
-    if (!arguments_finish_head(self)) {
+bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache) {
+    if (!py_arguments_finish_head(self)) {
         return false;
     }
     PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
@@ -373,7 +373,7 @@ bool arguments_finish(struct put_arguments *self, struct schema_cache *cache) {
     spec->shape_words = words;
     spec->field_bytes = self->field_bytes;
     spec->field_ndim = self->field_ndim;
-    self->schema = schema_cache_find(cache, spec, self->names, dtypes, self->field_ndim);
+    self->schema = py_schema_cache_find(cache, spec, self->names, dtypes, self->field_ndim);
     if (self->schema == NULL) {
         return false;
     }

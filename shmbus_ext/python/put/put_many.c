@@ -9,13 +9,13 @@
 
 /* Says on the exception that is set how many items were put before it. */
 static void note_accepted(Py_ssize_t done) {
-    PyObject *error = set_aside_error();
+    PyObject *error = py_set_aside_error();
     PyObject *accepted = PyLong_FromSsize_t(done);
     if (accepted == NULL || PyObject_SetAttrString(error, "accepted", accepted) < 0) {
         PyErr_Clear();
     }
     Py_XDECREF(accepted);
-    restore_error(error);
+    py_restore_error(error);
 }
 
 struct batch {
@@ -58,10 +58,10 @@ static void name_item(Py_ssize_t at) {
 
 static bool parse_item(WriterObject *self, struct put_arguments *arguments, PyObject *items,
                        Py_ssize_t at) {
-    arguments_begin(arguments);
+    py_arguments_begin(arguments);
     struct reservation unused;
-    bool good = arguments_take_mapping(arguments, PyList_GET_ITEM(items, at)) &&
-                arguments_finish(arguments, &self->schemas) && py_writer_usable(self) &&
+    bool good = py_arguments_take_mapping(arguments, PyList_GET_ITEM(items, at)) &&
+                py_arguments_finish(arguments, &self->schemas) && py_writer_usable(self) &&
                 (arguments->spec.record_bytes <= self->segment->c.record_limit ||
                  py_writer_claim_room(self, arguments->spec.record_bytes, 0.0, &unused));
     if (!good) {
@@ -75,7 +75,7 @@ static bool check_items(WriterObject *self, PyObject *items, Py_ssize_t from) {
     for (Py_ssize_t i = from; good && i < PyList_GET_SIZE(items); i++) {
         struct put_arguments arguments;
         good = parse_item(self, &arguments, items, i);
-        arguments_end(&arguments);
+        py_arguments_end(&arguments);
     }
     return good;
 }
@@ -121,7 +121,7 @@ static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, 
     py_writer_fill_reserved(self, &arguments, to);
     added = true;
 end:
-    arguments_end(&arguments);
+    py_arguments_end(&arguments);
     return added;
 }
 
@@ -186,7 +186,7 @@ PyObject *py_writer_put_many(WriterObject *self, PyObject *args, PyObject *kwarg
     PyObject *sequence, *timeout = Py_None;
     double timeout_s;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$O", names, &sequence, &timeout) ||
-        !parse_timeout(timeout, &timeout_s) || !py_writer_usable(self)) {
+        !py_parse_timeout(timeout, &timeout_s) || !py_writer_usable(self)) {
         return NULL;
     }
     if (Py_TYPE(sequence)->tp_iter == NULL && !PySequence_Check(sequence)) {

@@ -7,7 +7,7 @@
 
 #include "ring/doorbell.h"
 
-static void reservation_unlink(ReservationObject *self) {
+static void py_reservation_unlink(ReservationObject *self) {
     if (self->previous != NULL) {
         self->previous->next = self->next;
     } else if (self->writer->open == self) {
@@ -21,7 +21,7 @@ static void reservation_unlink(ReservationObject *self) {
 
 /* Takes the arrays back. One that somebody still holds can no longer be written through, and its
  * record's space is kept until it is gone, for views of it that we don't know of. */
-static void reservation_take_arrays(ReservationObject *self) {
+static void py_reservation_take_arrays(ReservationObject *self) {
     for (uint32_t i = 0; i < self->count; i++) {
         if (self->arrays[i] != NULL) {
             PyArray_CLEARFLAGS(self->arrays[i], NPY_ARRAY_WRITEABLE);
@@ -52,10 +52,10 @@ static void move_from_views(ReservationObject *self) {
     self->at = copy;
 }
 
-static void reservation_finish(ReservationObject *self, bool commit) {
-    reservation_take_arrays(self);
+static void py_reservation_finish(ReservationObject *self, bool commit) {
+    py_reservation_take_arrays(self);
     self->ended = true;
-    reservation_unlink(self);
+    py_reservation_unlink(self);
     if (commit) {
         move_from_views(self);
         self->at.record->score = self->score;
@@ -72,7 +72,7 @@ static void reservation_finish(ReservationObject *self, bool commit) {
     }
 }
 
-static bool reservation_usable(ReservationObject *self) {
+static bool py_reservation_usable(ReservationObject *self) {
     if (self->ended) {
         PyErr_SetString(hooks.closed_error,
                         "this reservation has been committed or aborted; reserve a new one");
@@ -128,7 +128,7 @@ static bool plan_reservation(WriterObject *self, struct put_arguments *arguments
     PyObject *names[SHMBUS_MAX_FIELDS];
     struct record_spec *spec = &arguments->spec;
     Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
-    if (!arguments_take_mapping(arguments, head) || !arguments_finish_head(arguments)) {
+    if (!py_arguments_take_mapping(arguments, head) || !py_arguments_finish_head(arguments)) {
         return false;
     }
     if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(fields->dtypes) != count ||
@@ -149,7 +149,7 @@ static bool plan_reservation(WriterObject *self, struct put_arguments *arguments
     spec->field_bytes = arguments->field_bytes;
     spec->field_ndim = arguments->field_ndim;
     arguments->schema =
-        schema_cache_find(&self->schemas, spec, names, dtypes, arguments->field_ndim);
+        py_schema_cache_find(&self->schemas, spec, names, dtypes, arguments->field_ndim);
     if (arguments->schema == NULL) {
         return false;
     }
@@ -179,13 +179,13 @@ static PyObject *field_view(ReservationObject *self, PyArray_Descr *dtype, int n
 }
 
 /* The Python side of a reservation; its arrays come afterwards. */
-static ReservationObject *reservation_new(WriterObject *writer, const struct reservation *at, PyObject *names) {
+static ReservationObject *py_reservation_new(WriterObject *writer, const struct reservation *at, PyObject *names) {
     ReservationObject *made = (ReservationObject *)ReservationType.tp_alloc(&ReservationType, 0);
     if (made == NULL) {
         return NULL;
     }
     made->ended = true; /* until the record is exposed */
-    made->keeper = keeper_new(writer->segment, at);
+    made->keeper = py_keeper_new(writer->segment, at);
     if (made->keeper == NULL) {
         Py_DECREF(made);
         return NULL;
@@ -196,7 +196,7 @@ static ReservationObject *reservation_new(WriterObject *writer, const struct res
     return made;
 }
 
-static void reservation_open(ReservationObject *self, struct put_arguments *arguments, uint64_t meta_bytes) {
+static void py_reservation_open(ReservationObject *self, struct put_arguments *arguments, uint64_t meta_bytes) {
     WriterObject *writer = self->writer;
     struct record_spec *spec = &arguments->spec;
     self->meta_room = (uint32_t)spec->meta_bytes;
@@ -217,7 +217,7 @@ static void reservation_open(ReservationObject *self, struct put_arguments *argu
     writer->open = self;
 }
 
-static bool reservation_make_views(ReservationObject *self, const struct put_arguments *arguments,
+static bool py_reservation_make_views(ReservationObject *self, const struct put_arguments *arguments,
                             PyObject *dtypes) {
     uint32_t words = 0;
     for (uint32_t i = 0; i < arguments->spec.field_count; i++) {
@@ -247,29 +247,29 @@ PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
     struct put_arguments arguments;
     struct reservation at;
     ReservationObject *made = NULL;
-    arguments_begin(&arguments);
+    py_arguments_begin(&arguments);
     bool claimed = plan_reservation(self, &arguments, head, &fields, meta_room) &&
                    py_writer_usable(self); /* encoding may have let another thread close it */
     if (claimed) {
         claimed = py_writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at);
     }
     if (claimed) {
-        made = reservation_new(self, &at, fields.names);
+        made = py_reservation_new(self, &at, fields.names);
     }
     if (made != NULL) {
-        reservation_open(made, &arguments,
+        py_reservation_open(made, &arguments,
                   arguments.meta_encoded == NULL
                       ? 0
                       : (uint64_t)PyBytes_GET_SIZE(arguments.meta_encoded));
-        if (!reservation_make_views(made, &arguments, fields.dtypes)) {
+        if (!py_reservation_make_views(made, &arguments, fields.dtypes)) {
             Py_CLEAR(made); /* its end aborts */
         }
     }
-    arguments_end(&arguments);
+    py_arguments_end(&arguments);
     return (PyObject *)made;
 }
 
-static int reservation_index_of(ReservationObject *self, PyObject *name) {
+static int py_reservation_index_of(ReservationObject *self, PyObject *name) {
     for (uint32_t i = 0; i < self->count; i++) {
         PyObject *own = PyTuple_GET_ITEM(self->names, i);
         if (own == name || (PyUnicode_Check(name) && PyUnicode_Compare(own, name) == 0)) {
@@ -281,7 +281,7 @@ static int reservation_index_of(ReservationObject *self, PyObject *name) {
 }
 
 /* Not an assignment of one's own array: what is to be committed is in the ring already. */
-static int reservation_assign(ReservationObject *self, PyObject *name, PyObject *value) {
+static int py_reservation_assign(ReservationObject *self, PyObject *name, PyObject *value) {
     (void)self;
     (void)value;
     PyErr_Format(PyExc_TypeError,
@@ -291,22 +291,22 @@ static int reservation_assign(ReservationObject *self, PyObject *name, PyObject 
     return -1;
 }
 
-static PyObject *reservation_get(ReservationObject *self, PyObject *name) {
-    if (!reservation_usable(self)) {
+static PyObject *py_reservation_get(ReservationObject *self, PyObject *name) {
+    if (!py_reservation_usable(self)) {
         return NULL;
     }
-    int field = reservation_index_of(self, name);
+    int field = py_reservation_index_of(self, name);
     return field < 0 ? NULL : Py_NewRef((PyObject *)self->arrays[field]);
 }
 
 /* resize(name, n): the first dimension ends up shorter than reserved. */
-static PyObject *reservation_resize(ReservationObject *self, PyObject *args) {
+static PyObject *py_reservation_resize(ReservationObject *self, PyObject *args) {
     PyObject *name;
     Py_ssize_t length;
-    if (!PyArg_ParseTuple(args, "Un", &name, &length) || !reservation_usable(self)) {
+    if (!PyArg_ParseTuple(args, "Un", &name, &length) || !py_reservation_usable(self)) {
         return NULL;
     }
-    int field = reservation_index_of(self, name);
+    int field = py_reservation_index_of(self, name);
     if (field < 0) {
         return NULL;
     }
@@ -332,28 +332,28 @@ static PyObject *reservation_resize(ReservationObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *reservation_end(ReservationObject *self, bool commit) {
-    if (!reservation_usable(self)) {
+static PyObject *py_reservation_end(ReservationObject *self, bool commit) {
+    if (!py_reservation_usable(self)) {
         return NULL;
     }
-    reservation_finish(self, commit);
+    py_reservation_finish(self, commit);
     Py_RETURN_NONE;
 }
 
-static PyObject *reservation_commit(ReservationObject *self, PyObject *ignored) {
+static PyObject *py_reservation_commit(ReservationObject *self, PyObject *ignored) {
     (void)ignored;
-    return reservation_end(self, true);
+    return py_reservation_end(self, true);
 }
 
-static PyObject *reservation_abort(ReservationObject *self, PyObject *ignored) {
+static PyObject *py_reservation_abort(ReservationObject *self, PyObject *ignored) {
     (void)ignored;
-    return reservation_end(self, false);
+    return py_reservation_end(self, false);
 }
 
-static PyObject *reservation_exit(ReservationObject *self, PyObject *args) {
+static PyObject *py_reservation_exit(ReservationObject *self, PyObject *args) {
     PyObject *type = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : Py_None;
     if (!self->ended) {
-        PyObject *result = reservation_end(self, type == Py_None);
+        PyObject *result = py_reservation_end(self, type == Py_None);
         if (result == NULL) {
             return NULL;
         }
@@ -362,37 +362,37 @@ static PyObject *reservation_exit(ReservationObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *reservation_enter(ReservationObject *self, PyObject *ignored) {
+static PyObject *py_reservation_enter(ReservationObject *self, PyObject *ignored) {
     (void)ignored;
-    return reservation_usable(self) ? Py_NewRef((PyObject *)self) : NULL;
+    return py_reservation_usable(self) ? Py_NewRef((PyObject *)self) : NULL;
 }
 
-static PyObject *reservation_get_score(ReservationObject *self, void *ignored) {
+static PyObject *py_reservation_get_score(ReservationObject *self, void *ignored) {
     (void)ignored;
     return PyFloat_FromDouble(self->score);
 }
 
-static int reservation_set_score(ReservationObject *self, PyObject *value, void *ignored) {
+static int py_reservation_set_score(ReservationObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    bool set = is_given(value, "score") && reservation_usable(self) && parse_score(value, &self->score);
+    bool set = is_given(value, "score") && py_reservation_usable(self) && py_parse_score(value, &self->score);
     return set ? 0 : -1;
 }
 
-static PyObject *reservation_get_policy_version(ReservationObject *self, void *ignored) {
+static PyObject *py_reservation_get_policy_version(ReservationObject *self, void *ignored) {
     (void)ignored;
     return PyLong_FromLongLong(self->policy_version);
 }
 
-static int reservation_set_policy_version(ReservationObject *self, PyObject *value, void *ignored) {
+static int py_reservation_set_policy_version(ReservationObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    bool set = is_given(value, "policy_version") && reservation_usable(self) &&
-               parse_policy_version(value, &self->policy_version);
+    bool set = is_given(value, "policy_version") && py_reservation_usable(self) &&
+               py_parse_policy_version(value, &self->policy_version);
     return set ? 0 : -1;
 }
 
-static int reservation_set_meta(ReservationObject *self, PyObject *value, void *ignored) {
+static int py_reservation_set_meta(ReservationObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    if (!reservation_usable(self)) {
+    if (!py_reservation_usable(self)) {
         return -1;
     }
     struct record_header *record = self->at.record;
@@ -419,14 +419,14 @@ static int reservation_set_meta(ReservationObject *self, PyObject *value, void *
     return 0;
 }
 
-static void reservation_dealloc(ReservationObject *self) {
+static void py_reservation_dealloc(ReservationObject *self) {
     if (self->writer != NULL) {
         bool own = self->writer->segment->generation == fork_generation &&
                    !self->writer->segment->handle_closed;
         if (!self->ended && own) {
-            reservation_finish(self, false);
+            py_reservation_finish(self, false);
         }
-        reservation_unlink(self);
+        py_reservation_unlink(self);
     }
     for (uint32_t i = 0; i < self->count; i++) {
         Py_XDECREF(self->arrays[i]);
@@ -437,7 +437,7 @@ static void reservation_dealloc(ReservationObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *reservation_get_ended(ReservationObject *self, void *ignored) {
+static PyObject *py_reservation_get_ended(ReservationObject *self, void *ignored) {
     (void)ignored;
     return PyBool_FromLong(self->ended);
 }
@@ -507,24 +507,24 @@ PyDoc_STRVAR(abort_doc,
     "    The reservation has ended, or the producer is closed.");
 
 static PyMethodDef reservation_methods[] = {
-    {"resize", (PyCFunction)(void (*)(void))reservation_resize, METH_VARARGS,
+    {"resize", (PyCFunction)(void (*)(void))py_reservation_resize, METH_VARARGS,
      resize_doc},
-    {"commit", (PyCFunction)(void (*)(void))reservation_commit, METH_NOARGS,
+    {"commit", (PyCFunction)(void (*)(void))py_reservation_commit, METH_NOARGS,
      commit_doc},
-    {"abort", (PyCFunction)(void (*)(void))reservation_abort, METH_NOARGS,
+    {"abort", (PyCFunction)(void (*)(void))py_reservation_abort, METH_NOARGS,
      abort_doc},
-    {"__enter__", (PyCFunction)(void (*)(void))reservation_enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))reservation_exit, METH_VARARGS, NULL},
+    {"__enter__", (PyCFunction)(void (*)(void))py_reservation_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))py_reservation_exit, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef reservation_getset[] = {
-    {"score", (getter)reservation_get_score, (setter)reservation_set_score, "The reward, 0.0 unless set.", NULL},
-    {"policy_version", (getter)reservation_get_policy_version, (setter)reservation_set_policy_version,
+    {"score", (getter)py_reservation_get_score, (setter)py_reservation_set_score, "The reward, 0.0 unless set.", NULL},
+    {"policy_version", (getter)py_reservation_get_policy_version, (setter)py_reservation_set_policy_version,
      "The policy that sampled it, 0 unless set.", NULL},
-    {"meta", NULL, (setter)reservation_set_meta,
+    {"meta", NULL, (setter)py_reservation_set_meta,
      "Whatever msgspec can encode, within reserve's meta_room; it can be set, not read.", NULL},
-    {"ended", (getter)reservation_get_ended, NULL, "Whether it was committed or aborted.", NULL},
+    {"ended", (getter)py_reservation_get_ended, NULL, "Whether it was committed or aborted.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -534,13 +534,13 @@ static PyMemberDef reservation_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyMappingMethods reservation_mapping = {.mp_subscript = (binaryfunc)reservation_get,
-                                        .mp_ass_subscript = (objobjargproc)reservation_assign};
+static PyMappingMethods reservation_mapping = {.mp_subscript = (binaryfunc)py_reservation_get,
+                                        .mp_ass_subscript = (objobjargproc)py_reservation_assign};
 
 PyTypeObject ReservationType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Reservation",
     .tp_basicsize = sizeof(ReservationObject),
-    .tp_dealloc = (destructor)reservation_dealloc,
+    .tp_dealloc = (destructor)py_reservation_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_doc = reservation_doc,
     .tp_methods = reservation_methods,
@@ -551,6 +551,6 @@ PyTypeObject ReservationType = {
 
 void py_writer_abort_open(WriterObject *self) {
     while (self->open != NULL) {
-        reservation_finish(self->open, false);
+        py_reservation_finish(self->open, false);
     }
 }

@@ -14,7 +14,7 @@
 /* Closing waits in steps of this for copies that other threads have under way. */
 #define CLOSE_POLL_US 50
 
-static int writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) {
+static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"segment", "label", "checksum", NULL};
     PyObject *segment;
     const char *label;
@@ -28,7 +28,7 @@ static int writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     self->segment = (SegmentObject *)Py_NewRef(segment);
-    if (!segment_usable(self->segment, "handle")) {
+    if (!py_segment_usable(self->segment, "handle")) {
         return -1;
     }
     enum writer_status status;
@@ -40,7 +40,7 @@ static int writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     if (status != WRITER_OK) {
-        raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "producer"));
+        py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "producer"));
         return -1;
     }
     self->flags = checksum ? SHMBUS_FLAG_PAYLOAD_CRC : 0;
@@ -57,12 +57,12 @@ static bool take_call(struct put_arguments *arguments, PyObject *const *args, Py
                      count);
         return false;
     }
-    if (count == 1 && !arguments_take_id(arguments, args[0])) {
+    if (count == 1 && !py_arguments_take_id(arguments, args[0])) {
         return false;
     }
     Py_ssize_t named = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
     for (Py_ssize_t i = 0; i < named; i++) {
-        if (!arguments_take(arguments, PyTuple_GET_ITEM(kwnames, i), args[count + i])) {
+        if (!py_arguments_take(arguments, PyTuple_GET_ITEM(kwnames, i), args[count + i])) {
             return false;
         }
     }
@@ -75,13 +75,13 @@ static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     struct put_arguments arguments;
-    arguments_begin(&arguments);
+    py_arguments_begin(&arguments);
     arguments.spec.flags = flags;
     bool done = take_call(&arguments, args, count, kwnames) &&
-                arguments_finish(&arguments, &self->schemas) &&
+                py_arguments_finish(&arguments, &self->schemas) &&
                 py_writer_usable(self) && /* encoding may have let another thread close it */
                 py_writer_put_one(self, &arguments);
-    arguments_end(&arguments);
+    py_arguments_end(&arguments);
     if (!done) {
         return NULL;
     }
@@ -89,25 +89,25 @@ static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
-static PyObject *writer_put(WriterObject *self, PyObject *const *args, Py_ssize_t count,
-                            PyObject *kwnames) {
+static PyObject *py_writer_put(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                               PyObject *kwnames) {
     return put_call(self, args, count, kwnames, 0);
 }
 
 /* A report that a sample failed: put's arguments, with the reason as meta, and no arrays. */
-static PyObject *writer_fail(WriterObject *self, PyObject *const *args, Py_ssize_t count,
-                             PyObject *kwnames) {
+static PyObject *py_writer_fail(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                                PyObject *kwnames) {
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED);
 }
 
 /* The same where nobody knows the group's size: group_size is any above the index. */
-static PyObject *writer_fail_unsized(WriterObject *self, PyObject *const *args, Py_ssize_t count,
-                                     PyObject *kwnames) {
+static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                                        PyObject *kwnames) {
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE);
 }
 
 /* Announces the wish for space; try again after it, and then await_space with the ticket. */
-static PyObject *writer_want_space(WriterObject *self, PyObject *ignored) {
+static PyObject *py_writer_want_space(WriterObject *self, PyObject *ignored) {
     (void)ignored;
     if (!py_writer_usable(self)) {
         return NULL;
@@ -119,7 +119,7 @@ static PyObject *writer_want_space(WriterObject *self, PyObject *ignored) {
 }
 
 /* await_space(ticket, timeout_s): sleeps until the reader has freed some since; takes none. */
-static PyObject *writer_await_space(WriterObject *self, PyObject *args) {
+static PyObject *py_writer_await_space(WriterObject *self, PyObject *args) {
     double timeout_s;
     unsigned int ticket;
     if (!PyArg_ParseTuple(args, "Id", &ticket, &timeout_s) || !py_writer_usable(self)) {
@@ -137,7 +137,7 @@ static PyObject *writer_await_space(WriterObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static void writer_end(WriterObject *self) {
+static void py_writer_detach(WriterObject *self) {
     if (!self->attached) {
         return;
     }
@@ -159,27 +159,27 @@ static void writer_end(WriterObject *self) {
     py_writer_abort_batches(self);
     py_writer_abort_open(self);
     writer_close(&self->c);
-    segment_release_handle(self->segment);
+    py_segment_release_handle(self->segment);
 }
 
-static PyObject *writer_py_close(WriterObject *self, PyObject *ignored) {
+static PyObject *py_writer_close(WriterObject *self, PyObject *ignored) {
     (void)ignored;
-    writer_end(self);
+    py_writer_detach(self);
     Py_RETURN_NONE;
 }
 
-static void writer_dealloc(WriterObject *self) {
+static void py_writer_dealloc(WriterObject *self) {
     if (self->segment != NULL) {
-        writer_end(self);
+        py_writer_detach(self);
     }
-    schema_cache_clear(&self->schemas);
+    py_schema_cache_clear(&self->schemas);
     Py_XDECREF(self->watch);
     Py_XDECREF(self->segment);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 /* _watch_waits(call, seconds): `call` hears of a wait for space every so many seconds of it. */
-static PyObject *writer_watch_waits(WriterObject *self, PyObject *args) {
+static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
     PyObject *call;
     double seconds;
     if (!PyArg_ParseTuple(args, "Od", &call, &seconds)) {
@@ -190,14 +190,14 @@ static PyObject *writer_watch_waits(WriterObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *writer_counts(WriterObject *self, PyObject *ignored) {
+static PyObject *py_writer_counts(WriterObject *self, PyObject *ignored) {
     (void)ignored;
     return Py_BuildValue("(KKKK)", (unsigned long long)self->c.sequence,
                          (unsigned long long)self->c.aborted, (unsigned long long)self->bytes,
                          (unsigned long long)self->full_waits);
 }
 
-static PyObject *writer_get_closed(WriterObject *self, void *ignored) {
+static PyObject *py_writer_get_closed(WriterObject *self, void *ignored) {
     (void)ignored;
     return PyBool_FromLong(!self->attached || self->segment->handle_closed ||
                            self->segment->generation != fork_generation);
@@ -278,25 +278,25 @@ PyDoc_STRVAR(close_doc,
     "Copies that other threads have under way end first. A second call does nothing.");
 
 static PyMethodDef writer_methods[] = {
-    {"put", (PyCFunction)(void (*)(void))writer_put, METH_FASTCALL | METH_KEYWORDS,
+    {"put", (PyCFunction)(void (*)(void))py_writer_put, METH_FASTCALL | METH_KEYWORDS,
      put_doc},
     {"put_many", (PyCFunction)(void (*)(void))py_writer_put_many, METH_VARARGS | METH_KEYWORDS,
      py_writer_put_many_doc},
-    {"_fail", (PyCFunction)(void (*)(void))writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL},
-    {"_fail_unsized", (PyCFunction)(void (*)(void))writer_fail_unsized,
+    {"_fail", (PyCFunction)(void (*)(void))py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"_fail_unsized", (PyCFunction)(void (*)(void))py_writer_fail_unsized,
      METH_FASTCALL | METH_KEYWORDS, NULL},
     {"_reserve", (PyCFunction)(void (*)(void))py_writer_reserve, METH_VARARGS, NULL},
-    {"_want_space", (PyCFunction)(void (*)(void))writer_want_space, METH_NOARGS, NULL},
-    {"_await_space", (PyCFunction)(void (*)(void))writer_await_space, METH_VARARGS, NULL},
-    {"_watch_waits", (PyCFunction)(void (*)(void))writer_watch_waits, METH_VARARGS, NULL},
-    {"_counts", (PyCFunction)(void (*)(void))writer_counts, METH_NOARGS, NULL},
-    {"close", (PyCFunction)(void (*)(void))writer_py_close, METH_NOARGS,
+    {"_want_space", (PyCFunction)(void (*)(void))py_writer_want_space, METH_NOARGS, NULL},
+    {"_await_space", (PyCFunction)(void (*)(void))py_writer_await_space, METH_VARARGS, NULL},
+    {"_watch_waits", (PyCFunction)(void (*)(void))py_writer_watch_waits, METH_VARARGS, NULL},
+    {"_counts", (PyCFunction)(void (*)(void))py_writer_counts, METH_NOARGS, NULL},
+    {"close", (PyCFunction)(void (*)(void))py_writer_close, METH_NOARGS,
      close_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef writer_getset[] = {
-    {"closed", (getter)writer_get_closed, NULL, "True after close() and after a fork.", NULL},
+    {"closed", (getter)py_writer_get_closed, NULL, "True after close() and after a fork.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -310,11 +310,11 @@ static PyMemberDef writer_members[] = {
 PyTypeObject WriterType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Writer",
     .tp_basicsize = sizeof(WriterObject),
-    .tp_dealloc = (destructor)writer_dealloc,
+    .tp_dealloc = (destructor)py_writer_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
     .tp_methods = writer_methods,
     .tp_getset = writer_getset,
     .tp_members = writer_members,
-    .tp_init = (initproc)writer_init,
+    .tp_init = (initproc)py_writer_init,
     .tp_new = PyType_GenericNew,
 };

@@ -106,15 +106,15 @@ static void let_go_of_views(HolderObject *holder, const struct record_ref *refs,
 
 static const struct holder_kind borrower_kind = {false, hold_views, let_go_of_views};
 
-static bool borrower_usable(BorrowerObject *self) {
+static bool py_borrower_usable(BorrowerObject *self) {
     if (!self->attached) {
         PyErr_SetString(hooks.closed_error, "this Consumer is closed; make a new one");
         return false;
     }
-    return segment_usable(self->segment, "Consumer");
+    return py_segment_usable(self->segment, "Consumer");
 }
 
-static int borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwargs) {
+static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"segment", NULL};
     SegmentObject *segment;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", names, &SegmentType, &segment)) {
@@ -124,8 +124,8 @@ static int borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "this borrower is initialised already");
         return -1;
     }
-    if (!holder_init((HolderObject *)self, segment, &borrower_kind) ||
-        !segment_usable(segment, "handle")) {
+    if (!py_holder_init((HolderObject *)self, segment, &borrower_kind) ||
+        !py_segment_usable(segment, "handle")) {
         return -1;
     }
     self->leases = PyMem_Calloc(segment->c.extent_count, sizeof *self->leases);
@@ -140,9 +140,9 @@ static int borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwargs)
 }
 
 /* set_client(number): the leases' locks are under this number from now on. */
-static PyObject *borrower_set_client(BorrowerObject *self, PyObject *argument) {
+static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument) {
     unsigned long client = PyLong_AsUnsignedLong(argument);
-    if (PyErr_Occurred() || !borrower_usable(self)) {
+    if (PyErr_Occurred() || !py_borrower_usable(self)) {
         return NULL;
     }
     if (client >= SHMBUS_MAX_CLIENTS) {
@@ -170,7 +170,7 @@ static bool lock_loans(BorrowerObject *self, PyObject *loans) {
     size_t changed = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
         ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
-        changed = count_up(self, self->leases, loan->refs, loan_records(loan), changed);
+        changed = count_up(self, self->leases, loan->refs, py_client_lease_records(loan), changed);
         loan->locked = true;
     }
     if (lock_changed(self, changed, lease_bytes(self->client))) {
@@ -178,7 +178,7 @@ static bool lock_loans(BorrowerObject *self, PyObject *loans) {
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
         ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
-        (void)count_down(self, self->leases, loan->refs, loan_records(loan), 0);
+        (void)count_down(self, self->leases, loan->refs, py_client_lease_records(loan), 0);
         loan->locked = false;
     }
     return false;
@@ -191,7 +191,7 @@ static void unlock_loans(BorrowerObject *self, PyObject *loans) {
         ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
         if (loan->locked) {
             loan->locked = false;
-            changed = count_down(self, self->leases, loan->refs, loan_records(loan), changed);
+            changed = count_down(self, self->leases, loan->refs, py_client_lease_records(loan), changed);
         }
     }
     unlock_changed(self, changed, lease_bytes(self->client));
@@ -208,13 +208,13 @@ static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_re
         record_read_body(shared, copy) != RECORD_OK) {
         return NULL;
     }
-    return trajectory_new((HolderObject *)self, copy, ref);
+    return py_trajectory_new((HolderObject *)self, copy, ref);
 }
 
 /* Reads a loan's trajectories; false with an exception, or without one as borrow_one. */
 static bool read_loan(BorrowerObject *self, ClientLeaseObject *loan) {
-    PyObject *samples = PyList_New(loan_records(loan));
-    for (Py_ssize_t i = 0; samples != NULL && i < loan_records(loan); i++) {
+    PyObject *samples = PyList_New(py_client_lease_records(loan));
+    for (Py_ssize_t i = 0; samples != NULL && i < py_client_lease_records(loan); i++) {
         PyObject *t = (PyObject *)borrow_one(self, &loan->refs[i]);
         if (t == NULL) {
             Py_CLEAR(samples);
@@ -236,7 +236,7 @@ static PyObject *loans_of(BorrowerObject *self, PyObject *granted, long long ste
     PyObject *loans = PyList_New(0);
     for (Py_ssize_t i = 0; loans != NULL && i < PyList_GET_SIZE(granted); i++) {
         PyObject *item = PyList_GET_ITEM(granted, i);
-        PyObject *loan = (PyObject *)loan_new((HolderObject *)self, item, step);
+        PyObject *loan = (PyObject *)py_client_lease_new((HolderObject *)self, item, step);
         PyObject *number = NULL;
         bool good = loan != NULL ? PyList_Append(loans, loan) == 0
                                  : !PyErr_Occurred() &&
@@ -271,12 +271,12 @@ static bool read_loans(BorrowerObject *self, PyObject *loans, PyObject *refused)
     if (good) {
         unlock_loans(self, empty);
     } else {
-        PyObject *error = set_aside_error();
+        PyObject *error = py_set_aside_error();
         unlock_loans(self, loans);
         if (empty != NULL) {
             unlock_loans(self, empty);
         }
-        restore_error(error);
+        py_restore_error(error);
     }
     Py_XDECREF(empty);
     return good;
@@ -284,10 +284,10 @@ static bool read_loans(BorrowerObject *self, PyObject *loans, PyObject *refused)
 
 /* borrow(granted, step) -> (loans, refused): of what a message grants; the numbers of those whose
  * places hold no committed records. */
-static PyObject *borrower_borrow(BorrowerObject *self, PyObject *args) {
+static PyObject *py_borrower_borrow(BorrowerObject *self, PyObject *args) {
     PyObject *granted, *refused = NULL, *loans = NULL, *result = NULL;
     long long step;
-    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) || !borrower_usable(self)) {
+    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) || !py_borrower_usable(self)) {
         return NULL;
     }
     refused = PyList_New(0);
@@ -326,7 +326,7 @@ static void close_loan(ClientLeaseObject *loan, int reason) {
 }
 
 /* end(loan, reason): ends one that is held, or with reason -1 gives it back. */
-static PyObject *borrower_py_end(BorrowerObject *self, PyObject *args) {
+static PyObject *py_borrower_end(BorrowerObject *self, PyObject *args) {
     PyObject *loan;
     int reason;
     if (!PyArg_ParseTuple(args, "Oi", &loan, &reason) || !require_loan(self, loan)) {
@@ -338,7 +338,7 @@ static PyObject *borrower_py_end(BorrowerObject *self, PyObject *args) {
 
 /* end_groups(consumer, groups, reason, state, numbers) -> int: ends the leases of groups from the
  * first on, until one is not this consumer's, or not held. How many; their numbers are appended. */
-static PyObject *borrower_end_groups(BorrowerObject *self, PyObject *args) {
+static PyObject *py_borrower_end_groups(BorrowerObject *self, PyObject *args) {
     PyObject *consumer, *groups, *state, *numbers;
     int reason;
     if (!PyArg_ParseTuple(args, "OO!iUO!", &consumer, &PyList_Type, &groups, &reason, &state,
@@ -348,7 +348,7 @@ static PyObject *borrower_end_groups(BorrowerObject *self, PyObject *args) {
     Py_ssize_t done = 0;
     while (done < PyList_GET_SIZE(groups)) {
         PyObject *group = PyList_GET_ITEM(groups, done);
-        PyObject *lease = group_lease(group, consumer);
+        PyObject *lease = py_group_lease(group, consumer);
         if (lease == NULL || !own_loan(self, lease)) {
             break;
         }
@@ -362,7 +362,7 @@ static PyObject *borrower_end_groups(BorrowerObject *self, PyObject *args) {
             return NULL;
         }
         Py_DECREF(number);
-        group_set_state(group, state);
+        py_group_set_state(group, state);
         close_loan(loan, reason);
         done++;
     }
@@ -370,7 +370,7 @@ static PyObject *borrower_end_groups(BorrowerObject *self, PyObject *args) {
 }
 
 /* forget(loans): the daemon has confirmed their end, or they are lost, or given back. */
-static PyObject *borrower_forget(BorrowerObject *self, PyObject *loans) {
+static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *loans) {
     if (!PyList_Check(loans)) {
         PyErr_SetString(PyExc_TypeError, "forget: expected a list of loans");
         return NULL;
@@ -387,7 +387,7 @@ static PyObject *borrower_forget(BorrowerObject *self, PyObject *loans) {
 }
 
 /* (extents under a lease's lock, extents under a view's lock), for tests and messages. */
-static PyObject *borrower_locks(BorrowerObject *self, PyObject *ignored) {
+static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *ignored) {
     (void)ignored;
     unsigned int leases = 0, views = 0;
     for (uint32_t i = 0; self->attached && i < self->segment->c.extent_count; i++) {
@@ -397,42 +397,42 @@ static PyObject *borrower_locks(BorrowerObject *self, PyObject *ignored) {
     return Py_BuildValue("(II)", leases, views);
 }
 
-static void borrower_end(BorrowerObject *self) {
+static void py_borrower_detach(BorrowerObject *self) {
     if (self->attached) {
         self->attached = false;
         /* Views get copies of their own; with the description, all locks go. */
-        segment_release_handle(self->segment);
+        py_segment_release_handle(self->segment);
         for (PinObject *p = self->segment->pins; p != NULL; p = p->next) {
             p->reader = NULL;
         }
     }
 }
 
-static PyObject *borrower_close(BorrowerObject *self, PyObject *ignored) {
+static PyObject *py_borrower_close(BorrowerObject *self, PyObject *ignored) {
     (void)ignored;
-    borrower_end(self);
+    py_borrower_detach(self);
     Py_RETURN_NONE;
 }
 
-static void borrower_dealloc(BorrowerObject *self) {
+static void py_borrower_dealloc(BorrowerObject *self) {
     if (self->segment != NULL) {
-        borrower_end(self);
+        py_borrower_detach(self);
     }
     PyMem_Free(self->leases);
     PyMem_Free(self->views);
     PyMem_Free(self->changed);
-    holder_clear((HolderObject *)self);
+    py_holder_clear((HolderObject *)self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static PyMethodDef borrower_methods[] = {
-    {"set_client", (PyCFunction)(void (*)(void))borrower_set_client, METH_O, NULL},
-    {"borrow", (PyCFunction)(void (*)(void))borrower_borrow, METH_VARARGS, NULL},
-    {"end", (PyCFunction)(void (*)(void))borrower_py_end, METH_VARARGS, NULL},
-    {"end_groups", (PyCFunction)(void (*)(void))borrower_end_groups, METH_VARARGS, NULL},
-    {"forget", (PyCFunction)(void (*)(void))borrower_forget, METH_O, NULL},
-    {"locks", (PyCFunction)(void (*)(void))borrower_locks, METH_NOARGS, NULL},
-    {"close", (PyCFunction)(void (*)(void))borrower_close, METH_NOARGS, NULL},
+    {"set_client", (PyCFunction)(void (*)(void))py_borrower_set_client, METH_O, NULL},
+    {"borrow", (PyCFunction)(void (*)(void))py_borrower_borrow, METH_VARARGS, NULL},
+    {"end", (PyCFunction)(void (*)(void))py_borrower_end, METH_VARARGS, NULL},
+    {"end_groups", (PyCFunction)(void (*)(void))py_borrower_end_groups, METH_VARARGS, NULL},
+    {"forget", (PyCFunction)(void (*)(void))py_borrower_forget, METH_O, NULL},
+    {"locks", (PyCFunction)(void (*)(void))py_borrower_locks, METH_NOARGS, NULL},
+    {"close", (PyCFunction)(void (*)(void))py_borrower_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -447,10 +447,10 @@ static PyMemberDef borrower_members[] = {
 PyTypeObject BorrowerType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Borrower",
     .tp_basicsize = sizeof(BorrowerObject),
-    .tp_dealloc = (destructor)borrower_dealloc,
+    .tp_dealloc = (destructor)py_borrower_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = borrower_methods,
     .tp_members = borrower_members,
-    .tp_init = (initproc)borrower_init,
+    .tp_init = (initproc)py_borrower_init,
     .tp_new = PyType_GenericNew,
 };

@@ -59,13 +59,13 @@ static bool read_call(struct wanted *wanted, PyObject *const *args, Py_ssize_t c
     return true;
 }
 
-static PyObject *consumer_take(ConsumerObject *self, PyObject *const *args, Py_ssize_t count,
-                               PyObject *kwnames) {
+static PyObject *py_consumer_take(ConsumerObject *self, PyObject *const *args, Py_ssize_t count,
+                                  PyObject *kwnames) {
     struct wanted wanted = {(PyObject *)self, 64, 0.1};
     if (self->intake != NULL && Py_IS_TYPE(self->intake, &IntakeType) &&
-        intake_is_open((IntakeObject *)self->intake) && read_call(&wanted, args, count, kwnames)) {
+        py_intake_is_open((IntakeObject *)self->intake) && read_call(&wanted, args, count, kwnames)) {
         PyObject *intake = Py_NewRef(self->intake);
-        PyObject *groups = intake_take((IntakeObject *)intake, &wanted);
+        PyObject *groups = py_intake_take((IntakeObject *)intake, &wanted);
         Py_DECREF(intake);
         return groups;
     }
@@ -76,24 +76,24 @@ static PyObject *consumer_take(ConsumerObject *self, PyObject *const *args, Py_s
     return groups;
 }
 
-static int consumer_traverse(ConsumerObject *self, visitproc visit, void *arg) {
+static int py_consumer_traverse(ConsumerObject *self, visitproc visit, void *arg) {
     Py_VISIT(self->intake);
     return 0;
 }
 
-static int consumer_clear(ConsumerObject *self) {
+static int py_consumer_clear(ConsumerObject *self) {
     Py_CLEAR(self->intake);
     return 0;
 }
 
-static void consumer_dealloc(ConsumerObject *self) {
+static void py_consumer_dealloc(ConsumerObject *self) {
     PyObject_GC_UnTrack(self);
-    consumer_clear(self);
+    py_consumer_clear(self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static PyMethodDef consumer_methods[] = {
-    {"take", (PyCFunction)(void (*)(void))consumer_take, METH_FASTCALL | METH_KEYWORDS,
+    {"take", (PyCFunction)(void (*)(void))py_consumer_take, METH_FASTCALL | METH_KEYWORDS,
      "take($self, max_groups=64, timeout=0.1)\n--\n\n"
      "Take complete groups, in the order of completion, as soon as there is one.\n\n"
      "Parameters\n----------\n"
@@ -120,17 +120,17 @@ static PyMemberDef consumer_members[] = {
 PyTypeObject ConsumerBaseType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ConsumerBase",
     .tp_basicsize = sizeof(ConsumerObject),
-    .tp_dealloc = (destructor)consumer_dealloc,
+    .tp_dealloc = (destructor)py_consumer_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_traverse = (traverseproc)consumer_traverse,
-    .tp_clear = (inquiry)consumer_clear,
+    .tp_traverse = (traverseproc)py_consumer_traverse,
+    .tp_clear = (inquiry)py_consumer_clear,
     .tp_doc = "``take``; what it does not know it leaves to ``_take`` of the subclass.",
     .tp_methods = consumer_methods,
     .tp_members = consumer_members,
     .tp_new = PyType_GenericNew,
 };
 
-bool consumer_add_words(void) {
+bool py_take_add_words(void) {
     const struct word_note words[] = {
         {&word.max_groups, "max_groups"},
         {&word.timeout, "timeout"},

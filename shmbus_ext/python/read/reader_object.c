@@ -36,17 +36,17 @@ static void let_go_of_records(HolderObject *self, const struct record_ref *refs,
 
 static const struct holder_kind reader_kind = {true, hold_records, let_go_of_records};
 
-bool reader_is_open(const ReaderObject *self) {
+bool py_reader_is_open(const ReaderObject *self) {
     return self->attached && self->segment->generation == fork_generation &&
            !self->segment->handle_closed;
 }
 
-bool reader_usable(ReaderObject *self) {
+bool py_reader_usable(ReaderObject *self) {
     if (!self->attached) {
         PyErr_SetString(hooks.closed_error, "this Consumer is closed; make a new one");
         return false;
     }
-    return segment_usable(self->segment, "Consumer");
+    return py_segment_usable(self->segment, "Consumer");
 }
 
 static void note_collector(SegmentObject *segment, const char *label) {
@@ -60,7 +60,7 @@ static void note_collector(SegmentObject *segment, const char *label) {
     atomic_store_explicit(&header->collector_pid, (uint32_t)segment->pid, memory_order_relaxed);
 }
 
-static int reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
+static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"segment", "label", NULL};
     PyObject *segment;
     const char *label;
@@ -71,10 +71,10 @@ static int reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_TypeError, "this reader is initialised already");
         return -1;
     }
-    if (!holder_init((HolderObject *)self, (SegmentObject *)segment, &reader_kind)) {
+    if (!py_holder_init((HolderObject *)self, (SegmentObject *)segment, &reader_kind)) {
         return -1;
     }
-    if (!segment_usable(self->segment, "handle")) {
+    if (!py_segment_usable(self->segment, "handle")) {
         return -1;
     }
     enum lock_status lock = segment_lock(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
@@ -83,7 +83,7 @@ static int reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     if (lock == LOCK_HELD_ELSEWHERE) {
-        raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "collector"));
+        py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "collector"));
         return -1;
     }
     if (!reader_attach(&self->c, &self->segment->c)) {
@@ -96,7 +96,7 @@ static int reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
-void reader_note_seen(ReaderObject *self, uint64_t now_ns) {
+void py_reader_note_seen(ReaderObject *self, uint64_t now_ns) {
     atomic_store_explicit(&self->segment->c.header->collector_seen_ns, now_ns,
                           memory_order_relaxed);
 }
@@ -110,17 +110,17 @@ static PyObject *next_trajectory(ReaderObject *self) {
     }
     return status == 0
                ? NULL
-               : (PyObject *)trajectory_new((HolderObject *)self, &self->c.copy, &ref);
+               : (PyObject *)py_trajectory_new((HolderObject *)self, &self->c.copy, &ref);
 }
 
 /* poll(limit) -> list[Trajectory]: what is committed and was not handed out yet. */
-static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
+static PyObject *py_reader_poll(ReaderObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
-    if ((limit == -1 && PyErr_Occurred()) || !reader_usable(self)) {
+    if ((limit == -1 && PyErr_Occurred()) || !py_reader_usable(self)) {
         return NULL;
     }
     PyObject *found = PyList_New(0);
-    reader_note_seen(self, clock_monotonic_ns());
+    py_reader_note_seen(self, clock_monotonic_ns());
     while (found != NULL && PyList_GET_SIZE(found) < limit) {
         PyObject *t = next_trajectory(self);
         if (t == NULL) {
@@ -137,8 +137,8 @@ static PyObject *reader_poll(ReaderObject *self, PyObject *argument) {
     return found;
 }
 
-Py_ssize_t reader_poll_rows(ReaderObject *self, GroupTableObject *rows, Py_ssize_t limit,
-                            double now_s, PyObject *left) {
+Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *rows, Py_ssize_t limit,
+                                  double now_s, PyObject *left) {
     PyObject *batch[ROWS_BATCH];
     Py_ssize_t total = 0;
     Py_ssize_t count = ROWS_BATCH;
@@ -149,7 +149,7 @@ Py_ssize_t reader_poll_rows(ReaderObject *self, GroupTableObject *rows, Py_ssize
                (batch[count] = next_trajectory(self)) != NULL) {
             count++;
         }
-        good = !PyErr_Occurred() && rows_put_samples(rows, batch, count, now_s, left);
+        good = !PyErr_Occurred() && py_group_table_put_samples(rows, batch, count, now_s, left);
         for (Py_ssize_t i = 0; i < count; i++) {
             Py_DECREF(batch[i]);
         }
@@ -160,16 +160,16 @@ Py_ssize_t reader_poll_rows(ReaderObject *self, GroupTableObject *rows, Py_ssize
 
 /* poll_into(rows, limit, now_s, left) -> int: poll and GroupTable.put in one, without a list between
  * them. How many were read; what put returns is appended to `left`. */
-static PyObject *reader_poll_into(ReaderObject *self, PyObject *args) {
+static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
     PyObject *rows, *left;
     Py_ssize_t limit;
     double now_s;
     if (!PyArg_ParseTuple(args, "O!ndO!", &GroupTableType, &rows, &limit, &now_s, &PyList_Type, &left) ||
-        !reader_usable(self)) {
+        !py_reader_usable(self)) {
         return NULL;
     }
-    reader_note_seen(self, clock_monotonic_ns());
-    Py_ssize_t count = reader_poll_rows(self, (GroupTableObject *)rows, limit, now_s, left);
+    py_reader_note_seen(self, clock_monotonic_ns());
+    Py_ssize_t count = py_reader_poll_records(self, (GroupTableObject *)rows, limit, now_s, left);
     return count < 0 ? NULL : PyLong_FromSsize_t(count);
 }
 
@@ -181,14 +181,14 @@ static int let_producers_run(ReaderObject *self) {
     Py_BEGIN_ALLOW_THREADS
     sched_yield();
     Py_END_ALLOW_THREADS
-    if (!reader_usable(self)) {
+    if (!py_reader_usable(self)) {
         return -1;
     }
     self->wakes_often = reader_has_events(&self->c);
     return self->wakes_often;
 }
 
-int reader_wait_for_events(ReaderObject *self, double timeout_s) {
+int py_reader_wait_for_events(ReaderObject *self, double timeout_s) {
     struct bus_header *header = self->segment->c.header;
     reader_tidy_in_a_pause(&self->c);
     if (reader_has_events(&self->c)) {
@@ -222,7 +222,7 @@ int reader_wait_for_events(ReaderObject *self, double timeout_s) {
         Py_BEGIN_ALLOW_THREADS
         woken = doorbell_sleep(header, slice_ns);
         Py_END_ALLOW_THREADS
-        if (PyErr_CheckSignals() < 0 || !reader_usable(self)) {
+        if (PyErr_CheckSignals() < 0 || !py_reader_usable(self)) {
             Py_DECREF(segment);
             return -1;
         }
@@ -233,17 +233,17 @@ int reader_wait_for_events(ReaderObject *self, double timeout_s) {
 }
 
 /* wait(timeout_s | None) -> bool: sleeps until something may have come. */
-static PyObject *reader_wait(ReaderObject *self, PyObject *argument) {
+static PyObject *py_reader_wait(ReaderObject *self, PyObject *argument) {
     double timeout_s;
-    if (!parse_timeout(argument, &timeout_s) || !reader_usable(self)) {
+    if (!py_parse_timeout(argument, &timeout_s) || !py_reader_usable(self)) {
         return NULL;
     }
-    int came = reader_wait_for_events(self, timeout_s);
+    int came = py_reader_wait_for_events(self, timeout_s);
     return came < 0 ? NULL : PyBool_FromLong(came);
 }
 
 /* Wakes a thread of this process that sleeps in wait(). */
-static PyObject *reader_wake(ReaderObject *self, PyObject *ignored) {
+static PyObject *py_reader_wake(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
     if (self->segment != NULL && self->segment->generation == fork_generation) {
         doorbell_ring(self->segment->c.header);
@@ -262,10 +262,10 @@ static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
 }
 
 /* release(trajectories, reason): ends them atomically; their space is free once no view is left. */
-static PyObject *reader_py_release(ReaderObject *self, PyObject *args) {
+static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
     PyObject *items;
     int reason;
-    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !reader_usable(self)) {
+    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !py_reader_usable(self)) {
         return NULL;
     }
     Py_ssize_t count = PyList_GET_SIZE(items);
@@ -315,12 +315,12 @@ static PyObject *reader_py_release(ReaderObject *self, PyObject *args) {
 
 /* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
  * half a run alive, all of it in this list, none of it under a view. */
-static PyObject *reader_evacuate(ReaderObject *self, PyObject *items) {
+static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     if (!PyList_Check(items)) {
         PyErr_SetString(PyExc_TypeError, "evacuate: expected a list of trajectories");
         return NULL;
     }
-    if (!reader_usable(self)) {
+    if (!py_reader_usable(self)) {
         return NULL;
     }
     struct reader *reader = &self->c;
@@ -359,14 +359,14 @@ static PyObject *reader_evacuate(ReaderObject *self, PyObject *items) {
     return PyLong_FromUnsignedLongLong(reader->runs_freed - freed);
 }
 
-static PyObject *reader_py_sweep(ReaderObject *self, PyObject *ignored) {
+static PyObject *py_reader_sweep(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
-    return reader_usable(self) ? PyLong_FromUnsignedLong(reader_sweep(&self->c)) : NULL;
+    return py_reader_usable(self) ? PyLong_FromUnsignedLong(reader_sweep(&self->c)) : NULL;
 }
 
-static PyObject *reader_py_tidy(ReaderObject *self, PyObject *ignored) {
+static PyObject *py_reader_tidy(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!reader_usable(self)) {
+    if (!py_reader_usable(self)) {
         return NULL;
     }
     reader_tidy(&self->c);
@@ -374,9 +374,9 @@ static PyObject *reader_py_tidy(ReaderObject *self, PyObject *ignored) {
 }
 
 /* count_unread() -> (committed, unread), both as of one instant. */
-static PyObject *reader_py_count_unread(ReaderObject *self, PyObject *ignored) {
+static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!reader_usable(self)) {
+    if (!py_reader_usable(self)) {
         return NULL;
     }
     uint64_t committed;
@@ -384,7 +384,7 @@ static PyObject *reader_py_count_unread(ReaderObject *self, PyObject *ignored) {
     return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
 }
 
-void reader_note_rows(ReaderObject *self, const GroupTableObject *rows) {
+void py_reader_note_table(ReaderObject *self, const GroupTableObject *rows) {
     struct bus_header *h = self->segment->c.header;
     atomic_store_explicit(&h->collector_leased_groups, (uint32_t)rows->leased.rows,
                           memory_order_relaxed);
@@ -402,23 +402,23 @@ void reader_note_rows(ReaderObject *self, const GroupTableObject *rows) {
 }
 
 /* note(rows): what others can read of this consumer. */
-static PyObject *reader_note(ReaderObject *self, PyObject *argument) {
+static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
     if (!Py_IS_TYPE(argument, &GroupTableType)) {
         PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
                      Py_TYPE(argument)->tp_name);
         return NULL;
     }
-    if (!reader_usable(self)) {
+    if (!py_reader_usable(self)) {
         return NULL;
     }
-    reader_note_rows(self, (const GroupTableObject *)argument);
+    py_reader_note_table(self, (const GroupTableObject *)argument);
     Py_RETURN_NONE;
 }
 
 /* Says that other processes may borrow what this reader reads, for as long as the bus exists. */
-static PyObject *reader_lend(ReaderObject *self, PyObject *ignored) {
+static PyObject *py_reader_lend(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!reader_usable(self)) {
+    if (!py_reader_usable(self)) {
         return NULL;
     }
     atomic_store_explicit(&self->segment->c.header->lent, 1, memory_order_relaxed);
@@ -427,16 +427,16 @@ static PyObject *reader_lend(ReaderObject *self, PyObject *ignored) {
 
 /* Says that payload is packed into batches, here or by a borrower: producers write it past their
  * caches from now on. */
-static PyObject *reader_note_gathering(ReaderObject *self, PyObject *ignored) {
+static PyObject *py_reader_note_gathering(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!reader_usable(self)) {
+    if (!py_reader_usable(self)) {
         return NULL;
     }
-    holder_note_gathering((HolderObject *)self);
+    py_holder_note_packing((HolderObject *)self);
     Py_RETURN_NONE;
 }
 
-static void reader_end(ReaderObject *self) {
+static void py_reader_detach(ReaderObject *self) {
     if (!self->attached) {
         return;
     }
@@ -449,41 +449,41 @@ static void reader_end(ReaderObject *self) {
         atomic_store_explicit(&header->collector_pid, 0, memory_order_relaxed);
     }
     /* Views get copies of their own before the lock says that the space is the next reader's. */
-    segment_release_handle(self->segment);
+    py_segment_release_handle(self->segment);
     for (PinObject *p = self->segment->pins; p != NULL; p = p->next) {
         p->reader = NULL;
     }
     reader_detach(&self->c);
 }
 
-static PyObject *reader_py_close(ReaderObject *self, PyObject *ignored) {
+static PyObject *py_reader_close(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
-    reader_end(self);
+    py_reader_detach(self);
     Py_RETURN_NONE;
 }
 
-static void reader_dealloc(ReaderObject *self) {
+static void py_reader_dealloc(ReaderObject *self) {
     if (self->segment != NULL) {
-        reader_end(self);
+        py_reader_detach(self);
     }
-    holder_clear((HolderObject *)self);
+    py_holder_clear((HolderObject *)self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static PyMethodDef reader_methods[] = {
-    {"poll", (PyCFunction)(void (*)(void))reader_poll, METH_O, NULL},
-    {"poll_into", (PyCFunction)(void (*)(void))reader_poll_into, METH_VARARGS, NULL},
-    {"wait", (PyCFunction)(void (*)(void))reader_wait, METH_O, NULL},
-    {"wake", (PyCFunction)(void (*)(void))reader_wake, METH_NOARGS, NULL},
-    {"release", (PyCFunction)(void (*)(void))reader_py_release, METH_VARARGS, NULL},
-    {"evacuate", (PyCFunction)(void (*)(void))reader_evacuate, METH_O, NULL},
-    {"sweep", (PyCFunction)(void (*)(void))reader_py_sweep, METH_NOARGS, NULL},
-    {"tidy", (PyCFunction)(void (*)(void))reader_py_tidy, METH_NOARGS, NULL},
-    {"count_unread", (PyCFunction)(void (*)(void))reader_py_count_unread, METH_NOARGS, NULL},
-    {"note", (PyCFunction)(void (*)(void))reader_note, METH_O, NULL},
-    {"lend", (PyCFunction)(void (*)(void))reader_lend, METH_NOARGS, NULL},
-    {"note_gathering", (PyCFunction)(void (*)(void))reader_note_gathering, METH_NOARGS, NULL},
-    {"close", (PyCFunction)(void (*)(void))reader_py_close, METH_NOARGS, NULL},
+    {"poll", (PyCFunction)(void (*)(void))py_reader_poll, METH_O, NULL},
+    {"poll_into", (PyCFunction)(void (*)(void))py_reader_poll_into, METH_VARARGS, NULL},
+    {"wait", (PyCFunction)(void (*)(void))py_reader_wait, METH_O, NULL},
+    {"wake", (PyCFunction)(void (*)(void))py_reader_wake, METH_NOARGS, NULL},
+    {"release", (PyCFunction)(void (*)(void))py_reader_release, METH_VARARGS, NULL},
+    {"evacuate", (PyCFunction)(void (*)(void))py_reader_evacuate, METH_O, NULL},
+    {"sweep", (PyCFunction)(void (*)(void))py_reader_sweep, METH_NOARGS, NULL},
+    {"tidy", (PyCFunction)(void (*)(void))py_reader_tidy, METH_NOARGS, NULL},
+    {"count_unread", (PyCFunction)(void (*)(void))py_reader_count_unread, METH_NOARGS, NULL},
+    {"note", (PyCFunction)(void (*)(void))py_reader_note, METH_O, NULL},
+    {"lend", (PyCFunction)(void (*)(void))py_reader_lend, METH_NOARGS, NULL},
+    {"note_gathering", (PyCFunction)(void (*)(void))py_reader_note_gathering, METH_NOARGS, NULL},
+    {"close", (PyCFunction)(void (*)(void))py_reader_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -500,10 +500,10 @@ static PyMemberDef reader_members[] = {
 PyTypeObject ReaderType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Reader",
     .tp_basicsize = sizeof(ReaderObject),
-    .tp_dealloc = (destructor)reader_dealloc,
+    .tp_dealloc = (destructor)py_reader_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = reader_methods,
     .tp_members = reader_members,
-    .tp_init = (initproc)reader_init,
+    .tp_init = (initproc)py_reader_init,
     .tp_new = PyType_GenericNew,
 };

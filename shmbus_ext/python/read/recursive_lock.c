@@ -4,7 +4,7 @@
  * but for the moment in which somebody is let through, is where others wait for them. */
 #include "python/read/take.h"
 
-bool recursive_lock_acquire(RecursiveLockObject *self) {
+bool py_recursive_lock_acquire(RecursiveLockObject *self) {
     unsigned long me = PyThread_get_thread_ident();
     while (self->depth > 0 && self->owner != me) {
         PyLockStatus status;
@@ -22,7 +22,7 @@ bool recursive_lock_acquire(RecursiveLockObject *self) {
     return true;
 }
 
-void recursive_lock_release(RecursiveLockObject *self) {
+void py_recursive_lock_release(RecursiveLockObject *self) {
     self->depth--;
     if (self->depth == 0 && self->waiting > 0) {
         /* Of several releases before the first waiter runs, one is enough. */
@@ -31,23 +31,23 @@ void recursive_lock_release(RecursiveLockObject *self) {
     }
 }
 
-static PyObject *guard_enter(RecursiveLockObject *self, PyObject *ignored) {
+static PyObject *py_recursive_lock_enter(RecursiveLockObject *self, PyObject *ignored) {
     (void)ignored;
-    return recursive_lock_acquire(self) ? Py_NewRef((PyObject *)self) : NULL;
+    return py_recursive_lock_acquire(self) ? Py_NewRef((PyObject *)self) : NULL;
 }
 
-static PyObject *guard_exit(RecursiveLockObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)args;
     (void)count;
     if (self->depth == 0 || self->owner != PyThread_get_thread_ident()) {
         PyErr_SetString(PyExc_RuntimeError, "this thread does not hold the guard");
         return NULL;
     }
-    recursive_lock_release(self);
+    py_recursive_lock_release(self);
     Py_RETURN_NONE;
 }
 
-static PyObject *guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *py_recursive_lock_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {NULL};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "", names)) {
         return NULL;
@@ -65,7 +65,7 @@ static PyObject *guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static void guard_dealloc(RecursiveLockObject *self) {
+static void py_recursive_lock_dealloc(RecursiveLockObject *self) {
     if (self->gate != NULL) {
         PyThread_release_lock(self->gate);
         PyThread_free_lock(self->gate);
@@ -73,17 +73,17 @@ static void guard_dealloc(RecursiveLockObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyMethodDef guard_methods[] = {
-    {"__enter__", (PyCFunction)(void (*)(void))guard_enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))guard_exit, METH_FASTCALL, NULL},
+static PyMethodDef recursive_lock_methods[] = {
+    {"__enter__", (PyCFunction)(void (*)(void))py_recursive_lock_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))py_recursive_lock_exit, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 PyTypeObject RecursiveLockType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.RecursiveLock",
     .tp_basicsize = sizeof(RecursiveLockObject),
-    .tp_dealloc = (destructor)guard_dealloc,
+    .tp_dealloc = (destructor)py_recursive_lock_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_methods = guard_methods,
-    .tp_new = guard_new,
+    .tp_methods = recursive_lock_methods,
+    .tp_new = py_recursive_lock_new,
 };

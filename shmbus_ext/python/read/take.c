@@ -77,7 +77,7 @@ static int pump(IntakeObject *self, Py_ssize_t groups, double now_s) {
             return 1;
         }
         Py_ssize_t count =
-            reader_poll_rows(self->reader, self->rows, self->portion, now_s, self->left);
+            py_reader_poll_records(self->reader, self->rows, self->portion, now_s, self->left);
         if (count < 0 ||
             (PyList_GET_SIZE(self->left) > 0 && attend(self, groups, now_s) < 0)) {
             return -1;
@@ -95,11 +95,11 @@ static PyObject *lease(IntakeObject *self, const struct wanted *wanted) {
         return PyList_New(0);
     }
     PyObject *list = self->lease == NULL
-                         ? rows_lease_ready(self->rows, wanted->groups)
+                         ? py_group_lists_lease_ready(self->rows, wanted->groups)
                          : PyObject_CallFunction(self->lease, "n", wanted->groups);
     for (Py_ssize_t i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
         PyObject *row = PyList_GET_ITEM(list, i);
-        PyObject *group = group_new(self->kind, wanted->consumer, row);
+        PyObject *group = py_group_new(self->kind, wanted->consumer, row);
         if (group == NULL) {
             Py_CLEAR(list);
         } else {
@@ -114,7 +114,7 @@ static PyObject *lease(IntakeObject *self, const struct wanted *wanted) {
 static PyObject *look(IntakeObject *self, const struct wanted *wanted, bool just_woken,
                       int *more) {
     /* Another thread may have closed it before the guard was free. */
-    if (!reader_usable(self->reader)) {
+    if (!py_reader_usable(self->reader)) {
         return NULL;
     }
     uint64_t delivered = self->reader->c.delivered;
@@ -124,25 +124,25 @@ static PyObject *look(IntakeObject *self, const struct wanted *wanted, bool just
                                now_s >= row_deadline_s(self));
     *more = due || self->delegate_all ? attend(self, wanted->groups, now_s) : 0;
     if (*more >= 0 && !self->delegate_all) {
-        reader_note_seen(self->reader, now_ns);
+        py_reader_note_seen(self->reader, now_ns);
         *more = pump(self, wanted->groups, now_s);
     }
     PyObject *groups = *more < 0 ? NULL : lease(self, wanted);
     if (groups != NULL &&
         (self->reader->c.delivered != delivered || PyList_GET_SIZE(groups) > 0)) {
         /* The caller may not come back before a producer asks who holds the space. */
-        reader_note_rows(self->reader, self->rows);
+        py_reader_note_table(self->reader, self->rows);
     }
     return groups;
 }
 
 static PyObject *guarded_look(IntakeObject *self, const struct wanted *wanted, bool just_woken,
                               int *more) {
-    if (!recursive_lock_acquire(self->guard)) {
+    if (!py_recursive_lock_acquire(self->guard)) {
         return NULL;
     }
     PyObject *groups = look(self, wanted, just_woken, more);
-    recursive_lock_release(self->guard);
+    py_recursive_lock_release(self->guard);
     return groups;
 }
 
@@ -169,12 +169,12 @@ static int wait_for_more(IntakeObject *self, const struct wanted *wanted, double
         return TIME_IS_OVER;
     }
     /* Whoever hears of a stall may close it. */
-    if (!reader_usable(self->reader)) {
+    if (!py_reader_usable(self->reader)) {
         return -1;
     }
     double left_s = fmin(fmin(wanted->timeout_s, *next_watch_s) - waited_s,
                          fmin(self->wake_s, row_deadline_s(self)) - now_s);
-    return reader_wait_for_events(self->reader, fmax(SHORTEST_WAIT_S, left_s));
+    return py_reader_wait_for_events(self->reader, fmax(SHORTEST_WAIT_S, left_s));
 }
 
 /* A flood of which nothing is complete stops neither other threads nor signals. */
@@ -184,7 +184,7 @@ static bool let_others_run(void) {
     return PyErr_CheckSignals() == 0;
 }
 
-PyObject *intake_take(IntakeObject *self, const struct wanted *wanted) {
+PyObject *py_intake_take(IntakeObject *self, const struct wanted *wanted) {
     double began_s = seconds(clock_monotonic_ns());
     double next_watch_s = self->watch == NULL ? INFINITY : self->watch_s;
     bool just_woken = false;
@@ -213,11 +213,11 @@ PyObject *intake_take(IntakeObject *self, const struct wanted *wanted) {
     }
 }
 
-bool intake_is_open(const IntakeObject *self) {
-    return reader_is_open(self->reader);
+bool py_intake_is_open(const IntakeObject *self) {
+    return py_reader_is_open(self->reader);
 }
 
-static int intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) {
+static int py_intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"reader", "rows",    "guard",    "kind",    "attend",          "lease",
                             "watch",  "portion", "portions", "watch_s", "group_timeout_s", NULL};
     PyObject *reader, *rows, *guard, *kind, *call, *lease_call, *watch;
@@ -250,7 +250,7 @@ static int intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) {
 }
 
 /* A report of a stall may lead back to its Consumer. */
-static int intake_traverse(IntakeObject *self, visitproc visit, void *arg) {
+static int py_intake_traverse(IntakeObject *self, visitproc visit, void *arg) {
     Py_VISIT(self->kind);
     Py_VISIT(self->attend);
     Py_VISIT(self->lease);
@@ -259,14 +259,14 @@ static int intake_traverse(IntakeObject *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int intake_clear(IntakeObject *self) {
+static int py_intake_clear(IntakeObject *self) {
     Py_CLEAR(self->watch);
     return 0;
 }
 
-static void intake_dealloc(IntakeObject *self) {
+static void py_intake_dealloc(IntakeObject *self) {
     PyObject_GC_UnTrack(self);
-    intake_clear(self);
+    py_intake_clear(self);
     Py_XDECREF(self->reader);
     Py_XDECREF(self->rows);
     Py_XDECREF(self->guard);
@@ -287,11 +287,11 @@ static PyMemberDef intake_members[] = {
 PyTypeObject IntakeType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Intake",
     .tp_basicsize = sizeof(IntakeObject),
-    .tp_dealloc = (destructor)intake_dealloc,
+    .tp_dealloc = (destructor)py_intake_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_traverse = (traverseproc)intake_traverse,
-    .tp_clear = (inquiry)intake_clear,
+    .tp_traverse = (traverseproc)py_intake_traverse,
+    .tp_clear = (inquiry)py_intake_clear,
     .tp_members = intake_members,
-    .tp_init = (initproc)intake_init,
+    .tp_init = (initproc)py_intake_init,
     .tp_new = PyType_GenericNew,
 };

@@ -14,8 +14,8 @@ typedef struct {
 } RecursiveLockObject;
 
 /* Waits while another thread has it; false with an exception, of a signal's handler. */
-bool recursive_lock_acquire(RecursiveLockObject *self);
-void recursive_lock_release(RecursiveLockObject *self);
+bool py_recursive_lock_acquire(RecursiveLockObject *self);
+void py_recursive_lock_release(RecursiveLockObject *self);
 
 /* What a caller of take asks for. */
 struct wanted {
@@ -26,33 +26,33 @@ struct wanted {
 
 typedef struct intake IntakeObject;
 /* Whether it can be used in this process; sets no exception. */
-bool intake_is_open(const IntakeObject *self);
+bool py_intake_is_open(const IntakeObject *self);
 /* A list of groups, empty when the time is over; NULL with an exception. */
-PyObject *intake_take(IntakeObject *self, const struct wanted *wanted);
+PyObject *py_intake_take(IntakeObject *self, const struct wanted *wanted);
 
 /* Whether the reader can be used in this process; sets no exception. */
-bool reader_is_open(const ReaderObject *self);
+bool py_reader_is_open(const ReaderObject *self);
 /* The same, with an exception. */
-bool reader_usable(ReaderObject *self);
+bool py_reader_usable(ReaderObject *self);
 /* Up to `limit` records into the table; what it refuses, or leaves to be judged, is appended to
  * `left`. How many came, or -1 with an exception. */
-Py_ssize_t reader_poll_rows(ReaderObject *self, GroupTableObject *rows, Py_ssize_t limit,
-                            double now_s, PyObject *left);
+Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *rows, Py_ssize_t limit,
+                                  double now_s, PyObject *left);
 /* Says that the ring was looked at. */
-void reader_note_seen(ReaderObject *self, uint64_t now_ns);
+void py_reader_note_seen(ReaderObject *self, uint64_t now_ns);
 /* Sleeps until something may have come: 1; 0 when the time is over, -1 with an exception. */
-int reader_wait_for_events(ReaderObject *self, double timeout_s);
+int py_reader_wait_for_events(ReaderObject *self, double timeout_s);
 /* Writes what others can read of this consumer. */
-void reader_note_rows(ReaderObject *self, const GroupTableObject *rows);
+void py_reader_note_table(ReaderObject *self, const GroupTableObject *rows);
 
 /* What has been ready longest is under lease from then on: a list of at most `limit` rows. */
-PyObject *rows_lease_ready(GroupTableObject *self, Py_ssize_t limit);
+PyObject *py_group_lists_lease_ready(GroupTableObject *self, Py_ssize_t limit);
 
 /* A group of a type that is made of GroupBase. */
-PyObject *group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease);
+PyObject *py_group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease);
 /* Its lease, borrowed, where it is a group that this consumer delivered and that is under lease by
  * its own account; NULL, without an exception, of anything else. */
-PyObject *group_lease(PyObject *group, PyObject *consumer);
-void group_set_state(PyObject *group, PyObject *state);
+PyObject *py_group_lease(PyObject *group, PyObject *consumer);
+void py_group_set_state(PyObject *group, PyObject *state);
 
 #endif

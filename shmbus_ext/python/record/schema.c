@@ -15,7 +15,7 @@ static void entry_clear(struct schema_cache_entry *entry) {
     entry->count = 0;
 }
 
-void schema_cache_clear(struct schema_cache *cache) {
+void py_schema_cache_clear(struct schema_cache *cache) {
     for (unsigned i = 0; i < SCHEMA_CACHE_ENTRIES; i++) {
         entry_clear(&cache->entries[i]);
     }
@@ -104,9 +104,9 @@ static bool entry_matches(const struct schema_cache_entry *entry, uint32_t count
     return true;
 }
 
-PyObject *schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
-                            PyObject *const *names, PyArray_Descr *const *dtypes,
-                            const uint8_t *ndim) {
+PyObject *py_schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
+                               PyObject *const *names, PyArray_Descr *const *dtypes,
+                               const uint8_t *ndim) {
     struct schema_cache_entry *found = NULL;
     for (unsigned i = 0; i < SCHEMA_CACHE_ENTRIES && found == NULL; i++) {
         if (entry_matches(&cache->entries[i], spec->field_count, names, dtypes, ndim)) {
@@ -126,7 +126,7 @@ PyObject *schema_cache_find(struct schema_cache *cache, struct record_spec *spec
 
 /* ---- Schemas that this process reads ---- */
 
-enum element_kind kind_of_dtype(const PyArray_Descr *dtype) {
+enum element_kind py_kind_of_dtype(const PyArray_Descr *dtype) {
     if (dtype->byteorder != '=' && dtype->byteorder != '|' && dtype->byteorder != '<') {
         return ELEMENT_OTHER;
     }
@@ -156,7 +156,7 @@ enum element_kind kind_of_dtype(const PyArray_Descr *dtype) {
     }
 }
 
-SchemaObject *schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count) {
+SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count) {
     SchemaObject *self = PyObject_New(SchemaObject, &SchemaType);
     if (self == NULL) {
         return NULL;
@@ -195,7 +195,7 @@ SchemaObject *schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t coun
     return self;
 }
 
-int schema_find(const SchemaObject *self, PyObject *name) {
+int py_schema_find(const SchemaObject *self, PyObject *name) {
     for (uint32_t i = 0; i < self->count; i++) {
         if (PyTuple_GET_ITEM(self->names, i) == name) {
             return (int)i;
@@ -210,7 +210,7 @@ int schema_find(const SchemaObject *self, PyObject *name) {
     return -1;
 }
 
-PyArray_Descr *schema_dtype(SchemaObject *self, int field) {
+PyArray_Descr *py_schema_dtype(SchemaObject *self, int field) {
     if (self->dtypes[field] == NULL) {
         PyObject *dtype = PyObject_CallFunctionObjArgs(
             hooks.decode_dtype, PyTuple_GET_ITEM(self->names, field), self->dtype_names[field],
@@ -238,12 +238,12 @@ PyArray_Descr *schema_dtype(SchemaObject *self, int field) {
             return NULL;
         }
         self->dtypes[field] = (PyArray_Descr *)dtype;
-        self->kinds[field] = (uint8_t)kind_of_dtype(self->dtypes[field]);
+        self->kinds[field] = (uint8_t)py_kind_of_dtype(self->dtypes[field]);
     }
     return self->dtypes[field];
 }
 
-static void schema_dealloc(SchemaObject *self) {
+static void py_schema_dealloc(SchemaObject *self) {
     for (uint32_t i = 0; i < SHMBUS_MAX_FIELDS; i++) {
         Py_XDECREF(self->dtype_names[i]);
         Py_XDECREF(self->dtypes[i]);
@@ -256,6 +256,6 @@ static void schema_dealloc(SchemaObject *self) {
 PyTypeObject SchemaType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Schema",
     .tp_basicsize = sizeof(SchemaObject),
-    .tp_dealloc = (destructor)schema_dealloc,
+    .tp_dealloc = (destructor)py_schema_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
 };

@@ -5,7 +5,7 @@
  * are read-only, and cannot be made writable: the pin exports no buffer. */
 #include "python/binding.h"
 
-static void pin_dealloc(PinObject *self) {
+static void py_pin_dealloc(PinObject *self) {
     if (self->previous != NULL) {
         self->previous->next = self->next;
     } else {
@@ -24,11 +24,11 @@ static void pin_dealloc(PinObject *self) {
 PyTypeObject PinType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Pin",
     .tp_basicsize = sizeof(PinObject),
-    .tp_dealloc = (destructor)pin_dealloc,
+    .tp_dealloc = (destructor)py_pin_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
 };
 
-static PinObject *pin_new(HolderObject *reader, const struct record_ref *ref) {
+static PinObject *py_pin_new(HolderObject *reader, const struct record_ref *ref) {
     /* Where a trajectory holds its space from its birth, the pin takes that over. */
     if (!reader->kind->counts && !reader->kind->hold(reader, ref, 1)) {
         return NULL;
@@ -54,7 +54,7 @@ static PinObject *pin_new(HolderObject *reader, const struct record_ref *ref) {
 /* Groups arrive together: a small table keyed by checksum finds the string of the one before. */
 #define ID_TABLE 4096u
 
-bool holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind) {
+bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind) {
     self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
     self->kind = kind;
     self->schemas = PyDict_New();
@@ -66,7 +66,7 @@ bool holder_init(HolderObject *self, SegmentObject *segment, const struct holder
     return true;
 }
 
-void holder_note_gathering(HolderObject *self) {
+void py_holder_note_packing(HolderObject *self) {
     if (self->gathers) {
         return;
     }
@@ -76,7 +76,7 @@ void holder_note_gathering(HolderObject *self) {
     }
 }
 
-void holder_clear(HolderObject *self) {
+void py_holder_clear(HolderObject *self) {
     for (uint32_t i = 0; self->ids != NULL && i < ID_TABLE; i++) {
         Py_XDECREF(self->ids[i]);
     }
@@ -118,7 +118,7 @@ static SchemaObject *shared_schema(HolderObject *reader, const struct record_cop
         memcmp(PyBytes_AS_STRING(last->encoded), copy->schema, bytes) == 0) {
         return (SchemaObject *)Py_NewRef((PyObject *)last);
     }
-    SchemaObject *fresh = schema_parse(copy->schema, bytes, copy->header.field_count);
+    SchemaObject *fresh = py_schema_parse(copy->schema, bytes, copy->header.field_count);
     if (fresh == NULL) {
         return NULL;
     }
@@ -148,8 +148,8 @@ static PyObject *make_key(const TrajectoryObject *self) {
     return Py_BuildValue("(OL)", self->instance_id, (long long)self->epoch);
 }
 
-TrajectoryObject *trajectory_new(HolderObject *reader, const struct record_copy *copy,
-                                 const struct record_ref *ref) {
+TrajectoryObject *py_trajectory_new(HolderObject *reader, const struct record_copy *copy,
+                                    const struct record_ref *ref) {
     const struct record_header *header = &copy->header;
     TrajectoryObject *self = PyObject_New(TrajectoryObject, &TrajectoryType);
     if (self == NULL) {
@@ -193,7 +193,7 @@ TrajectoryObject *trajectory_new(HolderObject *reader, const struct record_copy 
     return self;
 }
 
-static void trajectory_dealloc(TrajectoryObject *self) {
+static void py_trajectory_dealloc(TrajectoryObject *self) {
     if (self->pin != NULL) {
         Py_DECREF(self->pin);
     } else if (self->held && self->reader != NULL && self->reader->attached &&
@@ -213,7 +213,7 @@ static void trajectory_dealloc(TrajectoryObject *self) {
     PyObject_Free(self);
 }
 
-bool trajectory_readable(const TrajectoryObject *self) {
+bool py_trajectory_readable(const TrajectoryObject *self) {
     if (self->released) {
         PyErr_Format(hooks.closed_error,
                      "trajectory %R[%S] was acknowledged or dropped, and its space given back to "
@@ -228,16 +228,16 @@ bool trajectory_readable(const TrajectoryObject *self) {
                      self->instance_id, self->index);
         return false;
     }
-    return segment_usable(self->reader->segment, "Consumer");
+    return py_segment_usable(self->reader->segment, "Consumer");
 }
 
 static PyObject *view_of(TrajectoryObject *self, int field) {
-    PyArray_Descr *dtype = schema_dtype(self->schema, field);
+    PyArray_Descr *dtype = py_schema_dtype(self->schema, field);
     if (dtype == NULL) {
         return NULL;
     }
     if (self->pin == NULL) {
-        self->pin = pin_new(self->reader, &self->ref);
+        self->pin = py_pin_new(self->reader, &self->ref);
         if (self->pin == NULL) {
             return NULL;
         }
@@ -250,7 +250,7 @@ static PyObject *view_of(TrajectoryObject *self, int field) {
     }
     Py_INCREF(dtype);
     PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL,
-                                           (void *)(trajectory_bytes(self) + shape[0]),
+                                           (void *)(py_trajectory_bytes(self) + shape[0]),
                                            NPY_ARRAY_CARRAY_RO, NULL);
     if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array,
                                                Py_NewRef((PyObject *)self->pin)) < 0) {
@@ -259,48 +259,48 @@ static PyObject *view_of(TrajectoryObject *self, int field) {
     return array;
 }
 
-static PyObject *trajectory_get(TrajectoryObject *self, PyObject *name) {
-    int field = schema_find(self->schema, name);
+static PyObject *py_trajectory_get(TrajectoryObject *self, PyObject *name) {
+    int field = py_schema_find(self->schema, name);
     if (field < 0) {
         PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
                      self->schema->names);
         return NULL;
     }
-    return trajectory_readable(self) ? view_of(self, field) : NULL;
+    return py_trajectory_readable(self) ? view_of(self, field) : NULL;
 }
 
-static PyObject *trajectory_get_or(TrajectoryObject *self, PyObject *args) {
+static PyObject *py_trajectory_get_or(TrajectoryObject *self, PyObject *args) {
     PyObject *name, *otherwise = Py_None;
     if (!PyArg_ParseTuple(args, "O|O", &name, &otherwise)) {
         return NULL;
     }
-    int field = schema_find(self->schema, name);
+    int field = py_schema_find(self->schema, name);
     if (field < 0) {
         return Py_NewRef(otherwise);
     }
-    return trajectory_readable(self) ? view_of(self, field) : NULL;
+    return py_trajectory_readable(self) ? view_of(self, field) : NULL;
 }
 
-static int trajectory_contains(TrajectoryObject *self, PyObject *name) {
-    return schema_find(self->schema, name) >= 0;
+static int py_trajectory_contains(TrajectoryObject *self, PyObject *name) {
+    return py_schema_find(self->schema, name) >= 0;
 }
 
-static Py_ssize_t trajectory_length(TrajectoryObject *self) {
+static Py_ssize_t py_trajectory_length(TrajectoryObject *self) {
     return (Py_ssize_t)self->schema->count;
 }
 
-static PyObject *trajectory_iter(TrajectoryObject *self) {
+static PyObject *py_trajectory_iter(TrajectoryObject *self) {
     return PyObject_GetIter(self->schema->names);
 }
 
-static PyObject *trajectory_keys(TrajectoryObject *self, PyObject *ignored) {
+static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *ignored) {
     (void)ignored;
     return Py_NewRef(self->schema->names);
 }
 
 /* shape(name) -> tuple; known without touching the ring. */
-static PyObject *trajectory_shape(TrajectoryObject *self, PyObject *name) {
-    int field = schema_find(self->schema, name);
+static PyObject *py_trajectory_shape(TrajectoryObject *self, PyObject *name) {
+    int field = py_schema_find(self->schema, name);
     if (field < 0) {
         PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
                      self->schema->names);
@@ -319,17 +319,17 @@ static PyObject *trajectory_shape(TrajectoryObject *self, PyObject *name) {
     return result;
 }
 
-static PyObject *trajectory_meta(TrajectoryObject *self, void *ignored) {
+static PyObject *py_trajectory_meta(TrajectoryObject *self, void *ignored) {
     (void)ignored;
     if (self->meta == NULL) {
         if (self->meta_bytes == 0) {
             Py_RETURN_NONE;
         }
-        if (!trajectory_readable(self)) {
+        if (!py_trajectory_readable(self)) {
             return NULL;
         }
         PyObject *raw = PyBytes_FromStringAndSize(
-            (const char *)trajectory_bytes(self) + self->meta_offset, self->meta_bytes);
+            (const char *)py_trajectory_bytes(self) + self->meta_offset, self->meta_bytes);
         if (raw == NULL) {
             return NULL;
         }
@@ -339,7 +339,7 @@ static PyObject *trajectory_meta(TrajectoryObject *self, void *ignored) {
     return Py_XNewRef(self->meta);
 }
 
-static PyObject *trajectory_epoch(TrajectoryObject *self, void *ignored) {
+static PyObject *py_trajectory_epoch(TrajectoryObject *self, void *ignored) {
     (void)ignored;
     if (self->epoch == SHMBUS_NO_EPOCH) {
         Py_RETURN_NONE;
@@ -347,7 +347,7 @@ static PyObject *trajectory_epoch(TrajectoryObject *self, void *ignored) {
     return PyLong_FromLongLong(self->epoch);
 }
 
-static PyObject *trajectory_repr(TrajectoryObject *self) {
+static PyObject *py_trajectory_repr(TrajectoryObject *self) {
     PyObject *score = PyFloat_FromDouble(self->score);
     PyObject *text =
         score == NULL ? NULL
@@ -432,18 +432,18 @@ PyDoc_STRVAR(shape_doc,
     "    The trajectory has no such field.");
 
 static PyMethodDef trajectory_methods[] = {
-    {"keys", (PyCFunction)(void (*)(void))trajectory_keys, METH_NOARGS,
+    {"keys", (PyCFunction)(void (*)(void))py_trajectory_keys, METH_NOARGS,
      keys_doc},
-    {"get", (PyCFunction)(void (*)(void))trajectory_get_or, METH_VARARGS,
+    {"get", (PyCFunction)(void (*)(void))py_trajectory_get_or, METH_VARARGS,
      get_doc},
-    {"shape", (PyCFunction)(void (*)(void))trajectory_shape, METH_O,
+    {"shape", (PyCFunction)(void (*)(void))py_trajectory_shape, METH_O,
      shape_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef trajectory_getset[] = {
-    {"meta", (getter)trajectory_meta, NULL, "What the producer gave as meta, or None.", NULL},
-    {"epoch", (getter)trajectory_epoch, NULL, "The producer's epoch, or None.", NULL},
+    {"meta", (getter)py_trajectory_meta, NULL, "What the producer gave as meta, or None.", NULL},
+    {"epoch", (getter)py_trajectory_epoch, NULL, "The producer's epoch, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -474,14 +474,14 @@ static PyMemberDef trajectory_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PySequenceMethods trajectory_sequence = {.sq_contains = (objobjproc)trajectory_contains};
-static PyMappingMethods trajectory_mapping = {.mp_length = (lenfunc)trajectory_length,
-                                              .mp_subscript = (binaryfunc)trajectory_get};
+static PySequenceMethods trajectory_sequence = {.sq_contains = (objobjproc)py_trajectory_contains};
+static PyMappingMethods trajectory_mapping = {.mp_length = (lenfunc)py_trajectory_length,
+                                              .mp_subscript = (binaryfunc)py_trajectory_get};
 
 PyTypeObject TrajectoryType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus.Trajectory",
     .tp_basicsize = sizeof(TrajectoryObject),
-    .tp_dealloc = (destructor)trajectory_dealloc,
+    .tp_dealloc = (destructor)py_trajectory_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_doc = trajectory_doc,
     .tp_methods = trajectory_methods,
@@ -489,6 +489,6 @@ PyTypeObject TrajectoryType = {
     .tp_members = trajectory_members,
     .tp_as_sequence = &trajectory_sequence,
     .tp_as_mapping = &trajectory_mapping,
-    .tp_iter = (getiterfunc)trajectory_iter,
-    .tp_repr = (reprfunc)trajectory_repr,
+    .tp_iter = (getiterfunc)py_trajectory_iter,
+    .tp_repr = (reprfunc)py_trajectory_repr,
 };

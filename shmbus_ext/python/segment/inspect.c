@@ -134,7 +134,7 @@ static bool add_field(PyObject *names, PyObject *formats, PyObject *offsets,
 }
 
 /* layout() -> {struct: {"names", "formats", "offsets", "itemsize"}}: what numpy.dtype takes. */
-static PyObject *layout(PyObject *module, PyObject *ignored) {
+static PyObject *py_layout(PyObject *module, PyObject *ignored) {
     (void)module;
     (void)ignored;
     PyObject *result = PyDict_New();
@@ -167,7 +167,7 @@ static PyObject *lock_answer(enum lock_status status) {
 }
 
 /* lock_held(fd, byte) -> bool: whether a living process holds it. Works on a read-only fd. */
-static PyObject *lock_held(PyObject *module, PyObject *args) {
+static PyObject *py_lock_held(PyObject *module, PyObject *args) {
     (void)module;
     int fd;
     long long byte;
@@ -178,7 +178,7 @@ static PyObject *lock_held(PyObject *module, PyObject *args) {
 }
 
 /* any_lock_held(fd) -> bool: the same for every byte there is. */
-static PyObject *any_lock_held(PyObject *module, PyObject *args) {
+static PyObject *py_any_lock_held(PyObject *module, PyObject *args) {
     (void)module;
     int fd;
     if (!PyArg_ParseTuple(args, "i", &fd)) {
@@ -188,7 +188,7 @@ static PyObject *any_lock_held(PyObject *module, PyObject *args) {
 }
 
 /* lock_all(fd) -> bool: whether every lock is this description's now, and nobody else's. */
-static PyObject *lock_all(PyObject *module, PyObject *args) {
+static PyObject *py_lock_all(PyObject *module, PyObject *args) {
     (void)module;
     int fd;
     if (!PyArg_ParseTuple(args, "i", &fd)) {
@@ -306,7 +306,7 @@ static void scan_all(const struct run_at *start, uint64_t below, struct scan *sc
  * keys: u64 pairs (producer, sequence) of the committed records that are numbered below; counts:
  * (reserved, committed, aborted, released, other). newest: when the last commit was, in ns. cut: the
  * walk met no record at end. */
-static PyObject *scan_run(PyObject *module, PyObject *args) {
+static PyObject *py_scan_run(PyObject *module, PyObject *args) {
     (void)module;
     struct run_at run = {0};
     unsigned long long below;
@@ -407,7 +407,7 @@ static PyObject *record_row(const struct run_at *run, struct record_copy *copy, 
 }
 
 /* read_run(fd, position, used, extent, generation, start, limit, payload) -> (rows, end, cut) */
-static PyObject *read_run(PyObject *module, PyObject *args) {
+static PyObject *py_read_run(PyObject *module, PyObject *args) {
     (void)module;
     struct run_at run = {0};
     unsigned long long start, limit;
@@ -447,16 +447,16 @@ static PyObject *read_run(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"layout", layout, METH_NOARGS, NULL},
-    {"lock_held", lock_held, METH_VARARGS, NULL},
-    {"any_lock_held", any_lock_held, METH_VARARGS, NULL},
-    {"lock_all", lock_all, METH_VARARGS, NULL},
-    {"scan_run", scan_run, METH_VARARGS, NULL},
-    {"read_run", read_run, METH_VARARGS, NULL},
+    {"layout", py_layout, METH_NOARGS, NULL},
+    {"lock_held", py_lock_held, METH_VARARGS, NULL},
+    {"any_lock_held", py_any_lock_held, METH_VARARGS, NULL},
+    {"lock_all", py_lock_all, METH_VARARGS, NULL},
+    {"scan_run", py_scan_run, METH_VARARGS, NULL},
+    {"read_run", py_read_run, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool inspect_add_functions(PyObject *module) {
+bool py_inspect_add_functions(PyObject *module) {
     static const struct {
         const char *name;
         unsigned long long value;

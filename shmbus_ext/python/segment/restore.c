@@ -27,7 +27,7 @@ static bool is_fresh(const struct segment *segment) {
     return extent_count_free(segment) == segment->extent_count - segment_reserved(segment);
 }
 
-static int restorer_init(RestorerObject *self, PyObject *args, PyObject *kwargs) {
+static int py_restorer_init(RestorerObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"segment", NULL};
     PyObject *segment;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", names, &SegmentType, &segment)) {
@@ -39,11 +39,11 @@ static int restorer_init(RestorerObject *self, PyObject *args, PyObject *kwargs)
     }
     self->segment = (SegmentObject *)Py_NewRef(segment);
     struct segment *c = &self->segment->c;
-    if (!segment_usable(self->segment, "handle")) {
+    if (!py_segment_usable(self->segment, "handle")) {
         return -1;
     }
     if (segment_lock(c->fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
-        raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "collector"));
+        py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "collector"));
         return -1;
     }
     if (!is_fresh(c)) {
@@ -57,12 +57,12 @@ static int restorer_init(RestorerObject *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-static bool restorer_usable(RestorerObject *self) {
+static bool py_restorer_usable(RestorerObject *self) {
     if (!self->attached) {
         PyErr_SetString(hooks.closed_error, "this restorer is closed; make a new one");
         return false;
     }
-    return segment_usable(self->segment, "restorer");
+    return py_segment_usable(self->segment, "restorer");
 }
 
 /* Offsets of the shape table are ours to plan; what came with it are the sizes. */
@@ -154,7 +154,7 @@ static enum writer_status write_record(RestorerObject *self, struct put_argument
 
 /* put(producer_id, sequence, policy_version, score, group_size, index, epoch, flags, id, schema,
  *     shape, meta, fields) -> bool: False where the bus is full. */
-static PyObject *restorer_put(RestorerObject *self, PyObject *args) {
+static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
     unsigned long long producer_id, sequence;
     long long policy_version, epoch;
     Py_buffer id, schema, shape, meta;
@@ -164,7 +164,7 @@ static PyObject *restorer_put(RestorerObject *self, PyObject *args) {
     if (a == NULL) {
         return PyErr_NoMemory();
     }
-    if (!restorer_usable(self) ||
+    if (!py_restorer_usable(self) ||
         !PyArg_ParseTuple(args, "KKLdIILIy*y*y*y*O!", &producer_id, &sequence, &policy_version,
                           &a->spec.score, &a->spec.group_size, &a->spec.index, &epoch, &flags,
                           &id, &schema, &shape, &meta, &PyList_Type, &fields)) {
@@ -231,11 +231,11 @@ static bool restore_slot(struct segment *segment, PyObject *row) {
 }
 
 /* finish(released, slots, next_producer_id, policy_version): the counters, and the end. */
-static PyObject *restorer_finish(RestorerObject *self, PyObject *args) {
+static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     PyObject *released, *slots;
     unsigned long long next_producer_id;
     long long policy_version;
-    if (!restorer_usable(self) ||
+    if (!py_restorer_usable(self) ||
         !PyArg_ParseTuple(args, "O!O!KL", &PyTuple_Type, &released, &PyList_Type, &slots,
                           &next_producer_id, &policy_version)) {
         return NULL;
@@ -267,7 +267,7 @@ static PyObject *restorer_finish(RestorerObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static void restorer_dealloc(RestorerObject *self) {
+static void py_restorer_dealloc(RestorerObject *self) {
     if (self->attached && self->segment->generation == fork_generation &&
         self->segment->c.fd >= 0) {
         segment_unlock(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
@@ -277,17 +277,17 @@ static void restorer_dealloc(RestorerObject *self) {
 }
 
 static PyMethodDef restorer_methods[] = {
-    {"put", (PyCFunction)(void (*)(void))restorer_put, METH_VARARGS, NULL},
-    {"finish", (PyCFunction)(void (*)(void))restorer_finish, METH_VARARGS, NULL},
+    {"put", (PyCFunction)(void (*)(void))py_restorer_put, METH_VARARGS, NULL},
+    {"finish", (PyCFunction)(void (*)(void))py_restorer_finish, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 PyTypeObject RestorerType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Restorer",
     .tp_basicsize = sizeof(RestorerObject),
-    .tp_dealloc = (destructor)restorer_dealloc,
+    .tp_dealloc = (destructor)py_restorer_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = restorer_methods,
-    .tp_init = (initproc)restorer_init,
+    .tp_init = (initproc)py_restorer_init,
     .tp_new = PyType_GenericNew,
 };

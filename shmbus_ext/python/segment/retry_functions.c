@@ -10,7 +10,7 @@ static bool take_segment(PyObject *object, SegmentObject **segment) {
         return false;
     }
     *segment = (SegmentObject *)object;
-    return segment_usable(*segment, "handle");
+    return py_segment_usable(*segment, "handle");
 }
 
 static bool take_row(PyObject *args, const char *format, SegmentObject **segment,
@@ -28,7 +28,7 @@ static bool take_row(PyObject *args, const char *format, SegmentObject **segment
 }
 
 /* want(segment, row, number, id, epoch, group_size, index, attempt, reason): for the collector. */
-static PyObject *want(PyObject *module, PyObject *args) {
+static PyObject *py_want(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object;
     SegmentObject *segment;
@@ -63,7 +63,7 @@ static PyObject *want(PyObject *module, PyObject *args) {
 }
 
 /* unwant(segment, row): for the collector; the request has ended. */
-static PyObject *unwant(PyObject *module, PyObject *args) {
+static PyObject *py_unwant(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
     unsigned int row;
@@ -87,7 +87,7 @@ static PyObject *describe_request(uint32_t row, const struct wanted *request) {
 
 /* wanted(segment) -> list of (row, number, claimant, id, epoch, group_size, index, attempt, reason,
  * asked_ns); claimant is 0 or a producer's id plus 1. */
-static PyObject *wanted(PyObject *module, PyObject *object) {
+static PyObject *py_wanted(PyObject *module, PyObject *object) {
     (void)module;
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
@@ -109,7 +109,7 @@ static PyObject *wanted(PyObject *module, PyObject *object) {
 }
 
 /* claim_wanted(segment, row, number, producer_id) -> bool */
-static PyObject *claim_wanted(PyObject *module, PyObject *args) {
+static PyObject *py_claim_wanted(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
     unsigned int row;
@@ -121,7 +121,7 @@ static PyObject *claim_wanted(PyObject *module, PyObject *args) {
 }
 
 /* unclaim_wanted(segment, row, producer_id) -> bool */
-static PyObject *unclaim_wanted(PyObject *module, PyObject *args) {
+static PyObject *py_unclaim_wanted(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
     unsigned int row;
@@ -133,7 +133,7 @@ static PyObject *unclaim_wanted(PyObject *module, PyObject *args) {
 }
 
 /* note_wanted(segment, open, groups_failed): for the collector; what others look at first. */
-static PyObject *note_wanted(PyObject *module, PyObject *args) {
+static PyObject *py_note_wanted(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object;
     SegmentObject *segment;
@@ -149,7 +149,7 @@ static PyObject *note_wanted(PyObject *module, PyObject *args) {
 }
 
 /* noted_wanted(segment) -> (open, groups_failed) */
-static PyObject *noted_wanted(PyObject *module, PyObject *object) {
+static PyObject *py_noted_wanted(PyObject *module, PyObject *object) {
     (void)module;
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
@@ -162,17 +162,17 @@ static PyObject *noted_wanted(PyObject *module, PyObject *object) {
 }
 
 static PyMethodDef functions[] = {
-    {"want", want, METH_VARARGS, NULL},
-    {"unwant", unwant, METH_VARARGS, NULL},
-    {"wanted", wanted, METH_O, NULL},
-    {"claim_wanted", claim_wanted, METH_VARARGS, NULL},
-    {"unclaim_wanted", unclaim_wanted, METH_VARARGS, NULL},
-    {"note_wanted", note_wanted, METH_VARARGS, NULL},
-    {"noted_wanted", noted_wanted, METH_O, NULL},
+    {"want", py_want, METH_VARARGS, NULL},
+    {"unwant", py_unwant, METH_VARARGS, NULL},
+    {"wanted", py_wanted, METH_O, NULL},
+    {"claim_wanted", py_claim_wanted, METH_VARARGS, NULL},
+    {"unclaim_wanted", py_unclaim_wanted, METH_VARARGS, NULL},
+    {"note_wanted", py_note_wanted, METH_VARARGS, NULL},
+    {"noted_wanted", py_noted_wanted, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool wanted_add_functions(PyObject *module) {
+bool py_retry_add_functions(PyObject *module) {
     return PyModule_AddIntConstant(module, "WANTED_ROWS", SHMBUS_WANTED_ROWS) == 0 &&
            PyModule_AddIntConstant(module, "WANTED_REASON_BYTES", SHMBUS_WANTED_REASON_BYTES) == 0 &&
            PyModule_AddFunctions(module, functions) == 0;

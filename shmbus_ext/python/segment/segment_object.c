@@ -26,12 +26,12 @@ static void after_fork_in_child(void) {
     }
 }
 
-bool segment_init_fork(void);
-bool segment_init_fork(void) {
+bool py_segment_init_fork(void);
+bool py_segment_init_fork(void) {
     return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
 }
 
-bool segment_usable(SegmentObject *self, const char *what) {
+bool py_segment_usable(SegmentObject *self, const char *what) {
     if (self->generation != fork_generation) {
         PyErr_Format(hooks.closed_error,
                      "bus '%U': this %s was made in process %d, before a fork; make a new one in "
@@ -55,7 +55,7 @@ static bool privatise_record(SegmentObject *self, const struct record_place *pla
     return segment_privatise(&self->c, first, end - first);
 }
 
-void segment_release_handle(SegmentObject *self) {
+void py_segment_release_handle(SegmentObject *self) {
     if (self->handle_closed) {
         return;
     }
@@ -96,7 +96,7 @@ static void unlink_from_all(SegmentObject *self) {
     }
 }
 
-static void segment_dealloc(SegmentObject *self) {
+static void py_segment_dealloc(SegmentObject *self) {
     unlink_from_all(self);
     segment_unmap(&self->c);
     if (self->c.fd >= 0 && self->generation == fork_generation) {
@@ -106,7 +106,7 @@ static void segment_dealloc(SegmentObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static SegmentObject *segment_alloc(PyTypeObject *type, PyObject *name) {
+static SegmentObject *py_segment_alloc(PyTypeObject *type, PyObject *name) {
     SegmentObject *self = (SegmentObject *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->c.fd = -1;
@@ -129,7 +129,7 @@ static void raise_status(SegmentObject *self, enum segment_status status, uint64
     if (status == SEGMENT_SYSTEM_ERROR) {
         PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
     } else if (status == SEGMENT_NO_SPACE) {
-        raise_hook(hooks.space_error, Py_BuildValue("(OK)", self->name, wanted));
+        py_raise_hook(hooks.space_error, Py_BuildValue("(OK)", self->name, wanted));
     } else {
         unsigned long long found =
             status == SEGMENT_BAD_HASH    ? self->c.found_hash
@@ -137,13 +137,13 @@ static void raise_status(SegmentObject *self, enum segment_status status, uint64
                                           : self->c.found_version;
         unsigned long long expected =
             status == SEGMENT_BAD_HASH ? SHMBUS_LAYOUT_HASH : SHMBUS_LAYOUT_VERSION;
-        raise_hook(hooks.layout_error,
-                   Py_BuildValue("(OsKK)", self->name, names[status], found, expected));
+        py_raise_hook(hooks.layout_error,
+                      Py_BuildValue("(OsKK)", self->name, names[status], found, expected));
     }
 }
 
 /* create(fd, name, capacity, max_producers, extent_bytes): takes the descriptor over on success. */
-static PyObject *segment_py_create(PyTypeObject *type, PyObject *args) {
+static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
     int fd;
     PyObject *name;
     unsigned long long capacity, extent_bytes;
@@ -161,7 +161,7 @@ static PyObject *segment_py_create(PyTypeObject *type, PyObject *args) {
                      SHMBUS_PAGE);
         return NULL;
     }
-    SegmentObject *self = segment_alloc(type, name);
+    SegmentObject *self = py_segment_alloc(type, name);
     if (self == NULL) {
         return NULL;
     }
@@ -178,13 +178,13 @@ static PyObject *segment_py_create(PyTypeObject *type, PyObject *args) {
     return (PyObject *)self;
 }
 
-static PyObject *segment_py_open(PyTypeObject *type, PyObject *args) {
+static PyObject *py_segment_open(PyTypeObject *type, PyObject *args) {
     int fd, read_only = 0;
     PyObject *name;
     if (!PyArg_ParseTuple(args, "iU|p", &fd, &name, &read_only)) {
         return NULL;
     }
-    SegmentObject *self = segment_alloc(type, name);
+    SegmentObject *self = py_segment_alloc(type, name);
     if (self == NULL) {
         return NULL;
     }
@@ -201,14 +201,14 @@ static PyObject *segment_py_open(PyTypeObject *type, PyObject *args) {
     return (PyObject *)self;
 }
 
-static PyObject *segment_py_close(SegmentObject *self, PyObject *ignored) {
+static PyObject *py_segment_close(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
-    segment_release_handle(self);
+    py_segment_release_handle(self);
     Py_RETURN_NONE;
 }
 
 /* Number of extents that each slot holds: {slot: extents}; the collector's slot is max_producers. */
-static PyObject *segment_py_holders(SegmentObject *self, PyObject *ignored) {
+static PyObject *py_segment_holders(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *result = PyDict_New();
     uint32_t *counts = PyMem_Calloc((size_t)self->c.max_producers + 1, sizeof *counts);
@@ -248,7 +248,7 @@ static PyObject *label_text(const char *label) {
 }
 
 /* [(slot, state, producer_id, pid, label, committed, aborted)] of every slot ever used. */
-static PyObject *segment_py_producers(SegmentObject *self, PyObject *ignored) {
+static PyObject *py_segment_producers(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *result = PyList_New(0);
     for (uint32_t i = 0; i < self->c.max_producers && result != NULL; i++) {
@@ -272,9 +272,9 @@ static PyObject *segment_py_producers(SegmentObject *self, PyObject *ignored) {
 }
 
 /* Whether somebody holds the collector's lock now. */
-static PyObject *segment_py_has_collector(SegmentObject *self, PyObject *ignored) {
+static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!segment_usable(self, "handle")) {
+    if (!py_segment_usable(self, "handle")) {
         return NULL;
     }
     return PyBool_FromLong(segment_lock_probe(self->c.fd, SHMBUS_LOCK_COLLECTOR) ==
@@ -282,7 +282,7 @@ static PyObject *segment_py_has_collector(SegmentObject *self, PyObject *ignored
 }
 
 /* {"pid", "label", "leased_groups", ...}: what the collector last said of itself. */
-static PyObject *segment_py_collector(SegmentObject *self, PyObject *ignored) {
+static PyObject *py_segment_collector(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     struct bus_header *h = self->c.header;
     return Py_BuildValue(
@@ -303,12 +303,12 @@ static PyObject *segment_py_collector(SegmentObject *self, PyObject *ignored) {
 }
 
 /* pause(reason, policy_version): producers wait from now on, as where the bus is full. */
-static PyObject *segment_py_pause(SegmentObject *self, PyObject *args) {
+static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
     const char *reason;
     Py_ssize_t length;
     long long version;
     if (!PyArg_ParseTuple(args, "s#L", &reason, &length, &version) ||
-        !segment_usable(self, "handle")) {
+        !py_segment_usable(self, "handle")) {
         return NULL;
     }
     if (self->c.read_only || length >= (Py_ssize_t)SHMBUS_PAUSE_REASON_BYTES) {
@@ -325,9 +325,9 @@ static PyObject *segment_py_pause(SegmentObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *segment_py_resume(SegmentObject *self, PyObject *ignored) {
+static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!segment_usable(self, "handle")) {
+    if (!py_segment_usable(self, "handle")) {
         return NULL;
     }
     if (!self->c.read_only) {
@@ -338,7 +338,7 @@ static PyObject *segment_py_resume(SegmentObject *self, PyObject *ignored) {
 }
 
 /* (reason, policy_version, unix_ns) of the pause, or None. */
-static PyObject *segment_py_paused(SegmentObject *self, PyObject *ignored) {
+static PyObject *py_segment_paused(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     struct bus_header *h = self->c.header;
     if (atomic_load_explicit(&h->paused, memory_order_acquire) == 0) {
@@ -355,9 +355,9 @@ static PyObject *segment_py_paused(SegmentObject *self, PyObject *ignored) {
 
 /* locks_held(kind) -> [(first, count)]: what others hold of the views' locks of
  * extents (kind 0), or of one client's leases (kind 1 + client). */
-static PyObject *segment_py_locks_held(SegmentObject *self, PyObject *args) {
+static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
     unsigned int kind;
-    if (!PyArg_ParseTuple(args, "I", &kind) || !segment_usable(self, "handle")) {
+    if (!PyArg_ParseTuple(args, "I", &kind) || !py_segment_usable(self, "handle")) {
         return NULL;
     }
     if (kind > SHMBUS_MAX_CLIENTS) {
@@ -404,7 +404,7 @@ static PyObject *segment_py_locks_held(SegmentObject *self, PyObject *args) {
     return found;
 }
 
-static PyObject *segment_py_released(SegmentObject *self, PyObject *ignored) {
+static PyObject *py_segment_released(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *result = PyTuple_New(SHMBUS_REASONS);
     for (int i = 0; i < SHMBUS_REASONS && result != NULL; i++) {
@@ -419,24 +419,24 @@ static PyObject *segment_py_released(SegmentObject *self, PyObject *ignored) {
     return result;
 }
 
-static PyObject *segment_py_free_extents(SegmentObject *self, PyObject *ignored) {
+static PyObject *py_segment_free_extents(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     return PyLong_FromUnsignedLong(extent_count_free(&self->c));
 }
 
-static PyObject *segment_py_space_wanted(SegmentObject *self, PyObject *ignored) {
+static PyObject *py_segment_space_wanted(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     return PyBool_FromLong(
         (long)atomic_load_explicit(&self->c.header->space_wanted, memory_order_relaxed));
 }
 
-static PyObject *get_policy_version(SegmentObject *self, void *ignored) {
+static PyObject *py_segment_get_policy_version(SegmentObject *self, void *ignored) {
     (void)ignored;
     return PyLong_FromLongLong(
         atomic_load_explicit(&self->c.header->policy_version, memory_order_relaxed));
 }
 
-static int set_policy_version(SegmentObject *self, PyObject *value, void *ignored) {
+static int py_segment_set_policy_version(SegmentObject *self, PyObject *value, void *ignored) {
     (void)ignored;
     if (!is_given(value, "policy_version")) {
         return -1;
@@ -457,38 +457,38 @@ static int set_policy_version(SegmentObject *self, PyObject *value, void *ignore
     return 0;
 }
 
-static PyObject *get_capacity(SegmentObject *self, void *ignored) {
+static PyObject *py_segment_get_capacity(SegmentObject *self, void *ignored) {
     (void)ignored;
     return PyLong_FromUnsignedLongLong(self->c.extent_bytes * self->c.extent_count);
 }
 
-static PyObject *get_closed(SegmentObject *self, void *ignored) {
+static PyObject *py_segment_get_closed(SegmentObject *self, void *ignored) {
     (void)ignored;
     return PyBool_FromLong(self->handle_closed || self->generation != fork_generation);
 }
 
 static PyMethodDef segment_methods[] = {
-    {"create", (PyCFunction)(void (*)(void))segment_py_create, METH_VARARGS | METH_CLASS, NULL},
-    {"open", (PyCFunction)(void (*)(void))segment_py_open, METH_VARARGS | METH_CLASS, NULL},
-    {"close", (PyCFunction)(void (*)(void))segment_py_close, METH_NOARGS, NULL},
-    {"holders", (PyCFunction)(void (*)(void))segment_py_holders, METH_NOARGS, NULL},
-    {"producers", (PyCFunction)(void (*)(void))segment_py_producers, METH_NOARGS, NULL},
-    {"has_collector", (PyCFunction)(void (*)(void))segment_py_has_collector, METH_NOARGS, NULL},
-    {"collector", (PyCFunction)(void (*)(void))segment_py_collector, METH_NOARGS, NULL},
-    {"pause", (PyCFunction)(void (*)(void))segment_py_pause, METH_VARARGS, NULL},
-    {"resume", (PyCFunction)(void (*)(void))segment_py_resume, METH_NOARGS, NULL},
-    {"paused", (PyCFunction)(void (*)(void))segment_py_paused, METH_NOARGS, NULL},
-    {"locks_held", (PyCFunction)(void (*)(void))segment_py_locks_held, METH_VARARGS, NULL},
-    {"released", (PyCFunction)(void (*)(void))segment_py_released, METH_NOARGS, NULL},
-    {"free_extents", (PyCFunction)(void (*)(void))segment_py_free_extents, METH_NOARGS, NULL},
-    {"space_wanted", (PyCFunction)(void (*)(void))segment_py_space_wanted, METH_NOARGS, NULL},
+    {"create", (PyCFunction)(void (*)(void))py_segment_create, METH_VARARGS | METH_CLASS, NULL},
+    {"open", (PyCFunction)(void (*)(void))py_segment_open, METH_VARARGS | METH_CLASS, NULL},
+    {"close", (PyCFunction)(void (*)(void))py_segment_close, METH_NOARGS, NULL},
+    {"holders", (PyCFunction)(void (*)(void))py_segment_holders, METH_NOARGS, NULL},
+    {"producers", (PyCFunction)(void (*)(void))py_segment_producers, METH_NOARGS, NULL},
+    {"has_collector", (PyCFunction)(void (*)(void))py_segment_has_collector, METH_NOARGS, NULL},
+    {"collector", (PyCFunction)(void (*)(void))py_segment_collector, METH_NOARGS, NULL},
+    {"pause", (PyCFunction)(void (*)(void))py_segment_pause, METH_VARARGS, NULL},
+    {"resume", (PyCFunction)(void (*)(void))py_segment_resume, METH_NOARGS, NULL},
+    {"paused", (PyCFunction)(void (*)(void))py_segment_paused, METH_NOARGS, NULL},
+    {"locks_held", (PyCFunction)(void (*)(void))py_segment_locks_held, METH_VARARGS, NULL},
+    {"released", (PyCFunction)(void (*)(void))py_segment_released, METH_NOARGS, NULL},
+    {"free_extents", (PyCFunction)(void (*)(void))py_segment_free_extents, METH_NOARGS, NULL},
+    {"space_wanted", (PyCFunction)(void (*)(void))py_segment_space_wanted, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef segment_getset[] = {
-    {"policy_version", (getter)get_policy_version, (setter)set_policy_version, NULL, NULL},
-    {"capacity", (getter)get_capacity, NULL, NULL, NULL},
-    {"closed", (getter)get_closed, NULL, NULL, NULL},
+    {"policy_version", (getter)py_segment_get_policy_version, (setter)py_segment_set_policy_version, NULL, NULL},
+    {"capacity", (getter)py_segment_get_capacity, NULL, NULL, NULL},
+    {"closed", (getter)py_segment_get_closed, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -506,7 +506,7 @@ static PyMemberDef segment_members[] = {
 PyTypeObject SegmentType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Segment",
     .tp_basicsize = sizeof(SegmentObject),
-    .tp_dealloc = (destructor)segment_dealloc,
+    .tp_dealloc = (destructor)py_segment_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = segment_methods,
     .tp_getset = segment_getset,
@@ -515,7 +515,7 @@ PyTypeObject SegmentType = {
 
 /* ---- Keeper: what stands behind writable views ---- */
 
-KeeperObject *keeper_new(SegmentObject *segment, const struct reservation *at) {
+KeeperObject *py_keeper_new(SegmentObject *segment, const struct reservation *at) {
     KeeperObject *self = PyObject_New(KeeperObject, &KeeperType);
     if (self != NULL) {
         self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
@@ -531,7 +531,7 @@ KeeperObject *keeper_new(SegmentObject *segment, const struct reservation *at) {
     return self;
 }
 
-static void keeper_dealloc(KeeperObject *self) {
+static void py_keeper_dealloc(KeeperObject *self) {
     if (self->previous != NULL) {
         self->previous->next = self->next;
     } else {
@@ -550,6 +550,6 @@ static void keeper_dealloc(KeeperObject *self) {
 PyTypeObject KeeperType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Keeper",
     .tp_basicsize = sizeof(KeeperObject),
-    .tp_dealloc = (destructor)keeper_dealloc,
+    .tp_dealloc = (destructor)py_keeper_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
 };
