@@ -38,11 +38,11 @@ struct hooks {
 };
 extern struct hooks hooks;
 /* Raises what a hook that makes exceptions returns. */
-void raise_hook(PyObject *hook, PyObject *arguments);
+void py_raise_hook(PyObject *hook, PyObject *arguments);
 
 /* Takes the exception that is set, and sets it again. */
-PyObject *set_aside_error(void);
-void restore_error(PyObject *error);
+PyObject *py_set_aside_error(void);
+void py_restore_error(PyObject *error);
 
 extern uint32_t fork_generation;
 
@@ -62,9 +62,9 @@ typedef struct segment_object {
 } SegmentObject;
 
 /* Sets an exception when the handle is closed or was made before a fork. */
-bool segment_usable(SegmentObject *self, const char *what);
+bool py_segment_usable(SegmentObject *self, const char *what);
 /* Closes the file description: locks are dropped, the mapping stays for views. */
-void segment_release_handle(SegmentObject *self);
+void py_segment_release_handle(SegmentObject *self);
 
 /* The exporter behind the writable views of one reservation. */
 typedef struct keeper {
@@ -74,7 +74,7 @@ typedef struct keeper {
     bool pinned;
     struct keeper *previous, *next;
 } KeeperObject;
-KeeperObject *keeper_new(SegmentObject *segment, const struct reservation *at);
+KeeperObject *py_keeper_new(SegmentObject *segment, const struct reservation *at);
 
 /* A text that Python code looks up again and again, and where it is kept. */
 struct word_note {
@@ -122,10 +122,10 @@ struct holder_kind {
     bool (*hold)(HolderObject *self, const struct record_ref *refs, Py_ssize_t count);
     void (*let_go)(HolderObject *self, const struct record_ref *refs, Py_ssize_t count);
 };
-bool holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind);
-void holder_clear(HolderObject *self);
+bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind);
+void py_holder_clear(HolderObject *self);
 /* A borrower cannot write into the segment; whoever lent it is told by its client. */
-void holder_note_gathering(HolderObject *self);
+void py_holder_note_packing(HolderObject *self);
 
 typedef struct {
     HOLDER_HEAD
@@ -162,11 +162,11 @@ typedef struct schema_object {
     PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* resolved when first asked for */
     uint8_t kinds[SHMBUS_MAX_FIELDS];         /* enum element_kind */
 } SchemaObject;
-SchemaObject *schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count);
+SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count);
 /* -1 where there is no such field. */
-int schema_find(const SchemaObject *self, PyObject *name);
-PyArray_Descr *schema_dtype(SchemaObject *self, int field);
-enum element_kind kind_of_dtype(const PyArray_Descr *dtype);
+int py_schema_find(const SchemaObject *self, PyObject *name);
+PyArray_Descr *py_schema_dtype(SchemaObject *self, int field);
+enum element_kind py_kind_of_dtype(const PyArray_Descr *dtype);
 
 #define INLINE_SHAPE_WORDS 8
 
@@ -197,11 +197,11 @@ typedef struct {
     uint64_t committed_ns;
     uint64_t payload_bytes;
 } TrajectoryObject;
-TrajectoryObject *trajectory_new(HolderObject *reader, const struct record_copy *copy,
-                                 const struct record_ref *ref);
+TrajectoryObject *py_trajectory_new(HolderObject *reader, const struct record_copy *copy,
+                                    const struct record_ref *ref);
 /* Sets an exception once the space may belong to somebody else. */
-bool trajectory_readable(const TrajectoryObject *self);
-static inline const uint8_t *trajectory_bytes(const TrajectoryObject *self) {
+bool py_trajectory_readable(const TrajectoryObject *self);
+static inline const uint8_t *py_trajectory_bytes(const TrajectoryObject *self) {
     return segment_extent(&self->reader->segment->c, self->ref.place.extent) +
            self->ref.place.offset;
 }
@@ -237,87 +237,40 @@ struct schema_cache {
     struct schema_cache_entry entries[SCHEMA_CACHE_ENTRIES];
     unsigned next;
 };
-void schema_cache_clear(struct schema_cache *cache);
+void py_schema_cache_clear(struct schema_cache *cache);
 /* A new reference to the bytes that spec.schema then points into: the entry may go any time. */
-PyObject *schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
-                            PyObject *const *names, PyArray_Descr *const *dtypes,
-                            const uint8_t *ndim);
+PyObject *py_schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
+                               PyObject *const *names, PyArray_Descr *const *dtypes,
+                               const uint8_t *ndim);
 
-void arguments_begin(struct put_arguments *self);
-void arguments_end(struct put_arguments *self);
+void py_arguments_begin(struct put_arguments *self);
+void py_arguments_end(struct put_arguments *self);
 /* One keyword; name is a str. False with an exception set. */
-bool arguments_take(struct put_arguments *self, PyObject *name, PyObject *value);
-bool arguments_take_id(struct put_arguments *self, PyObject *value);
+bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value);
+/* Every entry of a dict; false with an exception. */
+bool py_arguments_take_mapping(struct put_arguments *self, PyObject *item);
+bool py_arguments_take_id(struct put_arguments *self, PyObject *value);
 /* After all were taken: checks, converts the arrays, and plans the record. */
-bool arguments_finish(struct put_arguments *self, struct schema_cache *cache);
-bool arguments_finish_head(struct put_arguments *self);
-bool parse_timeout(PyObject *value, double *timeout_s);
-bool parse_score(PyObject *value, double *score);
-bool parse_policy_version(PyObject *value, int64_t *version);
-bool arguments_init(void);
+bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache);
+bool py_arguments_finish_head(struct put_arguments *self);
+bool py_parse_timeout(PyObject *value, double *timeout_s);
+bool py_parse_score(PyObject *value, double *score);
+bool py_parse_policy_version(PyObject *value, int64_t *version);
+bool py_arguments_init(void);
 
-typedef struct slot_object SlotObject;
-
-typedef struct {
-    PyObject_HEAD
-    SegmentObject *segment;
-    struct writer c;
-    struct schema_cache schemas;
-    SlotObject *open; /* reservations that are not ended */
-    uint64_t bytes;
-    uint64_t full_waits;
-    uint32_t flags;
-    uint32_t busy; /* threads that copy into this lane without the interpreter lock */
-    struct batch *batches; /* put_many's that are under way, in whatever thread */
-    PyObject *watch;       /* called with the seconds waited, every watch_s of a wait for space */
-    double watch_s;
-    bool attached;
-    bool closing;
-} WriterObject;
-
-struct slot_object {
-    PyObject_HEAD
-    WriterObject *writer;
-    KeeperObject *keeper;
-    struct reservation at;
-    PyObject *names; /* tuple */
-    PyArrayObject *arrays[SHMBUS_MAX_FIELDS];
-    uint16_t shape_at[SHMBUS_MAX_FIELDS];
-    uint32_t count;
-    uint32_t meta_room;
-    double score;
-    int64_t policy_version;
-    bool ended;
-    SlotObject *previous, *next;
-};
-
-bool writer_usable(WriterObject *self);
-/* After a commit: wakes the reader where it sleeps, and lets it run first where that helps. */
-void writer_tell_reader(WriterObject *self);
-/* Room for a record, waiting for it as long as timeout_s allows; false with an exception set. */
-bool writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
-                       struct reservation *at);
-/* Frame and body of a record whose arguments are finished. */
-void writer_write_head(WriterObject *self, const struct put_arguments *arguments,
-                       const struct reservation *at);
-bool arguments_take_mapping(struct put_arguments *arguments, PyObject *item);
-PyObject *writer_reserve_slot(WriterObject *self, PyObject *args);
-/* Ends every open reservation without a commit. */
-void writer_abort_open(WriterObject *self);
-
-extern PyTypeObject SegmentType, WriterType, SlotType, KeeperType, ReaderType, BorrowerType,
+extern PyTypeObject SegmentType, WriterType, KeeperType, ReaderType, BorrowerType,
     ClientLeaseType, PinType, TrajectoryType, SchemaType, GroupTableType, GroupEntryType, GroupBaseType, RecursiveLockType,
     IntakeType, ConsumerBaseType;
-bool rows_add_constants(PyObject *module);
-bool group_add_functions(PyObject *module);
-bool plan_add_functions(PyObject *module);
-bool relative_add_functions(PyObject *module);
-bool consumer_add_words(void);
-bool gather_add_functions(PyObject *module);
-bool locate_add_functions(PyObject *module);
-bool loan_add_functions(PyObject *module);
-bool inspect_add_functions(PyObject *module);
-bool wanted_add_functions(PyObject *module);
+bool py_group_table_add_constants(PyObject *module);
+bool py_group_add_functions(PyObject *module);
+bool py_gather_plan_add_functions(PyObject *module);
+bool py_baseline_add_functions(PyObject *module);
+bool py_take_add_words(void);
+bool py_pack_add_functions(PyObject *module);
+bool py_meta_search_add_functions(PyObject *module);
+bool py_client_lease_add_functions(PyObject *module);
+bool py_inspect_add_functions(PyObject *module);
+bool py_retry_add_functions(PyObject *module);
 extern PyTypeObject RestorerType;
 
 #endif

@@ -1,14 +1,15 @@
 /* The extension module: its types, the constants that Python shares with C, and the hooks. */
 #define SHMBUS_IMPORTS_NUMPY
-#include "binding.h"
+#include "python/binding.h"
 
+#include "python/put/reservation.h"
 #include "ring/checksum.h"
-#include "ring/doorbell.h"
+#include "ring/clock.h"
 
 struct hooks hooks;
-bool segment_init_fork(void);
+bool py_segment_init_fork(void);
 
-void raise_hook(PyObject *hook, PyObject *arguments) {
+void py_raise_hook(PyObject *hook, PyObject *arguments) {
     if (arguments == NULL) {
         return;
     }
@@ -20,7 +21,7 @@ void raise_hook(PyObject *hook, PyObject *arguments) {
     }
 }
 
-static PyObject *install(PyObject *module, PyObject *args, PyObject *kwargs) {
+static PyObject *py_install(PyObject *module, PyObject *args, PyObject *kwargs) {
     (void)module;
     static char *names[] = {"closed_error", "too_large_error", "full_error",   "busy_error",
                             "layout_error", "space_error",     "encode_meta",  "decode_meta",
@@ -41,7 +42,7 @@ static PyObject *install(PyObject *module, PyObject *args, PyObject *kwargs) {
     Py_RETURN_NONE;
 }
 
-static PyObject *crc32c(PyObject *module, PyObject *args) {
+static PyObject *py_crc32c(PyObject *module, PyObject *args) {
     (void)module;
     Py_buffer data;
     int reference = 0;
@@ -54,13 +55,13 @@ static PyObject *crc32c(PyObject *module, PyObject *args) {
     return PyLong_FromUnsignedLong(crc);
 }
 
-static PyObject *monotonic_ns(PyObject *module, PyObject *ignored) {
+static PyObject *py_monotonic_ns(PyObject *module, PyObject *ignored) {
     (void)module;
     (void)ignored;
     return PyLong_FromUnsignedLongLong(clock_monotonic_ns());
 }
 
-PyObject *set_aside_error(void) {
+PyObject *py_set_aside_error(void) {
 #if PY_VERSION_HEX >= 0x030C0000
     return PyErr_GetRaisedException();
 #else
@@ -76,7 +77,7 @@ PyObject *set_aside_error(void) {
 #endif
 }
 
-void restore_error(PyObject *error) {
+void py_restore_error(PyObject *error) {
 #if PY_VERSION_HEX >= 0x030C0000
     PyErr_SetRaisedException(error);
 #else
@@ -85,9 +86,9 @@ void restore_error(PyObject *error) {
 }
 
 static PyMethodDef functions[] = {
-    {"install", (PyCFunction)(void (*)(void))install, METH_VARARGS | METH_KEYWORDS, NULL},
-    {"crc32c", crc32c, METH_VARARGS, NULL},
-    {"monotonic_ns", monotonic_ns, METH_NOARGS, NULL},
+    {"install", (PyCFunction)(void (*)(void))py_install, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"crc32c", py_crc32c, METH_VARARGS, NULL},
+    {"monotonic_ns", py_monotonic_ns, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -104,7 +105,7 @@ static bool add_types(PyObject *module) {
         const char *name;
         PyTypeObject *type;
     } types[] = {{"Segment", &SegmentType}, {"Writer", &WriterType},
-                 {"Slot", &SlotType},       {"Keeper", &KeeperType},
+                 {"Reservation", &ReservationType},{"Keeper", &KeeperType},
                  {"Reader", &ReaderType},   {"Borrower", &BorrowerType},
                  {"ClientLease", &ClientLeaseType},
                  {"Pin", &PinType},         {"Schema", &SchemaType},
@@ -172,13 +173,13 @@ static bool add_constants(PyObject *module) {
 PyMODINIT_FUNC PyInit__core(void) {
     import_array();
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && (!segment_init_fork() || !arguments_init() || !add_types(module) ||
-                           !add_constants(module) || !gather_add_functions(module) ||
-                           !loan_add_functions(module) || !rows_add_constants(module) ||
-                           !group_add_functions(module) || !consumer_add_words() ||
-                           !wanted_add_functions(module) ||
-                           !locate_add_functions(module) || !plan_add_functions(module) ||
-                           !relative_add_functions(module) || !inspect_add_functions(module))) {
+    if (module != NULL && (!py_segment_init_fork() || !py_arguments_init() || !add_types(module) ||
+                           !add_constants(module) || !py_pack_add_functions(module) ||
+                           !py_client_lease_add_functions(module) || !py_group_table_add_constants(module) ||
+                           !py_group_add_functions(module) || !py_take_add_words() ||
+                           !py_retry_add_functions(module) ||
+                           !py_meta_search_add_functions(module) || !py_gather_plan_add_functions(module) ||
+                           !py_baseline_add_functions(module) || !py_inspect_add_functions(module))) {
         Py_CLEAR(module);
     }
     return module;

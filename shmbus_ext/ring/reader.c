@@ -1,60 +1,22 @@
-/* Walking the lanes (see reader.h). Freeing is in reclaim.c, attaching in attach.c. */
+/* Walking the lanes (see reader.h). */
 #include "reader.h"
 
 #include <stdlib.h>
 
-#include "doorbell.h"
+#include "extents.h"
+#include "intent_log.h"
+#include "lane.h"
+#include "reclaim.h"
 
 /* Records taken from one lane before the next has its turn. */
 #define LANE_QUOTA 64u
-
-static struct record_header *record_at(const struct reader *self, uint32_t extent,
-                                       uint64_t offset) {
-    return (struct record_header *)(void *)(segment_extent(self->segment, extent) + offset);
-}
-
-static uint32_t slot_of(const struct reader *self, const struct lane *lane) {
-    return (uint32_t)(lane - self->lanes);
-}
-
-bool reader_owner_gone(const struct reader *self, uint32_t slot, uint64_t producer_id) {
-    const struct producer_slot *owner = &self->segment->slots[slot];
-    /* SYNC: slot-taken. */
-    return atomic_load_explicit(&owner->state, memory_order_acquire) != SHMBUS_SLOT_ACTIVE ||
-           atomic_load_explicit(&owner->producer_id, memory_order_acquire) != producer_id;
-}
-
-/* Puts the lane's cursor on the run that a link names, if it really is the lane's next. */
-bool reader_enter_run(struct reader *self, struct lane *lane, uint64_t link) {
-    struct run run;
-    uint32_t slot = slot_of(self, lane);
-    if (!link_is_run(self->segment, link, slot, &run) ||
-        (lane->any_order && run.order <= lane->last_order)) {
-        return false;
-    }
-    uint32_t extent = link_low(link) - 1;
-    struct run_state *state = &self->runs[extent];
-    if (state->phase != RUN_UNKNOWN) {
-        return false;
-    }
-    *state = (struct run_state){.generation = run.generation,
-                                .span = run.span,
-                                .slot = slot,
-                                .phase = RUN_WALKING};
-    lane->extent = extent;
-    lane->cursor = lane->limit = 0;
-    lane->cut = false;
-    lane->any_order = true;
-    lane->last_order = run.order;
-    return true;
-}
 
 static bool enter_backlog(struct reader *self, struct lane *lane) {
     while (lane->backlog_at < lane->backlog_count) {
         uint32_t extent = lane->backlog[lane->backlog_at++];
         uint64_t word = atomic_load_explicit(&self->segment->extents[extent].word,
                                              memory_order_relaxed);
-        if (reader_enter_run(self, lane, link_make(link_generation(word), extent + 1))) {
+        if (lane_enter_run(self, lane, link_make(link_generation(word), extent + 1))) {
             return true;
         }
     }
@@ -63,10 +25,10 @@ static bool enter_backlog(struct reader *self, struct lane *lane) {
 
 /* From a run that is walked to the end to the one behind it. False when there is none yet. */
 static bool advance(struct reader *self, struct lane *lane) {
-    struct producer_slot *slot = &self->segment->slots[slot_of(self, lane)];
+    struct producer_slot *slot = &self->segment->slots[lane->slot];
     if (lane->extent == NO_EXTENT) {
         return enter_backlog(self, lane) ||
-               reader_enter_run(self, lane,
+               lane_enter_run(self, lane,
                                 atomic_load_explicit(&slot->first, memory_order_acquire));
     }
     uint32_t done = lane->extent;
@@ -83,7 +45,7 @@ static bool advance(struct reader *self, struct lane *lane) {
     if (link_low(next) != 0) {
         /* A link that leads nowhere ends the lane until its owner begins another chain. */
         lane->extent = NO_EXTENT;
-        reader_enter_run(self, lane, next);
+        lane_enter_run(self, lane, next);
         reader_try_free(self, done);
         return true;
     }
@@ -121,14 +83,14 @@ static void release_discarded(struct reader *self) {
 static void quarantine(struct reader *self, const struct record_ref *ref) {
     self->corrupt++;
     reader_hold(self, ref);
-    reader_release(self, &ref, 1, SHMBUS_DROP_CORRUPT);
+    intent_log_release(self->segment, &ref, 1, SHMBUS_DROP_CORRUPT);
     reader_let_go(self, ref);
 }
 
 /* A committed record under the cursor or pending: 1 when self->copy holds it. */
 static int deliver(struct reader *self, const struct record_place *place,
                    struct record_ref *ref) {
-    const struct record_header *shared = record_at(self, place->extent, place->offset);
+    const struct record_header *shared = record_of(self->segment, place);
     make_ref(self, ref, place);
     enum record_verdict verdict = record_read_body(shared, &self->copy);
     const struct record_header *header = &self->copy.header;
@@ -138,14 +100,14 @@ static int deliver(struct reader *self, const struct record_place *place,
         quarantine(self, ref);
         return 0;
     }
-    if (self->moved_count > 0 &&
-        reader_moved_contains(self, header->producer_id, header->sequence)) {
+    if (self->moved.count > 0 &&
+        moved_set_contains(&self->moved, header->producer_id, header->sequence)) {
         /* The mover died between the two copies: this one is the spare. */
-        atomic_store_explicit(&record_at(self, place->extent, place->offset)->state,
+        atomic_store_explicit(&record_of(self->segment, place)->state,
                               SHMBUS_RELEASED, memory_order_release);
         return 0;
     }
-    if (moved && !reader_moved_insert(self, header->producer_id, header->sequence)) {
+    if (moved && !moved_set_insert(&self->moved, header->producer_id, header->sequence)) {
         return -1;
     }
     self->met++;
@@ -177,7 +139,7 @@ static enum step step_record(struct reader *self, struct lane *lane, struct reco
     const struct run_state *run = &self->runs[lane->extent];
     struct record_place place = {lane->extent, run->generation, lane->cursor};
     enum record_verdict verdict =
-        record_read_frame(record_at(self, lane->extent, lane->cursor),
+        record_read_frame(record_of(self->segment, &place),
                           lane->limit - lane->cursor, &place, &self->copy.header);
     if (verdict != RECORD_OK) {
         lane->cut = true;
@@ -203,14 +165,14 @@ static enum step step_record(struct reader *self, struct lane *lane, struct reco
          * one whose owner is gone already moves nothing any more. */
         self->runs[lane->extent].open++;
         lane->dirty = lane->dirty ||
-                      reader_owner_gone(self, slot_of(self, lane), self->copy.header.producer_id);
+                      lane_owner_gone(self->segment, lane->slot, self->copy.header.producer_id);
         return STEP_AGAIN;
     case SHMBUS_RELEASED:
     case SHMBUS_ABORTED:
         return STEP_AGAIN;
     default:
         /* Whether it was ever committed its state no longer says: the lanes' counters will. */
-        atomic_store_explicit(&record_at(self, place.extent, place.offset)->state,
+        atomic_store_explicit(&record_of(self->segment, &place)->state,
                               SHMBUS_RELEASED, memory_order_release);
         return STEP_AGAIN;
     }
@@ -255,10 +217,11 @@ static enum step step(struct reader *self, struct lane *lane, struct record_ref 
 static int next_ended(struct reader *self, struct lane *lane, struct record_ref *ref) {
     while (lane->pending_at < lane->pending_count) {
         struct pending *entry = &lane->pending[lane->pending_at];
-        struct record_header *shared = record_at(self, entry->extent, entry->offset);
+        struct record_place place = {entry->extent, entry->generation, entry->offset};
+        struct record_header *shared = record_of(self->segment, &place);
         uint32_t state = atomic_load_explicit(&shared->state, memory_order_acquire);
         if (state == SHMBUS_RESERVED &&
-            reader_owner_gone(self, self->runs[entry->extent].slot, entry->producer_id)) {
+            lane_owner_gone(self->segment, self->runs[entry->extent].slot, entry->producer_id)) {
             atomic_compare_exchange_strong_explicit(&shared->state, &state, SHMBUS_ABORTED,
                                                     memory_order_acq_rel, memory_order_acquire);
         }
@@ -268,7 +231,6 @@ static int next_ended(struct reader *self, struct lane *lane, struct record_ref 
             lane->pending[lane->pending_kept++] = *entry;
             continue;
         }
-        struct record_place place = {entry->extent, entry->generation, entry->offset};
         uint64_t room = self->runs[place.extent].span * self->segment->extent_bytes - place.offset;
         int delivered = 0;
         if (record_read_frame(shared, room, &place, &self->copy.header) == RECORD_OK &&
@@ -285,7 +247,7 @@ static int next_ended(struct reader *self, struct lane *lane, struct record_ref 
 }
 
 static void end_visit(struct reader *self, struct lane *lane) {
-    if (slot_of(self, lane) < self->segment->max_producers) {
+    if (lane->slot < self->segment->max_producers) {
         self->promised += lane->visit_committed - lane->seen_committed;
         self->unsettled = true;
     }
@@ -311,12 +273,12 @@ static bool advanced(const struct lane *lane, const struct producer_slot *slot) 
 /* Whether a visit could bring anything; a few loads where it could not. */
 static bool is_quiet(const struct reader *self, const struct lane *lane) {
     return !lane->visiting && !lane->dirty &&
-           !advanced(lane, &self->segment->slots[slot_of(self, lane)]) &&
+           !advanced(lane, &self->segment->slots[lane->slot]) &&
            !sealed_since(self, lane);
 }
 
 static void begin_visit(struct reader *self, struct lane *lane) {
-    const struct producer_slot *slot = &self->segment->slots[slot_of(self, lane)];
+    const struct producer_slot *slot = &self->segment->slots[lane->slot];
     lane->visiting = true;
     lane->dirty = false;
     /* SYNC: lane-advanced. */

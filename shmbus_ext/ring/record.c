@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "checksum.h"
-#include "doorbell.h"
+#include "clock.h"
 
 #define FRAME_AT 8u
 #define FRAME_BYTES 24u

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "ring/doorbell.h"
 #include "ring/extents.h"
+#include "ring/recovery.h"
 #include "support.h"
 
 /* A segment of small extents, a description of its own for each process that would be there. */
@@ -48,7 +49,7 @@ static void put(struct writer *writer, uint64_t n) {
 
 static void end(struct reader *reader, struct record_ref *ref) {
     const struct record_ref *one = ref;
-    reader_release(reader, &one, 1, SHMBUS_ACKED);
+    intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED);
     reader_let_go(reader, ref);
 }
 
@@ -275,7 +276,7 @@ static void what_a_dead_heir_freed_is_read(struct bus *bus, bool committed) {
         writer_reserve(&writer, &at);
     }
     die(&bus->other);
-    writer_take_over(&bus->other, writer.slot_index);
+    recover_producer(&bus->other, writer.slot_index);
     CHECK(reader_has_events(&reader));
     if (committed) {
         CHECK(reader_next(&reader, &ref) == 1);

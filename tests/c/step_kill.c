@@ -7,6 +7,7 @@
 #include <sys/ptrace.h>
 #include <sys/wait.h>
 
+#include "ring/clock.h"
 #include "ring/doorbell.h"
 #include "support.h"
 #include "ring/retry_table.h"
@@ -65,7 +66,7 @@ static void end(struct reader *reader, struct record_ref *refs, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
         pointers[i] = &refs[i];
     }
-    reader_release(reader, pointers, n, SHMBUS_ACKED);
+    intent_log_release(reader->segment, pointers, n, SHMBUS_ACKED);
     for (uint32_t i = 0; i < n; i++) {
         reader_let_go(reader, &refs[i]);
     }

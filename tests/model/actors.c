@@ -1,5 +1,5 @@
-/* What producers, collectors and the auditor do: the calls of python/writer_object.c, python/reader_object.c and
- * consumer.py, in their order, without Python.
+/* What producers, collectors and the auditor do: the calls of python/put/writer_object.c,
+ * python/read/reader_object.c and consumer.py, in their order, without Python.
  *
  * Invariant: all that an actor knows between two checkpoints lies in its heap. */
 #include "actors.h"
@@ -169,7 +169,7 @@ static void acknowledge(struct actor *self) {
         refs[i] = &self->held[i];
     }
     ghost_begin_ack((const uint64_t (*)[2])self->keys, n);
-    reader_release(&self->reader, refs, n, SHMBUS_ACKED);
+    intent_log_release(self->reader.segment, refs, n, SHMBUS_ACKED);
     ghost_acked((const uint64_t (*)[2])self->keys, n);
     for (unsigned i = 0; i < n; i++) {
         reader_let_go(&self->reader, &self->held[i]);

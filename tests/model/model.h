@@ -20,7 +20,6 @@
 #include <stdlib.h>
 
 #include "ring/reader.h"
-#include "ring/writer.h"
 
 enum {
     MAX_PROCESSES = 5, /* the last is the auditor */
