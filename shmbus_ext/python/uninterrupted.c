@@ -7,7 +7,7 @@
  * this returns.
  *
  * Invariant: the main thread waits only for code of ours that neither waits nor calls the user's. */
-#include "uninterrupted.h"
+#include "python/uninterrupted.h"
 
 struct errand {
     PyObject *callable;
@@ -22,12 +22,20 @@ static void run_errand(void *argument) {
     PyGILState_STATE state = PyGILState_Ensure();
     errand->result = PyObject_Call(errand->callable, errand->arguments, NULL);
     if (errand->result == NULL) {
-        errand->error = set_aside_error();
+        errand->error = py_set_aside_error();
     }
     PyThread_type_lock done = errand->done;
     PyGILState_Release(state);
     /* The errand is on the waiter's stack: nothing of it is touched after this. */
     PyThread_release_lock(done);
+}
+
+static bool is_finalizing(void) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing();
+#else
+    return _Py_IsFinalizing();
+#endif
 }
 
 /* Whether signals' handlers may run in this thread; -1 with an exception. */
@@ -52,8 +60,9 @@ static int is_main_thread(void) {
     return PyErr_Occurred() ? -1 : is_main;
 }
 
-PyObject *call_uninterrupted(PyObject *callable, PyObject *arguments) {
-    int is_main = is_main_thread();
+PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
+    /* Where the interpreter ends, no other thread enters it any more. */
+    int is_main = is_finalizing() ? 0 : is_main_thread();
     if (is_main <= 0) {
         return is_main < 0 ? NULL : PyObject_Call(callable, arguments, NULL);
     }
@@ -75,7 +84,7 @@ PyObject *call_uninterrupted(PyObject *callable, PyObject *arguments) {
     PyThread_release_lock(errand.done);
     PyThread_free_lock(errand.done);
     if (errand.result == NULL) {
-        restore_error(errand.error);
+        py_restore_error(errand.error);
     }
     return errand.result;
 }

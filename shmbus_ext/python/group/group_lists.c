@@ -79,6 +79,19 @@ void py_group_lists_clear(GroupTableObject *self) {
     }
 }
 
+void py_group_lists_return(GroupEntryObject *row) {
+    if (row->rows != NULL && row->place == ROW_LEASED) {
+        GroupTableObject *table = row->rows;
+        unlink_row(row);
+        link_between(table, ROW_READY, NULL, row, table->ready.first);
+    }
+}
+
+void py_group_lists_end(GroupEntryObject *row) {
+    unlink_row(row);
+    Py_DECREF(row);
+}
+
 static GroupEntryObject *leased_row(GroupTableObject *self, PyObject *row) {
     if (!Py_IS_TYPE(row, &GroupEntryType) || ((GroupEntryObject *)row)->rows != self ||
         ((GroupEntryObject *)row)->place != ROW_LEASED) {
@@ -127,8 +140,7 @@ PyObject *py_group_lists_end_lease(GroupTableObject *self, PyObject *argument) {
     if (row == NULL) {
         return NULL;
     }
-    unlink_row(row);
-    Py_DECREF(row);
+    py_group_lists_end(row);
     Py_RETURN_NONE;
 }
 
@@ -138,8 +150,7 @@ PyObject *py_group_lists_give_back(GroupTableObject *self, PyObject *argument) {
     if (row == NULL) {
         return NULL;
     }
-    unlink_row(row);
-    link_between(self, ROW_READY, NULL, row, self->ready.first);
+    py_group_lists_return(row);
     Py_RETURN_NONE;
 }
 

@@ -54,6 +54,10 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
 /* A row as an object, without its samples yet. */
 GroupEntryObject *py_group_entry_new(const struct row *row, PyObject *key);
 void py_group_lists_push_ready(GroupTableObject *self, GroupEntryObject *row);
+/* A leased one is the next to be leased; of one that is not leased, nothing. */
+void py_group_lists_return(GroupEntryObject *row);
+/* A leased one is in no list any more. */
+void py_group_lists_end(GroupEntryObject *row);
 void py_group_lists_clear(GroupTableObject *self);
 
 /* The methods of GroupTable that are not the table's. */

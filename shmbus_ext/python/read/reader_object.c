@@ -261,35 +261,31 @@ static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
     return (TrajectoryObject *)item;
 }
 
-/* release(trajectories, reason): ends them atomically; their space is free once no view is left. */
-static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
-    PyObject *items;
-    int reason;
-    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !py_reader_usable(self)) {
-        return NULL;
-    }
-    Py_ssize_t count = PyList_GET_SIZE(items);
-    if (reason < 0 || reason >= SHMBUS_REASONS || count > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
-        PyErr_Format(PyExc_ValueError, "release: reason %d or count %zd out of range", reason,
-                     count);
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
+/* Whether all of them are this reader's and not released; false with an exception. */
+static bool can_release(ReaderObject *self, PyObject *items) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
         TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
         if (t == NULL) {
-            return NULL;
+            return false;
         }
         if (t->released) {
             PyErr_Format(PyExc_ValueError, "trajectory %R[%S] was released before",
                          t->instance_id, t->index);
-            return NULL;
+            return false;
         }
     }
+    return true;
+}
+
+/* Ends them atomically; false with an exception, and then none. */
+static bool release(ReaderObject *self, PyObject *items, int reason) {
+    Py_ssize_t count = PyList_GET_SIZE(items);
     const struct record_ref *few[64];
     const struct record_ref **refs =
         count <= 64 ? few : PyMem_Malloc((size_t)count * sizeof *refs);
     if (refs == NULL) {
-        return PyErr_NoMemory();
+        PyErr_NoMemory();
+        return false;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         refs[i] = &((TrajectoryObject *)PyList_GET_ITEM(items, i))->ref;
@@ -310,7 +306,92 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
             reader_let_go(&self->c, &t->ref);
         }
     }
+    return true;
+}
+
+static bool is_reason(int reason) {
+    if (reason < 0 || reason >= SHMBUS_REASONS) {
+        PyErr_Format(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
+                     SHMBUS_REASONS - 1, reason);
+        return false;
+    }
+    return true;
+}
+
+/* release(trajectories, reason): ends them atomically; their space is free once no view is left. */
+static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
+    PyObject *items;
+    int reason;
+    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !py_reader_usable(self) ||
+        !is_reason(reason)) {
+        return NULL;
+    }
+    if (PyList_GET_SIZE(items) > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
+        PyErr_Format(PyExc_ValueError, "release: expected at most %u trajectories, got %zd",
+                     SHMBUS_MAX_GROUP_SIZE, PyList_GET_SIZE(items));
+        return NULL;
+    }
+    if (!can_release(self, items) || !release(self, items, reason)) {
+        return NULL;
+    }
     Py_RETURN_NONE;
+}
+
+/* The entry of a group that this consumer holds under lease by this table, borrowed; NULL, without
+ * an exception, of anything else. */
+static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer, const GroupTableObject *table) {
+    PyObject *lease = py_group_lease(group, consumer);
+    if (lease == NULL || !Py_IS_TYPE(lease, &GroupEntryType)) {
+        return NULL;
+    }
+    GroupEntryObject *entry = (GroupEntryObject *)lease;
+    return entry->rows == table && entry->place == ROW_LEASED ? entry : NULL;
+}
+
+/* end_groups(table, consumer, groups, reason, state) -> int: ends the leases of groups from the first
+ * on, until one is not this consumer's, or not held. How many. Each is ended in the ring, in the
+ * table and by its own account in one step, which nothing can interrupt. */
+static PyObject *py_reader_end_groups(ReaderObject *self, PyObject *args) {
+    PyObject *table, *consumer, *groups, *state;
+    int reason;
+    if (!PyArg_ParseTuple(args, "O!OO!iU", &GroupTableType, &table, &consumer, &PyList_Type,
+                          &groups, &reason, &state) ||
+        !py_reader_usable(self) || !is_reason(reason)) {
+        return NULL;
+    }
+    Py_ssize_t done = 0;
+    for (; done < PyList_GET_SIZE(groups); done++) {
+        PyObject *group = PyList_GET_ITEM(groups, done);
+        GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
+        if (entry == NULL) {
+            break;
+        }
+        if (!can_release(self, entry->samples) || !release(self, entry->samples, reason)) {
+            return NULL;
+        }
+        py_group_lists_end(entry);
+        py_group_set_state(group, state);
+    }
+    return PyLong_FromSsize_t(done);
+}
+
+/* give_back_group(table, consumer, group, state) -> bool: makes it the next to be leased, as
+ * end_groups ends it; False of one that is not this consumer's, or not held. */
+static PyObject *py_reader_give_back_group(ReaderObject *self, PyObject *args) {
+    PyObject *table, *consumer, *group, *state;
+    if (!PyArg_ParseTuple(args, "O!OOU", &GroupTableType, &table, &consumer, &group, &state) ||
+        !py_reader_usable(self)) {
+        return NULL;
+    }
+    GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
+    if (entry == NULL) {
+        Py_RETURN_FALSE;
+    }
+    py_group_lists_return(entry);
+    py_group_set_state(group, state);
+    /* Also to who sleeps in take. */
+    doorbell_ring(self->segment->c.header);
+    Py_RETURN_TRUE;
 }
 
 /* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
@@ -476,6 +557,8 @@ static PyMethodDef reader_methods[] = {
     {"wait", (PyCFunction)(void (*)(void))py_reader_wait, METH_O, NULL},
     {"wake", (PyCFunction)(void (*)(void))py_reader_wake, METH_NOARGS, NULL},
     {"release", (PyCFunction)(void (*)(void))py_reader_release, METH_VARARGS, NULL},
+    {"end_groups", (PyCFunction)(void (*)(void))py_reader_end_groups, METH_VARARGS, NULL},
+    {"give_back_group", (PyCFunction)(void (*)(void))py_reader_give_back_group, METH_VARARGS, NULL},
     {"evacuate", (PyCFunction)(void (*)(void))py_reader_evacuate, METH_O, NULL},
     {"sweep", (PyCFunction)(void (*)(void))py_reader_sweep, METH_NOARGS, NULL},
     {"tidy", (PyCFunction)(void (*)(void))py_reader_tidy, METH_NOARGS, NULL},

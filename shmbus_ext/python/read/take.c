@@ -7,6 +7,7 @@
  * - A row is under lease in its table before a group is made of it.
  * - Between a wake-up and the caller lies what there is to deliver, and nothing that can wait. */
 #include "python/read/take.h"
+#include "python/uninterrupted.h"
 
 #include <math.h>
 
@@ -49,8 +50,9 @@ static int attend(IntakeObject *self, Py_ssize_t groups, double now_s) {
     }
     PyObject *left = self->left;
     self->left = fresh;
-    PyObject *said = PyObject_CallFunction(self->attend, "OOnd", self, left, groups, now_s);
-    Py_DECREF(left);
+    PyObject *arguments = Py_BuildValue("(ONnd)", self, left, groups, now_s);
+    PyObject *said = arguments == NULL ? NULL : py_call_uninterrupted(self->attend, arguments);
+    Py_XDECREF(arguments);
     int more = said == NULL ? -1 : PyObject_IsTrue(said);
     Py_XDECREF(said);
     if (more < 0) {
@@ -89,14 +91,21 @@ static int pump(IntakeObject *self, Py_ssize_t groups, double now_s) {
     return 1;
 }
 
+static PyObject *call_lease(IntakeObject *self, Py_ssize_t groups) {
+    PyObject *arguments = Py_BuildValue("(n)", groups);
+    PyObject *list =
+        arguments == NULL ? NULL : py_call_uninterrupted(self->lease, arguments);
+    Py_XDECREF(arguments);
+    return list;
+}
+
 /* A list of groups, each under lease; NULL with an exception. */
 static PyObject *lease(IntakeObject *self, const struct wanted *wanted) {
     if (self->rows->ready.rows == 0) {
         return PyList_New(0);
     }
-    PyObject *list = self->lease == NULL
-                         ? py_group_lists_lease_ready(self->rows, wanted->groups)
-                         : PyObject_CallFunction(self->lease, "n", wanted->groups);
+    PyObject *list = self->lease == NULL ? py_group_lists_lease_ready(self->rows, wanted->groups)
+                                         : call_lease(self, wanted->groups);
     for (Py_ssize_t i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
         PyObject *row = PyList_GET_ITEM(list, i);
         PyObject *group = py_group_new(self->kind, wanted->consumer, row);
