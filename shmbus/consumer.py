@@ -25,7 +25,7 @@ from shmbus._arguments import (
     clamp_request,
     process_label,
 )
-from shmbus.client.leases import DaemonClient
+from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.wire import DaemonUnreachable, stale
 from shmbus.group import Group, GroupState
 from shmbus.ledger import Ledger

@@ -29,7 +29,7 @@ from shmbus import (
     ProtocolError,
     limits,
 )
-from shmbus.client.leases import DaemonClient
+from shmbus.client.daemon_client import DaemonClient
 from shmbus.control import messages
 from shmbus.control.socket_path import socket_path
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import Child, Daemon, Spawner, wait_until
 
 from shmbus import Consumer, Group, Producer, limits
-from shmbus.client.leases import DaemonClient
+from shmbus.client.daemon_client import DaemonClient
 from shmbus.control import messages
 
 Served = Callable[..., Daemon]

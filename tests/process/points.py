@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shmbus.client import connection as client_connection
-from shmbus.client import leases as client_leases
+from shmbus.client import daemon_client
 from shmbus.control import messages
 from shmbus.daemon import connection, leases, recovery, server, service, steps
 from shmbus.stash import collector
@@ -90,10 +90,10 @@ POINTS = {
     "rank-welcomed": _Point(client_connection.Link, "_first_reply"),
     "rank-claiming": _Point(client_connection.Link, "_claim", before=True),
     "rank-learned": _Point(client_connection.Link, "_learn"),
-    "rank-received": _Point(client_leases.DaemonClient, "_borrow", before=True),
-    "rank-borrowed": _Point(client_leases.DaemonClient, "_borrow"),
-    "rank-ended": _Point(client_leases.DaemonClient, "end"),
-    "rank-told": _Point(client_leases.DaemonClient, "flush"),
+    "rank-received": _Point(daemon_client.DaemonClient, "_borrow", before=True),
+    "rank-borrowed": _Point(daemon_client.DaemonClient, "_borrow"),
+    "rank-ended": _Point(daemon_client.DaemonClient, "end"),
+    "rank-told": _Point(daemon_client.DaemonClient, "flush"),
     "rank-confirmed": _Point(client_connection.Link, "_receive", counts=_ENDED),
     "rank-leaving": _Point(client_connection.Link, "close", before=True),
     # A snapshot.

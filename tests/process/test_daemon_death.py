@@ -19,7 +19,7 @@ import pytest
 from conftest import Child, Daemon, Spawner, wait_until
 
 from shmbus import Bus, Consumer, Producer
-from shmbus.client.leases import DaemonClient
+from shmbus.client.daemon_client import DaemonClient
 
 PRODUCERS = 4
 RANKS = 2

@@ -40,8 +40,8 @@ def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("failpoints", "producer"),
         ("failpoints", "collector"),
         ("failpoints", "mover"),
-        ("asking_points", "asker"),
-        ("asking_points", "taker"),
+        ("retry_points", "asker"),
+        ("retry_points", "taker"),
     ],
 )
 def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(
