@@ -1,98 +1,126 @@
-"""The client of a daemon: the Source of a Consumer whose bus a daemon serves.
+"""DaemonClient: the Source of a Consumer whose bus is served by a daemon.
+
+It is made of two parts: a `Connection`, which knows the socket and no leases, and `Leases`, which
+knows the leases and no socket. What both have open is in one `ClientState`.
 
 Invariants:
 
-- What was asked for ahead is delivered before anything newer, or given back before anything older.
-- Nobody waits longer than asked and a second.
+- Groups that were asked ahead are handed out before any newer ones, or given back before an older
+  group is.
+- No call lasts longer than its timeout and TAKE_GRACE_S.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from shmbus import errors, limits
-from shmbus.client.connection import Link
+from shmbus.client.connection import Connection
+from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
-from shmbus.control.wire import DaemonUnreachable, Wire
+from shmbus.control.wire import Wire
 from shmbus.ledger import Ledger
+from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 __all__ = ["DaemonClient"]
 
-ClientLease = _core.ClientLease
 
-#: Numbers in one End message; far below the bound on a message.
-_NUMBERS = 65_536
+class DaemonClient:
+    """Attaches to the daemon that serves a bus, and leases groups from it.
 
+    Parameters
+    ----------
+    name : str
+        The bus.
+    policy : dict[str, Any]
+        Options of the stash that must be the daemon's too, by the names of Consumer.
+    label : str
+        How other processes' messages name this one.
+    rank, world_size : int
+        Which of how many trainer processes this is.
 
-class DaemonClient(Link):
-    """What a Consumer asks of its daemon; parameters and errors are those of `Link`."""
+    Attributes
+    ----------
+    state : ClientState
+        Requests, replies, leases and ends that are open with the daemon.
+    connection : Connection
+        To the daemon, and after its death to the next one.
+    leases : Leases
+        What this process holds.
+
+    Raises
+    ------
+    DaemonUnreachable
+        No daemon answers; the caller knows whether to wait.
+    BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
+        There is no such bus, the rank is taken, another layout or version, other options.
+    """
+
+    def __init__(
+        self, name: str, policy: dict[str, Any], label: str, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.segment = lifecycle.open_segment(name, read_only=True)
+        self._pid = os.getpid()
+        self.state = ClientState()
+        self.lock = self.state.lock
+        self.leases = Leases(self.segment, self.state)
+        hello = messages.Hello(
+            version=messages.VERSION,
+            bus=name,
+            created_unix_ns=self.segment.created_unix_ns,
+            pid=self._pid,
+            label=label,
+            rank=rank,
+            world_size=world_size,
+            policy=policy,
+        )
+        try:
+            self.connection = Connection(hello, self.state, self.leases)
+        except BaseException:
+            self.leases.close()
+            raise
+
+    def require(self) -> None:
+        """Raise BusClosedError in a child of the process that attached."""
+        if os.getpid() != self._pid:
+            raise errors.BusClosedError(
+                f"bus {self.segment.name!r}: this Consumer was made in another process, before a "
+                "fork; make a new one in this process"
+            )
 
     # -- taking ---------------------------------------------------------------------------------
 
     def take(self, max_groups: int, timeout: float | None) -> list[ClientLease]:
-        """Lease complete groups; wait for the first, at most `timeout` seconds and one.
+        """Lease complete groups; wait up to `timeout` seconds for the first.
 
-        A large portion that came whole is followed by a request for the next, so that the daemon
-        prepares it meanwhile.
+        After a large reply with all that was asked for, the next groups are asked ahead, so that
+        the daemon prepares them while the caller works.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        leases = self._take_spare(max_groups)
-        if not leases:
-            leases = self._take_until(
-                deadline,
-                lambda id_, slice_s: messages.Take(
-                    id=id_,
-                    max_groups=max_groups,
-                    timeout_s=slice_s,
-                    gathers=self._borrower.gathers,
-                ),
-                max_groups if max_groups >= limits.AHEAD_GROUPS else 0,
-            )
-            if len(leases) > max_groups:
-                with self.lock:
-                    self._spare = leases[max_groups:]
-                    leases = leases[:max_groups]
+        with self.lock:
+            leases = self.leases.take_spare(max_groups)
+        if leases:
+            return leases
+        leases = self._take_until(
+            deadline,
+            lambda id_, slice_s: messages.Take(
+                id=id_,
+                max_groups=max_groups,
+                timeout_s=slice_s,
+                gathers=self.leases.gathers,
+            ),
+            max_groups if max_groups >= limits.AHEAD_GROUPS else 0,
+        )
+        if len(leases) > max_groups:
+            # The reply to a larger take that was late.
+            with self.lock:
+                self.state.spare = leases[max_groups:]
+                leases = leases[:max_groups]
         return leases
-
-    def _take_spare(self, max_groups: int) -> list[ClientLease]:
-        with self.lock:
-            leases, self._spare = self._spare[:max_groups], self._spare[max_groups:]
-            return [lease for lease in leases if not lease.lost]
-
-    def _ask_ahead(self, max_groups: int) -> None:
-        with self.lock:
-            if self._late is None and self._wire is not None:
-                self._ids += 1
-                self._late = self._ids
-                self._replies[self._ids] = None
-                self._send(
-                    messages.Take(
-                        id=self._ids,
-                        max_groups=max_groups,
-                        timeout_s=0.0,
-                        ahead=True,
-                        gathers=self._borrower.gathers,
-                    )
-                )
-
-    def _return_ahead(self) -> None:
-        """Give back what was asked for ahead: something else comes first now."""
-        with self.lock:
-            late, self._late = self._late, None
-            spare, self._spare = self._spare, []
-            wire = self._wire
-        if late is not None and wire is not None:
-            try:
-                reply = self._await(wire, late, time.monotonic() + limits.TAKE_GRACE_S)
-            except DaemonUnreachable as error:
-                self._broken(wire, error)
-                reply = None
-            if isinstance(reply, messages.Leases):
-                spare += self._borrow(reply, wire)
-        self._give_back(spare)
 
     def take_step(
         self,
@@ -116,7 +144,7 @@ class DaemonClient(Link):
                 field=field,
                 timeout_s=slice_s,
                 only_full=only_full,
-                gathers=self._borrower.gathers,
+                gathers=self.leases.gathers,
             ),
         )
 
@@ -126,11 +154,12 @@ class DaemonClient(Link):
         make: Callable[[int, float], messages.Request],
         ahead: int = 0,
     ) -> list[ClientLease]:
+        """Ask again and again until there are groups; `ahead` is how many to ask ahead then."""
         while True:
             left = limits.TAKE_SLICE_S
             if deadline is not None:
                 left = min(left, max(deadline - time.monotonic(), 0.0))
-            answer = self._ask(
+            answer = self.connection.request(
                 lambda id_, left=left: make(id_, left),  # type: ignore[misc]
                 deadline,
                 left + limits.TAKE_GRACE_S,
@@ -140,116 +169,92 @@ class DaemonClient(Link):
             if answer is not None and isinstance(reply, messages.Leases) and reply.groups:
                 if ahead and len(reply.groups) == ahead:
                     self._ask_ahead(ahead)
-                leases = self._borrow(reply, answer[1])
+                leases = self.borrow(reply, answer[1])
                 if leases:
                     return leases
             elif deadline is not None and time.monotonic() >= deadline:
                 return []
 
-    def _borrow(self, reply: messages.Leases, wire: Wire) -> list[ClientLease]:
+    def borrow(self, reply: messages.Leases, wire: Wire) -> list[ClientLease]:
+        """Turn what the daemon granted into leases of this process; empty if it died since."""
         with self.lock:
-            if wire is not self._wire:
-                # Never claimed, so the next daemon delivers them, under other numbers.
+            if wire is not self.connection.wire:
+                # Never claimed, so the next daemon delivers them under other numbers.
                 return []
-            leases, refused = self._borrower.borrow(reply.groups, reply.step)
+            leases, refused = self.leases.borrow(reply)
             if wire.is_over():
-                # The next daemon may have looked at the locks before they were there.
-                for lease in leases:
-                    self._borrower.end(lease, -1)
-                self._borrower.forget(leases)
+                # The next daemon may have read the locks before these were there.
+                self.leases.disown(leases)
                 return []
-            for lease in leases:
-                self._leases[lease.number] = lease
-            if refused:
-                # They were whole when the daemon read them: a process that may write scribbled it.
-                self._to_end.setdefault(_core.DROP_CORRUPT, []).extend(refused)
-            if reply.step >= self.next_step:
-                self.next_step = reply.step + 1
-            if self._to_end:
+            self.leases.keep(leases, refused, reply.step)
+            if self.state.to_end:
                 self.flush()
         return leases
+
+    def _ask_ahead(self, max_groups: int) -> None:
+        state = self.state
+        with self.lock:
+            if state.open_take is None and self.connection.wire is not None:
+                state.open_take = id_ = state.new_request()
+                self.connection.send(
+                    messages.Take(
+                        id=id_,
+                        max_groups=max_groups,
+                        timeout_s=0.0,
+                        ahead=True,
+                        gathers=self.leases.gathers,
+                    )
+                )
+
+    def _return_ahead(self) -> None:
+        """Give back what was asked ahead, since an older group is delivered before it now."""
+        state = self.state
+        with self.lock:
+            id_, state.open_take = state.open_take, None
+            spare, state.spare = state.spare, []
+            wire = self.connection.wire
+        if id_ is not None and wire is not None:
+            reply = self.connection.late_reply(wire, id_, limits.TAKE_GRACE_S)
+            if isinstance(reply, messages.Leases):
+                spare += self.borrow(reply, wire)
+        self._give_back(spare)
 
     # -- ending leases --------------------------------------------------------------------------
 
     def is_leased(self, lease: Any) -> bool:
-        """Whether the daemon gave this lease to this client, and it has not ended."""
-        known = self._leases.get(lease.number) is lease
-        return bool(lease.lost or (known and lease.reason < 0))
+        """Whether the daemon leased this to this client, and the lease has not ended."""
+        return self.leases.is_leased(lease)
+
+    def end(self, lease: ClientLease, reason: int) -> None:
+        """End a lease; `flush` tells the daemon."""
+        self.leases.end(lease, reason)
 
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """End the leases of groups up to the first for which that is not so simple; how many."""
-        numbers = self._to_end.setdefault(reason, [])
-        before = len(numbers)
-        try:
-            return self._borrower.end_groups(consumer, groups, reason, state, numbers)
-        finally:
-            self._unconfirmed += len(numbers) - before
+        """End the leases of groups in one call, up to the first that needs a closer look.
 
-    def end(self, lease: ClientLease, reason: int) -> None:
-        """End a lease; `flush` says so to the daemon, which may be away."""
-        if lease.lost:
-            raise errors.ProtocolError(
-                f"group {lease.key!r}: the daemon that leased it is gone, and this process came "
-                "back to the next one too late; it may have been delivered to another"
-            )
-        self._borrower.end(lease, reason)
-        self._unconfirmed += 1
-        self._to_end.setdefault(reason, []).append(lease.number)
+        Each group is checked as `Consumer` does it, and gets its new state. Returns how many.
+        """
+        return self.leases.end_groups(consumer, groups, reason, state)
 
     def give_back(self, lease: ClientLease) -> None:
-        """Make a leased group the next to be delivered, to whoever asks."""
-        if self._late is not None or self._spare:
+        """Make a leased group the next to be delivered, to whichever client asks first."""
+        if self.state.open_take is not None or self.state.spare:
             self._return_ahead()
         self._give_back([lease])
 
     def _give_back(self, leases: list[ClientLease]) -> None:
-        leases = [lease for lease in leases if not lease.lost]
-        for lease in leases:
-            self._borrower.end(lease, -1)
-            del self._leases[lease.number]
-        if leases:
-            # With no lock on them, a daemon that comes next delivers them too.
-            self._borrower.forget(leases)
-            self._send(messages.GiveBack(numbers=[lease.number for lease in leases]))
+        numbers = self.leases.give_back(leases)
+        if numbers:
+            self.connection.send(messages.GiveBack(numbers=numbers))
 
     def flush(self) -> None:
-        """Say which leases have ended. Where the daemon is away, it is told when it is back."""
+        """Tell the daemon which leases have ended. An unreachable one learns it from the claim."""
         with self.lock:
-            to_end, self._to_end = self._to_end, {}
-            self._send(
-                *(
-                    messages.End(numbers=numbers[at : at + _NUMBERS], reason=reason)
-                    for reason, numbers in to_end.items()
-                    for at in range(0, len(numbers), _NUMBERS)
-                )
-            )
-            if self._unconfirmed > limits.UNCONFIRMED and not self._reading:
-                self._hear()
-
-    def _send(self, *requests: messages.Request) -> None:
-        wire = self._wire
-        if wire is None:
-            if time.monotonic() > self._away_since_s + limits.CLIENT_WAIT_S:
-                raise self.unavailable(time.monotonic() - self._away_since_s)
-            return
-        try:
-            wire.send(*requests)
-        except DaemonUnreachable as error:
-            self._broken(wire, error)
-
-    def _hear(self) -> None:
-        """Take in what the daemon has confirmed meanwhile, without waiting."""
-        wire = self._wire
-        if wire is None:
-            return
-        try:
-            while replies := wire.receive(0.0):
-                for reply in replies:
-                    self._receive(reply)
-        except DaemonUnreachable as error:
-            self._broken(wire, error)
+            self.connection.send(*self.leases.unsent_ends())
+            if self.state.unconfirmed > limits.UNCONFIRMED:
+                self.connection.receive_pending()
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -269,9 +274,14 @@ class DaemonClient(Link):
         return reply.ledger
 
     def _demand(self, make: Callable[[int], messages.Request]) -> messages.Reply:
+        """Send a request that the daemon answers at once, and return its reply."""
         began = time.monotonic()
         deadline = began + limits.CLIENT_WAIT_S
-        answer = self._ask(make, deadline, limits.CLIENT_WAIT_S, takes=False)
+        answer = self.connection.request(make, deadline, limits.CLIENT_WAIT_S, takes=False)
         if answer is None:
-            raise self.unavailable(time.monotonic() - began)
+            raise self.connection.unavailable(time.monotonic() - began)
         return answer[0]
+
+    def close(self) -> None:
+        """Leave. Groups that are not ended are the next to be delivered; arrays stay valid."""
+        self.connection.close()

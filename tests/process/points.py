@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from shmbus.client import connection as client_connection
 from shmbus.client import daemon_client
+from shmbus.client import leases as client_leases
 from shmbus.control import messages
 from shmbus.daemon import connection, leases, recovery, server, service, steps
 from shmbus.stash import collector
@@ -87,15 +88,15 @@ POINTS = {
     "drain-closed": _Point(collector.Collector, "close"),
     # A rank's side of it.
     "rank-dialled": _Point(client_connection.Wire, "__init__"),
-    "rank-welcomed": _Point(client_connection.Link, "_first_reply"),
-    "rank-claiming": _Point(client_connection.Link, "_claim", before=True),
-    "rank-learned": _Point(client_connection.Link, "_learn"),
-    "rank-received": _Point(daemon_client.DaemonClient, "_borrow", before=True),
-    "rank-borrowed": _Point(daemon_client.DaemonClient, "_borrow"),
-    "rank-ended": _Point(daemon_client.DaemonClient, "end"),
+    "rank-welcomed": _Point(client_connection.Connection, "_receive_welcome"),
+    "rank-claiming": _Point(client_connection.Connection, "_claim", before=True),
+    "rank-learned": _Point(client_leases.Leases, "learn"),
+    "rank-received": _Point(daemon_client.DaemonClient, "borrow", before=True),
+    "rank-borrowed": _Point(daemon_client.DaemonClient, "borrow"),
+    "rank-ended": _Point(client_leases.Leases, "end_groups", counts=_fruitful),
     "rank-told": _Point(daemon_client.DaemonClient, "flush"),
-    "rank-confirmed": _Point(client_connection.Link, "_receive", counts=_ENDED),
-    "rank-leaving": _Point(client_connection.Link, "close", before=True),
+    "rank-confirmed": _Point(client_connection.Connection, "_file", counts=_ENDED),
+    "rank-leaving": _Point(client_connection.Connection, "close", before=True),
     # A snapshot.
     "snapshot-record": _Point(parts.PartWriter, "add"),
     "snapshot-parts": _Point(parts.PartWriter, "finish"),
