@@ -1,8 +1,8 @@
-"""Named points of the daemon and its clients, at which a test ends or stops who passes.
+"""Named points of the daemon and its clients, at which a test kills or stops the process.
 
-The product carries none: `arm` sets one around a function of the process that calls it. As for the
-points of the core (shmbus_ext/ring/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SIGKILL or
-SIGSTOP on that pass, from 1. A name that is not here is left to the core.
+The product contains none: `arm` wraps a function in the process that calls it. As for the points of
+the core (shmbus_ext/ring/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SIGKILL or SIGSTOP on
+that pass, from 1. Names that are not listed here are left to the core.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _any(arguments: tuple[Any, ...], result: object) -> bool:
 
 
 def _fruitful(arguments: tuple[Any, ...], result: object) -> bool:
-    """Passes that came to nothing are not counted."""
+    """Count only passes that had a result."""
     return bool(result)
 
 
 def _about(kind: type, field: str) -> Callable[[tuple[Any, ...], object], bool]:
-    """Only messages of one kind, and only those that carry something."""
+    """Count only messages of one kind that are not empty."""
 
     def counts(arguments: tuple[Any, ...], result: object) -> bool:
         message = arguments[1]
@@ -56,7 +56,7 @@ _LEASES = _about(messages.Leases, "groups")
 _ENDED = _about(messages.Ended, "numbers")
 
 POINTS = {
-    # A daemon that begins takes over what clients hold.
+    # A daemon that starts takes over the leases of clients.
     "adopt-locks-read": _Point(service, "extents_of_clients"),
     "adopt-claim-heard": _Point(recovery.Claims, "add"),
     "adopt-diverted": _Point(recovery.Claims, "divert"),
@@ -72,7 +72,7 @@ POINTS = {
     "shard-taken": _Point(steps.StepPlanner, "take", counts=_fruitful),
     "deliver-begun": _Point(connection.Connection, "send", before=True, counts=_LEASES),
     "deliver-sent": _Point(connection.Connection, "send", counts=_LEASES),
-    # They end, or come back.
+    # Leases end, or come back.
     "ack-received": _Point(service.Service, "_end", before=True),
     "ack-half": _Point(leases.LeaseTable, "end"),
     "ack-ended": _Point(service.Service, "_end"),
@@ -81,12 +81,12 @@ POINTS = {
     "shard-back": _Point(steps.StepPlanner, "give_back"),
     "client-left": _Point(service.Service, "leave"),
     "relieve-begun": _Point(collector.Collector, "_free_space", before=True),
-    # The end.
+    # Shutdown.
     "drain-begun": _Point(server.Server, "_drain", before=True),
     "drain-over": _Point(server.Server, "_drain"),
     "drain-closing": _Point(collector.Collector, "close", before=True),
     "drain-closed": _Point(collector.Collector, "close"),
-    # A rank's side of it.
+    # In a rank.
     "rank-dialled": _Point(client_connection.Wire, "__init__"),
     "rank-welcomed": _Point(client_connection.Connection, "_receive_welcome"),
     "rank-claiming": _Point(client_connection.Connection, "_claim", before=True),
@@ -106,7 +106,7 @@ POINTS = {
 
 
 def arm(failpoint: str) -> None:
-    """Set the point that is wanted; the empty text is none."""
+    """Set a point; the empty text sets none."""
     name, _, rest = failpoint.partition(":")
     point = POINTS.get(name)
     if point is None:
@@ -117,7 +117,7 @@ def arm(failpoint: str) -> None:
 
 
 def _signals(hit: int, number: int) -> Iterator[None]:
-    """Each step is a pass; on the wanted one the process has its signal."""
+    """Count passes; on the `hit`-th one the process sends itself the signal."""
     for passed in itertools.count(1):
         if passed == hit:
             os.kill(os.getpid(), number)
