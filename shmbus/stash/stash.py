@@ -147,7 +147,7 @@ class Stash(Generic[S]):
         self.overflows = 0
         self.given_up = 0
         #: Reports of failures in groups that are delivered without those samples.
-        self._reports: dict[GroupEntry[S], list[S]] = {}
+        self.reports: dict[GroupEntry[S], list[S]] = {}
         self._limit = self.policy.max_stash_bytes
         #: Whoever puts samples straight into it passes what `put` returns to `apply_policy`.
         self.rows: GroupTable[S] = GroupTable(
@@ -267,7 +267,7 @@ class Stash(Generic[S]):
             assert row is not None
             self.rows.push(row)
             if reports:
-                self._reports[row] = reports
+                self.reports[row] = reports
         elif reason == "failed":
             self.discards.append(Discard(reason, key, samples + reports))
         else:
@@ -279,7 +279,7 @@ class Stash(Generic[S]):
 
     def _count_apart(self) -> None:
         """Tell the table what is kept here, for messages."""
-        reports = sum(map(len, self._reports.values()))
+        reports = sum(map(len, self.reports.values()))
         self.rows.failing_cells = self.failures.records + reports
 
     def _discard(self, reason: Reason, key: Hashable, samples: list[S]) -> None:
@@ -348,8 +348,12 @@ class Stash(Generic[S]):
     def end_lease(self, group: GroupEntry[S]) -> None:
         """Forget a leased group: its samples were acknowledged or dropped."""
         self.rows.end_lease(group)
-        if self._reports:
-            self._discard("failed", group.key, self._reports.pop(group, []))
+        self.end_reports(group)
+
+    def end_reports(self, group: GroupEntry[S]) -> None:
+        """Discard the reports of failures that belong to a group whose lease has ended."""
+        if self.reports:
+            self._discard("failed", group.key, self.reports.pop(group, []))
             self._count_apart()
 
     def give_back(self, group: GroupEntry[S]) -> None:
@@ -377,7 +381,7 @@ class Stash(Generic[S]):
     def waiting_samples(self) -> list[S]:
         """Every sample that is not leased: of open groups by age, of ready ones, and failures."""
         found = self.rows.samples() + self.rows.ready_samples() + self.failures.samples()
-        for reports in self._reports.values():
+        for reports in self.reports.values():
             found += reports
         return found
 

@@ -1,6 +1,7 @@
 /* The extension module: its types, the constants that Python shares with C, and the hooks. */
 #define SHMBUS_IMPORTS_NUMPY
 #include "python/binding.h"
+#include "python/uninterrupted.h"
 
 #include "python/put/reservation.h"
 #include "ring/checksum.h"
@@ -85,8 +86,23 @@ void py_restore_error(PyObject *error) {
 #endif
 }
 
+/* uninterrupted(callable, *arguments): what it returns; no signal's handler runs meanwhile. */
+static PyObject *py_uninterrupted(PyObject *module, PyObject *args) {
+    (void)module;
+    if (PyTuple_GET_SIZE(args) == 0) {
+        PyErr_SetString(PyExc_TypeError, "uninterrupted: expected a callable");
+        return NULL;
+    }
+    PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
+    PyObject *result =
+        rest == NULL ? NULL : py_call_uninterrupted(PyTuple_GET_ITEM(args, 0), rest);
+    Py_XDECREF(rest);
+    return result;
+}
+
 static PyMethodDef functions[] = {
     {"install", (PyCFunction)(void (*)(void))py_install, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"uninterrupted", py_uninterrupted, METH_VARARGS, NULL},
     {"crc32c", py_crc32c, METH_VARARGS, NULL},
     {"monotonic_ns", py_monotonic_ns, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
