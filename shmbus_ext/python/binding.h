@@ -28,6 +28,7 @@ struct hooks {
     PyObject *too_large_error;
     PyObject *full_error;        /* (segment, bytes, waited_s) -> exception */
     PyObject *busy_error;        /* (segment, what) -> exception */
+    PyObject *removed_error;     /* (segment, unix_ns or 0) -> exception */
     PyObject *layout_error;      /* (name, status, found, expected) -> exception */
     PyObject *space_error;       /* (name, bytes) -> exception */
     PyObject *encode_meta;       /* object -> bytes */
@@ -63,6 +64,10 @@ typedef struct segment_object {
 
 /* Sets an exception when the handle is closed or was made before a fork. */
 bool py_segment_usable(SegmentObject *self, const char *what);
+/* Raises BusRemovedError. */
+void py_raise_removed(SegmentObject *self);
+/* Whether the bus has a name still; false with BusRemovedError. A system call. */
+bool py_segment_exists(SegmentObject *self);
 /* Closes the file description: locks are dropped, the mapping stays for views. */
 void py_segment_release_handle(SegmentObject *self);
 

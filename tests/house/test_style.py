@@ -52,6 +52,7 @@ SHMBUS_ALL = [
     "BusExistsError",
     "BusFullError",
     "BusNotFoundError",
+    "BusRemovedError",
     "BusStats",
     "CapacityError",
     "Consumer",

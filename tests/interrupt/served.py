@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import embedded
-from embedded import SAMPLES, Fault, again, interrupt
+from embedded import Fault, again, interrupt
 from injection import Injection
 
 import shmbus

@@ -72,9 +72,7 @@ def test_a_file_that_was_deleted_by_hand_is_noticed_where_a_put_waits(bus_name: 
 def test_the_stall_report_of_a_removed_bus_speaks_of_that_bus(bus_name: str) -> None:
     reports: list[shmbus.StallReport] = []
     with Bus.create(bus_name, "1MiB"):
-        consumer = Consumer(
-            bus_name, daemon=False, on_stall=reports.append, stall_timeout=0.2
-        )
+        consumer = Consumer(bus_name, daemon=False, on_stall=reports.append, stall_timeout=0.2)
         os.unlink(f"/dev/shm/shmbus.{bus_name}")
         with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
             put(producer)

@@ -7,6 +7,7 @@
 
 #include <sched.h>
 
+#include "ring/removal.h"
 #include "ring/attach.h"
 #include "ring/clock.h"
 #include "ring/count.h"
@@ -442,7 +443,11 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
 
 static PyObject *py_reader_sweep(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
-    return py_reader_usable(self) ? PyLong_FromUnsignedLong(reader_sweep(&self->c)) : NULL;
+    if (!py_reader_usable(self)) {
+        return NULL;
+    }
+    removal_note(&self->segment->c);
+    return PyLong_FromUnsignedLong(reader_sweep(&self->c));
 }
 
 static PyObject *py_reader_tidy(ReaderObject *self, PyObject *ignored) {

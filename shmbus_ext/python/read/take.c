@@ -12,6 +12,7 @@
 #include <math.h>
 
 #include "ring/clock.h"
+#include "ring/removal.h"
 
 /* A wait is never shorter: what is due in less may as well be due then. */
 #define SHORTEST_WAIT_S 1e-4
@@ -172,6 +173,11 @@ static int wait_for_more(IntakeObject *self, const struct wanted *wanted, double
     double waited_s = now_s - began_s;
     bool over = waited_s >= wanted->timeout_s;
     if ((over || waited_s >= *next_watch_s) && !call_watch(self, waited_s, next_watch_s)) {
+        return -1;
+    }
+    /* What is in the ring of a removed bus is delivered; nothing will come of waiting for more. */
+    if (removal_happened(&self->reader->segment->c)) {
+        py_raise_removed(self->reader->segment);
         return -1;
     }
     if (over) {
