@@ -8,6 +8,7 @@ daemon, is checked in the same call that ends them (`DaemonClient.end_groups`).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -173,7 +174,12 @@ class Consumer(_core.ConsumerBase[Group]):
         self._options = AttachOptions(self.name, policy, duplicate, label, rank, world_size, daemon)
         self._watch = Watch(name, on_stall, stall_timeout)
         self._begin()
-        self._require_source()
+        try:
+            self._require_source()
+        except BaseException:
+            # The caller never gets it, and may keep the exception, which refers to it.
+            self.close()
+            raise
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
@@ -191,11 +197,23 @@ class Consumer(_core.ConsumerBase[Group]):
             with self._lock:
                 source = self._source
                 if source is None:
-                    source = attach(self._options)
-                    if isinstance(source, Collector):
-                        self._intake = source.intake(Group, self._watch)
-                    self._source = source
+                    source = self._attach()
         source.require()
+        return source
+
+    def _attach(self) -> Collector | DaemonClient:
+        """Attach, or, after an exception, leave nothing attached."""
+        opened: list[Collector | DaemonClient] = []
+        try:
+            source = attach(self._options, opened)
+            if isinstance(source, Collector):
+                self._intake = source.intake(Group, self._watch)
+            self._source = source
+        except BaseException:
+            self._source = self._intake = None
+            for each in opened:
+                each.close()
+            raise
         return source
 
     # -- taking ---------------------------------------------------------------------------------
@@ -214,15 +232,19 @@ class Consumer(_core.ConsumerBase[Group]):
         if self._options.world_size > 1:
             return self.take_step(groups=max_groups, max_wait=0.0, timeout=timeout)
         watch = self._watch
-        leases = source.take(max_groups, watch.first_s(timeout))
-        if not leases and timeout != 0:
-            leases = watch.go_on(
-                lambda slice_s: source.take(max_groups, slice_s),
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not source.receive(max_groups, watch.first_s(timeout)) and (
+            timeout == 0
+            or not watch.go_on(
+                lambda slice_s: source.receive(max_groups, slice_s),
                 source.segment,
                 "a complete group",
                 timeout,
             )
-        return Group.make(self, leases)
+        ):
+            return []
+        # No variable has the groups: those that an exception keeps from the caller are ready again.
+        return source.hand_out(Group, self, max_groups) or self._take(max_groups, _left(deadline))
 
     def take_step(
         self,
@@ -287,8 +309,8 @@ class Consumer(_core.ConsumerBase[Group]):
         if self._options.world_size == 1 or not isinstance(source, DaemonClient):
             raise ValueError("take_step: expected a Consumer of world_size 2 or more; use take")
 
-        def wait(slice_s: float | None) -> list[_core.ClientLease]:
-            return source.take_step(
+        def wait(slice_s: float | None) -> bool:
+            return source.receive_step(
                 groups=groups,
                 tokens=tokens,
                 max_wait=max_wait,
@@ -298,10 +320,20 @@ class Consumer(_core.ConsumerBase[Group]):
             )
 
         watch = self._watch
-        leases = wait(watch.first_s(timeout)) or watch.go_on(
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not wait(watch.first_s(timeout)) and not watch.go_on(
             wait, source.segment, "this rank's step", timeout
+        ):
+            return []
+        # As in `_take`.
+        return source.hand_out(Group, self, -1) or self.take_step(
+            groups=groups,
+            tokens=tokens,
+            max_wait=max_wait,
+            field=field,
+            timeout=_left(deadline),
+            only_full=only_full,
         )
-        return Group.make(self, leases)
 
     def __iter__(self) -> Iterator[Group]:
         """Yield complete groups one by one; blocks for the next, and ends when it is closed.
@@ -403,6 +435,7 @@ class Consumer(_core.ConsumerBase[Group]):
             As for `ack`.
         """
         source = self._require_source()
+        source.recall()
         with source.lock:
             if not source.give_back_group(self, group, "given_back"):
                 source.give_back(self._leased(source, group, "give back"))
@@ -478,6 +511,13 @@ class Consumer(_core.ConsumerBase[Group]):
         acknowledged are delivered again, by the daemon or to the next consumer. Arrays that are
         still referenced stay valid.
         """
+        try:
+            self._leave()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
         self._closed = True
         if self._source is not None:
             self._source.close()
@@ -519,6 +559,10 @@ def _several(verb: str, groups: object) -> list[Any]:
             f"{verb}: expected a Group or an iterable of Groups, got {type(groups).__name__}"
         )
     return list(groups)
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _or_none(check: Callable[..., _T], name: str, value: object, *rest: object) -> _T | None:

@@ -47,6 +47,7 @@ __all__ = [
     "PART_BYTES",
     "PLENTY_GROUPS",
     "POLL_RECORDS",
+    "READER_CHECK_S",
     "READY_PRESSURE",
     "REAP_INTERVAL_S",
     "RECENT_KEYS",
@@ -190,6 +191,10 @@ TAKE_SLICE_S = 10.0
 
 #: Seconds that a reply may be late before the client stops waiting for it.
 TAKE_GRACE_S = 1.0
+
+#: Seconds after which a thread that waits for another to read for it looks whether that still does:
+#: an exception may have ended it.
+READER_CHECK_S = 0.5
 
 #: Ended leases whose confirmation nobody has read yet, above which the client looks for it.
 UNCONFIRMED = 256

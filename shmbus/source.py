@@ -31,7 +31,7 @@ class Source(Protocol):
     to tell other processes until `flush`. A caller holds `lock` from its first check to `flush`.
 
     How groups are taken differs: a Collector has an `intake` that takes them in C, a daemon's
-    client has `take` and `take_step`.
+    client has `receive` and `receive_step`, and then `hand_out`.
     """
 
     @property
@@ -56,6 +56,9 @@ class Source(Protocol):
         Each ends in one step, which an exception of a signal's handler cannot part. Returns how
         many have ended.
         """
+
+    def recall(self) -> None:
+        """Before a group is given back: what was fetched ahead of it goes back first."""
 
     def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
         """Do the same for a group that is given back; False where it needs a closer look."""
@@ -111,10 +114,19 @@ class AttachOptions(msgspec.Struct, frozen=True):
     daemon: bool | None
 
 
-def attach(options: AttachOptions) -> Collector | DaemonClient:
+def attach(
+    options: AttachOptions, opened: list[Collector | DaemonClient]
+) -> Collector | DaemonClient:
     """Connect to the daemon where there is one; become the bus's collector where there is none.
 
     A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S.
+
+    Parameters
+    ----------
+    options : AttachOptions
+        How.
+    opened : list
+        Gets what attaches before it does so: a caller that is interrupted closes it.
 
     Raises
     ------
@@ -124,16 +136,17 @@ def attach(options: AttachOptions) -> Collector | DaemonClient:
         A daemon is needed, or has left its socket, and none answers.
     """
     if options.daemon is False:
-        return _collector(options)
+        return _collector(options, opened)
     deadline = time.monotonic() + limits.DAEMON_WAIT_S
     while True:
         try:
-            return _daemon_client(options)
+            return _daemon_client(options, opened)
         except DaemonUnreachable as error:
             unreachable = error
+            opened.clear()
         if not stale(options.name) and options.daemon is None:
             try:
-                return _collector(options)
+                return _collector(options, opened)
             except errors.BusBusyError as error:
                 # A daemon reads the bus a moment before it listens.
                 if "shmbus serve" not in str(error) or time.monotonic() > deadline:
@@ -146,18 +159,26 @@ def attach(options: AttachOptions) -> Collector | DaemonClient:
         time.sleep(limits.REDIAL_INTERVAL_S)
 
 
-def _collector(options: AttachOptions) -> Collector:
-    return Collector(options.name, options.policy, options.duplicate, options.label)
+def _collector(options: AttachOptions, opened: list[Collector | DaemonClient]) -> Collector:
+    def make() -> Collector:
+        made = Collector(options.name, options.policy, options.duplicate, options.label)
+        opened.append(made)
+        return made
+
+    return _core.uninterrupted(make)
 
 
-def _daemon_client(options: AttachOptions) -> DaemonClient:
-    return DaemonClient(
+def _daemon_client(options: AttachOptions, opened: list[Collector | DaemonClient]) -> DaemonClient:
+    made = DaemonClient(
         options.name,
         stash_options(options.policy, options.duplicate, only_set=True),
         options.label or process_label(),
         options.rank,
         options.world_size,
     )
+    opened.append(made)
+    made.attach()
+    return made
 
 
 def _daemon_hint(options: AttachOptions) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["OnStall", "StallReport", "Watch", "check_stall"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class StallReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,22 +127,24 @@ class Watch:
 
     def go_on(
         self,
-        wait: Callable[[float | None], list[T]],
+        wait: Callable[[float | None], bool],
         segment: _core.Segment,
         waits_for: str,
         timeout: float | None,
-    ) -> list[T]:
-        """Wait on after a first part that brought nothing, and look at the bus in between."""
+    ) -> bool:
+        """Wait on after a first part that brought nothing, and look at the bus in between.
+
+        `wait` says whether what is waited for is there; this says the same of the whole wait.
+        """
         began_s = time.monotonic() - (self.first_s(timeout) or 0.0)
         while True:
             now = time.monotonic()
             self.look(segment, waits_for, now - began_s)
             left = None if timeout is None else began_s + timeout - now
             if left is not None and left <= 0:
-                return []
-            found = wait(self.first_s(left))
-            if found:
-                return found
+                return False
+            if wait(self.first_s(left)):
+                return True
 
     def look(self, segment: _core.Segment, waits_for: str, waited_s: float) -> None:
         """Act where nothing has moved for too long; `waited_s` is how long this wait lasts.

@@ -2,17 +2,21 @@
 
 Invariants:
 
-- Whoever notices first that the daemon died dials again: a thread with a request, or the watcher,
-  which sleeps on the connection so that a trainer in a long step notices too. All leases, held or
-  not confirmed, are claimed from the new daemon before anything else is sent.
+- The watcher, a thread which sleeps on the connection, dials again when that breaks; so a trainer in
+  a long step notices too. All leases, held or not confirmed, are claimed from the new daemon before
+  anything else is sent.
+- An interrupted dialogue is a broken connection. Whoever is interrupted between a request and what
+  follows from its reply gives the connection up (`abandon`). The claim then says what this process
+  really holds, and the daemon delivers the rest again. No signal's handler runs in the watcher.
 - One thread at a time reads from the socket, and files each reply under its request's id; the
-  others wait for theirs.
+  others wait for theirs. Waiting changes nothing, and ends with the reader.
 - A reply belongs to the connection that it was received on. A thread never gets one of another.
 - No wait for a daemon that is gone is endless: it ends after CLIENT_WAIT_S.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -25,12 +29,13 @@ from shmbus import errors, limits
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
+from shmbus_ext import _core
 
 __all__ = ["Connection"]
 
 
 class Connection:
-    """Attaches to the daemon that serves a bus, and stays attached.
+    """Attaches to the daemon that serves a bus (`attach`), and stays attached.
 
     Parameters
     ----------
@@ -40,37 +45,57 @@ class Connection:
         Where requests in flight and their replies are kept; its lock guards this, too.
     leases : Leases
         What is claimed after a reconnect, and what confirmations are passed to.
-
-    Raises
-    ------
-    DaemonUnreachable
-        No daemon answers; the caller knows whether to wait.
-    BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
-        There is no such bus, the rank is taken, another layout or version, other options.
+    segment : Segment
+        The bus; one that was removed has no daemon to wait for.
     """
 
-    def __init__(self, hello: messages.Hello, state: ClientState, leases: Leases) -> None:
-        self._hello = hello
+    def __init__(
+        self,
+        hello: messages.Hello,
+        state: ClientState,
+        leases: Leases,
+        segment: _core.Segment,
+    ) -> None:
+        #: The key tells the daemon that a connection made again is the same client's.
+        self._hello = msgspec.structs.replace(hello, key=int.from_bytes(os.urandom(7), "big"))
         self._state = state
         self._leases = leases
+        self._segment = segment
         self._lock = state.lock
         self._pid = os.getpid()
-        #: Notified when a reply was received, and when the connection is made or lost.
-        self._changed = threading.Condition(state.lock)
         self._closed = False
         self._wire: Wire | None = None
         self._unreachable_since_s = time.monotonic()
         self._problem = ""
+        #: Whether a daemon was dialled in vain since the connection broke.
+        self._dialled = False
+        #: Why the daemon refuses this client now.
+        self._refused: Exception | None = None
         self._daemon_pid = 0
         self._silent_since_s: float | None = None
-        #: Whether a thread reads from the socket, without the lock.
-        self._reading = False
-        with self._lock:
-            self._dial()
-        _connections.add(self)
-        threading.Thread(
-            target=_watch, args=(weakref.ref(self),), name="shmbus-watch", daemon=True
-        ).start()
+        #: Its owner reads from the socket.
+        self._turn = _core.RecursiveLock()
+
+    def attach(self) -> None:
+        """Connect for the first time; after an exception nothing is attached.
+
+        Raises
+        ------
+        DaemonUnreachable
+            No daemon answers; the caller knows whether to wait.
+        BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
+            There is no such bus, the rank is taken, another layout or version, other options.
+        """
+        try:
+            with self._lock:
+                self._dial()
+            _connections.add(self)
+            threading.Thread(
+                target=_watch, args=(weakref.ref(self),), name="shmbus-watch", daemon=True
+            ).start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def wire(self) -> Wire | None:
@@ -86,7 +111,7 @@ class Connection:
             returns = self._leases.client >= 0
             wire.send(
                 msgspec.structs.replace(
-                    self._hello, client=self._leases.client, next_step=self._state.next_step
+                    self._hello, client=self._leases.client, next_step=self._leases.next_step
                 )
             )
             welcome = self._receive_welcome(wire)
@@ -97,11 +122,12 @@ class Connection:
         except BaseException:
             wire.end()
             raise
-        self._wire = wire
-        self._silent_since_s = None
+        self._wake_all()
         self._state.replies.clear()  # requests to the daemon before; their threads ask again
         self._state.open_take = None
-        self._changed.notify_all()
+        self._silent_since_s = None
+        self._refused = None
+        self._wire = wire
 
     def _receive_welcome(self, wire: Wire) -> messages.Welcome:
         deadline = time.monotonic() + limits.HELLO_WAIT_S
@@ -137,27 +163,50 @@ class Connection:
                     self._leases.learn(reply, tokens, kept)
         self._leases.reclaimed(kept)
 
+    def _redial(self) -> float:
+        """Try to reach the daemon again, in the watcher; return for how long to rest then."""
+        with self._lock:
+            if self._closed or self._wire is not None:
+                return 0.0
+            try:
+                self._dial()
+                return 0.0
+            except DaemonUnreachable as error:
+                self._problem = str(error)
+                return limits.REDIAL_INTERVAL_S
+            except Exception as error:
+                # The next request raises it; until then the daemon may return.
+                self._problem, self._refused = str(error), error
+                return limits.TAKE_GRACE_S
+            finally:
+                self._dialled = True
+
     def _connected(self, deadline: float | None) -> Wire | None:
-        """Return the socket, dialled again if necessary; None at the deadline."""
+        """Return the socket, once the watcher has it if need be; None at the deadline."""
+        rest_s = limits.REDIAL_INTERVAL_S / 64
         while True:
             with self._lock:
                 if self._closed:
                     raise errors.BusClosedError(
                         f"bus {self._hello.bus!r}: this Consumer is closed; make a new one"
                     )
-                if self._wire is not None:
-                    return self._wire
-                try:
-                    self._dial()
-                    continue
-                except DaemonUnreachable as error:
-                    self._problem = str(error)
+                wire = self._wire
+                if wire is not None and not wire.ended:
+                    return wire
+                if wire is not None:
+                    self._lose(wire, "it was given up after an interrupt")
+                refused, dialled = self._refused, self._dialled
+            if refused is not None:
+                raise refused.with_traceback(None)
+            if dialled:
+                self._segment.require_name()
             now = time.monotonic()
             if now > self._unreachable_since_s + limits.CLIENT_WAIT_S:
                 raise self.unavailable(now - self._unreachable_since_s)
-            if deadline is not None and now >= deadline:
+            if deadline is not None and now >= deadline + (not dialled) * limits.TAKE_GRACE_S:
                 return None
-            time.sleep(limits.REDIAL_INTERVAL_S)
+            time.sleep(rest_s)
+            rest_s = min(2 * rest_s, limits.REDIAL_INTERVAL_S)
 
     def unavailable(self, waited_s: float) -> errors.DaemonUnavailableError:
         """Return the error that says for how long the daemon was missed, and what to do."""
@@ -169,14 +218,25 @@ class Connection:
         )
 
     def _lose(self, wire: Wire, because: object) -> None:
-        """Give up a socket that broke; another thread may have replaced it already."""
+        """Give up a socket that broke; the watcher may have replaced it already."""
         with self._lock:
             if self._wire is wire:
                 self._wire = None
+                self._dialled = False
                 self._unreachable_since_s = time.monotonic()
                 self._problem = str(because)
-                self._changed.notify_all()
+                self._wake_all()
         wire.end()
+
+    def abandon(self) -> None:
+        """Give the connection up, after an exception that came in the middle of a dialogue."""
+        wire = self._wire
+        if wire is not None:
+            wire.end()
+
+    def _wake_all(self) -> None:
+        for pending in self._state.replies.values():
+            pending.wake_up()
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -205,35 +265,24 @@ class Connection:
         Returns
         -------
         tuple[Reply, Wire] or None
-            The reply and its socket: numbers of leases mean nothing on another. None where the
-            daemon is unreachable or silent.
+            The reply, which may be Refused, and its socket: numbers of leases mean nothing on
+            another. None where the daemon is unreachable or silent.
 
         Raises
         ------
         DaemonUnavailableError
             It has been unreachable or silent for CLIENT_WAIT_S.
-        BusClosedError
-            This connection was closed.
+        BusClosedError, BusRemovedError
+            This connection was closed, or the daemon is gone with its bus.
+        Exception
+            Any other one: the caller calls `abandon`.
         """
-        state = self._state
         while True:
             wire = self._connected(deadline)
             if wire is None:
                 return None
-            with self._lock:
-                if wire is not self._wire:
-                    continue
-                id_ = None
-                if takes:
-                    id_, state.open_take = state.open_take, None
-                if id_ is None:
-                    id_ = state.new_request()
-                    try:
-                        wire.send(make(id_))
-                    except DaemonUnreachable as error:
-                        self._lose(wire, error)
-                        continue
             try:
+                id_ = self._ask(wire, make, takes=takes)
                 reply = self._await(wire, id_, time.monotonic() + patience_s)
             except DaemonUnreachable as error:
                 self._lose(wire, error)
@@ -241,9 +290,20 @@ class Connection:
             if reply is None:
                 self._note_silence(id_, takes)
                 return None
-            if isinstance(reply, messages.Refused):
-                raise refusal(reply)
             return reply, wire
+
+    def _ask(self, wire: Wire, make: Callable[[int], messages.Request], *, takes: bool) -> int:
+        """Send a request, behind the ends that were not sent; return its id."""
+        state = self._state
+        with self._lock:
+            self._require_current(wire)
+            id_ = state.open_take if takes else None
+            if id_ is not None:
+                state.open_take = None
+            else:
+                id_ = state.new_request()
+                wire.send(*self._leases.unsent_ends(), make(id_))
+        return id_
 
     def late_reply(self, wire: Wire, id_: int, patience_s: float) -> messages.Reply | None:
         """Wait for the reply to a request that this socket has sent; None if it does not come."""
@@ -274,14 +334,15 @@ class Connection:
     def receive_pending(self) -> None:
         """File the replies that have arrived, without waiting. The lock is held."""
         wire = self._wire
-        if wire is None or self._reading:
+        if wire is None:
             return
-        try:
-            while replies := wire.receive(0.0):
-                for reply in replies:
-                    self._file(reply)
-        except DaemonUnreachable as error:
-            self._lose(wire, error)
+        with self._turn.attempt() as mine:
+            try:
+                while mine and (replies := wire.receive_now()):
+                    for reply in replies:
+                        self._file(reply)
+            except DaemonUnreachable as error:
+                self._lose(wire, error)
 
     def _note_silence(self, id_: int, takes: bool) -> None:
         now = time.monotonic()
@@ -301,26 +362,51 @@ class Connection:
         while True:
             with self._lock:
                 self._require_current(wire)
-                if replies.get(id_) is not None:
-                    return replies.pop(id_)
+                reply = replies[id_].reply
                 left = until - time.monotonic()
-                if left <= 0:
-                    return None
-                if self._reading:
-                    self._changed.wait(left)
-                    continue
-                self._reading = True
-            try:
-                received = wire.receive(left)
-                with self._lock:
-                    # The watcher may have reached the next daemon in between.
-                    self._require_current(wire)
-                    for reply in received:
-                        self._file(reply)
-            finally:
-                with self._lock:
-                    self._reading = False
-                    self._changed.notify_all()
+                if reply is not None:
+                    del replies[id_]
+                if reply is not None or left <= 0:
+                    self._pass_on()
+                    return reply
+            with self._turn.attempt() as mine:
+                if mine:
+                    self._read(wire, left)
+            if not mine:
+                self._wait_for_reader(wire, id_, left)
+
+    def _read(self, wire: Wire, left: float) -> None:
+        """Wait for replies, and file them."""
+        if wire.wait(left):
+            with self._lock:
+                # The watcher may have reached the next daemon in between.
+                self._require_current(wire)
+                for reply in wire.receive_now():
+                    self._file(reply)
+
+    def _wait_for_reader(self, wire: Wire, id_: int, left: float) -> None:
+        """Sleep until the thread that reads has filed this reply, or reads no more."""
+        with self._lock:
+            self._require_current(wire)
+            pending = self._state.replies[id_]
+            if pending.reply is not None:
+                return
+            wake = pending.wake
+            if wake is None:
+                # Whoever reads sees this from now on; if nobody does, the caller is the next.
+                wake = threading.Lock()
+                wake.acquire()
+                pending.wake = wake
+                return
+        # A reader that an exception ended may have woken nobody.
+        wake.acquire(timeout=min(left, limits.READER_CHECK_S))
+
+    def _pass_on(self) -> None:
+        """Wake another thread to read, since this one reads no more. The lock is held."""
+        for pending in self._state.replies.values():
+            if pending.wake is not None and pending.reply is None:
+                pending.wake_up()
+                return
 
     def _require_current(self, wire: Wire) -> None:
         if self._closed or wire is not self._wire:
@@ -333,30 +419,36 @@ class Connection:
             self._leases.confirmed([*reply.numbers, *reply.unknown])
             return
         id_ = getattr(reply, "id", -1)
-        if id_ in self._state.replies:
-            self._state.replies[id_] = reply
-        elif isinstance(reply, messages.Refused):
+        pending = self._state.replies.get(id_)
+        if pending is not None:
+            pending.reply = reply
+            pending.wake_up()
+        elif isinstance(reply, messages.Refused) and id_ < 0:
             raise refusal(reply)
 
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say Bye, drop all leases, and wake every thread that waits here."""
-        if os.getpid() != self._pid or self._closed:
+        """Say Bye, drop all leases, and wake every thread that waits here; may be called again."""
+        if os.getpid() != self._pid:
             return
+        try:
+            self._leave()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
         with self._lock:
             self._closed = True
-            wire, self._wire = self._wire, None
-            try:
-                if wire is not None:
-                    wire.send(messages.Bye())
-            except DaemonUnreachable:
-                pass  # the next daemon finds no lock of this client
-            finally:
-                self._leases.close()
-                self._changed.notify_all()
-                if wire is not None:
-                    wire.end()
+            wire = self._wire
+            if wire is not None:
+                with contextlib.suppress(DaemonUnreachable):  # the next one finds no lock of ours
+                    wire.send(*self._leases.unsent_ends(), messages.Bye())
+                wire.end()
+            self._leases.close()
+            self._wire = None
+            self._wake_all()
 
     def __del__(self) -> None:
         wire = getattr(self, "_wire", None)
@@ -389,14 +481,9 @@ def _watch(reference: weakref.ref[Connection]) -> None:
             return
         wire = connection._wire
         if wire is None:
-            try:
-                connection._connected(time.monotonic() + limits.TAKE_GRACE_S)
-            except errors.BusClosedError:
-                return
-            except (errors.ShmbusError, OSError, ValueError) as error:
-                # The next request raises it; until then the daemon may return.
-                connection._problem = str(error)
-                time.sleep(limits.TAKE_GRACE_S)
+            rest_s = connection._redial()
+            del connection
+            time.sleep(rest_s)
             continue
         del connection
         wire.await_end()

@@ -8,6 +8,9 @@ Invariants:
 - Groups that were asked ahead are handed out before any newer ones, or given back before an older
   group is.
 - No call lasts longer than its timeout and TAKE_GRACE_S.
+- Whatever happens between a request and the leases that its reply grants, or between the end of a
+  lease here and the message that says so, ends the connection, unless it is the daemon's own word.
+  The next connection's claim says what is true.
 """
 
 from __future__ import annotations
@@ -15,22 +18,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from shmbus import errors, limits
 from shmbus.client.connection import Connection
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
-from shmbus.control.wire import Wire
+from shmbus.control.wire import Wire, refusal
 from shmbus.ledger import Ledger
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 __all__ = ["DaemonClient"]
 
+_G = TypeVar("_G", bound=_core.GroupBase)
+
 
 class DaemonClient:
-    """Attaches to the daemon that serves a bus, and leases groups from it.
+    """Attaches to the daemon that serves a bus (`attach`), and leases groups from it.
 
     Parameters
     ----------
@@ -54,10 +59,8 @@ class DaemonClient:
 
     Raises
     ------
-    DaemonUnreachable
-        No daemon answers; the caller knows whether to wait.
-    BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
-        There is no such bus, the rank is taken, another layout or version, other options.
+    BusNotFoundError, LayoutMismatchError
+        There is no such bus, or it has another layout.
     """
 
     def __init__(
@@ -78,11 +81,19 @@ class DaemonClient:
             world_size=world_size,
             policy=policy,
         )
-        try:
-            self.connection = Connection(hello, self.state, self.leases)
-        except BaseException:
-            self.leases.close()
-            raise
+        self.connection = Connection(hello, self.state, self.leases, self.segment)
+
+    def attach(self) -> None:
+        """Connect; after an exception nothing is attached, and this cannot be used any more.
+
+        Raises
+        ------
+        DaemonUnreachable
+            No daemon answers; the caller knows whether to wait.
+        BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
+            There is no such bus, the rank is taken, another layout or version, other options.
+        """
+        self.connection.attach()
 
     def require(self) -> None:
         """Raise BusClosedError in a child of the process that attached."""
@@ -94,19 +105,14 @@ class DaemonClient:
 
     # -- taking ---------------------------------------------------------------------------------
 
-    def take(self, max_groups: int, timeout: float | None) -> list[ClientLease]:
-        """Lease complete groups; wait up to `timeout` seconds for the first.
+    def receive(self, max_groups: int, timeout: float | None) -> bool:
+        """Wait up to `timeout` seconds until there are leases to hand out; say whether there are.
 
         After a large reply with all that was asked for, the next groups are asked ahead, so that
         the daemon prepares them while the caller works.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self.lock:
-            leases = self.leases.take_spare(max_groups)
-        if leases:
-            return leases
-        leases = self._take_until(
-            deadline,
+        return bool(self.leases.ready) or self._receive_until(
+            timeout,
             lambda id_, slice_s: messages.Take(
                 id=id_,
                 max_groups=max_groups,
@@ -115,14 +121,8 @@ class DaemonClient:
             ),
             max_groups if max_groups >= limits.AHEAD_GROUPS else 0,
         )
-        if len(leases) > max_groups:
-            # The reply to a larger take that was late.
-            with self.lock:
-                self.state.spare = leases[max_groups:]
-                leases = leases[:max_groups]
-        return leases
 
-    def take_step(
+    def receive_step(
         self,
         *,
         groups: int | None,
@@ -131,11 +131,10 @@ class DaemonClient:
         field: str,
         timeout: float | None,
         only_full: bool,
-    ) -> list[ClientLease]:
-        """Lease this rank's shard of its next step; empty when the time is over."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        return self._take_until(
-            deadline,
+    ) -> bool:
+        """Wait likewise for this rank's shard of its next step."""
+        return bool(self.leases.ready) or self._receive_until(
+            timeout,
             lambda id_, slice_s: messages.TakeStep(
                 id=id_,
                 groups=groups,
@@ -148,32 +147,72 @@ class DaemonClient:
             ),
         )
 
-    def _take_until(
+    def hand_out(self, kind: type[_G], consumer: object, limit: int) -> list[_G]:
+        """Make groups of what was received; none where another thread has had it.
+
+        Callers return this and keep it nowhere: a group that dies on its way is ready again.
+
+        Parameters
+        ----------
+        kind : type
+            What a group under lease is.
+        consumer : object
+            Whose groups they are.
+        limit : int
+            How many at most; -1 for all of one step.
+        """
+        return self.leases.hand_out(kind, consumer, limit)
+
+    def _receive_until(
         self,
-        deadline: float | None,
+        timeout: float | None,
         make: Callable[[int, float], messages.Request],
         ahead: int = 0,
-    ) -> list[ClientLease]:
+    ) -> bool:
         """Ask again and again until there are groups; `ahead` is how many to ask ahead then."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = limits.TAKE_SLICE_S
             if deadline is not None:
                 left = min(left, max(deadline - time.monotonic(), 0.0))
-            answer = self.connection.request(
+            reply = self._ask_for_groups(
                 lambda id_, left=left: make(id_, left),  # type: ignore[misc]
                 deadline,
                 left + limits.TAKE_GRACE_S,
-                takes=True,
+                ahead,
             )
-            reply = None if answer is None else answer[0]
-            if answer is not None and isinstance(reply, messages.Leases) and reply.groups:
+            if isinstance(reply, messages.Refused):
+                raise refusal(reply)
+            if self.leases.ready:
+                return True
+            # What a removed bus holds is delivered; nothing comes of waiting for more.
+            self.segment.require_name()
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+
+    def _ask_for_groups(
+        self,
+        make: Callable[[int], messages.Request],
+        deadline: float | None,
+        patience_s: float,
+        ahead: int,
+    ) -> messages.Reply | None:
+        """Ask once; what is granted is ready to be handed out when this returns."""
+        try:
+            answer = self.connection.request(make, deadline, patience_s, takes=True)
+            if answer is None:
+                return None
+            reply, wire = answer
+            if isinstance(reply, messages.Leases) and reply.groups:
                 if ahead and len(reply.groups) == ahead:
                     self._ask_ahead(ahead)
-                leases = self.borrow(reply, answer[1])
-                if leases:
-                    return leases
-            elif deadline is not None and time.monotonic() >= deadline:
-                return []
+                self.borrow(reply, wire)
+            return reply
+        except errors.DaemonUnavailableError:
+            raise
+        except BaseException:
+            self.connection.abandon()
+            raise
 
     def borrow(self, reply: messages.Leases, wire: Wire) -> list[ClientLease]:
         """Turn what the daemon granted into leases of this process; empty if it died since."""
@@ -181,12 +220,7 @@ class DaemonClient:
             if wire is not self.connection.wire:
                 # Never claimed, so the next daemon delivers them under other numbers.
                 return []
-            leases, refused = self.leases.borrow(reply)
-            if wire.is_over():
-                # The next daemon may have read the locks before these were there.
-                self.leases.disown(leases)
-                return []
-            self.leases.keep(leases, refused, reply.step)
+            leases = self.leases.receive(reply, wire.fileno())
             if self.state.to_end:
                 self.flush()
         return leases
@@ -205,19 +239,6 @@ class DaemonClient:
                         gathers=self.leases.gathers,
                     )
                 )
-
-    def _return_ahead(self) -> None:
-        """Give back the groups that were asked ahead: an older one is delivered before them now."""
-        state = self.state
-        with self.lock:
-            id_, state.open_take = state.open_take, None
-            spare, state.spare = state.spare, []
-            wire = self.connection.wire
-        if id_ is not None and wire is not None:
-            reply = self.connection.late_reply(wire, id_, limits.TAKE_GRACE_S)
-            if isinstance(reply, messages.Leases):
-                spare += self.borrow(reply, wire)
-        self._give_back(spare)
 
     # -- ending leases --------------------------------------------------------------------------
 
@@ -238,27 +259,57 @@ class DaemonClient:
         """
         return self.leases.end_groups(consumer, groups, reason, state)
 
+    def recall(self) -> None:
+        """Give back the groups that were asked ahead: an older one is delivered before them now."""
+        if self.state.open_take is None and not self.leases.ready:
+            return
+        try:
+            with self.lock:
+                id_, self.state.open_take = self.state.open_take, None
+                wire = self.connection.wire
+            if id_ is not None and wire is not None:
+                reply = self.connection.late_reply(wire, id_, limits.TAKE_GRACE_S)
+                if isinstance(reply, messages.Leases):
+                    self.borrow(reply, wire)
+                elif reply is None and wire is self.connection.wire:
+                    self.state.open_take = id_
+            with self.lock:
+                self._tell_given_back(self.leases.give_back_ready())
+        except BaseException:
+            self.connection.abandon()
+            raise
+
     def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
-        """Leave it to `give_back`: the daemon has to be told."""
-        return False
+        """Make a leased group the next to be delivered, to whichever client asks first."""
+        try:
+            numbers = self.leases.give_back_group(consumer, group, state)
+            if numbers is None:
+                return False
+            self._tell_given_back(numbers)
+            return True
+        except BaseException:
+            self.connection.abandon()
+            raise
 
     def give_back(self, lease: ClientLease) -> None:
-        """Make a leased group the next to be delivered, to whichever client asks first."""
-        if self.state.open_take is not None or self.state.spare:
-            self._return_ahead()
-        self._give_back([lease])
+        """Give back a lease that was lost with its daemon: others have it already."""
 
-    def _give_back(self, leases: list[ClientLease]) -> None:
-        numbers = self.leases.give_back(leases)
+    def _tell_given_back(self, numbers: list[int]) -> None:
         if numbers:
             self.connection.send(messages.GiveBack(numbers=numbers))
 
     def flush(self) -> None:
         """Tell the daemon which leases have ended. An unreachable one learns it from the claim."""
-        with self.lock:
-            self.connection.send(*self.leases.unsent_ends())
-            if self.state.unconfirmed > limits.UNCONFIRMED:
-                self.connection.receive_pending()
+        try:
+            with self.lock:
+                self.connection.send(*self.leases.unsent_ends())
+                if self.leases.unconfirmed > limits.UNCONFIRMED:
+                    self.connection.receive_pending()
+        except errors.DaemonUnavailableError:
+            raise
+        except BaseException:
+            self.connection.abandon()
+            raise
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -281,9 +332,18 @@ class DaemonClient:
         """Send a request that the daemon answers immediately, and return the reply."""
         began = time.monotonic()
         deadline = began + limits.CLIENT_WAIT_S
-        answer = self.connection.request(make, deadline, limits.CLIENT_WAIT_S, takes=False)
+        try:
+            answer = self.connection.request(make, deadline, limits.CLIENT_WAIT_S, takes=False)
+        except errors.DaemonUnavailableError:
+            raise
+        except BaseException:
+            # Nobody waits for that reply any more.
+            self.connection.abandon()
+            raise
         if answer is None:
             raise self.connection.unavailable(time.monotonic() - began)
+        if isinstance(answer[0], messages.Refused):
+            raise refusal(answer[0])
         return answer[0]
 
     def close(self) -> None:

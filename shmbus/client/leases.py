@@ -2,7 +2,7 @@
 
 `ClientState` is plain data: which requests are in flight, which replies nobody has consumed, which
 leases were received but not handed out, and which ends the daemon has not confirmed. Nothing of
-this is kept anywhere else. `Leases` changes the part that concerns leases. It knows no socket: it
+this is kept anywhere else, so an exception of a signal's handler loses none of it. `Leases` changes the part that concerns leases. It knows no socket: it
 returns the messages that the daemon has to be told, and is told what the daemon said.
 
 Invariants:
@@ -12,27 +12,53 @@ Invariants:
   the next one learns from these locks what is still in use.
 - A lease number is valid on one connection only. After a reconnect, `claims` and `learn` give every
   lease its new number before anything else is asked.
-- `ClientState.lock` is held by every caller of a method here.
+- A lease is locked, known and ready in one call of C, and handed out in another: in between it is
+  in `ready`, and behind them a group has it, which returns it if it dies on its way.
+- `ClientState.lock` is held by every caller of a method here, but for `hand_out`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from typing import TypeVar
 
 from shmbus import errors, limits
 from shmbus.control import messages
 from shmbus_ext import _core
 
-__all__ = ["ClientLease", "ClientState", "Leases"]
+__all__ = ["ClientLease", "ClientState", "Leases", "Pending"]
 
 ClientLease = _core.ClientLease
+_G = TypeVar("_G", bound=_core.GroupBase)
 
 #: Lease numbers in one End message; far below the bound on a message.
 _NUMBERS = 65_536
 
 #: Bytes of a group in a Claim besides its identities.
 _CLAIM_BYTES = 64
+
+
+class Pending:
+    """A request in flight.
+
+    Attributes
+    ----------
+    reply : Reply | None
+        Once it has been received.
+    wake : Lock | None
+        What its thread sleeps on while another reads for all: released when it has to look.
+    """
+
+    __slots__ = ("reply", "wake")
+
+    def __init__(self) -> None:
+        self.reply: messages.Reply | None = None
+        self.wake: threading.Lock | None = None
+
+    def wake_up(self) -> None:
+        """Wake its thread, if that sleeps. The lock of the state is held."""
+        if self.wake is not None and self.wake.locked():
+            self.wake.release()
 
 
 class ClientState:
@@ -42,18 +68,14 @@ class ClientState:
     ----------
     lock : RLock
         Guards everything here, and the connection. It is not held while a thread sleeps.
-    replies : dict[int, Reply | None]
-        Requests in flight by id: None until the reply has been received, then the reply until the
-        thread that asked consumes it. Empty after a reconnect: whoever waits asks again.
+    replies : dict[int, Pending]
+        Requests in flight by id, until the thread that asked consumes the reply. Empty after a
+        reconnect: whoever waits asks again.
     open_take : int | None
         The id of a request for groups whose reply no thread waits for: it was asked ahead, or its
         caller's time was over. The next take waits for this reply instead of asking again.
-    spare : list[ClientLease]
-        Leases that were received and not handed out: the next to be handed out.
     leases : dict[int, ClientLease]
-        All leases by number: handed out, spare, or ended and not confirmed.
-    unconfirmed : int
-        How many of `leases` have ended.
+        All leases by number: handed out, ready, or ended and not confirmed.
     to_end : dict[int, list[int]]
         Numbers of ended leases that the daemon has not been told, by reason.
     next_step : int
@@ -67,26 +89,22 @@ class ClientState:
         "next_step",
         "open_take",
         "replies",
-        "spare",
         "to_end",
-        "unconfirmed",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.replies: dict[int, messages.Reply | None] = {}
+        self.replies: dict[int, Pending] = {}
         self.last_id = 0
         self.open_take: int | None = None
-        self.spare: list[ClientLease] = []
         self.leases: dict[int, ClientLease] = {}
-        self.unconfirmed = 0
         self.to_end: dict[int, list[int]] = {}
         self.next_step = 0
 
     def new_request(self) -> int:
         """Return the id of a request that is about to be sent; its reply is expected from now."""
         self.last_id += 1
-        self.replies[self.last_id] = None
+        self.replies[self.last_id] = Pending()
         return self.last_id
 
 
@@ -118,38 +136,47 @@ class Leases:
         """Whether this process packs payload of the bus into batches; each take says so."""
         return self._borrower.gathers
 
-    def borrow(self, granted: messages.Leases) -> tuple[list[ClientLease], list[int]]:
-        """Lock and read what the daemon has granted; neither is kept before `keep`.
+    @property
+    def ready(self) -> list[ClientLease]:
+        """Leases that were received and not handed out; the next first."""
+        return self._borrower.ready
 
-        Returns
-        -------
-        tuple[list[ClientLease], list[int]]
-            The leases, and the numbers of groups that are not in the segment. Those were whole
-            when the daemon read them, so a process with write access has damaged them.
+    @property
+    def unconfirmed(self) -> int:
+        """How many leases have ended, and the daemon has not confirmed it."""
+        return self._borrower.unconfirmed
+
+    def receive(self, granted: messages.Leases, fd: int) -> list[ClientLease]:
+        """Lock, read and keep what the daemon has granted; it is ready to be handed out then.
+
+        Groups that are not in the segment were whole when the daemon read them, so a process with
+        write access has damaged them: they are ended.
+
+        Parameters
+        ----------
+        granted : Leases
+            The daemon's reply.
+        fd : int
+            Its connection. If that is over, nothing is kept: the next daemon may have read the
+            locks before these were there.
         """
-        return self._borrower.borrow(granted.groups, granted.step)
-
-    def keep(self, leases: list[ClientLease], refused: list[int], step: int) -> None:
-        """Hold what was borrowed, and end what is damaged."""
         state = self._state
-        for lease in leases:
-            state.leases[lease.number] = lease
+        leases, refused = self._borrower.receive(granted.groups, granted.step, state.leases, fd)
         if refused:
             state.to_end.setdefault(_core.DROP_CORRUPT, []).extend(refused)
-        if step >= state.next_step:
-            state.next_step = step + 1
+        if leases and granted.step >= state.next_step:
+            state.next_step = granted.step + 1
+        return leases
 
-    def disown(self, leases: list[ClientLease]) -> None:
-        """Unlock leases that the daemon takes back, or never knew that this process has."""
-        for lease in leases:
-            self._borrower.end(lease, -1)
-        self._borrower.forget(leases)
+    def hand_out(self, kind: type[_G], consumer: object, limit: int) -> list[_G]:
+        """Make groups of what has been ready longest; with a limit of -1, of all of one step."""
+        return self._borrower.hand_out(kind, consumer, limit)
 
-    def take_spare(self, max_groups: int) -> list[ClientLease]:
-        """Hand out what was received before and nobody has."""
-        state = self._state
-        leases, state.spare = state.spare[:max_groups], state.spare[max_groups:]
-        return [lease for lease in leases if not lease.lost]
+    @property
+    def next_step(self) -> int:
+        """The step that this rank takes next, as a daemon is told it."""
+        known = self._state.leases.values()
+        return max([self._state.next_step, *(1 + lease.step for lease in known)])
 
     # -- ended ----------------------------------------------------------------------------------
 
@@ -173,7 +200,6 @@ class Leases:
                 "what was computed from it"
             )
         self._borrower.end(lease, reason)
-        self._state.unconfirmed += 1
         self._state.to_end.setdefault(reason, []).append(lease.number)
 
     def end_groups(
@@ -184,40 +210,36 @@ class Leases:
         Each ended group gets its new state. Returns how many that are.
         """
         numbers = self._state.to_end.setdefault(reason, [])
-        before = len(numbers)
-        try:
-            return self._borrower.end_groups(consumer, groups, reason, state, numbers)
-        finally:
-            self._state.unconfirmed += len(numbers) - before
+        return self._borrower.end_groups(consumer, groups, reason, state, numbers)
 
-    def unsent_ends(self) -> Iterator[messages.End]:
-        """Yield what the daemon has not been told; it counts as told from now."""
+    def unsent_ends(self) -> list[messages.End]:
+        """Return what the daemon has not been told; it counts as told from now."""
         state = self._state
         to_end, state.to_end = state.to_end, {}
-        for reason, numbers in to_end.items():
-            for at in range(0, len(numbers), _NUMBERS):
-                yield messages.End(numbers=numbers[at : at + _NUMBERS], reason=reason)
+        return [
+            messages.End(numbers=numbers[at : at + _NUMBERS], reason=reason)
+            for reason, numbers in to_end.items()
+            for at in range(0, len(numbers), _NUMBERS)
+        ]
 
     def confirmed(self, numbers: list[int]) -> None:
         """Forget ended leases, now that the daemon has released them."""
-        state = self._state
-        # A group that was given back is confirmed, too, and is not known here any more.
-        over = [lease for n in numbers if (lease := state.leases.get(n)) and lease.reason >= 0]
-        for lease in over:
-            del state.leases[lease.number]
-        state.unconfirmed -= len(over)
-        self._borrower.forget(over)
+        self._borrower.confirm(self._state.leases, numbers)
 
-    def give_back(self, leases: list[ClientLease]) -> list[int]:
-        """Forget leases that others shall have; return the numbers that the daemon has to know.
+    def give_back_group(
+        self, consumer: object, group: _core.GroupBase, state: str
+    ) -> list[int] | None:
+        """Forget the lease of a group that others shall have, and give the group its new state.
 
-        Without locks they are also delivered by a daemon that starts before it was told.
+        Returns the numbers that the daemon has to know, or None where this consumer does not hold
+        it. Without locks it is also delivered by a daemon that starts before it was told.
         """
-        leases = [lease for lease in leases if not lease.lost]
-        for lease in leases:
-            del self._state.leases[lease.number]
-        self.disown(leases)
-        return [lease.number for lease in leases]
+        number = self._borrower.give_back_group(consumer, group, state, self._state.leases)
+        return None if number is None else [number]
+
+    def give_back_ready(self) -> list[int]:
+        """Forget all leases that are ready; return the numbers that the daemon has to know."""
+        return self._borrower.give_back_ready(self._state.leases)
 
     # -- after a reconnect ----------------------------------------------------------------------
 
@@ -254,9 +276,7 @@ class Leases:
     ) -> None:
         """Move what one Claimed answers out of `tokens`; what is leased again goes into `kept`."""
         for token, number in claimed.kept:
-            lease = tokens.pop(token)
-            lease.number = number
-            kept[number] = lease
+            kept[number] = tokens.pop(token)
         over = [tokens.pop(token) for token in [*claimed.ended, *claimed.lost]]
         for lease in over:
             lease.lost = lease.reason < 0
@@ -264,8 +284,9 @@ class Leases:
 
     def reclaimed(self, kept: dict[int, ClientLease]) -> None:
         """Replace all leases by those that the new daemon leased again; all ends are confirmed."""
+        for number, lease in kept.items():
+            lease.number = number
         self._state.leases = kept
-        self._state.unconfirmed = 0
         self._state.to_end = {}
 
     def locks(self) -> tuple[int, int]:
@@ -275,3 +296,9 @@ class Leases:
     def close(self) -> None:
         """Drop all locks. Arrays that are still referenced get copies of their own."""
         self._borrower.close()
+
+    def __del__(self) -> None:
+        # Each of them refers to the list's owner.
+        ready = self._borrower.ready if hasattr(self, "_borrower") else None
+        if ready is not None:
+            ready.clear()

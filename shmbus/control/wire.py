@@ -1,7 +1,13 @@
 """The client's end of the socket: connecting, whole frames out, frames in, each with a deadline.
 
-Invariant: a wait ends at its deadline, or with a connection that is given up; signals are handled
-meanwhile, since every system call here returns to Python.
+Invariants:
+
+- A wait ends at its deadline, or with a connection that is given up; signals are handled meanwhile,
+  since every system call here returns to Python.
+- A signal's handler that raises may leave half a frame sent, or received ones unread. Who called
+  then ends the connection: one that goes on has neither.
+- The descriptor is closed with the last reference, so that a thread which sleeps on it never sleeps
+  on another file of that number.
 """
 
 from __future__ import annotations
@@ -11,9 +17,7 @@ import math
 import os
 import select
 import socket
-import threading
 import time
-from collections.abc import Iterator
 
 from shmbus import errors, limits
 from shmbus.control import messages, socket_path
@@ -63,9 +67,8 @@ class Wire:
     def __init__(self, name: str) -> None:
         self._name = name
         self._frames = messages.FrameBuffer()
-        self._users = 0
-        self._ended = False
-        self._lock = threading.Lock()
+        #: Whether this end has given the connection up.
+        self.ended = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             # A full backlog is EAGAIN for a socket with a timeout, and an endless wait without.
@@ -82,7 +85,7 @@ class Wire:
 
     def send(self, *requests: messages.Request) -> None:
         """Send whole frames; DaemonUnreachable if the daemon is gone or does not read."""
-        data = memoryview(b"".join(messages.frame(request) for request in requests))
+        data = memoryview(b"".join([messages.frame(request) for request in requests]))
         deadline = time.monotonic() + limits.CLIENT_WAIT_S
         while data:
             try:
@@ -95,8 +98,10 @@ class Wire:
 
     def receive(self, timeout_s: float) -> list[messages.Reply]:
         """Wait for replies; empty on timeout, DaemonUnreachable if the daemon is gone."""
-        if not self._wait(select.POLLIN, timeout_s):
-            return []
+        return self.receive_now() if self.wait(timeout_s) else []
+
+    def receive_now(self) -> list[messages.Reply]:
+        """Return the replies that have arrived; DaemonUnreachable if the daemon is gone."""
         try:
             data = self._socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
@@ -107,53 +112,36 @@ class Wire:
             raise DaemonUnreachable("it closed the connection")
         return [messages.decode_reply(body) for body in self._frames.feed(data)]
 
-    def _wait(self, events: int, timeout_s: float) -> bool:
-        with self._used():
-            poll = select.poll()
-            poll.register(self._socket, events)
-            return bool(poll.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there is something to receive; this changes nothing."""
+        return self._wait(select.POLLIN, timeout_s)
 
-    def is_over(self) -> bool:
-        """Whether one of the ends has closed the connection."""
-        with contextlib.suppress(DaemonUnreachable), self._used():
-            poll = select.poll()
-            poll.register(self._socket, 0)
-            return bool(poll.poll(0))
-        return True
+    def _wait(self, events: int, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, events)
+        return bool(poll.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
+
+    def fileno(self) -> int:
+        """The descriptor; valid while there is a reference to this."""
+        return self._socket.fileno()
 
     def await_end(self) -> None:
         """Sleep until the other end, or this one, has ended the connection."""
-        with contextlib.suppress(DaemonUnreachable), self._used():
-            poll = select.poll()
-            poll.register(self._socket, 0)
-            poll.poll()
-
-    @contextlib.contextmanager
-    def _used(self) -> Iterator[None]:
-        """Keep the descriptor while a thread sleeps on it: its number must not be another's."""
-        with self._lock:
-            if self._ended:
-                raise DaemonUnreachable("the connection is closed")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._ended and not self._users:
-                    self._socket.close()
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        poll.poll()
 
     def end(self) -> None:
-        """Wake whoever waits here; the last of them closes the descriptor."""
-        with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-            with contextlib.suppress(OSError):  # the other end was first
-                self._socket.shutdown(socket.SHUT_RDWR)
-            if not self._users:
-                self._socket.close()
+        """Give the connection up: nothing is sent or received any more, and who waits wakes."""
+        self.ended = True
+        with contextlib.suppress(OSError):  # the other end was first
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
         """Close this process's descriptor, and leave the connection to the other process."""
         self._socket.close()
+
+    def __del__(self) -> None:
+        connection = getattr(self, "_socket", None)
+        if connection is not None:
+            connection.close()

@@ -182,6 +182,7 @@ class Connection(asyncio.Protocol):
     def _greet(self, hello: messages.Hello) -> None:
         self._cancel_timer()
         service = self._server.service
+        self._succeed(hello)
         found = service.hello(hello, self.send)
         if isinstance(found, messages.Refused):
             self.refuse(found.kind, found.message)
@@ -201,6 +202,26 @@ class Connection(asyncio.Protocol):
             extra={"client": found.client, "pid": found.pid, "label": found.label,
                    "rank": found.rank},
         )  # fmt: skip
+
+    def _succeed(self, hello: messages.Hello) -> None:
+        """End this client's earlier connection, which it has given up a moment ago."""
+        for other in list(self._server.connections):
+            session = other._session
+            if (
+                session is not None
+                and other is not self
+                and hello.key
+                and (session.key, session.pid, other._peer_pid)
+                == (hello.key, hello.pid, self._peer_pid)
+            ):
+                other._end_session()
+
+    def _end_session(self) -> None:
+        """End the session as if the connection was lost, before the transport tells."""
+        transport = self._transport
+        self.connection_lost(None)
+        if transport is not None:
+            transport.abort()
 
     def send(self, reply: messages.Reply) -> None:
         """Queue a reply; the connection of a client that does not read them is closed."""

@@ -280,6 +280,9 @@ class Collector:
         self.release_discards()
         return ended
 
+    def recall(self) -> None:
+        """Do nothing: this leases no group ahead of a take."""
+
     def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
         """Make a leased group the next to be delivered; False where it is not held here."""
         return self.reader.give_back_group(self.stash.rows, consumer, group, state)

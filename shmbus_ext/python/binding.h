@@ -264,8 +264,8 @@ bool py_parse_policy_version(PyObject *value, int64_t *version);
 bool py_arguments_init(void);
 
 extern PyTypeObject SegmentType, WriterType, KeeperType, ReaderType, BorrowerType,
-    ClientLeaseType, PinType, TrajectoryType, SchemaType, GroupTableType, GroupEntryType, GroupBaseType, RecursiveLockType,
-    IntakeType, ConsumerBaseType;
+    ClientLeaseType, PinType, TrajectoryType, SchemaType, GroupTableType, GroupEntryType,
+    GroupBaseType, RecursiveLockType, LockAttemptType, IntakeType, ConsumerBaseType;
 bool py_group_table_add_constants(PyObject *module);
 bool py_group_add_functions(PyObject *module);
 bool py_gather_plan_add_functions(PyObject *module);

@@ -128,7 +128,8 @@ static bool add_types(PyObject *module) {
                  {"Trajectory", &TrajectoryType},
                  {"GroupTable", &GroupTableType},       {"GroupEntry", &GroupEntryType},
                  {"GroupBase", &GroupBaseType},
-                 {"RecursiveLock", &RecursiveLockType},     {"Intake", &IntakeType},
+                 {"RecursiveLock", &RecursiveLockType},
+                 {"LockAttempt", &LockAttemptType},     {"Intake", &IntakeType},
                  {"ConsumerBase", &ConsumerBaseType},
                  {"Restorer", &RestorerType}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {

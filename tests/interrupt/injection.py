@@ -1,7 +1,10 @@
 """Raises an exception at a chosen event of this thread: a line, a call, a return, or a call into C.
 
 A signal's handler may raise wherever the interpreter looks for signals: when a function begins,
-when a call returns, when a loop goes back. This is a superset of that. `Injection(k)` raises at the
+when a call returns, when a loop goes back. This is a superset of that, with two exceptions. Between
+the end of a `with` block and the call of its `__exit__` the interpreter never looks. And what a
+constructor made is nobody's when it returns: an exception there would keep it by its own frame,
+where a real one finds it on the stack of the caller, which drops it. `Injection(k)` raises at the
 k-th event inside the packages, once; counting the events first tells how many there are.
 
 Invariant: an injection changes nothing but that; where it has raised, or its block is over, tracing
@@ -10,10 +13,12 @@ is off.
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 __all__ = ["Injected", "Injection", "count_events"]
@@ -24,6 +29,31 @@ PACKAGES = tuple(f"{ROOT / name}/" for name in ("shmbus", "shmbus_ext", "trainer
 
 class Injected(BaseException):
     """What is raised; like KeyboardInterrupt it is no Exception."""
+
+
+@functools.cache
+def exits_of(code: CodeType) -> frozenset[int]:
+    """Return the offsets at which the block of a `with` is over, and its `__exit__` not called.
+
+    Those of steps that do nothing (the line of a `try`) are among them: a `with` that begins before
+    one may not cover it.
+    """
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    found = {step.offset for step in steps if step.opname == "NOP"}
+    for at in range(len(steps)):
+        names = [step.opname for step in steps[at : at + 5]]
+        nones = [step.opname == "LOAD_CONST" and step.argval is None for step in steps[at:][:3]]
+        if nones == [True, True, True] and "CALL" in names[3:]:
+            last = at + names.index("CALL")
+        elif nones[:1] == [True] and names[1:4] == ["DUP_TOP", "DUP_TOP", "CALL_FUNCTION"]:
+            last = at + 3
+        else:
+            continue
+        first = at
+        while first and steps[first - 1].opname in ("NOP", "SWAP", "ROT_TWO", "POP_BLOCK"):
+            first -= 1
+        found.update(step.offset for step in steps[first : last + 1])
+    return frozenset(found)
 
 
 class Injection:
@@ -71,7 +101,15 @@ class Injection:
         return known
 
     def _meet(self, frame: FrameType, event: str) -> None:
-        if self.where:
+        name = frame.f_code.co_name
+        # What is raised in a finalizer reaches nobody.
+        if self.where or name == "__del__" or (event == "return" and name == "__init__"):
+            return
+        if (
+            event != "return"
+            and "c_return" not in event
+            and frame.f_lasti in exits_of(frame.f_code)
+        ):
             return
         self.seen += 1
         if self.seen == self.at:
@@ -81,6 +119,7 @@ class Injection:
             raise Injected(self.where)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        del argument  # what is returned: a traceback would keep it
         if not self._is_ours(frame):
             return None
         if event != "exception":

@@ -62,18 +62,18 @@ class Case(embedded.Case):
         self.daemon.wait(30)
         shmbus.unlink(self.name)
 
-    def take(self, count: int = 64) -> list[shmbus.Group]:
+    def take(self, count: int = 64, held: int = 0) -> list[shmbus.Group]:
         """All that comes: what is put has been read by the daemon once its ring is empty."""
         found: list[shmbus.Group] = []
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            new = self.consumer.take(count, 0.02)
+            new = self.consumer.take(count, 0)
             found += new
             ledger = self.consumer.stats()
             if not new and not ledger.in_ring and not ledger.groups_ready:
-                if ledger.groups_leased <= len(found):
+                if ledger.groups_leased <= held + len(found):
                     break
-                time.sleep(0.02)
+                time.sleep(0.002)
         return found
 
 

@@ -28,5 +28,8 @@ static inline Py_ssize_t py_client_lease_records(const ClientLeaseObject *self) 
 /* Of what a message grants, read no further than its places; NULL with an exception, or without one
  * where they do not lie in this segment. */
 ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted, long long step);
+/* One that was handed out and that nobody has is ready again, as the next; of one that is not held,
+ * nothing. The exception that is set stays. */
+void py_borrower_return(ClientLeaseObject *loan);
 
 #endif

@@ -108,6 +108,8 @@ static void give_back_unseen(GroupObject *self) {
     if (!self->seen && self->state == word.leased && self->lease != NULL && PyErr_Occurred()) {
         if (Py_IS_TYPE(self->lease, &GroupEntryType)) {
             py_group_lists_return((GroupEntryObject *)self->lease);
+        } else if (Py_IS_TYPE(self->lease, &ClientLeaseType)) {
+            py_borrower_return((ClientLeaseObject *)self->lease);
         }
     }
 }

@@ -8,8 +8,11 @@
  *    dies, and a daemon that dies does not take them with it: they are what the next one believes.
  *  - A view lock is taken while its record is leased, and found by the reader before it frees.
  *  - Locks of either kind are counted by extent; the kernel hears of the first and the last, of
- *    neighbours in one call. */
+ *    neighbours in one call.
+ *  - A lease that was received is in `ready` until it is handed out. Each call changes the locks, the
+ *    dictionary of all leases and `ready` together: no signal's handler runs in between. */
 #include <errno.h>
+#include <poll.h>
 
 #include "ring/extents.h"
 #include "ring/file_lock.h"
@@ -22,6 +25,8 @@ typedef struct {
     uint32_t *leases;  /* groups' records, by extent */
     uint32_t *views;   /* pins and copies under way, by extent */
     uint32_t *changed; /* extents that the kernel is to hear of, within one call */
+    PyObject *ready;   /* list: received and not handed out, the next first */
+    Py_ssize_t unconfirmed; /* leases that have ended here, and are locked still */
     struct record_copy copy;
 } BorrowerObject;
 
@@ -135,6 +140,10 @@ static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwar
         PyErr_NoMemory();
         return -1;
     }
+    self->ready = PyList_New(0);
+    if (self->ready == NULL) {
+        return -1;
+    }
     self->attached = true;
     return 0;
 }
@@ -191,6 +200,7 @@ static void unlock_loans(BorrowerObject *self, PyObject *loans) {
         ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
         if (loan->locked) {
             loan->locked = false;
+            self->unconfirmed -= loan->reason != LOAN_HELD;
             changed = count_down(self, self->leases, loan->refs, py_client_lease_records(loan), changed);
         }
     }
@@ -282,23 +292,165 @@ static bool read_loans(BorrowerObject *self, PyObject *loans, PyObject *refused)
     return good;
 }
 
-/* borrow(granted, step) -> (loans, refused): of what a message grants; the numbers of those whose
- * places hold no committed records. */
+/* Locks and reads what a message grants: a list of loans; the numbers of those whose places hold no
+ * committed records are appended. */
+static PyObject *borrow(BorrowerObject *self, PyObject *granted, long long step,
+                        PyObject *refused) {
+    PyObject *loans = loans_of(self, granted, step, refused);
+    /* The locks first: what is read behind them cannot be delivered to another any more. */
+    if (loans != NULL && !(lock_loans(self, loans) && read_loans(self, loans, refused))) {
+        Py_CLEAR(loans);
+    }
+    return loans;
+}
+
+/* borrow(granted, step) -> (loans, refused). */
 static PyObject *py_borrower_borrow(BorrowerObject *self, PyObject *args) {
-    PyObject *granted, *refused = NULL, *loans = NULL, *result = NULL;
+    PyObject *granted;
     long long step;
     if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) || !py_borrower_usable(self)) {
         return NULL;
     }
-    refused = PyList_New(0);
-    loans = refused == NULL ? NULL : loans_of(self, granted, step, refused);
-    /* The locks first: what is read behind them cannot be delivered to another any more. */
-    if (loans != NULL && lock_loans(self, loans) && read_loans(self, loans, refused)) {
-        result = PyTuple_Pack(2, loans, refused);
-    }
+    PyObject *refused = PyList_New(0);
+    PyObject *loans = refused == NULL ? NULL : borrow(self, granted, step, refused);
+    PyObject *result = loans == NULL ? NULL : PyTuple_Pack(2, loans, refused);
     Py_XDECREF(loans);
     Py_XDECREF(refused);
     return result;
+}
+
+/* Whether an end of the connection is closed. */
+static bool is_over(int fd) {
+    struct pollfd ends = {fd, 0, 0};
+    return poll(&ends, 1, 0) > 0;
+}
+
+/* Into or out of the dictionary of all leases, which is by number. */
+static bool note_loan(PyObject *leases, ClientLeaseObject *loan, bool known) {
+    PyObject *number = PyLong_FromLongLong(loan->number);
+    bool good = number != NULL &&
+                (known ? PyDict_SetItem(leases, number, (PyObject *)loan) == 0
+                       : PyDict_GetItemWithError(leases, number) != (PyObject *)loan ||
+                             PyDict_DelItem(leases, number) == 0);
+    Py_XDECREF(number);
+    return good && !PyErr_Occurred();
+}
+
+/* Locked loans become known and ready, all or none. */
+static bool keep_loans(BorrowerObject *self, PyObject *loans, PyObject *leases) {
+    Py_ssize_t before = PyList_GET_SIZE(self->ready);
+    bool good = PyList_SetSlice(self->ready, before, before, loans) == 0;
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(loans); i++) {
+        good = note_loan(leases, (ClientLeaseObject *)PyList_GET_ITEM(loans, i), true);
+    }
+    if (!good) {
+        PyObject *error = py_set_aside_error();
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
+            (void)note_loan(leases, (ClientLeaseObject *)PyList_GET_ITEM(loans, i), false);
+            PyErr_Clear();
+        }
+        (void)PyList_SetSlice(self->ready, before, PyList_GET_SIZE(self->ready), NULL);
+        unlock_loans(self, loans);
+        PyErr_Clear();
+        py_restore_error(error);
+    }
+    return good;
+}
+
+/* receive(granted, step, leases, fd) -> (loans, refused): as borrow; the loans are in `leases` and
+ * ready then. None are where the connection `fd` is over: the next daemon may have read the locks
+ * before these were there. */
+static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
+    PyObject *granted, *leases;
+    long long step;
+    int fd;
+    if (!PyArg_ParseTuple(args, "O!LO!i", &PyList_Type, &granted, &step, &PyDict_Type, &leases,
+                          &fd) ||
+        !py_borrower_usable(self)) {
+        return NULL;
+    }
+    PyObject *refused = PyList_New(0);
+    PyObject *loans = refused == NULL ? NULL : borrow(self, granted, step, refused);
+    if (loans != NULL && is_over(fd)) {
+        unlock_loans(self, loans);
+        Py_SETREF(loans, PyList_New(0));
+        Py_SETREF(refused, PyList_New(0));
+    } else if (loans != NULL && !keep_loans(self, loans, leases)) {
+        Py_CLEAR(loans);
+    }
+    PyObject *result = loans == NULL || refused == NULL ? NULL : PyTuple_Pack(2, loans, refused);
+    Py_XDECREF(loans);
+    Py_XDECREF(refused);
+    return result;
+}
+
+/* The next that is ready, out of the list; NULL without an exception where there is none. */
+static ClientLeaseObject *pop_ready(BorrowerObject *self) {
+    while (PyList_GET_SIZE(self->ready) > 0) {
+        PyObject *loan = Py_NewRef(PyList_GET_ITEM(self->ready, 0));
+        if (PyList_SetSlice(self->ready, 0, 1, NULL) < 0) {
+            Py_DECREF(loan);
+            return NULL;
+        }
+        if (!((ClientLeaseObject *)loan)->lost) {
+            return (ClientLeaseObject *)loan;
+        }
+        Py_DECREF(loan);
+    }
+    return NULL;
+}
+
+/* Makes a group of a lease that was ready, and appends it. */
+static bool append_group(PyObject *groups, PyTypeObject *kind, PyObject *consumer,
+                         ClientLeaseObject *loan) {
+    PyObject *group = py_group_new(kind, consumer, (PyObject *)loan);
+    if (group == NULL) {
+        py_borrower_return(loan);
+        return false;
+    }
+    /* A group that cannot be appended returns its lease by dying here. */
+    bool good = PyList_Append(groups, group) == 0;
+    Py_DECREF(group);
+    return good;
+}
+
+/* hand_out(kind, consumer, limit) -> list of groups: what has been ready longest; with a limit of -1
+ * all of one step. */
+static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
+    PyObject *kind, *consumer;
+    Py_ssize_t limit;
+    if (!PyArg_ParseTuple(args, "O!On", &PyType_Type, &kind, &consumer, &limit) ||
+        !py_borrower_usable(self)) {
+        return NULL;
+    }
+    if (!PyType_IsSubtype((PyTypeObject *)kind, &GroupBaseType)) {
+        PyErr_SetString(PyExc_TypeError, "kind: expected a type that is made of GroupBase");
+        return NULL;
+    }
+    PyObject *groups = PyList_New(0);
+    long long step = 0;
+    while (groups != NULL && (limit < 0 || PyList_GET_SIZE(groups) < limit)) {
+        ClientLeaseObject *loan = pop_ready(self);
+        if (loan == NULL) {
+            break;
+        }
+        bool first = PyList_GET_SIZE(groups) == 0;
+        step = first ? loan->step : step;
+        if (limit < 0 && loan->step != step) {
+            py_borrower_return(loan);
+            Py_DECREF(loan);
+            break;
+        }
+        bool good = append_group(groups, (PyTypeObject *)kind, consumer, loan);
+        Py_DECREF(loan);
+        if (!good) {
+            Py_CLEAR(groups);
+        }
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(groups);
+    }
+    return groups;
 }
 
 static bool own_loan(const BorrowerObject *self, PyObject *item) {
@@ -317,6 +469,10 @@ static bool require_loan(const BorrowerObject *self, PyObject *item) {
 
 /* Its trajectories cannot be read any more; arrays made of them before stay valid. */
 static void close_loan(ClientLeaseObject *loan, int reason) {
+    if (loan->locked) {
+        BorrowerObject *borrower = (BorrowerObject *)loan->borrower;
+        borrower->unconfirmed += (reason != LOAN_HELD) - (loan->reason != LOAN_HELD);
+    }
     loan->reason = reason;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loan->samples); i++) {
         TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(loan->samples, i);
@@ -369,6 +525,98 @@ static PyObject *py_borrower_end_groups(BorrowerObject *self, PyObject *args) {
     return PyLong_FromSsize_t(done);
 }
 
+/* Of one that is held by its own account: others shall have it. Its number, or NULL. */
+static PyObject *give_back(BorrowerObject *self, ClientLeaseObject *loan, PyObject *leases) {
+    PyObject *number = PyLong_FromLongLong(loan->number);
+    PyObject *alone = number == NULL ? NULL : PyList_New(1);
+    if (alone == NULL || !note_loan(leases, loan, false)) {
+        Py_XDECREF(number);
+        Py_XDECREF(alone);
+        return NULL;
+    }
+    PyList_SET_ITEM(alone, 0, Py_NewRef((PyObject *)loan));
+    close_loan(loan, LOAN_HELD);
+    /* Without locks it is also delivered by a daemon that starts before it was told. */
+    unlock_loans(self, alone);
+    Py_DECREF(alone);
+    return number;
+}
+
+/* give_back_group(consumer, group, state, leases) -> int or None: forgets the lease of a group that
+ * others shall have. Its number; None where the group is not this consumer's, or not held. */
+static PyObject *py_borrower_give_back_group(BorrowerObject *self, PyObject *args) {
+    PyObject *consumer, *group, *state, *leases;
+    if (!PyArg_ParseTuple(args, "OOUO!", &consumer, &group, &state, &PyDict_Type, &leases) ||
+        !py_borrower_usable(self)) {
+        return NULL;
+    }
+    PyObject *lease = py_group_lease(group, consumer);
+    if (lease == NULL || !own_loan(self, lease)) {
+        Py_RETURN_NONE;
+    }
+    ClientLeaseObject *loan = (ClientLeaseObject *)lease;
+    if (loan->reason != LOAN_HELD || loan->lost || !loan->locked) {
+        Py_RETURN_NONE;
+    }
+    PyObject *number = give_back(self, loan, leases);
+    if (number != NULL) {
+        py_group_set_state(group, state);
+    }
+    return number;
+}
+
+/* give_back_ready(leases) -> list of int: the same for all that are ready. */
+static PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *leases) {
+    if (!PyDict_Check(leases)) {
+        PyErr_SetString(PyExc_TypeError, "give_back_ready: expected a dict of leases");
+        return NULL;
+    }
+    PyObject *numbers = py_borrower_usable(self) ? PyList_New(0) : NULL;
+    ClientLeaseObject *loan;
+    while (numbers != NULL && (loan = pop_ready(self)) != NULL) {
+        PyObject *number = give_back(self, loan, leases);
+        if (number == NULL || PyList_Append(numbers, number) < 0) {
+            Py_CLEAR(numbers);
+        }
+        Py_XDECREF(number);
+        Py_DECREF(loan);
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(numbers);
+    }
+    return numbers;
+}
+
+/* confirm(leases, numbers): the daemon has released these: those that have ended are forgotten. A
+ * group that was given back is confirmed, too, and is not known any more. */
+static PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
+    PyObject *leases, *numbers;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &leases, &PyList_Type, &numbers) ||
+        !py_borrower_usable(self)) {
+        return NULL;
+    }
+    PyObject *over = PyList_New(0);
+    bool good = over != NULL;
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(numbers); i++) {
+        PyObject *number = PyList_GET_ITEM(numbers, i);
+        PyObject *loan = PyDict_GetItemWithError(leases, number);
+        if (loan != NULL && own_loan(self, loan) &&
+            ((ClientLeaseObject *)loan)->reason != LOAN_HELD) {
+            good = PyList_Append(over, loan) == 0 && PyDict_DelItem(leases, number) == 0;
+        }
+        good = good && !PyErr_Occurred();
+    }
+    if (over != NULL) {
+        PyObject *error = good ? NULL : py_set_aside_error();
+        unlock_loans(self, over);
+        Py_DECREF(over);
+        if (!good) {
+            py_restore_error(error);
+        }
+    }
+    return good ? Py_NewRef(Py_None) : NULL;
+}
+
 /* forget(loans): the daemon has confirmed their end, or they are lost, or given back. */
 static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *loans) {
     if (!PyList_Check(loans)) {
@@ -397,9 +645,25 @@ static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *ignored) {
     return Py_BuildValue("(II)", leases, views);
 }
 
+void py_borrower_return(ClientLeaseObject *loan) {
+    BorrowerObject *self = (BorrowerObject *)loan->borrower;
+    if (!self->attached || loan->lost || !loan->locked || loan->reason != LOAN_HELD) {
+        return;
+    }
+    PyObject *error = py_set_aside_error();
+    if (PyList_Insert(self->ready, 0, (PyObject *)loan) < 0) {
+        PyErr_Clear(); /* it stays leased, as if its group had been seen */
+    }
+    if (error != NULL) {
+        py_restore_error(error);
+    }
+}
+
 static void py_borrower_detach(BorrowerObject *self) {
     if (self->attached) {
         self->attached = false;
+        /* Each refers to this. */
+        Py_CLEAR(self->ready);
         /* Views get copies of their own; with the description, all locks go. */
         py_segment_release_handle(self->segment);
         for (PinObject *p = self->segment->pins; p != NULL; p = p->next) {
@@ -421,6 +685,7 @@ static void py_borrower_dealloc(BorrowerObject *self) {
     PyMem_Free(self->leases);
     PyMem_Free(self->views);
     PyMem_Free(self->changed);
+    Py_XDECREF(self->ready);
     py_holder_clear((HolderObject *)self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -428,6 +693,12 @@ static void py_borrower_dealloc(BorrowerObject *self) {
 static PyMethodDef borrower_methods[] = {
     {"set_client", (PyCFunction)(void (*)(void))py_borrower_set_client, METH_O, NULL},
     {"borrow", (PyCFunction)(void (*)(void))py_borrower_borrow, METH_VARARGS, NULL},
+    {"receive", (PyCFunction)(void (*)(void))py_borrower_receive, METH_VARARGS, NULL},
+    {"hand_out", (PyCFunction)(void (*)(void))py_borrower_hand_out, METH_VARARGS, NULL},
+    {"give_back_group", (PyCFunction)(void (*)(void))py_borrower_give_back_group, METH_VARARGS,
+     NULL},
+    {"give_back_ready", (PyCFunction)(void (*)(void))py_borrower_give_back_ready, METH_O, NULL},
+    {"confirm", (PyCFunction)(void (*)(void))py_borrower_confirm, METH_VARARGS, NULL},
     {"end", (PyCFunction)(void (*)(void))py_borrower_end, METH_VARARGS, NULL},
     {"end_groups", (PyCFunction)(void (*)(void))py_borrower_end_groups, METH_VARARGS, NULL},
     {"forget", (PyCFunction)(void (*)(void))py_borrower_forget, METH_O, NULL},
@@ -441,6 +712,8 @@ static PyMemberDef borrower_members[] = {
     {"client", T_UINT, offsetof(BorrowerObject, client), READONLY, NULL},
     {"attached", T_BOOL, offsetof(BorrowerObject, attached), READONLY, NULL},
     {"gathers", T_BOOL, offsetof(BorrowerObject, gathers), READONLY, NULL},
+    {"ready", T_OBJECT, offsetof(BorrowerObject, ready), READONLY, NULL},
+    {"unconfirmed", T_PYSSIZET, offsetof(BorrowerObject, unconfirmed), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

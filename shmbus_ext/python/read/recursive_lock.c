@@ -73,9 +73,65 @@ static void py_recursive_lock_dealloc(RecursiveLockObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+/* What `with lock.attempt() as mine` manages: it has the lock for the block, where that was free. */
+typedef struct {
+    PyObject_HEAD
+    RecursiveLockObject *lock;
+    bool mine;
+} AttemptObject;
+
+static PyObject *py_recursive_lock_attempt(RecursiveLockObject *self, PyObject *ignored) {
+    (void)ignored;
+    AttemptObject *attempt = PyObject_New(AttemptObject, &LockAttemptType);
+    if (attempt != NULL) {
+        attempt->lock = (RecursiveLockObject *)Py_NewRef((PyObject *)self);
+        attempt->mine = false;
+    }
+    return (PyObject *)attempt;
+}
+
+static PyObject *py_attempt_enter(AttemptObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (self->lock->depth == 0 || self->lock->owner == PyThread_get_thread_ident()) {
+        /* It is free, or this thread's: nobody is waited for. */
+        self->mine = py_recursive_lock_acquire(self->lock);
+    }
+    return PyBool_FromLong(self->mine);
+}
+
+static PyObject *py_attempt_exit(AttemptObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)args;
+    (void)count;
+    if (self->mine) {
+        self->mine = false;
+        py_recursive_lock_release(self->lock);
+    }
+    Py_RETURN_NONE;
+}
+
+static void py_attempt_dealloc(AttemptObject *self) {
+    Py_DECREF(self->lock);
+    PyObject_Free(self);
+}
+
+static PyMethodDef attempt_methods[] = {
+    {"__enter__", (PyCFunction)(void (*)(void))py_attempt_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))py_attempt_exit, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+PyTypeObject LockAttemptType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.LockAttempt",
+    .tp_basicsize = sizeof(AttemptObject),
+    .tp_dealloc = (destructor)py_attempt_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = attempt_methods,
+};
+
 static PyMethodDef recursive_lock_methods[] = {
     {"__enter__", (PyCFunction)(void (*)(void))py_recursive_lock_enter, METH_NOARGS, NULL},
     {"__exit__", (PyCFunction)(void (*)(void))py_recursive_lock_exit, METH_FASTCALL, NULL},
+    {"attempt", (PyCFunction)(void (*)(void))py_recursive_lock_attempt, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
