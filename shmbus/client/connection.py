@@ -56,8 +56,7 @@ class Connection:
         leases: Leases,
         segment: _core.Segment,
     ) -> None:
-        #: The key tells the daemon that a connection made again is the same client's.
-        self._hello = msgspec.structs.replace(hello, key=int.from_bytes(os.urandom(7), "big"))
+        self._hello = hello
         self._state = state
         self._leases = leases
         self._segment = segment
@@ -119,15 +118,15 @@ class Connection:
             self._daemon_pid = welcome.pid if welcome.pid else wire.pid
             if returns:
                 self._claim(wire)
+            self._wake_all()
+            self._state.replies.clear()  # requests to the daemon before; their threads ask again
+            self._state.open_take = None
+            self._silent_since_s = None
+            self._refused = None
+            self._wire = wire
         except BaseException:
             wire.end()
             raise
-        self._wake_all()
-        self._state.replies.clear()  # requests to the daemon before; their threads ask again
-        self._state.open_take = None
-        self._silent_since_s = None
-        self._refused = None
-        self._wire = wire
 
     def _receive_welcome(self, wire: Wire) -> messages.Welcome:
         deadline = time.monotonic() + limits.HELLO_WAIT_S

@@ -45,8 +45,7 @@ class Hello(_Message):
     """The first message. `policy` holds the options that the client insists on, by name.
 
     `client` is its number of an earlier connection, -1 for none; `next_step` what its rank takes
-    next. An observer leases nothing, and only asks. `key` is the client's own, whatever its
-    connection: a client that returns before the daemon has noticed that it left is known by it.
+    next. An observer leases nothing, and only asks.
     """
 
     version: int
@@ -60,7 +59,6 @@ class Hello(_Message):
     client: Annotated[int, msgspec.Meta(ge=-1, lt=limits.MAX_CLIENTS)] = -1
     next_step: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_REQUESTED)] = 0
     observer: bool = False
-    key: Count = 0
 
 
 class Held(_Message):

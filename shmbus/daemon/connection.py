@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import socket
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -182,7 +183,7 @@ class Connection(asyncio.Protocol):
     def _greet(self, hello: messages.Hello) -> None:
         self._cancel_timer()
         service = self._server.service
-        self._succeed(hello)
+        self._end_hung_up()
         found = service.hello(hello, self.send)
         if isinstance(found, messages.Refused):
             self.refuse(found.kind, found.message)
@@ -203,18 +204,18 @@ class Connection(asyncio.Protocol):
                    "rank": found.rank},
         )  # fmt: skip
 
-    def _succeed(self, hello: messages.Hello) -> None:
-        """End this client's earlier connection, which it has given up a moment ago."""
-        for other in list(self._server.connections):
-            session = other._session
-            if (
-                session is not None
-                and other is not self
-                and hello.key
-                and (session.key, session.pid, other._peer_pid)
-                == (hello.key, hello.pid, self._peer_pid)
-            ):
-                other._end_session()
+    def _end_hung_up(self) -> None:
+        """End the sessions whose clients have hung up: one of them may be back already."""
+        attached = {
+            other._fd: other
+            for other in self._server.connections
+            if other._session is not None and other is not self
+        }
+        poll = select.poll()
+        for fd in attached:
+            poll.register(fd, 0)
+        for fd, _ in poll.poll(0):
+            attached[fd]._end_session()
 
     def _end_session(self) -> None:
         """End the session as if the connection was lost, before the transport tells."""

@@ -102,8 +102,6 @@ class Session:
         self.rank = hello.rank if hello.world_size > 1 and not hello.observer else -1
         self.world_size = hello.world_size
         self.observer = hello.observer
-        #: Of the process that said Hello: what it says again when it returns.
-        self.key = hello.key
         self._send = send
         self._ended: list[int] = []
         self._unknown: list[int] = []

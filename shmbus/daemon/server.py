@@ -6,6 +6,7 @@ Invariants:
   stale. It is put in place by a rename, and removed at a clean exit.
 - After each wake-up by the ring there is a pause, so that a flood of records costs a bounded number
   of wake-ups. An idle daemon runs only one check a second for dead producers.
+- A daemon whose bus was removed leaves its name to a successor, grants what it has, and ends.
 - An error in our own code ends the daemon: its state is in the segment, and the next daemon
   recovers it.
 """
@@ -69,6 +70,7 @@ class Server:
         #: Set while a request waits for groups: cuts the pause after a wake-up short.
         self._hurry = threading.Event()
         self._stopping = False
+        self._unbound = False
         self._snapshot: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
@@ -101,8 +103,7 @@ class Server:
         finally:
             self._stopping = True
             server.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
+            self._unbind()
             for connection in list(self.connections):
                 connection.close()
             # One turn of the loop, in which they write what is queued.
@@ -137,13 +138,37 @@ class Server:
             raise
         return listener
 
+    def _unbind(self) -> None:
+        """Remove the socket, once: later its name may be another daemon's."""
+        if not self._unbound:
+            self._unbound = True
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+    def _note_removal(self) -> None:
+        """End when the bus has lost its name."""
+        segment = self._collector.segment
+        service = self.service
+        if service.removed or not segment.note_removal():
+            return
+        service.removed = True
+        logger.error(
+            "bus %r was removed: this daemon grants what is complete, and ends; what is not is lost "
+            "with the bus. Create the bus again, and start a daemon for it",
+            segment.name,
+            extra={"leased_groups": service.leased_groups},
+        )
+        self._unbind()
+        self._stop.set()
+        self.guard(lambda: service.serve(time.monotonic()))
+
     async def _drain(self) -> None:
         """Grant no more leases, and wait until those that are held have ended."""
         service = self.service
-        service.draining = True
+        service.draining = not service.removed
         logger.info("draining", extra={"leased_groups": service.leased_groups})
         deadline = time.monotonic() + self._drain_timeout_s
-        while service.leased_groups and (left := deadline - time.monotonic()) > 0:
+        while not service.is_empty and (left := deadline - time.monotonic()) > 0:
             self._idle.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), left)
@@ -221,6 +246,7 @@ class Server:
         if self.service.frozen:
             return
         self._collector.run_maintenance(now)
+        self._note_removal()
         self.changed()
         self._ring_read.set()
 
@@ -229,6 +255,7 @@ class Server:
         if self._stopping:
             return
         self.guard(lambda: self.service.tick(time.monotonic()))
+        self._note_removal()
         self.changed()
 
     def changed(self) -> None:
@@ -245,7 +272,7 @@ class Server:
             self._timer = self._loop.call_later(wait_s, self._tick)
         if self.service.has_waiting != self._hurry.is_set():
             (self._hurry.set if self.service.has_waiting else self._hurry.clear)()
-        if self.service.draining and not self.service.leased_groups:
+        if (self.service.draining or self.service.removed) and self.service.is_empty:
             self._idle.set()
 
 

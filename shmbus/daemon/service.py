@@ -73,6 +73,8 @@ class Service:
         Set to grant nothing more, before the end.
     frozen : bool
         Whether a snapshot is being written.
+    removed : bool
+        Set when the bus has lost its name: what is there is granted, nothing is waited for.
     """
 
     def __init__(self, collector: Collector, policy: dict[str, object]) -> None:
@@ -81,6 +83,7 @@ class Service:
         self.sessions: dict[int, Session] = {}
         self.draining = False
         self.frozen = False
+        self.removed = False
         self.began_s = time.monotonic()
         self._table = LeaseTable(collector)
         self._planner: StepPlanner | None = None
@@ -220,9 +223,9 @@ class Service:
         self, hello: messages.Hello, send: Callable[[messages.Reply], None]
     ) -> Session | messages.Refused:
         """Admit a client, or return why not."""
-        refused = admission.refusal(
-            hello, self.collector.segment, self.policy, draining=self.draining
-        )
+        # One that returns to end what it holds is what a daemon that drains waits for.
+        draining = self.draining and hello.client not in self._in_doubt.clients()
+        refused = admission.refusal(hello, self.collector.segment, self.policy, draining=draining)
         if refused is None and not hello.observer:
             refused = self._admit_rank(hello)
         if refused is not None:
@@ -420,8 +423,9 @@ class Service:
                     return True
                 taken = self._planner.take(session.rank, request, now)
                 step, leases = (-1, None) if taken is None else taken
-        if not leases and (waiting.deadline_s is None or now < waiting.deadline_s):
-            return False
+        if not leases and not self.removed:
+            if waiting.deadline_s is None or now < waiting.deadline_s:
+                return False
         for lease in leases or []:
             session.leases[lease.number] = lease
         session.send(
@@ -440,6 +444,12 @@ class Service:
         return self._lease(limits.POLL_RECORDS)
 
     # -- for operators --------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no group is leased, and, of a removed bus, none is there for a client."""
+        ready = self.collector.stash.ready_groups + len(self._table.returned)
+        return not self.leased_groups and not (self.removed and ready and self.sessions)
 
     @property
     def leased_groups(self) -> int:

@@ -83,7 +83,8 @@ def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
     deadline = time.monotonic() + limits.ATTACH_WAIT_S
     while True:
         try:
-            return _open_once(name, read_only)
+            # Between two of its steps a descriptor would be closed twice, or never.
+            return _core.uninterrupted(_open_once, name, read_only)
         except UnfinishedError as error:
             if time.monotonic() > deadline:
                 raise layout_error(name, "unfinished", 0, 0) from error

@@ -37,11 +37,16 @@ class Case:
     """One operation over a bus with a few groups."""
 
     def __init__(self, name: str, **options: Any) -> None:
+        self.name = name
         self.bus = shmbus.Bus.create(name, "512KiB", max_producers=2)
         self.producer = shmbus.Producer(name)
-        self.consumer = shmbus.Consumer(name, daemon=False, **options)
+        self.options = options
+        self.consumer = self.attach()
         self.round = 0
         self.put: set[str] = set()
+
+    def attach(self) -> shmbus.Consumer:
+        return shmbus.Consumer(self.name, daemon=False, **self.options)
 
     def close(self) -> None:
         self.consumer.close()
@@ -241,6 +246,36 @@ def counting(case: Case, at: int) -> Injection:
     return injection
 
 
+def attaching(case: Case, at: int) -> Injection:
+    """An attach; after one that was interrupted nothing is attached."""
+    case.offer()
+    case.consumer.close()
+
+    def operate() -> object:
+        return case.attach()
+
+    injection, kept, result = interrupt(at, operate)
+    case.consumer = result if isinstance(result, shmbus.Consumer) else case.attach()
+    case.audit([], set())
+    del kept
+    return injection
+
+
+def closing(case: Case, at: int) -> Injection:
+    case.offer()
+    case.take()
+
+    def operate() -> None:
+        case.consumer.close()
+
+    injection, kept, _ = interrupt(at, operate)
+    if kept is not None:
+        operate()
+    case.consumer = case.attach()
+    case.audit([], set())
+    return injection
+
+
 OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] = {
     "take": ({}, taking),
     "take-stale": ({"max_policy_lag": 3}, taking),
@@ -252,6 +287,8 @@ OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] =
     "give-back": ({}, ending("give_back")),
     "with": ({}, within),
     "stats": ({}, counting),
+    "attach": ({}, attaching),
+    "close": ({}, closing),
 }
 
 

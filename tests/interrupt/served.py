@@ -37,12 +37,11 @@ class Case(embedded.Case):
         self.producer = shmbus.Producer(self._wait_for(lambda: shmbus.Bus.open(name).name))
         self.round = 0
         self.put = set()
-        places = [{"rank": r, "world_size": self.ranks} for r in range(self.ranks)]
-        self.consumers = [
-            self._wait_for(lambda place=place: shmbus.Consumer(name, daemon=True, **place))
-            for place in places
-        ]
-        self.consumer = self.consumers[0]
+        self.consumer = self._wait_for(self.attach)
+        self.others = [self.attach(rank) for rank in range(1, self.ranks)]
+
+    def attach(self, rank: int = 0) -> shmbus.Consumer:
+        return shmbus.Consumer(self.name, daemon=True, rank=rank, world_size=self.ranks)
 
     def _wait_for(self, make: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + 20
@@ -55,7 +54,7 @@ class Case(embedded.Case):
                 time.sleep(0.02)
 
     def close(self) -> None:
-        for consumer in self.consumers:
+        for consumer in [self.consumer, *self.others]:
             consumer.close()
         self.producer.close()
         self.daemon.terminate()
@@ -80,7 +79,7 @@ class Case(embedded.Case):
 def stepping(case: Case, at: int) -> Injection:
     """Take a step with two ranks, interrupt the first, and take it again."""
     case.offer(groups=4)
-    first, second = case.consumers
+    first, (second,) = case.consumer, case.others
     others: list[shmbus.Group] = []
 
     def other() -> None:
@@ -106,6 +105,25 @@ def stepping(case: Case, at: int) -> Injection:
     ledger = second.stats()
     if ledger.leased or ledger.stashed or ledger.in_ring:
         raise Fault(f"something is left: {ledger}")
+    return injection
+
+
+def returning(case: Case, at: int) -> Injection:
+    """Attach as the rank that has just left; nobody has its place after an interrupt."""
+    case.offer(groups=2)
+    case.consumer.close()
+
+    def operate() -> object:
+        return case.attach()
+
+    injection, kept, result = interrupt(at, operate)
+    case.consumer = result if isinstance(result, shmbus.Consumer) else case.attach()
+    for consumer in (case.consumer, *case.others):
+        consumer.ack(consumer.take_step(groups=1, timeout=PATIENCE_S))
+    case.balance()
+    ledger = case.others[0].stats()
+    if ledger.leased or ledger.stashed or ledger.in_ring:
+        raise Fault(f"something is left: {ledger}; after {kept}")
     return injection
 
 
@@ -135,6 +153,9 @@ OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] =
     "stats": ({}, embedded.counting),
     "version": ({}, setting),
     "step": ({"ranks": 2}, stepping),
+    "attach": ({}, embedded.attaching),
+    "attach-rank": ({"ranks": 2}, returning),
+    "close": ({}, embedded.closing),
 }
 
 

@@ -1,4 +1,5 @@
-/* Borrower: makes the trajectories of groups that a daemon leased to this process.
+/* Borrower: makes the trajectories of groups that a daemon leased to this process. How their leases
+ * end is in lease_ends.c.
  *
  * Invariants:
  *  - The segment is mapped read-only; nothing that a message or the segment says is used before it
@@ -17,18 +18,7 @@
 #include "ring/extents.h"
 #include "ring/file_lock.h"
 #include "python/read/take.h"
-#include "python/group/client_lease.h"
-
-typedef struct {
-    HOLDER_HEAD
-    uint32_t client;
-    uint32_t *leases;  /* groups' records, by extent */
-    uint32_t *views;   /* pins and copies under way, by extent */
-    uint32_t *changed; /* extents that the kernel is to hear of, within one call */
-    PyObject *ready;   /* list: received and not handed out, the next first */
-    Py_ssize_t unconfirmed; /* leases that have ended here, and are locked still */
-    struct record_copy copy;
-} BorrowerObject;
+#include "python/read/borrower.h"
 
 static int64_t lease_bytes(uint32_t client) {
     return SHMBUS_LOCK_LEASE + (int64_t)client * SHMBUS_MAX_EXTENTS;
@@ -111,7 +101,7 @@ static void let_go_of_views(HolderObject *holder, const struct record_ref *refs,
 
 static const struct holder_kind borrower_kind = {false, hold_views, let_go_of_views};
 
-static bool py_borrower_usable(BorrowerObject *self) {
+bool py_borrower_usable(BorrowerObject *self) {
     if (!self->attached) {
         PyErr_SetString(hooks.closed_error, "this Consumer is closed; make a new one");
         return false;
@@ -193,8 +183,7 @@ static bool lock_loans(BorrowerObject *self, PyObject *loans) {
     return false;
 }
 
-/* Of loans that have ended for good, or that nobody was given. */
-static void unlock_loans(BorrowerObject *self, PyObject *loans) {
+void py_borrower_unlock(BorrowerObject *self, PyObject *loans) {
     size_t changed = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
         ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
@@ -279,12 +268,12 @@ static bool read_loans(BorrowerObject *self, PyObject *loans, PyObject *refused)
         Py_XDECREF(number);
     }
     if (good) {
-        unlock_loans(self, empty);
+        py_borrower_unlock(self, empty);
     } else {
         PyObject *error = py_set_aside_error();
-        unlock_loans(self, loans);
+        py_borrower_unlock(self, loans);
         if (empty != NULL) {
-            unlock_loans(self, empty);
+            py_borrower_unlock(self, empty);
         }
         py_restore_error(error);
     }
@@ -325,8 +314,7 @@ static bool is_over(int fd) {
     return poll(&ends, 1, 0) > 0;
 }
 
-/* Into or out of the dictionary of all leases, which is by number. */
-static bool note_loan(PyObject *leases, ClientLeaseObject *loan, bool known) {
+bool py_borrower_note(PyObject *leases, ClientLeaseObject *loan, bool known) {
     PyObject *number = PyLong_FromLongLong(loan->number);
     bool good = number != NULL &&
                 (known ? PyDict_SetItem(leases, number, (PyObject *)loan) == 0
@@ -341,16 +329,16 @@ static bool keep_loans(BorrowerObject *self, PyObject *loans, PyObject *leases) 
     Py_ssize_t before = PyList_GET_SIZE(self->ready);
     bool good = PyList_SetSlice(self->ready, before, before, loans) == 0;
     for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(loans); i++) {
-        good = note_loan(leases, (ClientLeaseObject *)PyList_GET_ITEM(loans, i), true);
+        good = py_borrower_note(leases, (ClientLeaseObject *)PyList_GET_ITEM(loans, i), true);
     }
     if (!good) {
         PyObject *error = py_set_aside_error();
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-            (void)note_loan(leases, (ClientLeaseObject *)PyList_GET_ITEM(loans, i), false);
+            (void)py_borrower_note(leases, (ClientLeaseObject *)PyList_GET_ITEM(loans, i), false);
             PyErr_Clear();
         }
         (void)PyList_SetSlice(self->ready, before, PyList_GET_SIZE(self->ready), NULL);
-        unlock_loans(self, loans);
+        py_borrower_unlock(self, loans);
         PyErr_Clear();
         py_restore_error(error);
     }
@@ -372,7 +360,7 @@ static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
     PyObject *refused = PyList_New(0);
     PyObject *loans = refused == NULL ? NULL : borrow(self, granted, step, refused);
     if (loans != NULL && is_over(fd)) {
-        unlock_loans(self, loans);
+        py_borrower_unlock(self, loans);
         Py_SETREF(loans, PyList_New(0));
         Py_SETREF(refused, PyList_New(0));
     } else if (loans != NULL && !keep_loans(self, loans, leases)) {
@@ -384,8 +372,7 @@ static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
     return result;
 }
 
-/* The next that is ready, out of the list; NULL without an exception where there is none. */
-static ClientLeaseObject *pop_ready(BorrowerObject *self) {
+ClientLeaseObject *py_borrower_pop_ready(BorrowerObject *self) {
     while (PyList_GET_SIZE(self->ready) > 0) {
         PyObject *loan = Py_NewRef(PyList_GET_ITEM(self->ready, 0));
         if (PyList_SetSlice(self->ready, 0, 1, NULL) < 0) {
@@ -430,7 +417,7 @@ static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
     PyObject *groups = PyList_New(0);
     long long step = 0;
     while (groups != NULL && (limit < 0 || PyList_GET_SIZE(groups) < limit)) {
-        ClientLeaseObject *loan = pop_ready(self);
+        ClientLeaseObject *loan = py_borrower_pop_ready(self);
         if (loan == NULL) {
             break;
         }
@@ -451,187 +438,6 @@ static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
         Py_CLEAR(groups);
     }
     return groups;
-}
-
-static bool own_loan(const BorrowerObject *self, PyObject *item) {
-    return Py_IS_TYPE(item, &ClientLeaseType) &&
-           ((ClientLeaseObject *)item)->borrower == (const HolderObject *)self;
-}
-
-static bool require_loan(const BorrowerObject *self, PyObject *item) {
-    if (!own_loan(self, item)) {
-        PyErr_Format(PyExc_TypeError, "expected a loan of this Consumer, got %s",
-                     Py_TYPE(item)->tp_name);
-        return false;
-    }
-    return true;
-}
-
-/* Its trajectories cannot be read any more; arrays made of them before stay valid. */
-static void close_loan(ClientLeaseObject *loan, int reason) {
-    if (loan->locked) {
-        BorrowerObject *borrower = (BorrowerObject *)loan->borrower;
-        borrower->unconfirmed += (reason != LOAN_HELD) - (loan->reason != LOAN_HELD);
-    }
-    loan->reason = reason;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loan->samples); i++) {
-        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(loan->samples, i);
-        t->released = true;
-        Py_CLEAR(t->pin);
-    }
-}
-
-/* end(loan, reason): ends one that is held, or with reason -1 gives it back. */
-static PyObject *py_borrower_end(BorrowerObject *self, PyObject *args) {
-    PyObject *loan;
-    int reason;
-    if (!PyArg_ParseTuple(args, "Oi", &loan, &reason) || !require_loan(self, loan)) {
-        return NULL;
-    }
-    close_loan((ClientLeaseObject *)loan, reason);
-    Py_RETURN_NONE;
-}
-
-/* end_groups(consumer, groups, reason, state, numbers) -> int: ends the leases of groups from the
- * first on, until one is not this consumer's, or not held. How many; their numbers are appended. */
-static PyObject *py_borrower_end_groups(BorrowerObject *self, PyObject *args) {
-    PyObject *consumer, *groups, *state, *numbers;
-    int reason;
-    if (!PyArg_ParseTuple(args, "OO!iUO!", &consumer, &PyList_Type, &groups, &reason, &state,
-                          &PyList_Type, &numbers)) {
-        return NULL;
-    }
-    Py_ssize_t done = 0;
-    while (done < PyList_GET_SIZE(groups)) {
-        PyObject *group = PyList_GET_ITEM(groups, done);
-        PyObject *lease = py_group_lease(group, consumer);
-        if (lease == NULL || !own_loan(self, lease)) {
-            break;
-        }
-        ClientLeaseObject *loan = (ClientLeaseObject *)lease;
-        if (loan->reason != LOAN_HELD || loan->lost || !loan->locked) {
-            break;
-        }
-        PyObject *number = PyLong_FromLongLong(loan->number);
-        if (number == NULL || PyList_Append(numbers, number) < 0) {
-            Py_XDECREF(number);
-            return NULL;
-        }
-        Py_DECREF(number);
-        py_group_set_state(group, state);
-        close_loan(loan, reason);
-        done++;
-    }
-    return PyLong_FromSsize_t(done);
-}
-
-/* Of one that is held by its own account: others shall have it. Its number, or NULL. */
-static PyObject *give_back(BorrowerObject *self, ClientLeaseObject *loan, PyObject *leases) {
-    PyObject *number = PyLong_FromLongLong(loan->number);
-    PyObject *alone = number == NULL ? NULL : PyList_New(1);
-    if (alone == NULL || !note_loan(leases, loan, false)) {
-        Py_XDECREF(number);
-        Py_XDECREF(alone);
-        return NULL;
-    }
-    PyList_SET_ITEM(alone, 0, Py_NewRef((PyObject *)loan));
-    close_loan(loan, LOAN_HELD);
-    /* Without locks it is also delivered by a daemon that starts before it was told. */
-    unlock_loans(self, alone);
-    Py_DECREF(alone);
-    return number;
-}
-
-/* give_back_group(consumer, group, state, leases) -> int or None: forgets the lease of a group that
- * others shall have. Its number; None where the group is not this consumer's, or not held. */
-static PyObject *py_borrower_give_back_group(BorrowerObject *self, PyObject *args) {
-    PyObject *consumer, *group, *state, *leases;
-    if (!PyArg_ParseTuple(args, "OOUO!", &consumer, &group, &state, &PyDict_Type, &leases) ||
-        !py_borrower_usable(self)) {
-        return NULL;
-    }
-    PyObject *lease = py_group_lease(group, consumer);
-    if (lease == NULL || !own_loan(self, lease)) {
-        Py_RETURN_NONE;
-    }
-    ClientLeaseObject *loan = (ClientLeaseObject *)lease;
-    if (loan->reason != LOAN_HELD || loan->lost || !loan->locked) {
-        Py_RETURN_NONE;
-    }
-    PyObject *number = give_back(self, loan, leases);
-    if (number != NULL) {
-        py_group_set_state(group, state);
-    }
-    return number;
-}
-
-/* give_back_ready(leases) -> list of int: the same for all that are ready. */
-static PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *leases) {
-    if (!PyDict_Check(leases)) {
-        PyErr_SetString(PyExc_TypeError, "give_back_ready: expected a dict of leases");
-        return NULL;
-    }
-    PyObject *numbers = py_borrower_usable(self) ? PyList_New(0) : NULL;
-    ClientLeaseObject *loan;
-    while (numbers != NULL && (loan = pop_ready(self)) != NULL) {
-        PyObject *number = give_back(self, loan, leases);
-        if (number == NULL || PyList_Append(numbers, number) < 0) {
-            Py_CLEAR(numbers);
-        }
-        Py_XDECREF(number);
-        Py_DECREF(loan);
-    }
-    if (PyErr_Occurred()) {
-        Py_CLEAR(numbers);
-    }
-    return numbers;
-}
-
-/* confirm(leases, numbers): the daemon has released these: those that have ended are forgotten. A
- * group that was given back is confirmed, too, and is not known any more. */
-static PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
-    PyObject *leases, *numbers;
-    if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &leases, &PyList_Type, &numbers) ||
-        !py_borrower_usable(self)) {
-        return NULL;
-    }
-    PyObject *over = PyList_New(0);
-    bool good = over != NULL;
-    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(numbers); i++) {
-        PyObject *number = PyList_GET_ITEM(numbers, i);
-        PyObject *loan = PyDict_GetItemWithError(leases, number);
-        if (loan != NULL && own_loan(self, loan) &&
-            ((ClientLeaseObject *)loan)->reason != LOAN_HELD) {
-            good = PyList_Append(over, loan) == 0 && PyDict_DelItem(leases, number) == 0;
-        }
-        good = good && !PyErr_Occurred();
-    }
-    if (over != NULL) {
-        PyObject *error = good ? NULL : py_set_aside_error();
-        unlock_loans(self, over);
-        Py_DECREF(over);
-        if (!good) {
-            py_restore_error(error);
-        }
-    }
-    return good ? Py_NewRef(Py_None) : NULL;
-}
-
-/* forget(loans): the daemon has confirmed their end, or they are lost, or given back. */
-static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *loans) {
-    if (!PyList_Check(loans)) {
-        PyErr_SetString(PyExc_TypeError, "forget: expected a list of loans");
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        if (!require_loan(self, PyList_GET_ITEM(loans, i))) {
-            return NULL;
-        }
-    }
-    if (self->attached && self->segment->generation == fork_generation) {
-        unlock_loans(self, loans);
-    }
-    Py_RETURN_NONE;
 }
 
 /* (extents under a lease's lock, extents under a view's lock), for tests and messages. */
