@@ -48,6 +48,16 @@ def refusal(reply: messages.Refused) -> Exception:
     return kinds.get(reply.kind, errors.ProtocolError)(reply.message)
 
 
+class _Socket(socket.socket):
+    """A socket that closes with its last reference, and runs no Python code for that.
+
+    An exception of a signal's handler would be swallowed in there.
+    """
+
+    __slots__ = ()
+    __del__ = socket.SocketType.close
+
+
 class Wire:
     """One connection to a daemon.
 
@@ -69,7 +79,7 @@ class Wire:
         self._frames = messages.FrameBuffer()
         #: Whether this end has given the connection up.
         self.ended = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket = _Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             # A full backlog is EAGAIN for a socket with a timeout, and an endless wait without.
             self._socket.settimeout(limits.HELLO_WAIT_S)
@@ -140,8 +150,3 @@ class Wire:
     def forget(self) -> None:
         """Close this process's descriptor, and leave the connection to the other process."""
         self._socket.close()
-
-    def __del__(self) -> None:
-        connection = getattr(self, "_socket", None)
-        if connection is not None:
-            connection.close()

@@ -153,7 +153,7 @@ class Server:
             return
         service.removed = True
         logger.error(
-            "bus %r was removed: this daemon grants what is complete, and ends; what is not is lost "
+            "bus %r was removed: this daemon grants what is complete, and ends; the rest is lost "
             "with the bus. Create the bus again, and start a daemon for it",
             segment.name,
             extra={"leased_groups": service.leased_groups},

@@ -423,9 +423,9 @@ class Service:
                     return True
                 taken = self._planner.take(session.rank, request, now)
                 step, leases = (-1, None) if taken is None else taken
-        if not leases and not self.removed:
-            if waiting.deadline_s is None or now < waiting.deadline_s:
-                return False
+        late = waiting.deadline_s is not None and now >= waiting.deadline_s
+        if not (leases or late or self.removed):
+            return False
         for lease in leases or []:
             session.leases[lease.number] = lease
         session.send(

@@ -1,7 +1,7 @@
-"""Interrupts every step of a Consumer that a daemon serves, one or two ranks, and audits after each.
+"""Interrupts every step of a Consumer that a daemon serves, alone or with another rank, and audits.
 
-Usage: ``python tests/interrupt/served.py NAME [OPERATION...]``; as `embedded.py`, whose promises it
-checks. The daemon is a process of its own, which nothing interrupts.
+Usage: ``python tests/interrupt/served.py NAME [OPERATION...]``; as `embedded.py`, whose promises
+it checks. The daemon is a process of its own, which nothing interrupts.
 """
 
 from __future__ import annotations

@@ -1,0 +1,276 @@
+"""Sends real signals at random instants to a process that consumes, and audits at the end.
+
+Usage: ``python tests/interrupt/signals.py NAME COUNT [SEED [MODE...]]``. Prints one JSON line a
+mode. Each mode sends COUNT times SIGINT, which Python turns into KeyboardInterrupt, and COUNT times
+SIGALRM, whose handler raises another exception. The modes: ``embedded``, ``served`` by a daemon,
+and two ``ranks`` of a daemon.
+
+The consumer takes, acknowledges, gives back and asks for the ledger. In the end every group was
+acknowledged once, nothing else is left, and no call failed for another reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+import shmbus
+
+DATA = np.arange(7, dtype=np.int32)
+SAMPLES = 2
+SIGNALS = {signal.SIGINT, signal.SIGALRM}
+
+#: Seconds between two signals, at most; long enough for some calls, short enough for one.
+PAUSE_S = 0.004
+
+#: Seconds within which a signal has become an exception that its taker has seen.
+ANSWER_S = 10.0
+
+#: Groups that wait for the consumer, at most: it shall find some, and not drown.
+AHEAD_GROUPS = 60
+
+
+class Alarm(Exception):
+    """What the handler of SIGALRM raises."""
+
+
+class Victim:
+    """The process that is interrupted; where its own records change, that waits."""
+
+    def __init__(self, name: str, mode: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.ranks = 2 if mode == "ranks" else 1
+        self.consumers = [
+            shmbus.Consumer(name, daemon=mode != "embedded", rank=rank, world_size=self.ranks)
+            for rank in range(self.ranks)
+        ]
+        #: Which of them is the next to do something, and what it holds.
+        self.turn = 0
+        self.held: list[shmbus.Group] = []
+        self.acknowledged: list[str] = []
+        #: The exceptions keep their tracebacks, and those what the calls were about.
+        self.kept: list[BaseException] = []
+        #: Whether a handler may raise now, and the signal of one that could not.
+        self.armed = False
+        self.missed = 0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise, as soon as that is allowed."""
+        if not self.armed:
+            self.missed = number
+        elif number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        else:
+            raise Alarm
+
+    def arm(self) -> None:
+        self.armed = True
+        missed, self.missed = self.missed, 0
+        if missed:
+            self.handle(missed, None)
+
+    def operate(self) -> None:
+        """Do what may be interrupted anywhere."""
+        verb = self.random.choice(["each", "list", "with", "back", "stats", "version"])
+        if verb == "stats":
+            self.consumers[0].stats()
+        elif verb == "version":
+            self.consumers[0].policy_version += 1
+        consumer = self.consumers[self.turn]
+        if self.ranks == 1:
+            self.held = consumer.take(self.random.choice([1, 4, 20]), 0.002)
+        else:
+            self.held = consumer.take_step(groups=1, timeout=0.002)
+        self.end(consumer, verb)
+
+    def end(self, consumer: shmbus.Consumer, verb: str) -> None:
+        if verb == "list":
+            consumer.ack(self.held)
+        elif verb == "with":
+            for group in self.held:
+                with group:
+                    assert group[0]["tokens"].tobytes() == DATA.tobytes()
+        elif verb == "back":
+            for group in self.held:
+                group.give_back()
+        else:
+            for group in self.held:
+                group.ack()
+
+    def note(self) -> None:
+        """Write down what has ended; the rest is acknowledged by the next call."""
+        self.acknowledged += [g.instance_id for g in self.held if g.state == "acknowledged"]
+        self.held = [group for group in self.held if group.state == "leased"]
+
+    def run(self) -> None:
+        """Work until the input ends; say when an interrupt has come through."""
+        for number in SIGNALS:
+            signal.signal(number, self.handle)
+        faulthandler.register(signal.SIGUSR1)
+        over = threading.Event()
+        threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+        print("ready", flush=True)
+        while not over.is_set():
+            try:
+                self.arm()
+                self.operate()
+                self.armed = False
+            except (KeyboardInterrupt, Alarm) as error:
+                self.armed = False
+                self.kept = [*self.kept[-9:], error]
+                print(type(error).__name__, flush=True)
+            self.note()
+            self.finish_held()
+            self.turn = (self.turn + 1) % self.ranks
+
+    def finish_held(self) -> None:
+        """Acknowledge what an interrupted call has left."""
+        for group in self.held:
+            group.ack()
+        self.note()
+
+    def drain(self, seconds: float) -> shmbus.Ledger:
+        """Take all that is left, and return the ledger then."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.operate()
+            self.note()
+            self.turn = (self.turn + 1) % self.ranks
+            ledger = [consumer.stats() for consumer in self.consumers][-1]
+            left = ledger.leased or ledger.stashed or ledger.in_ring
+            if not left or time.monotonic() > deadline:
+                return ledger
+
+
+def consume(name: str, mode: str, seed: int) -> None:
+    victim = Victim(name, mode, seed)
+    victim.run()
+    ledger = victim.drain(10.0)
+    left = {"leased": ledger.leased, "stashed": ledger.stashed, "in_ring": ledger.in_ring}
+    print(
+        json.dumps(
+            {
+                "acknowledged": victim.acknowledged,
+                "left": {name: count for name, count in left.items() if count},
+                "balanced": ledger.balanced,
+                "dropped": dict(ledger.dropped),
+            }
+        )
+    )
+
+
+class Feeder(threading.Thread):
+    """Puts groups until it is told to stop; an even number of them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(daemon=True)
+        self._bus = shmbus.Bus.open(name)
+        self._producer = shmbus.Producer(name)
+        self._over = threading.Event()
+        self.keys: list[str] = []
+
+    def run(self) -> None:
+        while not self._over.is_set() or len(self.keys) % 2:
+            waiting = self._bus.stats().undelivered
+            if waiting > AHEAD_GROUPS * SAMPLES and not self._over.is_set():
+                time.sleep(0.001)
+                continue
+            key = f"g{len(self.keys)}"
+            self.keys.append(key)
+            for index in range(SAMPLES):
+                self._producer.put(
+                    key, group_size=SAMPLES, index=index, score=float(index), tokens=DATA,
+                    timeout=ANSWER_S,
+                )  # fmt: skip
+
+    def stop(self) -> list[str]:
+        self._over.set()
+        self.join()
+        self._producer.close()
+        self._bus.close()
+        return self.keys
+
+
+def attack(name: str, mode: str, count: int, seed: int) -> dict[str, Any]:
+    """Run one mode; return how often it was interrupted, and what was wrong."""
+    rng = random.Random(seed)
+    with contextlib.ExitStack() as last:
+        if mode == "embedded":
+            last.enter_context(shmbus.Bus.create(name, "1MiB", max_producers=2))
+        else:
+            argv = [sys.executable, "-m", "shmbus", "serve", name, "--capacity", "1MiB"]
+            daemon = subprocess.Popen([*argv, "--log-level", "error"], stdin=subprocess.DEVNULL)
+            last.callback(shmbus.unlink, name)
+            last.callback(daemon.wait, 30)
+            last.callback(daemon.terminate)
+            deadline = time.monotonic() + 20
+            while not os.path.exists(f"/dev/shm/shmbus.{name}"):
+                assert time.monotonic() < deadline, "no daemon"
+                time.sleep(0.01)
+        victim = subprocess.Popen(
+            [sys.executable, __file__, name, "consume", str(seed), mode],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        last.callback(victim.wait)
+        last.callback(victim.kill)
+        assert victim.stdin is not None and victim.stdout is not None
+        assert victim.stdout.readline() == "ready\n"
+        feeder = Feeder(name)
+        feeder.start()
+        met: dict[str, int] = {}
+        faults: list[str] = []
+        for number in rng.sample([*SIGNALS] * count, 2 * count):
+            time.sleep(rng.uniform(0, PAUSE_S))
+            victim.send_signal(number)
+            if not select.select([victim.stdout], [], [], ANSWER_S)[0]:
+                victim.send_signal(signal.SIGUSR1)
+                faults.append(f"signal {number} did not come through; where it is is on stderr")
+                time.sleep(0.5)
+                break
+            came = victim.stdout.readline().strip()
+            if came not in ("KeyboardInterrupt", "Alarm"):
+                faults.append(f"the consumer ended, with status {victim.wait()}")
+                break
+            met[came] = met.get(came, 0) + 1
+        keys = feeder.stop()
+        output, _ = victim.communicate()
+        faults += faults_of(keys, output)
+        return {"mode": mode, "seed": seed, **met, "faults": faults}
+
+
+def faults_of(keys: list[str], output: str) -> list[str]:
+    try:
+        said = json.loads(output.splitlines()[-1])
+    except (ValueError, IndexError):
+        return ["the consumer failed: its traceback is on stderr"]
+    times = Counter(said["acknowledged"])
+    faults = [f"acknowledged {times[key]} times: {key}" for key in keys if times[key] != 1]
+    if said["left"] or said["dropped"] or not said["balanced"]:
+        faults.append(f"the ledger: {said['left']}, {said['dropped']}")
+    return faults
+
+
+if __name__ == "__main__":
+    bus, count, *rest = sys.argv[1:]
+    if count == "consume":
+        consume(bus, rest[1], int(rest[0]))
+    else:
+        chosen = int(rest[0]) if rest else random.SystemRandom().randrange(2**32)
+        for which in rest[1:] or ["embedded", "served", "ranks"]:
+            print(json.dumps(attack(bus, which, int(count), chosen)), flush=True)

@@ -1,0 +1,49 @@
+"""An exception at any instant leaves every promise standing: injected everywhere, and real signals.
+
+The scripts of this folder run in processes of their own; each says what was wrong after which
+interrupt. They take operations, counts and seeds, for a longer look at one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def reports(script: str, *arguments: object) -> list[dict[str, Any]]:
+    """Run a script of this folder, and return the lines of JSON that it prints."""
+    command = [sys.executable, str(HERE / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_an_exception_at_any_step_of_an_embedded_consumer_costs_nothing(bus_name: str) -> None:
+    (report,) = reports("embedded.py", bus_name)
+    assert report["injections"] > 200
+    assert report["faults"] == []
+
+
+@pytest.mark.timeout(240)
+def test_an_exception_at_any_step_of_a_served_consumer_costs_nothing(bus_name: str) -> None:
+    (report,) = reports("served.py", bus_name)
+    assert report["injections"] > 1000
+    assert report["faults"] == []
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mode", ["embedded", "served", "ranks"])
+def test_a_consumer_that_gets_signals_at_random_instants_loses_and_doubles_nothing(
+    bus_name: str, seed: int, mode: str
+) -> None:
+    print(f"seed {seed}")
+    (report,) = reports("signals.py", bus_name, 30, seed, mode)
+    assert report["faults"] == []
+    assert (report["KeyboardInterrupt"], report["Alarm"]) == (30, 30)
