@@ -71,14 +71,14 @@ def run(parsed: argparse.Namespace) -> int:
             lifecycle.create_segment(
                 parsed.name, settings.capacity, settings.max_producers, 0
             ).close()
-        server.serve(
+        ours = server.serve(
             parsed.name,
             policy,
             settings.duplicate,
             stash_options(policy, settings.duplicate),
             settings.drain_timeout,
         )
-    if settings.unlink_on_exit:
+    if settings.unlink_on_exit and ours:
         with contextlib.suppress(errors.BusNotFoundError):
             lifecycle.unlink(parsed.name)
     return 0

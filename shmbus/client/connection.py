@@ -2,8 +2,8 @@
 
 Invariants:
 
-- The watcher, a thread which sleeps on the connection, dials again when that breaks; so a trainer in
-  a long step notices too. All leases, held or not confirmed, are claimed from the new daemon before
+- The watcher, a thread that sleeps on the connection, dials again when it breaks; so a trainer in a
+  long step notices too. All leases, held or not confirmed, are claimed from the new daemon before
   anything else is sent.
 - An interrupted dialogue is a broken connection. Whoever is interrupted between a request and what
   follows from its reply gives the connection up (`abandon`). The claim then says what this process
@@ -64,6 +64,8 @@ class Connection:
         self._pid = os.getpid()
         self._closed = False
         self._wire: Wire | None = None
+        #: Whether the dialogue may have stopped in the middle.
+        self.doubtful = False
         self._unreachable_since_s = time.monotonic()
         self._problem = ""
         #: Whether a daemon was dialled in vain since the connection broke.
@@ -190,7 +192,7 @@ class Connection:
                         f"bus {self._hello.bus!r}: this Consumer is closed; make a new one"
                     )
                 wire = self._wire
-                if wire is not None and not wire.ended:
+                if wire is not None and not wire.ended and not self.doubtful:
                     return wire
                 if wire is not None:
                     self._lose(wire, "it was given up after an interrupt")
@@ -221,17 +223,22 @@ class Connection:
         with self._lock:
             if self._wire is wire:
                 self._wire = None
-                self._dialled = False
+                self._dialled = self.doubtful = False
                 self._unreachable_since_s = time.monotonic()
                 self._problem = str(because)
                 self._wake_all()
         wire.end()
 
     def abandon(self) -> None:
-        """Give the connection up, after an exception that came in the middle of a dialogue."""
+        """Give the connection up, after an exception that came in the middle of a dialogue.
+
+        The caller sets `doubtful` first: another exception may come before this has begun.
+        """
         wire = self._wire
         if wire is not None:
             wire.end()
+        else:
+            self.doubtful = False
 
     def _wake_all(self) -> None:
         for pending in self._state.replies.values():
@@ -324,6 +331,9 @@ class Connection:
         if wire is None:
             if time.monotonic() > self._unreachable_since_s + limits.CLIENT_WAIT_S:
                 raise self.unavailable(time.monotonic() - self._unreachable_since_s)
+            return
+        if self.doubtful:
+            self._lose(wire, "it was given up after an interrupt")
             return
         try:
             wire.send(*requests)

@@ -211,6 +211,7 @@ class DaemonClient:
         except errors.DaemonUnavailableError:
             raise
         except BaseException:
+            self.connection.doubtful = True
             self.connection.abandon()
             raise
 
@@ -276,6 +277,7 @@ class DaemonClient:
             with self.lock:
                 self._tell_given_back(self.leases.give_back_ready())
         except BaseException:
+            self.connection.doubtful = True
             self.connection.abandon()
             raise
 
@@ -288,6 +290,7 @@ class DaemonClient:
             self._tell_given_back(numbers)
             return True
         except BaseException:
+            self.connection.doubtful = True
             self.connection.abandon()
             raise
 
@@ -308,6 +311,7 @@ class DaemonClient:
         except errors.DaemonUnavailableError:
             raise
         except BaseException:
+            self.connection.doubtful = True
             self.connection.abandon()
             raise
 
@@ -338,6 +342,7 @@ class DaemonClient:
             raise
         except BaseException:
             # Nobody waits for that reply any more.
+            self.connection.doubtful = True
             self.connection.abandon()
             raise
         if answer is None:

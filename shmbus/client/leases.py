@@ -1,9 +1,10 @@
 """The leases that this process holds from a daemon, and what its dialogue with the daemon has open.
 
 `ClientState` is plain data: which requests are in flight, which replies nobody has consumed, which
-leases were received but not handed out, and which ends the daemon has not confirmed. Nothing of
-this is kept anywhere else, so an exception of a signal's handler loses none of it. `Leases` changes the part that concerns leases. It knows no socket: it
-returns the messages that the daemon has to be told, and is told what the daemon said.
+leases were received, and which ends the daemon has not confirmed. Nothing of this is kept anywhere
+else, so an exception of a signal's handler loses none of it. `Leases` changes the part that
+concerns leases. It knows no socket: it returns the messages that the daemon has to be told, and is
+told what the daemon said.
 
 Invariants:
 

@@ -132,7 +132,7 @@ class Wire:
         return bool(poll.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
 
     def fileno(self) -> int:
-        """The descriptor; valid while there is a reference to this."""
+        """Return the descriptor; it is valid while there is a reference to this."""
         return self._socket.fileno()
 
     def await_end(self) -> None:

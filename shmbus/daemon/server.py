@@ -278,7 +278,7 @@ class Server:
 
 def serve(
     name: str, policy: StashPolicy, duplicate: Any, options: dict[str, Any], drain_timeout_s: float
-) -> None:
+) -> bool:
     """Attach to a bus and serve it until SIGTERM or SIGINT.
 
     Parameters
@@ -294,6 +294,11 @@ def serve(
     drain_timeout_s : float
         Seconds that leases have to end after SIGTERM or SIGINT.
 
+    Returns
+    -------
+    bool
+        Whether the bus is there still; if it was removed, its name may be another's.
+
     Raises
     ------
     BusNotFoundError, BusBusyError, LayoutMismatchError
@@ -308,3 +313,4 @@ def serve(
     finally:
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
+    return not server.service.removed

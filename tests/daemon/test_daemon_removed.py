@@ -60,7 +60,7 @@ def test_what_a_removed_bus_holds_is_delivered_before_its_daemon_ends(
 
 
 def test_a_removed_bus_leaves_its_name_to_the_next_daemon(daemon: Served, bus_name: str) -> None:
-    old = daemon("--capacity", "8MiB", "--drain-timeout", 60)
+    old = daemon("--capacity", "8MiB", "--drain-timeout", 60, "--unlink-on-exit")
     with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
         put(producer, "old")
         (held,) = consumer.take(timeout=10)
