@@ -347,7 +347,7 @@ class Connection:
             return
         with self._turn.attempt() as mine:
             try:
-                while mine and (replies := wire.receive_now()):
+                while mine and (replies := wire.receive(0.0)):
                     for reply in replies:
                         self._file(reply)
             except DaemonUnreachable as error:
