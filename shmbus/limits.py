@@ -47,6 +47,7 @@ __all__ = [
     "PART_BYTES",
     "PLENTY_GROUPS",
     "POLL_RECORDS",
+    "POOL_PORTION",
     "READY_PRESSURE",
     "REAP_INTERVAL_S",
     "RECENT_KEYS",
@@ -214,6 +215,10 @@ PLENTY_GROUPS = 16
 #: Steps that the fastest rank may be ahead of the slowest: what is formed for one that does not
 #: come holds space.
 MAX_STEPS_AHEAD = 64
+
+#: Groups that are leased at a time for a step of so many tokens, until it is full: what is leased
+#: beyond it waits for the next step, and is weighed once.
+POOL_PORTION = 16
 
 #: Walks that a status makes for a count at one instant, before it says that the bus was too busy.
 STATUS_ATTEMPTS = 3

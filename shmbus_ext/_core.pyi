@@ -264,6 +264,8 @@ class GroupTable(Generic[_S]):
     recent: dict[Hashable, None]
     apart: dict[Hashable, Any]
     failing_cells: int
+    unheld_groups: int
+    unheld_cells: int
     def __init__(self, *, count_bytes: bool = ..., judged: bool = ...) -> None: ...
     def __len__(self) -> int: ...
     def put(

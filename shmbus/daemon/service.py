@@ -251,7 +251,7 @@ class Service:
         size = None if self._planner is None else self._planner.size
         refused = admission.rank_refusal(hello, size, ranked)
         if refused is None and self._planner is None:
-            self._planner = StepPlanner(hello.world_size, self._lease_all_ready)
+            self._planner = StepPlanner(hello.world_size, self._table)
         return refused
 
     def _free_number(self) -> int:
@@ -280,6 +280,9 @@ class Service:
         else:
             out += leases
         self._put_back(out)
+        if self._planner is not None and not any(s.rank >= 0 for s in self.sessions.values()):
+            # Shards stay for their ranks; what is in none is anybody's again.
+            self._table.give_back(self._planner.empty_pool())
         self.serve(time.monotonic())
 
     def _put_back(self, leases: list[Lease]) -> None:
@@ -400,6 +403,10 @@ class Service:
         self._waiting = still
         if self.collector.stash.discards and not self.frozen:
             self.collector.release_discards()
+        rows, unheld = self.collector.stash.rows, self._unheld()
+        if (rows.unheld_groups, rows.unheld_cells) != unheld:
+            rows.unheld_groups, rows.unheld_cells = unheld
+            self.collector.flush()
 
     def _answer(self, waiting: _Waiting, now: float) -> bool:
         session, request = waiting.session, waiting.request
@@ -436,9 +443,6 @@ class Service:
             return []
         return self._table.take(max_groups, limits.MAX_GRANT_TRAJECTORIES)
 
-    def _lease_all_ready(self) -> list[Lease]:
-        return self._lease(limits.POLL_RECORDS)
-
     # -- for operators --------------------------------------------------------------------------
 
     @property
@@ -447,14 +451,26 @@ class Service:
         held = sum(len(s.leases) for s in self.sessions.values())
         return held + len(self._in_doubt) + len(self._deferred_ends)
 
+    def _unheld(self) -> tuple[int, int]:
+        """Return how many groups and trajectories wait here for their rank."""
+        planner = self._planner
+        return (0, 0) if planner is None else (planner.waiting_groups, planner.waiting_records)
+
     def ledger(self) -> Ledger:
-        """Return the ledger; claimed groups count as leased, returned ones as stashed."""
+        """Return the ledger: leased is what clients hold, also as claimed, or may hold.
+
+        What was given back, or waits for its rank, is stashed.
+        """
         ledger = self.collector.stats()
         table = self._table
+        groups, records = self._unheld()
+        claimed = table.claimed_records + self._in_doubt.withheld.records()
         return msgspec.structs.replace(
             ledger,
-            leased=ledger.leased + table.claimed_records + self._in_doubt.withheld.records(),
-            stashed=ledger.stashed + table.returned_records,
+            leased=ledger.leased + claimed - records,
+            stashed=ledger.stashed + table.returned_records + records,
+            groups_ready=table.ready_groups + groups,
+            groups_leased=self.leased_groups,
         )
 
     def status(self, request: messages.GetStatus) -> messages.StatusReply:

@@ -236,6 +236,10 @@ class Collector:
         """Tell other processes what is held here, for their messages."""
         self.reader.note(self.stash.rows)
 
+    def is_stale(self, samples: list[Trajectory]) -> bool:
+        """Whether a group of these samples is too old now."""
+        return self.stash.is_stale(samples, self.segment.policy_version)
+
     def release_discarded(self) -> None:
         """Release what the stash discarded; raise the next duplicate that is to be raised."""
         self.release_discards()

@@ -338,12 +338,25 @@ class Stash(Generic[S]):
         fresh: list[GroupEntry[S]] = []
         while len(fresh) < max_groups and (leased := self.rows.lease(max_groups - len(fresh))):
             for group in leased:
-                if min(s.policy_version for s in group.samples) < policy_version - lag:
-                    self.discards.append(Discard("stale", group.key, group.samples))
-                    self.end_lease(group)
+                if self.is_stale(group.samples, policy_version):
+                    self.discard_leased("stale", group)
                 else:
                     fresh.append(group)
         return fresh
+
+    def is_stale(self, samples: Iterable[S], policy_version: int) -> bool:
+        """Whether a group of these samples is too old for the policy."""
+        lag = self.policy.max_policy_lag
+        return lag is not None and min(s.policy_version for s in samples) < policy_version - lag
+
+    def discard_leased(self, reason: Reason, group: GroupEntry[S]) -> None:
+        """End a lease by discarding the group."""
+        self._discard(reason, group.key, group.samples)
+        self.end_lease(group)
+
+    def discard(self, reason: Reason, samples: list[S]) -> None:
+        """Discard a group that the stash never had."""
+        self._discard(reason, samples[0].key, samples)
 
     def end_lease(self, group: GroupEntry[S]) -> None:
         """Forget a leased group: its samples were acknowledged or dropped."""

@@ -43,6 +43,8 @@ typedef struct rows_object {
     /* Groups that are kept elsewhere, by key, and the samples in those; the stash's. */
     PyObject *apart;
     uint64_t failing_cells;
+    /* Leased groups that no client holds, and their samples, for messages; the daemon's. */
+    uint64_t unheld_groups, unheld_cells;
     struct row_list ready, leased;
 } GroupTableObject;
 

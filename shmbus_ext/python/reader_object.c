@@ -380,14 +380,20 @@ static PyObject *reader_py_count_unread(ReaderObject *self, PyObject *ignored) {
 
 void reader_note_rows(ReaderObject *self, const GroupTableObject *rows) {
     struct bus_header *h = self->segment->c.header;
-    atomic_store_explicit(&h->collector_leased_groups, (uint32_t)rows->leased.rows,
+    uint64_t unheld_groups =
+        rows->unheld_groups < rows->leased.rows ? rows->unheld_groups : rows->leased.rows;
+    uint64_t unheld_cells =
+        rows->unheld_cells < rows->leased.cells ? rows->unheld_cells : rows->leased.cells;
+    atomic_store_explicit(&h->collector_leased_groups,
+                          (uint32_t)(rows->leased.rows - unheld_groups), memory_order_relaxed);
+    atomic_store_explicit(&h->collector_leased_records, rows->leased.cells - unheld_cells,
                           memory_order_relaxed);
-    atomic_store_explicit(&h->collector_leased_records, rows->leased.cells, memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_groups,
-                          rows->c.count + rows->ready.rows + (uint64_t)PyDict_GET_SIZE(rows->apart),
+                          rows->c.count + rows->ready.rows + (uint64_t)PyDict_GET_SIZE(rows->apart) +
+                              unheld_groups,
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_records,
-                          rows->cells + rows->ready.cells + rows->failing_cells,
+                          rows->cells + rows->ready.cells + rows->failing_cells + unheld_cells,
                           memory_order_relaxed);
     /* Leases are in the order in which they were given. */
     atomic_store_explicit(&h->collector_lease_ns,
