@@ -419,7 +419,7 @@ class Consumer(_core.ConsumerBase[Group]):
         if group._consumer is not self or not source.is_leased(lease):
             raise errors.ProtocolError(
                 f"cannot {verb} group {group.instance_id!r} here, since another Consumer "
-                "delivered it"
+                "delivered it; use that one"
             )
         return lease
 

@@ -79,7 +79,7 @@ class AttachOptions(msgspec.Struct, frozen=True):
     name : str
         The bus.
     policy : StashPolicy
-        What becomes of groups that are late, stale, useless or too many.
+        What happens to groups that are late, stale, useless or too many.
     duplicate : "drop" | "error"
         Whether a second sample of an index is also raised.
     label : str | None

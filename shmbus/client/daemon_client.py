@@ -207,7 +207,7 @@ class DaemonClient:
                 )
 
     def _return_ahead(self) -> None:
-        """Give back what was asked ahead, since an older group is delivered before it now."""
+        """Give back the groups that were asked ahead: an older one is delivered before them now."""
         state = self.state
         with self.lock:
             id_, state.open_take = state.open_take, None
@@ -274,7 +274,7 @@ class DaemonClient:
         return reply.ledger
 
     def _demand(self, make: Callable[[int], messages.Request]) -> messages.Reply:
-        """Send a request that the daemon answers at once, and return its reply."""
+        """Send a request that the daemon answers immediately, and return the reply."""
         began = time.monotonic()
         deadline = began + limits.CLIENT_WAIT_S
         answer = self.connection.request(make, deadline, limits.CLIENT_WAIT_S, takes=False)

@@ -270,7 +270,7 @@ def serve(
     Raises
     ------
     BusNotFoundError, BusBusyError, LayoutMismatchError
-        There is no such bus, somebody reads it already, or it is of another layout.
+        There is no such bus, another process reads it, or it has another layout.
     """
     collector = Collector(name, policy, duplicate, "shmbus serve")
     collector.reader.lend()

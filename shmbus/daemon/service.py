@@ -85,13 +85,13 @@ class Service:
         self._table = LeaseTable(collector)
         self._planner: StepPlanner | None = None
         self._waiting: list[_Waiting] = []
-        #: Ends and claims that came while frozen.
+        #: Ends and claims that were received while frozen.
         self._deferred_ends: list[tuple[Session, Lease, int]] = []
         self._deferred_claims: list[tuple[Session, messages.Claim]] = []
         self._in_doubt = InDoubt(collector)
         #: Clients of the previous daemon that have not said what they hold, and their extents.
         self._expected = extents_of_clients(collector.segment)
-        #: What the others said; None once the ring has been read.
+        #: What the others claim; None once the ring has been read.
         self._claims: Claims | None = Claims()
         self._reclaim_until_s = self.began_s + limits.RECLAIM_WAIT_S
         self._next_reap_s = 0.0

@@ -1,4 +1,4 @@
-"""What a stopped trainer holds over a restart of the daemon: nobody else gets it while it lives."""
+"""Leases of a stopped trainer over a restart of the daemon: no other client gets its groups."""
 
 from __future__ import annotations
 
