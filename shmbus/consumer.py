@@ -44,7 +44,12 @@ class Consumer(_core.ConsumerBase[Group]):
 
     Without a daemon a bus has one consumer, and a second one gets BusBusyError. With a daemon
     (`shmbus serve NAME`) there may be many: each group goes to one of them, or, with ranks, each
-    step is shared out among them. The daemon's options of the stash apply then.
+    step is shared out among them. The daemon's options of the stash apply then. Consumers with a
+    rank and without one cannot be attached together: who comes later gets BusBusyError.
+
+    With ranks, `take(max_groups)` is `take_step(groups=max_groups, max_wait=0)`: this rank's shard
+    of the next step, which has at most `max_groups` groups for each rank and is formed as soon as
+    each gets one. All ranks have to call it with the same number.
 
     A group is leased until it is acknowledged, dropped or given back. Groups that an earlier
     consumer had not acknowledged are delivered again. A handle pickles by name and options, and
@@ -100,7 +105,8 @@ class Consumer(_core.ConsumerBase[Group]):
     BusNotFoundError, LayoutMismatchError
         There is no such bus, or it has another layout.
     BusBusyError
-        Another process reads this bus without a daemon, or has this rank.
+        Another process reads this bus without a daemon, or has this rank; or ranks are attached and
+        this Consumer has none, or the reverse.
     DaemonUnavailableError
         A daemon is needed and none answers, or the daemon of this bus died and was not restarted.
     ProtocolError

@@ -10,6 +10,7 @@ from shmbus_ext import _core
 __all__ = [
     "AHEAD_GROUPS",
     "ATTACH_WAIT_S",
+    "BUSY_GRACE_S",
     "CAPTURE_POLL_S",
     "CLIENT_WAIT_S",
     "COALESCE_S",
@@ -208,6 +209,10 @@ REST_S = 0.01
 #: Seconds that the daemon does not listen to a client which has just spoken and holds plenty: its
 #: acknowledgements gather meanwhile, and it is done with what it holds no sooner.
 LISTEN_REST_S = 0.001
+
+#: Seconds after which a client that another one keeps out is judged again: the other may have left,
+#: and its last words not been read for LISTEN_REST_S.
+BUSY_GRACE_S = 0.02
 
 #: Groups in a client's hands that are plenty: below, it may ask for more sooner than that.
 PLENTY_GROUPS = 16

@@ -51,6 +51,8 @@ class Connection(asyncio.Protocol):
         self._session: Session | None = None
         self._left_orderly = False
         self._refused = False
+        #: Whether its Hello is judged a second time, after BUSY_GRACE_S.
+        self._judged_again = False
         #: Whether it does not read its replies.
         self._choked = False
         #: Whether its acknowledgements gather for a moment.
@@ -169,9 +171,10 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.close()
         elif session is None:
-            if not isinstance(request, messages.Hello):
+            if not isinstance(request, messages.Hello) or self._judged_again:
+                when = "before the answer to its Hello" if self._judged_again else "first"
                 raise errors.ProtocolError(
-                    f"expected Hello as the first message, got {type(request).__name__}"
+                    f"expected Hello as the first message, got {type(request).__name__} {when}"
                 )
             self._greet(request)
         elif isinstance(request, messages.TakeSnapshot):
@@ -179,11 +182,21 @@ class Connection(asyncio.Protocol):
         else:
             self._server.guard(lambda: self._server.service.handle(session, request))
 
-    def _greet(self, hello: messages.Hello) -> None:
+    def _greet(self, hello: messages.Hello, *, again: bool = False) -> None:
         self._cancel_timer()
+        if self._transport is None or self._transport.is_closing():
+            return
         service = self._server.service
         found = service.hello(hello, self.send)
         if isinstance(found, messages.Refused):
+            in_the_way = found.kind in ("busy", "value") and not hello.observer
+            if in_the_way and not again and hello.client < 0:
+                # Who is in its way may have left, and not been read since.
+                self._judged_again = True
+                asyncio.get_running_loop().call_later(
+                    limits.BUSY_GRACE_S, lambda: self._greet(hello, again=True)
+                )
+                return
             self.refuse(found.kind, found.message)
             return
         self._session = found

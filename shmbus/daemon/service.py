@@ -241,7 +241,12 @@ class Service:
 
     def _admit_rank(self, hello: messages.Hello) -> messages.Refused | None:
         """Make room for a rank among the steps, or return why not; others are admitted."""
-        ranked = [s for s in self.sessions.values() if s.rank >= 0]
+        ranked = self._ranked()
+        if hello.client < 0:
+            # One that returns after a restart was here before those that it meets now.
+            mixed = admission.mixed_refusal(hello, self.sessions.values())
+            if mixed is not None:
+                return mixed
         if self._planner is not None and not ranked and hello.world_size != self._planner.size:
             # The job of that size is over; its groups go to the next clients.
             leases, self._planner = self._planner.dissolve(), None
@@ -253,6 +258,9 @@ class Service:
         if refused is None and self._planner is None:
             self._planner = StepPlanner(hello.world_size, self._table)
         return refused
+
+    def _ranked(self) -> list[Session]:
+        return [session for session in self.sessions.values() if session.rank >= 0]
 
     def _free_number(self) -> int:
         taken = self._in_doubt.clients() | set(self._expected) | set(self.sessions)
@@ -280,7 +288,7 @@ class Service:
         else:
             out += leases
         self._put_back(out)
-        if self._planner is not None and not any(s.rank >= 0 for s in self.sessions.values()):
+        if self._planner is not None and not self._ranked():
             # Shards stay for their ranks; what is in none is anybody's again.
             self._table.give_back(self._planner.empty_pool())
         self.serve(time.monotonic())
@@ -417,6 +425,11 @@ class Service:
                 session.send(messages.Refused(kind="protocol", message=str(error), id=request.id))
                 return True
             if isinstance(request, messages.Take):
+                ranked = self._ranked() if self._planner is not None else []
+                if ranked and not request.ahead:
+                    message = admission.taken_by_ranks(self.collector.segment.name, ranked, session)
+                    session.send(messages.Refused(kind="busy", message=message, id=request.id))
+                    return True
                 if not request.ahead or sum(not s.observer for s in self.sessions.values()) == 1:
                     leases = self._lease(request.max_groups)
             elif session.rank not in self._in_doubt.ranks():
