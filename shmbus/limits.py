@@ -27,6 +27,7 @@ __all__ = [
     "FAIL_REASON_CHARS",
     "HELLO_WAIT_S",
     "LISTEN_REST_S",
+    "LOG_INTERVAL_S",
     "MAX_REQUESTED",
     "MAX_CLIENTS",
     "MAX_GRANT_TRAJECTORIES",
@@ -134,6 +135,10 @@ STALL_TIMEOUT_MAX_S = 86_400.0
 #: Looks at the bus in each such period, each some microseconds: a stall is told a fourth late at
 #: the most.
 STALL_LOOKS = 4
+
+#: Seconds between two lines of the log for one cause that others decide how often it happens: drops
+#: of one reason, clients that are refused. What comes between is summed up.
+LOG_INTERVAL_S = 60.0
 
 #: Seconds that a sample may be asked for without an answer, and that a group with one that failed
 #: for good waits for its others: longer than a long rollout, shorter than anybody's patience.

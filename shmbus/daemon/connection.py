@@ -17,10 +17,12 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
 from shmbus import errors, limits
+from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon.leases import Session
 from shmbus.daemon.service import Service
@@ -35,6 +37,7 @@ class Host(Protocol):
 
     service: Service
     connections: set[Connection]
+    limited_log: LimitedLog
 
     def guard(self, work: Callable[[], None]) -> None: ...
     def changed(self) -> None: ...
@@ -75,11 +78,11 @@ class Connection(asyncio.Protocol):
         try:
             self._peer_pid = socket_path.check_peer(name, connection)
         except PermissionError as error:
-            logger.warning("refused a connection: %s", error)
+            self._warn("refused connections of other users", f"refused a connection: {error}")
             self._transport.abort()
             return
         if len(self._server.connections) > 2 * limits.MAX_CLIENTS:
-            self.refuse("busy", f"bus {name!r}: too many connections; close some")
+            self.refuse("busy", f"bus {name!r}: too many connections; close some", "too many")
             return
         self._transport.set_write_buffer_limits(high=limits.MAX_UNSENT_BYTES // 2)
         loop = asyncio.get_running_loop()
@@ -222,14 +225,18 @@ class Connection(asyncio.Protocol):
             return
         transport.write(messages.frame(reply))
         if transport.get_write_buffer_size() > limits.MAX_UNSENT_BYTES:
-            logger.warning("closed a client that does not read", extra={"pid": self._peer_pid})
+            self._warn("clients that do not read", "closed a client that does not read")
             self._refused = True
             transport.abort()
 
-    def refuse(self, kind: str, message: str) -> None:
-        """Send the reason, and close."""
+    def _warn(self, cause: str, message: str) -> None:
+        """Log what a client has caused; clients decide how often, so lines of a cause are few."""
+        self._server.limited_log.warning(cause, time.monotonic(), message, pid=self._peer_pid)
+
+    def refuse(self, kind: str, message: str, cause: str = "") -> None:
+        """Send the reason, and close; the log tells one `cause`, or kind, from another."""
         self._refused = True
-        logger.warning("refused a client: %s", message, extra={"pid": self._peer_pid})
+        self._warn(f"refused clients ({cause or kind})", f"refused a client: {message}")
         self.send(messages.Refused(kind=kind, message=message))  # type: ignore[arg-type]
         if self._transport is not None:
             self._transport.close()
@@ -241,7 +248,7 @@ class Connection(asyncio.Protocol):
 
     def _require_hello(self) -> None:
         if self._session is None:
-            self.refuse("protocol", f"no Hello within {limits.HELLO_WAIT_S:g} s")
+            self.refuse("protocol", f"no Hello within {limits.HELLO_WAIT_S:g} s", "no Hello")
 
     def _cancel_timer(self) -> None:
         if self._hello_timer is not None:

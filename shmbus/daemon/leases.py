@@ -211,7 +211,7 @@ class LeaseTable:
         if lease.group is not None:
             self._collector.end(lease.group, reason)
         else:
-            self._collector.reader.release(lease.samples, reason)
+            self._collector.end_unknown(lease.samples, reason)
             self.claimed_records -= len(lease.samples)
 
     def drop_stale(self, leases: list[Lease]) -> set[Lease]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -22,6 +23,7 @@ from shmbus._arguments import process_label
 from shmbus.ledger import REASONS, Ledger
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
+from shmbus.stash.drops import DropLog
 from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Discard, Stash, StashPolicy
 from shmbus_ext import _core
@@ -76,6 +78,8 @@ class Collector:
         except BaseException:
             self.segment.close()
             raise
+        self.drops = DropLog(self.segment)
+        self._corrupt = self.segment.released()[_core.DROP_CORRUPT]
         self._asking = Retries(self.segment, self.stash)
 
     def require(self) -> None:
@@ -218,9 +222,19 @@ class Collector:
             self._next_sweep_s = now + limits.SWEEP_INTERVAL_S
             self.reader.sweep()
             self._asking.look_for_dead()
+            self._tell_drops(now)
         if now >= self._next_evacuation_s:
             self._next_evacuation_s = now + limits.EVACUATE_INTERVAL_S
             self._free_space()
+
+    def _tell_drops(self, now: float) -> None:
+        """Sum up what was dropped lately, and tell what the reader has quarantined."""
+        corrupt = self.segment.released()[_core.DROP_CORRUPT]
+        if corrupt > self._corrupt:
+            self.drops.note_corrupt(corrupt - self._corrupt, now)
+            self._corrupt = corrupt
+        self.drops.flush()
+        self.drops.sum_up(now)
 
     def _free_space(self) -> None:
         """Housekeeping under pressure: make room where records that wait keep it."""
@@ -252,10 +266,16 @@ class Collector:
 
     def release_discards(self) -> None:
         """Release what the stash discarded, each with its reason."""
-        for discard in self.stash.take_discards():
+        discards = self.stash.take_discards()
+        if not discards:
+            return
+        now = time.monotonic()
+        for discard in discards:
+            self.drops.note(discard.reason, discard.samples, now)
             self.reader.release(discard.samples, REASONS.index(discard.reason))
             if discard.reason == "duplicate" and self._duplicate == "error":
                 self._errors.append(_duplicate_error(discard))
+        self.drops.flush()
 
     # -- ending leases --------------------------------------------------------------------------
 
@@ -265,10 +285,21 @@ class Collector:
 
     def end(self, group: _core.GroupEntry[Trajectory], reason: int) -> None:
         """Release a leased group: all of its samples, or, if this process dies now, none."""
+        if reason:
+            self.drops.note(REASONS[reason], group.samples, time.monotonic())
         self.reader.release(group.samples, reason)
         self.stash.end_lease(group)
+        if reason:
+            self.drops.flush()
         if self.stash.discards:
             self.release_discards()
+
+    def end_unknown(self, samples: list[Trajectory], reason: int) -> None:
+        """Do so for a group that an earlier collector had leased, and this stash does not know."""
+        if reason:
+            self.drops.note(REASONS[reason], samples, time.monotonic())
+        self.reader.release(samples, reason)
+        self.drops.flush()
 
     def give_back(self, group: _core.GroupEntry[Trajectory]) -> None:
         """Make a leased group the next to be delivered, also to who waits in `take`."""
@@ -317,6 +348,8 @@ class Collector:
         """Leave the bus. What is not acknowledged stays in the ring for the next collector."""
         self.reader.wake()
         with self.lock:
+            if not self.segment.closed:
+                self.drops.sum_up()
             self.reader.close()
 
 
