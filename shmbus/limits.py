@@ -39,9 +39,10 @@ __all__ = [
     "MAX_UNSENT_BYTES",
     "MAX_WAITING",
     "META_ROOM_BYTES",
-    "METRICS_POLL_S",
+    "METRICS_CONNECTIONS",
     "METRICS_PORT",
     "METRICS_PRODUCERS",
+    "METRICS_REQUEST_BYTES",
     "METRICS_REQUEST_S",
     "METRICS_THREADS",
     "OBSERVE_WAIT_S",
@@ -280,14 +281,19 @@ METRICS_PORT = 9464
 #: thousands of producers does not make thousands of time series.
 METRICS_PRODUCERS = 64
 
-#: Seconds that a client of the metrics server may be silent.
+#: Seconds that a client of the metrics server has for its whole request, and again to read the
+#: answer: a scrape over loopback takes milliseconds.
 METRICS_REQUEST_S = 5.0
 
-#: Requests for metrics that are answered at once; more are turned away.
+#: Bytes of such a request: browsers send some hundred, Prometheus fewer.
+METRICS_REQUEST_BYTES = 16 << 10
+
+#: Requests for metrics that are answered at the same time; others wait.
 METRICS_THREADS = 8
 
-#: Seconds within which the metrics server notices that it shall stop.
-METRICS_POLL_S = 0.5
+#: Connections to the metrics server at a time; a new one ends the oldest that is slow. Few beside
+#: the 1,024 open files that a process has by default.
+METRICS_CONNECTIONS = 128
 
 #: Bytes of records above which a part of a snapshot is written: little enough to hold in memory a
 #: few times, enough that a file is one long write.
