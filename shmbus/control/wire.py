@@ -28,8 +28,9 @@ class DaemonUnreachable(Exception):
 
 
 def stale(name: str) -> bool:
-    """Whether there is a socket of this bus at all: a daemon that ended in order removes it."""
-    return os.path.exists(socket_path.socket_path(name))
+    """Whether a daemon has left its socket: one that ended in order removes it."""
+    path = socket_path.socket_path(name)
+    return os.path.lexists(path) and socket_path.obstacle(name) is None
 
 
 def refusal(reply: messages.Refused) -> Exception:
@@ -55,12 +56,15 @@ class Wire:
     Raises
     ------
     DaemonUnreachable
-        There is no socket, or nobody listens at it.
+        There is no socket, nobody listens at it, or something else is in its place.
     PermissionError
-        It is another user's.
+        The process that listens is another user's.
     """
 
     def __init__(self, name: str) -> None:
+        what = socket_path.obstacle(name)
+        if what is not None:
+            raise DaemonUnreachable(what)
         self._name = name
         self._frames = messages.FrameBuffer()
         self._users = 0

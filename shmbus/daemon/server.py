@@ -124,6 +124,7 @@ class Server:
 
     def _listen(self) -> socket.socket:
         """Bind the socket under a temporary name, and rename it once it listens."""
+        socket_path.require_place(self._collector.segment.name)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         fresh = f"/dev/shm/shmbus-new-{os.getpid()}-{time.monotonic_ns()}.sock"
         before = os.umask(0o177)
