@@ -4,7 +4,8 @@ A snapshot is a directory: ``manifest.json``, and parts (`shmbus.store.parts`) w
 
 Invariants:
 
-- The directory appears whole, by one rename, or not at all; every byte is on the disk before.
+- The directory appears whole, by one rename, or not at all; every byte is on the disk before. What
+  a writer that was killed has left beside it is removed by the next one there, on proof of death.
 - It is of one instant: nobody collects meanwhile, and what producers commit after its beginning is
   not in it.
 - A restored bus appears whole, by one link, or not at all. Each record keeps its producer's number,
@@ -16,7 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -48,9 +52,13 @@ from shmbus_ext import _core
 
 __all__ = ["Manifest", "SlotCounts", "read_manifest", "restore", "restored_as", "take"]
 
+logger = logging.getLogger(__name__)
+
 MANIFEST: Final = "manifest.json"
 #: Says that its records are on a bus again.
 _RESTORED: Final = "restored.json"
+#: A directory that is being written, beside its target.
+_PARTIAL: Final = re.compile(r"\..+\.partial-[0-9a-f]{8}")
 _FORMAT: Final = "shmbus-snapshot"
 _VERSION: Final = 1
 ManifestType = TypeVar("ManifestType", bound=msgspec.Struct)
@@ -180,12 +188,21 @@ def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> Mani
     ):
         what = "it becomes a new directory; choose another, or move away what is there"
         raise FileExistsError(errno.EEXIST, what, str(target))
-    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    _remove_abandoned(target.parent)
     try:
-        partial.mkdir(mode=0o700)
+        partial, lock = _begin_partial(target)
     except OSError as error:
         what = f"cannot be written: {error.strerror}; choose a directory in one that is there"
         raise type(error)(error.errno, f"{what} and writable", str(target)) from error
+    try:
+        return _fill_partial(partial, target, write)
+    finally:
+        os.close(lock)
+
+
+def _fill_partial(
+    partial: Path, target: Path, write: Callable[[Path], ManifestType]
+) -> ManifestType:
     try:
         manifest = write(partial)
         write_file(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
@@ -199,6 +216,49 @@ def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> Mani
         raise
     _sync(target.parent)
     return manifest
+
+
+def _begin_partial(target: Path) -> tuple[Path, int]:
+    """Make a directory beside the target; its lock says that its writer lives."""
+    while True:
+        partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+        partial.mkdir(mode=0o700)
+        try:
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # somebody who tidied up was faster
+        with contextlib.suppress(OSError):  # a file system without locks: nobody gets one there
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if partial.exists():
+            return partial, lock
+        os.close(lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what writers that are dead have left in a directory: nobody holds its lock."""
+    try:
+        beside = [path for path in parent.iterdir() if _PARTIAL.fullmatch(path.name)]
+    except OSError:
+        return  # not there, or not ours to list; making the new one says so
+    for partial in beside:
+        try:
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # no directory, or another user's
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                size = sum(path.stat().st_size for path in partial.iterdir())
+                shutil.rmtree(partial)
+                logger.warning(
+                    "removed %s (%s): its writer was killed, and nothing of it is needed",
+                    partial,
+                    show_size(size),
+                )
+        except OSError:
+            pass  # its writer lives, or it cannot be told; the new one does not need its place
+        finally:
+            os.close(lock)
 
 
 def _no_room(target: Path, written: int) -> OSError:
