@@ -47,6 +47,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         Read, and in an incomplete group or in a complete one that nobody has taken.
     in_ring : int
         Committed, and not read yet.
+    ready : int
+        Those of `stashed` that are in complete groups.
     dropped : dict[str, int]
         Gone for another reason, by reason.
     groups_open, groups_ready, groups_leased : int
@@ -73,6 +75,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     stashed: int
     in_ring: int
     dropped: dict[str, int]
+    ready: int = 0
     groups_open: int = 0
     groups_ready: int = 0
     groups_leased: int = 0

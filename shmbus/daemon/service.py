@@ -482,6 +482,7 @@ class Service:
             ledger,
             leased=ledger.leased + claimed - records,
             stashed=ledger.stashed + table.returned_records + records,
+            ready=ledger.ready + table.returned_records + records,
             groups_ready=table.ready_groups + groups,
             groups_leased=self.leased_groups,
         )

@@ -271,7 +271,7 @@ class Collector:
             return
         now = time.monotonic()
         for discard in discards:
-            self.drops.note(discard.reason, discard.samples, now)
+            self.drops.note(discard.reason, discard.samples, now, superseded=discard.superseded)
             self.reader.release(discard.samples, REASONS.index(discard.reason))
             if discard.reason == "duplicate" and self._duplicate == "error":
                 self._errors.append(_duplicate_error(discard))
@@ -330,6 +330,7 @@ class Collector:
                 in_ring=in_ring,
                 leased=stash.leased_records,
                 stashed=stash.open_records + stash.ready_records,
+                ready=stash.ready_records,
                 groups_open=stash.open_groups,
                 groups_ready=stash.ready_groups,
                 groups_leased=stash.leased_groups,

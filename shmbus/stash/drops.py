@@ -22,6 +22,8 @@ logger = logging.getLogger("shmbus.drops")
 
 Trajectory = _core.Trajectory
 _SHOWN = 6
+#: The report of a failure that costs nothing more.
+_SUPERSEDED = "failed (reports)"
 #: What went wrong, and what to do, by the ledger's reason.
 _REMEDIES = {
     "duplicate": "that index was there already, and the first is kept; number the samples of a "
@@ -40,8 +42,7 @@ _REMEDIES = {
     "corrupt": "its bytes in the segment are damaged; `shmbus inspect` shows where",
     "failed": "a sample failed for good; raise sample_retries, or deliver the others by "
     "on_failure='partial'",
-    "failed (reports)": "its sample was requested again, came after all, or its group was given "
-    "up; `shmbus status` shows which",
+    _SUPERSEDED: "its sample was requested again, or has come since, or its group had ended",
 }
 
 
@@ -59,10 +60,17 @@ class DropLog:
         self._throttle = Throttle(limits.LOG_INTERVAL_S)
         self._messages: list[tuple[int, str]] = []
 
-    def note(self, reason: str, samples: Sequence[Trajectory], now_s: float) -> None:
+    def note(
+        self,
+        reason: str,
+        samples: Sequence[Trajectory],
+        now_s: float,
+        *,
+        superseded: bool = False,
+    ) -> None:
         """Note samples of one group that are about to be released for a reason."""
-        if reason == "failed" and all(sample.failed for sample in samples):
-            reason = "failed (reports)"
+        if superseded:
+            reason = _SUPERSEDED
         if self._throttle.first(reason, now_s, len(samples)):
             self._messages.append((_level(reason), self._describe(reason, samples)))
 
@@ -124,5 +132,5 @@ def _why(report: Trajectory) -> str:
 
 
 def _level(reason: str) -> int:
-    # Somebody has asked for this one.
-    return logging.INFO if reason == "zero_variance" else logging.WARNING
+    # Somebody has asked for the one, and nothing is lost by the other.
+    return logging.INFO if reason in ("zero_variance", _SUPERSEDED) else logging.WARNING

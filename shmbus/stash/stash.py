@@ -121,14 +121,20 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Discard(Generic[S]):
-    """Samples that left for a reason other than acknowledgement."""
+    """Samples that left for a reason other than acknowledgement.
 
-    __slots__ = ("key", "reason", "samples")
+    `superseded`: reports of failures that have served, and cost their group nothing more.
+    """
 
-    def __init__(self, reason: Reason, key: Hashable, samples: list[S]) -> None:
+    __slots__ = ("key", "reason", "samples", "superseded")
+
+    def __init__(
+        self, reason: Reason, key: Hashable, samples: list[S], *, superseded: bool = False
+    ) -> None:
         self.reason: Reason = reason
         self.key = key
         self.samples = samples
+        self.superseded = superseded
 
 
 class Stash(Generic[S]):
@@ -223,7 +229,7 @@ class Stash(Generic[S]):
             elif not self._is_late(sample):
                 group = failures.begin(key, sample.group_size, (), now_s, now_s)
             else:
-                self.discards.append(Discard("failed", key, [sample]))
+                self.discards.append(Discard("failed", key, [sample], superseded=True))
                 return
         failures.take_in(group, sample, now_s)
         self._settle(group, now_s)
@@ -239,7 +245,8 @@ class Stash(Generic[S]):
     def _settle(self, group: FailingGroup[S], now_s: float) -> None:
         left, self.failures.left = self.failures.left, []
         for reason, sample in left:
-            self.discards.append(Discard(reason, sample.key, [sample]))
+            superseded = reason == "failed"
+            self.discards.append(Discard(reason, sample.key, [sample], superseded=superseded))
         self._count_apart()
         if group.decided:
             self._end_apart(group, now_s)

@@ -124,6 +124,31 @@ def test_a_group_without_variance_is_told_to_who_listens_for_it(
     assert "as zero_variance: all scores are equal" in lines(caplog)[0]
 
 
+def test_the_report_of_a_failure_that_cost_nothing_is_no_warning(
+    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shmbus.drops")
+    with Consumer(bus.name, sample_retries=1) as consumer:
+        put(producer, "a")
+        producer.fail("a", 1, "flaky", group_size=2)
+        consumer.take(timeout=0)
+        put(producer, "a", 1)
+        assert len(consumer.take(timeout=5)) == 1
+    assert [r.levelname for r in caplog.records] == ["INFO"]
+    assert "the failure report 1 of 2, group 'a'" in lines(caplog)[0]
+    assert "(sample 1 failed: flaky)" in lines(caplog)[0]
+
+
+def test_a_group_of_which_only_a_failure_is_known_is_a_warning(
+    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Consumer(bus.name) as consumer:
+        producer.fail("a", 0, "no sandbox", group_size=1)
+        consumer.take(timeout=0)
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "as failed (sample 0 failed: no sandbox): a sample failed for good" in lines(caplog)[0]
+
+
 def test_thousands_of_drops_are_one_line_and_a_sum(
     bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
 ) -> None:

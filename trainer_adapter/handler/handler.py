@@ -429,8 +429,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
         ledger = self._consumer.stats()
         text = (
             f"bus {self._consumer.name!r} has {ledger.groups_open} incomplete groups with "
-            f"{ledger.stashed} trajectories, {ledger.in_ring} unread, {ledger.producers} producers "
-            f"attached, {len(self._held)} groups held for the next batch"
+            f"{ledger.stashed - ledger.ready} trajectories, {ledger.in_ring} unread, "
+            f"{ledger.producers} producers attached, {len(self._held)} groups held for the next "
+            "batch"
         )
         if self._sharded:
             text += "; " + what_a_step_needs(
@@ -438,7 +439,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 self.groups_per_batch,
                 self.tokens_per_batch,
                 self._max_wait,
-                ledger.leased,
+                ledger.leased + ledger.ready,
             )
         return text
 
