@@ -174,7 +174,7 @@ static PyObject *lock_held(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iL", &fd, &byte)) {
         return NULL;
     }
-    return lock_answer(segment_lock_probe(fd, byte));
+    return lock_answer(file_lock_probe(fd, byte));
 }
 
 /* any_lock_held(fd) -> bool: the same for every byte there is. */
@@ -184,7 +184,7 @@ static PyObject *any_lock_held(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "i", &fd)) {
         return NULL;
     }
-    return lock_answer(segment_lock_probe_all(fd));
+    return lock_answer(file_lock_probe_all(fd));
 }
 
 /* lock_all(fd) -> bool: whether every lock is this description's now, and nobody else's. */
@@ -194,7 +194,7 @@ static PyObject *lock_all(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "i", &fd)) {
         return NULL;
     }
-    enum lock_status status = segment_lock_all(fd);
+    enum lock_status status = file_lock_take_all(fd);
     return status == LOCK_ERROR ? PyErr_SetFromErrno(PyExc_OSError)
                                 : PyBool_FromLong(status == LOCK_TAKEN);
 }

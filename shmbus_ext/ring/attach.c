@@ -134,14 +134,14 @@ uint32_t reader_sweep(struct reader *self) {
         struct producer_slot *slot = &segment->slots[i];
         uint32_t state = atomic_load_explicit(&slot->state, memory_order_acquire);
         if (state == SHMBUS_SLOT_FREE ||
-            segment_lock(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
+            file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
             continue;
         }
         /* The lock was free: the owner has closed, or its process has ended. */
         dead += state == SHMBUS_SLOT_ACTIVE;
         FAILPOINT("sweep-locked");
         recover_producer(segment, i);
-        segment_unlock(segment->fd, SHMBUS_LOCK_SLOT + i);
+        file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + i);
         self->lanes[i].dirty = true;
     }
     reader_tidy(self);

@@ -137,7 +137,7 @@ static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
     while (from < to) {
         int64_t start = SHMBUS_LOCK_VIEW + (int64_t)self->parked[from];
         int64_t bytes = (int64_t)self->parked[to - 1] - (int64_t)self->parked[from] + 1;
-        enum lock_status found = segment_lock_find(self->segment->fd, &start, &bytes);
+        enum lock_status found = file_lock_find(self->segment->fd, &start, &bytes);
         if (found == LOCK_TAKEN) {
             for (uint32_t i = from; i < to; i++) {
                 self->runs[self->parked[i]].unviewed = true;

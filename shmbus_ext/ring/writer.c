@@ -59,7 +59,7 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
             if (pass == 0 && state != SHMBUS_SLOT_FREE) {
                 continue;
             }
-            enum lock_status lock = segment_lock(segment->fd, SHMBUS_LOCK_SLOT + i);
+            enum lock_status lock = file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + i);
             if (lock == LOCK_ERROR) {
                 return WRITER_SYSTEM_ERROR;
             }

@@ -78,7 +78,7 @@ static void collect(void) {
     struct reader reader;
     struct record_ref refs[RECORDS];
     own.fd = reopen(segment.fd);
-    CHECK(segment_lock(own.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
+    CHECK(file_lock_take(own.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
     CHECK(reader_attach(&reader, &own));
     for (uint32_t i = 0; i < RECORDS; i++) {
         CHECK(reader_next(&reader, &refs[i]) == 1);
@@ -170,14 +170,14 @@ static void a_producer_may_die_after_any_instruction(uint64_t *random, unsigned 
         uint64_t steps = step(produce, i == 0 ? UINT64_MAX : random_below(random, whole));
         whole = i == 0 ? steps : whole;
         uint32_t done = atomic_load(&witness->done), begun = atomic_load(&witness->begun);
-        CHECK(segment_lock(segment.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
+        CHECK(file_lock_take(segment.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
         CHECK(reader_attach(&reader, &segment));
         uint32_t n = drain(&reader, life, true);
         CHECK(n == done || n == begun);
         total += n;
         audit(&reader, 0);
         reader_detach(&reader);
-        segment_unlock(segment.fd, SHMBUS_LOCK_COLLECTOR);
+        file_lock_drop(segment.fd, SHMBUS_LOCK_COLLECTOR);
     }
     printf("%u producers ended within %llu instructions\n", kills, (unsigned long long)whole);
 }
@@ -194,7 +194,7 @@ static void a_collector_may_die_after_any_instruction(uint64_t *random, unsigned
         uint64_t steps = step(collect, i == 0 ? UINT64_MAX : random_below(random, whole));
         whole = i == 0 ? steps : whole;
         uint32_t done = atomic_load(&witness->done), begun = atomic_load(&witness->begun);
-        CHECK(segment_lock(segment.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
+        CHECK(file_lock_take(segment.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
         CHECK(reader_attach(&reader, &segment));
         uint32_t n = drain(&reader, 0, false);
         CHECK(n == RECORDS - done * RECORDS / 2 || n == RECORDS - begun * RECORDS / 2);
@@ -203,7 +203,7 @@ static void a_collector_may_die_after_any_instruction(uint64_t *random, unsigned
         CHECK(drain(&reader, 0, false) == 0);
         audit(&reader, 1);
         reader_detach(&reader);
-        segment_unlock(segment.fd, SHMBUS_LOCK_COLLECTOR);
+        file_lock_drop(segment.fd, SHMBUS_LOCK_COLLECTOR);
     }
     printf("%u collectors ended within %llu instructions\n", kills, (unsigned long long)whole);
 }

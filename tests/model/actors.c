@@ -136,7 +136,7 @@ void produce_interleaved(void) {
 /* ---- collectors ---- */
 
 static void attach_collector(struct actor *self) {
-    while (segment_lock(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
+    while (file_lock_take(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
         engine_pause();
     }
     if (!reader_attach(&self->reader, &self->segment)) {
@@ -247,7 +247,7 @@ static void drain(struct actor *self) {
 
 void audit_script(void) {
     struct actor *self = begin();
-    if (segment_lock(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
+    if (file_lock_take(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
         engine_fail("a dead collector's lock is still held");
     }
     attach_collector(self);

@@ -87,10 +87,10 @@ static bool is_dead(struct actor *self, uint64_t producer_id) {
         return true;
     }
     int64_t slot = SHMBUS_LOCK_SLOT + (int64_t)producer_id;
-    if (segment_lock(self->segment.fd, slot) != LOCK_TAKEN) {
+    if (file_lock_take(self->segment.fd, slot) != LOCK_TAKEN) {
         return false;
     }
-    segment_unlock(self->segment.fd, slot);
+    file_lock_drop(self->segment.fd, slot);
     return true;
 }
 
@@ -121,7 +121,7 @@ static bool is_wanted(void) {
 
 void ask_for_one(enum patience patience, uint8_t takers) {
     struct actor *self = begin();
-    while (segment_lock(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
+    while (file_lock_take(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
         engine_pause();
     }
     adopt(self);
@@ -171,7 +171,7 @@ static bool wait_for_one(struct actor *self, uint8_t askers) {
 
 void take_wanted(enum deed deed, uint8_t askers) {
     struct actor *self = begin();
-    if (segment_lock(self->segment.fd, SHMBUS_LOCK_SLOT + running) != LOCK_TAKEN) {
+    if (file_lock_take(self->segment.fd, SHMBUS_LOCK_SLOT + running) != LOCK_TAKEN) {
         engine_fail("P%d has no slot", running);
     }
     ghost_takes();

@@ -403,9 +403,9 @@ static uint8_t *lock_place(int64_t byte) {
                                                                    : byte - SHMBUS_LOCK_SLOT];
 }
 
-enum lock_status segment_lock(int fd, int64_t byte) {
+enum lock_status file_lock_take(int fd, int64_t byte) {
     (void)fd;
-    engine_yield(OP_LOCK, NOWHERE, memory_order_seq_cst, "segment_lock");
+    engine_yield(OP_LOCK, NOWHERE, memory_order_seq_cst, "file_lock_take");
     before_operation(&world.processes[running], NOWHERE, memory_order_seq_cst, true);
     after_operation(memory_order_seq_cst);
     uint8_t *owner = lock_place(byte);
@@ -417,9 +417,9 @@ enum lock_status segment_lock(int fd, int64_t byte) {
     return taken ? LOCK_TAKEN : LOCK_HELD_ELSEWHERE;
 }
 
-void segment_unlock(int fd, int64_t byte) {
+void file_lock_drop(int fd, int64_t byte) {
     (void)fd;
-    engine_yield(OP_UNLOCK, NOWHERE, memory_order_seq_cst, "segment_unlock");
+    engine_yield(OP_UNLOCK, NOWHERE, memory_order_seq_cst, "file_lock_drop");
     before_operation(&world.processes[running], NOWHERE, memory_order_seq_cst, true);
     uint8_t *owner = lock_place(byte);
     if (*owner == running + 1) {
