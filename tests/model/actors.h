@@ -1,4 +1,4 @@
-/* The scripts that scenarios are made of; actors.c and asking.c have them. */
+/* The scripts that scenarios are made of; actors.c and retries.chave them. */
 #ifndef SHMBUS_MODEL_ACTORS_H
 #define SHMBUS_MODEL_ACTORS_H
 

@@ -30,7 +30,7 @@ compile "$ring/segment.c" $small $kernel
 # shellcheck disable=SC2086
 compile "$ring/file_lock.c" $kernel
 compile "$ring/checksum.c"
-for name in engine memory ghost ghost_wanted actors asking explore; do
+for name in engine memory ghost ghost_retry actors retries explore; do
     # shellcheck disable=SC2086
     compile "tests/model/$name.c" $small
 done

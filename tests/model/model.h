@@ -3,9 +3,9 @@
  * engine.c   processes as coroutines, choices, snapshots, the search
  * memory.c   what a load sees and when a store arrives; futexes, locks, the clock
  * ghost.c    what must hold: told by the scripts, checked at each step and at each end
- * ghost_wanted.c  the same of samples that are asked for again
+ * ghost_retry.c  the same of samples that are asked for again
  * actors.c   what a producer, a collector and the auditor do
- * asking.c   what those do who ask for samples, and who take what is asked for
+ * retries.c  what those do who ask for samples, and who take what is asked for
  * explore.c  the scenarios, the command line
  *
  * Invariant: all state of a run is in `world` and in the stacks; a snapshot of those, put back at
@@ -207,7 +207,7 @@ void ghost_end(struct reader *reader);
 uint8_t ghost_pattern(uint64_t life, uint64_t number);
 bool ghost_is_alive(int process);
 
-/* ghost_wanted.c */
+/* ghost_retry.c */
 uint64_t ghost_asks(void); /* the number of a new request */
 void ghost_takes(void);
 void ghost_claim_word(uint64_t before, uint64_t after);
@@ -220,7 +220,7 @@ bool ghost_wants_in_vain(void);
 
 /* actors.c */
 void audit_script(void);
-/* asking.c */
+/* retries.c*/
 void audit_wanted(const struct segment *segment);
 
 #endif
