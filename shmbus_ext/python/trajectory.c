@@ -72,7 +72,7 @@ void holder_note_gathering(HolderObject *self) {
     }
     self->gathers = true;
     if (!self->segment->c.read_only) {
-        atomic_store_explicit(&self->segment->c.header->gathered, 1, memory_order_relaxed);
+        atomic_store_explicit(&self->segment->c.header->consumer_packs, 1, memory_order_relaxed);
     }
 }
 

@@ -81,7 +81,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     self->segment = segment;
     intent_log_replay(segment);
     /* The one before is gone; this one says itself how it reads. */
-    atomic_store_explicit(&segment->header->gathered, 0, memory_order_relaxed);
+    atomic_store_explicit(&segment->header->consumer_packs, 0, memory_order_relaxed);
     self->lanes = calloc((size_t)segment->max_producers + 1, sizeof *self->lanes);
     self->runs = calloc(segment->extent_count, sizeof *self->runs);
     self->active = calloc(segment->max_producers, sizeof *self->active);

@@ -52,7 +52,7 @@ static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count) {
     return SHMBUS_HEADER_BYTES + ((uint64_t)max_producers + 1) * sizeof(struct producer_slot) +
            (uint64_t)extent_count * sizeof(struct extent_desc) +
            (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t) +
-           (uint64_t)SHMBUS_WANTED_ROWS * sizeof(struct wanted_row);
+           (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
 }
 
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
@@ -154,7 +154,7 @@ static void set_pointers(struct segment *self) {
     at += (uint64_t)self->extent_count * sizeof(struct extent_desc);
     self->intent_log = (_Atomic uint64_t *)at;
     at += (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t);
-    self->wanted = (struct wanted_row *)at;
+    self->retries = (struct retry_entry *)at;
     self->data = self->base + self->data_offset;
     self->max_span = self->extent_count / RECORD_SHARE;
     if (self->max_span < 1) {

@@ -32,7 +32,7 @@ void map_segment(struct segment *s) {
     s->slots = (struct producer_slot *)(void *)((uint8_t *)s->slots + shift);
     s->extents = (struct extent_desc *)(void *)((uint8_t *)s->extents + shift);
     s->intent_log = (_Atomic uint64_t *)(void *)((uint8_t *)s->intent_log + shift);
-    s->wanted = (struct wanted_row *)(void *)((uint8_t *)s->wanted + shift);
+    s->retries = (struct retry_entry *)(void *)((uint8_t *)s->retries + shift);
     s->data += shift;
 }
 
@@ -255,7 +255,7 @@ void audit_script(void) {
     reader_sweep(&self->reader);
     drain(self);
     ghost_end(&self->reader);
-    audit_wanted(&self->segment);
+    audit_retries(&self->segment);
     if (writer_attach(&self->writer, &self->segment, "a") != WRITER_OK) {
         engine_fail("no slot is free at the end");
     }

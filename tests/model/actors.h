@@ -18,8 +18,8 @@ enum patience { ASKS_ONCE, ASKS_AGAIN };
 enum deed { ANSWERS, GIVES_BACK };
 enum part { A_TEXT, A_NUMBER, A_CLAIM, A_BUSY_CLAIM };
 
-void ask_for_one(enum patience patience, uint8_t takers);
-void take_wanted(enum deed deed, uint8_t askers);
+void request_one(enum patience patience, uint8_t takers);
+void take_request(enum deed deed, uint8_t askers);
 void scribble(enum part part);
 
 /* What scripts share. */

@@ -65,13 +65,13 @@ static uint32_t offset_of(const volatile void *at) {
     return address >= base && address < base + segment_bytes ? (uint32_t)(address - base) : NOWHERE;
 }
 
-/* From here on there are plain stores: the table of wanted samples, and the extents behind it. */
+/* From here on there are plain stores: the retry table, and the extents behind it. */
 static uint32_t plain_from(void) {
-    return (uint32_t)((uint8_t *)template_segment.wanted - template_segment.base);
+    return (uint32_t)((uint8_t *)template_segment.retries - template_segment.base);
 }
 
 static uint32_t claim_at(void) {
-    return plain_from() + (uint32_t)offsetof(struct wanted_row, claim);
+    return plain_from() + (uint32_t)offsetof(struct retry_entry, claim);
 }
 
 /* ---- memory ---- */
@@ -477,10 +477,10 @@ static void stop_in_copy(uint32_t offset) {
 static bool is_in_table(const void *at) {
     uint32_t offset = offset_of(at);
     return offset != NOWHERE && offset >= plain_from() &&
-           offset < plain_from() + SHMBUS_WANTED_ROWS * sizeof(struct wanted_row);
+           offset < plain_from() + SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
 }
 
-/* Of a wanted row one half at a time, since either side may change it meanwhile. */
+/* Of a retry entry one half at a time, since either side may change it meanwhile. */
 void *model_memcpy(void *to, const void *from, size_t bytes) {
     size_t half = bytes / 16 * 8;
     bool written = is_in_table(to);

@@ -103,7 +103,7 @@ struct ghost_record {
 };
 
 /* A request is a number from 1, 0 for none; a process counts from 1 here. */
-struct ghost_wanted {
+struct ghost_retry {
     uint8_t asked;     /* requests so far */
     uint8_t published; /* the last that arrived in the table */
     uint8_t current;   /* what the row asks for, for whoever claims it */
@@ -114,7 +114,7 @@ struct ghost_wanted {
 };
 
 struct ghost {
-    struct ghost_wanted wanted;
+    struct ghost_retry retry;
     struct ghost_record records[MAX_LIVES][MAX_RECORDS];
     uint8_t ack_set_undone[MAX_ACK_SETS];
     uint8_t ack_set_owner[MAX_ACK_SETS]; /* process */
@@ -221,6 +221,6 @@ bool ghost_wants_in_vain(void);
 /* actors.c */
 void audit_script(void);
 /* retries.c*/
-void audit_wanted(const struct segment *segment);
+void audit_retries(const struct segment *segment);
 
 #endif
