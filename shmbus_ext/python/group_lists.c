@@ -8,7 +8,7 @@
 
 #include "ring/clock.h"
 
-GroupEntryObject *row_new(const struct row *row, PyObject *key) {
+GroupEntryObject *row_new(const struct group_entry *row, PyObject *key) {
     GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);
     if (made == NULL) {
         return NULL;

@@ -34,7 +34,7 @@ struct row_list {
 
 typedef struct rows_object {
     PyObject_HEAD
-    struct rows c;
+    struct group_table c;
     uint64_t cells;  /* that are filled */
     uint64_t nbytes; /* of the samples in them, where they are counted */
     bool count_bytes;
@@ -52,7 +52,7 @@ bool rows_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize
                       PyObject *left);
 
 /* A row as an object, without its samples yet. */
-GroupEntryObject *row_new(const struct row *row, PyObject *key);
+GroupEntryObject *row_new(const struct group_entry *row, PyObject *key);
 void rows_push_ready(GroupTableObject *self, GroupEntryObject *row);
 void rows_clear_lists(GroupTableObject *self);
 

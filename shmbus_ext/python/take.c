@@ -65,7 +65,7 @@ static double row_deadline_s(IntakeObject *self) {
     if (isinf(self->group_timeout_s)) {
         return INFINITY;
     }
-    const struct row *row = rows_oldest(&self->rows->c);
+    const struct group_entry *row = group_table_oldest(&self->rows->c);
     return row == NULL ? INFINITY : row->born_s + self->group_timeout_s;
 }
 

@@ -1,4 +1,4 @@
-/* The scripts that scenarios are made of; actors.c and retries.chave them. */
+/* The scripts that scenarios are made of; actors.c and retries.c have them. */
 #ifndef SHMBUS_MODEL_ACTORS_H
 #define SHMBUS_MODEL_ACTORS_H
 

@@ -3,9 +3,9 @@
  * engine.c   processes as coroutines, choices, snapshots, the search
  * memory.c   what a load sees and when a store arrives; futexes, locks, the clock
  * ghost.c    what must hold: told by the scripts, checked at each step and at each end
- * ghost_retry.c  the same of samples that are asked for again
+ * ghost_retry.c  the same, of retry requests
  * actors.c   what a producer, a collector and the auditor do
- * retries.c  what those do who ask for samples, and who take what is asked for
+ * retries.c  what the collector and the producers of retry requests do
  * explore.c  the scenarios, the command line
  *
  * Invariant: all state of a run is in `world` and in the stacks; a snapshot of those, put back at
@@ -220,7 +220,7 @@ bool ghost_wants_in_vain(void);
 
 /* actors.c */
 void audit_script(void);
-/* retries.c*/
+/* retries.c */
 void audit_retries(const struct segment *segment);
 
 #endif
