@@ -248,7 +248,7 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
     intent_log_begin_move(segment, &ref->place, &to.place);
     writer_publish_moved(mover, &to);
     FAILPOINT("move-published");
-    /* SYNC: record-moved. */
+    /* SYNC: record-moved. After the other copy is exposed: one of the two can always be read. */
     atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);
     FAILPOINT("move-ended");
     intent_log_end_move(segment);
