@@ -1,7 +1,9 @@
 /* batch/baseline.c for Python: rules as they come from there, and whole batches of groups.
  *
  * Invariant: sizes are checked against the scores before anything is read by them. */
-#include "python/batch/field_lookup.h"
+#include "python/batch/baseline_functions.h"
+
+#include "python/batch/arrays.h"
 
 bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule) {
     int kind, bessel;

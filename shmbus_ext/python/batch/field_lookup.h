@@ -5,8 +5,7 @@
 #ifndef SHMBUS_PYTHON_FIELD_LOOKUP_H
 #define SHMBUS_PYTHON_FIELD_LOOKUP_H
 
-#include "python/binding.h"
-#include "batch/baseline.h"
+#include "python/record/trajectory.h"
 
 enum { FIELD_TOKENS, FIELD_MASK, FIELD_LOGPROBS, FIELD_ADVANTAGES, FIELDS };
 
@@ -24,7 +23,7 @@ bool py_batch_fits(uint64_t tokens);
 /* What was found out for the trajectory before; all zeros at first. */
 struct lookup {
     const SchemaObject *schema;
-    const HolderObject *reader;
+    const HolderObject *holder;
     uint16_t shape_at[FIELDS]; /* NO_FIELD where the schema has none */
     uint8_t kinds[FIELDS];
     bool to_check; /* payload of these kinds may not do */
@@ -46,7 +45,7 @@ static inline bool py_find_source(struct lookup *lookup, PyObject *item, PyObjec
                                   struct source *source) {
     TrajectoryObject *t = (TrajectoryObject *)item;
     if ((!Py_IS_TYPE(item, &TrajectoryType) || lookup->schema != t->schema ||
-         lookup->reader != t->reader || t->released) &&
+         lookup->holder != t->holder || t->released) &&
         !py_look_closer(lookup, item, names)) {
         return false;
     }
@@ -71,24 +70,6 @@ static inline bool py_find_source(struct lookup *lookup, PyObject *item, PyObjec
 bool py_find_sources(PyObject *items, PyObject *const *names, struct source *sources);
 void py_prefetch_trajectory(const PyObject *item);
 
-/* The samples of a group, borrowed; NULL with an exception for what is none. */
-PyObject *py_group_samples(PyObject *group);
-
-/* Whether it is a tuple of bytes; false with an exception. */
-bool py_check_words(PyObject *words);
-/* Whether the encoded meta of a trajectory that is readable contains one of the words. */
-bool py_meta_mentions(const TrajectoryObject *t, PyObject *words);
-/* What (kind, bessel, eps) says; false with an exception. */
-bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule);
-/* False with an exception. */
-bool py_append_number(PyObject *list, Py_ssize_t number);
-
-/* Elements of an array; 0 of anything else, which py_check_array refuses. */
-uint64_t py_array_elements(PyObject *object);
-
-/* Whether it is a contiguous array of one dimension, of a numpy type and so many elements: then
- * where its data is; false with an exception that names it. */
-bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
-                    void *data);
+bool py_field_lookup_add_functions(PyObject *module);
 
 #endif

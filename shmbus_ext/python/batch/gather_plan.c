@@ -5,9 +5,15 @@
  * - Nothing here copies a payload or holds space: addresses are good for as long as the
  *   trajectories are leased, and who uses them sees to that.
  * - Nothing is written behind the end of the caller's memory. */
-#include "python/batch/field_lookup.h"
+#include "python/batch/gather_plan.h"
 
 #include <string.h>
+
+#include "python/batch/arrays.h"
+#include "python/batch/baseline_functions.h"
+#include "python/batch/field_lookup.h"
+#include "python/batch/meta_search.h"
+#include "python/group/group_object.h"
 
 /* The table, in one block of bytes; each part begins on a cache line:
  *
@@ -142,7 +148,7 @@ static void cut(struct plan *self, const struct source *source, float advantage)
 
 /* Whether all lie in one mapping; the device reads no other. */
 static bool in_one_mapping(struct plan *self, const TrajectoryObject *t) {
-    const SegmentObject *segment = t->reader->segment;
+    const SegmentObject *segment = t->holder->segment;
     self->segment = self->segment == NULL ? segment : self->segment;
     if (self->segment != segment) {
         PyErr_SetString(PyExc_ValueError,

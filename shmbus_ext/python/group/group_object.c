@@ -4,9 +4,10 @@
  *
  * Invariant: `samples` is the lease's own list, which nobody changes: what the caller does to
  * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
-#include "python/read/take.h"
+#include "python/group/group_object.h"
+
 #include "python/group/client_lease.h"
-#include "python/batch/field_lookup.h"
+#include "python/group/group_lists.h"
 
 typedef struct {
     PyObject_HEAD
@@ -26,17 +27,17 @@ static struct {
 /* What the group says of its lease: a GroupEntry, or any object with the same attributes. */
 static bool read_lease(GroupObject *self, PyObject *lease) {
     if (Py_IS_TYPE(lease, &GroupEntryType)) {
-        const GroupEntryObject *row = (const GroupEntryObject *)lease;
-        self->key = Py_NewRef(row->key);
-        self->samples = Py_NewRef(row->samples);
-        self->size = row->size;
+        const GroupEntryObject *entry = (const GroupEntryObject *)lease;
+        self->key = Py_NewRef(entry->key);
+        self->samples = Py_NewRef(entry->samples);
+        self->size = entry->size;
         return true;
     }
     if (Py_IS_TYPE(lease, &ClientLeaseType)) {
-        const ClientLeaseObject *loan = (const ClientLeaseObject *)lease;
-        self->key = Py_XNewRef(loan->key);
-        self->samples = Py_XNewRef(loan->samples);
-        self->size = loan->size;
+        const ClientLeaseObject *own = (const ClientLeaseObject *)lease;
+        self->key = Py_XNewRef(own->key);
+        self->samples = Py_XNewRef(own->samples);
+        self->size = own->size;
         return self->samples != NULL;
     }
     self->key = PyObject_GetAttr(lease, word.key);

@@ -7,6 +7,8 @@
  * goes back to its pool. */
 #include "python/group/group_table_object.h"
 
+#include "python/record/trajectory.h"
+
 static struct {
     PyObject *key, *group_size, *index, *nbytes, *failed;
 } attribute;
@@ -254,7 +256,7 @@ static bool complete(GroupTableObject *self, struct row *row, const struct arriv
     if (self->judged) {
         return append(left, (PyObject *)taken);
     }
-    py_group_lists_push_ready(self, taken);
+    py_group_lists_push_ready(&self->lists, taken);
     Py_DECREF(taken);
     return true;
 }
@@ -281,7 +283,7 @@ static bool put_batch(GroupTableObject *self, struct arrival *arrivals, Py_ssize
 
 bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
                                 PyObject *left) {
-    struct arrival arrivals[ROWS_BATCH];
+    struct arrival arrivals[SAMPLES_BATCH];
     Py_ssize_t ready = 0;
     bool good = true;
     for (; good && ready < count; ready++) {
@@ -321,8 +323,8 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     PyObject *items = PySequence_Fast(samples, "put: expected an iterable of samples");
     PyObject *left = items == NULL ? NULL : PyList_New(0);
     Py_ssize_t total = left == NULL ? 0 : PySequence_Fast_GET_SIZE(items);
-    for (Py_ssize_t at = 0; left != NULL && at < total; at += ROWS_BATCH) {
-        Py_ssize_t count = total - at < ROWS_BATCH ? total - at : ROWS_BATCH;
+    for (Py_ssize_t at = 0; left != NULL && at < total; at += SAMPLES_BATCH) {
+        Py_ssize_t count = total - at < SAMPLES_BATCH ? total - at : SAMPLES_BATCH;
         if (!py_group_table_put_samples(self, PySequence_Fast_ITEMS(items) + at, count, now_s, left)) {
             Py_CLEAR(left);
         }
@@ -397,6 +399,16 @@ static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *ignore
     return found;
 }
 
+static PyObject *py_group_table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    (void)args;
+    (void)kwargs;
+    GroupTableObject *self = (GroupTableObject *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        py_group_lists_init(&self->lists);
+    }
+    return (PyObject *)self;
+}
+
 static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"count_bytes", "judged", NULL};
     int count_bytes = 0, judged = 0;
@@ -431,7 +443,7 @@ static void py_group_table_dealloc(GroupTableObject *self) {
         }
     }
     rows_end(&self->c);
-    py_group_lists_clear(self);
+    py_group_lists_clear(&self->lists);
     Py_XDECREF(self->recent);
     Py_XDECREF(self->apart);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -482,10 +494,10 @@ static PyMemberDef group_table_members[] = {
     {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all rows."},
     {"nbytes", T_ULONGLONG, offsetof(GroupTableObject, nbytes), READONLY,
      "Their bytes, under count_bytes."},
-    {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, ready.rows), READONLY, "Full, not leased."},
-    {"ready_cells", T_ULONGLONG, offsetof(GroupTableObject, ready.cells), READONLY, "Their samples."},
-    {"leased_groups", T_ULONGLONG, offsetof(GroupTableObject, leased.rows), READONLY, "Under lease."},
-    {"leased_cells", T_ULONGLONG, offsetof(GroupTableObject, leased.cells), READONLY, "Their samples."},
+    {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.groups), READONLY, "Full, not leased."},
+    {"ready_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.samples), READONLY, "Their samples."},
+    {"leased_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.groups), READONLY, "Under lease."},
+    {"leased_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.samples), READONLY, "Their samples."},
     {"recent", T_OBJECT_EX, offsetof(GroupTableObject, recent), READONLY,
      "Keys with an epoch whose rows were full, oldest first; the stash bounds it."},
     {"apart", T_OBJECT_EX, offsetof(GroupTableObject, apart), READONLY,
@@ -507,7 +519,7 @@ PyTypeObject GroupTableType = {
     .tp_members = group_table_members,
     .tp_as_sequence = &group_table_sequence,
     .tp_init = (initproc)py_group_table_init,
-    .tp_new = PyType_GenericNew,
+    .tp_new = py_group_table_new,
 };
 
 bool py_group_table_add_constants(PyObject *module) {

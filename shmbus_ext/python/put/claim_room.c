@@ -8,6 +8,7 @@
 
 #include <sched.h>
 
+#include "python/hooks.h"
 #include "ring/clock.h"
 #include "ring/copy.h"
 #include "ring/doorbell.h"
@@ -40,19 +41,6 @@ enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes,
     return writer_claim(&self->c, bytes, at);
 }
 
-/* Lets the watchdog look at a wait that lasts; what it raises ends the wait. */
-static bool watch_wait(const WriterObject *self, double waited_s, double *next_watch_s) {
-    if (self->watch == NULL || waited_s < *next_watch_s) {
-        return true;
-    }
-    *next_watch_s = waited_s + self->watch_s;
-    PyObject *watch = Py_NewRef(self->watch);
-    PyObject *result = PyObject_CallFunction(watch, "d", waited_s);
-    Py_DECREF(watch);
-    Py_XDECREF(result);
-    return result != NULL;
-}
-
 bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
                           struct reservation *at) {
     enum writer_status status = py_writer_try_claim(self, bytes, at);
@@ -71,7 +59,7 @@ bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
     }
     uint64_t start = clock_monotonic_ns();
     int64_t longest_ns = FIRST_SLICE_NS;
-    double next_watch_s = self->watch_s;
+    double next_watch_s = py_watch_first_s(&self->watch);
     self->full_waits++;
     for (;;) {
         /* What is sealed can be freed, and a sleeping reader gets the chance to. */
@@ -92,11 +80,13 @@ bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
         if (timeout_s >= 0 && (timeout_s - waited_s) * 1e9 < (double)slice_ns) {
             slice_ns = (int64_t)((timeout_s - waited_s) * 1e9) + 1;
         }
-        /* The writer may be closed meanwhile, by a signal handler too. */
+        /* During the wait the writer may be closed, by a signal handler too. */
         Py_BEGIN_ALLOW_THREADS
         doorbell_await_space(segment->header, ticket, slice_ns);
         Py_END_ALLOW_THREADS
-        if (PyErr_CheckSignals() < 0 || !watch_wait(self, waited_s, &next_watch_s) ||
+        if (PyErr_CheckSignals() < 0 ||
+            (waited_s >= next_watch_s &&
+             !py_watch_call(&self->watch, waited_s, &next_watch_s)) ||
             !py_writer_usable(self)) {
             return false;
         }

@@ -2,12 +2,14 @@
 #ifndef SHMBUS_PYTHON_CLAIM_ROOM_H
 #define SHMBUS_PYTHON_CLAIM_ROOM_H
 
-#include "python/binding.h"
+#include "python/put/put_arguments.h"
+#include "python/segment/segment_object.h"
+#include "python/watch.h"
+#include "ring/writer.h"
 
 /* Waiting for space is cut into slices of this, for signals and a writer that is closed under it. */
 #define SPACE_SLICE_NS INT64_C(100000000)
 
-struct reservation_object;
 struct batch;
 
 typedef struct {
@@ -15,14 +17,13 @@ typedef struct {
     SegmentObject *segment;
     struct writer c;
     struct schema_cache schemas;
-    struct reservation_object *open; /* reservations that are not ended */
-    struct batch *batches;           /* put_many's under way, in whatever thread */
+    struct list_link reservations; /* that are not ended */
+    struct batch *batches;         /* put_many's under way, in whatever thread */
     uint64_t bytes;
     uint64_t full_waits;
     uint32_t flags;
     uint32_t busy;   /* threads that copy into this lane without the interpreter lock */
-    PyObject *watch; /* called with the seconds waited, every watch_s of a wait for space */
-    double watch_s;
+    struct watch watch; /* over a wait for space */
     bool attached;
     bool closing;
 } WriterObject;

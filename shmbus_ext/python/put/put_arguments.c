@@ -1,9 +1,11 @@
 /* A producer's keywords and arrays, checked and planned as a record.
  *
  * Invariant: nothing is written to the segment before every argument has been found good. */
-#include "python/binding.h"
+#include "python/put/put_arguments.h"
 
 #include <math.h>
+
+#include "python/hooks.h"
 
 static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_epoch,
     *word_meta, *word_timeout, *word_instance_id;

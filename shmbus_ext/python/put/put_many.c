@@ -4,6 +4,7 @@
  * committed is in `batches` of its writer, which closing aborts. */
 #include "python/put/put_many.h"
 
+#include "python/hooks.h"
 #include "ring/clock.h"
 #include "ring/doorbell.h"
 

@@ -5,19 +5,8 @@
  * the record's space is kept until those are gone. */
 #include "python/put/reservation.h"
 
+#include "python/hooks.h"
 #include "ring/doorbell.h"
-
-static void py_reservation_unlink(ReservationObject *self) {
-    if (self->previous != NULL) {
-        self->previous->next = self->next;
-    } else if (self->writer->open == self) {
-        self->writer->open = self->next;
-    }
-    if (self->next != NULL) {
-        self->next->previous = self->previous;
-    }
-    self->previous = self->next = NULL;
-}
 
 /* Takes the arrays back. One that somebody still holds can no longer be written through, and its
  * record's space is kept until it is gone, for views of it that we don't know of. */
@@ -55,7 +44,7 @@ static void move_from_views(ReservationObject *self) {
 static void py_reservation_finish(ReservationObject *self, bool commit) {
     py_reservation_take_arrays(self);
     self->ended = true;
-    py_reservation_unlink(self);
+    list_unlink(&self->link);
     if (commit) {
         move_from_views(self);
         self->at.record->score = self->score;
@@ -210,11 +199,7 @@ static void py_reservation_open(ReservationObject *self, struct put_arguments *a
     }
     writer_reserve(&writer->c, &self->at);
     self->ended = false;
-    self->next = writer->open;
-    if (writer->open != NULL) {
-        writer->open->previous = self;
-    }
-    writer->open = self;
+    list_insert_before(&writer->reservations, &self->link);
 }
 
 static bool py_reservation_make_views(ReservationObject *self, const struct put_arguments *arguments,
@@ -426,7 +411,7 @@ static void py_reservation_dealloc(ReservationObject *self) {
         if (!self->ended && own) {
             py_reservation_finish(self, false);
         }
-        py_reservation_unlink(self);
+        list_unlink(&self->link);
     }
     for (uint32_t i = 0; i < self->count; i++) {
         Py_XDECREF(self->arrays[i]);
@@ -550,7 +535,7 @@ PyTypeObject ReservationType = {
 };
 
 void py_writer_abort_open(WriterObject *self) {
-    while (self->open != NULL) {
-        py_reservation_finish(self->open, false);
+    while (!list_is_empty(&self->reservations)) {
+        py_reservation_finish(LIST_ENTRY(self->reservations.next, ReservationObject, link), false);
     }
 }

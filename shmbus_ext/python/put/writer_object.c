@@ -3,10 +3,11 @@
  * Invariant: a writer is closed only after all copies into its lane have ended. Then its open
  * reservations and batches are aborted, and only then is the lane given up. */
 #define _GNU_SOURCE
-#include "python/put/claim_room.h"
+#include "python/put/writer_object.h"
 
 #include <unistd.h>
 
+#include "python/hooks.h"
 #include "python/put/put_many.h"
 #include "python/put/reservation.h"
 #include "ring/doorbell.h"
@@ -28,6 +29,7 @@ static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) 
         return -1;
     }
     self->segment = (SegmentObject *)Py_NewRef(segment);
+    list_init(&self->reservations);
     if (!py_segment_usable(self->segment, "handle")) {
         return -1;
     }
@@ -173,7 +175,7 @@ static void py_writer_dealloc(WriterObject *self) {
         py_writer_detach(self);
     }
     py_schema_cache_clear(&self->schemas);
-    Py_XDECREF(self->watch);
+    Py_XDECREF(self->watch.call);
     Py_XDECREF(self->segment);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -185,8 +187,8 @@ static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Od", &call, &seconds)) {
         return NULL;
     }
-    Py_XSETREF(self->watch, Py_NewRef(call));
-    self->watch_s = seconds;
+    Py_XSETREF(self->watch.call, Py_NewRef(call));
+    self->watch.period_s = seconds;
     Py_RETURN_NONE;
 }
 

@@ -3,10 +3,13 @@
  * Invariant: one Reader a segment, proved by the collector's file lock. The interpreter lock
  * serialises its calls; it is let go only while the reader sleeps. */
 #define _GNU_SOURCE
-#include "python/read/take.h"
+#include "python/read/reader_object.h"
 
 #include <sched.h>
 
+#include "python/hooks.h"
+#include "python/put/put_arguments.h"
+#include "python/record/trajectory.h"
 #include "ring/attach.h"
 #include "ring/clock.h"
 #include "ring/count.h"
@@ -137,19 +140,19 @@ static PyObject *py_reader_poll(ReaderObject *self, PyObject *argument) {
     return found;
 }
 
-Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *rows, Py_ssize_t limit,
+Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, Py_ssize_t limit,
                                   double now_s, PyObject *left) {
-    PyObject *batch[ROWS_BATCH];
+    PyObject *batch[SAMPLES_BATCH];
     Py_ssize_t total = 0;
-    Py_ssize_t count = ROWS_BATCH;
+    Py_ssize_t count = SAMPLES_BATCH;
     bool good = true;
-    while (good && count == ROWS_BATCH && total < limit) {
+    while (good && count == SAMPLES_BATCH && total < limit) {
         count = 0;
-        while (count < ROWS_BATCH && total + count < limit &&
+        while (count < SAMPLES_BATCH && total + count < limit &&
                (batch[count] = next_trajectory(self)) != NULL) {
             count++;
         }
-        good = !PyErr_Occurred() && py_group_table_put_samples(rows, batch, count, now_s, left);
+        good = !PyErr_Occurred() && py_group_table_put_samples(table, batch, count, now_s, left);
         for (Py_ssize_t i = 0; i < count; i++) {
             Py_DECREF(batch[i]);
         }
@@ -158,51 +161,51 @@ Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *rows, Py
     return good ? total : -1;
 }
 
-/* poll_into(rows, limit, now_s, left) -> int: poll and GroupTable.put in one, without a list between
+/* poll_into(table, limit, now_s, left) -> int: poll and GroupTable.put in one, without a list between
  * them. How many were read; what put returns is appended to `left`. */
 static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
-    PyObject *rows, *left;
+    PyObject *table, *left;
     Py_ssize_t limit;
     double now_s;
-    if (!PyArg_ParseTuple(args, "O!ndO!", &GroupTableType, &rows, &limit, &now_s, &PyList_Type, &left) ||
+    if (!PyArg_ParseTuple(args, "O!ndO!", &GroupTableType, &table, &limit, &now_s, &PyList_Type, &left) ||
         !py_reader_usable(self)) {
         return NULL;
     }
     py_reader_note_seen(self, clock_monotonic_ns());
-    Py_ssize_t count = py_reader_poll_records(self, (GroupTableObject *)rows, limit, now_s, left);
+    Py_ssize_t count = py_reader_poll_records(self, (GroupTableObject *)table, limit, now_s, left);
     return count < 0 ? NULL : PyLong_FromSsize_t(count);
 }
 
 /* A reader that sleeps on the processor of a producer is woken by its next record, takes that one,
  * and sleeps again: two switches a record. Awake, and behind that producer in the kernel's queue, it
- * finds all that came until the producer stepped aside. Where nobody else wants the processor this is
- * one short system call. As for the sleep itself: 1 if something came, 0, or -1. */
-static int let_producers_run(ReaderObject *self) {
+ * finds all that was committed until the producer stepped aside. Where nobody else wants the
+ * processor this is one short system call. WAIT_OVER says that there is reason to sleep. */
+static enum wait_result let_producers_run(ReaderObject *self) {
     Py_BEGIN_ALLOW_THREADS
     sched_yield();
     Py_END_ALLOW_THREADS
     if (!py_reader_usable(self)) {
-        return -1;
+        return WAIT_FAILED;
     }
     self->wakes_often = reader_has_events(&self->c);
-    return self->wakes_often;
+    return self->wakes_often ? WAIT_WOKEN : WAIT_OVER;
 }
 
-int py_reader_wait_for_events(ReaderObject *self, double timeout_s) {
+enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s) {
     struct bus_header *header = self->segment->c.header;
     reader_tidy_in_a_pause(&self->c);
     if (reader_has_events(&self->c)) {
-        return 1;
+        return WAIT_WOKEN;
     }
     if (timeout_s == 0) {
-        return 0;
+        return WAIT_OVER;
     }
     uint64_t start = clock_monotonic_ns();
     SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
-    int came = self->wakes_often ? let_producers_run(self) : 0;
-    if (came != 0) {
+    enum wait_result result = self->wakes_often ? let_producers_run(self) : WAIT_OVER;
+    if (result != WAIT_OVER) {
         Py_DECREF(segment);
-        return came;
+        return result;
     }
     uint64_t slept = clock_monotonic_ns();
     enum doorbell_wait woken = DOORBELL_TIMEOUT;
@@ -224,12 +227,12 @@ int py_reader_wait_for_events(ReaderObject *self, double timeout_s) {
         Py_END_ALLOW_THREADS
         if (PyErr_CheckSignals() < 0 || !py_reader_usable(self)) {
             Py_DECREF(segment);
-            return -1;
+            return WAIT_FAILED;
         }
     }
     Py_DECREF(segment);
     self->wakes_often = woken == DOORBELL_WOKEN && clock_monotonic_ns() - slept < BRISK_NS;
-    return woken == DOORBELL_WOKEN;
+    return woken == DOORBELL_WOKEN ? WAIT_WOKEN : WAIT_OVER;
 }
 
 /* wait(timeout_s | None) -> bool: sleeps until something may have come. */
@@ -238,8 +241,8 @@ static PyObject *py_reader_wait(ReaderObject *self, PyObject *argument) {
     if (!py_parse_timeout(argument, &timeout_s) || !py_reader_usable(self)) {
         return NULL;
     }
-    int came = py_reader_wait_for_events(self, timeout_s);
-    return came < 0 ? NULL : PyBool_FromLong(came);
+    enum wait_result result = py_reader_wait_for_events(self, timeout_s);
+    return result == WAIT_FAILED ? NULL : PyBool_FromLong(result == WAIT_WOKEN);
 }
 
 /* Wakes a thread of this process that sleeps in wait(). */
@@ -253,7 +256,7 @@ static PyObject *py_reader_wake(ReaderObject *self, PyObject *ignored) {
 
 static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType) ||
-        ((TrajectoryObject *)item)->reader != (HolderObject *)self) {
+        ((TrajectoryObject *)item)->holder != (HolderObject *)self) {
         PyErr_Format(PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
                      Py_TYPE(item)->tp_name);
         return NULL;
@@ -384,24 +387,23 @@ static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *ignored) {
     return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
 }
 
-void py_reader_note_table(ReaderObject *self, const GroupTableObject *rows) {
+void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
     struct bus_header *h = self->segment->c.header;
-    atomic_store_explicit(&h->collector_leased_groups, (uint32_t)rows->leased.rows,
+    atomic_store_explicit(&h->collector_leased_groups, (uint32_t)table->lists.leased.groups,
                           memory_order_relaxed);
-    atomic_store_explicit(&h->collector_leased_records, rows->leased.cells, memory_order_relaxed);
+    atomic_store_explicit(&h->collector_leased_records, table->lists.leased.samples, memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_groups,
-                          rows->c.count + rows->ready.rows + (uint64_t)PyDict_GET_SIZE(rows->apart),
+                          table->c.count + table->lists.ready.groups +
+                              (uint64_t)PyDict_GET_SIZE(table->apart),
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_records,
-                          rows->cells + rows->ready.cells + rows->failing_cells,
+                          table->cells + table->lists.ready.samples + table->failing_cells,
                           memory_order_relaxed);
-    /* Leases are in the order in which they were given. */
-    atomic_store_explicit(&h->collector_lease_ns,
-                          rows->leased.first == NULL ? 0 : rows->leased.first->leased_ns,
+    atomic_store_explicit(&h->collector_lease_ns, py_group_lists_leased_since(&table->lists),
                           memory_order_relaxed);
 }
 
-/* note(rows): what others can read of this consumer. */
+/* note(table): what others can read of this consumer. */
 static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
     if (!Py_IS_TYPE(argument, &GroupTableType)) {
         PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
@@ -427,7 +429,7 @@ static PyObject *py_reader_lend(ReaderObject *self, PyObject *ignored) {
 
 /* Says that payload is packed into batches, here or by a borrower: producers write it past their
  * caches from now on. */
-static PyObject *py_reader_note_gathering(ReaderObject *self, PyObject *ignored) {
+static PyObject *py_reader_note_packing(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
     if (!py_reader_usable(self)) {
         return NULL;
@@ -450,9 +452,6 @@ static void py_reader_detach(ReaderObject *self) {
     }
     /* Views get copies of their own before the lock says that the space is the next reader's. */
     py_segment_release_handle(self->segment);
-    for (PinObject *p = self->segment->pins; p != NULL; p = p->next) {
-        p->reader = NULL;
-    }
     reader_detach(&self->c);
 }
 
@@ -482,7 +481,7 @@ static PyMethodDef reader_methods[] = {
     {"count_unread", (PyCFunction)(void (*)(void))py_reader_count_unread, METH_NOARGS, NULL},
     {"note", (PyCFunction)(void (*)(void))py_reader_note, METH_O, NULL},
     {"lend", (PyCFunction)(void (*)(void))py_reader_lend, METH_NOARGS, NULL},
-    {"note_gathering", (PyCFunction)(void (*)(void))py_reader_note_gathering, METH_NOARGS, NULL},
+    {"note_packing", (PyCFunction)(void (*)(void))py_reader_note_packing, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))py_reader_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

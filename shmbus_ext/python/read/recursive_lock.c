@@ -1,8 +1,10 @@
 /* RecursiveLock: a recursive lock that C takes without a call where it is free.
  *
- * Invariant: `depth` and `owner` change under the interpreter lock alone; the gate, which is closed
- * but for the moment in which somebody is let through, is where others wait for them. */
-#include "python/read/take.h"
+ * Invariant: `depth`, `owner` and `waiting` change under the interpreter lock alone: a thread that
+ * finds the lock free has it before any other can look. The gate, which is closed but for the moment
+ * in which somebody is let through, is where others wait. A module of a free-threaded Python must
+ * say that it needs that lock: module.c does. */
+#include "python/read/recursive_lock.h"
 
 bool py_recursive_lock_acquire(RecursiveLockObject *self) {
     unsigned long me = PyThread_get_thread_ident();

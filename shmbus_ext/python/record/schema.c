@@ -2,7 +2,9 @@
  * one producer that look alike, parsed once for all that a consumer reads.
  *
  * Invariant: a dtype is used for a field only if its itemsize is the one whose bounds were proved. */
-#include "python/binding.h"
+#include "python/record/schema.h"
+
+#include "python/hooks.h"
 
 /* ---- Schemas that this process writes ---- */
 

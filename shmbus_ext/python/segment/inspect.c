@@ -4,11 +4,12 @@
  * sparse file gives a short read and never a signal, and is checked in this process's own copy; a
  * live bus does not notice. What changes while it is read shows as a bad checksum: the caller looks
  * at the run's word again before it calls that damage. */
-#include "python/binding.h"
+#include "python/segment/inspect.h"
 
 #include <errno.h>
 #include <unistd.h>
 
+#include "ring/record.h"
 #include "ring/file_lock.h"
 
 /* ---- the layout ---- */

@@ -1,6 +1,7 @@
 /* The table of wanted samples, for shmbus.stash.retries (the collector's side) and shmbus.Producer. */
-#include "python/binding.h"
+#include "python/segment/retry_functions.h"
 
+#include "python/segment/segment_object.h"
 #include "ring/clock.h"
 #include "ring/retry_table.h"
 

@@ -1,22 +1,25 @@
 /* Segment: one mapping of a bus, and what happens to it at fork and at close. */
-#include "python/binding.h"
+#include "python/segment/segment_object.h"
 
 #include <errno.h>
 #include <pthread.h>
 #include <unistd.h>
 
+#include "python/hooks.h"
 #include "ring/clock.h"
 #include "ring/doorbell.h"
+#include "ring/extents.h"
 #include "ring/file_lock.h"
 
 uint32_t fork_generation;
-static SegmentObject *all_segments;
+static struct list_link all_segments = {&all_segments, &all_segments};
 
 /* In the child: a copy of a file description keeps its locks, and with them the parent's proof of
  * life, after the parent has died. So the child closes what it inherited. */
 static void after_fork_in_child(void) {
     fork_generation++;
-    for (SegmentObject *s = all_segments; s != NULL; s = s->next) {
+    for (struct list_link *l = all_segments.next; l != &all_segments; l = l->next) {
+        SegmentObject *s = LIST_ENTRY(l, SegmentObject, of_all);
         if (s->c.fd >= 0) {
             /* Views that came along can still be read; what is written through them stays here. */
             segment_isolate(&s->c);
@@ -26,7 +29,6 @@ static void after_fork_in_child(void) {
     }
 }
 
-bool py_segment_init_fork(void);
 bool py_segment_init_fork(void) {
     return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
 }
@@ -47,11 +49,15 @@ bool py_segment_usable(SegmentObject *self, const char *what) {
     return true;
 }
 
-static bool privatise_record(SegmentObject *self, const struct record_place *place,
-                             uint64_t bytes) {
-    uint64_t start = self->c.data_offset + place->extent * self->c.extent_bytes + place->offset;
+void py_segment_add_view(SegmentObject *self, struct view *view) {
+    list_insert_before(&self->views, &view->link);
+}
+
+static bool privatise_record(SegmentObject *self, const struct record_ref *ref) {
+    uint64_t start =
+        self->c.data_offset + ref->place.extent * self->c.extent_bytes + ref->place.offset;
     uint64_t first = start / SHMBUS_PAGE * SHMBUS_PAGE;
-    uint64_t end = shmbus_align_up(start + bytes, SHMBUS_PAGE);
+    uint64_t end = shmbus_align_up(start + ref->bytes, SHMBUS_PAGE);
     return segment_privatise(&self->c, first, end - first);
 }
 
@@ -60,44 +66,25 @@ void py_segment_release_handle(SegmentObject *self) {
         return;
     }
     self->handle_closed = true;
-    if (self->generation != fork_generation) {
-        return;
+    bool own = self->generation == fork_generation;
+    bool detached = own;
+    for (struct list_link *l = self->views.next; own && l != &self->views; l = l->next) {
+        detached = privatise_record(self, &LIST_ENTRY(l, struct view, link)->ref) && detached;
     }
-    bool detached = true;
-    for (KeeperObject *k = self->keepers; k != NULL; k = k->next) {
-        detached = privatise_record(self, &k->at.place, k->at.bytes) && detached;
+    for (struct list_link *l = self->views.next; l != &self->views; l = l->next) {
+        struct view *view = LIST_ENTRY(l, struct view, link);
+        view->handle_closed(view, detached);
     }
-    for (PinObject *p = self->pins; p != NULL; p = p->next) {
-        detached = privatise_record(self, &p->ref.place, p->ref.bytes) && detached;
-        p->reader = NULL;
-    }
+    /* With no memory for private copies the description stays open, and its locks keep the space
+     * until the last view is gone. */
     if (detached) {
-        for (KeeperObject *k = self->keepers; k != NULL; k = k->next) {
-            if (k->pinned) {
-                k->pinned = false;
-                writer_unpin(&self->c, &k->at);
-            }
-        }
         close(self->c.fd);
         self->c.fd = -1;
-    }
-    /* Else no memory for private copies: the description stays open, and its locks keep the space
-     * until the last view is gone. */
-}
-
-static void unlink_from_all(SegmentObject *self) {
-    if (self->previous != NULL) {
-        self->previous->next = self->next;
-    } else if (all_segments == self) {
-        all_segments = self->next;
-    }
-    if (self->next != NULL) {
-        self->next->previous = self->previous;
     }
 }
 
 static void py_segment_dealloc(SegmentObject *self) {
-    unlink_from_all(self);
+    list_unlink(&self->of_all);
     segment_unmap(&self->c);
     if (self->c.fd >= 0 && self->generation == fork_generation) {
         close(self->c.fd);
@@ -113,11 +100,8 @@ static SegmentObject *py_segment_alloc(PyTypeObject *type, PyObject *name) {
         self->name = Py_NewRef(name);
         self->generation = fork_generation;
         self->pid = (int)getpid();
-        self->next = all_segments;
-        if (all_segments != NULL) {
-            all_segments->previous = self;
-        }
-        all_segments = self;
+        list_init(&self->views);
+        list_insert_before(&all_segments, &self->of_all);
     }
     return self;
 }
@@ -511,45 +495,4 @@ PyTypeObject SegmentType = {
     .tp_methods = segment_methods,
     .tp_getset = segment_getset,
     .tp_members = segment_members,
-};
-
-/* ---- Keeper: what stands behind writable views ---- */
-
-KeeperObject *py_keeper_new(SegmentObject *segment, const struct reservation *at) {
-    KeeperObject *self = PyObject_New(KeeperObject, &KeeperType);
-    if (self != NULL) {
-        self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
-        self->at = *at;
-        self->pinned = false;
-        self->previous = NULL;
-        self->next = segment->keepers;
-        if (segment->keepers != NULL) {
-            segment->keepers->previous = self;
-        }
-        segment->keepers = self;
-    }
-    return self;
-}
-
-static void py_keeper_dealloc(KeeperObject *self) {
-    if (self->previous != NULL) {
-        self->previous->next = self->next;
-    } else {
-        self->segment->keepers = self->next;
-    }
-    if (self->next != NULL) {
-        self->next->previous = self->previous;
-    }
-    if (self->pinned && self->segment->generation == fork_generation) {
-        writer_unpin(&self->segment->c, &self->at);
-    }
-    Py_DECREF(self->segment);
-    PyObject_Free(self);
-}
-
-PyTypeObject KeeperType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Keeper",
-    .tp_basicsize = sizeof(KeeperObject),
-    .tp_dealloc = (destructor)py_keeper_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
 };

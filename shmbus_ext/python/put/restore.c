@@ -3,12 +3,17 @@
  * Invariants: the segment is fresh, and this is its collector. Records go into the collector's own
  * lane as if they had been moved there, so each keeps the number that its producer gave it; the
  * counters come last, and with them the ledger is what it was. */
-#include "python/binding.h"
+#include "python/put/restore.h"
 
 #include <string.h>
 
+#include "python/hooks.h"
+#include "python/put/put_arguments.h"
+#include "python/segment/segment_object.h"
+#include "ring/extents.h"
 #include "ring/doorbell.h"
 #include "ring/file_lock.h"
+#include "ring/writer.h"
 
 typedef struct {
     PyObject_HEAD
