@@ -294,8 +294,6 @@ print(failures)
 """
 
 
-def test_a_take_without_memory_leases_nothing_and_keeps_the_order(
-    bus: str, spawn: Spawner
-) -> None:
+def test_a_take_without_memory_leases_nothing_and_keeps_the_order(bus: str, spawn: Spawner) -> None:
     pytest.importorskip("_testcapi")
     assert int(spawn.script(WITHOUT_MEMORY, bus).finish()) > 1
