@@ -15,7 +15,7 @@ from shmbus_ext import _core
 
 __all__ = ["WantedStatus", "read_wanted"]
 
-_LAYOUT: Final = _core.layout()["wanted_row"]
+_LAYOUT: Final = _core.layout()["retry_entry"]
 _ROW: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT))  # type: ignore[call-overload]
 _CRC_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("crc")]
 _NUMBER_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("number")]
@@ -50,7 +50,7 @@ class WantedStatus(msgspec.Struct, frozen=True):
 
 def read_wanted(file: SegmentFile) -> list[WantedStatus]:
     """Read what is asked for, in the order of asking."""
-    if not int(file.header["wanted_open"]):
+    if not int(file.header["retries_open"]):
         return []
     raw = file.wanted_table()
     now_ns = _core.monotonic_ns()

@@ -81,7 +81,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     self->segment = segment;
     intent_log_replay(segment);
     /* The one before is gone; this one says itself how it reads. */
-    atomic_store_explicit(&segment->header->gathered, 0, memory_order_relaxed);
+    atomic_store_explicit(&segment->header->consumer_packs, 0, memory_order_relaxed);
     self->lanes = calloc((size_t)segment->max_producers + 1, sizeof *self->lanes);
     self->runs = calloc(segment->extent_count, sizeof *self->runs);
     self->active = calloc(segment->max_producers, sizeof *self->active);
@@ -134,14 +134,14 @@ uint32_t reader_sweep(struct reader *self) {
         struct producer_slot *slot = &segment->slots[i];
         uint32_t state = atomic_load_explicit(&slot->state, memory_order_acquire);
         if (state == SHMBUS_SLOT_FREE ||
-            segment_lock(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
+            file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
             continue;
         }
         /* The lock was free: the owner has closed, or its process has ended. */
         dead += state == SHMBUS_SLOT_ACTIVE;
         FAILPOINT("sweep-locked");
         recover_producer(segment, i);
-        segment_unlock(segment->fd, SHMBUS_LOCK_SLOT + i);
+        file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + i);
         self->lanes[i].dirty = true;
     }
     reader_tidy(self);

@@ -94,12 +94,14 @@ void intent_log_free(struct segment *segment, uint32_t first, uint32_t span, uin
         atomic_store_explicit(&segment->intent_log[i], tail, memory_order_relaxed);
     }
     segment->header->free_first = first;
+    /* SYNC: free-intended. The words are in the log before the span says that they count. */
     atomic_store_explicit(&segment->header->free_span, span, memory_order_release);
     free_words(segment, first, span);
 }
 
 static void replay_free(struct segment *segment) {
     struct bus_header *header = segment->header;
+    /* SYNC: free-intended. */
     uint32_t span = atomic_load_explicit(&header->free_span, memory_order_acquire);
     uint32_t first = header->free_first;
     if (span > SHMBUS_MAX_GROUP_SIZE || span > segment->extent_count ||

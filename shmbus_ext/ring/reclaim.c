@@ -137,7 +137,7 @@ static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
     while (from < to) {
         int64_t start = SHMBUS_LOCK_VIEW + (int64_t)self->parked[from];
         int64_t bytes = (int64_t)self->parked[to - 1] - (int64_t)self->parked[from] + 1;
-        enum lock_status found = segment_lock_find(self->segment->fd, &start, &bytes);
+        enum lock_status found = file_lock_find(self->segment->fd, &start, &bytes);
         if (found == LOCK_TAKEN) {
             for (uint32_t i = from; i < to; i++) {
                 self->runs[self->parked[i]].unviewed = true;
@@ -248,7 +248,7 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
     intent_log_begin_move(segment, &ref->place, &to.place);
     writer_publish_moved(mover, &to);
     FAILPOINT("move-published");
-    /* SYNC: record-moved. */
+    /* SYNC: record-moved. After the other copy is exposed: one of the two can always be read. */
     atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);
     FAILPOINT("move-ended");
     intent_log_end_move(segment);

@@ -52,7 +52,7 @@ static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count) {
     return SHMBUS_HEADER_BYTES + ((uint64_t)max_producers + 1) * sizeof(struct producer_slot) +
            (uint64_t)extent_count * sizeof(struct extent_desc) +
            (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t) +
-           (uint64_t)SHMBUS_WANTED_ROWS * sizeof(struct wanted_row);
+           (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
 }
 
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
@@ -154,7 +154,7 @@ static void set_pointers(struct segment *self) {
     at += (uint64_t)self->extent_count * sizeof(struct extent_desc);
     self->intent_log = (_Atomic uint64_t *)at;
     at += (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t);
-    self->wanted = (struct wanted_row *)at;
+    self->retries = (struct retry_entry *)at;
     self->data = self->base + self->data_offset;
     self->max_span = self->extent_count / RECORD_SHARE;
     if (self->max_span < 1) {
@@ -217,13 +217,13 @@ static enum segment_status take_description(struct segment *self) {
     if (own < 0) {
         return SEGMENT_SYSTEM_ERROR;
     }
-    enum lock_status lock = segment_lock_shared(own, SHMBUS_LOCK_USERS);
+    enum lock_status lock = file_lock_share(own, SHMBUS_LOCK_USERS);
     if (lock != LOCK_TAKEN) {
         close(own);
         /* Who removes it holds it for a moment only; the caller looks again whether it is there. */
         return lock == LOCK_HELD_ELSEWHERE ? SEGMENT_UNFINISHED : SEGMENT_SYSTEM_ERROR;
     }
-    segment_unlock(self->fd, SHMBUS_LOCK_USERS);
+    file_lock_drop(self->fd, SHMBUS_LOCK_USERS);
     close(self->fd);
     self->fd = own;
     return SEGMENT_OK;
@@ -239,7 +239,7 @@ enum segment_status segment_create(struct segment *self, int fd,
     self->extent_count = plan->extent_count;
     self->max_producers = plan->max_producers;
     /* From the first moment on, so that nobody takes a segment in the making for a forgotten one. */
-    if (segment_lock_shared(fd, SHMBUS_LOCK_USERS) != LOCK_TAKEN) {
+    if (file_lock_share(fd, SHMBUS_LOCK_USERS) != LOCK_TAKEN) {
         errno = EBUSY;
         return SEGMENT_SYSTEM_ERROR;
     }

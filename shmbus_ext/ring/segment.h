@@ -38,7 +38,7 @@ struct segment {
     struct producer_slot *slots; /* max_producers + 1; the last is the collector's */
     struct extent_desc *extents;
     _Atomic uint64_t *intent_log;
-    struct wanted_row *wanted;
+    struct retry_entry *retries; /* SHMBUS_RETRY_ENTRIES */
     uint8_t *data;
     uint32_t found_version; /* after SEGMENT_BAD_VERSION */
     uint32_t found_hash;

@@ -59,7 +59,7 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
             if (pass == 0 && state != SHMBUS_SLOT_FREE) {
                 continue;
             }
-            enum lock_status lock = segment_lock(segment->fd, SHMBUS_LOCK_SLOT + i);
+            enum lock_status lock = file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + i);
             if (lock == LOCK_ERROR) {
                 return WRITER_SYSTEM_ERROR;
             }
@@ -200,7 +200,7 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
     return WRITER_OK;
 }
 
-/* Until `committed` has grown, an heir decides by this intent whether the commit happened. */
+/* Until `committed` has grown, a successor decides by this intent whether the commit happened. */
 static void intend_commit(struct writer *self, const struct reservation *at) {
     atomic_store_explicit(&self->slot->commit_ref, place_pack(&at->place), memory_order_relaxed);
     atomic_store_explicit(&self->slot->commit_generation, at->place.generation,

@@ -259,9 +259,9 @@ static void a_sample_without_the_size_of_its_group_is_corrupt(struct bus *bus) {
     reader_detach(&reader);
 }
 
-/* An owner attaches, commits a record or only reserves one, and dies; its heir dies when it has freed
- * the slot, and before it has said that it is there. The reader looked neither before nor between. */
-static void what_a_dead_heir_freed_is_read(struct bus *bus, bool committed) {
+/* An owner attaches, commits a record or only reserves one, and dies. Its successor dies when it has
+ * freed the slot, before it is active there. The reader looked neither before nor between. */
+static void what_a_dead_successor_freed_is_read(struct bus *bus, bool committed) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref;
@@ -287,18 +287,18 @@ static void what_a_dead_heir_freed_is_read(struct bus *bus, bool committed) {
     reader_detach(&reader);
 }
 
-static void what_a_dead_heir_freed_of_a_commit_is_read(struct bus *bus) {
-    what_a_dead_heir_freed_is_read(bus, true);
+static void what_a_dead_successor_freed_of_a_commit_is_read(struct bus *bus) {
+    what_a_dead_successor_freed_is_read(bus, true);
 }
 
-static void what_a_dead_heir_freed_of_a_reservation_is_read(struct bus *bus) {
-    what_a_dead_heir_freed_is_read(bus, false);
+static void what_a_dead_successor_freed_of_a_reservation_is_read(struct bus *bus) {
+    what_a_dead_successor_freed_is_read(bus, false);
 }
 
 int main(void) {
     in_a_bus(4, 1, a_sample_without_the_size_of_its_group_is_corrupt);
-    in_a_bus(8, 2, what_a_dead_heir_freed_of_a_commit_is_read);
-    in_a_bus(8, 2, what_a_dead_heir_freed_of_a_reservation_is_read);
+    in_a_bus(8, 2, what_a_dead_successor_freed_of_a_commit_is_read);
+    in_a_bus(8, 2, what_a_dead_successor_freed_of_a_reservation_is_read);
     in_a_bus(4, 1, a_full_bus_keeps_a_place_for_what_is_moved);
     in_a_bus(8, 1, a_claim_that_lasts_too_long_keeps_nobody_out);
     in_a_bus(8, 1, stragglers_on_both_sides_of_a_gap_are_found_again);

@@ -198,8 +198,8 @@ static bool compare(struct plan *self, PyObject *samples, Py_ssize_t size) {
         self->scores[i] = ((const TrajectoryObject *)item)->score;
     }
     if (self->advantages == NULL) {
-        self->scores_fit &= relative_fits(self->scores, (uint64_t)size);
-        relative_scores(self->scores, (uint64_t)size, &self->rule, self->gains);
+        self->scores_fit &= baseline_scores_fit(self->scores, (uint64_t)size);
+        baseline_apply(self->scores, (uint64_t)size, &self->rule, self->gains);
     }
     return true;
 }

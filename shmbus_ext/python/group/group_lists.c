@@ -8,7 +8,7 @@
 
 #include "ring/clock.h"
 
-GroupEntryObject *py_group_entry_new(const struct row *row, PyObject *key) {
+GroupEntryObject *py_group_entry_new(const struct group_entry *row, PyObject *key) {
     GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);
     if (made == NULL) {
         return NULL;

@@ -17,14 +17,14 @@ static struct {
 struct arrival {
     PyObject *sample;
     PyObject *key; /* owned */
-    struct row_key at;
+    struct group_key at;
     uint32_t width;
     uint32_t cell;
     uint64_t nbytes;
     bool failed;
 };
 
-static bool hash_key(struct row_key *key, PyObject *id, long long epoch) {
+static bool hash_key(struct group_key *key, PyObject *id, long long epoch) {
     Py_ssize_t length = PyUnicode_GET_LENGTH(id) * (Py_ssize_t)PyUnicode_KIND(id);
     Py_hash_t hash = PyObject_Hash(id);
     if (length > UINT16_MAX) {
@@ -42,7 +42,7 @@ static bool hash_key(struct row_key *key, PyObject *id, long long epoch) {
 }
 
 /* A key is a str, or (str, int). */
-static bool split_key(struct row_key *at, PyObject *key) {
+static bool split_key(struct group_key *at, PyObject *key) {
     PyObject *id = key;
     long long epoch = SHMBUS_NO_EPOCH;
     if (PyTuple_CheckExact(key) && PyTuple_GET_SIZE(key) == 2) {
@@ -130,21 +130,21 @@ static bool sum_bytes(PyObject *samples, uint64_t *total) {
     return true;
 }
 
-static PyObject *first_sample(struct row *row) {
+static PyObject *first_sample(struct group_entry *row) {
     uint32_t i = 0;
-    while (row_cells(row)[i] == NULL) {
+    while (group_entry_cells(row)[i] == NULL) {
         i++;
     }
-    return row_cells(row)[i];
+    return group_entry_cells(row)[i];
 }
 
-static GroupEntryObject *copy_row(const GroupTableObject *self, struct row *row) {
+static GroupEntryObject *copy_row(const GroupTableObject *self, struct group_entry *row) {
     PyObject *key = key_of(first_sample(row));
     GroupEntryObject *copy = key == NULL ? NULL : py_group_entry_new(row, key);
     Py_XDECREF(key);
     Py_ssize_t at = 0;
     for (uint32_t i = 0; copy != NULL && i < row->width; i++) {
-        PyObject *sample = row_cells(row)[i];
+        PyObject *sample = group_entry_cells(row)[i];
         if (sample != NULL) {
             PyList_SET_ITEM(copy->samples, at++, Py_NewRef(sample));
         }
@@ -160,20 +160,20 @@ static GroupEntryObject *copy_row(const GroupTableObject *self, struct row *row)
 
 /* Takes a row out of the table, as an object that has its references from then on. The samples,
  * which no cache may hold any more, are not looked at unless their bytes count. */
-static GroupEntryObject *take_row(GroupTableObject *self, struct row *row, uint64_t hash, PyObject *key) {
+static GroupEntryObject *take_row(GroupTableObject *self, struct group_entry *row, uint64_t hash, PyObject *key) {
     GroupEntryObject *taken = py_group_entry_new(row, key);
     if (taken == NULL) {
         return NULL;
     }
     Py_ssize_t at = 0;
     for (uint32_t i = 0; i < row->width; i++) {
-        PyObject *sample = row_cells(row)[i];
+        PyObject *sample = group_entry_cells(row)[i];
         if (sample != NULL) {
             PyList_SET_ITEM(taken->samples, at++, sample);
         }
     }
     self->cells -= row->width - row->missing;
-    rows_remove(&self->c, row, hash);
+    group_table_remove(&self->c, row, hash);
     uint64_t nbytes = 0;
     if (self->count_bytes && !sum_bytes(taken->samples, &nbytes)) {
         Py_DECREF(taken);
@@ -203,12 +203,12 @@ static int goes_apart(const GroupTableObject *self, const struct arrival *from) 
 }
 
 /* Puts one sample into its cell; what came of it. */
-static int arrive(GroupTableObject *self, const struct arrival *from, double now_s, struct row **at) {
+static int arrive(GroupTableObject *self, const struct arrival *from, double now_s, struct group_entry **at) {
     int elsewhere = goes_apart(self, from);
     if (elsewhere != 0) {
         return elsewhere < 0 ? REFUSED_MEMORY : REFUSED_FAILING;
     }
-    struct row *row = rows_find(&self->c, &from->at);
+    struct group_entry *row = group_table_find(&self->c, &from->at);
     if (row == NULL) {
         if (from->at.tag != SHMBUS_NO_EPOCH) {
             int known = PyDict_Contains(self->recent, from->key);
@@ -216,7 +216,7 @@ static int arrive(GroupTableObject *self, const struct arrival *from, double now
                 return known < 0 ? REFUSED_MEMORY : REFUSED_SURPLUS;
             }
         }
-        row = rows_insert(&self->c, &from->at, from->width, now_s);
+        row = group_table_insert(&self->c, &from->at, from->width, now_s);
         if (row == NULL) {
             PyErr_NoMemory();
             return REFUSED_MEMORY;
@@ -224,7 +224,7 @@ static int arrive(GroupTableObject *self, const struct arrival *from, double now
     } else if (row->width != from->width) {
         return REFUSED_GROUP_SIZE;
     }
-    void **cell = &row_cells(row)[from->cell];
+    void **cell = &group_entry_cells(row)[from->cell];
     if (*cell != NULL) {
         return REFUSED_DUPLICATE;
     }
@@ -243,7 +243,7 @@ static bool append(PyObject *list, PyObject *item) {
 }
 
 /* A full row is ready to be leased, or, where it is to be judged, left to the caller. */
-static bool complete(GroupTableObject *self, struct row *row, const struct arrival *last,
+static bool complete(GroupTableObject *self, struct group_entry *row, const struct arrival *last,
                      PyObject *left) {
     GroupEntryObject *taken = take_row(self, row, last->at.hash, last->key);
     if (taken == NULL) {
@@ -265,10 +265,10 @@ static bool complete(GroupTableObject *self, struct row *row, const struct arriv
 static bool put_batch(GroupTableObject *self, struct arrival *arrivals, Py_ssize_t count, double now_s,
                       PyObject *left) {
     for (Py_ssize_t i = 0; i < count; i++) {
-        rows_expect_row(&self->c, arrivals[i].at.hash, arrivals[i].cell);
+        group_table_expect_entry(&self->c, arrivals[i].at.hash, arrivals[i].cell);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        struct row *row = NULL;
+        struct group_entry *row = NULL;
         int status = arrive(self, &arrivals[i], now_s, &row);
         if (status == REFUSED_MEMORY ||
             (status == COMPLETED && !complete(self, row, &arrivals[i], left))) {
@@ -299,7 +299,7 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
             good = false;
             break;
         }
-        rows_expect_entry(&self->c, arrival->at.hash);
+        group_table_expect_bucket(&self->c, arrival->at.hash);
     }
     good = good && put_batch(self, arrivals, ready, now_s, left);
     for (Py_ssize_t i = 0; i < ready; i++) {
@@ -336,12 +336,12 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
 /* take_oldest() -> GroupEntry: the row that was born first leaves as it is. */
 static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
-    struct row *row = rows_oldest(&self->c);
+    struct group_entry *row = group_table_oldest(&self->c);
     if (row == NULL) {
         PyErr_SetString(PyExc_IndexError, "take_oldest: there is no row");
         return NULL;
     }
-    struct row_key at;
+    struct group_key at;
     PyObject *key = key_of(first_sample(row));
     PyObject *taken = NULL;
     if (key != NULL && split_key(&at, key)) {
@@ -353,11 +353,11 @@ static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *ig
 
 /* take(key) -> GroupEntry | None: the row of that key leaves as it is. */
 static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
-    struct row_key at;
+    struct group_key at;
     if (!split_key(&at, key)) {
         return NULL;
     }
-    struct row *row = rows_find(&self->c, &at);
+    struct group_entry *row = group_table_find(&self->c, &at);
     return row == NULL ? Py_NewRef(Py_None) : (PyObject *)take_row(self, row, at.hash, key);
 }
 
@@ -370,7 +370,7 @@ static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argumen
     PyObject *found = PyList_New(0);
     uint64_t at = 0;
     for (Py_ssize_t i = 0; found != NULL && i < limit; i++) {
-        struct row *row = rows_next(&self->c, &at);
+        struct group_entry *row = group_table_next(&self->c, &at);
         if (row == NULL) {
             break;
         }
@@ -387,10 +387,10 @@ static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *ignore
     PyObject *found = PyList_New((Py_ssize_t)self->cells);
     Py_ssize_t to = 0;
     uint64_t at = 0;
-    struct row *row;
-    while (found != NULL && (row = rows_next(&self->c, &at)) != NULL) {
+    struct group_entry *row;
+    while (found != NULL && (row = group_table_next(&self->c, &at)) != NULL) {
         for (uint32_t i = 0; i < row->width; i++) {
-            PyObject *sample = row_cells(row)[i];
+            PyObject *sample = group_entry_cells(row)[i];
             if (sample != NULL) {
                 PyList_SET_ITEM(found, to++, Py_NewRef(sample));
             }
@@ -415,7 +415,7 @@ static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$pp", names, &count_bytes, &judged)) {
         return -1;
     }
-    if (self->c.entries != NULL) {
+    if (self->c.buckets != NULL) {
         PyErr_SetString(PyExc_TypeError, "this table is initialised already");
         return -1;
     }
@@ -426,7 +426,7 @@ static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject 
     if (self->recent == NULL || self->apart == NULL) {
         return -1;
     }
-    if (!rows_begin(&self->c)) {
+    if (!group_table_begin(&self->c)) {
         PyErr_NoMemory();
         return -1;
     }
@@ -435,14 +435,14 @@ static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject 
 
 static void py_group_table_dealloc(GroupTableObject *self) {
     uint64_t at = 0;
-    struct row *row;
-    while (self->c.entries != NULL && (row = rows_next(&self->c, &at)) != NULL) {
-        PyObject **cells = (PyObject **)row_cells(row);
+    struct group_entry *row;
+    while (self->c.buckets != NULL && (row = group_table_next(&self->c, &at)) != NULL) {
+        PyObject **cells = (PyObject **)group_entry_cells(row);
         for (uint32_t i = 0; i < row->width; i++) {
             Py_CLEAR(cells[i]);
         }
     }
-    rows_end(&self->c);
+    group_table_end(&self->c);
     py_group_lists_clear(&self->lists);
     Py_XDECREF(self->recent);
     Py_XDECREF(self->apart);
@@ -455,7 +455,7 @@ static Py_ssize_t py_group_table_length(GroupTableObject *self) {
 
 static PyObject *py_group_table_oldest_born(GroupTableObject *self, void *ignored) {
     (void)ignored;
-    const struct row *row = rows_oldest(&self->c);
+    const struct group_entry *row = group_table_oldest(&self->c);
     if (row == NULL) {
         Py_RETURN_NONE;
     }

@@ -10,7 +10,7 @@
 
 typedef struct {
     GroupListsObject lists; /* of the groups that are complete */
-    struct rows c;
+    struct group_table c;
     uint64_t cells;  /* that are filled */
     uint64_t nbytes; /* of the samples in them, where they are counted */
     bool count_bytes;

@@ -120,7 +120,7 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
     /* A checksum reads it all again. */
     bool non_temporal =
         (self->flags & SHMBUS_FLAG_PAYLOAD_CRC) == 0 &&
-        atomic_load_explicit(&self->segment->c.header->gathered, memory_order_relaxed) != 0;
+        atomic_load_explicit(&self->segment->c.header->consumer_packs, memory_order_relaxed) != 0;
     if (spec->meta_bytes > 0) {
         memcpy(record + spec->meta_offset, PyBytes_AS_STRING(arguments->meta_encoded),
                spec->meta_bytes);
@@ -129,7 +129,7 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
     for (uint32_t i = 0; i < arguments->array_count; i++) {
         const void *data = PyArray_DATA(arguments->arrays[i]);
         if (non_temporal) {
-            copy_past_caches(record + shape[0], data, arguments->field_bytes[i]);
+            copy_non_temporal(record + shape[0], data, arguments->field_bytes[i]);
         } else {
             memcpy(record + shape[0], data, arguments->field_bytes[i]);
         }

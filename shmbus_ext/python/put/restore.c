@@ -47,12 +47,12 @@ static int py_restorer_init(RestorerObject *self, PyObject *args, PyObject *kwar
     if (!py_segment_usable(self->segment, "handle")) {
         return -1;
     }
-    if (segment_lock(c->fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
+    if (file_lock_take(c->fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
         py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "collector"));
         return -1;
     }
     if (!is_fresh(c)) {
-        segment_unlock(c->fd, SHMBUS_LOCK_COLLECTOR);
+        file_lock_drop(c->fd, SHMBUS_LOCK_COLLECTOR);
         PyErr_Format(PyExc_ValueError, "bus '%U': expected one that nobody has used yet",
                      self->segment->name);
         return -1;
@@ -268,14 +268,14 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     atomic_store_explicit(&segment->header->next_producer_id,
                           next_producer_id > own ? next_producer_id : own, memory_order_release);
     self->attached = false;
-    segment_unlock(segment->fd, SHMBUS_LOCK_COLLECTOR);
+    file_lock_drop(segment->fd, SHMBUS_LOCK_COLLECTOR);
     Py_RETURN_NONE;
 }
 
 static void py_restorer_dealloc(RestorerObject *self) {
     if (self->attached && self->segment->generation == fork_generation &&
         self->segment->c.fd >= 0) {
-        segment_unlock(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
+        file_lock_drop(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
     }
     Py_XDECREF(self->segment);
     Py_TYPE(self)->tp_free((PyObject *)self);

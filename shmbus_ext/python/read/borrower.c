@@ -46,7 +46,7 @@ static void unlock_changed(BorrowerObject *self, size_t count, int64_t base) {
     extents_sort(self->changed, count);
     for (size_t i = 0, end; fd >= 0 && i < count; i = end) {
         end = end_of_range(self->changed, i, count);
-        segment_unlock_range(fd, base + self->changed[i], (int64_t)(end - i));
+        file_lock_drop_range(fd, base + self->changed[i], (int64_t)(end - i));
     }
 }
 
@@ -55,7 +55,7 @@ static bool lock_changed(BorrowerObject *self, size_t count, int64_t base) {
     extents_sort(self->changed, count);
     for (size_t i = 0, end; i < count; i = end) {
         end = end_of_range(self->changed, i, count);
-        if (segment_lock_shared_range(self->segment->c.fd, base + self->changed[i],
+        if (file_lock_share_range(self->segment->c.fd, base + self->changed[i],
                                       (int64_t)(end - i)) != LOCK_TAKEN) {
             int why = errno;
             unlock_changed(self, i, base);

@@ -80,7 +80,7 @@ static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) 
     if (!py_segment_usable(self->segment, "handle")) {
         return -1;
     }
-    enum lock_status lock = segment_lock(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
+    enum lock_status lock = file_lock_take(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
     if (lock == LOCK_ERROR) {
         PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
         return -1;
@@ -90,7 +90,7 @@ static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) 
         return -1;
     }
     if (!reader_attach(&self->c, &self->segment->c)) {
-        segment_unlock(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
+        file_lock_drop(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
         PyErr_NoMemory();
         return -1;
     }

@@ -81,7 +81,7 @@ static double group_deadline_s(IntakeObject *self) {
     if (isinf(self->group_timeout_s)) {
         return INFINITY;
     }
-    const struct row *row = rows_oldest(&self->table->c);
+    const struct group_entry *row = group_table_oldest(&self->table->c);
     return row == NULL ? INFINITY : row->born_s + self->group_timeout_s;
 }
 

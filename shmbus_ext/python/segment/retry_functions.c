@@ -21,7 +21,7 @@ static bool take_row(PyObject *args, const char *format, SegmentObject **segment
         !take_segment(object, segment)) {
         return false;
     }
-    if (*row >= SHMBUS_WANTED_ROWS) {
+    if (*row >= SHMBUS_RETRY_ENTRIES) {
         PyErr_SetString(PyExc_IndexError, "row: there is no such row");
         return false;
     }
@@ -38,7 +38,7 @@ static PyObject *py_want(PyObject *module, PyObject *args) {
     long long epoch;
     const char *id, *reason;
     Py_ssize_t id_bytes, reason_bytes;
-    struct wanted request;
+    struct retry_request request;
     memset(&request, 0, sizeof request);
     if (!PyArg_ParseTuple(args, "OIKs#LIIIy#", &object, &row, &number, &id, &id_bytes, &epoch,
                           &request.group_size, &request.index, &request.attempt, &reason,
@@ -46,9 +46,9 @@ static PyObject *py_want(PyObject *module, PyObject *args) {
         !take_segment(object, &segment)) {
         return NULL;
     }
-    if (row >= SHMBUS_WANTED_ROWS || number == 0 || id_bytes < 1 ||
+    if (row >= SHMBUS_RETRY_ENTRIES || number == 0 || id_bytes < 1 ||
         id_bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
-        reason_bytes > (Py_ssize_t)SHMBUS_WANTED_REASON_BYTES) {
+        reason_bytes > (Py_ssize_t)SHMBUS_RETRY_REASON_BYTES) {
         PyErr_SetString(PyExc_ValueError, "this request does not fit into a row");
         return NULL;
     }
@@ -59,7 +59,7 @@ static PyObject *py_want(PyObject *module, PyObject *args) {
     request.reason_bytes = (uint16_t)reason_bytes;
     memcpy(request.id, id, (size_t)id_bytes);
     memcpy(request.reason, reason, (size_t)reason_bytes);
-    wanted_publish(&segment->c, row, &request);
+    retry_publish(&segment->c, row, &request);
     Py_RETURN_NONE;
 }
 
@@ -71,11 +71,11 @@ static PyObject *py_unwant(PyObject *module, PyObject *args) {
     if (!take_row(args, "OI", &segment, &row, NULL, NULL)) {
         return NULL;
     }
-    wanted_withdraw(&segment->c, row);
+    retry_withdraw(&segment->c, row);
     Py_RETURN_NONE;
 }
 
-static PyObject *describe_request(uint32_t row, const struct wanted *request) {
+static PyObject *describe_request(uint32_t row, const struct retry_request *request) {
     PyObject *epoch = request->epoch == SHMBUS_NO_EPOCH ? Py_NewRef(Py_None)
                                                  : PyLong_FromLongLong(request->epoch);
     PyObject *id = PyUnicode_DecodeUTF8(request->id, request->id_bytes, "replace");
@@ -95,9 +95,9 @@ static PyObject *py_wanted(PyObject *module, PyObject *object) {
         return NULL;
     }
     PyObject *found = PyList_New(0);
-    for (uint32_t row = 0; found != NULL && row < SHMBUS_WANTED_ROWS; row++) {
-        struct wanted request;
-        if (!wanted_read(&segment->c, row, &request)) {
+    for (uint32_t row = 0; found != NULL && row < SHMBUS_RETRY_ENTRIES; row++) {
+        struct retry_request request;
+        if (!retry_read(&segment->c, row, &request)) {
             continue;
         }
         PyObject *described = describe_request(row, &request);
@@ -118,7 +118,7 @@ static PyObject *py_claim_wanted(PyObject *module, PyObject *args) {
     if (!take_row(args, "OIKK", &segment, &row, &number, &producer_id)) {
         return NULL;
     }
-    return PyBool_FromLong(wanted_claim(&segment->c, row, number, producer_id));
+    return PyBool_FromLong(retry_claim(&segment->c, row, number, producer_id));
 }
 
 /* unclaim_wanted(segment, row, producer_id) -> bool */
@@ -130,7 +130,7 @@ static PyObject *py_unclaim_wanted(PyObject *module, PyObject *args) {
     if (!take_row(args, "OIK", &segment, &row, &producer_id, NULL)) {
         return NULL;
     }
-    return PyBool_FromLong(wanted_unclaim(&segment->c, row, producer_id));
+    return PyBool_FromLong(retry_unclaim(&segment->c, row, producer_id));
 }
 
 /* note_wanted(segment, open, groups_failed): for the collector; what others look at first. */
@@ -144,7 +144,7 @@ static PyObject *py_note_wanted(PyObject *module, PyObject *args) {
         !take_segment(object, &segment)) {
         return NULL;
     }
-    atomic_store_explicit(&segment->c.header->wanted_open, open, memory_order_relaxed);
+    atomic_store_explicit(&segment->c.header->retries_open, open, memory_order_relaxed);
     atomic_store_explicit(&segment->c.header->groups_failed, failed, memory_order_relaxed);
     Py_RETURN_NONE;
 }
@@ -158,7 +158,7 @@ static PyObject *py_noted_wanted(PyObject *module, PyObject *object) {
     }
     struct bus_header *header = segment->c.header;
     return Py_BuildValue(
-        "(IK)", atomic_load_explicit(&header->wanted_open, memory_order_relaxed),
+        "(IK)", atomic_load_explicit(&header->retries_open, memory_order_relaxed),
         (unsigned long long)atomic_load_explicit(&header->groups_failed, memory_order_relaxed));
 }
 
@@ -174,7 +174,7 @@ static PyMethodDef functions[] = {
 };
 
 bool py_retry_add_functions(PyObject *module) {
-    return PyModule_AddIntConstant(module, "WANTED_ROWS", SHMBUS_WANTED_ROWS) == 0 &&
-           PyModule_AddIntConstant(module, "WANTED_REASON_BYTES", SHMBUS_WANTED_REASON_BYTES) == 0 &&
+    return PyModule_AddIntConstant(module, "WANTED_ROWS", SHMBUS_RETRY_ENTRIES) == 0 &&
+           PyModule_AddIntConstant(module, "WANTED_REASON_BYTES", SHMBUS_RETRY_REASON_BYTES) == 0 &&
            PyModule_AddFunctions(module, functions) == 0;
 }

@@ -261,7 +261,7 @@ static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *ignored
     if (!py_segment_usable(self, "handle")) {
         return NULL;
     }
-    return PyBool_FromLong(segment_lock_probe(self->c.fd, SHMBUS_LOCK_COLLECTOR) ==
+    return PyBool_FromLong(file_lock_probe(self->c.fd, SHMBUS_LOCK_COLLECTOR) ==
                            LOCK_HELD_ELSEWHERE);
 }
 
@@ -365,7 +365,7 @@ static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
     while (left > 0) {
         int64_t from = todo[--left][0], to = todo[left][1];
         int64_t start = from, bytes = to - from;
-        if (bytes <= 0 || segment_lock_find(self->c.fd, &start, &bytes) != LOCK_HELD_ELSEWHERE) {
+        if (bytes <= 0 || file_lock_find(self->c.fd, &start, &bytes) != LOCK_HELD_ELSEWHERE) {
             continue;
         }
         int64_t last = bytes == 0 || start + bytes > to ? to : start + bytes;

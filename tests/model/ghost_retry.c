@@ -7,12 +7,12 @@
 
 #include "ring/retry_table.h"
 
-static struct ghost_wanted *ghost(void) {
-    return &world.control.ghost.wanted;
+static struct ghost_retry *ghost(void) {
+    return &world.control.ghost.retry;
 }
 
 uint64_t ghost_asks(void) {
-    struct ghost_wanted *g = ghost();
+    struct ghost_retry *g = ghost();
     if (++g->asked > MAX_REQUESTS) {
         engine_fail("more than %d requests: no progress", MAX_REQUESTS);
     }
@@ -29,10 +29,10 @@ void ghost_takes(void) {
 }
 
 void ghost_claim_word(uint64_t before, uint64_t after) {
-    struct ghost_wanted *g = ghost();
-    if (after == SHMBUS_WANTED_BUSY) {
+    struct ghost_retry *g = ghost();
+    if (after == SHMBUS_RETRY_BUSY) {
         g->current = 0;
-    } else if (after != SHMBUS_WANTED_FREE) {
+    } else if (after != SHMBUS_RETRY_FREE) {
         g->claimed[running] = g->current;
     } else if (before != (uint64_t)running + 1) {
         g->current = ++g->published;
@@ -40,7 +40,7 @@ void ghost_claim_word(uint64_t before, uint64_t after) {
 }
 
 void ghost_handed(uint64_t number) {
-    struct ghost_wanted *g = ghost();
+    struct ghost_retry *g = ghost();
     if (number == 0 || number > g->asked || g->claimed[running] != number) {
         engine_fail("P%d is handed request %llu; what it claimed is %u", running,
                     (unsigned long long)number, g->claimed[running]);
@@ -82,6 +82,6 @@ static bool any_lives(uint8_t processes) {
 
 /* Whether there is a request, and somebody on each side who could do something about it. */
 bool ghost_wants_in_vain(void) {
-    const struct ghost_wanted *g = ghost();
+    const struct ghost_retry *g = ghost();
     return g->asked > 0 && !g->answered && any_lives(g->askers) && any_lives(g->takers);
 }

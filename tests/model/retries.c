@@ -33,7 +33,7 @@ static uint8_t text_of(uint64_t number) {
     return (uint8_t)('a' + number);
 }
 
-static void make_request(struct wanted *request, uint64_t number) {
+static void make_request(struct retry_request *request, uint64_t number) {
     memset(request, 0, sizeof *request);
     request->number = number;
     request->epoch = (int64_t)number * 3;
@@ -47,11 +47,11 @@ static void make_request(struct wanted *request, uint64_t number) {
     memset(request->reason, text_of(number), REASON_BYTES);
 }
 
-static bool read_request(struct actor *self, struct wanted *request) {
-    if (!wanted_read(&self->segment, ROW, request)) {
+static bool read_request(struct actor *self, struct retry_request *request) {
+    if (!retry_read(&self->segment, ROW, request)) {
         return false;
     }
-    struct wanted expected;
+    struct retry_request expected;
     make_request(&expected, request->number);
     expected.claimant = request->claimant;
     if (memcmp(&expected, request, sizeof expected) != 0) {
@@ -64,20 +64,20 @@ static bool read_request(struct actor *self, struct wanted *request) {
 /* ---- who asks ---- */
 
 static void ask(struct actor *self) {
-    struct wanted request;
+    struct retry_request request;
     self->number = ghost_asks();
     make_request(&request, self->number);
-    wanted_publish(&self->segment, ROW, &request);
+    retry_publish(&self->segment, ROW, &request);
     engine_checkpoint();
 }
 
 /* What an earlier collector asked for is taken over if somebody has taken it, else withdrawn. */
 static void adopt(struct actor *self) {
-    struct wanted request;
-    if (read_request(self, &request) && request.claimant != SHMBUS_WANTED_FREE) {
+    struct retry_request request;
+    if (read_request(self, &request) && request.claimant != SHMBUS_RETRY_FREE) {
         self->number = request.number;
     } else {
-        wanted_withdraw(&self->segment, ROW);
+        retry_withdraw(&self->segment, ROW);
     }
     engine_checkpoint();
 }
@@ -87,21 +87,21 @@ static bool is_dead(struct actor *self, uint64_t producer_id) {
         return true;
     }
     int64_t slot = SHMBUS_LOCK_SLOT + (int64_t)producer_id;
-    if (segment_lock(self->segment.fd, slot) != LOCK_TAKEN) {
+    if (file_lock_take(self->segment.fd, slot) != LOCK_TAKEN) {
         return false;
     }
-    segment_unlock(self->segment.fd, slot);
+    file_lock_drop(self->segment.fd, slot);
     return true;
 }
 
 /* Whether the attempt under way has failed: its taker died, or its time is over, as it once is for
  * a row that says nothing any more. */
 static bool has_failed(struct actor *self) {
-    struct wanted request;
+    struct retry_request request;
     if (!read_request(self, &request) || request.number != self->number) {
         return true;
     }
-    if (request.claimant == SHMBUS_WANTED_FREE || !is_dead(self, request.claimant - 1)) {
+    if (request.claimant == SHMBUS_RETRY_FREE || !is_dead(self, request.claimant - 1)) {
         return false;
     }
     /* One that left in order has put it back meanwhile. */
@@ -119,9 +119,9 @@ static bool is_wanted(void) {
     return is;
 }
 
-void ask_for_one(enum patience patience, uint8_t takers) {
+void request_one(enum patience patience, uint8_t takers) {
     struct actor *self = begin();
-    while (segment_lock(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
+    while (file_lock_take(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
         engine_pause();
     }
     adopt(self);
@@ -140,16 +140,16 @@ void ask_for_one(enum patience patience, uint8_t takers) {
         }
         engine_pause();
     }
-    wanted_withdraw(&self->segment, ROW);
+    retry_withdraw(&self->segment, ROW);
 }
 
 /* ---- who takes ---- */
 
 static bool take(struct actor *self) {
-    struct wanted request;
+    struct retry_request request;
     uint64_t me = (uint64_t)running;
-    if (!read_request(self, &request) || request.claimant != SHMBUS_WANTED_FREE ||
-        !wanted_claim(&self->segment, ROW, request.number, me)) {
+    if (!read_request(self, &request) || request.claimant != SHMBUS_RETRY_FREE ||
+        !retry_claim(&self->segment, ROW, request.number, me)) {
         return false;
     }
     ghost_handed(request.number);
@@ -169,16 +169,16 @@ static bool wait_for_one(struct actor *self, uint8_t askers) {
     return true;
 }
 
-void take_wanted(enum deed deed, uint8_t askers) {
+void take_request(enum deed deed, uint8_t askers) {
     struct actor *self = begin();
-    if (segment_lock(self->segment.fd, SHMBUS_LOCK_SLOT + running) != LOCK_TAKEN) {
+    if (file_lock_take(self->segment.fd, SHMBUS_LOCK_SLOT + running) != LOCK_TAKEN) {
         engine_fail("P%d has no slot", running);
     }
     ghost_takes();
     bool has = wait_for_one(self, askers);
     if (has && deed == GIVES_BACK) {
         ghost_gives_back(self->number);
-        wanted_unclaim(&self->segment, ROW, (uint64_t)running);
+        retry_unclaim(&self->segment, ROW, (uint64_t)running);
         has = wait_for_one(self, askers);
     }
     if (has) {
@@ -190,7 +190,7 @@ void take_wanted(enum deed deed, uint8_t askers) {
 
 void scribble(enum part part) {
     struct actor *self = begin();
-    struct wanted_row *row = &self->segment.wanted[ROW];
+    struct retry_entry *row = &self->segment.retries[ROW];
     switch (part) {
     case A_TEXT:
         model_store(&row->id[ID_BYTES / 2], 1, '?', memory_order_relaxed, "(scribbles)");
@@ -203,7 +203,7 @@ void scribble(enum part part) {
                     "(scribbles)");
         break;
     case A_BUSY_CLAIM:
-        model_store(&row->claim, sizeof row->claim, SHMBUS_WANTED_BUSY, memory_order_relaxed,
+        model_store(&row->claim, sizeof row->claim, SHMBUS_RETRY_BUSY, memory_order_relaxed,
                     "(scribbles)");
         break;
     }
@@ -211,11 +211,11 @@ void scribble(enum part part) {
 
 /* ---- the auditor: the next collector, and a producer that takes ---- */
 
-void audit_wanted(const struct segment *segment) {
+void audit_retries(const struct segment *segment) {
     struct actor *self = memory_heap(running, sizeof *self);
-    struct wanted request;
+    struct retry_request request;
     self->segment = *segment;
-    if (world.control.ghost.wanted.asked == 0) {
+    if (world.control.ghost.retry.asked == 0) {
         return;
     }
     adopt(self);

@@ -1,5 +1,5 @@
-/* The table of wanted samples, into which anybody writes between the calls of its collector and its
- * producers: what is read stays inside its limits and is as its checksum says, and a row that nobody
+/* The retry table, into which anybody writes between the calls of its collector and its
+ * producers: what is read stays inside its limits and is as its checksum says, and an entry that nobody
  * has touched is whole, and one producer's at a time.
  *
  * Input: acts of 5 bytes: what is done (1), to which row (1), with which value (1), where (2). */
@@ -8,13 +8,13 @@
 #include "ring/retry_table.h"
 
 #define MOST_ACTS 200
-#define SEALED_FROM offsetof(struct wanted_row, number)
-#define SEALED_BYTES (sizeof(struct wanted_row) - SEALED_FROM)
+#define SEALED_FROM offsetof(struct retry_entry, number)
+#define SEALED_BYTES (sizeof(struct retry_entry) - SEALED_FROM)
 enum { ROWS = 3, PRODUCERS = 4 };
 
 static struct segment segment;
 static struct row_state {
-    struct wanted asked;
+    struct retry_request asked;
     bool sound;      /* not written to since it was published */
     /* As it was when its checksum was last made. */
     uint8_t sealed[SEALED_BYTES];
@@ -29,16 +29,16 @@ static void prepare(void) {
 }
 
 static void note_seal(uint32_t at) {
-    memcpy(rows[at].sealed, (const uint8_t *)&segment.wanted[at] + SEALED_FROM, SEALED_BYTES);
+    memcpy(rows[at].sealed, (const uint8_t *)&segment.retries[at] + SEALED_FROM, SEALED_BYTES);
 }
 
 static bool is_damaged(uint32_t at) {
-    const uint8_t *now = (const uint8_t *)&segment.wanted[at] + SEALED_FROM;
+    const uint8_t *now = (const uint8_t *)&segment.retries[at] + SEALED_FROM;
     return memcmp(rows[at].sealed, now, SEALED_BYTES) != 0;
 }
 
 static void publish(uint32_t at, uint64_t number, uint8_t value, uint16_t where) {
-    struct wanted *asked = &rows[at].asked;
+    struct retry_request *asked = &rows[at].asked;
     memset(asked, 0, sizeof *asked);
     asked->number = number;
     asked->epoch = where;
@@ -47,10 +47,10 @@ static void publish(uint32_t at, uint64_t number, uint8_t value, uint16_t where)
     asked->index = where % SHMBUS_MAX_GROUP_SIZE;
     asked->attempt = value;
     asked->id_bytes = (uint16_t)(value % SHMBUS_MAX_ID_BYTES + 1);
-    asked->reason_bytes = where % (SHMBUS_WANTED_REASON_BYTES + 1);
+    asked->reason_bytes = where % (SHMBUS_RETRY_REASON_BYTES + 1);
     memset(asked->id, 'a' + value % 26, asked->id_bytes);
     memset(asked->reason, 'A' + value % 26, asked->reason_bytes);
-    wanted_publish(&segment, at, asked);
+    retry_publish(&segment, at, asked);
     rows[at].sound = true;
     rows[at].holder = 0;
     note_seal(at);
@@ -59,14 +59,14 @@ static void publish(uint32_t at, uint64_t number, uint8_t value, uint16_t where)
 static void read_row(uint32_t at) {
     struct row_state *row = &rows[at];
     /* A block of its own, so that a sanitizer sees one byte too many. */
-    struct wanted *copy = malloc(sizeof *copy);
+    struct retry_request *copy = malloc(sizeof *copy);
     CHECK(copy != NULL);
     row->seen = 0;
-    if (wanted_read(&segment, at, copy)) {
+    if (retry_read(&segment, at, copy)) {
         CHECK(copy->id_bytes >= 1 && copy->id_bytes <= SHMBUS_MAX_ID_BYTES);
-        CHECK(copy->reason_bytes <= SHMBUS_WANTED_REASON_BYTES);
+        CHECK(copy->reason_bytes <= SHMBUS_RETRY_REASON_BYTES);
         CHECK(copy->group_size <= SHMBUS_MAX_GROUP_SIZE && copy->index < SHMBUS_MAX_GROUP_SIZE);
-        CHECK(copy->number != 0 && copy->claimant != SHMBUS_WANTED_BUSY);
+        CHECK(copy->number != 0 && copy->claimant != SHMBUS_RETRY_BUSY);
         CHECK(!is_damaged(at));
         row->seen = copy->number;
         if (row->sound) {
@@ -81,7 +81,7 @@ static void read_row(uint32_t at) {
 
 static void claim(uint32_t at, uint64_t producer) {
     struct row_state *row = &rows[at];
-    bool got = wanted_claim(&segment, at, row->seen, producer);
+    bool got = retry_claim(&segment, at, row->seen, producer);
     if (row->sound) {
         CHECK(got == (row->holder == 0 && row->seen == row->asked.number));
     }
@@ -90,7 +90,7 @@ static void claim(uint32_t at, uint64_t producer) {
 
 static void unclaim(uint32_t at, uint64_t producer) {
     struct row_state *row = &rows[at];
-    bool had = wanted_unclaim(&segment, at, producer);
+    bool had = retry_unclaim(&segment, at, producer);
     if (row->sound) {
         CHECK(had == (row->holder == producer + 1));
     }
@@ -98,23 +98,23 @@ static void unclaim(uint32_t at, uint64_t producer) {
 }
 
 static void scribble(uint32_t at, uint8_t value, uint16_t where, bool reseal) {
-    struct wanted_row *row = &segment.wanted[at];
+    struct retry_entry *row = &segment.retries[at];
     uint8_t *bytes = (uint8_t *)row;
     bytes[where % sizeof *row] = value;
     if (reseal) {
-        size_t head = offsetof(struct wanted_row, crc) - SEALED_FROM;
+        size_t head = offsetof(struct retry_entry, crc) - SEALED_FROM;
         uint32_t crc = shmbus_crc32c(0, bytes + SEALED_FROM, head);
-        row->crc = shmbus_crc32c(crc, row->id, SHMBUS_WANTED_ID_BYTES + SHMBUS_WANTED_REASON_BYTES);
+        row->crc = shmbus_crc32c(crc, row->id, SHMBUS_RETRY_ID_BYTES + SHMBUS_RETRY_REASON_BYTES);
         note_seal(at);
     }
     rows[at].sound = false;
 }
 
 static void scribble_claim(uint32_t at, uint8_t value) {
-    uint64_t claim = value % 3 == 0   ? SHMBUS_WANTED_BUSY
-                     : value % 3 == 1 ? SHMBUS_WANTED_FREE
+    uint64_t claim = value % 3 == 0   ? SHMBUS_RETRY_BUSY
+                     : value % 3 == 1 ? SHMBUS_RETRY_FREE
                                       : value * UINT64_C(0x0101010101010101);
-    atomic_store(&segment.wanted[at].claim, claim);
+    atomic_store(&segment.retries[at].claim, claim);
     rows[at].sound = false;
 }
 
@@ -127,7 +127,7 @@ static void act(const uint8_t *what, uint64_t number) {
         publish(at, number, value, where);
         break;
     case 1:
-        wanted_withdraw(&segment, at);
+        retry_withdraw(&segment, at);
         rows[at].sound = false;
         break;
     case 2:
@@ -155,7 +155,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (segment.base == NULL) {
         prepare();
     }
-    memset(segment.wanted, 0, ROWS * sizeof segment.wanted[0]);
+    memset(segment.retries, 0, ROWS * sizeof segment.retries[0]);
     memset(rows, 0, sizeof rows);
     uint64_t number = 0;
     for (; size >= 5 && number < MOST_ACTS; data += 5, size -= 5) {
