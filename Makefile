@@ -19,8 +19,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 # processes come first, since they take longest.
 DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:benchmark
 
-C_SOURCES := $(sort $(wildcard shmbus_ext/*/*.c))
-C_HEADERS := $(sort $(wildcard shmbus_ext/*/*.h))
+C_SOURCES := $(sort $(shell find shmbus_ext -name "*.c"))
+C_HEADERS := $(sort $(shell find shmbus_ext -name "*.h"))
 # The ring alone, as the C tests, the fuzzers and the explorer link it.
 RING_SOURCES := $(sort $(wildcard shmbus_ext/ring/*.c))
 # A C test is one file with a main of its own, linked with the ring; exit status 0 is success.

@@ -419,7 +419,13 @@ class Consumer(_core.ConsumerBase[Group]):
         source.policy_version = check_policy_version(version)
 
     def stats(self) -> Ledger:
-        """Return the ledger: where every trajectory ever committed is now."""
+        """Return the ledger: where every trajectory ever committed is now.
+
+        Returns
+        -------
+        Ledger
+            As of one moment.
+        """
         return self._require_source().stats()
 
     @property

@@ -81,7 +81,18 @@ class Group(GroupBase):
         self._consumer.drop(self)
 
     def require_leased(self, verb: str) -> None:
-        """Raise ProtocolError unless the group is under lease."""
+        """Raise unless the group is under lease.
+
+        Parameters
+        ----------
+        verb : str
+            What was to be done with it, for the message.
+
+        Raises
+        ------
+        ProtocolError
+            It was acknowledged, dropped or given back before.
+        """
         if self.state != "leased":
             raise errors.ProtocolError(
                 f"cannot {verb} group {self.instance_id!r}, since it is "

@@ -47,7 +47,7 @@ class DaemonClient(Link):
                     id=id_,
                     max_groups=max_groups,
                     timeout_s=slice_s,
-                    gathers=self._borrower.gathers,
+                    gathers=self._borrower.packs,
                 ),
                 max_groups if max_groups >= limits.AHEAD_GROUPS else 0,
             )
@@ -74,7 +74,7 @@ class DaemonClient(Link):
                         max_groups=max_groups,
                         timeout_s=0.0,
                         ahead=True,
-                        gathers=self._borrower.gathers,
+                        gathers=self._borrower.packs,
                     )
                 )
 
@@ -116,7 +116,7 @@ class DaemonClient(Link):
                 field=field,
                 timeout_s=slice_s,
                 only_full=only_full,
-                gathers=self._borrower.gathers,
+                gathers=self._borrower.packs,
             ),
         )
 

@@ -369,7 +369,7 @@ class Service:
         ):
             raise errors.ProtocolError("TakeStep: expected one of groups and tokens")
         if request.gathers:
-            self.collector.reader.note_gathering()
+            self.collector.reader.note_packing()
         if session.waiting >= limits.MAX_WAITING:
             raise errors.ProtocolError(f"more than {limits.MAX_WAITING} requests wait already")
         session.waiting += 1

@@ -64,6 +64,7 @@ SHMBUS_ALL = [
     "ProducerStats",
     "ProtocolError",
     "RecordTooLargeError",
+    "Reservation",
     "ShmbusError",
     "Slot",
     "StallError",

@@ -47,7 +47,7 @@ def test_every_byte_arrives_whatever_the_size_and_alignment(
         Consumer(bus_name) as consumer,
     ):
         if packs:
-            consumer._require_source().reader.note_gathering()
+            consumer._require_source().reader.note_packing()
         assert consumer_packs(bus_name) == packs
         for size in sizes:
             for skip in (0, 1, 8, 17):
