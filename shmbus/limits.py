@@ -10,7 +10,6 @@ from shmbus_ext import _core
 __all__ = [
     "AHEAD_GROUPS",
     "ATTACH_WAIT_S",
-    "BURIAL_INTERVAL_S",
     "CAPTURE_POLL_S",
     "CLIENT_WAIT_S",
     "COALESCE_S",
@@ -49,6 +48,7 @@ __all__ = [
     "PLENTY_GROUPS",
     "POLL_RECORDS",
     "READY_PRESSURE",
+    "REAP_INTERVAL_S",
     "RECENT_KEYS",
     "RECLAIM_WAIT_S",
     "REDIAL_INTERVAL_S",
@@ -169,7 +169,7 @@ RECLAIM_WAIT_S = 2.0
 
 #: Seconds between looks whether a client that went away with leases still holds their locks; a
 #: dying process closes its socket and its segment within much less.
-BURIAL_INTERVAL_S = 0.02
+REAP_INTERVAL_S = 0.02
 
 #: Seconds that a client goes on without its daemon before it raises DaemonUnavailableError.
 CLIENT_WAIT_S = 30.0
