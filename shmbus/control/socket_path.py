@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 
-from shmbus.segment.names import check_name
+from shmbus.segment.names import SHM_DIRECTORY, SOCKET_SUFFIX, check_name
 
 __all__ = ["check_peer", "peer", "socket_path"]
 
@@ -21,9 +21,10 @@ _CREDENTIALS = struct.Struct("=iII")
 
 def socket_path(name: str) -> str:
     """Return the socket of a bus; in /dev/shm, so that containers which share that find it."""
-    path = f"/dev/shm/shmbus-{check_name(name)}.sock"
+    path = f"{SHM_DIRECTORY}/shmbus-{check_name(name)}{SOCKET_SUFFIX}"
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        path = f"/dev/shm/shmbus+{hashlib.sha256(os.fsencode(name)).hexdigest()[:40]}.sock"
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:40]
+        path = f"{SHM_DIRECTORY}/shmbus+{digest}{SOCKET_SUFFIX}"
     return path
 
 

@@ -2,38 +2,47 @@
 
 Invariants:
 
-- In use is what a living process holds a file lock on (segments) or listens on (sockets). Neither
-  age nor a pid ever counts.
-- A segment is removed under all of its locks at once: who opens it in that moment waits, looks
-  again, and finds that it is gone.
-- What is not this user's, or not recognisably shmbus's, is only named.
+- A segment or companion is in use while a living process holds a file lock on it, a socket while
+  one listens on it. Neither age nor a pid ever counts.
+- A segment is removed under all of its locks at once: a process that opens it in that moment waits,
+  checks the name again, and finds that the segment is gone.
+- Files of other users, and files that are not recognisably shmbus's, are only named.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import pwd
 import socket
 import stat
 import time
-from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from shmbus import errors, limits
 from shmbus.inspect.segment_file import SegmentFile, printable
 from shmbus.inspect.status import status_of
-from shmbus.segment.names import shm_path
+from shmbus.segment.names import (
+    PREFIX,
+    SHM_DIRECTORY,
+    SOCKET_SUFFIX,
+    parse_companion,
+    shm_path,
+)
 from shmbus_ext import _core
 
 __all__ = ["Leftover", "remove", "remove_unfinished", "survey"]
 
-Verdict = Literal["removable", "in_use", "not_ours", "unknown"]
+Kind: TypeAlias = Literal["segment", "socket", "companion", "other"]
+Verdict: TypeAlias = Literal["removable", "in_use", "not_ours", "unknown"]
+_SEGMENT_PREFIX: Final = PREFIX.removeprefix("/")
 _SOCKET_PREFIXES: Final = ("shmbus-", "shmbus+")
-_SOCKET_SUFFIX: Final = ".sock"
+_DEAD: Final = "no living process has it open"
+_UNREADABLE: Final = "its mode does not let us read it"
 _LOST_UNKNOWN: Final = "what it holds cannot be told"
 
 
@@ -43,9 +52,10 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     path, name : str
-        The file, and what follows the prefix.
-    kind : "segment" | "socket" | "other"
-        By the file's type.
+        The file, and the bus that it belongs to.
+    kind : "segment" | "socket" | "companion" | "other"
+        By its name and type; "other" where the two do not agree. A companion is a segment that goes
+        with a bus, such as the weights of the demo.
     owner : str
         Its user.
     size : int
@@ -63,7 +73,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     name: str
-    kind: Literal["segment", "socket", "other"]
+    kind: Kind
     owner: str
     size: int
     verdict: Verdict
@@ -82,27 +92,27 @@ def survey() -> list[Leftover]:
     list[Leftover]
         By name.
     """
-    prefix = Path(shm_path(""))
     found = []
-    for entry in sorted(os.scandir(prefix.parent), key=lambda entry: entry.name):
-        name = _name_of(entry.name, prefix.name)
+    for entry in sorted(os.scandir(SHM_DIRECTORY), key=lambda entry: entry.name):
+        kind, name = _called(entry.name)
         if not name:
             continue
         try:
-            found.append(_look(entry.path, name, os.lstat(entry.path)))
+            found.append(_look(entry.path, kind, name, os.lstat(entry.path)))
         except (FileNotFoundError, errors.BusNotFoundError):
             continue  # it went away meanwhile
     return found
 
 
-def _name_of(file: str, prefix: str) -> str:
-    """Name the bus that a file belongs to; "" for a file of somebody else's."""
-    if file.startswith(prefix):
-        return file[len(prefix) :]
-    if file.startswith(_SOCKET_PREFIXES) and file.endswith(_SOCKET_SUFFIX):
-        # One whose bus has too long a name for a socket is called by a digest of it.
-        return file[len(_SOCKET_PREFIXES[0]) : -len(_SOCKET_SUFFIX)]
-    return ""
+def _called(file: str) -> tuple[Kind, str]:
+    """Tell by a file's name what it is and which bus it belongs to; "" where it is not ours."""
+    if file.startswith(_SEGMENT_PREFIX):
+        return "segment", file[len(_SEGMENT_PREFIX) :]
+    if file.startswith(_SOCKET_PREFIXES) and file.endswith(SOCKET_SUFFIX):
+        # The socket of a bus with a long name is called by a digest of that name.
+        return "socket", file[len(_SOCKET_PREFIXES[0]) : -len(SOCKET_SUFFIX)]
+    companion = parse_companion(file)
+    return "companion", companion[1] if companion else ""
 
 
 def _owner(uid: int) -> str:
@@ -112,12 +122,9 @@ def _owner(uid: int) -> str:
         return f"uid {uid}"
 
 
-def _look(path: str, name: str, info: os.stat_result) -> Leftover:
-    kind: Literal["segment", "socket", "other"] = "other"
-    if stat.S_ISREG(info.st_mode):
-        kind = "segment"
-    elif stat.S_ISSOCK(info.st_mode):
-        kind = "socket"
+def _look(path: str, kind: Kind, name: str, info: os.stat_result) -> Leftover:
+    if not (stat.S_ISSOCK if kind == "socket" else stat.S_ISREG)(info.st_mode):
+        kind = "other"
     found = Leftover(
         path=path,
         name=name,
@@ -136,6 +143,8 @@ def _look(path: str, name: str, info: os.stat_result) -> Leftover:
         return _look_at_segment(found)
     if kind == "socket":
         return _look_at_socket(found)
+    if kind == "companion":
+        return _look_at_companion(found)
     return found
 
 
@@ -157,28 +166,55 @@ def _look_at_socket(found: Leftover) -> Leftover:
     )
 
 
+def _look_at_companion(found: Leftover) -> Leftover:
+    try:
+        fd = _open_again(found)
+    except PermissionError:
+        return msgspec.structs.replace(found, reason=_UNREADABLE)
+    try:
+        if not _lock_companion(fd):
+            return msgspec.structs.replace(
+                found, verdict="in_use", reason="a living process has it open"
+            )
+    finally:
+        os.close(fd)
+    return msgspec.structs.replace(found, verdict="removable", reason=_DEAD, undelivered=0)
+
+
+def _open_again(found: Leftover, flags: int = os.O_RDONLY) -> int:
+    return os.open(found.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _lock_companion(fd: int) -> bool:
+    """Lock a companion against new users, if it has none now; closing the file ends that."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _look_at_segment(found: Leftover) -> Leftover:
     try:
         file = SegmentFile(found.name)
     except PermissionError:
-        return msgspec.structs.replace(found, reason="its mode does not let us read it")
+        return msgspec.structs.replace(found, reason=_UNREADABLE)
     with file:
         if file.in_use():
             return msgspec.structs.replace(found, verdict="in_use", reason=_users(file))
-        dead = "no living process has it open"
         if file.problem is None:
             status = status_of(file)
             ledger = status.ledger
             return msgspec.structs.replace(
                 found,
                 verdict="removable",
-                reason=dead,
+                reason=_DEAD,
                 undelivered=ledger.leased + ledger.stashed + ledger.in_ring,
                 undelivered_groups=status.groups_complete,
             )
         magic = int(file.header["magic"])
         if magic == 0:
-            reason = f"{dead}; its creator never finished it"
+            reason = f"{_DEAD}; its creator never finished it"
             return msgspec.structs.replace(
                 found, verdict="removable", reason=reason, undelivered=0, undelivered_groups=0
             )
@@ -186,7 +222,7 @@ def _look_at_segment(found: Leftover) -> Leftover:
             return msgspec.structs.replace(found, reason="it is no segment of shmbus")
         why = str(file.problem).split("; ", 1)[0].removeprefix(f"bus {found.name!r}: ")
         return msgspec.structs.replace(
-            found, verdict="removable", reason=f"{dead}; {_LOST_UNKNOWN}: {why}"
+            found, verdict="removable", reason=f"{_DEAD}; {_LOST_UNKNOWN}: {why}"
         )
 
 
@@ -230,9 +266,10 @@ def remove(found: Leftover) -> None:
             raise errors.BusBusyError(f"{printable(found.path)}: {again.reason} now; left alone")
         _unlink(found)
         return
-    fd = os.open(found.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = _open_again(found, os.O_RDWR)
+    lock = _lock_companion if found.kind == "companion" else _core.lock_all
     try:
-        if not _same(found, os.fstat(fd)) or not _core.lock_all(fd):
+        if not _same(found, os.fstat(fd)) or not lock(fd):
             raise errors.BusBusyError(
                 f"{printable(found.path)}: somebody has begun to use it; left alone"
             )
@@ -275,7 +312,7 @@ def _unfinished(name: str) -> Leftover | None:
     path = shm_path(name)
     with contextlib.suppress(errors.BusNotFoundError, OSError), SegmentFile(name) as file:
         if int(file.header["magic"]) == 0 and not file.in_use():
-            return _look(path, name, os.lstat(path))
+            return _look(path, "segment", name, os.lstat(path))
     return None
 
 

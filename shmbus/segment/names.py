@@ -1,15 +1,40 @@
-"""Names of buses, and the files in /dev/shm that they stand for."""
+"""Names of buses, and the files in /dev/shm that they stand for.
+
+::
+
+    shmbus.NAME          the segment of a bus
+    shmbus-NAME.sock     the socket of its daemon (`shmbus.control.socket_path`)
+    shmbus-KIND.NAME     a companion: a segment that goes with the bus and is none, such as weights
+
+Invariant: no bus, socket or companion can have the file name of another.
+
+A process that uses a companion holds a shared ``flock`` on it, so that `shmbus gc` can tell an
+abandoned one.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 
 from shmbus import limits
 
-__all__ = ["PREFIX", "SHM_DIRECTORY", "check_name", "identity", "is_named", "shm_path"]
+__all__ = [
+    "PREFIX",
+    "SHM_DIRECTORY",
+    "check_name",
+    "companion_name",
+    "identity",
+    "is_named",
+    "parse_companion",
+    "shm_path",
+]
 
 PREFIX = "/shmbus."
 SHM_DIRECTORY = "/dev/shm"
+SOCKET_SUFFIX = ".sock"
+
+_COMPANION = re.compile(r"shmbus-([a-z]+)\.(.+)", re.DOTALL)
 
 
 def check_name(name: object) -> str:
@@ -30,6 +55,38 @@ def check_name(name: object) -> str:
 def shm_path(name: str) -> str:
     """Return the file that a bus name stands for."""
     return f"{SHM_DIRECTORY}{PREFIX}{name}"
+
+
+def companion_name(kind: str, bus: str) -> str:
+    """Name a companion of a bus as ``shm_open`` takes it.
+
+    Parameters
+    ----------
+    kind : str
+        What it holds, in lower-case letters, such as "weights".
+    bus : str
+        The bus.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No bus can be called so, or its companion would be called like another bus's socket.
+    """
+    name = f"/shmbus-{kind}.{check_name(bus)}"
+    if parse_companion(name[1:]) != (kind, bus):
+        raise ValueError(
+            f"companion {kind!r} of bus {bus!r}: expected a kind of lower-case letters, and a bus "
+            f"name that does not end in {SOCKET_SUFFIX!r}; choose another name"
+        )
+    return name
+
+
+def parse_companion(file: str) -> tuple[str, str] | None:
+    """Return kind and bus of a file that is called like a companion; None for another file."""
+    found = _COMPANION.fullmatch(file)
+    if found is None or file.endswith(SOCKET_SUFFIX):
+        return None
+    return found[1], found[2]
 
 
 def identity(name: str) -> os.stat_result | None:
