@@ -25,7 +25,7 @@ from shmbus._format import show_duration
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.inspect.status import BusStatus
+    from shmbus.inspect.types import BusStatus
 
 __all__ = ["OnStall", "StallReport", "Watch", "check_stall"]
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shmbus.cli._show import show_count, show_duration, show_size
 from shmbus.inspect.rates import Watcher
-from shmbus.inspect.status import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
+from shmbus.inspect.types import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _STATE_STYLES = {"alive": "green", "dead": "bold red", "closed": "dim", "gone": "dim"}

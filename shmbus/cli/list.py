@@ -9,8 +9,8 @@ import msgspec
 
 from shmbus import errors
 from shmbus.cli._show import add_command, print_json, printable, show_count, show_size, table
-from shmbus.inspect.segment_file import bus_names
 from shmbus.inspect.status import read_status
+from shmbus.segment.names import bus_names
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -66,13 +66,12 @@ def _line(name: str) -> BusLine | None:
         return None  # it went away meanwhile
     except (errors.LayoutMismatchError, PermissionError, ValueError) as error:
         return BusLine(printable(name), problem=printable(str(error)))
-    ledger = status.ledger
     collector = status.collector
     return BusLine(
         name=status.name,
         capacity=status.capacity,
         fill=status.fill,
-        undelivered=ledger.leased + ledger.stashed + ledger.in_ring,
+        undelivered=status.ledger.undelivered,
         producers=sum(producer.state == "alive" for producer in status.producers),
         collector=f"{collector.label} (pid {collector.pid})" if collector.alive else "",
     )

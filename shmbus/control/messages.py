@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from shmbus import errors, limits
+from shmbus.inspect.types import Count, LeaseStatus, OpenGroup
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
@@ -27,7 +28,6 @@ VERSION = 1
 
 _HEAD = struct.Struct("<I")
 
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Asked: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_REQUESTED)]
 Step: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=limits.MAX_REQUESTED)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -218,45 +218,6 @@ class LedgerReply(_Message):
     ledger: Ledger
 
 
-class FailedStatus(msgspec.Struct, frozen=True):
-    """A sample of an incomplete group that failed: how often, and why the last time."""
-
-    index: int
-    attempts: int
-    reason: str
-
-
-class OpenGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An incomplete group: which indices are missing, and for how long it has waited."""
-
-    instance_id: str
-    epoch: int | None
-    size: int
-    present: int
-    missing: list[int]
-    age_s: float
-    failed: list[FailedStatus] = []
-
-
-class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that is attached: what it holds, and whether it waits for more.
-
-    `rank` is -1 without ranks. `connected` is False for one that has not come back yet and still
-    holds leases.
-    """
-
-    client: int
-    pid: int
-    label: str
-    rank: int = -1
-    world_size: int = 1
-    groups: int = 0
-    trajectories: int = 0
-    oldest_lease_s: float = 0.0
-    waiting: bool = False
-    connected: bool = True
-
-
 class StatusReply(_Message):
     """The answer to GetStatus.
 
@@ -271,8 +232,8 @@ class StatusReply(_Message):
     uptime_s: float
     ledger: Ledger
     policy: dict[str, Any]
-    clients: list[ClientStatus] = []
-    oldest: list[OpenGroupStatus] = []
+    clients: list[LeaseStatus] = []
+    oldest: list[OpenGroup] = []
     recovering: bool = False
     draining: bool = False
     in_doubt: int = 0

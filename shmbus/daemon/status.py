@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from shmbus._version import VERSION
-from shmbus.control import messages
+from shmbus.inspect.types import FailedSample, OpenGroup
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailingGroup
 from shmbus.stash.retries import split_key
@@ -22,7 +22,7 @@ def open_groups(collector: Collector, count: int, now: float) -> dict[str, Any]:
         misses = group.misses if isinstance(group, FailingGroup) else {}
         present = {sample.index for sample in group.samples}
         oldest.append(
-            messages.OpenGroupStatus(
+            OpenGroup(
                 instance_id=key,
                 epoch=epoch,
                 size=group.size,
@@ -30,7 +30,7 @@ def open_groups(collector: Collector, count: int, now: float) -> dict[str, Any]:
                 missing=[index for index in range(group.size) if index not in present],
                 age_s=max(0.0, now - group.born_s),
                 failed=[
-                    messages.FailedStatus(index, miss.attempts, miss.reason)
+                    FailedSample(index, miss.attempts, miss.reason)
                     for index, miss in sorted(misses.items())
                 ],
             )

@@ -24,7 +24,8 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from shmbus import errors, limits
-from shmbus.inspect.segment_file import SegmentFile, printable
+from shmbus._format import printable
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import status_of
 from shmbus.segment.names import (
     PREFIX,
@@ -204,12 +205,11 @@ def _look_at_segment(found: Leftover) -> Leftover:
             return msgspec.structs.replace(found, verdict="in_use", reason=_users(file))
         if file.problem is None:
             status = status_of(file)
-            ledger = status.ledger
             return msgspec.structs.replace(
                 found,
                 verdict="removable",
                 reason=_DEAD,
-                undelivered=ledger.leased + ledger.stashed + ledger.in_ring,
+                undelivered=status.ledger.undelivered,
                 undelivered_groups=status.groups_complete,
             )
         magic = int(file.header["magic"])

@@ -7,60 +7,14 @@ import itertools
 import msgspec
 
 from shmbus import _encoding, limits
-from shmbus.inspect.segment_file import RecordRow, SegmentFile, printable
+from shmbus._format import printable
+from shmbus.inspect.records import RecordRow
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import FailedSample, GroupStatus
 from shmbus.inspect.undelivered import undelivered_records
 from shmbus_ext import _core
 
-__all__ = ["FailedSample", "GroupStatus", "OpenGroups"]
-
-
-class FailedSample(msgspec.Struct, frozen=True):
-    """A sample of an incomplete group that failed.
-
-    Attributes
-    ----------
-    index : int
-        Which one.
-    attempts : int
-        How often it has failed, as far as anybody said so.
-    reason : str
-        What the last one who tried said.
-    """
-
-    index: int
-    attempts: int
-    reason: str
-
-
-class GroupStatus(msgspec.Struct, frozen=True):
-    """An incomplete group.
-
-    Attributes
-    ----------
-    instance_id : str
-        The prompt's key.
-    epoch : int | None
-        Where its producers gave one.
-    size, present : int
-        Samples that make it complete, 0 where nobody has said it, and how many are in.
-    missing : list[int]
-        The first missing indices.
-    age_s : float
-        Seconds since its first sample was committed.
-    producers : list[int]
-        Who sent what is there.
-    failed : list[FailedSample]
-        Those of the missing that failed; the first of them.
-    """
-
-    instance_id: str
-    epoch: int | None
-    size: int
-    present: int
-    missing: list[int]
-    age_s: float
-    producers: list[int]
-    failed: list[FailedSample] = []
+__all__ = ["OpenGroups"]
 
 
 class _Open(msgspec.Struct):

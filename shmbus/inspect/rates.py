@@ -15,7 +15,8 @@ import msgspec
 from shmbus import limits
 from shmbus.control.ask import ask_status
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.status import BusStatus, join, status_of
+from shmbus.inspect.status import join, status_of
+from shmbus.inspect.types import BusStatus
 
 __all__ = ["Rates", "Watcher"]
 
@@ -86,8 +87,7 @@ class Watcher:
             if created != self._created:
                 self._forget(created)
             status = status_of(file, walk=False)
-            undelivered = status.ledger.leased + status.ledger.stashed + status.ledger.in_ring
-            if undelivered <= limits.TOP_WALK_RECORDS:
+            if status.ledger.undelivered <= limits.TOP_WALK_RECORDS:
                 status = status_of(file)
             now = time.monotonic()
             self._sample(file)

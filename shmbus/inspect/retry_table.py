@@ -7,45 +7,20 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
-from shmbus.inspect.segment_file import SegmentFile, printable
+from shmbus._format import printable
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import WantedStatus
 from shmbus_ext import _core
 
-__all__ = ["WantedStatus", "read_wanted"]
+__all__ = ["read_wanted"]
 
 _LAYOUT: Final = _core.layout()["wanted_row"]
 _ROW: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT))  # type: ignore[call-overload]
 _CRC_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("crc")]
 _NUMBER_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("number")]
 _TEXT_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("id")]
-
-
-class WantedStatus(msgspec.Struct, frozen=True):
-    """A sample that is asked for again.
-
-    Attributes
-    ----------
-    instance_id, epoch, index : str, int | None, int
-        Which one.
-    attempt : int
-        1 for the first time that it is asked for.
-    reason : str
-        Why it is.
-    asked_s : float
-        Seconds since it was asked for.
-    taken_by : int | None
-        The producer that has taken it.
-    """
-
-    instance_id: str
-    epoch: int | None
-    index: int
-    attempt: int
-    reason: str
-    asked_s: float
-    taken_by: int | None
 
 
 def read_wanted(file: SegmentFile) -> list[WantedStatus]:

@@ -14,187 +14,29 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import errors
-from shmbus.segment.explain import layout_error
-from shmbus.segment.names import shm_path
+from shmbus.inspect.records import RecordRow, Run, Scan, unreadable_rest
+from shmbus.segment.explain import layout_error, not_found_error
+from shmbus.segment.names import bus_names, shm_path
 from shmbus_ext import _core
 
 _LAYOUT: Final = _core.layout()
 _HEADER: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["bus_header"]))  # type: ignore[call-overload]
 _SLOT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["producer_slot"]))  # type: ignore[call-overload]
 _EXTENT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["extent_desc"]))  # type: ignore[call-overload]
-_SCHEMA: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["schema_entry"]))  # type: ignore[call-overload]
 _WANTED_BYTES: Final = _core.WANTED_ROWS * _LAYOUT["wanted_row"]["itemsize"]
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are described at a time, so that a large bus is never in memory at once.
 _ROWS: Final = 1024
-
-
-class Run(msgspec.Struct, frozen=True):
-    """Neighbouring extents that a lane leases together.
-
-    Attributes
-    ----------
-    extent, span : int
-        Its first extent, and how many there are.
-    slot : int
-        The lane that leases it; the collector's own has the number `max_producers`.
-    generation : int
-        Of the lease.
-    order : int
-        Place in the lane.
-    used, room : int
-        Bytes that hold records, and bytes that there are.
-    sealed : bool
-        Whether nothing more will be written there.
-    writer_pins : int
-        Writable views that are still out.
-    producer_id : int
-        Who leased it.
-    """
-
-    extent: int
-    span: int
-    slot: int
-    generation: int
-    order: int
-    used: int
-    room: int
-    sealed: bool
-    writer_pins: int
-    producer_id: int
-
-
-class Field(msgspec.Struct, frozen=True):
-    """One array of a record: its name, dtype as text, shape, and offset within the record."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    itemsize: int
-
-
-class RecordRow(msgspec.Struct, frozen=True):
-    """One record as the walk found it; `read_records` explains the fields."""
-
-    extent: int
-    generation: int
-    slot: int
-    offset: int
-    state: str
-    verdict: str
-    nbytes: int
-    producer_id: int
-    sequence: int
-    lane_number: int
-    flags: int
-    policy_version: int
-    score: float
-    group_size: int
-    index: int
-    epoch: int | None
-    committed_ns: int
-    meta_offset: int
-    meta_bytes: int
-    payload_bytes: int
-    instance_id: str
-    field_count: int
-    schema: bytes
-    shape: bytes
-
-    @property
-    def key(self) -> str | tuple[str, int]:
-        """What groups it: the instance id, with the epoch where its producer gave one."""
-        return self.instance_id if self.epoch is None else (self.instance_id, self.epoch)
-
-    @property
-    def moved(self) -> bool:
-        """Whether the collector has written it again, out of the way of others."""
-        return bool(self.flags & _core.FLAG_MOVED)
-
-    @property
-    def failed(self) -> bool:
-        """Whether it reports that its sample failed."""
-        return bool(self.flags & _core.FLAG_FAILED)
-
-    @property
-    def sized(self) -> bool:
-        """Whether its group_size is what its producer said."""
-        return not self.flags & _core.FLAG_NO_SIZE
-
-    def fields(self) -> list[Field]:
-        """Parse its schema, whose bounds the core has checked."""
-        return parse_fields(self.schema, self.shape)
-
-
-def parse_fields(schema: bytes, shape: bytes) -> list[Field]:
-    """Names, dtypes, shapes and offsets from a record's tables."""
-    words = np.frombuffer(shape, "<u8").tolist()
-    found = []
-    at = word = 0
-    while at < len(schema):
-        entry = np.frombuffer(schema, _SCHEMA, count=1, offset=at)[0]
-        at += _SCHEMA.itemsize
-        name = schema[at : at + int(entry["name_bytes"])]
-        at += len(name)
-        dtype = schema[at : at + int(entry["dtype_bytes"])]
-        at += len(dtype)
-        sizes = words[word + 1 : word + 1 + int(entry["ndim"])]
-        found.append(
-            Field(
-                name.decode("utf-8", "backslashreplace"),
-                dtype.decode("utf-8", "backslashreplace"),
-                tuple(sizes),
-                words[word],
-                int(entry["itemsize"]),
-            )
-        )
-        word += 1 + len(sizes)
-    return found
-
-
-class Scan(msgspec.Struct, frozen=True):
-    """What counting one run's records has found.
-
-    Attributes
-    ----------
-    keys : bytes
-        (producer, sequence) of each committed record, as pairs of u64.
-    reserved, committed, aborted, released, unknown : int
-        Records by state; committed without those whose owner has not counted them yet.
-    nbytes : int
-        Ring bytes of the committed ones.
-    newest_ns : int
-        When the newest was committed, also of those that were released; 0 for none.
-    unreadable : int
-        Bytes behind a damaged frame, which nobody can walk.
-    changed : bool
-        Whether the run was freed meanwhile, so that the rest says nothing.
-    """
-
-    keys: bytes
-    reserved: int
-    committed: int
-    aborted: int
-    released: int
-    unknown: int
-    nbytes: int
-    newest_ns: int
-    unreadable: int
-    changed: bool
 
 
 def open_file(path: str) -> int:
@@ -235,7 +77,7 @@ class SegmentFile:
         try:
             self.fd = open_file(self.path)
         except FileNotFoundError as error:
-            raise not_found(name) from error
+            raise not_found_error(name, bus_names()) from error
         except PermissionError as error:
             raise PermissionError(
                 f"bus {name!r}: may not read {self.path} as uid {os.geteuid()}; a bus is for the "
@@ -464,7 +306,7 @@ class SegmentFile:
             for row in rows:
                 yield RecordRow(run.extent, run.generation, run.slot, *row)
             if cut:
-                yield _unreadable(run, end)
+                yield unreadable_rest(run, end)
                 return
             at = end
 
@@ -517,64 +359,3 @@ def _tables_bytes(max_producers: int, extent_count: int) -> int:
         + 8 * _core.MAX_GROUP_SIZE
         + _WANTED_BYTES
     )
-
-
-def _unreadable(run: Run, at: int) -> RecordRow:
-    return RecordRow(
-        extent=run.extent,
-        generation=run.generation,
-        slot=run.slot,
-        offset=at,
-        state="unreadable",
-        verdict="frame",
-        nbytes=run.used - at,
-        producer_id=run.producer_id,
-        sequence=0,
-        lane_number=0,
-        flags=0,
-        policy_version=0,
-        score=0.0,
-        group_size=0,
-        index=0,
-        epoch=None,
-        committed_ns=0,
-        meta_offset=0,
-        meta_bytes=0,
-        payload_bytes=0,
-        instance_id="",
-        field_count=0,
-        schema=b"",
-        shape=b"",
-    )
-
-
-def not_found(name: str) -> errors.BusNotFoundError:
-    """Say that there is no such bus, and which ones there are."""
-    others = bus_names()
-    there = f"there are: {', '.join(map(repr, others[:8]))}" if others else "there is none at all"
-    return errors.BusNotFoundError(
-        f"there is no bus {name!r} ({shm_path(name)} does not exist); {there}; create "
-        f"it with shmbus.Bus.create({name!r}), or check the name and that both sides see the same "
-        "/dev/shm (containers: --ipc or a shared mount)"
-    )
-
-
-def bus_names() -> list[str]:
-    """Names of all regular files that are called like segments, sorted."""
-    prefix = Path(shm_path(""))
-    names = []
-    for entry in os.scandir(prefix.parent):
-        with contextlib.suppress(FileNotFoundError):  # it went away meanwhile
-            if entry.name.startswith(prefix.name) and entry.is_file(follow_symlinks=False):
-                names.append(entry.name[len(prefix.name) :])
-    return sorted(name for name in names if name)
-
-
-def text(label: bytes) -> str:
-    """Decode a label of the segment: whatever its bytes are, nothing in it steers a terminal."""
-    return printable(label.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"))
-
-
-def printable(value: str) -> str:
-    r"""Text for a terminal: what does not print is escaped, as in ``\\x1b``."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)

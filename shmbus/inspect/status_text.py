@@ -6,7 +6,7 @@ Invariant: nothing that a segment says is here unescaped; `shmbus.inspect.status
 from __future__ import annotations
 
 from shmbus._format import bar, show_count, show_duration, show_size, table
-from shmbus.inspect.status import BusStatus, DaemonStatus
+from shmbus.inspect.types import BusStatus, DaemonStatus
 
 __all__ = ["status_text"]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shmbus.inspect.segment_file import RecordRow, SegmentFile
+from shmbus.inspect.records import RecordRow
+from shmbus.inspect.segment_file import SegmentFile
 
 __all__ = ["count_undelivered", "counters", "undelivered_records"]
 

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from shmbus import errors
 from shmbus._format import show_size, show_wait
 from shmbus.segment.names import SHM_DIRECTORY, shm_path
 from shmbus_ext import _core
 
-__all__ = ["UnfinishedError", "busy_error", "full_error", "layout_error", "space_error"]
+__all__ = [
+    "UnfinishedError",
+    "busy_error",
+    "full_error",
+    "layout_error",
+    "not_found_error",
+    "space_error",
+]
 
 
 class UnfinishedError(errors.LayoutMismatchError):
     """The segment's creator has not stored the magic yet."""
+
+
+def not_found_error(name: str, others: Sequence[str] | None = None) -> errors.BusNotFoundError:
+    """Say that there is no such bus, and, where they were looked up, which ones there are."""
+    there = ""
+    if others is not None:
+        there = "there is none at all; "
+        if others:
+            there = f"there are: {', '.join(map(repr, others[:8]))}; "
+    return errors.BusNotFoundError(
+        f"there is no bus {name!r} ({shm_path(name)} does not exist); {there}create it with "
+        f"shmbus.Bus.create({name!r}), or check the name and that both sides see the same "
+        f"{SHM_DIRECTORY} (containers: --ipc or a shared mount)"
+    )
 
 
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:

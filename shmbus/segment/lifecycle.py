@@ -14,7 +14,7 @@ import posix_ipc
 
 from shmbus import errors, limits
 from shmbus._arguments import LARGEST_SIZE, parse_size
-from shmbus.segment.explain import UnfinishedError, layout_error, space_error
+from shmbus.segment.explain import UnfinishedError, layout_error, not_found_error, space_error
 from shmbus.segment.names import PREFIX, SHM_DIRECTORY, check_name, is_named, shm_path
 from shmbus_ext import _core
 
@@ -94,11 +94,7 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
     try:
         shm = posix_ipc.SharedMemory(PREFIX + name, read_only=read_only)
     except posix_ipc.ExistentialError as error:
-        raise errors.BusNotFoundError(
-            f"there is no bus {name!r} ({shm_path(name)} does not exist); create it with "
-            f"shmbus.Bus.create({name!r}), or check the name and that both sides see the same "
-            f"{SHM_DIRECTORY} (containers: --ipc or a shared mount)"
-        ) from error
+        raise not_found_error(name) from error
     except posix_ipc.PermissionsError as error:
         raise PermissionError(
             f"bus {name!r}: may not open {shm_path(name)} as uid {os.geteuid()}; a bus is for the "

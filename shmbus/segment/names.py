@@ -14,6 +14,7 @@ abandoned one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
@@ -22,6 +23,8 @@ from shmbus import limits
 __all__ = [
     "PREFIX",
     "SHM_DIRECTORY",
+    "SOCKET_SUFFIX",
+    "bus_names",
     "check_name",
     "companion_name",
     "identity",
@@ -55,6 +58,17 @@ def check_name(name: object) -> str:
 def shm_path(name: str) -> str:
     """Return the file that a bus name stands for."""
     return f"{SHM_DIRECTORY}{PREFIX}{name}"
+
+
+def bus_names() -> list[str]:
+    """Return the names of all regular files that are called like the segment of a bus, sorted."""
+    prefix = PREFIX.removeprefix("/")
+    names = []
+    for entry in os.scandir(SHM_DIRECTORY):
+        with contextlib.suppress(FileNotFoundError):  # it was removed after the listing
+            if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False):
+                names.append(entry.name[len(prefix) :])
+    return sorted(name for name in names if name)
 
 
 def companion_name(kind: str, bus: str) -> str:

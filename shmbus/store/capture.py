@@ -21,7 +21,8 @@ import numpy as np
 
 from shmbus import _encoding, errors, limits
 from shmbus._version import VERSION
-from shmbus.inspect.segment_file import Run, SegmentFile, parse_fields
+from shmbus.inspect.records import Run, parse_fields
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.producer import Producer
 from shmbus.segment.names import check_name
 from shmbus.store import snapshot

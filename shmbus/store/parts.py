@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import _encoding, errors, limits
-from shmbus.inspect.segment_file import Field, RecordRow, SegmentFile, parse_fields
+from shmbus.inspect.records import Field, RecordRow, parse_fields
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus_ext import _core
 
 NO_EPOCH: Final = _core.NO_EPOCH

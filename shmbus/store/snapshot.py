@@ -31,6 +31,7 @@ from shmbus._arguments import parse_size, process_label
 from shmbus._format import show_size
 from shmbus._version import VERSION
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import Count, ProducerSlot
 from shmbus.inspect.undelivered import counters, undelivered_records
 from shmbus.ledger import REASONS
 from shmbus.segment import lifecycle
@@ -46,7 +47,7 @@ from shmbus.store.parts import (
 )
 from shmbus_ext import _core
 
-__all__ = ["Manifest", "SlotCounts", "read_manifest", "restore", "restored_as", "take"]
+__all__ = ["Manifest", "read_manifest", "restore", "restored_as", "take"]
 
 MANIFEST: Final = "manifest.json"
 #: Says that its records are on a bus again.
@@ -54,18 +55,6 @@ _RESTORED: Final = "restored.json"
 _FORMAT: Final = "shmbus-snapshot"
 _VERSION: Final = 1
 ManifestType = TypeVar("ManifestType", bound=msgspec.Struct)
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class SlotCounts(msgspec.Struct, frozen=True):
-    """What a producer slot had counted: its last owner, and commits and aborts of all of them."""
-
-    slot: Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_PRODUCERS)]
-    producer_id: _Count
-    pid: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-    label: str
-    committed: _Count
-    aborted: _Count
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         As they were.
     released : dict[str, int]
         The ledger's counts of what was acknowledged and dropped.
-    slots : list[SlotCounts]
+    slots : list[ProducerSlot]
         The ledger's counts of what was committed.
     records, unreadable : int
         Undelivered trajectories in the parts, and those that the ledger knows and nobody could
@@ -100,16 +89,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     written_by: str
     bus: str
-    taken_unix_ns: _Count
-    capacity: _Count
-    extent_bytes: _Count
+    taken_unix_ns: Count
+    capacity: Count
+    extent_bytes: Count
     max_producers: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_PRODUCERS)]
-    policy_version: _Count
-    next_producer_id: _Count
-    released: dict[str, _Count]
-    slots: list[SlotCounts]
-    records: _Count
-    unreadable: _Count
+    policy_version: Count
+    next_producer_id: Count
+    released: dict[str, Count]
+    slots: list[ProducerSlot]
+    records: Count
+    unreadable: Count
     parts: list[Part]
 
 
@@ -249,9 +238,9 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
     )
 
 
-def _slots(file: SegmentFile, committed: tuple[int, ...]) -> list[SlotCounts]:
+def _slots(file: SegmentFile, committed: tuple[int, ...]) -> list[ProducerSlot]:
     return [
-        SlotCounts(
+        ProducerSlot(
             slot=slot,
             producer_id=int(row["producer_id"]),
             pid=int(row["pid"]),

@@ -11,8 +11,7 @@ from conftest import Spawner
 from operators import cli
 
 import shmbus
-from shmbus.inspect.segment_file import bus_names
-from shmbus.segment.names import companion_name, parse_companion
+from shmbus.segment.names import bus_names, companion_name, parse_companion
 from trainer_adapter.demo.weights import WeightsChannel
 
 TRAINER = """

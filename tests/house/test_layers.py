@@ -26,6 +26,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # Words, numbers and bytes.
     ("shmbus._version", "shmbus._format", "shmbus._encoding", "shmbus.errors", "shmbus.limits"),
     ("shmbus._arguments", "shmbus.ledger"),
+    # What can be said of a bus; control messages carry some of it.
+    ("shmbus.inspect.types",),
     # A bus as a file, and the error texts that the extension is given.
     ("shmbus.segment",),
     ("shmbus._install",),
