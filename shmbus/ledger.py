@@ -33,23 +33,7 @@ assert REASONS[_core.DROP_DUPLICATE] == "duplicate" and REASONS[_core.DROP_FAILE
 
 
 class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger's equation: committed trajectories by where they are.
-
-    Attributes
-    ----------
-    committed : int
-        Trajectories that producers have committed since the bus was created.
-    acknowledged : int
-        Delivered, and acknowledged by a trainer.
-    leased : int
-        Delivered, and not acknowledged yet.
-    stashed : int
-        Read, and in an incomplete group or in a complete one that waits to be taken.
-    in_ring : int
-        Committed, and not read yet.
-    dropped : dict[str, int]
-        Released without acknowledgement, by reason.
-    """
+    """The two sides of the ledger's equation, as `Ledger` explains them."""
 
     committed: int
     acknowledged: int
@@ -74,12 +58,18 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
 
     Attributes
     ----------
-    committed, acknowledged, leased, stashed, in_ring : int
-        Trajectories that producers have committed since the bus was created: delivered and
-        acknowledged; delivered and not acknowledged yet; read, and in a group that is incomplete or
-        waits to be taken; not read yet.
+    committed : int
+        Trajectories that producers have committed since the bus was created.
+    acknowledged : int
+        Delivered, and acknowledged by a trainer.
+    leased : int
+        Delivered, and not acknowledged yet.
+    stashed : int
+        Read, and in an incomplete group or in a complete one that waits to be taken.
+    in_ring : int
+        Committed, and not read yet.
     dropped : dict[str, int]
-        Trajectories released without acknowledgement, by reason.
+        Released without acknowledgement, by reason.
     groups_open, groups_ready, groups_leased : int
         Incomplete groups; complete ones that wait to be taken; leased ones.
     groups_timed_out, stash_overflows : int

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from shmbus import errors, limits
+from shmbus import errors
 from shmbus._format import show_duration
 from shmbus_ext import _core
 
@@ -32,6 +32,11 @@ __all__ = ["OnStall", "StallReport", "Watch", "check_stall"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: The longest period: a watchdog that is silent for more than a day watches nothing.
+_TIMEOUT_MAX_S = 86_400.0
+#: Checks per period, of some microseconds each; a stall is reported at most 25% late.
+_CHECKS = 4
 
 
 class StallReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,9 +88,9 @@ def check_stall(on_stall: object, timeout_s: object) -> None:
         )
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
         raise TypeError(f"stall_timeout: expected seconds, got {type(timeout_s).__name__}")
-    if not 0 < timeout_s <= limits.STALL_TIMEOUT_MAX_S:
+    if not 0 < timeout_s <= _TIMEOUT_MAX_S:
         raise ValueError(
-            f"stall_timeout: expected more than 0, at most {limits.STALL_TIMEOUT_MAX_S:g} seconds, "
+            f"stall_timeout: expected more than 0, at most {_TIMEOUT_MAX_S:g} seconds, "
             f"got {timeout_s!r}"
         )
 
@@ -109,7 +114,7 @@ class Watch:
         self._bus = bus
         self._on_stall: OnStall = on_stall
         self._timeout_s = timeout_s
-        self.slice_s: float | None = None if on_stall is None else timeout_s / limits.STALL_LOOKS
+        self.slice_s: float | None = None if on_stall is None else timeout_s / _CHECKS
         self._seen: tuple[int, ...] = ()
         self._since_s = 0.0  # since when the counters are as seen, and somebody waits
         self._fired_s = 0.0

@@ -27,7 +27,6 @@ from typing import Final, Literal
 import msgspec
 
 import shmbus
-from shmbus import limits
 from shmbus._format import show_size
 from shmbus.inspect import leftovers
 from shmbus_ext import _core
@@ -36,6 +35,15 @@ __all__ = ["Finding", "diagnose"]
 
 _SHM: Final = Path("/dev/shm")
 _GIB: Final = 1 << 30
+
+#: Free bytes of /dev/shm below which no useful bus fits: its tables and a few records.
+_SHM_FAIL_BYTES: Final = 8 << 20
+#: Free bytes below which two buses of the default size don't fit; Docker gives 64 MiB.
+_SHM_WARN_BYTES: Final = 512 << 20
+#: Open files per process below which a daemon with a few hundred clients runs out of them.
+_FILES: Final = 1024
+#: Seconds that importing torch may take: tens from a cold disk, for ever with a hanging driver.
+_TORCH_S: Final = 120.0
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -117,9 +125,9 @@ def _check_shm() -> Iterator[Finding]:
     if kind not in ("tmpfs", "ramfs"):
         hint = "mount a tmpfs there: a bus on a disk is slow, and its pages are written out"
         yield Finding("shm", "warn", found, hint)
-    elif free < limits.DOCTOR_SHM_FAIL_BYTES:
+    elif free < _SHM_FAIL_BYTES:
         yield Finding("shm", "fail", found, f"enlarge it ({larger}), or see `shmbus gc`")
-    elif free < limits.DOCTOR_SHM_WARN_BYTES:
+    elif free < _SHM_WARN_BYTES:
         hint = f"little for long trajectories; enlarge it ({larger}), or see `shmbus gc`"
         yield Finding("shm", "warn", found, hint)
     else:
@@ -149,7 +157,7 @@ def _check_memory() -> Iterator[Finding]:
 
 def _check_limits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    level: Literal["ok", "warn"] = "ok" if files >= limits.DOCTOR_FILES else "warn"
+    level: Literal["ok", "warn"] = "ok" if files >= _FILES else "warn"
     yield Finding(
         "open_files",
         level,
@@ -359,11 +367,11 @@ def _check_torch(ask: bool) -> Finding:
             [sys.executable, "-c", _ASK_TORCH],
             capture_output=True,
             text=True,
-            timeout=limits.DOCTOR_TORCH_S,
+            timeout=_TORCH_S,
         )
     except subprocess.TimeoutExpired:
         hint = "a driver that hangs? try: python -c 'import torch'; --quick leaves this out"
-        found = f"{version}, not imported within {limits.DOCTOR_TORCH_S:.0f} s"
+        found = f"{version}, not imported within {_TORCH_S:.0f} s"
         return Finding("torch", "warn", found, hint)
     answer = None
     with contextlib.suppress(json.JSONDecodeError, IndexError):

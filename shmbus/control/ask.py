@@ -15,6 +15,9 @@ from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 
 __all__ = ["ask_snapshot", "ask_status"]
 
+#: Seconds that a daemon has for its status: a healthy one answers within milliseconds.
+_STATUS_WAIT_S = 1.0
+
 
 def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.StatusReply | str | None:
     """Ask the daemon of a bus for its status.
@@ -39,14 +42,14 @@ def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.Status
         return f"its daemon cannot be asked: {error}"
     question = messages.GetStatus(id=1, oldest=oldest)
     try:
-        reply = _ask(wire, name, question, "shmbus status", limits.OBSERVE_WAIT_S)
+        reply = _ask(wire, name, question, "shmbus status", _STATUS_WAIT_S)
     except (DaemonUnreachable, errors.ProtocolError) as error:
         return f"its daemon (pid {wire.pid}) was asked, and gave no status: {error}"
     if isinstance(reply, messages.Refused):
         return f"its daemon (pid {wire.pid}) refuses: {reply.message}"
     if isinstance(reply, messages.StatusReply):
         return reply
-    return f"its daemon (pid {wire.pid}) does not answer within {limits.OBSERVE_WAIT_S:g} s"
+    return f"its daemon (pid {wire.pid}) does not answer within {_STATUS_WAIT_S:g} s"
 
 
 def ask_snapshot(name: str, directory: str) -> bytes | None:

@@ -23,7 +23,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from shmbus import errors, limits
+from shmbus import errors
 from shmbus._format import printable
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import status_of
@@ -42,6 +42,9 @@ Kind: TypeAlias = Literal["segment", "socket", "companion", "other"]
 Verdict: TypeAlias = Literal["removable", "in_use", "not_ours", "unknown"]
 _SEGMENT_PREFIX: Final = PREFIX.removeprefix("/")
 _SOCKET_PREFIXES: Final = ("shmbus-", "shmbus+")
+#: Seconds between two checks of a segment without magic and lock: a living creator locks it within
+#: microseconds.
+_UNFINISHED_WAIT_S: Final = 0.2
 _DEAD: Final = "no living process has it open"
 _UNREADABLE: Final = "its mode does not let us read it"
 _LOST_UNKNOWN: Final = "what it holds cannot be told"
@@ -297,7 +300,7 @@ def remove_unfinished(name: str) -> bool:
     found = _unfinished(name)
     if found is None:
         return False
-    time.sleep(limits.UNFINISHED_WAIT_S)
+    time.sleep(_UNFINISHED_WAIT_S)
     again = _unfinished(name)
     if again is None or (again.device, again.inode) != (found.device, found.inode):
         return False

@@ -14,7 +14,12 @@ from shmbus.inspect.types import FailedSample, GroupStatus
 from shmbus.inspect.undelivered import undelivered_records
 from shmbus_ext import _core
 
-__all__ = ["OpenGroups"]
+__all__ = ["MISSING_NAMED", "OpenGroups"]
+
+#: Missing indices of a group that a status names; their number is always exact.
+MISSING_NAMED = 16
+#: Records that are sorted into groups: about two seconds of work. Beyond that no group is named.
+MAX_RECORDS = 200_000
 
 
 class _Open(msgspec.Struct):
@@ -46,7 +51,7 @@ class OpenGroups:
     file : SegmentFile
         Open and readable.
     undelivered : int
-        How many there are; more than `limits.STATUS_RECORDS` are not looked at.
+        How many there are; more than `MAX_RECORDS` are not looked at.
 
     Attributes
     ----------
@@ -60,7 +65,7 @@ class OpenGroups:
         self.incomplete: int | None = None
         self.complete: int | None = None
         self.oldest: list[GroupStatus] = []
-        if undelivered > limits.STATUS_RECORDS:
+        if undelivered > MAX_RECORDS:
             return
         groups: dict[object, _Open] = {}
         self.complete = 0
@@ -95,11 +100,11 @@ def _group(file: SegmentFile, group: _Open, now_ns: int) -> GroupStatus:
         epoch=first.epoch,
         size=group.size,
         present=len(group.rows),
-        missing=list(itertools.islice(missing, limits.STATUS_MISSING)),
+        missing=list(itertools.islice(missing, MISSING_NAMED)),
         age_s=max(0.0, (now_ns - first.committed_ns) / 1e9),
         producers=sorted({row.producer_id for row in rows}),
         failed=[
             FailedSample(row.index, int(row.score) + 1, _reason(file, row))
-            for row in failed[: limits.STATUS_MISSING]
+            for row in failed[:MISSING_NAMED]
         ],
     )

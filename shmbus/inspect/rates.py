@@ -12,13 +12,20 @@ from collections import deque
 
 import msgspec
 
-from shmbus import limits
 from shmbus.control.ask import ask_status
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import join, status_of
 from shmbus.inspect.types import BusStatus
 
 __all__ = ["Rates", "Watcher"]
+
+#: Values that the history keeps: wider than any terminal.
+_HISTORY = 512
+#: Undelivered trajectories up to which a poll also walks and groups them: some 0.2 s of work.
+_WALK_RECORDS = 20_000
+#: Runs, and records of each, from which a poll takes the mean size of a trajectory.
+_SAMPLE_RUNS = 8
+_SAMPLE_RECORDS = 8
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -71,7 +78,7 @@ class Watcher:
         self._mean = (0.0, 0.0)
         self.rates = Rates()
         self.producer_rates: dict[int, float] = {}
-        self.history: deque[float] = deque(maxlen=limits.TOP_HISTORY)
+        self.history: deque[float] = deque(maxlen=_HISTORY)
 
     def look(self) -> None:
         """Look once.
@@ -87,7 +94,7 @@ class Watcher:
             if created != self._created:
                 self._forget(created)
             status = status_of(file, walk=False)
-            if status.ledger.undelivered <= limits.TOP_WALK_RECORDS:
+            if status.ledger.undelivered <= _WALK_RECORDS:
                 status = status_of(file)
             now = time.monotonic()
             self._sample(file)
@@ -99,8 +106,8 @@ class Watcher:
         """Mean bytes and tokens of some recent records, whether or not they are delivered."""
         sizes = []
         tokens = []
-        for run in file.runs()[-limits.TOP_SAMPLE_RUNS :]:
-            for row in itertools.islice(file.read_records(run), limits.TOP_SAMPLE_RECORDS):
+        for run in file.runs()[-_SAMPLE_RUNS:]:
+            for row in itertools.islice(file.read_records(run), _SAMPLE_RECORDS):
                 if row.state not in ("committed", "released") or row.verdict != "ok":
                     continue
                 fields = {field.name: field for field in row.fields()}

@@ -16,11 +16,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from shmbus import limits
 from shmbus._format import label_text, printable
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
-from shmbus.inspect.open_groups import OpenGroups
+from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
 from shmbus.inspect.records import Run
 from shmbus.inspect.retry_table import read_wanted
 from shmbus.inspect.segment_file import SegmentFile
@@ -40,6 +39,10 @@ from shmbus.segment.names import check_name
 from shmbus_ext import _core
 
 __all__ = ["join", "read_status", "status_of"]
+
+#: Walks over the records in search of a count at one instant, before a status says that the bus was
+#: too busy for one.
+_ATTEMPTS = 3
 
 
 def read_status(name: str, *, walk: bool = True) -> BusStatus:
@@ -116,12 +119,12 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
             epoch=group.epoch,
             size=group.size,
             present=group.present,
-            missing=group.missing[: limits.STATUS_MISSING],
+            missing=group.missing[:MISSING_NAMED],
             age_s=group.age_s,
             producers=[],
             failed=[
                 FailedSample(failed.index, failed.attempts, printable(failed.reason))
-                for failed in group.failed[: limits.STATUS_MISSING]
+                for failed in group.failed[:MISSING_NAMED]
             ],
         )
         for group in reply.oldest
@@ -261,7 +264,7 @@ def _producer_state(
 
 def count_ledger(file: SegmentFile, collector: CollectorStatus, *, walk: bool) -> LedgerStatus:
     """Make up the ledger, by a walk where one instant can be had."""
-    attempts = limits.STATUS_ATTEMPTS if walk else 0
+    attempts = _ATTEMPTS if walk else 0
     walked: int | None = None
     counts = counters(file)
     for _ in range(attempts):

@@ -12,11 +12,15 @@ import time
 
 import posix_ipc
 
-from shmbus import errors, limits
+from shmbus import errors
 from shmbus._arguments import LARGEST_SIZE, parse_size
 from shmbus.segment.explain import UnfinishedError, layout_error, not_found_error, space_error
 from shmbus.segment.names import PREFIX, SHM_DIRECTORY, check_name, is_named, shm_path
 from shmbus_ext import _core
+
+#: Seconds that attaching waits for a segment whose creator is still allocating it: touching tens of
+#: GiB takes seconds.
+ATTACH_WAIT_S = 10.0
 
 
 def create_segment(
@@ -80,7 +84,7 @@ def _check_room(name: str, size: int) -> None:
 def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
     """Map a segment; waits shortly for a creator that is still allocating it."""
     check_name(name)
-    deadline = time.monotonic() + limits.ATTACH_WAIT_S
+    deadline = time.monotonic() + ATTACH_WAIT_S
     while True:
         try:
             return _open_once(name, read_only)

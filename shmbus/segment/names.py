@@ -18,8 +18,6 @@ import contextlib
 import os
 import re
 
-from shmbus import limits
-
 __all__ = [
     "PREFIX",
     "SHM_DIRECTORY",
@@ -37,6 +35,9 @@ PREFIX = "/shmbus."
 SHM_DIRECTORY = "/dev/shm"
 SOCKET_SUFFIX = ".sock"
 
+#: Bytes of a bus name: with the longest prefix it is a file name, and those end at 255 bytes.
+MAX_NAME_BYTES = 200
+
 _COMPANION = re.compile(r"shmbus-([a-z]+)\.(.+)", re.DOTALL)
 
 
@@ -45,9 +46,9 @@ def check_name(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"bus name: expected a str, got {type(name).__name__}")
     encoded = name.encode("utf-8", "replace")
-    if not encoded or len(encoded) > limits.MAX_NAME_BYTES or not {"/", "\0"}.isdisjoint(name):
+    if not encoded or len(encoded) > MAX_NAME_BYTES or not {"/", "\0"}.isdisjoint(name):
         raise ValueError(
-            f"bus name: expected 1 to {limits.MAX_NAME_BYTES} bytes without '/' and NUL, got "
+            f"bus name: expected 1 to {MAX_NAME_BYTES} bytes without '/' and NUL, got "
             f"{name!r}; it becomes the file {SHM_DIRECTORY}{PREFIX}NAME"
         )
     if encoded != name.encode("utf-8", "surrogatepass"):

@@ -28,6 +28,14 @@ from shmbus_ext import _core
 
 __all__ = ["Collector"]
 
+#: Portions of `limits.POLL_RECORDS` that one `take` reads at the most, so that it returns under any
+#: load.
+_TAKE_POLLS = 16
+#: Stragglers are moved when less than this fraction of the extents is free ...
+_EVACUATE_FREE_FRACTION = 0.125
+#: ... and at most this often, in seconds, since each attempt walks all stashed trajectories.
+_EVACUATE_INTERVAL_S = 0.05
+
 Trajectory = _core.Trajectory
 #: What came, and is in no group: refused samples, and groups to be judged.
 Left: TypeAlias = "list[_core.GroupEntry[Trajectory] | tuple[int, Trajectory]]"
@@ -111,7 +119,7 @@ class Collector:
             lease=None if policy.max_policy_lag is None else self.lease,
             watch=None if watch.slice_s is None else look,
             portion=limits.POLL_RECORDS,
-            portions=limits.TAKE_POLLS,
+            portions=_TAKE_POLLS,
             watch_s=watch.slice_s or math.inf,
             group_timeout_s=math.inf if timeout_s is None else timeout_s,
         )
@@ -146,7 +154,7 @@ class Collector:
 
     def pump(self, wanted: int, now: float) -> bool:
         """Move what the ring has into the stash; True if there may be more at once."""
-        for _ in range(limits.TAKE_POLLS):
+        for _ in range(_TAKE_POLLS):
             if self.stash.ready_groups >= wanted:
                 return True
             if not self.pump_once(now):
@@ -219,7 +227,7 @@ class Collector:
             self.reader.sweep()
             self._asking.look_for_dead()
         if now >= self._next_evacuation_s:
-            self._next_evacuation_s = now + limits.EVACUATE_INTERVAL_S
+            self._next_evacuation_s = now + _EVACUATE_INTERVAL_S
             self._free_space()
 
     def _free_space(self) -> None:
@@ -227,7 +235,7 @@ class Collector:
         reader = self.reader
         segment = self.segment
         reader.tidy()
-        few = segment.extent_count * limits.EVACUATE_FREE_FRACTION
+        few = segment.extent_count * _EVACUATE_FREE_FRACTION
         if segment.space_wanted() or segment.free_extents() < few:
             reader.sweep()
             reader.evacuate(self.stash.waiting_samples())

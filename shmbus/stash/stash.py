@@ -77,6 +77,10 @@ class Sample(Protocol):
 
 S = TypeVar("S", bound=Sample)
 
+#: Keys of completed groups that are remembered, where epochs are given, to recognise surplus
+#: samples: some MiB of keys, and many steps' worth of groups.
+RECENT_KEYS = 65_536
+
 _REFUSALS: dict[int, Reason] = {
     REFUSED_DUPLICATE: "duplicate",
     REFUSED_GROUP_SIZE: "size_mismatch",
@@ -178,7 +182,7 @@ class Stash(Generic[S]):
             else:
                 self.rows.push(each)
         recent = self.rows.recent
-        while len(recent) > limits.RECENT_KEYS:
+        while len(recent) > RECENT_KEYS:
             del recent[next(iter(recent))]
         if self._limit is not None:
             self._overflow(self._limit, now_s)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from shmbus import _encoding, errors, limits
+from shmbus import _encoding, errors
 from shmbus._version import VERSION
 from shmbus.inspect.records import Run, parse_fields
 from shmbus.inspect.segment_file import SegmentFile
@@ -30,6 +30,10 @@ from shmbus.store.parts import NO_EPOCH, Part, PartWriter, Record, damaged, read
 from shmbus_ext import _core
 
 __all__ = ["Capture", "Replayed", "record", "replay"]
+
+#: Seconds between two polls of a recording that found nothing new: what is acknowledged between
+#: two polls is missed, and a poll costs microseconds.
+_POLL_S = 0.001
 
 _FORMAT: Final = "shmbus-capture"
 _VERSION: Final = 1
@@ -189,7 +193,7 @@ def record(
             if seconds is not None and elapsed >= seconds:
                 break
             if not tap.look(writer):
-                time.sleep(limits.CAPTURE_POLL_S)
+                time.sleep(_POLL_S)
             if records is not None and tap.records >= records:
                 break
         committed = tap.committed()

@@ -29,12 +29,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus import _encoding, errors, limits
+from shmbus import _encoding, errors
 from shmbus.inspect.records import Field, RecordRow, parse_fields
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus_ext import _core
 
 NO_EPOCH: Final = _core.NO_EPOCH
+#: Bytes of records above which a part is written: few enough to hold in memory several times,
+#: enough for one long write.
+_PART_BYTES: Final = 64 << 20
+#: Parts' worth of records that wait in memory, where there are many schemas.
+_PARTS_WAITING: Final = 4
 _SCALARS: Final = {
     "producer_id": "<u8",
     "sequence": "<u8",
@@ -154,9 +159,9 @@ class PartWriter:
         self._waiting.setdefault(record.schema, []).append(record)
         held = self._bytes.get(record.schema, 0) + record.nbytes
         self._bytes[record.schema] = held
-        if held >= limits.PART_BYTES:
+        if held >= _PART_BYTES:
             self._write(record.schema)
-        elif sum(self._bytes.values()) >= limits.PARTS_WAITING * limits.PART_BYTES:
+        elif sum(self._bytes.values()) >= _PARTS_WAITING * _PART_BYTES:
             self._write(max(self._bytes, key=self._bytes.__getitem__))
 
     def finish(self) -> list[Part]:

@@ -35,9 +35,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.control",),
     ("shmbus.inspect",),
     ("shmbus.stall",),
-    # The handles, and the two ways to groups below Consumer: the stash, and a daemon's client.
-    ("shmbus.group", "shmbus.source"),
+    # The handles. A Consumer's source is one of two: the stash here, or a daemon's client.
+    ("shmbus.group",),
     ("shmbus.stash", "shmbus.client", "shmbus.producer"),
+    ("shmbus.source",),
     ("shmbus.consumer",),
     # A whole bus: to disk and back, served, commanded.
     ("shmbus.store",),
