@@ -19,7 +19,7 @@ def open_groups(collector: Collector, count: int, now: float) -> dict[str, Any]:
     oldest = []
     for group in collector.stash.oldest(count):
         key, epoch = split_key(group.key)
-        misses = group.misses if isinstance(group, FailingGroup) else {}
+        failed = group.failed if isinstance(group, FailingGroup) else {}
         present = {sample.index for sample in group.samples}
         oldest.append(
             OpenGroup(
@@ -30,8 +30,8 @@ def open_groups(collector: Collector, count: int, now: float) -> dict[str, Any]:
                 missing=[index for index in range(group.size) if index not in present],
                 age_s=max(0.0, now - group.born_s),
                 failed=[
-                    FailedSample(index, miss.attempts, miss.reason)
-                    for index, miss in sorted(misses.items())
+                    FailedSample(index, sample.attempts, sample.reason)
+                    for index, sample in sorted(failed.items())
                 ],
             )
         )
