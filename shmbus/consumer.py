@@ -26,7 +26,7 @@ from shmbus._arguments import (
     process_label,
 )
 from shmbus.client.leases import DaemonClient
-from shmbus.control.wire import DaemonUnreachable, stale
+from shmbus.control.wire import DaemonUnreachable, socket_exists
 from shmbus.group import Group, GroupState
 from shmbus.ledger import Ledger
 from shmbus.segment.names import check_name
@@ -189,7 +189,7 @@ class Consumer(_core.ConsumerBase[Group]):
                 return self._connect()
             except DaemonUnreachable as error:
                 away = error
-            if not stale(self.name) and self._daemon is None:
+            if not socket_exists(self.name) and self._daemon is None:
                 try:
                     return Collector(self.name, self._policy, self._duplicate, self._label)
                 except errors.BusBusyError as error:

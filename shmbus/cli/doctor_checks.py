@@ -1,9 +1,9 @@
-"""What this machine offers a bus: one check a concern, each with what to do about it.
+"""The checks of ``shmbus doctor``: one a concern, each with a hint.
 
 Invariants:
 
-- A check reports and changes nothing; those that try something out leave nothing behind.
-- torch is never imported here: a child process does, and is ended when it takes too long.
+- A check changes nothing; one that tries something out leaves nothing behind.
+- torch is imported in a child process only, which is ended when that takes too long.
 - "fail" means that shmbus cannot work; "warn" that it will work worse than it could.
 """
 
@@ -47,7 +47,7 @@ _TORCH_S: Final = 120.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What one check has found.
+    """The result of one check.
 
     Attributes
     ----------
@@ -56,9 +56,9 @@ class Finding(msgspec.Struct, frozen=True):
     level : "ok" | "warn" | "fail"
         Whether shmbus works well, worse than it could, or not at all.
     found : str
-        What there is.
+        What was found.
     hint : str
-        What to do, or ""; an "ok" may carry one, for what could be better still.
+        What to do, or "". An "ok" may have one too, for a further improvement.
     """
 
     check: str
@@ -84,7 +84,7 @@ def diagnose(*, torch: bool = True) -> Iterator[Finding]:
         try:
             yield from check()
         except (OSError, ValueError, shmbus.ShmbusError) as error:
-            # One thing that cannot be told must not hide the others.
+            # A check that fails must not hide the others.
             yield Finding(name, "warn", f"cannot tell: {error}")
     yield _check_torch(torch)
     yield _check_flash_attention()
@@ -142,10 +142,10 @@ def _check_memory() -> Iterator[Finding]:
     if limit is None or limit == "max" or current is None:
         yield Finding("memory", "ok", found)
         return
-    left = int(limit) - int(current)
-    found += f", {show_size(max(0, left))} left under the limit of this container"
+    unused = int(limit) - int(current)
+    found += f", {show_size(max(0, unused))} left under the limit of this container"
     room = os.statvfs(_SHM)
-    if left < room.f_bavail * room.f_frsize:
+    if unused < room.f_bavail * room.f_frsize:
         hint = (
             "shared memory counts against that limit, which is tighter than /dev/shm: a bus that "
             "fits /dev/shm may still get this container killed; raise the limit (docker -m)"
@@ -177,7 +177,7 @@ def _check_limits() -> Iterator[Finding]:
 
 
 def _check_huge_pages() -> Iterator[Finding]:
-    """Whether the pages of a bus made here are huge: a tried-out fact, since much decides it."""
+    """Whether a bus has huge pages here; tried out, since many settings decide that."""
     name = f"doctor-pages-{os.getpid()}"
     try:
         with shmbus.Bus.create(name, "8MiB"):
@@ -212,7 +212,7 @@ def _check_kernel() -> Iterator[Finding]:
 
 
 def _check_locks() -> Iterator[Finding]:
-    """Whether the kernel keeps locks by description, on which every proof of death rests."""
+    """Whether the kernel has open-file-description locks, which every proof of death needs."""
     with tempfile.TemporaryFile(dir=_SHM, prefix="shmbus-doctor-") as file:
         holder = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -295,7 +295,7 @@ _OPTIONAL: Final = (
 
 
 def _check_round_trip() -> Iterator[Finding]:
-    """Whether a trajectory goes through a bus here; the bus is gone again afterwards."""
+    """Whether a trajectory goes through a bus here; the bus is removed afterwards."""
     name = f"doctor-{os.getpid()}"
     try:
         with shmbus.Bus.create(name, "1MiB"), shmbus.Producer(name) as producer:

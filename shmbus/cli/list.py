@@ -32,7 +32,7 @@ class BusLine(msgspec.Struct, frozen=True):
     producers : int | None
         Living ones.
     collector : str | None
-        Who reads, "" where nobody does.
+        The reader, "" where there is none.
     problem : str | None
         Why it cannot be read.
     """
@@ -53,7 +53,7 @@ def add_parser(commands: Commands) -> None:
         "list",
         run,
         help="list the buses of this machine",
-        description="Lists every bus in /dev/shm: how large and how full it is, and who uses it.",
+        description="Lists every bus in /dev/shm with its size, fill, producers and collector.",
         examples=["shmbus list", "shmbus list --json | jq -r '.[].name'"],
         json=True,
     )
@@ -63,7 +63,7 @@ def _line(name: str) -> BusLine | None:
     try:
         status = read_status(name, walk=False)
     except errors.BusNotFoundError:
-        return None  # it went away meanwhile
+        return None  # it was removed after the listing
     except (errors.LayoutMismatchError, PermissionError, ValueError) as error:
         return BusLine(printable(name), problem=printable(str(error)))
     collector = status.collector

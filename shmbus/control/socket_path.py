@@ -1,6 +1,6 @@
-"""Where a daemon listens, and who is at the other end of a Unix socket.
+"""The path of a daemon's socket, and the process at the other end of a Unix socket.
 
-Invariant: a socket is trusted only after the kernel has said that its peer runs as our own user.
+Invariant: a peer is trusted only after the kernel has named our own user as its user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CREDENTIALS = struct.Struct("=iII")
 
 
 def socket_path(name: str) -> str:
-    """Return the socket of a bus; in /dev/shm, so that containers which share that find it."""
+    """Return the socket of a bus: in /dev/shm, where containers that share a bus find it."""
     path = f"{SHM_DIRECTORY}/shmbus-{check_name(name)}{SOCKET_SUFFIX}"
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:40]
@@ -29,7 +29,7 @@ def socket_path(name: str) -> str:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return pid and uid of the process at the other end, as the kernel knows them."""
+    """Return pid and uid of the process at the other end, from the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid

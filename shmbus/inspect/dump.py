@@ -1,7 +1,7 @@
 """A segment laid open: header, slots, runs, records, and what keeps each run from being reused.
 
-It is what is left to ask when a bus is stuck, damaged or of another layout; like all of the
-operators' view it reads the file and maps nothing (`shmbus.inspect.segment_file`).
+For a bus that is stuck, damaged or of another layout. It reads the file and maps nothing
+(`shmbus.inspect.segment_file`).
 """
 
 from __future__ import annotations
@@ -198,10 +198,14 @@ def inspect(
         omitted = 0
         if file.walkable:
             slots = [s for s in _slots(file) if producer in (None, s.producer_id)]
-            leased = [r for r in file.runs() if producer is None or _concerns(file, r, producer)]
+            leased = [
+                r
+                for r in file.runs()
+                if producer is None or _may_hold_records_of(file, r, producer)
+            ]
             collects = file.collector_alive()
             for run in leased:
-                # Whatever is committed, whether or not its owner has counted it.
+                # All committed records, whether or not their lane has counted them.
                 scan = file.scan(run, 2**64 - 1)
                 if not scan.changed:
                     runs.append(_run(file, run, scan, collects))
@@ -221,8 +225,8 @@ def inspect(
         )
 
 
-def _concerns(file: SegmentFile, run: Run, producer: int) -> bool:
-    # The collector's lane holds stragglers of anybody.
+def _may_hold_records_of(file: SegmentFile, run: Run, producer: int) -> bool:
+    # The collector's lane has stragglers of any producer.
     return run.producer_id == producer or run.slot == file.max_producers
 
 
@@ -267,7 +271,7 @@ def _run(file: SegmentFile, run: Run, scan: Scan, collects: bool) -> RunView:
     pins = []
     if not run.sealed:
         pins.append(
-            "its owner still writes there" if alive else "its dead owner, until the next look"
+            "its owner still writes there" if alive else "its dead owner, until the next sweep"
         )
     if scan.reserved:
         pins.append(_several(scan.reserved, "open reservation"))
@@ -279,7 +283,7 @@ def _run(file: SegmentFile, run: Run, scan: Scan, collects: bool) -> RunView:
         pins.append("views in a process that the daemon serves")
     if not pins:
         pins.append(
-            "views in the collector's process, or its next look" if collects else "no collector"
+            "views in the collector's process, or its next poll" if collects else "no collector"
         )
     return RunView(
         extent=run.extent,

@@ -1,4 +1,4 @@
-"""What is left in /dev/shm when everybody who used it has died, and how to remove it safely.
+"""Files that dead processes left in /dev/shm, and how to remove them safely.
 
 Invariants:
 
@@ -51,7 +51,7 @@ _LOST_UNKNOWN: Final = "what it holds cannot be told"
 
 
 class Leftover(msgspec.Struct, frozen=True, kw_only=True):
-    """A file in /dev/shm that is called like one of ours.
+    """A file in /dev/shm with a name like ours.
 
     Attributes
     ----------
@@ -63,16 +63,16 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     owner : str
         Its user.
     size : int
-        Bytes that it takes.
+        Bytes that it occupies.
     verdict : "removable" | "in_use" | "not_ours" | "unknown"
-        Removable: ours, and nobody alive uses it. Unknown: not recognisably shmbus's.
+        Removable: ours, and no living process uses it. Unknown: not recognisably shmbus's.
     reason : str
         Why.
     undelivered, undelivered_groups : int | None
-        Trajectories, and complete groups of them, that go with a removable segment; None where
-        that cannot be told.
+        Trajectories, and complete groups of them, that are lost with a removable segment; None
+        where they cannot be counted.
     device, inode : int
-        Which file was looked at: another one of the same name is never removed instead.
+        The file that was checked: another one of the same name is never removed instead.
     """
 
     path: str
@@ -89,7 +89,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def survey() -> list[Leftover]:
-    """Look at every file in /dev/shm that is called like one of ours.
+    """Check every file in /dev/shm with a name like ours.
 
     Returns
     -------
@@ -98,17 +98,17 @@ def survey() -> list[Leftover]:
     """
     found = []
     for entry in sorted(os.scandir(SHM_DIRECTORY), key=lambda entry: entry.name):
-        kind, name = _called(entry.name)
+        kind, name = _classify(entry.name)
         if not name:
             continue
         try:
-            found.append(_look(entry.path, kind, name, os.lstat(entry.path)))
+            found.append(_check(entry.path, kind, name, os.lstat(entry.path)))
         except (FileNotFoundError, errors.BusNotFoundError):
-            continue  # it went away meanwhile
+            continue  # it was removed after the listing
     return found
 
 
-def _called(file: str) -> tuple[Kind, str]:
+def _classify(file: str) -> tuple[Kind, str]:
     """Tell by a file's name what it is and which bus it belongs to; "" where it is not ours."""
     if file.startswith(_SEGMENT_PREFIX):
         return "segment", file[len(_SEGMENT_PREFIX) :]
@@ -126,7 +126,7 @@ def _owner(uid: int) -> str:
         return f"uid {uid}"
 
 
-def _look(path: str, kind: Kind, name: str, info: os.stat_result) -> Leftover:
+def _check(path: str, kind: Kind, name: str, info: os.stat_result) -> Leftover:
     if not (stat.S_ISSOCK if kind == "socket" else stat.S_ISREG)(info.st_mode):
         kind = "other"
     found = Leftover(
@@ -144,15 +144,15 @@ def _look(path: str, kind: Kind, name: str, info: os.stat_result) -> Leftover:
         reason = f"it belongs to {found.owner}"
         return msgspec.structs.replace(found, verdict="not_ours", reason=reason)
     if kind == "segment":
-        return _look_at_segment(found)
+        return _check_segment(found)
     if kind == "socket":
-        return _look_at_socket(found)
+        return _check_socket(found)
     if kind == "companion":
-        return _look_at_companion(found)
+        return _check_companion(found)
     return found
 
 
-def _look_at_socket(found: Leftover) -> Leftover:
+def _check_socket(found: Leftover) -> Leftover:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -166,11 +166,11 @@ def _look_at_socket(found: Leftover) -> Leftover:
     if status in (0, errno.EAGAIN, errno.EINPROGRESS, errno.EPROTOTYPE):
         return msgspec.structs.replace(found, verdict="in_use", reason="a daemon listens on it")
     return msgspec.structs.replace(
-        found, reason=f"whether somebody listens cannot be told: {os.strerror(status)}"
+        found, reason=f"cannot tell whether a daemon listens on it: {os.strerror(status)}"
     )
 
 
-def _look_at_companion(found: Leftover) -> Leftover:
+def _check_companion(found: Leftover) -> Leftover:
     try:
         fd = _open_again(found)
     except PermissionError:
@@ -198,7 +198,7 @@ def _lock_companion(fd: int) -> bool:
     return True
 
 
-def _look_at_segment(found: Leftover) -> Leftover:
+def _check_segment(found: Leftover) -> Leftover:
     try:
         file = SegmentFile(found.name)
     except PermissionError:
@@ -243,7 +243,7 @@ def _users(file: SegmentFile) -> str:
 
 
 def remove(found: Leftover) -> None:
-    """Remove a leftover, if nobody has begun to use it since it was looked at.
+    """Remove a leftover, unless a process has begun to use it since it was checked.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ def remove(found: Leftover) -> None:
     Raises
     ------
     BusBusyError
-        Somebody uses it now, or the name means another file now.
+        A process uses it now, or the name leads to another file now.
     FileNotFoundError
         It is gone already.
     PermissionError
@@ -264,7 +264,7 @@ def remove(found: Leftover) -> None:
     if found.verdict != "removable":
         raise ValueError(f"{printable(found.path)}: expected a removable file; {found.reason}")
     if found.kind == "socket":
-        again = _look_at_socket(found)
+        again = _check_socket(found)
         if again.verdict != "removable":
             raise errors.BusBusyError(f"{printable(found.path)}: {again.reason} now; left alone")
         _unlink(found)
@@ -274,7 +274,7 @@ def remove(found: Leftover) -> None:
     try:
         if not _same(found, os.fstat(fd)) or not lock(fd):
             raise errors.BusBusyError(
-                f"{printable(found.path)}: somebody has begun to use it; left alone"
+                f"{printable(found.path)}: a process has begun to use it; left alone"
             )
         _unlink(found)
     finally:
@@ -282,10 +282,10 @@ def remove(found: Leftover) -> None:
 
 
 def remove_unfinished(name: str) -> bool:
-    """Remove what a creator that died has left of a bus.
+    """Remove an unfinished segment whose creator died.
 
-    A creator that is merely slow holds a lock on the file, but for its first instant, which two
-    looks are enough to pass; one that was stopped there finds the file gone, and says so.
+    A slow creator holds a lock on the file, except for its first instant; so this checks twice. A
+    creator that was stopped in that instant finds the file gone, and reports it.
 
     Parameters
     ----------
@@ -311,11 +311,11 @@ def remove_unfinished(name: str) -> bool:
 
 
 def _unfinished(name: str) -> Leftover | None:
-    """Look whether it has no magic yet, and nobody who would store it."""
+    """Return the segment if it has no magic, and no living process that would store it."""
     path = shm_path(name)
     with contextlib.suppress(errors.BusNotFoundError, OSError), SegmentFile(name) as file:
         if int(file.header["magic"]) == 0 and not file.in_use():
-            return _look(path, "segment", name, os.lstat(path))
+            return _check(path, "segment", name, os.lstat(path))
     return None
 
 
@@ -326,6 +326,6 @@ def _same(found: Leftover, info: os.stat_result) -> bool:
 def _unlink(found: Leftover) -> None:
     if not _same(found, os.lstat(found.path)):
         raise errors.BusBusyError(
-            f"{printable(found.path)}: the name means another file now; left alone"
+            f"{printable(found.path)}: the name leads to another file now; left alone"
         )
     os.unlink(found.path)

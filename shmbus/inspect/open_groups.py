@@ -23,14 +23,14 @@ MAX_RECORDS = 200_000
 
 
 class _Open(msgspec.Struct):
-    """An incomplete group on its way; `size` is 0 until anybody says it."""
+    """A group while records are sorted; `size` is 0 while it is unknown."""
 
     size: int
     rows: dict[int, RecordRow]
     failed: dict[int, RecordRow]
 
-    def take_in(self, row: RecordRow) -> None:
-        """Take in a record as the stash does."""
+    def add(self, row: RecordRow) -> None:
+        """Add a record as the stash does."""
         size = row.group_size if row.sized else 0
         self.size = self.size or size
         if row.failed:
@@ -44,19 +44,19 @@ class _Open(msgspec.Struct):
 class OpenGroups:
     """Undelivered records, grouped as the stash does it, in the order of commits.
 
-    A sample that the stash will discard (a duplicate, another size) joins no group here either.
+    A sample that the stash would discard (a duplicate, another size) is in no group here either.
 
     Parameters
     ----------
     file : SegmentFile
         Open and readable.
     undelivered : int
-        How many there are; more than `MAX_RECORDS` are not looked at.
+        How many there are; more than `MAX_RECORDS` are not sorted.
 
     Attributes
     ----------
     incomplete, complete : int | None
-        How many groups; None where they were not looked at.
+        How many groups; None where records were not sorted.
     oldest : list[GroupStatus]
         The incomplete ones that have waited longest.
     """
@@ -71,7 +71,7 @@ class OpenGroups:
         self.complete = 0
         for row in undelivered_records(file):
             group = groups.setdefault(row.key, _Open(0, {}, {}))
-            group.take_in(row)
+            group.add(row)
             if len(group.rows) == group.size > 0:
                 del groups[row.key]
                 self.complete += 1

@@ -1,7 +1,7 @@
-"""How a bus moves: two looks and the time between them, kept as a short history.
+"""Rates of a bus: the difference of two polls over the time between them, with a short history.
 
-Invariants: a look costs little however full the bus is (no walk over many records); a bus that was
-removed and created again under its name begins a new history.
+Invariants: a poll is cheap however full the bus is (no walk over many records); a bus that was
+removed and created again under its name starts a new history.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _SAMPLE_RECORDS = 8
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What happened between two looks, a second.
+    """Rates between two polls.
 
     Attributes
     ----------
     committed, acknowledged, dropped : float
         Trajectories a second.
     bytes, tokens : float
-        Of the committed ones, by the mean of recent records; 0 where none could be read.
+        Committed per second, by the mean of recent records; 0 where none could be read.
     """
 
     committed: float = 0.0
@@ -47,7 +47,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Watcher:
-    """Looks at a bus again and again.
+    """Polls a bus repeatedly.
 
     Parameters
     ----------
@@ -57,11 +57,11 @@ class Watcher:
     Attributes
     ----------
     status : BusStatus
-        From the last look.
+        Of the last poll.
     rates : Rates
-        Between the last two.
+        Between the last two polls.
     producer_rates : dict[int, float]
-        Trajectories a second of each producer number.
+        Trajectories a second, by producer number.
     history : deque[float]
         Committed trajectories a second, the newest last.
     """
@@ -80,8 +80,8 @@ class Watcher:
         self.producer_rates: dict[int, float] = {}
         self.history: deque[float] = deque(maxlen=_HISTORY)
 
-    def look(self) -> None:
-        """Look once.
+    def poll(self) -> None:
+        """Poll once.
 
         Raises
         ------
@@ -103,7 +103,7 @@ class Watcher:
         self._before, self._at_s = status, now
 
     def _sample(self, file: SegmentFile) -> None:
-        """Mean bytes and tokens of some recent records, whether or not they are delivered."""
+        """Take mean bytes and tokens of some recent records, delivered or not."""
         sizes = []
         tokens = []
         for run in file.runs()[-_SAMPLE_RUNS:]:
@@ -134,7 +134,7 @@ class Watcher:
             bytes=committed * self._mean[0],
             tokens=committed * self._mean[1],
         )
-        # A slot's count goes on under its next owner.
+        # A slot keeps its count when its next owner attaches.
         earlier = {producer.slot: producer.committed for producer in before.producers}
         self.producer_rates = {
             producer.producer_id: rate(producer.committed, earlier.get(producer.slot, 0))

@@ -1,6 +1,7 @@
-"""The table of wanted samples as it lies in a segment's file, for operators.
+"""The retry table of a segment's file, for operators.
 
-Invariant: a row counts only with its checksum, so one that changes while it is read is left out.
+Invariant: a row counts only if its checksum holds, so a row that changes while it is read is left
+out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TEXT_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("id")]
 
 
 def read_wanted(file: SegmentFile) -> list[WantedStatus]:
-    """Read what is asked for, in the order of asking."""
+    """Read the open retry requests, in the order in which they were published."""
     if not int(file.header["wanted_open"]):
         return []
     raw = file.wanted_table()

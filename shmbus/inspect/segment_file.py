@@ -1,7 +1,7 @@
-"""A segment seen from outside: what a file in /dev/shm says of itself, read and never mapped.
+"""A segment seen from outside: its file in /dev/shm, read and never mapped.
 
-Everything that operators use looks through this: it works on a bus that is live, stuck, abandoned,
-damaged or of another layout, and the bus does not notice.
+All tools for operators read through this. It works on a bus that is live, stuck, abandoned, damaged
+or of another layout, and the bus does not notice.
 
 Invariants:
 
@@ -9,7 +9,7 @@ Invariants:
   is shorter or sparser than it claims gives short reads, never a signal.
 - No number of the file is used as a bound before it was checked against the file's size.
 - Offsets and constants come from the core; none is written down here.
-- Who is alive is told by the file locks alone, never by a pid or by age.
+- A process is alive while it holds its file lock; a pid or an age proves nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _SLOT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["producer_slot"]))  # type: 
 _EXTENT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["extent_desc"]))  # type: ignore[call-overload]
 _WANTED_BYTES: Final = _core.WANTED_ROWS * _LAYOUT["wanted_row"]["itemsize"]
 _LOW: Final = 0xFFFFFFFF
-#: Records of a run that are described at a time, so that a large bus is never in memory at once.
+#: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024
 
 
 def open_file(path: str) -> int:
-    """Open for reading, and never wait for, follow or truncate what turns out to be no file."""
+    """Open for reading, without waiting for, following or truncating what is no regular file."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -66,8 +66,8 @@ class SegmentFile:
     problem : LayoutMismatchError or None
         Why this process cannot read it: unfinished, foreign, truncated or damaged.
     walkable : bool
-        Whether its tables mean anything: also those of a truncated one do, where they are there.
-        Otherwise only `header`, `file_bytes` and the locks do.
+        Whether its tables can be read: also those of a truncated file, as far as it goes. If not,
+        only `header`, `file_bytes` and the locks mean anything.
     """
 
     def __init__(self, name: str) -> None:
@@ -104,7 +104,7 @@ class SegmentFile:
         self.data_offset = int(self.header["data_offset"])
 
     def _read(self, count: int, position: int) -> bytes:
-        """So many bytes; zeros where the file has none."""
+        """Read `count` bytes, with zeros beyond the end of the file."""
         parts = []
         while count > 0:
             part = os.pread(self.fd, min(count, 1 << 26), position)
@@ -117,7 +117,7 @@ class SegmentFile:
         return b"".join(parts)
 
     def _check(self, raw: bytes) -> tuple[errors.LayoutMismatchError | None, bool]:
-        """Make the core's checks of a header, in the core's order and words."""
+        """Check the header as the core does, in the same order and with the same texts."""
         header = self.header
         version, found_hash = int(header["layout_version"]), int(header["layout_hash"])
         status = None
@@ -162,11 +162,11 @@ class SegmentFile:
             raise self.problem
 
     def refresh(self) -> None:
-        """Read the header's words anew; the geometry stays what it was."""
+        """Read the header again; the geometry stays as it was."""
         self.header = np.frombuffer(self._read(_core.HEADER_BYTES, 0), _HEADER, count=1)[0]
 
     def released(self) -> tuple[int, ...]:
-        """Counters of releases, by reason."""
+        """Read the counters of releases, by reason."""
         raw = self._read(8 * _core.REASONS, _core.RELEASED_OFFSET)
         return tuple(np.frombuffer(raw, "<u8").tolist())
 
@@ -182,7 +182,7 @@ class SegmentFile:
         return np.frombuffer(self._read(self.extent_count * _EXTENT.itemsize, position), _EXTENT)
 
     def intent(self) -> tuple[int, int, frozenset[tuple[int, int]]]:
-        """(reason, count, {(extent, offset)}) of a release that a dead collector left half done."""
+        """Read (reason, count, {(extent, offset)}) of a release that a collector did not finish."""
         header = self.header
         count, reason = int(header["intent_count"]), int(header["intent_reason"])
         if not 0 < count <= _core.MAX_GROUP_SIZE or reason >= _core.REASONS:
@@ -198,17 +198,17 @@ class SegmentFile:
             return 0, 0, frozenset()
         mask = (1 << _core.REF_OFFSET_BITS) - 1
         refs = np.frombuffer(log, "<u8").tolist()
-        places = ((r >> _core.REF_OFFSET_BITS, (r & mask) * _core.RECORD_ALIGN) for r in refs)
+        locations = ((r >> _core.REF_OFFSET_BITS, (r & mask) * _core.RECORD_ALIGN) for r in refs)
         done = self.released()[reason] - int(header["intent_base"])
-        return reason, 0 if done == count else count, frozenset(places)
+        return reason, 0 if done == count else count, frozenset(locations)
 
     def wanted_table(self) -> bytes:
-        """Read the table of wanted samples, as it lies there."""
+        """Read the bytes of the retry table."""
         end = _tables_bytes(self.max_producers, self.extent_count)
         return self._read(_WANTED_BYTES, end - _WANTED_BYTES)
 
     def runs(self) -> list[Run]:
-        """Every run that somebody leases, lane by lane in the order of writing."""
+        """Find every leased run, lane by lane in the order of writing."""
         table = self.extents()
         words, spans = table["word"].astype(np.uint64), table["span"].astype(np.uint64)
         low = words & np.uint64(_LOW)
@@ -240,11 +240,11 @@ class SegmentFile:
         return sorted(found, key=lambda run: (run.slot, run.order))
 
     def free_extents(self) -> int:
-        """Extents that nobody leases."""
+        """Count the free extents."""
         return int(np.count_nonzero((self.extents()["word"] & np.uint64(_LOW)) == 0))
 
     def still(self, run: Run) -> bool:
-        """Whether a run is still the lease that it was when it was found."""
+        """Whether a run is still under the lease under which it was found."""
         position = (
             _core.HEADER_BYTES
             + (self.max_producers + 1) * _SLOT.itemsize
@@ -256,11 +256,11 @@ class SegmentFile:
     # -- records --------------------------------------------------------------------------------
 
     def position(self, extent: int) -> int:
-        """Where an extent begins in the file."""
+        """Return the offset of an extent in the file."""
         return self.data_offset + extent * self.extent_bytes
 
     def scan(self, run: Run, below: int) -> Scan:
-        """Count a run's records; of the committed ones those that its lane numbered below."""
+        """Count a run's records; committed ones only if their lane number is below a bound."""
         keys, counts, nbytes, newest_ns, end, cut = _core.scan_run(
             self.fd, self.position(run.extent), run.used, run.extent, run.generation, below
         )
@@ -286,7 +286,7 @@ class SegmentFile:
         RecordRow
             state: "reserved" | "committed" | "aborted" | "released" | "unknown". verdict: "ok", or
             which checksum does not hold: "header", "payload"; a "frame" that does not hold ends
-            the run with one row of state "unreadable", whose nbytes nobody can walk.
+            the run with one row of state "unreadable", whose nbytes cannot be walked.
         """
         at = start
         while at < run.used:
@@ -311,10 +311,10 @@ class SegmentFile:
             at = end
 
     def read_payload(self, row: RecordRow, offset: int, count: int) -> bytes:
-        """Bytes of a record, from an offset within it."""
+        """Read bytes of a record, from an offset within it."""
         return self._read(count, self.position(row.extent) + row.offset + offset)
 
-    # -- who is alive ---------------------------------------------------------------------------
+    # -- living processes ------------------------------------------------------------------------
 
     def in_use(self) -> bool:
         """Whether a living process has this segment open, in whatever container."""
@@ -325,12 +325,12 @@ class SegmentFile:
         return _core.lock_held(self.fd, _core.LOCK_SLOT + slot)
 
     def viewed(self, run: Run) -> bool:
-        """Whether a process that a daemon serves looks at a record there."""
+        """Whether a client of a daemon has a view of a record there."""
         extents = range(run.extent, run.extent + run.span)
         return any(_core.lock_held(self.fd, _core.LOCK_VIEW + extent) for extent in extents)
 
     def collector_alive(self) -> bool:
-        """Whether a living process collects."""
+        """Whether a living process is the collector."""
         return _core.lock_held(self.fd, _core.LOCK_COLLECTOR)
 
     def close(self) -> None:

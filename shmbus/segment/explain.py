@@ -1,4 +1,4 @@
-"""Why a segment cannot be used, in words: full, busy, of another layout, too large for /dev/shm."""
+"""Error texts that need a look at a segment: full, busy, of another layout, too large."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def not_found_error(name: str, others: Sequence[str] | None = None) -> errors.Bu
 
 
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
-    """Say who holds the space that a record of `size` bytes did not get."""
+    """Say which processes hold the space that a record of `size` bytes did not get."""
     extent = segment.extent_bytes
     paused = segment.paused()
     if paused is not None:
@@ -72,7 +72,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     elif not attached:
         parts.append("no consumer is attached now: start one")
     elif lag_s > 1:
-        parts.append(f"consumer pid {collector['pid']} last looked {lag_s:.1f} s ago")
+        parts.append(f"consumer pid {collector['pid']} last polled {lag_s:.1f} s ago")
     names = {slot: f"{label} (pid {pid})" for slot, _, _, pid, label, _, _ in segment.producers()}
     names[segment.max_producers] = "the collector, for stragglers"
     top = sorted(held.items(), key=lambda item: -item[1])[:3]
@@ -86,7 +86,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
 
 
 def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
-    """Name who is in the way."""
+    """Name the process that holds what this one wants."""
     if what == "collector":
         holder = segment.collector()
         return errors.BusBusyError(

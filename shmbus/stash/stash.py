@@ -384,7 +384,7 @@ class Stash(Generic[S]):
         return sorted(found, key=lambda group: group.born_s)[:count]
 
     def waiting_samples(self) -> list[S]:
-        """Return every sample that is not leased: of open, ready and failing groups, in this order."""
+        """Return every sample that is not leased: of open, ready and failing groups, in order."""
         found = self.table.samples() + self.table.ready_samples() + self.failures.samples()
         for reports in self._reports.values():
             found += reports

@@ -58,7 +58,7 @@ ManifestType = TypeVar("ManifestType", bound=msgspec.Struct)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a snapshot holds.
+    """The content of a snapshot.
 
     Attributes
     ----------
@@ -79,8 +79,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     slots : list[ProducerSlot]
         The ledger's counts of what was committed.
     records, unreadable : int
-        Undelivered trajectories in the parts, and those that the ledger knows and nobody could
-        read: the first consumer after a restore counts them as corrupt.
+        Undelivered trajectories in the parts, and those that the ledger has and no walk could read:
+        the first consumer after a restore counts them as corrupt.
     parts : list[Part]
         The files.
     """
@@ -117,8 +117,8 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
     directory : path
         Where to; must not exist, or be empty.
     collecting : bool
-        Whether the caller is the bus's collector, and releases nothing until this returns.
-        Otherwise this becomes the collector while it works.
+        Whether the caller is the bus's collector, and releases nothing until this returns. If not,
+        this becomes the collector while it works.
 
     Returns
     -------
@@ -129,7 +129,7 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
     BusNotFoundError, LayoutMismatchError
         There is no such bus, or it cannot be read.
     BusBusyError
-        Somebody collects.
+        Another process is the collector.
     FileExistsError
         The directory holds something.
     OSError
@@ -148,7 +148,7 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
 
 @contextlib.contextmanager
 def _collector(name: str) -> Iterator[None]:
-    """Be the collector: what a dead one left half done is finished, and nobody releases."""
+    """Be the collector: finish what a dead one left, and keep others from releasing."""
     segment = lifecycle.open_segment(name)
     try:
         reader = _core.Reader(segment, f"snapshot, {process_label()}")
@@ -162,7 +162,7 @@ def _collector(name: str) -> Iterator[None]:
 
 
 def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> ManifestType:
-    """Let `write` fill a directory beside the target, and give it the target's name when whole."""
+    """Let `write` fill a directory beside the target, and rename it when it is complete."""
     target = Path(os.path.abspath(target))
     if os.path.lexists(target) and (
         target.is_symlink() or not target.is_dir() or any(target.iterdir())
@@ -354,7 +354,7 @@ def restore(
             f"{directory} was restored already, as bus {before!r}: once more would deliver its "
             "trajectories twice; if that is what you want, say so (--again)"
         )
-    # Nobody knows the bus by this name; `shmbus gc` finds it if this process dies.
+    # No process uses the bus by this name; `shmbus gc` finds it if this process dies.
     hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         segment = lifecycle.create_segment(hidden, size, manifest.max_producers, extent_bytes)
@@ -394,7 +394,7 @@ def restored_as(directory: str | os.PathLike[str]) -> str | None:
     try:
         return str(msgspec.json.decode(raw, type=dict[str, str])["bus"])
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
-        return "?"  # it died while it wrote this: the bus was there before
+        return "?"  # the process died while it wrote this, with the bus complete
 
 
 def _exists(name: str) -> errors.BusExistsError:
