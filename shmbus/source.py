@@ -14,7 +14,7 @@ import msgspec
 from shmbus import errors, limits
 from shmbus._arguments import process_label
 from shmbus.client.daemon_client import DaemonClient
-from shmbus.control.wire import DaemonUnreachable, stale
+from shmbus.control.wire import DaemonUnreachable, socket_exists
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
@@ -119,7 +119,7 @@ def attach(options: AttachOptions) -> Collector | DaemonClient:
             return _daemon_client(options)
         except DaemonUnreachable as error:
             unreachable = error
-        if not stale(options.name) and options.daemon is None:
+        if not socket_exists(options.name) and options.daemon is None:
             try:
                 return _collector(options)
             except errors.BusBusyError as error:

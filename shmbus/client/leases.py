@@ -116,7 +116,7 @@ class Leases:
     @property
     def gathers(self) -> bool:
         """Whether this process packs payload of the bus into batches; each take says so."""
-        return self._borrower.gathers
+        return self._borrower.packs
 
     def borrow(self, granted: messages.Leases) -> tuple[list[ClientLease], list[int]]:
         """Lock and read what the daemon has granted; neither is kept before `keep`.
@@ -127,28 +127,7 @@ class Leases:
             The leases, and the numbers of groups that are not in the segment. Those were whole
             when the daemon read them, so a process with write access has damaged them.
         """
-<<<<<<< HEAD
-        deadline = None if timeout is None else time.monotonic() + timeout
-        leases = self._take_spare(max_groups)
-        if not leases:
-            leases = self._take_until(
-                deadline,
-                lambda id_, slice_s: messages.Take(
-                    id=id_,
-                    max_groups=max_groups,
-                    timeout_s=slice_s,
-                    gathers=self._borrower.packs,
-                ),
-                max_groups if max_groups >= limits.AHEAD_GROUPS else 0,
-            )
-            if len(leases) > max_groups:
-                with self.lock:
-                    self._spare = leases[max_groups:]
-                    leases = leases[:max_groups]
-        return leases
-=======
         return self._borrower.borrow(granted.groups, granted.step)
->>>>>>> house-daemon
 
     def keep(self, leases: list[ClientLease], refused: list[int], step: int) -> None:
         """Hold what was borrowed, and end what is damaged."""
@@ -160,29 +139,11 @@ class Leases:
         if step >= state.next_step:
             state.next_step = step + 1
 
-<<<<<<< HEAD
-    def _ask_ahead(self, max_groups: int) -> None:
-        with self.lock:
-            if self._late is None and self._wire is not None:
-                self._ids += 1
-                self._late = self._ids
-                self._replies[self._ids] = None
-                self._send(
-                    messages.Take(
-                        id=self._ids,
-                        max_groups=max_groups,
-                        timeout_s=0.0,
-                        ahead=True,
-                        gathers=self._borrower.packs,
-                    )
-                )
-=======
     def disown(self, leases: list[ClientLease]) -> None:
         """Unlock leases that the daemon takes back, or never knew that this process has."""
         for lease in leases:
             self._borrower.end(lease, -1)
         self._borrower.forget(leases)
->>>>>>> house-daemon
 
     def take_spare(self, max_groups: int) -> list[ClientLease]:
         """Hand out what was received before and nobody has."""
@@ -190,35 +151,7 @@ class Leases:
         leases, state.spare = state.spare[:max_groups], state.spare[max_groups:]
         return [lease for lease in leases if not lease.lost]
 
-<<<<<<< HEAD
-    def take_step(
-        self,
-        *,
-        groups: int | None,
-        tokens: int | None,
-        max_wait: float | None,
-        field: str,
-        timeout: float | None,
-        only_full: bool,
-    ) -> list[ClientLease]:
-        """Lease this rank's shard of its next step; empty when the time is over."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        return self._take_until(
-            deadline,
-            lambda id_, slice_s: messages.TakeStep(
-                id=id_,
-                groups=groups,
-                tokens=tokens,
-                max_wait_s=max_wait,
-                field=field,
-                timeout_s=slice_s,
-                only_full=only_full,
-                gathers=self._borrower.packs,
-            ),
-        )
-=======
     # -- ended ----------------------------------------------------------------------------------
->>>>>>> house-daemon
 
     def is_leased(self, lease: ClientLease) -> bool:
         """Whether the daemon leased this to this client, and the lease has not ended."""

@@ -31,7 +31,8 @@ from prometheus_client.registry import Collector
 
 from shmbus import errors, limits
 from shmbus._version import VERSION
-from shmbus.inspect.status import BusStatus, read_status
+from shmbus.inspect.status import read_status
+from shmbus.inspect.types import BusStatus
 from shmbus.ledger import REASONS
 
 __all__ = ["BusCollector", "MetricsServer", "health"]

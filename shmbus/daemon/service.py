@@ -25,6 +25,7 @@ from shmbus.daemon import admission
 from shmbus.daemon.leases import Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.steps import StepPlanner
+from shmbus.inspect.types import FailedSample, OpenGroup
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailingGroup
@@ -479,15 +480,15 @@ class Service:
             paused=None if paused is None else paused[0] or "no reason given",
         )
 
-    def _oldest_groups(self, count: int, now: float) -> list[messages.OpenGroupStatus]:
+    def _oldest_groups(self, count: int, now: float) -> list[OpenGroup]:
         """Return the oldest incomplete groups: which samples are missing, and which failed."""
         oldest = []
         for group in self.collector.stash.oldest(count):
             key, epoch = split_key(group.key)
-            failed = group.misses if isinstance(group, FailingGroup) else {}
+            failed = group.failed if isinstance(group, FailingGroup) else {}
             present = {sample.index for sample in group.samples}
             oldest.append(
-                messages.OpenGroupStatus(
+                OpenGroup(
                     instance_id=key,
                     epoch=epoch,
                     size=group.size,
@@ -495,7 +496,7 @@ class Service:
                     missing=[index for index in range(group.size) if index not in present],
                     age_s=max(0.0, now - group.born_s),
                     failed=[
-                        messages.FailedStatus(index, sample.attempts, sample.reason)
+                        FailedSample(index, sample.attempts, sample.reason)
                         for index, sample in sorted(failed.items())
                     ],
                 )

@@ -31,6 +31,7 @@ from shmbus import (
 )
 from shmbus.control import messages
 from shmbus.control.socket_path import socket_path
+from shmbus.segment.names import MAX_NAME_BYTES
 
 Served = Callable[..., Daemon]
 
@@ -95,7 +96,7 @@ def test_the_socket_is_for_its_user_only_and_gone_after_an_orderly_end(
 def test_a_name_too_long_for_a_socket_is_served_under_a_shorter_one(
     daemon: Served, bus_name: str
 ) -> None:
-    name = bus_name + "x" * (limits.MAX_NAME_BYTES - len(bus_name))
+    name = bus_name + "x" * (MAX_NAME_BYTES - len(bus_name))
     served = daemon("--capacity", "8MiB", "--unlink-on-exit", name=name)
     put(name, "a")
     with Consumer(name) as consumer:
