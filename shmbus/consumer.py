@@ -110,17 +110,23 @@ class Consumer(_core.ConsumerBase[Group]):
 
     Examples
     --------
-    Groups one after the other; ``with group`` acknowledges, or gives back after an exception:
+    Groups one after the other; ``with group`` acknowledges, or gives back after an exception::
 
-    >>> with shmbus.Consumer("run1") as consumer:
-    ...     for group in consumer:
-    ...         with group:
-    ...             train([t["tokens"] for t in group], [t.score for t in group])
+        with shmbus.Consumer("run1") as consumer:
+            for group in consumer:
+                with group:
+                    train([t["tokens"] for t in group], [t.score for t in group])
 
     Many at a time, acknowledged together after the optimizer step:
 
-    >>> groups = consumer.take(max_groups=64, timeout=1.0)
-    >>> consumer.ack(groups)
+    >>> import shmbus
+    >>> with shmbus.Bus.create("run1", capacity="1MiB"), shmbus.Producer("run1") as producer:
+    ...     producer.put("prompt-1", group_size=1, index=0, score=0.5)
+    ...     with shmbus.Consumer("run1") as consumer:
+    ...         groups = consumer.take(max_groups=64, timeout=1.0)
+    ...         print(groups)
+    ...         consumer.ack(groups)
+    [<Group 'prompt-1' 1/1 leased>]
     """
 
     def __init__(
@@ -351,9 +357,11 @@ class Consumer(_core.ConsumerBase[Group]):
 
         Examples
         --------
-        >>> groups = consumer.take(64, timeout=1.0)
-        >>> consumer.ack(groups[0])
-        >>> consumer.ack(groups[1:])
+        ::
+
+            groups = consumer.take(64, timeout=1.0)
+            consumer.ack(groups[0])
+            consumer.ack(groups[1:])
         """
         self._end("ack", groups, _core.ACKED, "acknowledged")
 

@@ -39,10 +39,12 @@ class Group(GroupBase):
 
     Examples
     --------
-    >>> (group,) = consumer.take(1, timeout=None)
-    >>> with group:                                       # ack, or give back after an exception
-    ...     rewards = [t.score for t in group]
-    ...     tokens = [t["tokens"] for t in group]         # read-only views of the ring
+    ::
+
+        (group,) = consumer.take(1, timeout=None)
+        with group:                                       # ack, or give back after an exception
+            rewards = [t.score for t in group]
+            tokens = [t["tokens"] for t in group]         # read-only views of the ring
     """
 
     __slots__ = ()
