@@ -9,9 +9,11 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ROOT", "CannotRun", "compile_program", "compiler", "run"]
+__all__ = ["PROGRAMS", "ROOT", "CannotRun", "compile_program", "compiler", "run"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+#: Where the C programs of the benchmark lie.
+PROGRAMS: Final = Path(__file__).with_name("c")
 #: As setup.py compiles the extension.
 RING_FLAGS: Final = ("-O3", "-Ishmbus_ext", "-DNDEBUG")
 #: Rooms of shmbus_ext that know no Python.

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench import daemon, idle, machine, memcpy, polled, stash, stash_memory, throughput, wake
+from bench import machine
 from bench.processes import MeasurementError
-from bench.rows import Row, table
+from bench.rows import daemon, idle, memcpy, polled, stash, stash_memory, throughput, wake
+from bench.rows.row import Row, table
 from bench.sending import temporary_bus
 from bench.sizes import FULL, QUICK, TINY, Sizes
 from shmbus import ShmbusError

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 from conftest import Spawner
 
-from bench import instructions, native, report, verdicts
+from bench import instructions, native
 from bench.contenders import MODULES, contenders, module
 from bench.contest import child, environments, latency, moving, plan, survival
 from bench.contest.run import run
 from bench.processes import MeasurementError
+from bench.report import report, verdicts
 from bench.workload import OPEN_GROUPS, Workload
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import stash
+from bench.rows import stash
 
 __all__ = ["open_groups"]
 

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from bench.verdicts import GROWTH, OURS, USUAL, find
+from bench.report.verdicts import GROWTH, OURS, USUAL, find
 
 __all__ = ["write"]
 

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from bench.native import CannotRun, compile_program, run
+from bench.native import PROGRAMS, CannotRun, compile_program, run
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.rows import Row, Target
+from bench.rows.row import Row, Target
 from bench.sending import temporary_bus
 
 __all__ = ["WARM_UP", "measure", "pauses_ns", "put_after_pauses"]
@@ -34,7 +34,7 @@ PAUSE_US: Final = (300.0, 1000.0)
 WARM_UP: Final = 50
 #: The pauses are the same in every run of the benchmark.
 SEED: Final = 20240229
-SOURCE: Final = Path(__file__).with_name("raw_futex.c")
+SOURCE: Final = PROGRAMS / "raw_futex.c"
 
 
 def measure(wakes: int, turns: int, capacity: str) -> list[Row]:

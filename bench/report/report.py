@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from bench import machine
 from bench.contest.run import SERIES
-from bench.verdicts import OURS, USUAL, find, percentile
+from bench.report.verdicts import OURS, USUAL, find, percentile
 
 __all__ = ["contest_text", "main", "write"]
 
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write(result: dict[str, Any], directory: Path) -> None:
     """Write ``report.md`` and the plots; where matplotlib is missing, the report says so."""
     try:
-        from bench import plots
+        from bench.report import plots
     except ModuleNotFoundError as error:
         pictures: list[tuple[str, str]] = []
         missing = f"\nNo plots: {error}; pip install 'shmbus[bench]'.\n"
@@ -413,7 +412,3 @@ def _beside_others(result: dict[str, Any], where: str) -> str:
         f"![How costs grow]({where}/scaling.svg)\n" if result["open_groups"] else "",
     ]  # fmt: skip
     return "\n".join(filter(None, block))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import shmbus
 from bench.processes import run_alone
-from bench.rows import Row, Target
+from bench.rows.row import Row, Target
 from bench.sending import temporary_bus
 
 __all__ = ["measure"]

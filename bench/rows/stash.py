@@ -28,7 +28,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from bench.processes import run_alone
-from bench.rows import Row, Target
+from bench.rows.row import Row, Target
 from bench.workload import GROUP_SIZE
 from shmbus import limits
 from shmbus.stash.stash import Stash

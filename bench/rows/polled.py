@@ -22,15 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from bench.native import CannotRun, compile_program, run
+from bench.native import PROGRAMS, CannotRun, compile_program, run
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.rows import Row, Target
+from bench.rows.row import Row, Target
+from bench.rows.wake import WARM_UP, pauses_ns, put_after_pauses
 from bench.sending import temporary_bus
-from bench.wake import WARM_UP, pauses_ns, put_after_pauses
 
 __all__ = ["measure"]
 
-SOURCE: Final = Path(__file__).with_name("c") / "ring_polled.c"
+SOURCE: Final = PROGRAMS / "ring_polled.c"
 LIMIT_US: Final = 1.0
 #: Looks between two at the clock, and those that are timed while nothing comes.
 LOOKS: Final = 4096

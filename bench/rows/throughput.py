@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bench import hop, packed
-from bench.rows import Row, Target
+from bench.rows import hop, packed
+from bench.rows.row import Row, Target
 from bench.sizes import Sizes
 from bench.workload import BYTES_PER_TOKEN, Measure, Timed, Workload
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from bench.rows import Row, Target
+from bench.rows.row import Row, Target
 
 __all__ = ["GROWTH", "OURS", "USUAL", "find", "open_groups", "percentile", "rows"]
 

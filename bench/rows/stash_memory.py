@@ -16,7 +16,7 @@ import numpy as np
 
 import shmbus
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.rows import Row
+from bench.rows.row import Row
 from bench.sending import temporary_bus
 from bench.workload import GROUP_SIZE
 from shmbus_ext import _core

@@ -1,0 +1,1 @@
+"""What `bench.run` measures of shmbus itself: one file a row of its table, or a family of rows."""
