@@ -63,7 +63,7 @@ bench-calls: $(VENV)/.bench ## Time the hot calls, comparable over commits; coun
 
 bench-report: $(VENV)/.bench ## Measure everything anew, and put report, plots and README in order
 	$(BIN)/shmbus bench --full --output bench/results/two-cores $(ARGS)
-	$(BIN)/python -m bench.report bench/results/two-cores --readme README.md
+	$(BIN)/python -m bench.report bench/results/two-cores --readme README.md bench/README.md
 
 explore: build/explore/plain/explore ## Search the ring's interleavings, deaths included, as deep as stated (half an hour)
 	build/explore/plain/explore --deep $(ARGS)
