@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the sdist and the wheel, checks their contents, installs each one into an empty environment
-# without PyTorch, and runs smoke.py there, outside the checkout. `.ci/run` calls it after `make test`
+# without PyTorch, and runs smoke.py there, outside the checkout. `.ci/run` calls it after the suite
 # has made .venv.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Short forms of the long runs that neither the test suite nor `make check` has: sanitizers, valgrind,
-# another processor, fuzzing for new cases. `.ci/run` calls it. A run whose tool is missing is skipped,
-# with its name and the package to install; no other run is skipped.
+# Short forms of the long runs that neither the test suite nor `make check` has: sanitizers,
+# valgrind, another processor, fuzzing for new cases. `.ci/run` calls it. A run whose tool is missing
+# is skipped, with its name and the package to install; no other run is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
