@@ -1,4 +1,4 @@
-"""Instructions of the C core's hot path, counted by callgrind: they don't move with the machine.
+"""Instructions of the C core's hot path, counted by callgrind, whatever the machine's load.
 
 ``python -m bench.instructions check`` compiles ``c/hot_path.c`` with the core, counts, and compares
 with ``baselines.json``: exit status 1, and the operation's name, if one takes more than `TOLERANCE`

@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_capacity(parser: argparse.ArgumentParser, capacity: str) -> None:
-    """Make a bus of this capacity now, and not only after the first measurement."""
+    """Create a bus of this capacity now, so that a wrong one fails before the first measurement."""
     try:
         with temporary_bus(capacity):
             return
@@ -189,7 +189,7 @@ def _others(
 
 
 def notes(rows: Sequence[Row], *, tiny: bool) -> list[str]:
-    """Say what a reader of the table should know before believing it."""
+    """Return notes that a reader needs before trusting the table."""
     if tiny:
         return ["NOTE: --tiny shows that each row can be measured; its figures mean nothing.\n"]
     for row in rows:

@@ -1,4 +1,4 @@
-"""The whole benchmark: ``shmbus bench``, ``make bench`` and ``python -m bench.suite`` are this.
+"""The whole benchmark: ``shmbus bench``, ``make bench`` and ``python -m bench.suite`` run it.
 
 It measures shmbus by itself (`bench.run`), then every contender that is installed here
 (`bench.contest`), judges what was measured, and writes a directory: ``results.json`` with every

@@ -1,1 +1,1 @@
-"""What a run has to show: verdicts, tables and plots, made of ``results.json`` and nothing else."""
+"""The report of a run: verdicts, tables and plots, made of ``results.json`` alone."""

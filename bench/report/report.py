@@ -35,7 +35,7 @@ SHORT_ROWS: Final = (
     "against-atropos",
     "survival",
 )
-#: Tokens a second of a claim that is told in the field: over REST, and over shared memory.
+#: Tokens a second of a claim of the field: over REST, and over shared memory.
 CLAIM_REST: Final = 223.0
 CLAIM_SHARED: Final = 6_284.0
 
@@ -111,7 +111,7 @@ def _rows(result: dict[str, Any]) -> str:
 
 
 def _judged(rows: Sequence[dict[str, Any]]) -> str:
-    """Lay out rows with what each has to reach, and whether it does."""
+    """Lay out rows with their targets and verdicts."""
     lines = []
     for row in rows:
         value = "" if row["value"] is None else _short(row["value"])
@@ -126,7 +126,7 @@ def _judged(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _shortfalls(result: dict[str, Any]) -> str:
-    """Say in plain words which targets were not met, before anybody reads the table."""
+    """List the missed targets in words, above the table."""
     judged = [row for row in result["rows"] if row["met"] is not None]
     short = [row for row in judged if not row["met"]]
     if not short:
@@ -235,7 +235,7 @@ def _cost_table(result: dict[str, Any]) -> _Table:
 
 
 def _memcpys(result: dict[str, Any], name: str) -> str:
-    """Say what a further byte costs: the slope of processor time between two sizes."""
+    """Return the cost of a further byte: the slope of processor time between two sizes."""
     contest = result["contest"]
     small, large = (find(contest, "size", name, tokens) for tokens in (USUAL, 32_768))
     if small is None or large is None:
@@ -347,7 +347,7 @@ def _favours(result: dict[str, Any]) -> str:
 
 
 def _claim(result: dict[str, Any]) -> str:
-    """Say what part of a claim that is told in the field is transport, from what was measured."""
+    """Say which part of a claim of the field is transport, by the measured rates."""
     contest = result["contest"]
     if not contest:
         return ""

@@ -1,1 +1,1 @@
-"""What `bench.run` measures of shmbus itself: one file a row of its table, or a family of rows."""
+"""The rows of shmbus itself: each file measures one row of `bench.run`, or a family of rows."""

@@ -1,4 +1,4 @@
-"""How the stash's cost grows with the number of open groups: not one point, but a curve."""
+"""The cost of the stash by the number of open groups, as a curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a consumer costs while nothing comes."""
+"""The cost of a consumer that waits on an empty bus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How soon a reader that polls has what was just put, beside the ring alone.
+"""Latency from put to a polling reader, beside the ring alone.
 
 Two stamps by CLOCK_MONOTONIC begin the way of a group of one: the producer's, right before `put`,
 and the one that `put` leaves in the record's header right before it publishes it. The way ends when

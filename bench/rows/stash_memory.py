@@ -1,4 +1,4 @@
-"""What a stashed trajectory takes in the consumer: its C object, and all the rest.
+"""Memory of a stashed trajectory in the consumer: its C object, and everything else.
 
 A producer sends groups that lack their last sample, sample by sample over all groups, so that each
 one stays in the stash with everything that the consumer keeps for it. Counted is the growth of the

@@ -1,9 +1,9 @@
-"""How soon a sleeping reader has what was just put, beside a bare futex between two processes.
+"""Latency from put to a sleeping reader, beside a bare futex between two processes.
 
 Both sides of the comparison sleep through the same random pauses, and take the same stamps by
 CLOCK_MONOTONIC: right before the put (or the store and FUTEX_WAKE), and right after take (or
-FUTEX_WAIT) returned. They take turns, so that the machine's moods meet both; a figure is the median
-of the turns' percentiles.
+FUTEX_WAIT) returned. They take turns, so that a slow minute of the machine falls on both; a figure
+is the median of the turns' percentiles.
 """
 
 from __future__ import annotations
