@@ -1,5 +1,5 @@
-/* What producers, collectors and the auditor do: the calls of python/writer_object.c,
- * python/reader_object.c and consumer.py, in their order, without Python.
+/* What producers, collectors and the auditor do: the calls of python/put/writer_object.c,
+ * python/read/reader_object.c and consumer.py, in their order, without Python.
  *
  * Invariant: all that an actor knows between two checkpoints lies in its heap. */
 #include "actors.h"

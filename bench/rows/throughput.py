@@ -1,4 +1,4 @@
-"""The throughput rows: which workload goes over which path, and what each has to reach.
+"""The throughput rows: the workload, the path and the target of each.
 
 Repetitions go round by round, each round one run of every case, so that a slow minute of the
 machine does not fall on one case alone. A figure is the median of its runs.
@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bench import hop, packed
-from bench.rows import Row, Target
+from bench.rows import hop, packed
+from bench.rows.row import Row, Target
 from bench.sizes import Sizes
 from bench.workload import BYTES_PER_TOKEN, Measure, Timed, Workload
 

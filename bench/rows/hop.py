@@ -1,4 +1,4 @@
-"""put to read-only views: what the hop itself costs, with nothing done to the trajectories."""
+"""put to read-only views: the cost of the hop alone, without work on the trajectories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["measure"]
 
 
 def measure(workload: Workload) -> Timed:
-    """Move a workload over a bus of its own to a consumer that looks at every field."""
+    """Move a workload over a new bus to a consumer that views every field."""
     with temporary_bus(workload.capacity) as name:
         consumer = Role(_consume, (name, workload))
         producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]

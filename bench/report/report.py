@@ -1,7 +1,8 @@
 """The report of a run: Markdown tables and plots, made of ``results.json`` and nothing else.
 
-``python -m bench.report DIR`` makes them again; with ``--readme README.md`` it also replaces what
-stands there between its marks, so that figures in the README are always of one run.
+``python -m bench.report DIR`` makes them again. ``--readme README.md bench/README.md`` replaces the
+marked blocks of those pages, so that their figures are always of one run: a few rows
+(``short``), all rows of shmbus itself (``rows``), the contenders beside each other (``contest``).
 """
 
 from __future__ import annotations
@@ -9,21 +10,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from bench import machine
 from bench.contest.run import SERIES
-from bench.verdicts import OURS, USUAL, find, percentile
+from bench.report.verdicts import OURS, USUAL, find, percentile
 
-__all__ = ["contest_text", "main", "write"]
+__all__ = ["BLOCKS", "contest_text", "main", "replace_blocks", "write"]
 
-BEGIN: Final = "<!-- bench: made by python -m bench.report; do not edit -->"
-BEGIN_ROWS: Final = "<!-- bench rows: made by python -m bench.report; do not edit -->"
+#: The line before a block of this name, and the line behind each block.
+BEGIN: Final = "<!-- bench {}: made by python -m bench.report; do not edit -->"
 END: Final = "<!-- bench: end -->"
-#: Tokens a second of a claim that is told in the field: over REST, and over shared memory.
+#: Rows of the short table: the two rates, what a daemon and a sleeping reader cost, the three ways
+#: that a bus replaces, and a death. Missed targets belong here too.
+SHORT_ROWS: Final = (
+    "hop-2048",
+    "packed",
+    "daemon-packed",
+    "wake-p50",
+    "against-multiprocessing.Queue",
+    "against-TransferQueue",
+    "against-atropos",
+    "survival",
+)
+#: Tokens a second of a claim of the field: over REST, and over shared memory.
 CLAIM_REST: Final = 223.0
 CLAIM_SHARED: Final = 6_284.0
 
@@ -36,22 +48,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.report",
         description="Make tables and plots of a run's results.json.",
-        epilog="example: python -m bench.report bench/results/two-cores --readme README.md",
+        epilog="example: python -m bench.report bench/results/two-cores --readme README.md "
+        "bench/README.md",
     )
     parser.add_argument("directory", type=Path, help="that holds results.json")
-    parser.add_argument("--readme", type=Path, help="Markdown file whose block is replaced")
+    parser.add_argument(
+        "--readme", type=Path, nargs="+", default=[], metavar="PAGE",
+        help="Markdown pages whose blocks are replaced",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     result = json.loads((options.directory / "results.json").read_text())
     write(result, options.directory)
-    if options.readme:
-        _into_readme(result, options.directory, options.readme)
+    for page in options.readme:
+        replace_blocks(result, options.directory, page)
     return 0
 
 
 def write(result: dict[str, Any], directory: Path) -> None:
     """Write ``report.md`` and the plots; where matplotlib is missing, the report says so."""
     try:
-        from bench import plots
+        from bench.report import plots
     except ModuleNotFoundError as error:
         pictures: list[tuple[str, str]] = []
         missing = f"\nNo plots: {error}; pip install 'shmbus[bench]'.\n"
@@ -95,7 +111,7 @@ def _rows(result: dict[str, Any]) -> str:
 
 
 def _judged(rows: Sequence[dict[str, Any]]) -> str:
-    """Lay out rows with what each has to reach, and whether it does."""
+    """Lay out rows with their targets and verdicts."""
     lines = []
     for row in rows:
         value = "" if row["value"] is None else _short(row["value"])
@@ -110,7 +126,7 @@ def _judged(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _shortfalls(result: dict[str, Any]) -> str:
-    """Say in plain words which targets were not met, before anybody reads the table."""
+    """List the missed targets in words, above the table."""
     judged = [row for row in result["rows"] if row["met"] is not None]
     short = [row for row in judged if not row["met"]]
     if not short:
@@ -219,7 +235,7 @@ def _cost_table(result: dict[str, Any]) -> _Table:
 
 
 def _memcpys(result: dict[str, Any], name: str) -> str:
-    """Say what a further byte costs: the slope of processor time between two sizes."""
+    """Return the cost of a further byte: the slope of processor time between two sizes."""
     contest = result["contest"]
     small, large = (find(contest, "size", name, tokens) for tokens in (USUAL, 32_768))
     if small is None or large is None:
@@ -331,7 +347,7 @@ def _favours(result: dict[str, Any]) -> str:
 
 
 def _claim(result: dict[str, Any]) -> str:
-    """Say what part of a claim that is told in the field is transport, from what was measured."""
+    """Say which part of a claim of the field is transport, by the measured rates."""
     contest = result["contest"]
     if not contest:
         return ""
@@ -365,29 +381,50 @@ def _claim(result: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def _between(text: str, begin: str, block: str) -> str:
-    """Replace what stands between a mark and the next end."""
-    before, found, rest = text.partition(begin)
-    _, end, after = rest.partition(END)
-    if not found or not end:
-        raise SystemExit(f"expected the lines {begin!r} and {END!r} in the README, found none")
-    return f"{before}{begin}\n{block}\n{END}{after}"
+# -- blocks of other pages -----------------------------------------------------------------------
 
 
-def _into_readme(result: dict[str, Any], directory: Path, readme: Path) -> None:
-    where = os.path.relpath(directory, readme.resolve().parent)
+def replace_blocks(result: dict[str, Any], directory: Path, page: Path) -> None:
+    """Replace the blocks that a page has marks for."""
+    where = os.path.relpath(directory, page.resolve().parent)
+    text = page.read_text()
+    present = [name for name in BLOCKS if BEGIN.format(name) in text]
+    if not present:
+        begin = BEGIN.format("NAME")
+        raise SystemExit(
+            f"{page}: expected the line {begin!r}, NAME one of {', '.join(BLOCKS)}; found none"
+        )
+    for name in present:
+        before, begin, rest = text.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END)
+        if not end:
+            raise SystemExit(f"{page}: expected the line {END!r} behind {begin!r}, found none")
+        text = f"{before}{begin}\n{BLOCKS[name](result, where)}\n{END}{after}"
+    page.write_text(text)
+
+
+def _run_of(result: dict[str, Any], where: str) -> str:
     facts = result["machine"]
-    own = [row for row in result["rows"] if not row["name"].startswith("against-")]
-    run = (
+    return (
         f"One run of `shmbus bench --{result['level']}` on {facts['cores']} cores of an "
-        f"{facts['cpu']}, load {facts['load_average'][0]:.1f} at its start; "
+        f"{facts['cpu']}, load {facts['load_average'][0]:.1f} at its start;\n"
         f"[the whole report]({where}/report.md).\n"
     )
-    text = _between(readme.read_text(), BEGIN_ROWS, f"{run}\n{_judged(own)}")
-    readme.write_text(_between(text, BEGIN, _beside_others(result, where)))
 
 
-def _beside_others(result: dict[str, Any], where: str) -> str:
+def _short_block(result: dict[str, Any], where: str) -> str:
+    rows = {row["name"]: row for row in result["rows"]}
+    chosen = [rows[name] for name in SHORT_ROWS if name in rows]
+    plot = f"![Throughput by size against memcpy]({where}/throughput.svg)\n"
+    return "\n".join([_run_of(result, where), _judged(chosen), plot])
+
+
+def _rows_block(result: dict[str, Any], where: str) -> str:
+    own = [row for row in result["rows"] if not row["name"].startswith("against-")]
+    return f"{_run_of(result, where)}\n{_judged(own)}"
+
+
+def _contest_block(result: dict[str, Any], where: str) -> str:
     heads, lines = _throughput_table(result)
     short = [[line[0], line[1], line[3], line[4], line[5], line[8]] for line in lines]
     killed = {
@@ -415,5 +452,9 @@ def _beside_others(result: dict[str, Any], where: str) -> str:
     return "\n".join(filter(None, block))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+#: What a block of each name holds.
+BLOCKS: Final[dict[str, Callable[[dict[str, Any], str], str]]] = {
+    "short": _short_block,
+    "rows": _rows_block,
+    "contest": _contest_block,
+}

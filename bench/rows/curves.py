@@ -1,4 +1,4 @@
-"""How the stash's cost grows with the number of open groups: not one point, but a curve."""
+"""The cost of the stash by the number of open groups, as a curve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import stash
+from bench.rows import stash
 
 __all__ = ["open_groups"]
 

@@ -1,4 +1,4 @@
-"""The plots of a report: SVG, from results alone; each leaves out what was not measured.
+"""The plots of a report: SVG, from results alone; unmeasured points are left out.
 
 shmbus has one colour throughout, the roofline is a dashed line, and every curve is named at its
 end, so that no legend has to be matched by colour.
@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from bench.verdicts import GROWTH, OURS, USUAL, find
+from bench.report.verdicts import GROWTH, OURS, USUAL, find
 
 __all__ = ["write"]
 

@@ -1,4 +1,4 @@
-"""What a consumer costs while nothing comes."""
+"""The cost of a consumer that waits on an empty bus."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import shmbus
 from bench.processes import run_alone
-from bench.rows import Row, Target
+from bench.rows.row import Row, Target
 from bench.sending import temporary_bus
 
 __all__ = ["measure"]

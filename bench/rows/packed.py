@@ -18,13 +18,13 @@ TOKENS_PER_BATCH: Final = 65_536
 
 
 def measure(workload: Workload) -> Timed:
-    """Move a workload over a bus of its own into packed batches on the CPU."""
+    """Move a workload over a new bus into packed batches on the CPU."""
     with temporary_bus(workload.capacity) as name:
         return measure_over(name, workload)
 
 
 def measure_over(name: str, workload: Workload) -> Timed:
-    """Do so over a bus that is there."""
+    """Move a workload over an existing bus into packed batches on the CPU."""
     # A batch that is not full would wait for more at the end of the run.
     assert workload.trajectories * workload.tokens % TOKENS_PER_BATCH == 0
     trainer = Role(train, (name, workload))

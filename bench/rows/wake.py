@@ -1,9 +1,9 @@
-"""How soon a sleeping reader has what was just put, beside a bare futex between two processes.
+"""Latency from put to a sleeping reader, beside a bare futex between two processes.
 
 Both sides of the comparison sleep through the same random pauses, and take the same stamps by
 CLOCK_MONOTONIC: right before the put (or the store and FUTEX_WAKE), and right after take (or
-FUTEX_WAIT) returned. They take turns, so that the machine's moods meet both; a figure is the median
-of the turns' percentiles.
+FUTEX_WAIT) returned. They take turns, so that a slow minute of the machine falls on both; a figure
+is the median of the turns' percentiles.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from bench.native import CannotRun, compile_program, run
+from bench.native import PROGRAMS, CannotRun, compile_program, run
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.rows import Row, Target
+from bench.rows.row import Row, Target
 from bench.sending import temporary_bus
 
 __all__ = ["WARM_UP", "measure", "pauses_ns", "put_after_pauses"]
@@ -34,7 +34,7 @@ PAUSE_US: Final = (300.0, 1000.0)
 WARM_UP: Final = 50
 #: The pauses are the same in every run of the benchmark.
 SEED: Final = 20240229
-SOURCE: Final = Path(__file__).with_name("raw_futex.c")
+SOURCE: Final = PROGRAMS / "raw_futex.c"
 
 
 def measure(wakes: int, turns: int, capacity: str) -> list[Row]:

@@ -1,4 +1,4 @@
-"""How soon a reader that polls has what was just put, beside the ring alone.
+"""Latency from put to a polling reader, beside the ring alone.
 
 Two stamps by CLOCK_MONOTONIC begin the way of a group of one: the producer's, right before `put`,
 and the one that `put` leaves in the record's header right before it publishes it. The way ends when
@@ -22,15 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from bench.native import CannotRun, compile_program, run
+from bench.native import PROGRAMS, CannotRun, compile_program, run
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.rows import Row, Target
+from bench.rows.row import Row, Target
+from bench.rows.wake import WARM_UP, pauses_ns, put_after_pauses
 from bench.sending import temporary_bus
-from bench.wake import WARM_UP, pauses_ns, put_after_pauses
 
 __all__ = ["measure"]
 
-SOURCE: Final = Path(__file__).with_name("c") / "ring_polled.c"
+SOURCE: Final = PROGRAMS / "ring_polled.c"
 LIMIT_US: Final = 1.0
 #: Looks between two at the clock, and those that are timed while nothing comes.
 LOOKS: Final = 4096

@@ -1,4 +1,4 @@
-"""What shmbus has to show against the contenders: each claim a row with its target.
+"""The verdicts of shmbus against the contenders: each claim is a row with its target.
 
 Every row is a ratio, or a figure, of one run. A contender that was not measured leaves its row
 without a value, and says why.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from bench.rows import Row, Target
+from bench.rows.row import Row, Target
 
 __all__ = ["GROWTH", "OURS", "USUAL", "find", "open_groups", "percentile", "rows"]
 
@@ -140,7 +140,7 @@ def _growth(contest: dict[str, Any]) -> Iterator[Row]:
 
 
 def _scheduling(points: Sequence[dict[str, Any]]) -> str:
-    """Say whose time it is, and what of it is switching between processes on few cores."""
+    """Split the time into producers, kernel and switches between processes."""
     first, last = (
         {
             "producers": one["producer_cpu_s"] / one["trajectories"] * 1e6,

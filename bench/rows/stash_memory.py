@@ -1,4 +1,4 @@
-"""What a stashed trajectory takes in the consumer: its C object, and all the rest.
+"""Memory of a stashed trajectory in the consumer: its C object, and everything else.
 
 A producer sends groups that lack their last sample, sample by sample over all groups, so that each
 one stays in the stash with everything that the consumer keeps for it. Counted is the growth of the
@@ -16,7 +16,7 @@ import numpy as np
 
 import shmbus
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.rows import Row
+from bench.rows.row import Row
 from bench.sending import temporary_bus
 from bench.workload import GROUP_SIZE
 from shmbus_ext import _core

@@ -18,7 +18,7 @@ class Target:
     unit: str
 
     def met_by(self, value: float) -> bool:
-        """Whether a measured value keeps to it."""
+        """Whether a measured value meets the bound."""
         return value >= self.bound if self.sense == "at least" else value <= self.bound
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """The same in words."""
+        """The verdict in words."""
         if self.skipped:
             return f"skipped: {self.skipped}"
         return {None: "", True: "met", False: "NOT met"}[self.met]

@@ -9,7 +9,7 @@ completions among those timed, are the same at any size. Two orders of arrival:
 - scrambled: each sample belongs to a random one of the open groups, which is the worst for caches.
 
 Samples are made right before they are added, as the reader makes them, each with an id of its own.
-Ready groups are leased and ended between the timed calls. The garbage collector is off meanwhile,
+Ready groups are leased and ended between the timed calls. The garbage collector is off then,
 since it is chance whether a collection falls into a timed call; what one takes over the full stash
 is measured afterwards, and stands beside the cost of adding. The clock is processor time.
 
@@ -28,7 +28,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from bench.processes import run_alone
-from bench.rows import Row, Target
+from bench.rows.row import Row, Target
 from bench.workload import GROUP_SIZE
 from shmbus import limits
 from shmbus.stash.stash import Stash
@@ -45,7 +45,7 @@ SEED: Final = 20240229
 
 
 class Sample(msgspec.Struct, gc=False):
-    """As a Trajectory is to the stash: the collector does not look at those either."""
+    """A stand-in for Trajectory; like it, one that the garbage collector does not visit."""
 
     key: str
     group_size: int

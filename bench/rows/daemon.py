@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import shmbus
-from bench import packed
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.rows import Row, Target
+from bench.rows import packed
+from bench.rows.row import Row, Target
 from bench.sending import produce, temporary_bus
 from bench.workload import Workload
 from shmbus.control.socket_path import socket_path
