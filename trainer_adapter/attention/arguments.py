@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from trainer_adapter.attention.plan import UNLIMITED, Window
 
 __all__ = [
+    "Call",
     "as_autocast",
     "check_borders",
     "check_operands",
@@ -21,6 +23,31 @@ __all__ = [
     "checked_scale",
     "checked_window",
 ]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call says beside its operands."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_q: int
+    max_k: int
+    scale: float
+    window: Window
+
+    def borders_on(self, device: torch.device) -> list[Tensor]:
+        """Borders as the kernels want them."""
+        return [
+            x.to(device, torch.int32).contiguous() for x in (self.cu_seqlens_q, self.cu_seqlens_k)
+        ]
+
+    def sides(self, q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor, int, str]]:
+        """Borders, packed rows, longest length and name of the borders, for queries and keys."""
+        return [
+            (self.cu_seqlens_q, q, self.max_q, "cu_seqlens_q"),
+            (self.cu_seqlens_k, k, self.max_k, "cu_seqlens_k"),
+        ]
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_adapter.attention.arguments import Call
+from trainer_adapter.attention.dispatch import run_backend
+
 __all__ = ["varlen_operator"]
 
 
@@ -26,18 +29,9 @@ def _eager(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,
     max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from trainer_adapter.attention.varlen import varlen_attention
-
-    chosen: Any = backend
-    result: Any = varlen_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k,
-        scale=scale, window_size=(left, right), enable_gqa=True, return_lse=return_lse,
-        backend=chosen,
-    )  # fmt: skip
-    if return_lse:
-        out, lse = result
-        return out, lse
-    return result, _no_lse(q)
+    call = Call(cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale, (left, right))
+    result = run_backend(backend, q, k, v, call, return_lse)
+    return (result, _no_lse(q)) if isinstance(result, Tensor) else result
 
 
 def _no_lse(q: Tensor) -> Tensor:

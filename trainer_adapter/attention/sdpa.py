@@ -2,7 +2,7 @@
 
 Invariants:
 
-- Tokens come to their buckets and back as `_attention_moves.py` has it.
+- Tokens come to their buckets and back as `buckets.py` has it.
 - A mask holds at most `MASK_ELEMENTS`, or `MIN_BLOCK_ROWS` rows of one sequence's keys.
 """
 

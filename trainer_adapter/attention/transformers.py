@@ -1,4 +1,4 @@
-"""`varlen_attention` as transformers calls an attention function.
+"""`varlen_attention` as an attention function of Hugging Face's transformers.
 
 Written for transformers 4.53 (the first with `AttentionMaskInterface`) to 5; docs/compat.md has
 which versions it was run with.
@@ -16,13 +16,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_adapter.attention.dispatch import Backend
+from trainer_adapter.attention.varlen import varlen_attention
 from trainer_adapter.compat import pad_input, unpad_input
 
-__all__ = ["register"]
+__all__ = ["register_with_transformers", "transformers_inputs"]
 
 
-def register(name: str, backend: Any) -> str:
-    """Add the function, and the mask that goes with it, under a name."""
+def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend = "auto") -> str:
+    """Add `varlen_attention` to the attention functions of Hugging Face's transformers.
+
+    Then a stock model trains on packed batches::
+
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=register_with_transformers()
+        )
+        logits = model(**transformers_inputs(batch)).logits[0]
+
+    Parameters
+    ----------
+    name : str
+        What ``attn_implementation`` calls it.
+    backend : {"auto", "native", "flash", "sdpa"}
+        As for `varlen_attention`.
+
+    Returns
+    -------
+    str
+        `name`.
+
+    Raises
+    ------
+    ImportError
+        There is no transformers 4.53 or later here.
+
+    Notes
+    -----
+    The borders come from ``cu_seq_lens_q`` and its like, as transformers' own flash attention takes
+    them; without them from ``position_ids``, in one row that begins anew at each 0; without those
+    from a mask of padding; and else each row is a sequence. Causal attention, sliding windows and
+    a cache of keys are supported; dropout, soft caps and attention sinks are refused.
+    """
     try:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
@@ -47,6 +81,37 @@ def register(name: str, backend: Any) -> str:
     return name
 
 
+def transformers_inputs(batch: Any) -> dict[str, Any]:
+    """Return what a transformers model takes for a packed batch.
+
+    Parameters
+    ----------
+    batch : Batch or MicroBatch
+        Packed.
+
+    Returns
+    -------
+    dict
+        Keyword arguments for the model's call; ``logits[0]`` of its output is [T, vocabulary].
+
+    Raises
+    ------
+    ValueError
+        The batch is padded.
+    """
+    if batch.layout != "packed":
+        raise ValueError(f"batch: expected layout 'packed', got {batch.layout!r}; pack it so")
+    return {
+        "input_ids": batch.tokens[None],
+        "position_ids": batch.position_ids[None],
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
+        "use_cache": False,
+    }
+
+
 def _mask(*arguments: Any, attention_mask: Tensor | None = None, **facts: Any) -> Tensor | None:
     """Pass on a mask of padding [B, K], and nothing where there is no padding."""
     kv_length = facts.get("kv_length")
@@ -63,12 +128,10 @@ def _forward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    backend: Any,
+    backend: Backend,
     options: dict[str, Any],
 ) -> Tensor:
     """Attend: query [B, H, L, D], key and value [B, H_kv, K, D]; the result is [B, L, H, D]."""
-    from trainer_adapter.attention.varlen import varlen_attention
-
     _refuse(options)
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
