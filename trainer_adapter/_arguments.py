@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import itertools
-import threading
 from numbers import Real
 from typing import Final
 
@@ -19,7 +17,6 @@ from shmbus.batch.gather import FieldNames
 from trainer_adapter.advantages import MAX_SCORE
 
 __all__ = [
-    "OneThread",
     "check_choices",
     "check_consumer_options",
     "check_count",
@@ -30,54 +27,11 @@ __all__ = [
     "check_prefetch",
     "check_scores",
     "check_wait",
-    "group_of_sample",
     "what_a_step_needs",
 ]
 
 #: Most batches that may be ready ahead: more would only be staler, and hold more of the ring.
 MAX_PREFETCH: Final = 8
-
-
-class OneThread:
-    """What one thread at a time may be in; to enter by ``with``.
-
-    Parameters
-    ----------
-    name, remedy : str
-        What it is, and what to do instead, for the message.
-
-    Raises
-    ------
-    RuntimeError
-        When it is entered: another thread is in it, or this one already.
-    """
-
-    def __init__(self, name: str, remedy: str) -> None:
-        self._name = name
-        self._remedy = remedy
-        self._lock = threading.Lock()
-        self._inside = ""
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                f"{self._name}: expected one thread at a time, got {_this_thread()} while "
-                f"{self._inside} is in it; {self._remedy}, or let them take turns"
-            )
-        self._inside = _this_thread()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-
-def _this_thread() -> str:
-    return f"thread {threading.current_thread().name!r}"
-
-
-def group_of_sample(groups: list[shmbus.Group], sample: int) -> int:
-    """Find the group that has a sample of the packed batch, by the sample's position."""
-    ends = itertools.accumulate(len(group) for group in groups)
-    return next(number for number, end in enumerate(ends) if sample < end)
 
 
 def check_lengths(trajectories: list[shmbus.Trajectory], lengths: list[int], budget: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer_adapter._arguments import check_count
 from trainer_adapter.balance import balance, by_budget
-from trainer_adapter.batches.pack import Batch, Layout
+from trainer_adapter.batches.batch import Batch, Layout
 
 __all__ = ["MicroBatch", "micro_batches"]
 

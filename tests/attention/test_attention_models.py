@@ -19,7 +19,7 @@ from trainer_adapter.attention import (
     transformers_inputs,
     varlen_attention,
 )
-from trainer_adapter.batches.pack import Batch
+from trainer_adapter.batches.batch import Batch
 
 LENGTHS = [5, 1, 9, 9, 0, 30]
 WINDOWS = [(-1, 0), (3, 1), (-1, -1)]

@@ -6,6 +6,7 @@ Invariant: the error names the sample, so that its group alone can be dropped.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ import shmbus
 from shmbus.batch.gather import FieldNames, PackedArrays
 from shmbus.batch.gather_plan import find_not_finite
 
-__all__ = ["NotFiniteError", "require_finite"]
+__all__ = ["NotFiniteError", "group_of_sample", "not_finite", "require_finite"]
 
 
 class NotFiniteError(ValueError):
@@ -61,3 +62,9 @@ def not_finite(
         f"{token - int(borders[sample])}; mask the token, or correct what computes it",
         sample,
     )
+
+
+def group_of_sample(groups: list[shmbus.Group], sample: int) -> int:
+    """Find the group that has a sample of the packed batch, by the sample's position."""
+    ends = itertools.accumulate(len(group) for group in groups)
+    return next(number for number, end in enumerate(ends) if sample < end)

@@ -26,8 +26,8 @@ import shmbus
 from shmbus.batch.gather import FieldNames, describe, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
+from trainer_adapter.batches.batch import Batch, Layout, pad_batch
 from trainer_adapter.batches.finite import not_finite
-from trainer_adapter.batches.pack import Batch, Layout, pad_batch
 from trainer_adapter.batches.sample_flags import Truncated, asking_words, sample_flags
 from trainer_adapter.gpu.memory import Staging, StagingBlock
 

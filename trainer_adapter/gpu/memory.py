@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_adapter.batches.pack import BatchMemory
+from trainer_adapter.batches.memory import BatchMemory
 
 __all__ = ["PinnedMemory", "Registration", "Staging", "StagingBlock"]
 

@@ -28,12 +28,14 @@ from torch import Tensor
 import shmbus
 from shmbus.batch.gather import FieldNames
 from shmbus.batch.gather_plan import mapping_of
-from trainer_adapter._arguments import OneThread
 from trainer_adapter.advantages import Kind
-from trainer_adapter.batches.pack import Batch, BatchMemory, Layout, pack, pad_batch
+from trainer_adapter.batches.batch import Batch, Layout, pad_batch
+from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.batches.pack import pack
 from trainer_adapter.batches.sample_flags import Truncated
 from trainer_adapter.gpu.gather import Pending, begin_gather
 from trainer_adapter.gpu.memory import PinnedMemory, Registration, Staging
+from trainer_adapter.gpu.one_thread import OneThread
 
 __all__ = ["GpuPacker", "Pending", "Transport", "begin_gather"]
 

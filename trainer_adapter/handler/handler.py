@@ -35,12 +35,13 @@ from trainer_adapter._arguments import (
     check_prefetch,
     check_scores,
     check_wait,
-    group_of_sample,
     what_a_step_needs,
 )
 from trainer_adapter.advantages import Kind, check_kind
-from trainer_adapter.batches.finite import NotFiniteError
-from trainer_adapter.batches.pack import Batch, BatchMemory, FieldNames, Layout, pack
+from trainer_adapter.batches.batch import Batch, Layout
+from trainer_adapter.batches.finite import NotFiniteError, group_of_sample
+from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.batches.pack import FieldNames, pack
 from trainer_adapter.batches.sample_flags import Truncated, is_truncated
 from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.handler.backlog import Backlog, Held

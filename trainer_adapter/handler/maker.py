@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import shmbus
-from trainer_adapter.batches.pack import Batch
+from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.prefetch import TAKE_GROUPS, Take
 
 if TYPE_CHECKING:

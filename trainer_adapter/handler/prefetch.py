@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeAlias
 
 import shmbus
-from trainer_adapter.batches.pack import Batch
+from trainer_adapter.batches.batch import Batch
 
 __all__ = ["TAKE_GROUPS", "Prefetcher", "Take"]
 

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Final, TextIO
 
 import shmbus
-from trainer_adapter.batches.pack import Batch
+from trainer_adapter.batches.batch import Batch
 
 __all__ = ["Progress"]
 
