@@ -27,11 +27,16 @@ __all__ = [
     "check_prefetch",
     "check_scores",
     "check_wait",
-    "what_a_step_needs",
+    "checked_budget",
+    "checked_max_wait",
 ]
 
 #: Most batches that may be ready ahead: more would only be staler, and hold more of the ring.
 MAX_PREFETCH: Final = 8
+#: Tokens of a batch if neither a number of tokens nor one of groups is given.
+DEFAULT_TOKENS_PER_BATCH: Final = 65_536
+#: Seconds that a batch with a token budget waits to be filled, once it has a group.
+DEFAULT_MAX_WAIT_S: Final = 1.0
 
 
 def check_lengths(trajectories: list[shmbus.Trajectory], lengths: list[int], budget: int) -> None:
@@ -110,6 +115,27 @@ def check_count(name: str, value: int | None) -> None:
         raise ValueError(f"{name}: expected 1 or more, got {value}")
 
 
+def checked_budget(tokens_per_batch: int | None, groups_per_batch: int | None) -> int | None:
+    """Return the tokens of a batch, None for a number of groups; raises as `check_count`."""
+    if tokens_per_batch is not None and groups_per_batch is not None:
+        raise ValueError(
+            "expected one of tokens_per_batch and groups_per_batch, got both; drop one"
+        )
+    check_count("tokens_per_batch", tokens_per_batch)
+    check_count("groups_per_batch", groups_per_batch)
+    if groups_per_batch is None and tokens_per_batch is None:
+        return DEFAULT_TOKENS_PER_BATCH
+    return tokens_per_batch
+
+
+def checked_max_wait(max_wait: float | str | None, tokens_per_batch: int | None) -> float | None:
+    """Return `max_wait` with "auto" resolved: a number of groups is waited for; as `check_wait`."""
+    if max_wait == "auto":
+        return None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
+    check_wait("max_wait", max_wait)
+    return None if max_wait is None else float(max_wait)
+
+
 def check_choices(**given: object) -> None:
     """Raise ValueError for what is not among the values of its argument."""
     for name, value in given.items():
@@ -136,31 +162,10 @@ def check_consumer_options(options: dict[str, object]) -> None:
         )
 
 
-def check_for_ranks(truncated: str) -> None:
+def check_for_ranks(world_size: int, truncated: str) -> None:
     """Raise ValueError for what would let the steps of several ranks drift apart."""
-    if truncated == "drop":
+    if world_size != 1 and truncated == "drop":
         raise ValueError(
             "truncated: expected 'keep' or 'mask' with several ranks, got 'drop'; a rank whose "
             "groups are all dropped would have no step"
         )
-
-
-def what_a_step_needs(
-    world_size: int,
-    groups: int | None,
-    tokens: int | None,
-    max_wait: float | None,
-    trajectories: int,
-) -> str:
-    """Say for a message what a step of several ranks waits for, and what is there."""
-    if max_wait is not None:
-        least = f"{world_size} complete groups or more, one for each rank"
-    elif groups is not None:
-        least = f"{groups * world_size} complete groups, groups_per_batch={groups} for each rank"
-    else:
-        least = f"complete groups of tokens_per_batch={tokens} tokens for each rank"
-    return (
-        f"a step of world_size={world_size}: expected {least}, got {trajectories} trajectories in "
-        "complete groups that are not acknowledged; put more groups, or lower one of these, or set "
-        "max_wait"
-    )

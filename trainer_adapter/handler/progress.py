@@ -1,4 +1,4 @@
-"""One line that says what the trainer is doing.
+"""What the trainer is doing, and what it waits for, in one line each.
 
 Invariant: the ledger is read only when a line is due, so counting a batch costs next to nothing.
 """
@@ -12,8 +12,9 @@ from typing import Final, TextIO
 
 import shmbus
 from trainer_adapter.batches.batch import Batch
+from trainer_adapter.handler.planner import BatchPlanner
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "describe_wait"]
 
 #: Seconds between two looks at the ledger, each of which is a system call a producer.
 LOOK_PERIOD_S: Final = 1.0
@@ -90,6 +91,29 @@ class Progress:
         if self._stream is not None and self._stream.isatty() and self._recent:
             self._stream.write("\n")
             self._stream.flush()
+
+
+def describe_wait(name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch]) -> str:
+    """Say for a message what is there while no batch is.
+
+    Parameters
+    ----------
+    name : str
+        Of the bus.
+    ledger : shmbus.Ledger
+    planner : BatchPlanner
+
+    Returns
+    -------
+    str
+    """
+    text = (
+        f"bus {name!r} has {ledger.groups_open} incomplete groups with {ledger.stashed} "
+        f"trajectories, {ledger.in_ring} unread, {ledger.producers} producers attached, "
+        f"{len(planner.waiting)} groups held for the next batch"
+    )
+    requirement = planner.step_requirement(ledger.leased)
+    return f"{text}; {requirement}" if requirement else text
 
 
 def _tokens(batch: Batch) -> int:
