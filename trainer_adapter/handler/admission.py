@@ -122,6 +122,8 @@ class Admission:
 
     def return_stale(self) -> None:
         """Give groups that wait and are too old to the Consumer, which drops and counts them."""
+        if self._max_policy_lag is None:
+            return
         stale = self.stale(self._planner.groups)
         if stale:
             self._planner.keep(lambda group: group not in stale)

@@ -42,7 +42,7 @@ class PlannedGroup(NamedTuple):
     shard: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class MadeBatch(Generic[BatchT]):
     """A packed batch with the groups that it was made of."""
 
@@ -146,8 +146,7 @@ class BatchPlanner(Generic[BatchT]):
 
     def restart_wait(self, now_s: float) -> None:
         """Count `max_wait_s` from now on, if a group waits."""
-        self._since_s = None
-        self._wait_on(now_s)
+        self._since_s = now_s if self.waiting else None
 
     def _wait_on(self, now_s: float) -> None:
         if self._since_s is None and self.waiting:
@@ -167,8 +166,7 @@ class BatchPlanner(Generic[BatchT]):
         RuntimeError
             They are not the first that wait any more: somebody else made a batch of them.
         """
-        first = itertools.islice(self.waiting, len(planned))
-        if list(map(id, first)) != list(map(id, planned)):
+        if not self.waiting or self.waiting[0] is not planned[0]:
             raise RuntimeError(
                 "OnlineDataHandler: expected one thread at a time in next_batch, got two that made "
                 "one batch; let them take turns"
