@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from numbers import Real
 from typing import Final
 
@@ -151,7 +152,7 @@ _CHOICES: Final = {
 }
 
 
-def check_consumer_options(options: dict[str, object]) -> None:
+def check_consumer_options(options: Mapping[str, object]) -> None:
     """Raise TypeError for an option that no Consumer takes, with the names of those it does."""
     known = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
     for name in options.keys() - known:

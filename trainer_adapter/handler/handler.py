@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -43,10 +43,15 @@ from trainer_adapter.batches.sample_flags import Truncated
 from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.handler.admission import Admission
 from trainer_adapter.handler.checkpoint import HandlerState, identities
+from trainer_adapter.handler.consumer_options import ConsumerOptions
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import Progress, describe_wait
 from trainer_adapter.handler.take import QUIET_NOTE_S, Take, take_groups, take_shard, take_until_due
+
+if TYPE_CHECKING:
+    # Of no package that is needed at run time; typing has it from Python 3.11 on.
+    from typing_extensions import Unpack
 
 __all__ = ["OnlineDataHandler"]
 
@@ -101,8 +106,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Write a line of progress to stderr, or to a file; also as ``handler.progress.line``.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
-        duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure,
-        on_stall, stall_timeout.
+        duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
+        daemon, on_stall, stall_timeout.
 
     Raises
     ------
@@ -129,7 +134,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         truncated: Truncated = "keep",
         prefetch: int = 0,
         progress: bool | TextIO = False,
-        **consumer_options: Any,
+        **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
         check_choices(layout=layout, malformed=malformed, truncated=truncated)
