@@ -2,8 +2,8 @@
 
 Invariants:
 
-- Only what is used is loaded: a name is imported when it is first asked for, so that a rollout
-  worker can use parts of this package without paying for torch.
+- A name is imported on its first use, so that a rollout worker can use parts of this package
+  without loading torch.
 - Every public name is in `__all__`, sorted.
 """
 

@@ -1,6 +1,6 @@
-"""What OnlineDataHandler refuses: its own arguments, and groups that no batch can be made of.
+"""Checks of the arguments of `OnlineDataHandler` and `pack`, and of groups before packing.
 
-Invariant: an error names what it is about, what was expected, and what came.
+Invariant: an error names the argument or the sample, the expected value, and the given one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEFAULT_MAX_WAIT_S: Final = 1.0
 
 
 def check_lengths(trajectories: list[shmbus.Trajectory], lengths: list[int], budget: int) -> None:
-    """Raise ValueError for a sequence that no batch has room for."""
+    """Raise ValueError for a sequence of more tokens than the budget of a batch."""
     for trajectory, length in zip(trajectories, lengths, strict=True):
         if length > budget:
             raise ValueError(
@@ -65,7 +65,7 @@ def check_scores(trajectories: list[shmbus.Trajectory]) -> None:
 
 
 def check_wait(name: str, value: object) -> None:
-    """Raise TypeError or ValueError for what is neither None nor a number of seconds."""
+    """Raise TypeError or ValueError unless it is None or a number of seconds."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -93,13 +93,13 @@ def check_device(device: object) -> torch.device:
 
 
 def check_fields(fields: object) -> None:
-    """Raise TypeError for what is neither None nor FieldNames."""
+    """Raise TypeError unless it is None or FieldNames."""
     if fields is not None and not isinstance(fields, FieldNames):
         raise TypeError(f"fields: expected FieldNames, got {type(fields).__name__}")
 
 
 def check_prefetch(value: object) -> None:
-    """Raise TypeError or ValueError for what is no number of batches."""
+    """Raise TypeError or ValueError unless it is a number of batches, 0 to `MAX_PREFETCH`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"prefetch: expected an int, got {type(value).__name__}")
     if not 0 <= value <= MAX_PREFETCH:
@@ -107,7 +107,7 @@ def check_prefetch(value: object) -> None:
 
 
 def check_count(name: str, value: int | None) -> None:
-    """Raise TypeError or ValueError for what is neither None nor a number from 1 on."""
+    """Raise TypeError or ValueError unless it is None or an int of 1 or more."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -138,7 +138,7 @@ def checked_max_wait(max_wait: float | str | None, tokens_per_batch: int | None)
 
 
 def check_choices(**given: object) -> None:
-    """Raise ValueError for what is not among the values of its argument."""
+    """Raise ValueError unless each argument has one of its values."""
     for name, value in given.items():
         if value not in _CHOICES[name]:
             *first, last = map(repr, _CHOICES[name])
@@ -153,7 +153,7 @@ _CHOICES: Final = {
 
 
 def check_consumer_options(options: Mapping[str, object]) -> None:
-    """Raise TypeError for an option that no Consumer takes, with the names of those it does."""
+    """Raise TypeError for an option that Consumer lacks; the message names a similar one."""
     known = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
     for name in options.keys() - known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -164,7 +164,7 @@ def check_consumer_options(options: Mapping[str, object]) -> None:
 
 
 def check_for_ranks(world_size: int, truncated: str) -> None:
-    """Raise ValueError for what would let the steps of several ranks drift apart."""
+    """Raise ValueError for an option that would give several ranks different numbers of steps."""
     if world_size != 1 and truncated == "drop":
         raise ValueError(
             "truncated: expected 'keep' or 'mask' with several ranks, got 'drop'; a rank whose "

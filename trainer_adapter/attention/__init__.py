@@ -1,4 +1,4 @@
-"""Attention over packed rows that keeps sequences apart, on every device, forward and gradient."""
+"""Attention over packed rows: each sequence by itself, on every device, forward and gradient."""
 
 from trainer_adapter.attention.dispatch import attention_backend
 from trainer_adapter.attention.transformers import register_with_transformers, transformers_inputs

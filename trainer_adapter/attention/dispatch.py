@@ -1,4 +1,4 @@
-"""Which backend runs a call of `varlen_attention`, and the run itself.
+"""The choice of a backend for a call of `varlen_attention`, and the eager run by it.
 
 Below both callers: the eager front (`varlen.py`) and the operator for compiled models
 (`compiled.py`).
@@ -44,13 +44,15 @@ def attention_backend(
     """Tell which backend `varlen_attention` takes for these arguments.
 
     ``"auto"`` takes the native kernel where it can run and is right: on CUDA from compute
-    capability 8.0 on, in float16 and bfloat16, with a torch that has it (2.10; windows and scales
-    of one's own from 2.11) and for the head dimension and window at hand. Else flash-attn, where
-    that is installed and can; else SDPA, which can always.
+    capability 8.0 on, in float16 and bfloat16, with a torch that has it (2.10; windows and other
+    scales than the default from 2.11), if it supports the head dimension and the window. Otherwise
+    flash-attn, if it is installed and can run; otherwise SDPA, which always can.
 
     Parameters
     ----------
-    q, k, max_q, max_k, scale, window_size, backend
+    q : Tensor [T_q, H_q, D]
+    k : Tensor [T_k, H_kv, D]
+    max_q, max_k, scale, window_size, backend
         As for `varlen_attention`.
 
     Returns
@@ -172,8 +174,8 @@ def _run_sdpa(
 def _checked_lengths(borders: Tensor, tokens: int, longest: int, name: str) -> IntArray:
     """Bring the borders to the host, check them, and return the lengths [S].
 
-    The host waits for the device once a batch, not in every layer: what was found is kept with
-    the tensor, until it is written to.
+    The host waits for the device once a batch, not in every layer: the lengths are cached on the
+    tensor until it is written to.
     """
     kept: tuple[int, int, IntArray] | None = getattr(borders, "_shmbus_lengths", None)
     version = -1 if borders.is_inference() else borders._version

@@ -2,8 +2,8 @@
 
 Written for torch 2.10 (the first with the kernel) to 2.15; windows and scales need 2.11.
 
-Invariant: `native_obstacle` refuses what the kernel would compute in another sense, besides what it
-cannot run.
+Invariant: `native_obstacle` refuses a call that the kernel cannot run, and one whose result would
+differ from that of the other backends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ __all__ = ["call_native", "native_entry", "native_obstacle"]
 
 NATIVE_DTYPES: Final = (torch.float16, torch.bfloat16)
 NATIVE_MAX_HEAD_DIM: Final = 256
-"""The kernel's own limit; besides, it wants multiples of 8."""
+"""The kernel's own limit; it also needs a multiple of 8."""
 NATIVE_MAX_HEAD_DIM_ANYWHERE: Final = 192
 """Beyond this, the kernel's backward needs the shared memory of compute capability 8.0 or 9.0."""
 
 
 class NativeEntry(NamedTuple):
+    """torch's function, the request for its log-sum-exp, and the names of its parameters."""
+
     function: Callable[..., Any]
     lse_request: Any
     parameters: frozenset[str]
@@ -48,15 +50,30 @@ _find_native_once = functools.cache(_find_native)
 
 
 def native_entry() -> NativeEntry | None:
-    """Return torch's function, and what its version of the signature takes."""
-    # torch.compile looks through a cache, with a warning.
+    """Return torch's function with its parameters; None if this torch has none."""
+    # torch.compile traces through functools.cache, with a warning.
     return _find_native() if torch.compiler.is_compiling() else _find_native_once()
 
 
 def native_obstacle(
     q: Tensor, k: Tensor, max_q: int, max_k: int, default_scale: bool, window: tuple[int, ...]
 ) -> str | None:
-    """Say what keeps the native kernel from running, or from being right; None if nothing does."""
+    """Say why the native kernel cannot run this call, or would be wrong; None if it can.
+
+    Parameters
+    ----------
+    q : Tensor [T_q, H_q, D]
+    k : Tensor [T_k, H_kv, D]
+    max_q, max_k : int
+        Tokens of the longest sequence.
+    default_scale : bool
+        Whether the scale is ``D ** -0.5``.
+    window : (int, int)
+
+    Returns
+    -------
+    str or None
+    """
     if not q.is_cuda or torch.version.hip is not None:
         return f"it needs a CUDA device, got {q.device} with torch {torch.__version__}"
     entry = native_entry()
@@ -78,8 +95,8 @@ def native_obstacle(
         return f"windows need torch 2.11, this is {torch.__version__}"
     if "scale" not in entry.parameters and not default_scale:
         return f"a scale of one's own needs torch 2.11, this is {torch.__version__}"
-    # The kernel takes a right limit from max_k on for none, and puts max_k where only the left
-    # is limited; measured from a row far above its first key, neither is the same thing.
+    # The kernel reads a right limit of max_k or more as no limit, and sets max_k where only the
+    # left is limited. For a row far above its first key, neither has the same meaning.
     left, right = window
     if max_q > max_k and (right >= max_k or (left != UNLIMITED and right == UNLIMITED)):
         return f"window {window} with max_q {max_q} above max_k {max_k} is not what it computes"
@@ -87,7 +104,20 @@ def native_obstacle(
 
 
 def call_native(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-sum-exp [H_q, T_q] cut off from the graph."""
+    """Run the kernel.
+
+    Parameters
+    ----------
+    q : Tensor [T_q, H_q, D]
+    k, v : Tensor [T_k, H_kv, D]
+    call : Call
+
+    Returns
+    -------
+    out : Tensor [T_q, H_q, D]
+    lse : Tensor [H_q, T_q], float32
+        Without a graph; -inf in rows that may see nothing.
+    """
     entry = native_entry()
     assert entry is not None, "attention_backend chose what this torch lacks"
     options: dict[str, Any] = {}

@@ -5,8 +5,8 @@ which versions it was run with.
 
 Invariants:
 
-- No row of the result depends on another sequence of a packed batch, whatever the mask says.
-- What cannot be computed here is refused, never left out.
+- No row of the result depends on another sequence of a packed batch, for any mask.
+- An option that cannot be computed here is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend 
     Parameters
     ----------
     name : str
-        What ``attn_implementation`` calls it.
+        Its name for ``attn_implementation``.
     backend : {"auto", "native", "flash", "sdpa"}
         As for `varlen_attention`.
 
@@ -52,10 +52,10 @@ def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend 
 
     Notes
     -----
-    The borders come from ``cu_seq_lens_q`` and its like, as transformers' own flash attention takes
-    them; without them from ``position_ids``, in one row that begins anew at each 0; without those
-    from a mask of padding; and else each row is a sequence. Causal attention, sliding windows and
-    a cache of keys are supported; dropout, soft caps and attention sinks are refused.
+    The borders of sequences are taken from ``cu_seq_lens_q`` and the like, as transformers' own
+    flash attention takes them. Without them, a single row is split at each 0 of ``position_ids``;
+    without those, a mask marks padding; otherwise each row is a sequence. Causal attention, sliding
+    windows and a cache of keys are supported; dropout, soft caps and attention sinks are refused.
     """
     try:
         from transformers import AttentionInterface
@@ -82,7 +82,7 @@ def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend 
 
 
 def transformers_inputs(batch: Any) -> dict[str, Any]:
-    """Return what a transformers model takes for a packed batch.
+    """Return the arguments of a transformers model for a packed batch.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def _forward(
         k_packed, _, cu_k, max_k, _ = unpad_input(k, mask)
         v_packed, *_ = unpad_input(v, mask)
         q_packed, places, cu_q, max_q, _ = unpad_input(q, mask[:, -length:])
-        # A row that is all padding has no queries, and keys that nobody asks.
+        # A row of padding alone has no queries, so its keys are never seen.
     else:
         (cu_q, max_q), (cu_k, max_k) = _borders(query, key, options)
         q_packed, k_packed, v_packed = (x.flatten(0, 1) for x in (q, k, v))
@@ -209,14 +209,14 @@ def _even(rows: int, length: int, like: Tensor) -> Tensor:
 
 def _from_positions(positions: Tensor) -> tuple[Tensor, int]:
     """Find the borders of one packed row, in which a sequence begins at each position 0."""
-    # Kept with the tensor, since every layer asks.
+    # Cached on the tensor, since every layer needs it.
     kept: tuple[int, Tensor, int] | None = getattr(positions, "_shmbus_borders", None)
     version = -1 if positions.is_inference() else positions._version
     if kept is None or kept[0] != version or version < 0:
         flat = positions.flatten()
         starts = (flat == 0).nonzero().flatten()
         if len(starts) == 0 or int(starts[0]) != 0:
-            # Not the beginning of anything: one sequence, as a model without packing has it.
+            # No sequence begins here: one sequence, as in a model without packing.
             starts = flat.new_zeros(1)
         borders = torch.cat([starts, starts.new_tensor([len(flat)])]).int()
         kept = (version, borders, int(borders.diff().max()))

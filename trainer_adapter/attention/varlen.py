@@ -1,4 +1,4 @@
-"""Attention over a packed batch: the front, which checks its arguments and has a backend chosen.
+"""`varlen_attention`: checks the arguments, chooses a backend, and runs it.
 
 A packed batch is one row of tokens, its sequences end to end. Three backends give the same results:
 torch's own kernel (`native.py`), flash-attn where it is installed (`flash.py`), and
@@ -7,8 +7,8 @@ shape padded to one (`plan.py`, `buckets.py`, `sdpa.py`). `dispatch.py` chooses 
 
 Invariants:
 
-- Each sequence gets what it would get alone, forward and gradient: no row meets a key of another
-  sequence, whatever that key holds.
+- Each sequence has the result and the gradient that it would have alone: no row sees a key of
+  another sequence, not even a nan there.
 - Rows and keys are aligned at the last of each (bottom-right). A row that may see nothing gets 0,
   its log-sum-exp is minus infinity, and no gradient flows from it. Such rows never reach SDPA,
   whose kernels disagree on them.
@@ -91,7 +91,7 @@ def varlen_attention(
     ----------
     q : Tensor [T_q, H_q, D], floating
     k, v : Tensor [T_k, H_kv, D], same dtype and device as `q`
-        Under autocast all three are cast to its dtype first, from whatever they have.
+        Under autocast all three are cast to its dtype first.
     cu_seqlens_q, cu_seqlens_k : Tensor [S + 1], int32 or int64
         Borders of the S sequences, from 0 to T. Sequences may be empty.
     max_q, max_k : int

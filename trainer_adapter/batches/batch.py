@@ -29,8 +29,8 @@ PER_SEQUENCE: Final = ("cu_seqlens", "scores", "policy_versions", "group_sizes")
 class Batch:
     """One batch of whole groups. T tokens in S sequences, the longest of L tokens.
 
-    Tensors of it may share one block of memory, which lives as long as any of them: `clone` what
-    is to outlast the rest.
+    Its tensors may share one block of memory, which lives as long as any of them. `clone` a tensor
+    that you keep longer than the rest.
 
     Attributes
     ----------
@@ -52,12 +52,12 @@ class Batch:
     group_sizes : int64 [G]
         Sequences of each group, in order.
     groups : list[shmbus.Group]
-        What is acknowledged with the batch.
+        The leased groups, which `OnlineDataHandler.ack` acknowledges together.
     layout : "packed" | "padded"
     step : int
         The handler's count of batches, from 0; -1 for one that `pack` made.
     transport : str
-        How it came to its device: "cpu", or on a GPU as `trainer_adapter.gpu` says.
+        How it was moved to its device: "cpu", "gather", "pinned" or "copy" (`GpuPacker`).
     """
 
     tokens: Tensor
@@ -88,7 +88,13 @@ class Batch:
 
 
 def pad_batch(batch: Batch) -> None:
-    """Spread the packed row over [S, L], wherever it is; the filler is 0 and False."""
+    """Turn a packed batch into a padded one, in place, on its device.
+
+    Parameters
+    ----------
+    batch : Batch
+        Packed. Its tensors [T] become [S, L]; the filler is 0 and False.
+    """
     device = batch.tokens.device
     borders = batch.cu_seqlens.to(torch.int64)
     total = len(batch.tokens)
@@ -105,7 +111,18 @@ def pad_batch(batch: Batch) -> None:
 
 
 def copy_to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a copy of a batch on another device; it keeps the groups."""
+    """Return a copy of a batch on another device, with the same groups.
+
+    Parameters
+    ----------
+    batch : Batch
+    device : torch.device
+
+    Returns
+    -------
+    Batch
+        Its `transport` is "copy".
+    """
     values: dict[str, Any] = {}
     for name in PER_TOKEN + PER_SEQUENCE:
         values[name] = getattr(batch, name).to(device)

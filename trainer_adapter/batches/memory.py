@@ -23,7 +23,7 @@ BLOCKS_KEPT: Final = 4
 
 
 class BatchMemory:
-    """Blocks of memory for batches, used again, since fresh pages cost more than filling them.
+    """A pool of memory blocks for batches, since fresh pages cost more than filling them.
 
     A block is free when this pool holds the only reference to it: tensors and arrays of a batch
     refer to their block, so one that somebody kept is never written over.
@@ -33,7 +33,18 @@ class BatchMemory:
         self._blocks: list[NDArray[np.uint8]] = []
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Return a block of at least `size` bytes; its content is arbitrary."""
+        """Return a block from the pool, or a new one.
+
+        Parameters
+        ----------
+        size : int
+            Bytes.
+
+        Returns
+        -------
+        uint8 [size or more]
+            Its content is arbitrary.
+        """
         blocks = self._blocks
         # References to a free block: the list's, and the argument of getrefcount.
         for position in range(len(blocks)):
@@ -46,13 +57,22 @@ class BatchMemory:
         return block
 
     def fresh(self, size: int) -> NDArray[np.uint8]:
-        """Return a new block of `size` bytes, in huge pages where the system gives them.
+        """Return a new block, in huge pages where the system gives them.
 
-        Packing into those is some 5% faster: a batch then needs a page or two, and not hundreds.
+        Packing into huge pages is some 5% faster: a batch needs a page or two instead of hundreds.
+
+        Parameters
+        ----------
+        size : int
+            Bytes.
+
+        Returns
+        -------
+        uint8 [size]
         """
         pages = mmap.mmap(-1, size + BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
-        # Straight from the mapping: of a slice, numpy would hold what it is a slice of.
+        # Not a slice: views of one refer to its base, and the pool counts references to the block.
         start = -np.frombuffer(pages, np.uint8).ctypes.data % BLOCK_BYTES
         return np.frombuffer(pages, np.uint8, count=size, offset=start)

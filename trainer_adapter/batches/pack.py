@@ -50,10 +50,10 @@ def pack(
     fields : FieldNames, optional
         How producers call the arrays.
     memory : BatchMemory, optional
-        Where the batch's memory comes from; fresh memory without it.
+        The pool for the batch's memory; new memory without it.
     truncated : "keep" | "mask"
-        "mask" leaves samples that were cut off, as their ``meta["finish_reason"]`` says, out of the
-        loss; their scores still count for their groups.
+        "mask" leaves truncated samples, by their ``meta["finish_reason"]``, out of the loss; their
+        scores still count for their groups.
 
     Returns
     -------
@@ -68,8 +68,8 @@ def pack(
 
     Notes
     -----
-    A sample whose meta has ``set_advantage_to_zero: True`` gets advantages of 0, whatever else
-    was computed or sent; its score still counts for its group.
+    A sample whose meta has ``set_advantage_to_zero: True`` gets advantages of 0, even if it sent
+    its own; its score still counts for its group.
     """
     chosen = [groups] if isinstance(groups, shmbus.Group) else list(groups)
     if not chosen:
@@ -92,7 +92,7 @@ def pack(
     if flags is not None:
         apply_flags(flags, arrays)
     if not finite:
-        # What was not may have been left out of the loss meanwhile.
+        # The flags may have left the values that are not finite out of the loss.
         require_finite(arrays, trajectories, names)
     batch = Batch(
         tokens=torch.from_numpy(arrays.tokens),

@@ -1,10 +1,10 @@
-"""Which of the groups that the bus delivered may go into a batch, and how the others end.
+"""Admission of groups that the bus delivered: which may go into a batch, and how the others end.
 
 Invariants:
 
 - A group that a checkpoint had trained is acknowledged; a truncated one (under "drop") and a
   malformed one are dropped. Each costs itself only: all others wait for their batches.
-- Every group ends here, or waits in the planner, whatever is raised.
+- Every group ends here, or waits in the planner, even if an error is raised.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ logger = logging.getLogger(__name__)
 
 
 class Admission:
-    """Hands groups that were taken from the bus to the planner, or ends them.
+    """Passes groups that were taken from the bus to the planner, or ends them.
 
     Parameters
     ----------
     consumer : shmbus.Consumer
-        It has leased the groups.
+        The reader that leased the groups.
     planner : BatchPlanner
     fields : FieldNames
     tokens_per_batch : int or None
-        A longer sequence is malformed.
+        A group with a longer sequence is malformed.
     malformed : "raise" | "drop"
     truncated : "keep" | "mask" | "drop"
     max_policy_lag : int or None
-        Groups with a sample more versions than this behind the Consumer's are too old.
+        A group with a sample more versions than this behind the Consumer's is too old.
 
     Attributes
     ----------
     trained : set of (int, int)
         Identities of trajectories that a checkpoint had trained, and that were not delivered since.
     truncated_groups : int
-        Groups that were dropped since a sample of theirs was cut off.
+        Groups that were dropped because a sample of theirs is truncated.
     """
 
     def __init__(
@@ -75,10 +75,15 @@ class Admission:
     def admit(self, groups: list[shmbus.Group]) -> None:
         """Have groups wait for their batches, or end them.
 
+        Parameters
+        ----------
+        groups : list[shmbus.Group]
+            Leased.
+
         Raises
         ------
         TypeError, ValueError
-            For the first malformed group, under ``malformed="raise"``; after all were seen.
+            For the first malformed group, under ``malformed="raise"``, after all were admitted.
         """
         groups = self.without_trained(groups)
         if self._truncated == "drop":
@@ -114,14 +119,14 @@ class Admission:
         logger.warning("dropped group %r: %s", group.instance_id, error)
 
     def stale(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
-        """Return those of these groups that are too old by now."""
+        """Return the groups among these that are too old now."""
         if self._max_policy_lag is None:
             return []
         bound = self._consumer.policy_version - self._max_policy_lag
         return [g for g in groups if min(t.policy_version for t in g.trajectories) < bound]
 
     def return_stale(self) -> None:
-        """Give groups that wait and are too old to the Consumer, which drops and counts them."""
+        """Give waiting groups that are too old to the Consumer, which drops and counts them."""
         if self._max_policy_lag is None:
             return
         stale = self.stale(self._planner.groups)

@@ -2,11 +2,10 @@
 
 Invariants:
 
-- A batch holds whole groups. What it was made of stays leased until `ack`, so a trainer that dies
-  before that finds all of it again.
-- A group is in exactly one place: held over for the next batch, in a batch that is ready or out,
-  or ended.
-- After `load_state_dict`, what the checkpoint had trained already is acknowledged and not yielded.
+- A batch holds whole groups. They stay leased until `ack`, so a trainer that dies before gets all
+  of them again.
+- A group that was taken is in exactly one place, which the planner keeps, until it ends.
+- After `load_state_dict`, groups that the checkpoint had trained are acknowledged and not yielded.
 """
 
 from __future__ import annotations
@@ -66,42 +65,42 @@ class OnlineDataHandler(IterableDataset[Batch]):
     Parameters
     ----------
     bus : str
-        The bus.
+        Name of the bus.
     tokens_per_batch : int, optional
         A batch holds as many whole groups as fit into this many tokens, 65,536 by default. Padding
-        is not counted, in the padded layout neither. A single group larger than that comes alone;
-        a single *sequence* longer than that is malformed.
+        is not counted, not even in the padded layout. A larger group is a batch by itself; a longer
+        *sequence* is malformed.
     groups_per_batch : int, optional
-        Instead: exactly so many groups.
+        Instead: exactly so many groups a batch.
     advantages : "grpo" | "dr_grpo" | "rloo" | "none" or callable
         As for `group_advantages`.
     layout : "packed" | "padded"
     device : torch.device or str
     rank, world_size : int
-        This rank gets its shard of each step: disjoint from the others', balanced by tokens, and
-        formed once each rank gets a group. More than one need the daemon (`shmbus serve`); a rank
-        that starts again gets what it had not acknowledged before anything else, as the same
-        batches. A shard stays what it was formed of: `max_policy_lag` is looked at before.
+        This rank gets its shard of each step: disjoint from those of other ranks, balanced by
+        tokens, and formed as soon as each rank gets a group. More than one rank need the daemon
+        (`shmbus serve`). A rank that starts again first gets the groups that it had not
+        acknowledged, as the same batches. `max_policy_lag` applies before a shard is formed, never
+        after.
     max_wait : float, optional
-        Seconds after the first group of a batch when it is yielded though it is not full, and each
-        rank has a group; None waits until it is. By default 1 for a token budget, and None for a
-        number of groups.
+        Seconds after its first group in which a batch is yielded though it is not full, if each
+        rank has a group; None waits until it is full. By default 1 for a token budget, and None for
+        a number of groups.
     fields : FieldNames, optional
-        How producers call the arrays.
+        Producers' names of the arrays.
     malformed : "raise" | "drop"
         A group whose arrays do not fit together is dropped and counted in either case; "raise"
-        also raises its ValueError, once, and iteration can go on.
+        also raises its ValueError, once, and iteration can continue.
     truncated : "keep" | "mask" | "drop"
-        What becomes of samples that did not come to their own end, as their
-        ``meta["finish_reason"]`` says ("length", "max_tokens" or "abort"): trained like others;
-        left out of the loss, while their scores still count for their groups; or dropped with
-        their whole group, since a batch holds whole groups only. `truncated_groups` counts groups
-        so dropped; the ledger has them under "malformed".
+        Treatment of truncated samples, whose ``meta["finish_reason"]`` is "length", "max_tokens" or
+        "abort": train them as others; leave them out of the loss, while their scores still count
+        for their groups; or drop their whole group, since a batch holds whole groups only.
+        `truncated_groups` counts the groups dropped so; the ledger has them under "malformed".
     prefetch : int
-        Batches that a thread has ready, on their device, while the step runs; 0, the default, for
-        none and no thread. A batch is ready only when it is full; while the trainer waits, also
-        when `max_wait` is over. Those that `set_policy_version` made too old are made anew, but for
-        shards.
+        Batches that a thread keeps ready, on their device, while the step runs; 0, the default, for
+        no thread. A batch is made ready when it is full or, while the trainer waits, when
+        `max_wait` is over. A ready batch that is too old after `set_policy_version` is recalled and
+        made from newer groups; a shard is not.
     progress : bool or file
         Write a line of progress to stderr, or to a file; also as ``handler.progress.line``.
     **consumer_options
@@ -197,7 +196,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
     # -- batches --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches for ever, until `close`; an exception does not end the iteration."""
+        """Yield batches until `close`; an exception does not end the iteration."""
         if get_worker_info() is not None:
             raise RuntimeError(
                 "OnlineDataHandler: expected to be iterated by the process that made it, got a "
@@ -219,8 +218,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for its first group; None waits for ever, with a note in the log every
-            half minute that says what is missing.
+            Seconds to wait for its first group, 0 to ask the bus just once; None waits for ever,
+            with a note in the log every half minute that names what is missing.
 
         Returns
         -------
@@ -229,9 +228,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Raises
         ------
         TimeoutError
-            No complete group came; the message says what is in the stash.
+            No complete group was delivered; the message tells what the stash holds.
         ValueError
-            A malformed group came, under ``malformed="raise"``. It has been dropped.
+            A group is malformed, under ``malformed="raise"``. It has been dropped.
         BusClosedError
             The handler is closed, or was made before a fork.
         """
@@ -319,19 +318,19 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Raises
         ------
         ProtocolError
-            It was acknowledged or given back before, or came from elsewhere.
+            It was acknowledged or given back before, or is not of this handler.
 
         Notes
         -----
-        To lose nothing when the trainer goes back to a checkpoint, take ``state_dict()`` and save
-        it before the batches that it covers are acknowledged.
+        To lose nothing when the trainer returns to a checkpoint, save ``state_dict()`` before you
+        acknowledge the batches that it covers.
         """
         self._require_out(batch, "ack")
         self._consumer.ack(batch.groups)
         self._planner.acknowledged(batch.step)
 
     def give_back(self, batch: Batch) -> None:
-        """Return a batch that was not trained on; its groups are the next to be delivered.
+        """Return a batch that was not trained on; the next batch is made from its groups.
 
         Parameters
         ----------
@@ -373,7 +372,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
     # -- state ----------------------------------------------------------------------------------
 
     def set_policy_version(self, version: int) -> None:
-        """Tell the producers, and the filter of stale groups, the current policy version.
+        """Set the current policy version, for producers and for the filter of stale groups.
 
         Parameters
         ----------
@@ -383,10 +382,15 @@ class OnlineDataHandler(IterableDataset[Batch]):
         self._consumer.policy_version = version
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to neither repeat nor skip a trajectory.
+        """Return the state for a checkpoint, so that no trajectory is repeated or skipped.
 
         Batches that were yielded count as trained, acknowledged or not, as for torch's
-        StatefulDataLoader. Plain ints, strs and lists, for any serialiser.
+        StatefulDataLoader.
+
+        Returns
+        -------
+        dict
+            Plain ints, strs and lists, for any serialiser.
         """
         with self._guard():
             trained = set(self._admission.trained)
@@ -397,7 +401,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         ).as_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on where a checkpoint stood.
+        """Continue from a checkpoint.
 
         Parameters
         ----------
@@ -422,18 +426,23 @@ class OnlineDataHandler(IterableDataset[Batch]):
             self._planner.keep(left.__contains__)
 
     def stats(self) -> shmbus.Ledger:
-        """Return the ledger of the bus."""
+        """Return the ledger of the bus.
+
+        Returns
+        -------
+        shmbus.Ledger
+        """
         return self._consumer.stats()
 
     def close(self) -> None:
-        """Leave the bus. What is not acknowledged is delivered again to the next reader."""
+        """Leave the bus. Groups that are not acknowledged are delivered to the next reader."""
         if self._closed:
             return
         self._closed = True
         self.progress.end()
         if self._prefetcher is not None:
             if self._prefetcher.forked:
-                # The thread may have held the reader's lock when this process was forked off.
+                # The thread may have held the reader's lock at the time of the fork.
                 return
             self._prefetcher.stop()
         if self._gpu is not None:
@@ -447,7 +456,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     @property
     def transport(self) -> str:
-        """How batches come to their device: "cpu", or as `trainer_adapter.gpu` says."""
+        """How batches are moved to their device: "cpu", "gather", "pinned" or "copy"."""
         return "cpu" if self._gpu is None else self._gpu.transport
 
     def __reduce__(self) -> str | tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 No clock (time is an argument), no thread, no lock, no socket, no torch. The handler takes groups
 from the bus and packs them; `Prefetcher` does so in a thread. Both decide by this planner, and
-keep here what they hold. A group moves through three places, each a field of `BatchPlanner`::
+keep their groups here. A group moves through three places, each a field of `BatchPlanner`::
 
     waiting --made--> ready --hand_out--> out --acknowledged-->
        ^                |                  |
@@ -35,7 +35,7 @@ BatchT = TypeVar("BatchT")
 
 
 class PlannedGroup(NamedTuple):
-    """A group with its tokens, and the number of its shard."""
+    """A group with its tokens, all samples together, and the number of its shard."""
 
     group: shmbus.Group
     tokens: int
@@ -94,17 +94,30 @@ class BatchPlanner(Generic[BatchT]):
 
     @property
     def groups(self) -> list[shmbus.Group]:
-        """Those that wait, in their order."""
+        """The groups that wait, in their order."""
         return [planned.group for planned in self.waiting]
 
     def add(self, groups: Iterable[tuple[shmbus.Group, int]], now_s: float) -> None:
-        """Have groups wait, each with its tokens, behind all others; together they are a shard."""
+        """Have groups wait, behind all others.
+
+        Parameters
+        ----------
+        groups : iterable of (shmbus.Group, int)
+            Each with its tokens; together they are a shard.
+        now_s : float
+        """
         shard = next(self._shards)
         self.waiting.extend(PlannedGroup(group, tokens, shard) for group, tokens in groups)
         self._wait_on(now_s)
 
     def keep(self, keeps: Callable[[shmbus.Group], bool]) -> None:
-        """Forget the groups that wait and that `keeps` is false for."""
+        """Forget waiting groups, which the caller ends.
+
+        Parameters
+        ----------
+        keeps : callable
+            False for a group to forget.
+        """
         self.waiting = deque(planned for planned in self.waiting if keeps(planned.group))
         if not self.waiting:
             self._since_s = None
@@ -130,8 +143,11 @@ class BatchPlanner(Generic[BatchT]):
         ----------
         now_s : float
         awaited : bool
-            Whether the trainer waits for it. Nobody is served by a batch that is made early and
-            not full.
+            Whether the trainer waits for it. If not, a batch can wait until it is full.
+
+        Returns
+        -------
+        bool
         """
         if self.full:
             return True
@@ -139,7 +155,17 @@ class BatchPlanner(Generic[BatchT]):
         return left_s is not None and left_s <= 0
 
     def left_s(self, now_s: float) -> float | None:
-        """Return the seconds until `max_wait_s` is over; None while it does not run."""
+        """Return the seconds until `max_wait_s` is over.
+
+        Parameters
+        ----------
+        now_s : float
+
+        Returns
+        -------
+        float or None
+            None if no group waits, or if `max_wait_s` is None.
+        """
         if self._max_wait_s is None or self._since_s is None:
             return None
         return self._since_s + self._max_wait_s - now_s
@@ -155,16 +181,29 @@ class BatchPlanner(Generic[BatchT]):
     # -- batches --------------------------------------------------------------------------------
 
     def next_groups(self) -> list[PlannedGroup]:
-        """Return the groups of the next batch. They wait until it is `made`."""
+        """Return the groups of the next batch, which still wait until it is `made`.
+
+        Returns
+        -------
+        list[PlannedGroup]
+            Empty if no group waits.
+        """
         return list(itertools.islice(self.waiting, self._count()))
 
     def made(self, planned: list[PlannedGroup], batch: BatchT) -> None:
-        """Move the groups of `next_groups` from those that wait to a batch that is ready.
+        """Move groups from those that wait to a batch that is ready.
+
+        Parameters
+        ----------
+        planned : list[PlannedGroup]
+            From `next_groups`.
+        batch : BatchT
+            Packed from them.
 
         Raises
         ------
         RuntimeError
-            They are not the first that wait any more: somebody else made a batch of them.
+            They do not wait any more: another thread made a batch of them.
         """
         if not self.waiting or self.waiting[0] is not planned[0]:
             raise RuntimeError(
@@ -178,12 +217,21 @@ class BatchPlanner(Generic[BatchT]):
         self.ready.append(MadeBatch(batch, planned))
 
     def hand_out(self, step: int) -> BatchT:
-        """Move the first batch that is ready to those that are out, and return it.
+        """Move the first batch that is ready to those that are out.
+
+        Parameters
+        ----------
+        step : int
+            Its key there.
+
+        Returns
+        -------
+        BatchT
 
         Raises
         ------
         BaseException
-            The error that stands in its place, once.
+            The error in the place of the batch, once.
         """
         first = self.ready.popleft()
         if isinstance(first, BaseException):
@@ -192,7 +240,7 @@ class BatchPlanner(Generic[BatchT]):
         return first.batch
 
     def is_out(self, step: int, batch: BatchT) -> bool:
-        """Whether this batch was handed out as this step, and has not ended since."""
+        """Whether this batch was handed out as this step, and is neither acknowledged nor back."""
         made = self.out.get(step)
         return made is not None and made.batch is batch
 
@@ -201,14 +249,26 @@ class BatchPlanner(Generic[BatchT]):
         del self.out[step]
 
     def give_back(self, step: int, now_s: float) -> None:
-        """Have the groups of a batch that was out wait again, before all others."""
-        # What is ready comes after it in order, and may need other groups now.
+        """Have the groups of a batch that was out wait again, before all others.
+
+        Ready batches are recalled, since they are behind it in order.
+
+        Parameters
+        ----------
+        step : int
+        now_s : float
+        """
         self.recall(now_s)
         self._put_first(self.out[step], now_s)
         del self.out[step]
 
     def recall(self, now_s: float) -> None:
-        """Have the groups of all batches that are ready wait again, in their order."""
+        """Have the groups of all ready batches wait again, in their order; errors stay.
+
+        Parameters
+        ----------
+        now_s : float
+        """
         ready, self.ready = self.ready, deque()
         for made in reversed(ready):
             if isinstance(made, BaseException):
@@ -237,16 +297,27 @@ class BatchPlanner(Generic[BatchT]):
     # -- steps of several ranks -----------------------------------------------------------------
 
     def step_options(self) -> dict[str, Any]:
-        """Return the options of `Consumer.take_step` that form a step by this budget."""
+        """Return this budget as options of `Consumer.take_step`.
+
+        Returns
+        -------
+        dict
+            groups, tokens and max_wait.
+        """
         return {"groups": self._groups, "tokens": self._tokens, "max_wait": self._max_wait_s}
 
     def step_requirement(self, trajectories: int) -> str:
-        """Say for a message what a step of several ranks needs; empty for one rank.
+        """Describe for a message the groups that a step of several ranks needs.
 
         Parameters
         ----------
         trajectories : int
-            How many there are in complete groups.
+            Trajectories in complete groups that are not acknowledged.
+
+        Returns
+        -------
+        str
+            Empty for one rank.
         """
         if self._world_size == 1:
             return ""

@@ -2,13 +2,13 @@
 
 Invariants:
 
-- One lock guards the groups that are held and the batches that are ready; the thread holds it
-  while it packs, and never while it waits for groups. Acknowledging needs no such lock.
-- What is ready is not out: it is in no state_dict, it is acknowledged by nobody, and `recall`
-  makes groups of it again, in their order.
-- Errors come out of `next` where their batch would have, in their order, and end nothing.
-- The thread is made when the first batch is asked for, lives no longer than what it works for,
-  and exists in one process only: a forked child never touches its lock.
+- One lock guards the planner's waiting groups and ready batches; the thread holds it while it
+  packs, and never while it waits for groups. Acknowledging does not need it.
+- A batch that is ready is not out: it is in no state_dict, it is not acknowledged, and the planner
+  can recall it.
+- An error takes the place of its batch, in order, and ends neither the thread nor the iteration.
+- The thread starts with the first request for a batch and ends with its handler. It exists in one
+  process only: a forked child never touches its lock.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from trainer_adapter.handler.take import Take
 __all__ = ["Prefetcher"]
 
 TAKE_SLICE_S: Final = 0.1
-"""Seconds that the thread waits for groups at a time: how long `stop`, and a trainer that begins
-to wait for a batch that is not full, may have to wait for it."""
+"""Seconds that the thread waits for groups at a time. `stop`, and a trainer that begins to wait for
+a batch that is not full, may have to wait so long for the thread."""
 
 IDLE_SLICE_S: Final = 0.5
-"""Seconds after which an idle thread looks whether anybody still has the handler."""
+"""Seconds after which an idle thread checks whether its handler still exists."""
 
 
 class Prefetcher:
-    """Has up to `depth` batches ready.
+    """Keeps up to `depth` batches ready.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class Prefetcher:
 
     @property
     def lock(self) -> threading.Condition:
-        """What guards the held groups; to enter by ``with``."""
+        """Guards the planner's waiting groups and ready batches; to enter by ``with``."""
         return self._changed
 
     @property
@@ -89,7 +89,7 @@ class Prefetcher:
         return os.getpid() != self._pid
 
     def require_own_process(self) -> None:
-        """Raise BusClosedError in a forked child, where neither thread nor reader exists."""
+        """Raise BusClosedError in a forked child, which has neither thread nor reader."""
         if self.forked:
             raise shmbus.BusClosedError(
                 "this handler was made in another process, before a fork; make a new one in this "
@@ -141,11 +141,11 @@ class Prefetcher:
         return True
 
     def wake(self) -> None:
-        """Have the thread look for work: a batch was handed out, or ready ones were recalled."""
+        """Wake the thread, after a batch was handed out or ready ones were recalled."""
         self._wanted.set()
 
     def stop(self) -> None:
-        """End the thread, and wait for that; whoever waits in `next` gets BusClosedError."""
+        """End the thread, and wait for its end; a call that is in `wait` gets BusClosedError."""
         if self.forked:
             return
         with self._changed:
@@ -165,7 +165,7 @@ class Prefetcher:
             self._thread.start()
 
     def turn(self) -> _Wait | None:
-        """Make all batches that are due; return what to wait for, None to end the thread."""
+        """Make all batches that are due; return the next wait, or None to end the thread."""
         with self._changed:
             self._wanted.clear()
             while not self._stopping and len(self._planner.ready) < self._depth and self._due():
@@ -210,16 +210,17 @@ class Prefetcher:
 
 
 class _Wait:
-    """What the thread waits for, without a reference to what it works for.
+    """One wait of the thread: for groups, or for a request. It does not refer to the handler.
 
     Parameters
     ----------
-    take : callable or None
-        What waits for groups; None to wait until something is wanted.
+    take : Take or None
+        Waits for groups; None to wait for `wanted`.
     wanted : threading.Event
+        Set when a batch is requested.
     seconds : float
     awaited : bool
-        Whether somebody waits for a batch.
+        Whether the trainer waits for a batch.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class _Wait:
 
 
 def _work(reference: weakref.ref[Prefetcher]) -> None:
-    """Run the thread. While it waits, it keeps nothing alive but what it waits with."""
+    """Run the thread. While it waits, it refers to its `_Wait` alone, so the handler can end."""
     while True:
         prefetcher = reference()
         wait = None if prefetcher is None else prefetcher.turn()

@@ -18,7 +18,7 @@ __all__ = ["QUIET_NOTE_S", "Take", "take_groups", "take_shard", "take_until_due"
 
 #: Groups taken from the bus in one call.
 TAKE_GROUPS: Final = 64
-#: Seconds between two notes in the log while no complete group comes.
+#: Seconds between two notes in the log while no complete group is delivered.
 QUIET_NOTE_S: Final = 30.0
 
 #: Waits so many seconds for groups. The flag says whether the trainer waits for a batch; if not,
@@ -27,7 +27,16 @@ Take: TypeAlias = Callable[[float, bool], "list[shmbus.Group]"]
 
 
 def take_groups(consumer: shmbus.Consumer) -> Take:
-    """Return what takes any complete groups."""
+    """Return a `Take` of any complete groups.
+
+    Parameters
+    ----------
+    consumer : shmbus.Consumer
+
+    Returns
+    -------
+    Take
+    """
 
     def take(seconds: float, awaited: bool) -> list[shmbus.Group]:
         return consumer.take(TAKE_GROUPS, seconds)
@@ -36,7 +45,18 @@ def take_groups(consumer: shmbus.Consumer) -> Take:
 
 
 def take_shard(consumer: shmbus.Consumer, options: dict[str, Any]) -> Take:
-    """Return what takes this rank's shard of its next step, with options of `take_step`."""
+    """Return a `Take` of this rank's shard of its next step.
+
+    Parameters
+    ----------
+    consumer : shmbus.Consumer
+    options : dict
+        Of `Consumer.take_step`: groups, tokens, max_wait, field.
+
+    Returns
+    -------
+    Take
+    """
 
     def take(seconds: float, awaited: bool) -> list[shmbus.Group]:
         return consumer.take_step(**options, timeout=seconds, only_full=not awaited)
@@ -62,7 +82,7 @@ def take_until_due(
     timeout : float or None
         Seconds to wait for the first group; None waits for ever.
     note : callable
-        Called each half minute while no group comes.
+        Called each half minute while no group is delivered.
 
     Returns
     -------
