@@ -218,8 +218,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for its first group, 0 to ask the bus just once; None waits for ever,
-            with a note in the log every half minute that names what is missing.
+            Seconds to wait for its first group; None waits for ever, with a note in the log every
+            half minute that names what is missing.
 
         Returns
         -------
