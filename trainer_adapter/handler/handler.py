@@ -242,16 +242,14 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 batch = self._next_made(timeout)
             else:
                 batch = self._next_ready(self._prefetcher, timeout)
-        step = self.step
         try:
             if self._gpu is not None:
                 self._gpu.deliver(batch)
-            batch.step = step
             self.progress.note(batch, time.monotonic() - began, self._consumer)
-            self.step = step + 1
         except BaseException:
             # A Ctrl-C, for instance: the caller does not get the batch.
-            self._return(step)
+            self.step = batch.step
+            self._return(batch.step)
             raise
         return batch
 
@@ -263,7 +261,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             if not take_until_due(planner, self._take, admission.admit, timeout, self._note_quiet):
                 raise self._timeout_error(timeout)
             self._make()
-        return planner.hand_out(self.step) if planner.ready else None
+        return self._hand_out() if planner.ready else None
 
     def _next_ready(self, prefetcher: Prefetcher, timeout: float | None) -> Batch | None:
         """Return the batch that the thread has ready; None for one that has become too old."""
@@ -276,10 +274,18 @@ class OnlineDataHandler(IterableDataset[Batch]):
                         self._planner.recall(time.monotonic())
                         self._admission.return_stale()
                         return None
-                    return self._planner.hand_out(self.step)
+                    return self._hand_out()
                 finally:
                     prefetcher.wake()
         raise self._timeout_error(timeout)
+
+    def _hand_out(self) -> Batch:
+        """Count the first batch that is ready as a step, and return it."""
+        step = self.step
+        batch = self._planner.hand_out(step)
+        batch.step = step
+        self.step = step + 1
+        return batch
 
     def _make(self) -> None:
         """Pack the next batch of the planner; after a failure its groups still wait."""
