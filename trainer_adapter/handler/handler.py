@@ -354,12 +354,12 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     def _return(self, step: int) -> None:
         """Have the groups of a batch that is out wait again, before all others."""
-        with self._guard():
+        with self._locked():
             self._planner.give_back(step, time.monotonic())
             if self._prefetcher is not None:
                 self._prefetcher.wake()
 
-    def _guard(self) -> AbstractContextManager[Any]:
+    def _locked(self) -> AbstractContextManager[Any]:
         """Return the lock of waiting groups and ready batches, if a thread works with them too."""
         if self._prefetcher is None:
             return nullcontext()
@@ -398,7 +398,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         dict
             Plain ints, strs and lists, for any serialiser.
         """
-        with self._guard():
+        with self._locked():
             trained = set(self._admission.trained)
         for made in self._planner.out.values():
             trained |= identities(made.batch.groups)
@@ -421,7 +421,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         """
         saved = HandlerState.parse(state)
         self.set_policy_version(saved.policy_version)
-        with self._guard():
+        with self._locked():
             self._planner.recall(time.monotonic())
             if self._prefetcher is not None:
                 self._prefetcher.wake()
