@@ -10,7 +10,6 @@ from shmbus_ext import _core
 
 __all__ = [
     "AHEAD_GROUPS",
-    "BURIAL_INTERVAL_S",
     "CLIENT_WAIT_S",
     "COALESCE_S",
     "DAEMON_WAIT_S",
@@ -36,6 +35,7 @@ __all__ = [
     "PLENTY_GROUPS",
     "POLL_RECORDS",
     "READY_PRESSURE",
+    "REAP_INTERVAL_S",
     "RECLAIM_WAIT_S",
     "REDIAL_INTERVAL_S",
     "REST_S",
@@ -118,7 +118,7 @@ RECLAIM_WAIT_S = 2.0
 
 #: Seconds between checks whether a disconnected client still holds the locks of its leases; a dying
 #: process closes socket and segment within much less.
-BURIAL_INTERVAL_S = 0.02
+REAP_INTERVAL_S = 0.02
 
 #: Seconds that a client waits for its daemon before it raises DaemonUnavailableError.
 CLIENT_WAIT_S = 30.0

@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from shmbus import Bus, Producer
+from shmbus import Bus, Consumer, Producer
+from shmbus.client.daemon_client import DaemonClient
 
 # A shell that starts this in the background has it ignore Ctrl-C, and children inherit that; the
 # tests that interrupt one would wait in vain.
@@ -293,6 +294,13 @@ def daemon(spawn: Spawner, bus_name: str) -> Callable[..., Daemon]:
         return Daemon(spawn, name, options)
 
     return start
+
+
+def client_of(consumer: Consumer) -> DaemonClient:
+    """Return the client of a Consumer that found a daemon: the suite's hook into their dialogue."""
+    source = consumer._source
+    assert isinstance(source, DaemonClient)
+    return source
 
 
 @pytest.fixture

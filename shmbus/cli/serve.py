@@ -10,11 +10,11 @@ import os
 import sys
 
 from shmbus import errors
-from shmbus.consumer import stash_options
 from shmbus.daemon import config, logs, server
 from shmbus.inspect import leftovers
 from shmbus.segment import lifecycle
 from shmbus.segment.names import check_name
+from shmbus.source import stash_options
 from shmbus.store import snapshot
 
 __all__ = ["add_parser", "run"]

@@ -274,12 +274,6 @@ class Collector:
         if self.stash.discards:
             self.release_discards()
 
-    def end_groups(
-        self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
-    ) -> int:
-        """Leave all to `end`: each is atomic by itself."""
-        return 0
-
     def give_back(self, group: _core.GroupEntry[Trajectory]) -> None:
         """Make a leased group the next to be delivered, also to a thread that waits in `take`."""
         self.stash.give_back(group)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, Spawner, client_of, wait_until
 
 from shmbus import (
     Bus,
@@ -29,7 +29,6 @@ from shmbus import (
     ProtocolError,
     limits,
 )
-from shmbus.client.leases import DaemonClient
 from shmbus.control import messages
 from shmbus.control.socket_path import socket_path
 from shmbus.segment.names import MAX_NAME_BYTES
@@ -51,7 +50,7 @@ def test_a_consumer_finds_the_daemon_and_gets_what_embedded_would_give(
 ) -> None:
     served = daemon("--capacity", "8MiB")
     with Consumer(bus_name) as consumer:
-        assert isinstance(consumer._source, DaemonClient)
+        assert client_of(consumer)
         put(bus_name, "a")
         put(bus_name, "b")
         # Groups of different producers complete in no order.
@@ -339,7 +338,7 @@ def test_a_handle_pickles_and_finds_the_daemon_again(daemon: Served, bus_name: s
     put(bus_name, "a")
     with Consumer(bus_name) as consumer, pickle.loads(pickle.dumps(consumer)) as copy:
         assert len(copy.take(timeout=10)) == 1
-        assert isinstance(copy._source, DaemonClient)
+        assert client_of(copy)
 
 
 def test_closing_ends_a_wait_in_another_thread(daemon: Served, bus_name: str) -> None:

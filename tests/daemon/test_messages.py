@@ -1,4 +1,4 @@
-"""Control messages: what goes in comes out, and nothing else does; frames are bounded."""
+"""Control messages: they survive a round trip, all else is refused, and frames are bounded."""
 
 from __future__ import annotations
 

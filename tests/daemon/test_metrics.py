@@ -1,4 +1,4 @@
-"""Metrics and health over real HTTP: what a scrape says, and what bad clients cannot do."""
+"""Metrics and health over real HTTP: what a scrape reports, and what bad clients cannot do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many clients of one daemon, in any order, some of them bad: each is served, and nothing stays.
+"""Many clients of one daemon, in any order, some of them bad: each is served, and nothing is left.
 
 The suite runs short forms; SHMBUS_TEST_CROWD, SHMBUS_TEST_CYCLES and SHMBUS_TEST_FUZZ say how many
 groups, cycles and messages a long one has.
