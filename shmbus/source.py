@@ -22,6 +22,10 @@ from shmbus_ext import _core
 
 __all__ = ["AttachOptions", "Source", "attach", "stash_options"]
 
+#: Seconds that a new Consumer waits for the daemon of a bus that has had one: a supervisor restarts
+#: it in less.
+DAEMON_WAIT_S = 5.0
+
 
 class Source(Protocol):
     """Leases complete groups of one bus to one Consumer, and ends these leases.
@@ -113,7 +117,7 @@ def attach(options: AttachOptions) -> Collector | DaemonClient:
     """
     if options.daemon is False:
         return _collector(options)
-    deadline = time.monotonic() + limits.DAEMON_WAIT_S
+    deadline = time.monotonic() + DAEMON_WAIT_S
     while True:
         try:
             return _daemon_client(options)

@@ -34,6 +34,14 @@ from shmbus_ext import _core
 
 __all__ = ["Service"]
 
+#: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.
+MAX_GRANT_TRAJECTORIES = 32_768
+#: Takes of one client that may wait at once: the threads of one Consumer.
+MAX_WAITING = 64
+#: Seconds between checks whether a disconnected client still holds the locks of its leases; a dying
+#: process closes socket and segment within much less.
+_REAP_INTERVAL_S = 0.02
+
 Trajectory = _core.Trajectory
 
 #: Groups for which the ring is read in one go, before other messages have their turn.
@@ -129,7 +137,7 @@ class Service:
             self._finish_recovery(now)
             return
         if len(self._in_doubt) and now >= self._next_reap_s:
-            self._next_reap_s = now + limits.REAP_INTERVAL_S
+            self._next_reap_s = now + _REAP_INTERVAL_S
             self._put_back(self._in_doubt.reap(set(self.sessions)))
         self.collector.expire(now)
         for session in self.sessions.values():
@@ -345,8 +353,8 @@ class Service:
             raise errors.ProtocolError("TakeStep: expected one of groups and tokens")
         if request.gathers:
             self.collector.reader.note_packing()
-        if session.waiting >= limits.MAX_WAITING:
-            raise errors.ProtocolError(f"more than {limits.MAX_WAITING} requests wait already")
+        if session.waiting >= MAX_WAITING:
+            raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
         session.waiting += 1
         waiting = _Waiting(session, request, now)
         self._waiting.append(waiting)
@@ -435,7 +443,7 @@ class Service:
     def _lease(self, max_groups: int) -> list[Lease]:
         if not self._table.returned and not self.collector.stash.ready_groups:
             return []
-        return self._table.take(max_groups, limits.MAX_GRANT_TRAJECTORIES)
+        return self._table.take(max_groups, MAX_GRANT_TRAJECTORIES)
 
     def _lease_all_ready(self) -> list[Lease]:
         return self._lease(limits.POLL_RECORDS)
