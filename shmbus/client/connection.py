@@ -203,7 +203,7 @@ class Link:
             leases[number] = lease
         over = [tokens.pop(token) for token in [*claimed.ended, *claimed.lost]]
         for lease in over:
-            lease.lost = lease.reason < 0
+            lease.lost = lease.reason == _core.LEASE_HELD
         self._borrower.forget(over)
 
     def _connected(self, deadline: float | None) -> Wire | None:
@@ -345,7 +345,8 @@ class Link:
 
     def _confirmed(self, numbers: list[int]) -> None:
         # What was given back is confirmed, too, and not known here any more.
-        over = [lease for n in numbers if (lease := self._leases.get(n)) and lease.reason >= 0]
+        leases = [lease for n in numbers if (lease := self._leases.get(n))]
+        over = [lease for lease in leases if lease.reason != _core.LEASE_HELD]
         for lease in over:
             del self._leases[lease.number]
         self._unconfirmed -= len(over)

@@ -155,7 +155,7 @@ class DaemonClient(Link):
             if wire.is_over():
                 # The next daemon may have looked at the locks before they were there.
                 for lease in leases:
-                    self._borrower.end(lease, -1)
+                    self._borrower.end(lease, _core.LEASE_HELD)
                 self._borrower.forget(leases)
                 return []
             for lease in leases:
@@ -174,7 +174,7 @@ class DaemonClient(Link):
     def is_leased(self, lease: Any) -> bool:
         """Whether the daemon gave this lease to this client, and it has not ended."""
         known = self._leases.get(lease.number) is lease
-        return bool(lease.lost or (known and lease.reason < 0))
+        return bool(lease.lost or (known and lease.reason == _core.LEASE_HELD))
 
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
@@ -207,7 +207,7 @@ class DaemonClient(Link):
     def _give_back(self, leases: list[ClientLease]) -> None:
         leases = [lease for lease in leases if not lease.lost]
         for lease in leases:
-            self._borrower.end(lease, -1)
+            self._borrower.end(lease, _core.LEASE_HELD)
             del self._leases[lease.number]
         if leases:
             # With no lock on them, a daemon that comes next delivers them too.

@@ -36,7 +36,7 @@ _HEADER: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["bus_header"]))  # type: i
 _SLOT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["producer_slot"]))  # type: ignore[call-overload]
 _EXTENT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["extent_desc"]))  # type: ignore[call-overload]
 _SCHEMA: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["schema_entry"]))  # type: ignore[call-overload]
-_WANTED_BYTES: Final = _core.WANTED_ROWS * _LAYOUT["retry_entry"]["itemsize"]
+_WANTED_BYTES: Final = _core.RETRY_ENTRIES * _LAYOUT["retry_entry"]["itemsize"]
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are described at a time, so that a large bus is never in memory at once.
 _ROWS: Final = 1024

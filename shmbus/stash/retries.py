@@ -53,21 +53,22 @@ class Retries:
         self._free: list[int] = []
         #: Producers that died with a claim, by row; counted once the ring is read to its end.
         self._dead: dict[int, int] = {}
-        _, self._failed_before = _core.noted_wanted(segment)
+        _, self._failed_before = _core.retry_noted(segment)
         self._begin()
 
     def _begin(self) -> None:
         """Keep what producers have claimed, and how often anything was asked for; free the rest."""
         claimed: set[int] = set()
-        for row, _, claimant, id_, epoch, _, index, attempt, _, _ in _core.wanted(self._segment):
+        requests = _core.retry_requests(self._segment)
+        for row, _, claimant, id_, epoch, _, index, attempt, _, _ in requests:
             at = (id_ if epoch is None else (id_, epoch), index)
             self._failures.before[at] = attempt
             if claimant:
                 self._taken_over[at] = (row, attempt)
                 claimed.add(row)
-        for row in range(_core.WANTED_ROWS - 1, -1, -1):
+        for row in range(_core.RETRY_ENTRIES - 1, -1, -1):
             if row not in claimed:
-                _core.unwant(self._segment, row)
+                _core.retry_withdraw(self._segment, row)
                 self._free.append(row)
         self._failures.dirty = bool(self._failures.before)
 
@@ -76,7 +77,7 @@ class Retries:
         if not self._rows:
             return
         # In this order: who is in the table is in a slot by then, or has left it.
-        claims = {row: claimant - 1 for row, _, claimant, *_ in _core.wanted(self._segment)}
+        claims = {row: claimant - 1 for row, _, claimant, *_ in _core.retry_requests(self._segment)}
         rows = self._segment.producers()
         alive = {row[2] for row in rows if row[1] == _core.SLOT_ACTIVE}
         self._dead = {row: id_ for row, id_ in claims.items() if id_ >= 0 and id_ not in alive}
@@ -106,10 +107,10 @@ class Retries:
         # What is left to do waits for the ring to be read to its end.
         failures.dirty = bool(self._dead or failures.before)
         failed = self._failed_before + self._stash.given_up
-        _core.note_wanted(self._segment, len(self._rows), failed)
+        _core.retry_note(self._segment, len(self._rows), failed)
 
     def _withdraw(self, row: int) -> None:
-        _core.unwant(self._segment, row)
+        _core.retry_withdraw(self._segment, row)
         self._free.append(row)
 
     def _ask(self, at: _At, request: Request, now_s: float) -> None:
@@ -128,7 +129,7 @@ class Retries:
 
     def _publish(self, row: int, request: Request) -> None:
         id_, epoch = split_key(request.key)
-        _core.want(
+        _core.retry_publish(
             self._segment,
             row,
             # Grows over collectors too, so that no claim is for another request than was seen.
@@ -143,7 +144,7 @@ class Retries:
 
     def _count_the_dead(self, now_s: float) -> None:
         """Count claims of the dead: each was seen dead before the ring was read to its end."""
-        for row, _, claimant, *_ in _core.wanted(self._segment):
+        for row, _, claimant, *_ in _core.retry_requests(self._segment):
             request = self._rows.get(row)
             # One that left in order has put it back since.
             if request is not None and self._dead.get(row) == claimant - 1:
@@ -153,5 +154,5 @@ class Retries:
 
 def _cut(reason: str) -> bytes:
     """As many bytes of UTF-8 as a row has room for, whole characters."""
-    encoded = reason.encode("utf-8", "replace")[: _core.WANTED_REASON_BYTES]
+    encoded = reason.encode("utf-8", "replace")[: _core.RETRY_REASON_BYTES]
     return encoded.decode("utf-8", "ignore").encode()

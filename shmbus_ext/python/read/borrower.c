@@ -328,7 +328,7 @@ static void close_lease(ClientLeaseObject *lease, int reason) {
     }
 }
 
-/* end(lease, reason): ends one that is held, or with reason -1 gives it back. */
+/* end(lease, reason): ends one that is held, or with LEASE_HELD for a reason gives it back. */
 static PyObject *py_borrower_end(BorrowerObject *self, PyObject *args) {
     PyObject *lease;
     int reason;

@@ -477,7 +477,7 @@ bool py_inspect_add_functions(PyObject *module) {
         {"FLAG_FAILED", SHMBUS_FLAG_FAILED},
         {"FLAG_NO_SIZE", SHMBUS_FLAG_NO_SIZE},
         {"FLAGS_KEPT", SHMBUS_FLAGS_KEPT},
-        {"WANTED_BUSY", SHMBUS_RETRY_BUSY},
+        {"RETRY_BUSY", SHMBUS_RETRY_BUSY},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
         PyObject *value = PyLong_FromUnsignedLongLong(constants[i].value);
