@@ -15,7 +15,7 @@ static bool take_segment(PyObject *object, SegmentObject **segment) {
 }
 
 static bool take_entry(PyObject *args, const char *format, SegmentObject **segment,
-                     unsigned int *entry, unsigned long long *first, unsigned long long *second) {
+                       unsigned int *entry, unsigned long long *first, unsigned long long *second) {
     PyObject *object;
     if (!PyArg_ParseTuple(args, format, &object, entry, first, second) ||
         !take_segment(object, segment)) {
@@ -28,7 +28,8 @@ static bool take_entry(PyObject *args, const char *format, SegmentObject **segme
     return true;
 }
 
-/* retry_publish(segment, entry, number, id, epoch, group_size, index, attempt, reason): for the collector. */
+/* retry_publish(segment, entry, number, id, epoch, group_size, index, attempt, reason): for the
+ * collector. */
 static PyObject *py_retry_publish(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object;
@@ -86,8 +87,8 @@ static PyObject *describe_request(uint32_t entry, const struct retry_request *re
                          (unsigned long long)request->asked_ns);
 }
 
-/* retry_requests(segment) -> list of (entry, number, claimant, id, epoch, group_size, index, attempt, reason,
- * asked_ns); claimant is 0 or a producer's id plus 1. */
+/* retry_requests(segment) -> list of (entry, number, claimant, id, epoch, group_size, index,
+ * attempt, reason, asked_ns); claimant is 0 or a producer's id plus 1. */
 static PyObject *py_retry_requests(PyObject *module, PyObject *object) {
     (void)module;
     SegmentObject *segment;
