@@ -358,12 +358,12 @@ class Producer(_core.Writer):
             limit = check_count("limit", limit, 1)
         segment = self._segment
         found: list[WantedSample] = []
-        if not _core.noted_wanted(segment)[0]:
+        if not _core.retry_noted(segment)[0]:
             return found
         mine = set()
         with self._taking:
             for row, number, claimant, id_, epoch, size, index, attempt, reason, _ in sorted(
-                _core.wanted(segment), key=lambda row: row[1]
+                _core.retry_requests(segment), key=lambda row: row[1]
             ):
                 at = (id_, epoch, index)
                 if claimant == self.producer_id + 1:
@@ -371,7 +371,7 @@ class Producer(_core.Writer):
                 elif (
                     not claimant
                     and (limit is None or len(found) < limit)
-                    and _core.claim_wanted(segment, row, number, self.producer_id)
+                    and _core.retry_claim(segment, row, number, self.producer_id)
                 ):
                     found.append(WantedSample(id_, epoch, index, size or None, attempt, reason))
                     self._taken[at] = found[-1]
@@ -384,9 +384,9 @@ class Producer(_core.Writer):
         """Abort open reservations and leave the bus; what was committed stays."""
         if not self.closed:
             # What it was asked for and has not done is for others now.
-            for row, _, claimant, *_ in _core.wanted(self._segment) if self._taken else ():
+            for row, _, claimant, *_ in _core.retry_requests(self._segment) if self._taken else ():
                 if claimant == self.producer_id + 1:
-                    _core.unclaim_wanted(self._segment, row, self.producer_id)
+                    _core.retry_unclaim(self._segment, row, self.producer_id)
         super().close()
 
     def __del__(self) -> None:

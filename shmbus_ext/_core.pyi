@@ -71,9 +71,9 @@ FLAG_MOVED: int
 FLAG_FAILED: int
 FLAG_NO_SIZE: int
 FLAGS_KEPT: int
-WANTED_ROWS: int
-WANTED_REASON_BYTES: int
-WANTED_BUSY: int
+RETRY_ENTRIES: int
+RETRY_REASON_BYTES: int
+RETRY_BUSY: int
 
 _Names = tuple[str, str | None, str | None, str | None]
 
@@ -291,9 +291,9 @@ class Restorer:
         /,
     ) -> None: ...
 
-def want(
+def retry_publish(
     segment: Segment,
-    row: int,
+    entry: int,
     number: int,
     id: str,
     epoch: int,
@@ -303,14 +303,14 @@ def want(
     reason: bytes,
     /,
 ) -> None: ...
-def unwant(segment: Segment, row: int, /) -> None: ...
-def wanted(
+def retry_withdraw(segment: Segment, entry: int, /) -> None: ...
+def retry_requests(
     segment: Segment, /
 ) -> list[tuple[int, int, int, str, int | None, int, int, int, str, int]]: ...
-def claim_wanted(segment: Segment, row: int, number: int, producer_id: int, /) -> bool: ...
-def unclaim_wanted(segment: Segment, row: int, producer_id: int, /) -> bool: ...
-def note_wanted(segment: Segment, open: int, groups_failed: int, /) -> None: ...
-def noted_wanted(segment: Segment, /) -> tuple[int, int]: ...
+def retry_claim(segment: Segment, entry: int, number: int, producer_id: int, /) -> bool: ...
+def retry_unclaim(segment: Segment, entry: int, producer_id: int, /) -> bool: ...
+def retry_note(segment: Segment, open: int, groups_failed: int, /) -> None: ...
+def retry_noted(segment: Segment, /) -> tuple[int, int]: ...
 def install(
     *,
     closed_error: type[BaseException],

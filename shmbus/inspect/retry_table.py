@@ -37,7 +37,7 @@ def read_wanted(file: SegmentFile) -> list[WantedStatus]:
         claim = int(row["claim"])
         covered = entry[_NUMBER_AT:_CRC_AT] + entry[_TEXT_AT:]
         if (
-            claim == _core.WANTED_BUSY
+            claim == _core.RETRY_BUSY
             or not int(row["number"])
             or _core.crc32c(covered) != int(row["crc"])
         ):

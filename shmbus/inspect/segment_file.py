@@ -33,7 +33,7 @@ _LAYOUT: Final = _core.layout()
 _HEADER: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["bus_header"]))  # type: ignore[call-overload]
 _SLOT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["producer_slot"]))  # type: ignore[call-overload]
 _EXTENT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["extent_desc"]))  # type: ignore[call-overload]
-_WANTED_BYTES: Final = _core.WANTED_ROWS * _LAYOUT["retry_entry"]["itemsize"]
+_WANTED_BYTES: Final = _core.RETRY_ENTRIES * _LAYOUT["retry_entry"]["itemsize"]
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024

@@ -1,4 +1,4 @@
-/* What Python gives the core once, at import: exceptions, codecs, messages; and exceptions set aside. */
+/* What Python gives the core once, at import: exceptions, codecs, messages. */
 #ifndef SHMBUS_PYTHON_HOOKS_H
 #define SHMBUS_PYTHON_HOOKS_H
 

@@ -1,7 +1,7 @@
 /* Where the fields of trajectories lie: found and checked in one place, for all that reads them.
  *
- * Invariant: what py_find_sources has filled in is within the segment, and stays there for as long as
- * the trajectories are leased. */
+ * Invariant: what py_find_sources has filled in is within the segment, and stays there for as long
+ * as the trajectories are leased. */
 #ifndef SHMBUS_PYTHON_FIELD_LOOKUP_H
 #define SHMBUS_PYTHON_FIELD_LOOKUP_H
 

@@ -109,7 +109,8 @@ static int64_t *chunks_of(const struct plan *self) {
     return (int64_t *)(self->memory + self->table.chunks_at);
 }
 
-/* One by one: read back as a whole, two halves that were just written would have to be waited for. */
+/* One by one: read back as a whole, two halves that were just written would have to be waited
+ * for. */
 static void put_halves(int64_t *word, const void *first, const void *second) {
     memcpy(word, first, sizeof(int32_t));
     memcpy((uint8_t *)word + sizeof(int32_t), second, sizeof(int32_t));

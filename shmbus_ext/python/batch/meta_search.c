@@ -1,5 +1,5 @@
-/* Which trajectories mention a word in their encoded meta, without decoding it: apart from the lookup
- * of fields, since it reads bytes that no schema describes.
+/* Which trajectories mention a word in their encoded meta, without decoding it: apart from the
+ * lookup of fields, since it reads bytes that no schema describes.
  *
  * Invariant: only trajectories that are readable are looked into; nothing is copied or held. */
 #define _GNU_SOURCE /* memmem */
@@ -43,7 +43,8 @@ bool py_check_words(PyObject *words) {
 
 static bool append_if_mentioned(PyObject *found, Py_ssize_t position, PyObject *item,
                                 PyObject *words) {
-    return !py_meta_mentions((const TrajectoryObject *)item, words) || py_append_number(found, position);
+    return !py_meta_mentions((const TrajectoryObject *)item, words) ||
+           py_append_number(found, position);
 }
 
 /* mentioning(trajectories, words) -> positions of those whose encoded meta contains one of them. */

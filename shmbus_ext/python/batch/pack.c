@@ -258,7 +258,8 @@ static PyObject *py_lay_out(PyObject *module, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "memory: expected uint8 [%llu] or more, got %R",
                             (unsigned long long)bytes, memory);
     }
-    if (!py_check_array(memory, "memory", NPY_UINT8, (uint64_t)PyArray_SIZE((PyArrayObject *)memory),
+    if (!py_check_array(memory, "memory", NPY_UINT8,
+                        (uint64_t)PyArray_SIZE((PyArrayObject *)memory),
                         true, &data)) {
         return NULL;
     }

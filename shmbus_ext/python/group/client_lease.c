@@ -1,5 +1,5 @@
-/* ClientLease: one group that a daemon leased to this process. Places and identities: how trajectories are
- * named between the two, without Python work for each.
+/* ClientLease: one group that a daemon leased to this process. Places and identities: how
+ * trajectories are named between the two, without Python work for each.
  *
  * Invariant: the refs of a lease lie in its borrower's segment; what is there is another matter. */
 #include "python/group/client_lease.h"
@@ -80,7 +80,8 @@ static PyMemberDef client_lease_members[] = {
     {"number", T_LONGLONG, offsetof(ClientLeaseObject, number), 0, "The daemon's."},
     {"step", T_LONGLONG, offsetof(ClientLeaseObject, step), READONLY, "Of the ranks, or -1."},
     {"size", T_UINT, offsetof(ClientLeaseObject, size), READONLY, "Samples of a complete group."},
-    {"reason", T_INT, offsetof(ClientLeaseObject, reason), READONLY, "How it was ended; -1 while held."},
+    {"reason", T_INT, offsetof(ClientLeaseObject, reason), READONLY,
+     "How it was ended; -1 while held."},
     {"lost", T_BOOL, offsetof(ClientLeaseObject, lost), 0, "Whether another may have it now."},
     {NULL, 0, 0, 0, NULL},
 };

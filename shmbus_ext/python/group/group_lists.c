@@ -217,7 +217,8 @@ static PyMemberDef group_entry_members[] = {
      "The samples that are in, by index. Not to be changed."},
     {"size", T_UINT, offsetof(GroupEntryObject, size), READONLY, "Samples of a full one."},
     {"missing", T_UINT, offsetof(GroupEntryObject, missing), READONLY, "How many are not in."},
-    {"born_s", T_DOUBLE, offsetof(GroupEntryObject, born_s), READONLY, "When its first sample came."},
+    {"born_s", T_DOUBLE, offsetof(GroupEntryObject, born_s), READONLY,
+     "When its first sample came."},
     {"nbytes", T_LONGLONG, offsetof(GroupEntryObject, nbytes), READONLY, "Under count_bytes."},
     {NULL, 0, 0, 0, NULL},
 };

@@ -1,4 +1,4 @@
-/* Entries of complete groups, and the two lists that they are in: ready to be leased, and leased. */
+/* Entries of complete groups, and the two lists that they are in: ready, and leased. */
 #ifndef SHMBUS_PYTHON_GROUP_LISTS_H
 #define SHMBUS_PYTHON_GROUP_LISTS_H
 

@@ -1,10 +1,12 @@
-/* GroupTable: samples in cells of rows by key, for shmbus.stash; what leaves the table is group_lists.c's.
+/* GroupTable: samples in cells of entries by key, for shmbus.stash; what leaves the table is
+ * group_lists.c's.
  *
  * It knows a sample by `key`, `group_size`, `index` and `nbytes` only, and decides nothing: what a
- * taken cell or another width mean is the stash's, and a full row's fate too where it is `judged`.
+ * taken cell or another width mean is the stash's, and a full entry's fate too where it is
+ * `judged`.
  *
- * Invariant: each cell that is not NULL owns a reference; a row's cells are emptied before the row
- * goes back to its pool. */
+ * Invariant: each cell that is not NULL owns a reference; an entry's cells are emptied before the
+ * entry goes back to its pool. */
 #include "python/group/group_table_object.h"
 
 #include "python/record/trajectory.h"
@@ -130,21 +132,21 @@ static bool sum_bytes(PyObject *samples, uint64_t *total) {
     return true;
 }
 
-static PyObject *first_sample(struct group_entry *row) {
+static PyObject *first_sample(struct group_entry *entry) {
     uint32_t i = 0;
-    while (group_entry_cells(row)[i] == NULL) {
+    while (group_entry_cells(entry)[i] == NULL) {
         i++;
     }
-    return group_entry_cells(row)[i];
+    return group_entry_cells(entry)[i];
 }
 
-static GroupEntryObject *copy_row(const GroupTableObject *self, struct group_entry *row) {
-    PyObject *key = key_of(first_sample(row));
-    GroupEntryObject *copy = key == NULL ? NULL : py_group_entry_new(row, key);
+static GroupEntryObject *copy_entry(const GroupTableObject *self, struct group_entry *entry) {
+    PyObject *key = key_of(first_sample(entry));
+    GroupEntryObject *copy = key == NULL ? NULL : py_group_entry_new(entry, key);
     Py_XDECREF(key);
     Py_ssize_t at = 0;
-    for (uint32_t i = 0; copy != NULL && i < row->width; i++) {
-        PyObject *sample = group_entry_cells(row)[i];
+    for (uint32_t i = 0; copy != NULL && i < entry->width; i++) {
+        PyObject *sample = group_entry_cells(entry)[i];
         if (sample != NULL) {
             PyList_SET_ITEM(copy->samples, at++, Py_NewRef(sample));
         }
@@ -158,22 +160,23 @@ static GroupEntryObject *copy_row(const GroupTableObject *self, struct group_ent
     return copy;
 }
 
-/* Takes a row out of the table, as an object that has its references from then on. The samples,
+/* Takes an entry out of the table, as an object that has its references from then on. The samples,
  * which no cache may hold any more, are not looked at unless their bytes count. */
-static GroupEntryObject *take_row(GroupTableObject *self, struct group_entry *row, uint64_t hash, PyObject *key) {
-    GroupEntryObject *taken = py_group_entry_new(row, key);
+static GroupEntryObject *take_entry(GroupTableObject *self, struct group_entry *entry,
+                                    uint64_t hash, PyObject *key) {
+    GroupEntryObject *taken = py_group_entry_new(entry, key);
     if (taken == NULL) {
         return NULL;
     }
     Py_ssize_t at = 0;
-    for (uint32_t i = 0; i < row->width; i++) {
-        PyObject *sample = group_entry_cells(row)[i];
+    for (uint32_t i = 0; i < entry->width; i++) {
+        PyObject *sample = group_entry_cells(entry)[i];
         if (sample != NULL) {
             PyList_SET_ITEM(taken->samples, at++, sample);
         }
     }
-    self->cells -= row->width - row->missing;
-    group_table_remove(&self->c, row, hash);
+    self->cells -= entry->width - entry->missing;
+    group_table_remove(&self->c, entry, hash);
     uint64_t nbytes = 0;
     if (self->count_bytes && !sum_bytes(taken->samples, &nbytes)) {
         Py_DECREF(taken);
@@ -194,7 +197,7 @@ enum {
     REFUSED_FAILING
 };
 
-/* Whether the sample's row is kept elsewhere; from a failure on, it is. -1 with an exception. */
+/* Whether the sample's entry is kept elsewhere; from a failure on, it is. -1 with an exception. */
 static int goes_apart(const GroupTableObject *self, const struct arrival *from) {
     if (from->failed) {
         return PyDict_SetDefault(self->apart, from->key, Py_None) == NULL ? -1 : 1;
@@ -203,37 +206,38 @@ static int goes_apart(const GroupTableObject *self, const struct arrival *from) 
 }
 
 /* Puts one sample into its cell; what came of it. */
-static int arrive(GroupTableObject *self, const struct arrival *from, double now_s, struct group_entry **at) {
+static int arrive(GroupTableObject *self, const struct arrival *from, double now_s,
+                  struct group_entry **at) {
     int elsewhere = goes_apart(self, from);
     if (elsewhere != 0) {
         return elsewhere < 0 ? REFUSED_MEMORY : REFUSED_FAILING;
     }
-    struct group_entry *row = group_table_find(&self->c, &from->at);
-    if (row == NULL) {
+    struct group_entry *entry = group_table_find(&self->c, &from->at);
+    if (entry == NULL) {
         if (from->at.tag != SHMBUS_NO_EPOCH) {
             int known = PyDict_Contains(self->recent, from->key);
             if (known != 0) {
                 return known < 0 ? REFUSED_MEMORY : REFUSED_SURPLUS;
             }
         }
-        row = group_table_insert(&self->c, &from->at, from->width, now_s);
-        if (row == NULL) {
+        entry = group_table_insert(&self->c, &from->at, from->width, now_s);
+        if (entry == NULL) {
             PyErr_NoMemory();
             return REFUSED_MEMORY;
         }
-    } else if (row->width != from->width) {
+    } else if (entry->width != from->width) {
         return REFUSED_GROUP_SIZE;
     }
-    void **cell = &group_entry_cells(row)[from->cell];
+    void **cell = &group_entry_cells(entry)[from->cell];
     if (*cell != NULL) {
         return REFUSED_DUPLICATE;
     }
     *cell = Py_NewRef(from->sample);
-    row->missing--;
+    entry->missing--;
     self->cells++;
     self->nbytes += self->count_bytes ? from->nbytes : 0;
-    *at = row;
-    return row->missing == 0 ? COMPLETED : TAKEN;
+    *at = entry;
+    return entry->missing == 0 ? COMPLETED : TAKEN;
 }
 
 static bool append(PyObject *list, PyObject *item) {
@@ -242,10 +246,10 @@ static bool append(PyObject *list, PyObject *item) {
     return good;
 }
 
-/* A full row is ready to be leased, or, where it is to be judged, left to the caller. */
-static bool complete(GroupTableObject *self, struct group_entry *row, const struct arrival *last,
+/* A full entry is ready to be leased, or, where it is to be judged, left to the caller. */
+static bool complete(GroupTableObject *self, struct group_entry *entry, const struct arrival *last,
                      PyObject *left) {
-    GroupEntryObject *taken = take_row(self, row, last->at.hash, last->key);
+    GroupEntryObject *taken = take_entry(self, entry, last->at.hash, last->key);
     if (taken == NULL) {
         return false;
     }
@@ -262,27 +266,28 @@ static bool complete(GroupTableObject *self, struct group_entry *row, const stru
 }
 
 /* First the misses of all of them, then the work. */
-static bool put_batch(GroupTableObject *self, struct arrival *arrivals, Py_ssize_t count, double now_s,
-                      PyObject *left) {
+static bool put_batch(GroupTableObject *self, struct arrival *arrivals, Py_ssize_t count,
+                      double now_s, PyObject *left) {
     for (Py_ssize_t i = 0; i < count; i++) {
         group_table_expect_entry(&self->c, arrivals[i].at.hash, arrivals[i].cell);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        struct group_entry *row = NULL;
-        int status = arrive(self, &arrivals[i], now_s, &row);
+        struct group_entry *entry = NULL;
+        int status = arrive(self, &arrivals[i], now_s, &entry);
         if (status == REFUSED_MEMORY ||
-            (status == COMPLETED && !complete(self, row, &arrivals[i], left))) {
+            (status == COMPLETED && !complete(self, entry, &arrivals[i], left))) {
             return false;
         }
-        if (status > COMPLETED && !append(left, Py_BuildValue("(iO)", status, arrivals[i].sample))) {
+        if (status > COMPLETED &&
+            !append(left, Py_BuildValue("(iO)", status, arrivals[i].sample))) {
             return false;
         }
     }
     return true;
 }
 
-bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
-                                PyObject *left) {
+bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count,
+                                double now_s, PyObject *left) {
     struct arrival arrivals[SAMPLES_BATCH];
     Py_ssize_t ready = 0;
     bool good = true;
@@ -309,11 +314,11 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
 }
 
 /* put(samples, now_s) -> list: each sample into its cell. What it returns is what is not in the
- * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged, a
- * GroupEntry that this filled. The keys of full rows that have an epoch go into the dict `recent`, and a
- * row whose key is there is not begun again. A failure's key goes into the dict `apart`, and all that
- * has such a key is refused: so a row that `take` finds holds what came before the failure, and nothing
- * behind it. */
+ * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged,
+ * a GroupEntry that this filled. The keys of full entries that have an epoch go into the dict
+ * `recent`, and an entry whose key is there is not begun again. A failure's key goes into the dict
+ * `apart`, and all that has such a key is refused: so an entry that `take` finds holds what came
+ * before the failure, and nothing behind it. */
 static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     PyObject *samples;
     double now_s;
@@ -325,7 +330,8 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     Py_ssize_t total = left == NULL ? 0 : PySequence_Fast_GET_SIZE(items);
     for (Py_ssize_t at = 0; left != NULL && at < total; at += SAMPLES_BATCH) {
         Py_ssize_t count = total - at < SAMPLES_BATCH ? total - at : SAMPLES_BATCH;
-        if (!py_group_table_put_samples(self, PySequence_Fast_ITEMS(items) + at, count, now_s, left)) {
+        if (!py_group_table_put_samples(self, PySequence_Fast_ITEMS(items) + at, count, now_s,
+                                        left)) {
             Py_CLEAR(left);
         }
     }
@@ -333,35 +339,35 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     return left;
 }
 
-/* take_oldest() -> GroupEntry: the row that was born first leaves as it is. */
+/* take_oldest() -> GroupEntry: the entry that was born first leaves as it is. */
 static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
-    struct group_entry *row = group_table_oldest(&self->c);
-    if (row == NULL) {
+    struct group_entry *entry = group_table_oldest(&self->c);
+    if (entry == NULL) {
         PyErr_SetString(PyExc_IndexError, "take_oldest: there is no row");
         return NULL;
     }
     struct group_key at;
-    PyObject *key = key_of(first_sample(row));
+    PyObject *key = key_of(first_sample(entry));
     PyObject *taken = NULL;
     if (key != NULL && split_key(&at, key)) {
-        taken = (PyObject *)take_row(self, row, at.hash, key);
+        taken = (PyObject *)take_entry(self, entry, at.hash, key);
     }
     Py_XDECREF(key);
     return taken;
 }
 
-/* take(key) -> GroupEntry | None: the row of that key leaves as it is. */
+/* take(key) -> GroupEntry | None: the entry of that key leaves as it is. */
 static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
     struct group_key at;
     if (!split_key(&at, key)) {
         return NULL;
     }
-    struct group_entry *row = group_table_find(&self->c, &at);
-    return row == NULL ? Py_NewRef(Py_None) : (PyObject *)take_row(self, row, at.hash, key);
+    struct group_entry *entry = group_table_find(&self->c, &at);
+    return entry == NULL ? Py_NewRef(Py_None) : (PyObject *)take_entry(self, entry, at.hash, key);
 }
 
-/* oldest(count) -> list[GroupEntry]: copies of the rows that were born first, oldest first. */
+/* oldest(count) -> list[GroupEntry]: copies of the entries that were born first, oldest first. */
 static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
     if (limit == -1 && PyErr_Occurred()) {
@@ -370,27 +376,27 @@ static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argumen
     PyObject *found = PyList_New(0);
     uint64_t at = 0;
     for (Py_ssize_t i = 0; found != NULL && i < limit; i++) {
-        struct group_entry *row = group_table_next(&self->c, &at);
-        if (row == NULL) {
+        struct group_entry *entry = group_table_next(&self->c, &at);
+        if (entry == NULL) {
             break;
         }
-        if (!append(found, (PyObject *)copy_row(self, row))) {
+        if (!append(found, (PyObject *)copy_entry(self, entry))) {
             Py_CLEAR(found);
         }
     }
     return found;
 }
 
-/* samples() -> list: all that are in cells, by the age of their rows. */
+/* samples() -> list: all that are in cells, by the age of their entries. */
 static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *found = PyList_New((Py_ssize_t)self->cells);
     Py_ssize_t to = 0;
     uint64_t at = 0;
-    struct group_entry *row;
-    while (found != NULL && (row = group_table_next(&self->c, &at)) != NULL) {
-        for (uint32_t i = 0; i < row->width; i++) {
-            PyObject *sample = group_entry_cells(row)[i];
+    struct group_entry *entry;
+    while (found != NULL && (entry = group_table_next(&self->c, &at)) != NULL) {
+        for (uint32_t i = 0; i < entry->width; i++) {
+            PyObject *sample = group_entry_cells(entry)[i];
             if (sample != NULL) {
                 PyList_SET_ITEM(found, to++, Py_NewRef(sample));
             }
@@ -435,10 +441,10 @@ static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject 
 
 static void py_group_table_dealloc(GroupTableObject *self) {
     uint64_t at = 0;
-    struct group_entry *row;
-    while (self->c.buckets != NULL && (row = group_table_next(&self->c, &at)) != NULL) {
-        PyObject **cells = (PyObject **)group_entry_cells(row);
-        for (uint32_t i = 0; i < row->width; i++) {
+    struct group_entry *entry;
+    while (self->c.buckets != NULL && (entry = group_table_next(&self->c, &at)) != NULL) {
+        PyObject **cells = (PyObject **)group_entry_cells(entry);
+        for (uint32_t i = 0; i < entry->width; i++) {
             Py_CLEAR(cells[i]);
         }
     }
@@ -455,11 +461,11 @@ static Py_ssize_t py_group_table_length(GroupTableObject *self) {
 
 static PyObject *py_group_table_oldest_born(GroupTableObject *self, void *ignored) {
     (void)ignored;
-    const struct group_entry *row = group_table_oldest(&self->c);
-    if (row == NULL) {
+    const struct group_entry *entry = group_table_oldest(&self->c);
+    if (entry == NULL) {
         Py_RETURN_NONE;
     }
-    return PyFloat_FromDouble(row->born_s);
+    return PyFloat_FromDouble(entry->born_s);
 }
 
 static PyObject *py_group_table_memory(GroupTableObject *self, void *ignored) {
@@ -484,7 +490,8 @@ static PyMethodDef group_table_methods[] = {
 };
 
 static PyGetSetDef group_table_getset[] = {
-    {"oldest_born_s", (getter)py_group_table_oldest_born, NULL, "When the oldest row was born, or None.",
+    {"oldest_born_s", (getter)py_group_table_oldest_born, NULL,
+     "When the oldest row was born, or None.",
      NULL},
     {"memory_bytes", (getter)py_group_table_memory, NULL, "Bytes of the table itself.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -494,10 +501,14 @@ static PyMemberDef group_table_members[] = {
     {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all rows."},
     {"nbytes", T_ULONGLONG, offsetof(GroupTableObject, nbytes), READONLY,
      "Their bytes, under count_bytes."},
-    {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.groups), READONLY, "Full, not leased."},
-    {"ready_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.samples), READONLY, "Their samples."},
-    {"leased_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.groups), READONLY, "Under lease."},
-    {"leased_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.samples), READONLY, "Their samples."},
+    {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.groups), READONLY,
+     "Full, not leased."},
+    {"ready_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.samples), READONLY,
+     "Their samples."},
+    {"leased_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.groups), READONLY,
+     "Under lease."},
+    {"leased_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.samples), READONLY,
+     "Their samples."},
     {"recent", T_OBJECT_EX, offsetof(GroupTableObject, recent), READONLY,
      "Keys with an epoch whose rows were full, oldest first; the stash bounds it."},
     {"apart", T_OBJECT_EX, offsetof(GroupTableObject, apart), READONLY,

@@ -34,7 +34,7 @@ static bool is_paused(const WriterObject *self) {
 }
 
 enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes,
-                                        struct reservation *at) {
+                                       struct reservation *at) {
     if (is_paused(self) && bytes <= self->segment->c.record_limit) {
         return WRITER_FULL;
     }
@@ -72,7 +72,8 @@ bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
         double waited_s = (double)(clock_monotonic_ns() - start) / 1e9;
         if (timeout_s >= 0 && waited_s >= timeout_s) {
             py_raise_hook(hooks.full_error,
-                          Py_BuildValue("(OKd)", self->segment, (unsigned long long)bytes, waited_s));
+                          Py_BuildValue("(OKd)", self->segment, (unsigned long long)bytes,
+                                        waited_s));
             return false;
         }
         int64_t slice_ns = longest_ns;
@@ -141,7 +142,7 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
 }
 
 void py_writer_write_head(WriterObject *self, const struct put_arguments *arguments,
-                       const struct reservation *at) {
+                          const struct reservation *at) {
     record_write_frame(at->record, &at->place, at->bytes, self->c.producer_id, self->c.slot_index,
                        self->flags | arguments->spec.flags);
     record_write_body(at->record, &arguments->spec);

@@ -1,4 +1,4 @@
-/* A producer's lane as an object, and room for a record in it: what put, put_many and reserve share. */
+/* A producer's lane, and room for a record in it: what put, put_many and reserve share. */
 #ifndef SHMBUS_PYTHON_CLAIM_ROOM_H
 #define SHMBUS_PYTHON_CLAIM_ROOM_H
 
@@ -7,7 +7,7 @@
 #include "python/watch.h"
 #include "ring/writer.h"
 
-/* Waiting for space is cut into slices of this, for signals and a writer that is closed under it. */
+/* A wait for space is cut into slices of this, for signals and for a close during it. */
 #define SPACE_SLICE_NS INT64_C(100000000)
 
 struct batch;

@@ -146,7 +146,8 @@ bool py_parse_timeout(PyObject *value, double *timeout_s) {
     }
     if (!(*timeout_s >= 0.0)) {
         PyErr_Format(PyExc_ValueError,
-                     "timeout: expected 0 or more seconds, or None to wait for ever, got %R", value);
+                     "timeout: expected 0 or more seconds, or None to wait for ever, got %R",
+                     value);
         return false;
     }
     if (isinf(*timeout_s)) {
@@ -166,7 +167,8 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
     if (text == NULL) {
         PyErr_Clear();
         PyErr_Format(PyExc_ValueError,
-                     "instance_id: expected text that UTF-8 can encode, got %A; drop its surrogates",
+                     "instance_id: expected text that UTF-8 can encode, got %A; drop its "
+                     "surrogates",
                      value);
         return false;
     }
@@ -247,12 +249,11 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         /* A key that was computed: intern it, and look again by identity. */
         PyObject *interned = Py_NewRef(name);
         PyUnicode_InternInPlace(&interned);
-        bool reserved = interned != name && (interned == word_group_size || interned == word_index ||
-                                             interned == word_score ||
-                                             interned == word_policy_version ||
-                                             interned == word_epoch || interned == word_meta ||
-                                             interned == word_timeout ||
-                                             interned == word_instance_id);
+        bool reserved =
+            interned != name &&
+            (interned == word_group_size || interned == word_index || interned == word_score ||
+             interned == word_policy_version || interned == word_epoch || interned == word_meta ||
+             interned == word_timeout || interned == word_instance_id);
         /* The interned string lives as long as one of its kind does: the reserved words do. */
         Py_DECREF(interned);
         if (reserved) {

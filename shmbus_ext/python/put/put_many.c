@@ -1,7 +1,7 @@
 /* Producer.put_many: a list of records, committed together where the bus has room for all of them.
  *
- * Invariant: until the first commit, an exception leaves the bus as it was. What is reserved and not
- * committed is in `batches` of its writer, which closing aborts. */
+ * Invariant: until the first commit, an exception leaves the bus as it was. What is reserved and
+ * not committed is in `batches` of its writer, which closing aborts. */
 #include "python/put/put_many.h"
 
 #include "python/hooks.h"
@@ -178,7 +178,8 @@ const char py_writer_put_many_doc[] =
     "...      \"tokens\": np.full(3, i, np.int32)}\n"
     "...     for i in range(2)\n"
     "... ]\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), shmbus.Producer(\"run1\") as producer:\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
+    "shmbus.Producer(\"run1\") as producer:\n"
     "...     producer.put_many(samples, timeout=10.0)\n"
     "2";
 

@@ -1,8 +1,8 @@
 /* Reservation: a record whose arrays are filled in the ring itself.
  *
- * Invariants: a reservation ends once, by commit or abort, at the latest when it is collected. After that
- * nothing is written through its arrays: they are read-only, and where somebody holds views of them
- * the record's space is kept until those are gone. */
+ * Invariants: a reservation ends once, by commit or abort, at the latest when it is collected.
+ * After that nothing is written through its arrays: they are read-only, and where somebody holds
+ * views of them the record's space is kept until those are gone. */
 #include "python/put/reservation.h"
 
 #include "python/hooks.h"
@@ -168,7 +168,8 @@ static PyObject *field_view(ReservationObject *self, PyArray_Descr *dtype, int n
 }
 
 /* The Python side of a reservation; its arrays come afterwards. */
-static ReservationObject *py_reservation_new(WriterObject *writer, const struct reservation *at, PyObject *names) {
+static ReservationObject *py_reservation_new(WriterObject *writer, const struct reservation *at,
+                                             PyObject *names) {
     ReservationObject *made = (ReservationObject *)ReservationType.tp_alloc(&ReservationType, 0);
     if (made == NULL) {
         return NULL;
@@ -185,7 +186,8 @@ static ReservationObject *py_reservation_new(WriterObject *writer, const struct 
     return made;
 }
 
-static void py_reservation_open(ReservationObject *self, struct put_arguments *arguments, uint64_t meta_bytes) {
+static void py_reservation_open(ReservationObject *self, struct put_arguments *arguments,
+                                uint64_t meta_bytes) {
     WriterObject *writer = self->writer;
     struct record_spec *spec = &arguments->spec;
     self->meta_room = (uint32_t)spec->meta_bytes;
@@ -202,8 +204,8 @@ static void py_reservation_open(ReservationObject *self, struct put_arguments *a
     list_insert_before(&writer->reservations, &self->link);
 }
 
-static bool py_reservation_make_views(ReservationObject *self, const struct put_arguments *arguments,
-                            PyObject *dtypes) {
+static bool py_reservation_make_views(ReservationObject *self,
+                                      const struct put_arguments *arguments, PyObject *dtypes) {
     uint32_t words = 0;
     for (uint32_t i = 0; i < arguments->spec.field_count; i++) {
         PyObject *array = field_view(self, (PyArray_Descr *)PyTuple_GET_ITEM(dtypes, i),
@@ -233,23 +235,21 @@ PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
     struct reservation at;
     ReservationObject *made = NULL;
     py_arguments_begin(&arguments);
-    bool claimed = plan_reservation(self, &arguments, head, &fields, meta_room) &&
-                   py_writer_usable(self); /* encoding may have let another thread close it */
-    if (claimed) {
-        claimed = py_writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at);
+    if (!plan_reservation(self, &arguments, head, &fields, meta_room) ||
+        !py_writer_usable(self) || /* encoding may have let another thread close it */
+        !py_writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at)) {
+        goto end;
     }
-    if (claimed) {
-        made = py_reservation_new(self, &at, fields.names);
+    made = py_reservation_new(self, &at, fields.names);
+    if (made == NULL) {
+        goto end;
     }
-    if (made != NULL) {
-        py_reservation_open(made, &arguments,
-                  arguments.meta_encoded == NULL
-                      ? 0
-                      : (uint64_t)PyBytes_GET_SIZE(arguments.meta_encoded));
-        if (!py_reservation_make_views(made, &arguments, fields.dtypes)) {
-            Py_CLEAR(made); /* its end aborts */
-        }
+    PyObject *meta = arguments.meta_encoded;
+    py_reservation_open(made, &arguments, meta == NULL ? 0 : (uint64_t)PyBytes_GET_SIZE(meta));
+    if (!py_reservation_make_views(made, &arguments, fields.dtypes)) {
+        Py_CLEAR(made); /* its end aborts */
     }
+end:
     py_arguments_end(&arguments);
     return (PyObject *)made;
 }
@@ -359,7 +359,8 @@ static PyObject *py_reservation_get_score(ReservationObject *self, void *ignored
 
 static int py_reservation_set_score(ReservationObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    bool set = is_given(value, "score") && py_reservation_usable(self) && py_parse_score(value, &self->score);
+    bool set = is_given(value, "score") && py_reservation_usable(self) &&
+               py_parse_score(value, &self->score);
     return set ? 0 : -1;
 }
 
@@ -368,7 +369,8 @@ static PyObject *py_reservation_get_policy_version(ReservationObject *self, void
     return PyLong_FromLongLong(self->policy_version);
 }
 
-static int py_reservation_set_policy_version(ReservationObject *self, PyObject *value, void *ignored) {
+static int py_reservation_set_policy_version(ReservationObject *self, PyObject *value,
+                                             void *ignored) {
     (void)ignored;
     bool set = is_given(value, "policy_version") && py_reservation_usable(self) &&
                py_parse_policy_version(value, &self->policy_version);
@@ -447,7 +449,8 @@ PyDoc_STRVAR(reservation_doc,
     "BusClosedError. Several threads may fill one reservation; one of them ends it.\n\n"
     "Examples\n--------\n"
     ">>> import shmbus\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), shmbus.Producer(\"run1\") as producer:\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
+    "shmbus.Producer(\"run1\") as producer:\n"
     "...     fields = {\"tokens\": (\"int32\", 2048)}\n"
     "...     with producer.reserve(\"q1\", group_size=1, index=0, fields=fields) as slot:\n"
     "...         slot[\"tokens\"][:3] = 7\n"
@@ -504,8 +507,10 @@ static PyMethodDef reservation_methods[] = {
 };
 
 static PyGetSetDef reservation_getset[] = {
-    {"score", (getter)py_reservation_get_score, (setter)py_reservation_set_score, "The reward, 0.0 unless set.", NULL},
-    {"policy_version", (getter)py_reservation_get_policy_version, (setter)py_reservation_set_policy_version,
+    {"score", (getter)py_reservation_get_score, (setter)py_reservation_set_score,
+     "The reward, 0.0 unless set.", NULL},
+    {"policy_version", (getter)py_reservation_get_policy_version,
+     (setter)py_reservation_set_policy_version,
      "The policy that sampled it, 0 unless set.", NULL},
     {"meta", NULL, (setter)py_reservation_set_meta,
      "Whatever msgspec can encode, within reserve's meta_room; it can be set, not read.", NULL},

@@ -188,9 +188,11 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
     a->spec.field_ndim = a->field_ndim;
     a->spec.meta_bytes = (uint64_t)meta.len;
     PyObject *result = NULL;
-    if (!record_flags_hold(a->spec.flags) || id.len < 1 || id.len > SHMBUS_MAX_ID_BYTES || a->spec.group_size < 1 ||
-        a->spec.group_size > SHMBUS_MAX_GROUP_SIZE || a->spec.index >= a->spec.group_size ||
-        producer_id == 0 || (flags & ~SHMBUS_FLAGS_KEPT) != 0 || !read_shape(a, &schema, &shape, fields) || !record_plan(&a->spec)) {
+    if (!record_flags_hold(a->spec.flags) || id.len < 1 || id.len > SHMBUS_MAX_ID_BYTES ||
+        a->spec.group_size < 1 || a->spec.group_size > SHMBUS_MAX_GROUP_SIZE ||
+        a->spec.index >= a->spec.group_size || producer_id == 0 ||
+        (flags & ~SHMBUS_FLAGS_KEPT) != 0 || !read_shape(a, &schema, &shape, fields) ||
+        !record_plan(&a->spec)) {
         PyErr_SetString(PyExc_ValueError, "the parts of this record do not make one");
     } else {
         switch (write_record(self, a, producer_id, sequence, &meta, fields)) {

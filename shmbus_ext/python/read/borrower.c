@@ -56,7 +56,7 @@ static bool lock_changed(BorrowerObject *self, size_t count, int64_t base) {
     for (size_t i = 0, end; i < count; i = end) {
         end = end_of_range(self->changed, i, count);
         if (file_lock_share_range(self->segment->c.fd, base + self->changed[i],
-                                      (int64_t)(end - i)) != LOCK_TAKEN) {
+                                  (int64_t)(end - i)) != LOCK_TAKEN) {
             int why = errno;
             unlock_changed(self, i, base);
             errno = why;
@@ -173,7 +173,9 @@ static bool lock_leases(BorrowerObject *self, PyObject *leases) {
     size_t changed = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
         ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
-        changed = count_up(self, self->lease_counts, lease->refs, py_client_lease_records(lease), changed);
+        changed =
+            count_up(self, self->lease_counts, lease->refs, py_client_lease_records(lease),
+                     changed);
         lease->locked = true;
     }
     if (lock_changed(self, changed, lease_bytes(self->client))) {
@@ -194,7 +196,9 @@ static void unlock_leases(BorrowerObject *self, PyObject *leases) {
         ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
         if (lease->locked) {
             lease->locked = false;
-            changed = count_down(self, self->lease_counts, lease->refs, py_client_lease_records(lease), changed);
+            changed =
+                count_down(self, self->lease_counts, lease->refs, py_client_lease_records(lease),
+                           changed);
         }
     }
     unlock_changed(self, changed, lease_bytes(self->client));
@@ -235,7 +239,7 @@ static bool read_lease(BorrowerObject *self, ClientLeaseObject *lease) {
 
 /* A lease for each grant whose places lie in this segment; the numbers of others are refused. */
 static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long step,
-                          PyObject *refused) {
+                           PyObject *refused) {
     PyObject *leases = PyList_New(0);
     for (Py_ssize_t i = 0; leases != NULL && i < PyList_GET_SIZE(granted); i++) {
         PyObject *item = PyList_GET_ITEM(granted, i);
@@ -290,7 +294,8 @@ static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refuse
 static PyObject *py_borrower_borrow(BorrowerObject *self, PyObject *args) {
     PyObject *granted, *refused = NULL, *leases = NULL, *result = NULL;
     long long step;
-    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) || !py_borrower_usable(self)) {
+    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) ||
+        !py_borrower_usable(self)) {
         return NULL;
     }
     refused = PyList_New(0);
@@ -328,7 +333,7 @@ static void close_lease(ClientLeaseObject *lease, int reason) {
     }
 }
 
-/* end(lease, reason): ends one that is held, or with reason -1 gives it back. */
+/* end(lease, reason): ends one that is held, or with LEASE_HELD for a reason gives it back. */
 static PyObject *py_borrower_end(BorrowerObject *self, PyObject *args) {
     PyObject *lease;
     int reason;

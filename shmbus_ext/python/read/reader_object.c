@@ -161,13 +161,14 @@ Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, P
     return good ? total : -1;
 }
 
-/* poll_into(table, limit, now_s, left) -> int: poll and GroupTable.put in one, without a list between
- * them. How many were read; what put returns is appended to `left`. */
+/* poll_into(table, limit, now_s, left) -> int: poll and GroupTable.put in one, without a list
+ * between them. How many were read; what put returns is appended to `left`. */
 static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
     PyObject *table, *left;
     Py_ssize_t limit;
     double now_s;
-    if (!PyArg_ParseTuple(args, "O!ndO!", &GroupTableType, &table, &limit, &now_s, &PyList_Type, &left) ||
+    if (!PyArg_ParseTuple(args, "O!ndO!", &GroupTableType, &table, &limit, &now_s, &PyList_Type,
+                          &left) ||
         !py_reader_usable(self)) {
         return NULL;
     }
@@ -177,8 +178,8 @@ static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
 }
 
 /* A reader that sleeps on the processor of a producer is woken by its next record, takes that one,
- * and sleeps again: two switches a record. Awake, and behind that producer in the kernel's queue, it
- * finds all that was committed until the producer stepped aside. Where nobody else wants the
+ * and sleeps again: two switches a record. Awake, and behind that producer in the kernel's queue,
+ * it finds all that was committed until the producer stepped aside. Where nobody else wants the
  * processor this is one short system call. WAIT_OVER says that there is reason to sleep. */
 static enum wait_result let_producers_run(ReaderObject *self) {
     Py_BEGIN_ALLOW_THREADS
@@ -391,10 +392,11 @@ void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
     struct bus_header *h = self->segment->c.header;
     atomic_store_explicit(&h->collector_leased_groups, (uint32_t)table->lists.leased.groups,
                           memory_order_relaxed);
-    atomic_store_explicit(&h->collector_leased_records, table->lists.leased.samples, memory_order_relaxed);
+    atomic_store_explicit(&h->collector_leased_records, table->lists.leased.samples,
+                          memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_groups,
                           table->c.count + table->lists.ready.groups +
-                              (uint64_t)PyDict_GET_SIZE(table->apart),
+                          (uint64_t)PyDict_GET_SIZE(table->apart),
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_records,
                           table->cells + table->lists.ready.samples + table->failing_cells,

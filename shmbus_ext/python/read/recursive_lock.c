@@ -1,9 +1,9 @@
 /* RecursiveLock: a recursive lock that C takes without a call where it is free.
  *
  * Invariant: `depth`, `owner` and `waiting` change under the interpreter lock alone: a thread that
- * finds the lock free has it before any other can look. The gate, which is closed but for the moment
- * in which somebody is let through, is where others wait. A module of a free-threaded Python must
- * say that it needs that lock: module.c does. */
+ * finds the lock free has it before any other can look. The gate, which is closed but for the
+ * moment in which somebody is let through, is where others wait. A module of a free-threaded
+ * Python must say that it needs that lock: module.c does. */
 #include "python/read/recursive_lock.h"
 
 bool py_recursive_lock_acquire(RecursiveLockObject *self) {
@@ -38,7 +38,8 @@ static PyObject *py_recursive_lock_enter(RecursiveLockObject *self, PyObject *ig
     return py_recursive_lock_acquire(self) ? Py_NewRef((PyObject *)self) : NULL;
 }
 
-static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *args,
+                                        Py_ssize_t count) {
     (void)args;
     (void)count;
     if (self->depth == 0 || self->owner != PyThread_get_thread_ident()) {

@@ -1,9 +1,10 @@
 /* Take: from the ring to a list of groups under lease, in one call.
  *
- * ConsumerBase.take is what users call: in C, since a consumer that polls calls little else, and one
- * that was just woken pays for each line of Python. It knows plain numbers and an Intake; every other
- * call goes to `_take` of its subclass. Intake reads the ring and sleeps, for as long as nothing needs
- * a decision. Decisions and periodic work are those of `attend`, which is Python's.
+ * ConsumerBase.take is what users call: in C, since a consumer that polls calls little else, and
+ * one that was just woken pays for each line of Python. It knows plain numbers and an Intake;
+ * every other call goes to `_take` of its subclass. Intake reads the ring and sleeps, for as long
+ * as nothing needs a decision. Decisions and periodic work are those of `attend`, which is
+ * Python's.
  *
  * Invariants:
  * - All but sleeping happens under the lock, and `attend` too. Nobody sleeps with it.
@@ -111,7 +112,8 @@ static enum take_state pump(IntakeObject *self, Py_ssize_t groups, double now_s)
     return TAKE_MORE;
 }
 
-/* Nobody was told of these leases. The last goes first, so that all are ready in their old order. */
+/* Nobody was told of these leases. The last goes first, so that all are ready in their old
+ * order. */
 static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer) {
     for (Py_ssize_t i = PyList_GET_SIZE(list) - 1; i >= 0; i--) {
         PyObject *item = PyList_GET_ITEM(list, i);
@@ -120,7 +122,8 @@ static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer)
     }
 }
 
-/* Makes groups of a list of leased entries, in place; false with an exception, and nothing leased. */
+/* Makes groups of a list of leased entries, in place; false with an exception, and nothing
+ * leased. */
 static bool make_groups(IntakeObject *self, PyObject *consumer, PyObject *list) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         PyObject *entry = PyList_GET_ITEM(list, i);
@@ -188,8 +191,8 @@ static PyObject *locked_look(IntakeObject *self, const struct take_request *requ
 
 enum wait_end { ENDED_FAILED, ENDED_WOKEN, ENDED_DUE, ENDED_TIME_OVER };
 
-/* Sleeps until records come, until something is due, or until the time is over; ENDED_FAILED with an
- * exception. */
+/* Sleeps until records come, until something is due, or until the time is over; ENDED_FAILED with
+ * an exception. */
 static enum wait_end wait_for_more(IntakeObject *self, const struct take_request *request,
                                    double began_s, double *next_watch_s) {
     double now_s = seconds(clock_monotonic_ns());

@@ -1,4 +1,5 @@
-/* Take: from the ring to a list of groups under lease. Intake does it, ConsumerBase.take calls it. */
+/* Take: from the ring to a list of groups under lease. Intake does it, ConsumerBase.take calls
+ * it. */
 #ifndef SHMBUS_PYTHON_TAKE_H
 #define SHMBUS_PYTHON_TAKE_H
 

@@ -1,4 +1,5 @@
-/* What trajectories are made by (see holder.h): its strings, its schemas, and what it says of itself. */
+/* What trajectories are made by (see holder.h): its strings, its schemas, and what it says of
+ * itself. */
 #include "python/record/holder.h"
 
 bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind) {

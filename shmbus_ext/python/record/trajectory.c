@@ -274,16 +274,17 @@ static PyObject *py_trajectory_repr(TrajectoryObject *self) {
         score == NULL ? NULL
                       : PyUnicode_FromFormat(
                             "<Trajectory %R[%S/%S] score=%R policy_version=%lld fields=%R%s>",
-                            self->instance_id, self->index, self->group_size, score,
-                            (long long)self->policy_version, self->schema->names,
-                            self->released ? " released" : "");
+                          self->instance_id, self->index, self->group_size, score,
+                          (long long)self->policy_version, self->schema->names,
+                          self->released ? " released" : "");
     Py_XDECREF(score);
     return text;
 }
 
 PyDoc_STRVAR(trajectory_doc,
     "One trajectory, read from the ring; ``trajectory[name]`` is a read-only view of a field.\n\n"
-    "A view keeps the record's space for as long as the view lives, also after the acknowledgement\n"
+    "A view keeps the record's space for as long as the view lives, "
+    "also after the acknowledgement\n"
     "and after the end of the consumer. Views cannot be taken after the acknowledgement.\n\n"
     "Attributes\n----------\n"
     "instance_id : str\n"

@@ -1,7 +1,7 @@
 /* What stands behind arrays of the ring (see views.h).
  *
- * Invariants: a record's space is kept while a view of it is out. When the segment's handle is closed
- * each view gets a private copy, and nothing is asked of a holder or a lane any more. */
+ * Invariants: a record's space is kept while a view of it is out. When the segment's handle is
+ * closed each view gets a private copy, and nothing is asked of a holder or a lane any more. */
 #include "python/record/views.h"
 
 /* ---- Keeper: behind writable views ---- */

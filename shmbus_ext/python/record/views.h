@@ -1,4 +1,5 @@
-/* What stands behind arrays of the ring: a Keeper behind writable ones, a Pin behind those that are read. */
+/* What stands behind arrays of the ring: a Keeper behind writable ones, a Pin behind those that
+ * are read. */
 #ifndef SHMBUS_PYTHON_VIEWS_H
 #define SHMBUS_PYTHON_VIEWS_H
 

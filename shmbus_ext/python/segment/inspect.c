@@ -302,11 +302,12 @@ static void scan_all(const struct run_at *start, uint64_t below, struct scan *sc
     scan->at = run.place.offset;
 }
 
-/* scan_run(fd, position, used, extent, generation, below) -> (keys, counts, bytes, newest, end, cut)
+/* scan_run(fd, position, used, extent, generation, below) -> (keys, counts, bytes, newest, end,
+ * cut)
  *
  * keys: u64 pairs (producer, sequence) of the committed records that are numbered below; counts:
- * (reserved, committed, aborted, released, other). newest: when the last commit was, in ns. cut: the
- * walk met no record at end. */
+ * (reserved, committed, aborted, released, other). newest: when the last commit was, in ns. cut:
+ * the walk met no record at end. */
 static PyObject *py_scan_run(PyObject *module, PyObject *args) {
     (void)module;
     struct run_at run = {0};
@@ -329,7 +330,8 @@ static PyObject *py_scan_run(PyObject *module, PyObject *args) {
                             (unsigned long long)scan.reserved, (unsigned long long)scan.committed,
                             (unsigned long long)scan.aborted, (unsigned long long)scan.released,
                             (unsigned long long)scan.other, (unsigned long long)scan.bytes,
-                            (unsigned long long)scan.newest_ns, (unsigned long long)scan.at, PyBool_FromLong(scan.cut));
+                            (unsigned long long)scan.newest_ns, (unsigned long long)scan.at,
+                            PyBool_FromLong(scan.cut));
     free(scan.keys);
     return result;
 }
@@ -477,7 +479,7 @@ bool py_inspect_add_functions(PyObject *module) {
         {"FLAG_FAILED", SHMBUS_FLAG_FAILED},
         {"FLAG_NO_SIZE", SHMBUS_FLAG_NO_SIZE},
         {"FLAGS_KEPT", SHMBUS_FLAGS_KEPT},
-        {"WANTED_BUSY", SHMBUS_RETRY_BUSY},
+        {"RETRY_BUSY", SHMBUS_RETRY_BUSY},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
         PyObject *value = PyLong_FromUnsignedLongLong(constants[i].value);

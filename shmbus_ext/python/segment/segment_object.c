@@ -191,7 +191,8 @@ static PyObject *py_segment_close(SegmentObject *self, PyObject *ignored) {
     Py_RETURN_NONE;
 }
 
-/* Number of extents that each slot holds: {slot: extents}; the collector's slot is max_producers. */
+/* Number of extents that each slot holds: {slot: extents}; the collector's slot is
+ * max_producers. */
 static PyObject *py_segment_holders(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *result = PyDict_New();
@@ -470,7 +471,8 @@ static PyMethodDef segment_methods[] = {
 };
 
 static PyGetSetDef segment_getset[] = {
-    {"policy_version", (getter)py_segment_get_policy_version, (setter)py_segment_set_policy_version, NULL, NULL},
+    {"policy_version", (getter)py_segment_get_policy_version, (setter)py_segment_set_policy_version,
+     NULL, NULL},
     {"capacity", (getter)py_segment_get_capacity, NULL, NULL, NULL},
     {"closed", (getter)py_segment_get_closed, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
