@@ -61,5 +61,6 @@ for package in "$wheel" "$sdist"; do
     # Isolated from this directory and from PYTHONPATH: only what was installed is there.
     (cd "$work" && "$environment/bin/python" -I "$root/.ci/smoke.py")
     (cd "$work" && "$environment/bin/shmbus" --help > /dev/null) || fail "$name: shmbus --help failed"
+    (cd "$work" && "$environment/bin/shmbus" demo --help > /dev/null) || fail "$name: no shmbus demo"
     echo "$name: installs, imports and works without PyTorch"
 done

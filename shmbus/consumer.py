@@ -1,13 +1,13 @@
-"""Consumer: delivers complete groups under lease. The public face of whatever collects them.
+"""Consumer: delivers complete groups under lease, from a daemon or straight from the ring.
 
-Invariant: a group is checked here (that it is one, leased, and of this Consumer) before its source
-hears of it, so no source ends a lease twice.
+Invariant: a group is checked here (that it is one, is leased, and is this Consumer's) before its
+source ends the lease, so no source ends a lease twice. The one exception, a list of groups for a
+daemon, is checked in the same call that ends them (`DaemonClient.end_groups`).
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -23,14 +23,12 @@ from shmbus._arguments import (
     check_seconds,
     check_timeout,
     clamp_request,
-    process_label,
 )
-from shmbus.client.leases import DaemonClient
-from shmbus.control.wire import DaemonUnreachable, stale
+from shmbus.client.daemon_client import DaemonClient
 from shmbus.group import Group, GroupState
 from shmbus.ledger import Ledger
 from shmbus.segment.names import check_name
-from shmbus.source import Lease, Source
+from shmbus.source import AttachOptions, Source, attach
 from shmbus.stall import OnStall, Watch
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
@@ -42,23 +40,27 @@ _T = TypeVar("_T")
 
 
 class Consumer(_core.ConsumerBase[Group]):
-    """Collects complete groups from a bus: of a daemon where one serves it, else by itself.
+    """Takes complete groups from a bus: from its daemon where there is one, else from the ring.
 
-    Without a daemon there is one a bus, and a second one gets BusBusyError. With one (`shmbus serve
-    NAME`) there may be many: each group goes to one of them, or, with ranks, each step is shared
-    out among them. The policies of the stash are the daemon's then.
+    Without a daemon a bus has one consumer, and a second one gets BusBusyError. With a daemon
+    (`shmbus serve NAME`) there may be many: each group goes to one of them, or, with ranks, each
+    step is shared out among them. The daemon's options of the stash apply then.
 
-    What an earlier consumer had not acknowledged is delivered again. A handle pickles by name, and
-    attaches when it is first used.
+    A group is leased until it is acknowledged, dropped or given back. Groups that an earlier
+    consumer had not acknowledged are delivered again. A handle pickles by name and options, and
+    attaches when it is first used. Its methods may be called from several threads.
+
+    Attaching blocks for DAEMON_WAIT_S (5 s) at most, where a daemon was started a moment ago or is
+    being restarted.
 
     Parameters
     ----------
     name : str
         The bus.
     group_timeout : float, optional
-        Seconds that a group may stay incomplete; None for ever.
+        Seconds that a group may stay incomplete; None for no limit.
     on_timeout : "wait" | "drop" | "partial"
-        What becomes of a group after that: kept, discarded, or delivered as it is.
+        What happens to a group after that: it is kept, discarded, or delivered as it is.
     max_policy_lag : int, optional
         Groups whose oldest sample is more versions than this behind `policy_version` are dropped.
     skip_zero_variance : bool
@@ -67,24 +69,24 @@ class Consumer(_core.ConsumerBase[Group]):
         A second sample of an index: counted and dropped, or also raised as ProtocolError by the
         next `take`. The first sample stays, and so do all other groups.
     max_stash_bytes : int, optional
-        Ring bytes that incomplete groups may hold.
+        Ring bytes that incomplete groups may occupy; None for no limit.
     on_overflow : "wait" | "drop" | "partial"
-        What becomes of the oldest incomplete groups above that.
+        What happens to the oldest incomplete groups above that.
     sample_retries : int
-        How often a sample that a producer reported as failed, or that is missing when its group's
-        deadline has passed, is asked for again, alone (`Producer.wanted`).
+        How often a sample is requested again, alone (`Producer.wanted`), after a producer reported
+        that it failed, or when it is missing at its group's deadline.
     retry_timeout : float
-        Seconds after which a request without an answer counts as a failed attempt, and that a group
-        of which a sample failed for good waits for its others.
+        Seconds after which a retry request without an answer counts as a failed attempt, and that a
+        group with a sample that failed for good waits for its other samples.
     on_failure : "drop" | "partial"
-        What becomes of a group of which a sample failed for good, once its others are there:
-        discarded, or delivered without it.
+        What happens to a group with a sample that failed for good, once its other samples are
+        there: it is discarded, or delivered without that sample.
     label : str, optional
         How messages of other processes name this one.
     rank, world_size : int
-        Which of how many trainer processes share each step; more than one need the daemon.
+        Which of how many trainer processes share each step. More than one need the daemon.
     daemon : bool, optional
-        True insists on a daemon, False never asks one; None takes it where it is.
+        True requires a daemon, False never asks for one, None takes one that is there.
     on_stall : "log" | "raise" | callable | None
         What happens each time that nothing was committed, acknowledged or dropped on the bus for
         `stall_timeout` seconds while `take` or `take_step` waits, in one call or in several: a
@@ -95,13 +97,30 @@ class Consumer(_core.ConsumerBase[Group]):
 
     Raises
     ------
-    BusNotFoundError, BusBusyError, LayoutMismatchError
-        There is no such bus, somebody reads it already or has this rank, or it is of another
-        layout.
+    BusNotFoundError, LayoutMismatchError
+        There is no such bus, or it has another layout.
+    BusBusyError
+        Another process reads this bus without a daemon, or has this rank.
     DaemonUnavailableError
-        The daemon that serves this bus has gone, and did not come back, or one is needed.
-    ValueError
-        Also where the daemon's policies differ from those asked for here.
+        A daemon is needed and none answers, or the daemon of this bus died and was not restarted.
+    ProtocolError
+        The daemon runs another version of shmbus.
+    TypeError, ValueError
+        An option of a wrong type or value, or one that differs from the daemon's.
+
+    Examples
+    --------
+    Groups one after the other; ``with group`` acknowledges, or gives back after an exception:
+
+    >>> with shmbus.Consumer("run1") as consumer:
+    ...     for group in consumer:
+    ...         with group:
+    ...             train([t["tokens"] for t in group], [t.score for t in group])
+
+    Many at a time, acknowledged together after the optimizer step:
+
+    >>> groups = consumer.take(max_groups=64, timeout=1.0)
+    >>> consumer.ack(groups)
     """
 
     def __init__(
@@ -130,7 +149,7 @@ class Consumer(_core.ConsumerBase[Group]):
         check_choice("on_overflow", on_overflow, ("wait", "drop", "partial"))
         check_choice("on_failure", on_failure, ("drop", "partial"))
         check_choice("duplicate", duplicate, ("drop", "error"))
-        self._policy = StashPolicy(
+        policy = StashPolicy(
             group_timeout_s=_or_none(check_seconds, "group_timeout", group_timeout),
             on_timeout=on_timeout,
             max_policy_lag=_or_none(check_count, "max_policy_lag", max_policy_lag, 0),
@@ -141,96 +160,58 @@ class Consumer(_core.ConsumerBase[Group]):
             retry_timeout_s=check_seconds("retry_timeout", retry_timeout),
             on_failure=on_failure,
         )
-        self._duplicate = duplicate
-        self._label = None if label is None else check_label(label)
-        self._rank, self._world_size = check_rank(rank, world_size)
-        self._daemon = None if daemon is None else check_flag("daemon", daemon)
-        if self._world_size > 1:
-            if self._daemon is False:
+        label = None if label is None else check_label(label)
+        rank, world_size = check_rank(rank, world_size)
+        daemon = None if daemon is None else check_flag("daemon", daemon)
+        if world_size > 1:
+            if daemon is False:
                 raise ValueError(
                     f"daemon=False: expected True or None with world_size={world_size}: without a "
                     "daemon a bus has one reader; leave daemon out, or world_size"
                 )
-            self._daemon = True
+            daemon = True
+        self._options = AttachOptions(self.name, policy, duplicate, label, rank, world_size, daemon)
         self._watch = Watch(name, on_stall, stall_timeout)
         self._begin()
         self._require_source()
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._source: Source | None = None
+        self._source: Collector | DaemonClient | None = None
         self._closed = False
 
-    def _require_source(self) -> Source:
+    def _require_source(self) -> Collector | DaemonClient:
         if self._closed:
             raise errors.BusClosedError(
                 f"bus {self.name!r}: this Consumer is closed; make a new one"
             )
         source = self._source
         if source is None:
-            # A handle that came by pickle attaches in the first thread that uses it.
+            # An unpickled handle attaches in the first thread that uses it.
             with self._lock:
                 source = self._source
                 if source is None:
-                    source = self._attach()
+                    source = attach(self._options)
                     if isinstance(source, Collector):
                         self._intake = source.intake(Group, self._watch)
                     self._source = source
         source.require()
         return source
 
-    def _attach(self) -> Source:
-        """Find the daemon where there is one; become the collector where there is none."""
-        if self._daemon is False:
-            return Collector(self.name, self._policy, self._duplicate, self._label)
-        deadline = time.monotonic() + limits.DAEMON_WAIT_S
-        while True:
-            try:
-                return self._connect()
-            except DaemonUnreachable as error:
-                away = error
-            if not stale(self.name) and self._daemon is None:
-                try:
-                    return Collector(self.name, self._policy, self._duplicate, self._label)
-                except errors.BusBusyError as error:
-                    # A daemon holds the bus a moment before it listens.
-                    if "shmbus serve" not in str(error) or time.monotonic() > deadline:
-                        raise
-            if time.monotonic() > deadline:
-                raise errors.DaemonUnavailableError(
-                    f"bus {self.name!r}: no daemon answers ({away}); start it with `shmbus serve "
-                    f"{self.name}`{self._daemon_hint()}"
-                ) from away
-            time.sleep(limits.REDIAL_INTERVAL_S)
-
-    def _daemon_hint(self) -> str:
-        if self._world_size > 1:
-            return (
-                f", which rank={self._rank}, world_size={self._world_size} need: without it a bus "
-                "has one reader"
-            )
-        return "" if self._daemon else ", or read the bus in this process by daemon=False"
-
-    def _connect(self) -> Source:
-        return DaemonClient(
-            self.name,
-            stash_options(self._policy, self._duplicate, only_set=True),
-            self._label or process_label(),
-            self._rank,
-            self._world_size,
-        )
-
     # -- taking ---------------------------------------------------------------------------------
 
     def _take(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
-        """Do `take` where its base leaves it to this: a daemon's consumer, numbers of all kinds."""
+        """Do what `ConsumerBase.take` leaves to Python: with a daemon, or other kinds of numbers.
+
+        `ConsumerBase` is C; it takes plain numbers, from the ring, and documents `take`.
+        """
         max_groups = clamp_request("max_groups", max_groups)
         check_timeout(timeout)
         source = self._require_source()
         if not isinstance(source, DaemonClient):
-            # The first call, or numbers of other kinds than int and float.
+            # The first call of an unpickled handle, or numbers of other kinds than int and float.
             return self.take(max_groups, None if timeout is None else float(timeout))
-        if self._world_size > 1:
+        if self._options.world_size > 1:
             return self.take_step(groups=max_groups, max_wait=0.0, timeout=timeout)
         watch = self._watch
         leases = source.take(max_groups, watch.first_s(timeout))
@@ -256,48 +237,57 @@ class Consumer(_core.ConsumerBase[Group]):
         """Take this rank's shard of its next step, once there are groups for every rank.
 
         The shards of a step are disjoint, decided once, and balanced by the length of `field`. A
-        rank that died gets what it had not acknowledged again, before anything else.
+        rank that died and restarts first gets the groups again that it had not acknowledged. All
+        ranks have to ask for a step with the same numbers. Blocks until then, or for `timeout`.
 
         Parameters
         ----------
         groups : int, optional
-            So many groups for each rank.
+            How many groups each rank gets.
         tokens : int, optional
-            Instead: as many whole groups as fit into this many elements of `field` a rank. A rank's
-            only group may have more.
+            Instead: as many whole groups as fit into this many elements of `field` for each rank.
+            The only group of a rank may have more.
         max_wait : float, optional
-            Seconds after the step's first group when it is formed though it is not full, as soon as
-            each rank gets a group; None waits until it is full.
+            Seconds after the step's first group was complete, after which the step is formed with
+            fewer groups, at least one for each rank. None waits until it is full.
         field : str
-            What a trajectory is weighed by.
+            The field whose length is the weight of a trajectory.
         timeout : float, optional
-            Seconds to wait: None waits for ever.
+            Seconds to wait: None waits without limit, 0 does not wait.
         only_full : bool
-            Have no step formed before it is full, whatever `max_wait`: for one that asks ahead.
+            Never form a step that is not full, whatever `max_wait`: for a caller that prefetches.
 
         Returns
         -------
         list[Group]
-            Empty when the time is over. The same rank then asks for the same step again.
+            Leased to the caller. Empty at the timeout; the next call then asks for the same step.
 
         Raises
         ------
         ValueError
-            The ranks ask for one step in different ways, or there are no ranks.
+            The ranks ask for one step in different ways, both or neither of groups and tokens are
+            given, or the Consumer has no ranks.
         StallError
-            As for `take`.
+            Nothing has moved for too long, under ``on_stall="raise"``.
+        DaemonUnavailableError
+            The daemon has not answered for CLIENT_WAIT_S (30 s).
+        BusClosedError
+            The consumer is closed, or was made before a fork.
         """
         if (groups is None) == (tokens is None):
-            raise ValueError("expected one of groups and tokens")
+            raise ValueError(
+                f"take_step: expected one of groups and tokens, got groups={groups!r} and "
+                f"tokens={tokens!r}"
+            )
         groups = _or_none(clamp_request, "groups", groups)
         tokens = _or_none(clamp_request, "tokens", tokens)
         check_timeout(max_wait)
         check_timeout(timeout)
         source = self._require_source()
-        if self._world_size == 1 or not isinstance(source, DaemonClient):
-            raise ValueError("take_step: expected a Consumer of world_size 2 or more")
+        if self._options.world_size == 1 or not isinstance(source, DaemonClient):
+            raise ValueError("take_step: expected a Consumer of world_size 2 or more; use take")
 
-        def wait(slice_s: float | None) -> list[Any]:
+        def wait(slice_s: float | None) -> list[_core.ClientLease]:
             return source.take_step(
                 groups=groups,
                 tokens=tokens,
@@ -314,7 +304,13 @@ class Consumer(_core.ConsumerBase[Group]):
         return Group.make(self, leases)
 
     def __iter__(self) -> Iterator[Group]:
-        """Complete groups for ever, until the consumer is closed."""
+        """Yield complete groups one by one; blocks for the next, and ends when it is closed.
+
+        Raises
+        ------
+        ProtocolError, StallError, DaemonUnavailableError
+            As for `take`; the iteration may be started again.
+        """
         while not self._closed:
             try:
                 groups = self.take(1, None)
@@ -327,22 +323,37 @@ class Consumer(_core.ConsumerBase[Group]):
     # -- ending leases --------------------------------------------------------------------------
 
     def ack(self, groups: Group | Iterable[Group]) -> None:
-        """Acknowledge one group or several; each is atomic, even if this process dies now.
+        """Acknowledge one group or several: the trainer is done with them, and their space is free.
 
-        Without a daemon they are acknowledged when this returns. With one they are on their way to
-        it: they take effect even if this process dies now, and, as long as it lives, even if the
-        daemon does, since the next one is told. Only if both die before the daemon has read it is
-        a group delivered again, as one that was never acknowledged.
+        Each is atomic: all of its samples are acknowledged, or none, even if this process dies now.
+        Does not wait for an answer.
+
+        Without a daemon the groups are acknowledged when this returns. With one they are on their
+        way to it: they take effect even if this process dies now, and, as long as this process
+        lives, even if the daemon dies, since the next one is told. Only if both die before the
+        daemon has read it is a group delivered again, as one that was never acknowledged.
 
         Parameters
         ----------
         groups : Group or iterable of Group
-            Delivered by this consumer and still leased.
+            Delivered by this consumer and still leased. A list is fastest.
 
         Raises
         ------
         ProtocolError
             One of them is not leased any more; those before it are acknowledged.
+        TypeError
+            Something is not a Group; those before it are acknowledged.
+        DaemonUnavailableError
+            The daemon has been unreachable for CLIENT_WAIT_S (30 s). The next one is still told.
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+
+        Examples
+        --------
+        >>> groups = consumer.take(64, timeout=1.0)
+        >>> consumer.ack(groups[0])
+        >>> consumer.ack(groups[1:])
         """
         self._end("ack", groups, _core.ACKED, "acknowledged")
 
@@ -356,8 +367,8 @@ class Consumer(_core.ConsumerBase[Group]):
 
         Raises
         ------
-        ProtocolError
-            One of them is not leased any more.
+        ProtocolError, TypeError, DaemonUnavailableError, BusClosedError
+            As for `ack`; those before it are dropped.
         """
         self._end("drop", groups, _core.DROP_MALFORMED, "dropped")
 
@@ -367,9 +378,11 @@ class Consumer(_core.ConsumerBase[Group]):
         source = self._require_source()
         with source.lock:
             try:
-                if isinstance(groups, list):
-                    groups = groups[source.end_groups(self, groups, reason, state) :]
-                for group in _several(verb, groups):
+                rest = _several(verb, groups)
+                if isinstance(source, DaemonClient) and isinstance(rest, list):
+                    # One C call ends all, or stops at the group that raises below.
+                    rest = rest[source.end_groups(self, rest, reason, state) :]
+                for group in rest:
                     source.end(self._leased(source, group, verb), reason)
                     group.state = state
             finally:
@@ -378,6 +391,9 @@ class Consumer(_core.ConsumerBase[Group]):
     def give_back(self, group: Group) -> None:
         """End a lease without acknowledging; the group is the next to be delivered.
 
+        With a daemon this may wait up to TAKE_GRACE_S (1 s), for groups that were asked ahead and
+        are given back, too.
+
         Parameters
         ----------
         group : Group
@@ -385,8 +401,8 @@ class Consumer(_core.ConsumerBase[Group]):
 
         Raises
         ------
-        ProtocolError
-            It is not leased any more.
+        ProtocolError, TypeError, DaemonUnavailableError, BusClosedError
+            As for `ack`.
         """
         source = self._require_source()
         with source.lock:
@@ -394,15 +410,16 @@ class Consumer(_core.ConsumerBase[Group]):
             group.state = "given_back"
             source.flush()
 
-    def _leased(self, source: Source, group: Group, verb: str) -> Lease:
+    def _leased(self, source: Source, group: Group, verb: str) -> Any:
+        """Return the lease of a group that this Consumer holds."""
         if not isinstance(group, Group):
             raise TypeError(f"{verb}: expected a Group, got {type(group).__name__}")
         group.require_leased(verb)
-        lease: Lease = group._lease
+        lease = group._lease
         if group._consumer is not self or not source.is_leased(lease):
             raise errors.ProtocolError(
                 f"cannot {verb} group {group.instance_id!r} here, since another Consumer "
-                "delivered it"
+                "delivered it; use that one"
             )
         return lease
 
@@ -410,7 +427,20 @@ class Consumer(_core.ConsumerBase[Group]):
 
     @property
     def policy_version(self) -> int:
-        """The current policy version, as producers see it; settable."""
+        """The current policy version, as producers see it: an int, 0 or more; settable.
+
+        Reading never blocks. Setting it returns when producers see the new value; with a daemon
+        that takes a round trip, and CLIENT_WAIT_S (30 s) at most.
+
+        Raises
+        ------
+        TypeError, ValueError
+            When set: it is no int, or negative.
+        DaemonUnavailableError
+            When set: the daemon does not answer.
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+        """
         return self._require_source().policy_version
 
     @policy_version.setter
@@ -421,10 +451,19 @@ class Consumer(_core.ConsumerBase[Group]):
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now.
 
+        With a daemon this waits for its answer, CLIENT_WAIT_S (30 s) at most.
+
         Returns
         -------
         Ledger
-            As of one moment.
+            Counts of one instant; `Ledger.balanced` is True.
+
+        Raises
+        ------
+        DaemonUnavailableError
+            The daemon does not answer.
+        BusClosedError
+            The consumer is closed, or was made before a fork.
         """
         return self._require_source().stats()
 
@@ -434,7 +473,12 @@ class Consumer(_core.ConsumerBase[Group]):
         return self._closed
 
     def close(self) -> None:
-        """Leave the bus. What is not acknowledged stays in the ring for the next consumer."""
+        """Leave the bus; may be called twice.
+
+        Threads that wait in `take` get BusClosedError, iterations end. Groups that are not
+        acknowledged are delivered again, by the daemon or to the next consumer. Arrays that are
+        still referenced stay valid.
+        """
         self._closed = True
         if self._source is not None:
             self._source.close()
@@ -451,65 +495,29 @@ class Consumer(_core.ConsumerBase[Group]):
         self.close()
 
     def __reduce__(self) -> tuple[Callable[..., Consumer], tuple[Any, ...]]:
-        return _rebuild, (
-            type(self), self.name, self._policy, self._duplicate, self._label,
-            (self._rank, self._world_size, self._daemon), self._watch.options,
-        )  # fmt: skip
+        return _rebuild, (type(self), self._options, self._watch.options)
 
     def __repr__(self) -> str:
         return f"<Consumer {self.name!r}{' closed' if self._closed else ''}>"
 
 
-def _rebuild(
-    cls: type[Consumer],
-    name: str,
-    policy: StashPolicy,
-    duplicate: Any,
-    label: str | None,
-    place: tuple[int, int, bool | None],
-    stall: tuple[OnStall, float],
-) -> Consumer:
+def _rebuild(cls: type[Consumer], options: AttachOptions, stall: tuple[OnStall, float]) -> Consumer:
     self = cls.__new__(cls)
-    self.name = name
-    self._policy = policy
-    self._duplicate = duplicate
-    self._label = label
-    self._rank, self._world_size, self._daemon = place
-    self._watch = Watch(name, *stall)
+    self.name = options.name
+    self._options = options
+    self._watch = Watch(options.name, *stall)
     self._begin()
     return self
 
 
 def _several(verb: str, groups: object) -> Iterable[Group]:
     if isinstance(groups, Group):
-        return (groups,)
+        return [groups]
     if not isinstance(groups, Iterable):
         raise TypeError(
             f"{verb}: expected a Group or an iterable of Groups, got {type(groups).__name__}"
         )
     return groups
-
-
-def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False) -> dict[str, Any]:
-    """Return the stash's options by the names of Consumer; or those alone that are no default."""
-
-    def named(policy: StashPolicy, duplicate: str) -> dict[str, Any]:
-        return {
-            "group_timeout": policy.group_timeout_s,
-            "on_timeout": policy.on_timeout,
-            "max_policy_lag": policy.max_policy_lag,
-            "skip_zero_variance": policy.skip_zero_variance,
-            "duplicate": duplicate,
-            "max_stash_bytes": policy.max_stash_bytes,
-            "on_overflow": policy.on_overflow,
-            "sample_retries": policy.sample_retries,
-            "retry_timeout": policy.retry_timeout_s,
-            "on_failure": policy.on_failure,
-        }
-
-    options = named(policy, duplicate)
-    usual = named(StashPolicy(), "drop")
-    return {k: v for k, v in options.items() if not only_set or v != usual[k]}
 
 
 def _or_none(check: Callable[..., _T], name: str, value: object, *rest: object) -> _T | None:

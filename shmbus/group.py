@@ -18,23 +18,31 @@ GroupState = Literal["leased", "acknowledged", "given_back", "dropped"]
 
 
 class Group(GroupBase):
-    """All samples of one prompt, ordered by index.
+    """All samples of one prompt, ordered by index, under lease of one Consumer.
 
-    As a context manager it acknowledges on success and gives itself back on an exception.
+    It is a sequence of its trajectories. As a context manager it acknowledges on success, and gives
+    itself back after an exception; a group whose lease has ended inside the block stays as it is.
 
     Attributes
     ----------
     instance_id : str
         The prompt's key.
     epoch : int | None
-        The producers' epoch, where they gave one.
+        The producers' epoch, if they gave one.
     size : int
-        Samples in a complete group; ``len(group)`` is how many are here, which is fewer only under
-        ``on_timeout="partial"``.
+        Samples in a complete group. ``len(group)`` is how many are here: fewer only for a group
+        that was delivered under a "partial" option of the Consumer.
     state : "leased" | "acknowledged" | "given_back" | "dropped"
-        Where the lease stands.
+        Whether the group is under lease, or how its lease ended.
     trajectories : list[Trajectory]
-        The samples, ordered by index.
+        The samples, ordered by index. The list is the caller's: changing it changes no lease.
+
+    Examples
+    --------
+    >>> (group,) = consumer.take(1, timeout=None)
+    >>> with group:                                       # ack, or give back after an exception
+    ...     rewards = [t.score for t in group]
+    ...     tokens = [t["tokens"] for t in group]         # read-only views of the ring
     """
 
     __slots__ = ()
@@ -47,14 +55,18 @@ class Group(GroupBase):
         return len(self) == self.size
 
     def ack(self) -> None:
-        """Acknowledge: the group is done with, and its space goes back to the ring.
+        """Acknowledge: the trainer is done with the group, and its space returns to the ring.
 
-        All of its samples are acknowledged, or, if this process dies now, none.
+        All of its samples are acknowledged, or none, even if this process dies now. Does not wait
+        for an answer; see `Consumer.ack` for what a daemon's death means. Arrays that are still
+        referenced stay valid.
 
         Raises
         ------
         ProtocolError
             It was acknowledged, dropped or given back before.
+        DaemonUnavailableError
+            The daemon has been unreachable for CLIENT_WAIT_S (30 s).
         BusClosedError
             The consumer is closed; the next one gets the group again.
         """
@@ -65,17 +77,17 @@ class Group(GroupBase):
 
         Raises
         ------
-        ProtocolError, BusClosedError
+        ProtocolError, DaemonUnavailableError, BusClosedError
             As for `ack`.
         """
         self._consumer.give_back(self)
 
     def drop(self) -> None:
-        """End the lease and discard the group; the ledger counts it as malformed.
+        """End the lease and discard the group; the ledger counts its samples as malformed.
 
         Raises
         ------
-        ProtocolError, BusClosedError
+        ProtocolError, DaemonUnavailableError, BusClosedError
             As for `ack`.
         """
         self._consumer.drop(self)

@@ -158,7 +158,7 @@ class Producer(_core.Writer):
             raise
         if self._watch.slice_s is not None:
             # Nothing here refers to this Producer, which so ends with its last reference.
-            look = functools.partial(self._watch.look, segment, _SPACE)
+            look = functools.partial(self._watch.check, segment, _SPACE)
             self._watch_waits(look, self._watch.slice_s)
 
     def reserve(
@@ -453,7 +453,7 @@ class Producer(_core.Writer):
     async def _look(self, began: float) -> None:
         """Let the watchdog look, in a thread: a report takes longer than a loop may stand still."""
         waited_s = time.monotonic() - began
-        await asyncio.to_thread(self._watch.look, self._segment, _SPACE, waited_s)
+        await asyncio.to_thread(self._watch.check, self._segment, _SPACE, waited_s)
 
     def pressure(self) -> float:
         """How near the bus is to making producers wait: 0 for empty, 1 for full or paused.

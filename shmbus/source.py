@@ -1,68 +1,65 @@
-"""Where a Consumer's groups come from: the Collector in its own process, or a daemon's client.
+"""Where a Consumer gets its groups from: a Collector in its own process, or a daemon.
 
-A lease ends once: by `end` with a reason, or by `give_back`. What several calls of `end` did may
-leave this process with `flush` only. Whoever calls more than one of them holds `lock` meanwhile.
+`Source` says what a Consumer needs of either one. `attach` decides which of the two it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import time
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol
 
+import msgspec
+
+from shmbus import errors, limits
+from shmbus._arguments import process_label
+from shmbus.client.daemon_client import DaemonClient
+from shmbus.control.wire import DaemonUnreachable, socket_exists
 from shmbus.ledger import Ledger
+from shmbus.stash.collector import Collector
+from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
-__all__ = ["Lease", "Lock", "Source"]
+__all__ = ["AttachOptions", "Source", "attach", "stash_options"]
 
-Lock: TypeAlias = "AbstractContextManager[Any]"
-
-
-class Lease(Protocol):
-    """A group under lease, as its source knows it."""
-
-    @property
-    def key(self) -> Hashable: ...  # noqa: D102
-    @property
-    def size(self) -> int: ...  # noqa: D102
-    @property
-    def samples(self) -> list[_core.Trajectory]: ...  # noqa: D102
+#: Seconds that a new Consumer waits for the daemon of a bus that has had one: a supervisor restarts
+#: it in less.
+DAEMON_WAIT_S = 5.0
 
 
 class Source(Protocol):
-    """What Consumer asks of either."""
+    """Leases complete groups of one bus to one Consumer, and ends these leases.
+
+    Each lease ends once: by `end` with a reason, or by `give_back`. The Consumer checks first that
+    it holds the lease (`is_leased`), so a source never ends one twice. `end` may keep what it has
+    to tell other processes until `flush`. A caller holds `lock` from its first check to `flush`.
+
+    How groups are taken differs: a Collector has an `intake` that takes them in C, a daemon's
+    client has `take` and `take_step`.
+    """
 
     @property
-    def lock(self) -> Lock:
-        """What serialises it; not held while it sleeps."""
+    def lock(self) -> AbstractContextManager[Any]:
+        """Serialises all calls; it is recursive, and not held while a thread sleeps."""
 
     @property
     def segment(self) -> _core.Segment:
-        """The bus's, as this process has it mapped."""
+        """The bus, as this process has it mapped."""
 
     def require(self) -> None:
-        """Raise BusClosedError where it cannot be used in this process."""
+        """Raise BusClosedError in a child of the process that attached."""
 
     def is_leased(self, lease: Any) -> bool:
-        """Whether it gave this lease, and it has not ended."""
+        """Whether this source gave the lease, and it has not ended."""
 
     def end(self, lease: Any, reason: int) -> None:
-        """Release a leased group for a reason of the core."""
-
-    def end_groups(
-        self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
-    ) -> int:
-        """End the leases of a consumer's groups, from the first on, as far as it can in one go.
-
-        It checks each as the consumer does, and gives it its new state. What it returns is how
-        many; the rest is ended one by one.
-        """
+        """Release a leased group, for one of the reasons of the core."""
 
     def give_back(self, lease: Any) -> None:
-        """Make a leased group the next to be delivered."""
+        """End a lease without releasing: the group is the next to be delivered."""
 
     def flush(self) -> None:
-        """After the last of several calls: tell others."""
+        """Tell other processes what has ended; after the last of several calls."""
 
     @property
     def policy_version(self) -> int:
@@ -75,4 +72,115 @@ class Source(Protocol):
         """Return the ledger."""
 
     def close(self) -> None:
-        """Leave the bus; wakes who waits in `take`."""
+        """Leave the bus, and wake every thread that waits for groups."""
+
+
+class AttachOptions(msgspec.Struct, frozen=True):
+    """How a Consumer attaches; checked already. A pickled Consumer attaches again with these.
+
+    Attributes
+    ----------
+    name : str
+        The bus.
+    policy : StashPolicy
+        What happens to groups that are late, stale, useless or too many.
+    duplicate : "drop" | "error"
+        Whether a second sample of an index is also raised.
+    label : str | None
+        How other processes' messages name this one; None for its program's name.
+    rank, world_size : int
+        Which of how many trainer processes this is.
+    daemon : bool | None
+        True requires a daemon, False never asks for one, None takes one that is there.
+    """
+
+    name: str
+    policy: StashPolicy
+    duplicate: Literal["drop", "error"]
+    label: str | None
+    rank: int
+    world_size: int
+    daemon: bool | None
+
+
+def attach(options: AttachOptions) -> Collector | DaemonClient:
+    """Connect to the daemon where there is one; become the bus's collector where there is none.
+
+    A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S.
+
+    Raises
+    ------
+    BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
+        As for `Consumer`.
+    DaemonUnavailableError
+        A daemon is needed, or has left its socket, and none answers.
+    """
+    if options.daemon is False:
+        return _collector(options)
+    deadline = time.monotonic() + DAEMON_WAIT_S
+    while True:
+        try:
+            return _daemon_client(options)
+        except DaemonUnreachable as error:
+            unreachable = error
+        if not socket_exists(options.name) and options.daemon is None:
+            try:
+                return _collector(options)
+            except errors.BusBusyError as error:
+                # A daemon reads the bus a moment before it listens.
+                if "shmbus serve" not in str(error) or time.monotonic() > deadline:
+                    raise
+        if time.monotonic() > deadline:
+            raise errors.DaemonUnavailableError(
+                f"bus {options.name!r}: no daemon answers ({unreachable}); start it with `shmbus "
+                f"serve {options.name}`{_daemon_hint(options)}"
+            ) from unreachable
+        time.sleep(limits.REDIAL_INTERVAL_S)
+
+
+def _collector(options: AttachOptions) -> Collector:
+    return Collector(options.name, options.policy, options.duplicate, options.label)
+
+
+def _daemon_client(options: AttachOptions) -> DaemonClient:
+    return DaemonClient(
+        options.name,
+        stash_options(options.policy, options.duplicate, only_set=True),
+        options.label or process_label(),
+        options.rank,
+        options.world_size,
+    )
+
+
+def _daemon_hint(options: AttachOptions) -> str:
+    if options.world_size > 1:
+        return (
+            f", which rank={options.rank}, world_size={options.world_size} need: without it a bus "
+            "has one reader"
+        )
+    return "" if options.daemon else ", or read the bus in this process by daemon=False"
+
+
+def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False) -> dict[str, Any]:
+    """Return the stash's options by the names of Consumer; or only those that differ from default.
+
+    A daemon refuses a client whose options differ from its own.
+    """
+
+    def named(policy: StashPolicy, duplicate: str) -> dict[str, Any]:
+        return {
+            "group_timeout": policy.group_timeout_s,
+            "on_timeout": policy.on_timeout,
+            "max_policy_lag": policy.max_policy_lag,
+            "skip_zero_variance": policy.skip_zero_variance,
+            "duplicate": duplicate,
+            "max_stash_bytes": policy.max_stash_bytes,
+            "on_overflow": policy.on_overflow,
+            "sample_retries": policy.sample_retries,
+            "retry_timeout": policy.retry_timeout_s,
+            "on_failure": policy.on_failure,
+        }
+
+    options = named(policy, duplicate)
+    defaults = named(StashPolicy(), "drop")
+    return {k: v for k, v in options.items() if not only_set or v != defaults[k]}

@@ -213,7 +213,7 @@ class Intake:
         lock: RecursiveLock,
         kind: type[GroupBase],
         *,
-        attend: Callable[
+        on_due: Callable[
             [Intake, list[GroupEntry[Trajectory] | tuple[int, Trajectory]], int, float], bool
         ],
         lease: Callable[[int], list[GroupEntry[Trajectory]]] | None,

@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from shmbus import Bus, Producer
+from shmbus import Bus, Consumer, Producer
+from shmbus.client.daemon_client import DaemonClient
 
 # A shell that starts this in the background has it ignore Ctrl-C, and children inherit that; the
 # tests that interrupt one would wait in vain.
@@ -83,10 +84,9 @@ _bus_numbers = itertools.count()
 
 
 def segments_named(prefix: str) -> list[Path]:
-    """The files of all buses whose name begins with `prefix`, and the sockets of their daemons."""
-    return sorted(
-        [*SHM_DIR.glob(f"{SEGMENT_PREFIX}{prefix}*"), *SHM_DIR.glob(f"shmbus-{prefix}*.sock")]
-    )
+    """The files of all buses whose name begins with `prefix`: segments, sockets, companions."""
+    patterns = (f"{SEGMENT_PREFIX}{prefix}*", f"shmbus-{prefix}*.sock", f"shmbus-*.{prefix}*")
+    return sorted({path for pattern in patterns for path in SHM_DIR.glob(pattern)})
 
 
 @pytest.fixture
@@ -96,9 +96,8 @@ def bus_name() -> Iterator[str]:
     yield name
     # A test that kills a bus's owner can't remove the bus the regular way.
     for path in segments_named(name):
-        if path.name in (SEGMENT_PREFIX + name, f"shmbus-{name}.sock") or path.name.startswith(
-            f"{SEGMENT_PREFIX}{name}."
-        ):
+        bus = path.name.removeprefix("shmbus-").removesuffix(".sock")
+        if name in (bus, bus.partition(".")[2]) or path.name.startswith(f"{SEGMENT_PREFIX}{name}."):
             path.unlink(missing_ok=True)
 
 
@@ -295,6 +294,13 @@ def daemon(spawn: Spawner, bus_name: str) -> Callable[..., Daemon]:
         return Daemon(spawn, name, options)
 
     return start
+
+
+def client_of(consumer: Consumer) -> DaemonClient:
+    """Return the client of a Consumer that found a daemon: the suite's hook into their dialogue."""
+    source = consumer._source
+    assert isinstance(source, DaemonClient)
+    return source
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``shmbus inspect``: a segment laid open, for a bus that is stuck, damaged or foreign."""
+"""``shmbus inspect``: a segment record by record, for a bus that is stuck, damaged or foreign."""
 
 from __future__ import annotations
 

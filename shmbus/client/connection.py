@@ -1,13 +1,14 @@
-"""A client's link to its daemon: the connection, dialled again when it breaks, and its leases.
+"""A client's connection to its daemon: dialled again when it breaks, and shared by all threads.
 
 Invariants:
 
-- A lease is held, ended but not confirmed (`ClientLease.reason`), or forgotten. Its extents stay
-  under this client's lease locks until the daemon has confirmed its end.
-- A daemon that died is dialled again by whoever notices first: a request, or the watcher, which
-  sleeps on the connection so that a trainer in a long step notices too. All that is held, and all
-  whose end was not confirmed, is claimed before anything else is asked.
-- Nobody waits for ever on a daemon that is gone.
+- Whoever notices first that the daemon died dials again: a thread with a request, or the watcher,
+  which sleeps on the connection so that a trainer in a long step notices too. All leases, held or
+  not confirmed, are claimed from the new daemon before anything else is sent.
+- One thread at a time reads from the socket, and files each reply under its request's id; the
+  others wait for theirs.
+- A reply belongs to the connection that it was received on. A thread never gets one of another.
+- No wait for a daemon that is gone is endless: it ends after CLIENT_WAIT_S.
 """
 
 from __future__ import annotations
@@ -17,128 +18,95 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+
+import msgspec
 
 from shmbus import errors, limits
+from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
-from shmbus.segment import lifecycle
-from shmbus_ext import _core
 
-__all__ = ["Link"]
+__all__ = ["Connection"]
 
-ClientLease = _core.ClientLease
+#: Seconds that a reply may be late before the client gives up on it.
+REPLY_GRACE_S = 1.0
 
 
-class Link:
-    """Attaches to the daemon that serves a bus.
+class Connection:
+    """Attaches to the daemon that serves a bus, and stays attached.
 
     Parameters
     ----------
-    name : str
-        The bus.
-    policy : dict[str, Any]
-        Options of the stash that must be the daemon's too.
-    label : str
-        How operators see this process.
-    rank, world_size : int
-        Which of how many.
+    hello : Hello
+        Who this process is, and which options of the stash it insists on.
+    state : ClientState
+        Where requests in flight and their replies are kept; its lock guards this, too.
+    leases : Leases
+        What is claimed after a reconnect, and what confirmations are passed to.
 
     Raises
     ------
     DaemonUnreachable
-        Nobody answers; the caller knows whether to wait.
+        No daemon answers; the caller knows whether to wait.
     BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
         There is no such bus, the rank is taken, another layout or version, other options.
     """
 
-    def __init__(
-        self, name: str, policy: dict[str, Any], label: str, rank: int = 0, world_size: int = 1
-    ) -> None:
-        self.name = name
-        self.lock = threading.RLock()
-        self.next_step = 0
-        self._policy = policy
-        self._label = label
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, hello: messages.Hello, state: ClientState, leases: Leases) -> None:
+        self._hello = hello
+        self._state = state
+        self._leases = leases
+        self._lock = state.lock
         self._pid = os.getpid()
-        self._changed = threading.Condition(self.lock)
+        #: Notified when a reply was received, and when the connection is made or lost.
+        self._changed = threading.Condition(state.lock)
         self._closed = False
         self._wire: Wire | None = None
-        self._away_since_s = time.monotonic()
-        self._away_because = ""
+        self._unreachable_since_s = time.monotonic()
+        self._problem = ""
         self._daemon_pid = 0
         self._silent_since_s: float | None = None
+        #: Whether a thread reads from the socket, without the lock.
         self._reading = False
-        self._ids = 0
-        self._replies: dict[int, messages.Reply | None] = {}
-        #: Held, or ended and not confirmed, by their numbers; of the latter there are so many.
-        self._leases: dict[int, ClientLease] = {}
-        self._unconfirmed = 0
-        self._to_end: dict[int, list[int]] = {}
-        self._late: int | None = None
-        self._spare: list[ClientLease] = []
-        self._known = False
-        segment = lifecycle.open_segment(name, read_only=True)
-        self._borrower = _core.Borrower(segment)
-        self.segment = segment
-        try:
-            with self.lock:
-                self._connect()
-        except BaseException:
-            self._borrower.close()
-            raise
-        _clients.add(self)
+        with self._lock:
+            self._dial()
+        _connections.add(self)
         threading.Thread(
             target=_watch, args=(weakref.ref(self),), name="shmbus-watch", daemon=True
         ).start()
 
-    def require(self) -> None:
-        """Raise BusClosedError in a child of the process that attached."""
-        if os.getpid() != self._pid:
-            raise errors.BusClosedError(
-                f"bus {self.name!r}: this Consumer was made in another process, before a fork; "
-                "make a new one in this process"
-            )
+    @property
+    def wire(self) -> Wire | None:
+        """The socket; None while no daemon is reached."""
+        return self._wire
 
-    # -- the connection -------------------------------------------------------------------------
+    # -- connecting -----------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        """Connect, and claim what is held. The lock is held."""
-        wire = Wire(self.name)
+    def _dial(self) -> None:
+        """Connect, and claim all leases. The lock is held."""
+        wire = Wire(self._hello.bus)
         try:
-            wire.send(self._hello())
-            welcome = self._first_reply(wire)
-            if welcome.client != self._borrower.client:
-                self._borrower.set_client(welcome.client)
+            returns = self._leases.client >= 0
+            wire.send(
+                msgspec.structs.replace(
+                    self._hello, client=self._leases.client, next_step=self._state.next_step
+                )
+            )
+            welcome = self._receive_welcome(wire)
+            self._leases.set_client(welcome.client)
             self._daemon_pid = welcome.pid if welcome.pid else wire.pid
-            if self._known:
+            if returns:
                 self._claim(wire)
         except BaseException:
             wire.end()
             raise
-        self._known = True
         self._wire = wire
         self._silent_since_s = None
-        self._replies.clear()  # asked of the daemon before; whoever waits asks again
-        self._late = None
+        self._state.replies.clear()  # requests to the daemon before; their threads ask again
+        self._state.open_take = None
         self._changed.notify_all()
 
-    def _hello(self) -> messages.Hello:
-        return messages.Hello(
-            version=messages.VERSION,
-            bus=self.name,
-            created_unix_ns=self.segment.created_unix_ns,
-            pid=self._pid,
-            label=self._label,
-            rank=self._rank,
-            world_size=self._world_size,
-            policy=self._policy,
-            client=self._borrower.client if self._known else -1,
-            next_step=self.next_step,
-        )
-
-    def _first_reply(self, wire: Wire) -> messages.Welcome:
+    def _receive_welcome(self, wire: Wire) -> messages.Welcome:
         deadline = time.monotonic() + limits.HELLO_WAIT_S
         while (left := deadline - time.monotonic()) > 0:
             for reply in wire.receive(left):
@@ -147,36 +115,19 @@ class Link:
                 if isinstance(reply, messages.Welcome):
                     return reply
                 raise errors.ProtocolError(
-                    f"bus {self.name!r}: expected Welcome from the daemon (pid {wire.pid}), got "
-                    f"{type(reply).__name__}; restart what runs another shmbus"
+                    f"bus {self._hello.bus!r}: expected Welcome from the daemon (pid {wire.pid}), "
+                    f"got {type(reply).__name__}; restart the processes that run another shmbus"
                 )
         raise DaemonUnreachable(
-            f"pid {wire.pid} said nothing within {limits.HELLO_WAIT_S:g} s of a Hello"
+            f"pid {wire.pid} did not answer a Hello within {limits.HELLO_WAIT_S:g} s"
         )
 
     def _claim(self, wire: Wire) -> None:
-        """Say what is held and what was ended, and learn what became of it."""
-        tokens = dict(enumerate(self._leases.values()))
-        held = [
-            messages.Held(
-                token=token,
-                identities=_core.identities(lease.samples),
-                reason=lease.reason,
-                step=lease.step,
-            )
-            for token, lease in tokens.items()
-        ]
-        portions: list[list[messages.Held]] = [[]]
-        size = 0
-        for each in held:
-            size += len(each.identities) + 64
-            if size > limits.MAX_MESSAGE_BYTES // 2:
-                portions.append([])
-                size = len(each.identities) + 64
-            portions[-1].append(each)
-        wire.send(*(messages.Claim(groups=p, last=p is portions[-1]) for p in portions))
+        """Tell a new daemon which leases are held and which have ended, and learn their fate."""
+        tokens, claims = self._leases.claims()
+        wire.send(*claims)
         deadline = time.monotonic() + limits.RECLAIM_WAIT_S + limits.HELLO_WAIT_S
-        leases: dict[int, ClientLease] = {}
+        kept: dict[int, ClientLease] = {}
         while tokens:
             left = deadline - time.monotonic()
             replies = wire.receive(left)
@@ -186,68 +137,53 @@ class Link:
                 if isinstance(reply, messages.Refused):
                     raise refusal(reply)
                 if isinstance(reply, messages.Claimed):
-                    self._learn(reply, tokens, leases)
-        self._leases = leases
-        self._unconfirmed = 0
-        self._to_end = {}
-
-    def _learn(
-        self,
-        claimed: messages.Claimed,
-        tokens: dict[int, ClientLease],
-        leases: dict[int, ClientLease],
-    ) -> None:
-        for token, number in claimed.kept:
-            lease = tokens.pop(token)
-            lease.number = number
-            leases[number] = lease
-        over = [tokens.pop(token) for token in [*claimed.ended, *claimed.lost]]
-        for lease in over:
-            lease.lost = lease.reason == _core.LEASE_HELD
-        self._borrower.forget(over)
+                    self._leases.learn(reply, tokens, kept)
+        self._leases.reclaimed(kept)
 
     def _connected(self, deadline: float | None) -> Wire | None:
-        """Return the connection, dialled again if need be; None at the deadline."""
+        """Return the socket, dialled again if necessary; None at the deadline."""
         while True:
-            with self.lock:
+            with self._lock:
                 if self._closed:
                     raise errors.BusClosedError(
-                        f"bus {self.name!r}: this Consumer is closed; make a new one"
+                        f"bus {self._hello.bus!r}: this Consumer is closed; make a new one"
                     )
                 if self._wire is not None:
                     return self._wire
                 try:
-                    self._connect()
+                    self._dial()
                     continue
                 except DaemonUnreachable as error:
-                    self._away_because = str(error)
+                    self._problem = str(error)
             now = time.monotonic()
-            if now > self._away_since_s + limits.CLIENT_WAIT_S:
-                raise self.unavailable(now - self._away_since_s)
+            if now > self._unreachable_since_s + limits.CLIENT_WAIT_S:
+                raise self.unavailable(now - self._unreachable_since_s)
             if deadline is not None and now >= deadline:
                 return None
             time.sleep(limits.REDIAL_INTERVAL_S)
 
     def unavailable(self, waited_s: float) -> errors.DaemonUnavailableError:
-        """Say since when, and what to do."""
+        """Return the error that says for how long the daemon was missed, and what to do."""
         return errors.DaemonUnavailableError(
-            f"bus {self.name!r}: its daemon (last pid {self._daemon_pid}) has not answered for "
-            f"{waited_s:.3g} s ({self._away_because or 'it is silent'}); start it again with "
-            f"`shmbus serve {self.name}`: nothing is lost, and what is leased here stays leased"
+            f"bus {self._hello.bus!r}: its daemon (last pid {self._daemon_pid}) has not answered "
+            f"for {waited_s:.3g} s ({self._problem or 'it is silent'}); start it again with "
+            f"`shmbus serve {self._hello.bus}`: nothing is lost, and what is leased here stays "
+            "leased"
         )
 
-    def _broken(self, wire: Wire, because: object) -> None:
-        with self.lock:
+    def _lose(self, wire: Wire, because: object) -> None:
+        """Give up a socket that broke; another thread may have replaced it already."""
+        with self._lock:
             if self._wire is wire:
                 self._wire = None
-                self._away_since_s = time.monotonic()
-                self._away_because = str(because)
+                self._unreachable_since_s = time.monotonic()
+                self._problem = str(because)
                 self._changed.notify_all()
         wire.end()
 
     # -- requests -------------------------------------------------------------------------------
 
-    def _ask(
+    def request(
         self,
         make: Callable[[int], messages.Request],
         deadline: float | None,
@@ -255,33 +191,55 @@ class Link:
         *,
         takes: bool,
     ) -> tuple[messages.Reply, Wire] | None:
-        """Send a request and wait for its reply; None where the daemon is away or silent.
+        """Send a request and wait for its reply, across reconnects.
 
-        A reply to one that takes groups is not given up: the next that takes waits for it instead.
-        It comes with its connection: numbers of leases mean nothing on another.
+        Parameters
+        ----------
+        make : callable
+            Makes the request, given its id.
+        deadline : float | None
+            Until when an unreachable daemon is dialled; on the monotonic clock.
+        patience_s : float
+            Seconds to wait for the reply.
+        takes : bool
+            Whether it asks for groups. If its reply is late, the next such request waits for that
+            reply instead of asking again, so that no group is leased to nobody.
+
+        Returns
+        -------
+        tuple[Reply, Wire] or None
+            The reply and its socket: numbers of leases mean nothing on another. None where the
+            daemon is unreachable or silent.
+
+        Raises
+        ------
+        DaemonUnavailableError
+            It has been unreachable or silent for CLIENT_WAIT_S.
+        BusClosedError
+            This connection was closed.
         """
+        state = self._state
         while True:
             wire = self._connected(deadline)
             if wire is None:
                 return None
-            with self.lock:
+            with self._lock:
                 if wire is not self._wire:
                     continue
                 id_ = None
                 if takes:
-                    id_, self._late = self._late, None
+                    id_, state.open_take = state.open_take, None
                 if id_ is None:
-                    id_ = self._ids = self._ids + 1
-                    self._replies[id_] = None
+                    id_ = state.new_request()
                     try:
                         wire.send(make(id_))
                     except DaemonUnreachable as error:
-                        self._broken(wire, error)
+                        self._lose(wire, error)
                         continue
             try:
                 reply = self._await(wire, id_, time.monotonic() + patience_s)
             except DaemonUnreachable as error:
-                self._broken(wire, error)
+                self._lose(wire, error)
                 continue
             if reply is None:
                 self._note_silence(id_, takes)
@@ -290,25 +248,64 @@ class Link:
                 raise refusal(reply)
             return reply, wire
 
+    def late_reply(self, wire: Wire, id_: int, patience_s: float) -> messages.Reply | None:
+        """Wait for the reply to a request that this socket has sent; None if it does not come."""
+        try:
+            return self._await(wire, id_, time.monotonic() + patience_s)
+        except DaemonUnreachable as error:
+            self._lose(wire, error)
+            return None
+
+    def send(self, *requests: messages.Request) -> None:
+        """Send what has no reply of its own. Without a daemon this is a no-op: the claim tells it.
+
+        Raises
+        ------
+        DaemonUnavailableError
+            The daemon has been unreachable for CLIENT_WAIT_S.
+        """
+        wire = self._wire
+        if wire is None:
+            if time.monotonic() > self._unreachable_since_s + limits.CLIENT_WAIT_S:
+                raise self.unavailable(time.monotonic() - self._unreachable_since_s)
+            return
+        try:
+            wire.send(*requests)
+        except DaemonUnreachable as error:
+            self._lose(wire, error)
+
+    def receive_pending(self) -> None:
+        """File the replies that have arrived, without waiting. The lock is held."""
+        wire = self._wire
+        if wire is None or self._reading:
+            return
+        try:
+            while replies := wire.receive(0.0):
+                for reply in replies:
+                    self._file(reply)
+        except DaemonUnreachable as error:
+            self._lose(wire, error)
+
     def _note_silence(self, id_: int, takes: bool) -> None:
         now = time.monotonic()
-        with self.lock:
+        with self._lock:
             if takes:
-                self._late = id_
+                self._state.open_take = id_
             else:
-                self._replies.pop(id_, None)
+                self._state.replies.pop(id_, None)
             if self._silent_since_s is None:
                 self._silent_since_s = now
             elif now > self._silent_since_s + limits.CLIENT_WAIT_S:
                 raise self.unavailable(now - self._silent_since_s)
 
     def _await(self, wire: Wire, id_: int, until: float) -> messages.Reply | None:
-        """One thread reads for all; the others wait for it."""
+        """Wait for one reply: read for all threads, or wait for the thread that reads."""
+        replies = self._state.replies
         while True:
-            with self.lock:
-                self._require_wire(wire)
-                if self._replies.get(id_) is not None:
-                    return self._replies.pop(id_)
+            with self._lock:
+                self._require_current(wire)
+                if replies.get(id_) is not None:
+                    return replies.pop(id_)
                 left = until - time.monotonic()
                 if left <= 0:
                     return None
@@ -317,55 +314,49 @@ class Link:
                     continue
                 self._reading = True
             try:
-                replies = wire.receive(left)
-                with self.lock:
-                    # The watcher may have dialled the next daemon since.
-                    self._require_wire(wire)
-                    for reply in replies:
-                        self._receive(reply)
+                received = wire.receive(left)
+                with self._lock:
+                    # The watcher may have reached the next daemon in between.
+                    self._require_current(wire)
+                    for reply in received:
+                        self._file(reply)
             finally:
-                with self.lock:
+                with self._lock:
                     self._reading = False
                     self._changed.notify_all()
 
-    def _require_wire(self, wire: Wire) -> None:
+    def _require_current(self, wire: Wire) -> None:
         if self._closed or wire is not self._wire:
             raise DaemonUnreachable("the connection was given up")
 
-    def _receive(self, reply: messages.Reply) -> None:
+    def _file(self, reply: messages.Reply) -> None:
+        """Keep a reply for the thread that waits for it, or pass on a confirmation."""
         self._silent_since_s = None
         if isinstance(reply, messages.Ended):
-            self._confirmed([*reply.numbers, *reply.unknown])
+            self._leases.confirmed([*reply.numbers, *reply.unknown])
             return
         id_ = getattr(reply, "id", -1)
-        if id_ in self._replies:
-            self._replies[id_] = reply
+        if id_ in self._state.replies:
+            self._state.replies[id_] = reply
         elif isinstance(reply, messages.Refused):
             raise refusal(reply)
 
-    def _confirmed(self, numbers: list[int]) -> None:
-        # What was given back is confirmed, too, and not known here any more.
-        leases = [lease for n in numbers if (lease := self._leases.get(n))]
-        over = [lease for lease in leases if lease.reason != _core.LEASE_HELD]
-        for lease in over:
-            del self._leases[lease.number]
-        self._unconfirmed -= len(over)
-        self._borrower.forget(over)
+    # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave. What is not ended is the next to be delivered; arrays that are out stay valid."""
+        """Say Bye, drop all leases, and wake every thread that waits here."""
         if os.getpid() != self._pid or self._closed:
             return
-        with self.lock:
+        with self._lock:
             self._closed = True
             wire, self._wire = self._wire, None
             try:
                 if wire is not None:
                     wire.send(messages.Bye())
             except DaemonUnreachable:
-                pass  # the daemon is gone; the next one finds no lock of ours
+                pass  # the next daemon finds no lock of this client
             finally:
-                self._borrower.close()
+                self._leases.close()
                 self._changed.notify_all()
                 if wire is not None:
                     wire.end()
@@ -381,38 +372,38 @@ class Link:
             self._wire = None
 
 
-_clients: weakref.WeakSet[Link] = weakref.WeakSet()
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
     # A copy of the descriptor would keep the connection open after the parent has died.
-    for client in list(_clients):
-        client._forget()
+    for connection in list(_connections):
+        connection._forget()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _watch(reference: weakref.ref[Link]) -> None:
-    """Notice that the daemon is gone while nobody asks it for anything, and dial it again."""
+def _watch(reference: weakref.ref[Connection]) -> None:
+    """Notice the daemon's death while no thread has a request, and dial again."""
     while True:
-        client = reference()
-        if client is None or client._closed:
+        connection = reference()
+        if connection is None or connection._closed:
             return
-        wire = client._wire
+        wire = connection._wire
         if wire is None:
             try:
-                client._connected(time.monotonic() + limits.TAKE_GRACE_S)
+                connection._connected(time.monotonic() + REPLY_GRACE_S)
             except errors.BusClosedError:
                 return
             except (errors.ShmbusError, OSError, ValueError) as error:
-                # Whoever asks next is told; until then it may come back.
-                client._away_because = str(error)
-                time.sleep(limits.TAKE_GRACE_S)
+                # The next request raises it; until then the daemon may return.
+                connection._problem = str(error)
+                time.sleep(REPLY_GRACE_S)
             continue
-        del client
+        del connection
         wire.await_end()
-        client = reference()
-        if client is not None:
-            client._broken(wire, "it closed the connection")
-        del client, wire
+        connection = reference()
+        if connection is not None:
+            connection._lose(wire, "it closed the connection")
+        del connection, wire

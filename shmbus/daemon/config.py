@@ -1,7 +1,7 @@
-"""Settings of ``shmbus serve``: flags before environment before TOML, one name each.
+"""Settings of ``shmbus serve``: flags override the environment, which overrides a TOML file.
 
-``--group-timeout 60`` is ``SHMBUS_GROUP_TIMEOUT=60`` is ``group_timeout = 60``. A name in the file
-that is no setting is an error, and so is a value of the wrong type wherever it comes from.
+``--group-timeout 60``, ``SHMBUS_GROUP_TIMEOUT=60`` and ``group_timeout = 60`` mean the same. An
+unknown name in the file is an error, and so is a value of the wrong type from any source.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from shmbus_ext import _core
 
 __all__ = ["ConfigError", "Settings", "add_arguments", "load"]
 
+#: Seconds that leases have to end after SIGTERM: an optimizer step, and less than systemd's 90.
+_DRAIN_TIMEOUT_S = 30.0
+
 
 class ConfigError(ValueError):
-    """A setting is wrong; the message says where it comes from and what is expected."""
+    """A setting is wrong; the message names its source and what is expected."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``shmbus serve`` can be told, by the names of the file.
+    """The settings of ``shmbus serve``, by the names of the file.
 
     Attributes
     ----------
     capacity : str | int
-        Bytes for records of a bus that does not exist yet.
+        Bytes for records, if the bus is created.
     max_producers : int
-        Producers at once, of a bus that does not exist yet.
+        Producers attached at once, if the bus is created.
     group_timeout, on_timeout, max_policy_lag, skip_zero_variance, duplicate, max_stash_bytes,
     on_overflow, sample_retries, retry_timeout, on_failure
         As for `shmbus.Consumer`.
     drain_timeout : float
-        Seconds that leased groups have to be acknowledged after SIGTERM.
+        Seconds after SIGTERM in which leased groups can still be acknowledged.
     unlink_on_exit : bool
-        Remove the bus at an orderly end.
+        Remove the bus at a clean exit.
     restore : str | None
-        A snapshot that the bus is made of, if there is no bus and it was not restored before.
+        A snapshot to create the bus from, if it does not exist and was not restored before.
     metrics_port : int | None
-        Where to serve Prometheus metrics; None for nowhere, 0 for any free port.
+        Port of the Prometheus metrics; None for no metrics, 0 for any free port.
     metrics_host : str
-        At which address; loopback unless told.
+        Their address; loopback by default.
     log_format : "json" | "text"
     log_level : "debug" | "info" | "warning" | "error"
     """
@@ -63,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sample_retries: int = 0
     retry_timeout: float = limits.RETRY_TIMEOUT_S
     on_failure: Literal["drop", "partial"] = "drop"
-    drain_timeout: float = limits.DRAIN_TIMEOUT_S
+    drain_timeout: float = _DRAIN_TIMEOUT_S
     unlink_on_exit: bool = False
     restore: str | None = None
     metrics_port: int | None = None
@@ -72,12 +75,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
-        """Bounds that the types do not say."""
+        """Check the bounds that types do not express."""
         for name in self.__struct_fields__:
             _check_bounds(name, getattr(self, name))
 
     def policy(self) -> StashPolicy:
-        """Return the stash's part."""
+        """Return the settings of the stash."""
         size = self.max_stash_bytes
         return StashPolicy(
             group_timeout_s=self.group_timeout,
@@ -96,27 +99,27 @@ _HELP = {
     "capacity": "bytes for records, if the bus is created",
     "max_producers": "producers attached at once, if the bus is created",
     "group_timeout": "seconds that a group may stay incomplete",
-    "on_timeout": "what becomes of it then: wait, drop or partial",
+    "on_timeout": "what happens to it then: wait, drop or partial",
     "max_policy_lag": "versions that a group's oldest sample may be behind",
     "skip_zero_variance": "drop complete groups whose scores are all equal",
     "duplicate": "a second sample of an index: drop, or also error",
-    "max_stash_bytes": "ring bytes that incomplete groups may hold",
-    "on_overflow": "what becomes of the oldest above that: wait, drop or partial",
-    "sample_retries": "how often a sample that failed is asked for again",
-    "retry_timeout": "seconds for an answer to that",
-    "on_failure": "what becomes of a group of which a sample failed for good: drop or partial",
+    "max_stash_bytes": "ring bytes that incomplete groups may occupy",
+    "on_overflow": "what happens to the oldest above that: wait, drop or partial",
+    "sample_retries": "how often a failed sample is requested again",
+    "retry_timeout": "seconds for an answer to such a request",
+    "on_failure": "what happens to a group with a sample that failed for good: drop or partial",
     "drain_timeout": "seconds that leased groups have to end after SIGTERM",
-    "unlink_on_exit": "remove the bus at an orderly end",
-    "restore": "a snapshot to make the bus of, if there is none yet",
+    "unlink_on_exit": "remove the bus at a clean exit",
+    "restore": "a snapshot to create the bus from, if there is none yet",
     "metrics_port": "serve Prometheus metrics and /healthz at this port, such as 9464",
-    "metrics_host": "the address for that",
+    "metrics_host": "the address of that port",
     "log_format": "json or text",
     "log_level": "debug, info, warning or error",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag a setting; each is None unless it was given."""
+    """Add a flag for each setting; its value is None unless it was given."""
     for field in msgspec.structs.fields(Settings):
         flag = "--" + field.name.replace("_", "-")
         text = _HELP[field.name]
@@ -149,7 +152,7 @@ def _check_bounds(name: str, value: Any) -> None:
 
 
 def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-    """Check each value's type; what comes as text is converted."""
+    """Check the type of each value; text from flags and environment is converted."""
     types = {field.name: field.type for field in msgspec.structs.fields(Settings)}
     found = {}
     for name, value in values.items():

@@ -2,11 +2,12 @@
 
 Invariants:
 
-- A client that is malformed, silent, slow or too eager costs its own connection, and nobody else
-  anything: what it sends is bounded by a frame, what it does not read by MAX_UNSENT_BYTES.
-- Nothing is read from a client that does not read what it was sent, nor for a moment from one that
-  has just said something and still has plenty in hand.
-- What a client said before it was gone is done before its session ends, unless it broke a rule.
+- A client that is malformed, silent, slow or too eager loses its own connection and disturbs no
+  other: its input is bounded by a frame, its unread replies by MAX_UNSENT_BYTES.
+- A client that does not read its replies is not read from. One that has just sent something and
+  still holds many groups is not read from for LISTEN_REST_S.
+- Requests that a client sent before it died are handled before its session ends, unless it broke
+  the protocol.
 """
 
 from __future__ import annotations
@@ -27,6 +28,14 @@ from shmbus.daemon.service import Service
 __all__ = ["Connection"]
 
 logger = logging.getLogger(__name__)
+
+#: Bytes queued for a client that does not read; above this its connection is closed.
+_MAX_UNSENT_BYTES = 8 << 20
+#: Seconds that the daemon does not read from a client that has just spoken and holds many groups:
+#: its acknowledgements accumulate, and it does not need more groups sooner.
+_LISTEN_REST_S = 0.001
+#: Groups that count as many in this sense.
+_PLENTY_GROUPS = 16
 
 
 class Host(Protocol):
@@ -50,8 +59,10 @@ class Connection(asyncio.Protocol):
         self._session: Session | None = None
         self._left_orderly = False
         self._refused = False
+        #: Whether it does not read its replies.
         self._choked = False
-        self._resting = False
+        #: Whether its acknowledgements gather for a moment.
+        self._paused = False
         self._fd = -1
         self._inode = 0
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -60,7 +71,7 @@ class Connection(asyncio.Protocol):
     # -- asyncio.Protocol -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Check who it is; it has HELLO_WAIT_S for its Hello."""
+        """Check the peer's user, and wait HELLO_WAIT_S for its Hello."""
         self._transport = cast(asyncio.Transport, transport)
         connection = cast(socket.socket, transport.get_extra_info("socket"))
         self._fd = connection.fileno()
@@ -76,12 +87,12 @@ class Connection(asyncio.Protocol):
         if len(self._server.connections) > 2 * limits.MAX_CLIENTS:
             self.refuse("busy", f"bus {name!r}: too many connections; close some")
             return
-        self._transport.set_write_buffer_limits(high=limits.MAX_UNSENT_BYTES // 2)
+        self._transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES // 2)
         loop = asyncio.get_running_loop()
-        self._hello_timer = loop.call_later(limits.HELLO_WAIT_S, self._say_hello_or_go)
+        self._hello_timer = loop.call_later(limits.HELLO_WAIT_S, self._require_hello)
 
     def data_received(self, data: bytes) -> None:
-        """Do what it asks; what is no request ends the connection with a reason."""
+        """Handle requests; anything else is refused with a reason, and ends the connection."""
         try:
             for body in self._frames.feed(data):
                 if self._transport is None or self._transport.is_closing():
@@ -90,41 +101,42 @@ class Connection(asyncio.Protocol):
         except errors.ProtocolError as error:
             self.refuse("protocol", str(error))
         self._server.changed()
-        self._rest()
+        self._pause_reading()
 
-    def _rest(self) -> None:
-        """Let what a busy client says gather, so that not each acknowledgement is a wake-up."""
-        if self._session is not None and len(self._session.leases) >= limits.PLENTY_GROUPS:
-            self._resting = True
-            self._read_or_not()
-            asyncio.get_running_loop().call_later(limits.LISTEN_REST_S, self._end_rest)
+    def _pause_reading(self) -> None:
+        """Let the requests of a busy client gather: one wake-up for many acknowledgements."""
+        if self._session is not None and len(self._session.leases) >= _PLENTY_GROUPS:
+            self._paused = True
+            self._update_reading()
+            asyncio.get_running_loop().call_later(_LISTEN_REST_S, self._end_pause)
 
-    def _end_rest(self) -> None:
-        self._resting = False
-        self._read_or_not()
+    def _end_pause(self) -> None:
+        self._paused = False
+        self._update_reading()
 
     def pause_writing(self) -> None:
-        """Stop reading from one that does not read."""
+        """Stop reading from a client that does not read its replies."""
         self._choked = True
-        self._read_or_not()
+        self._update_reading()
 
     def resume_writing(self) -> None:
-        """Go on with one that reads again."""
+        """Read again from a client that reads its replies."""
+        #: Whether it does not read its replies.
         self._choked = False
-        self._read_or_not()
+        self._update_reading()
 
-    def _read_or_not(self) -> None:
+    def _update_reading(self) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        if self._choked or self._resting:
+        if self._choked or self._paused:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Let the service know: what it held is for others."""
+        """End the session: its groups are delivered to others, or in doubt."""
         if self._session is not None and not self._left_orderly and not self._refused:
-            self._hear_out()
+            self._handle_unread()
         self._transport = None
         self._server.connections.discard(self)
         self._cancel_timer()
@@ -140,11 +152,11 @@ class Connection(asyncio.Protocol):
             )
         self._server.changed()
 
-    def _hear_out(self) -> None:
-        """Read what is left: an answer that could not be written ends the transport before that.
+    def _handle_unread(self) -> None:
+        """Handle what the socket still holds: after a failed write the transport reads no more.
 
-        The transport closes its descriptor after `connection_lost`; the inode makes sure of it. No
-        more than a socket holds, since one that only stopped reading may go on for ever.
+        The transport closes its descriptor after `connection_lost`; the inode makes sure that this
+        is still it. At most one frame's bytes are read, since a client may write without end.
         """
         with contextlib.suppress(OSError, errors.ProtocolError):
             left = limits.MAX_MESSAGE_BYTES
@@ -199,18 +211,18 @@ class Connection(asyncio.Protocol):
         )  # fmt: skip
 
     def send(self, reply: messages.Reply) -> None:
-        """Queue a reply; a client that lets them pile up is closed."""
+        """Queue a reply; the connection of a client that does not read them is closed."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         transport.write(messages.frame(reply))
-        if transport.get_write_buffer_size() > limits.MAX_UNSENT_BYTES:
+        if transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
             logger.warning("closed a client that does not read", extra={"pid": self._peer_pid})
             self._refused = True
             transport.abort()
 
     def refuse(self, kind: str, message: str) -> None:
-        """Say why, and close."""
+        """Send the reason, and close."""
         self._refused = True
         logger.warning("refused a client: %s", message, extra={"pid": self._peer_pid})
         self.send(messages.Refused(kind=kind, message=message))  # type: ignore[arg-type]
@@ -218,11 +230,11 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def close(self) -> None:
-        """End it, after what is queued."""
+        """Close, after all queued replies were written."""
         if self._transport is not None:
             self._transport.close()
 
-    def _say_hello_or_go(self) -> None:
+    def _require_hello(self) -> None:
         if self._session is None:
             self.refuse("protocol", f"no Hello within {limits.HELLO_WAIT_S:g} s")
 
@@ -233,5 +245,5 @@ class Connection(asyncio.Protocol):
 
 
 def _level(session: Session) -> int:
-    """`status` and `top` come once a second, which is no news."""
+    """Return the level to log a client at; `top` attaches once a second."""
     return logging.DEBUG if session.observer else logging.INFO

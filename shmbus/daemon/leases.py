@@ -1,10 +1,10 @@
-"""Leases as the daemon knows them: who holds which group, and where a group goes when it ends.
+"""Leases as the daemon knows them: which client holds which group, and how a lease ends.
 
 Invariants:
 
-- A group that the stash leased is in exactly one Lease, and a Lease is in exactly one place: a
-  session, in doubt, a step of the ranks, or back.
-- A group ends once, in the collector, whichever way.
+- A group that the stash leased is in exactly one Lease. A Lease is in exactly one place: a session,
+  `InDoubt`, the steps of the ranks, or `LeaseTable.returned`.
+- A lease ends once: its group is released by the collector, or is the next to be delivered.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 from shmbus import limits
 from shmbus.control import messages
+from shmbus.inspect.types import LeaseStatus
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
@@ -27,20 +28,33 @@ _IDENTITY_BYTES = 16
 
 
 def split_identities(packed: bytes) -> list[bytes]:
-    """(producer_id, sequence) of each trajectory, 16 bytes each."""
+    """Return the identity of each trajectory: producer_id and sequence, in 16 bytes."""
     return [packed[at : at + _IDENTITY_BYTES] for at in range(0, len(packed), _IDENTITY_BYTES)]
 
 
 def extents_of(samples: list[Trajectory]) -> list[int]:
-    """Return the extent that each record begins in: where its client has a lock."""
+    """Return the extent that each record begins in; its client holds a lease lock on it."""
     return [place[0] for place in _PLACE.iter_unpack(_core.places(samples))]
 
 
 class Lease:
-    """One group on its way through the daemon. `group` is None for one that was claimed.
+    """One group on its way through the daemon.
 
-    A claimed group was never in this daemon's stash: its trajectories were told by their identity
-    while the ring was read.
+    Attributes
+    ----------
+    number : int
+        By which its client names it; a new one each time that the group is leased.
+    group : GroupEntry | None
+        Its entry in the stash. None for a claimed group, which never was in this daemon's stash:
+        its trajectories were recognised by their identity while the ring was read.
+    samples : list[Trajectory]
+        The trajectories, by index.
+    size : int
+        Samples of the complete group.
+    step, rank : int
+        The step and the rank that it belongs to; -1 without ranks.
+    born_s : float
+        Since when it is leased; on the monotonic clock.
     """
 
     __slots__ = ("born_s", "group", "number", "rank", "samples", "size", "step")
@@ -61,14 +75,24 @@ class Lease:
         self.born_s = time.monotonic()
 
     def granted(self) -> messages.Granted:
-        """Say what its client needs to know."""
+        """Return what its client is told."""
         return messages.Granted(
             number=self.number, size=self.size, places=_core.places(self.samples)
         )
 
 
 class Session:
-    """One client that said Hello. `send` is given a reply, and never blocks."""
+    """One client that was admitted.
+
+    Parameters
+    ----------
+    client : int
+        Its number: of its lease locks, and in its claims after a reconnect.
+    hello : Hello
+        What it said of itself.
+    send : callable
+        Queues a reply; never blocks.
+    """
 
     def __init__(
         self, client: int, hello: messages.Hello, send: Callable[[messages.Reply], None]
@@ -83,32 +107,33 @@ class Session:
         self._ended: list[int] = []
         self._unknown: list[int] = []
         self.leases: dict[int, Lease] = {}
-        #: Whether it has said all that it holds from an earlier connection.
+        #: Whether it has claimed all that it holds from an earlier connection.
         self.settled = hello.client < 0
+        #: Its requests that wait for groups.
         self.waiting = 0
 
     def send(self, reply: messages.Reply) -> None:
-        """Send a reply, after the confirmations that have gathered."""
+        """Send a reply, after the confirmations that were held back."""
         self.confirm()
         self._send(reply)
 
     def note_ended(self, ended: list[int], unknown: list[int]) -> None:
-        """Have ended leases confirmed soon: with the next reply, or when they are many."""
+        """Confirm ended leases later: with the next reply, or when there are many."""
         self._ended += ended
         self._unknown += unknown
         if len(self._ended) + len(self._unknown) >= limits.UNCONFIRMED // 2:
             self.confirm()
 
     def confirm(self) -> None:
-        """Confirm now what has ended."""
+        """Send the confirmations that were held back."""
         if self._ended or self._unknown:
             self._send(messages.Ended(numbers=self._ended, unknown=self._unknown))
             self._ended, self._unknown = [], []
 
-    def status(self) -> messages.ClientStatus:
-        """For operators."""
+    def status(self) -> LeaseStatus:
+        """Return what a status says of this client."""
         now = time.monotonic()
-        return messages.ClientStatus(
+        return LeaseStatus(
             client=self.client,
             pid=self.pid,
             label=self.label,
@@ -129,18 +154,18 @@ class LeaseTable:
         self._numbers = 0
         #: Claimed groups that were given back: the stash never knew them.
         self.returned: deque[Lease] = deque()
-        #: Trajectories of claimed groups that are out or in doubt.
+        #: Trajectories of claimed groups that are leased or in doubt.
         self.claimed_records = 0
 
     def take(self, max_groups: int, max_trajectories: int) -> list[Lease]:
-        """Lease groups, oldest first; more than one only within the bound on trajectories."""
+        """Lease groups, oldest first; at least one, whatever the bound on trajectories."""
         leases: list[Lease] = []
         total = 0
         while self.returned and len(leases) < max_groups:
             lease = self.returned.popleft()
             self.claimed_records += len(lease.samples)
             total += len(lease.samples)
-            leases.append(self._anew(lease))
+            leases.append(self._lease_again(lease))
         if len(leases) == max_groups:
             return leases
         groups = self._collector.lease(max_groups - len(leases))
@@ -160,12 +185,12 @@ class LeaseTable:
         return Lease(self._numbers, group, samples, group.size)
 
     def claimed(self, samples: list[Trajectory]) -> Lease:
-        """Give a number to a group that a client holds from an earlier daemon."""
+        """Give a number to a group that a client holds from the previous daemon."""
         self._numbers += 1
         self.claimed_records += len(samples)
         return Lease(self._numbers, None, samples, samples[0].group_size)
 
-    def _anew(self, lease: Lease) -> Lease:
+    def _lease_again(self, lease: Lease) -> Lease:
         self._numbers += 1
         lease.number = self._numbers
         lease.born_s = time.monotonic()
@@ -191,5 +216,5 @@ class LeaseTable:
 
     @property
     def returned_records(self) -> int:
-        """Trajectories of claimed groups that nobody has."""
+        """Trajectories of claimed groups that no client holds."""
         return sum(len(lease.samples) for lease in self.returned)

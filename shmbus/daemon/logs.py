@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 __all__ = ["set_up"]
 
-_USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+#: Attributes that every record has; the others are what `extra` added.
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    return {key: value for key, value in record.__dict__.items() if key not in _USUAL}
+    return {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
 
 
 class _Json(logging.Formatter):
@@ -37,14 +38,15 @@ class _Text(logging.Formatter):
 
 
 def set_up(form: Literal["json", "text"], level: str) -> None:
-    """Send the records of ``shmbus`` to stderr.
+    """Write the records of the logger ``shmbus`` to stderr.
 
     Parameters
     ----------
     form : "json" | "text"
-        One object a line with time, level, logger, message and what goes with it; or plain text.
+        One object a line with time, level, logger, message and the fields of `extra`; or plain
+        text.
     level : str
-        As logging names them: "info", "warning", ...
+        The least level that is written: "info", "warning", ...
     """
     handler = logging.StreamHandler()
     handler.setFormatter(

@@ -2,11 +2,11 @@
 
 Invariants:
 
-- A scrape reads the ledger when it comes; nothing is counted twice or kept in between.
+- Each scrape reads the bus; nothing is cached or counted here.
 - Cardinality is bounded: labels are states, reasons and producer slots, the latter up to
-  `METRICS_PRODUCERS`; no pid, no label, no instance id ever becomes a label.
-- The server answers two paths to readers only, in threads of its own; a slow or silent client
-  costs one of them for a few seconds.
+  `METRICS_PRODUCERS`; no pid, process label or instance id becomes a label.
+- The server answers GET and HEAD of two paths, in threads of its own. A slow or silent client
+  occupies one of them for METRICS_REQUEST_S at most.
 """
 
 from __future__ import annotations
@@ -31,14 +31,25 @@ from prometheus_client.registry import Collector
 
 from shmbus import errors, limits
 from shmbus._version import VERSION
-from shmbus.inspect.status import BusStatus, read_status
+from shmbus.inspect.status import read_status
+from shmbus.inspect.types import BusStatus
 from shmbus.ledger import REASONS
 
 __all__ = ["BusCollector", "MetricsServer", "health"]
 
+#: Producer slots with a label of their own; the others share one, so that thousands of producers do
+#: not make thousands of time series.
+MAX_SLOTS_LABELLED = 64
+#: Seconds that a client of the metrics server may be silent.
+_REQUEST_S = 5.0
+#: Metrics requests that are served at once; further ones are refused.
+MAX_THREADS = 8
+#: Seconds within which the metrics server notices that it was told to stop.
+_POLL_S = 0.5
+
 
 class BusCollector(Collector):
-    """What a scrape of one bus yields.
+    """Collects the metrics of one bus at each scrape.
 
     Parameters
     ----------
@@ -50,12 +61,14 @@ class BusCollector(Collector):
         self._name = name
 
     def describe(self) -> list[Metric]:
-        """Promise nothing, so that registering does not look at a bus that may not be there yet."""
+        """Declare nothing, so that registering does not read a bus that may not exist yet."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Read the bus, and yield its metrics; of one that cannot be read, only that it is down."""
-        up = GaugeMetricFamily("shmbus_up", "1 while the bus can be read, else 0.", labels=["bus"])
+        """Read the bus and yield its metrics; only ``shmbus_up 0`` if it cannot be read."""
+        up = GaugeMetricFamily(
+            "shmbus_up", "Whether the bus can be read (1) or not (0).", labels=["bus"]
+        )
         try:
             status = read_status(self._name, walk=False)
         except (errors.ShmbusError, OSError):
@@ -91,21 +104,23 @@ def _gauges(
 def _ledger(status: BusStatus) -> Iterator[Metric]:
     ledger = status.ledger
     for name, text, value in (
-        ("shmbus_committed", "Trajectories that producers have committed.", ledger.committed),
-        ("shmbus_acknowledged", "Trajectories that trainers acknowledged.", ledger.acknowledged),
+        ("shmbus_committed", "Trajectories committed by producers.", ledger.committed),
+        ("shmbus_acknowledged", "Trajectories acknowledged by trainers.", ledger.acknowledged),
     ):
         counter = CounterMetricFamily(name, text, labels=["bus"])
         counter.add_metric([status.name], value)
         yield counter
     dropped = CounterMetricFamily(
-        "shmbus_dropped", "Trajectories that left otherwise, by reason.", labels=["bus", "reason"]
+        "shmbus_dropped",
+        "Trajectories dropped, by reason.",
+        labels=["bus", "reason"],
     )
     for reason in REASONS[1:]:
         dropped.add_metric([status.name, reason], ledger.dropped.get(reason, 0))
     yield dropped
     yield _gauges(
         "shmbus_trajectories",
-        "Undelivered and unacknowledged trajectories, by where they are.",
+        "Trajectories not yet acknowledged or dropped, by state.",
         status,
         "state",
         {"leased": ledger.leased, "stashed": ledger.stashed, "in_ring": ledger.in_ring},
@@ -114,14 +129,14 @@ def _ledger(status: BusStatus) -> Iterator[Metric]:
 
 def _failures(status: BusStatus) -> Iterator[Metric]:
     counter = CounterMetricFamily(
-        "shmbus_groups_given_up", "Groups of which a sample failed for good.", labels=["bus"]
+        "shmbus_groups_given_up", "Groups with a sample that failed permanently.", labels=["bus"]
     )
     counter.add_metric([status.name], status.groups_given_up)
     yield counter
     taken = sum(wanted.taken_by is not None for wanted in status.wanted)
     yield _gauges(
         "shmbus_wanted_samples",
-        "Samples that are asked for again, by whether a producer has taken them.",
+        "Open retry requests for failed samples, by state.",
         status,
         "state",
         {"taken": taken, "open": len(status.wanted) - taken},
@@ -131,11 +146,11 @@ def _failures(status: BusStatus) -> Iterator[Metric]:
 def _space(status: BusStatus) -> Iterator[Metric]:
     used = status.capacity - status.free
     for name, text, value in (
-        ("shmbus_capacity_bytes", "Bytes for records.", status.capacity),
-        ("shmbus_used_bytes", "Bytes in extents that somebody leases.", used),
-        ("shmbus_space_wanted", "1 while a producer waits for space.", status.space_wanted),
-        ("shmbus_paused", "1 while producers shall wait.", status.paused is not None),
-        ("shmbus_policy_version", "The trainer's current policy version.", status.policy_version),
+        ("shmbus_capacity_bytes", "Capacity of the bus for records, in bytes.", status.capacity),
+        ("shmbus_used_bytes", "Bytes in extents that are in use.", used),
+        ("shmbus_space_wanted", "Whether a producer is waiting for space.", status.space_wanted),
+        ("shmbus_paused", "Whether producers are paused.", status.paused is not None),
+        ("shmbus_policy_version", "Current policy version of the trainer.", status.policy_version),
         ("shmbus_age_seconds", "Seconds since the bus was created.", status.age_s),
     ):
         yield _gauge(name, text, status, float(value))
@@ -144,25 +159,25 @@ def _space(status: BusStatus) -> Iterator[Metric]:
 def _collector(status: BusStatus) -> Iterator[Metric]:
     collector = status.collector
     yield _gauge(
-        "shmbus_collector_up", "1 while a living process reads the bus.", status, collector.alive
+        "shmbus_collector_up", "Whether a live process reads the bus.", status, collector.alive
     )
     if collector.seen_ago_s is not None:
         yield _gauge(
             "shmbus_collector_lag_seconds",
-            "Seconds since the collector last looked.",
+            "Seconds since the collector last polled the bus.",
             status,
             collector.seen_ago_s,
         )
     yield _gauge(
         "shmbus_straggler_bytes",
-        "Bytes of stragglers that were moved out of the way.",
+        "Bytes held by stragglers that the collector has moved.",
         status,
         collector.stragglers_bytes,
     )
     if status.daemon is None or not status.daemon.answers:
         yield _gauges(
             "shmbus_groups",
-            "Groups that the collector holds, by state.",
+            "Groups in the collector, by state.",
             status,
             "state",
             {"leased": collector.leased_groups, "stashed": collector.stashed_groups},
@@ -175,8 +190,8 @@ def _producers(status: BusStatus) -> Iterator[Metric]:
     held: dict[str, float] = {}
     for producer in status.producers:
         states[producer.state] += 1
-        # A slot is a bounded label; its count goes on under its next owner.
-        slot = str(producer.slot) if producer.slot < limits.METRICS_PRODUCERS else "other"
+        # The number of slots is bounded; the next owner of a slot continues its counter.
+        slot = str(producer.slot) if producer.slot < MAX_SLOTS_LABELLED else "other"
         committed[slot] = committed.get(slot, 0) + producer.committed
         held[slot] = held.get(slot, 0) + producer.held_bytes
     yield _gauges("shmbus_producers", "Producer slots by state.", status, "state", states)
@@ -196,15 +211,15 @@ def _producers(status: BusStatus) -> Iterator[Metric]:
 def _daemon(status: BusStatus) -> Iterator[Metric]:
     daemon = status.daemon
     assert daemon is not None
-    yield _gauge("shmbus_daemon_up", "1 while the daemon answers.", status, daemon.answers)
+    yield _gauge("shmbus_daemon_up", "Whether the daemon answers.", status, daemon.answers)
     if not daemon.answers:
         return
-    info = InfoMetricFamily("shmbus_daemon", "The daemon.", labels=["bus"])
+    info = InfoMetricFamily("shmbus_daemon", "Version of the daemon.", labels=["bus"])
     info.add_metric([status.name], {"version": daemon.version})
     yield info
     yield _gauges(
         "shmbus_groups",
-        "Groups that the collector holds, by state.",
+        "Groups in the collector, by state.",
         status,
         "state",
         {
@@ -213,24 +228,24 @@ def _daemon(status: BusStatus) -> Iterator[Metric]:
             "leased": daemon.groups_leased,
         },
     )
-    yield _gauge("shmbus_clients", "Attached trainers.", status, len(daemon.leases))
+    yield _gauge("shmbus_clients", "Clients attached to the daemon.", status, len(daemon.leases))
     yield _gauge(
         "shmbus_oldest_lease_seconds",
-        "Seconds that the oldest lease has been held.",
+        "Age of the oldest lease, in seconds.",
         status,
         max((lease.oldest_lease_s for lease in daemon.leases if lease.groups), default=0.0),
     )
     oldest = max((group.age_s for group in status.oldest_incomplete), default=0.0)
     yield _gauge(
         "shmbus_oldest_incomplete_group_seconds",
-        "Seconds that the oldest incomplete group has waited.",
+        "Age of the oldest incomplete group, in seconds.",
         status,
         oldest,
     )
 
 
 def health(name: str) -> tuple[bool, dict[str, Any]]:
-    """Say whether a bus works, for ``/healthz``.
+    """Check whether a bus works, for ``/healthz``.
 
     Parameters
     ----------
@@ -240,7 +255,8 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
     Returns
     -------
     tuple[bool, dict]
-        False where it cannot be read, its daemon does not answer, or its ledger does not balance.
+        Whether it is healthy, and the body of the answer. A bus is unhealthy if it cannot be read,
+        its daemon does not answer, or its ledger does not balance.
     """
     try:
         status = read_status(name, walk=False)
@@ -263,7 +279,7 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = limits.METRICS_REQUEST_S
+    timeout = _REQUEST_S
     server_version = f"shmbus/{VERSION}"
     sys_version = ""
     protocol_version = "HTTP/1.0"
@@ -283,7 +299,7 @@ class _Handler(BaseHTTPRequestHandler):
             status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
             self._answer(status, "application/json", json.dumps(body).encode() + b"\n")
         else:
-            text = b"there is /metrics and /healthz\n"
+            text = b"not found; use /metrics or /healthz\n"
             self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", text)
 
     do_HEAD = do_GET
@@ -297,36 +313,36 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a scrape every few seconds is no event."""
+        """Log nothing: scrapes come every few seconds."""
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    # Another server on this port is an error, and not a second listener.
+    # A port in use is an error; do not share it.
     allow_reuse_port = False
 
     def __init__(self, address: tuple[str, int], bus: str, registry: CollectorRegistry) -> None:
         self.bus = bus
         self.registry = registry
-        self._threads_free = threading.BoundedSemaphore(limits.METRICS_THREADS)
+        self._threads_free = threading.BoundedSemaphore(MAX_THREADS)
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a request a thread, or close it where all are taken."""
+        """Give a request a thread, or close it while all are busy."""
         if self._threads_free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer in the thread, and free it whatever happens."""
+        """Answer in the thread, and free it in any case."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._threads_free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that went away in the middle; the next one gets its answer."""
+        """Log nothing when a client disconnects before its answer."""
 
 
 class MetricsServer:
@@ -335,18 +351,18 @@ class MetricsServer:
     Parameters
     ----------
     name : str
-        The bus; it need not be there yet.
+        The bus; it need not exist yet.
     port : int
-        Where to listen; 0 takes any free one.
+        Where to listen; 0 takes any free port.
     host : str
         Loopback unless told otherwise.
     on_failure : callable, optional
-        Called with the exception if serving ends by one.
+        Called with the exception that ended the server.
 
     Raises
     ------
     DaemonUnavailableError
-        The port is in use, or not this user's to take; the message says what to do.
+        The port is in use, or this user may not bind it.
 
     Attributes
     ----------
@@ -369,7 +385,7 @@ class MetricsServer:
         except (OSError, OverflowError) as error:
             raise errors.DaemonUnavailableError(
                 f"bus {name!r}: cannot serve metrics at {host}:{port}: {error}; choose another "
-                f"port, or see who has it: ss -ltnp 'sport = :{port}'"
+                f"port, or find its owner: ss -ltnp 'sport = :{port}'"
             ) from error
         self.host = host
         self.port = int(self._server.server_address[1])
@@ -378,7 +394,7 @@ class MetricsServer:
 
     def _serve(self) -> None:
         try:
-            self._server.serve_forever(poll_interval=limits.METRICS_POLL_S)
+            self._server.serve_forever(poll_interval=_POLL_S)
         except Exception as error:
             if self._on_failure is None:
                 raise

@@ -1,6 +1,6 @@
-"""Telling systemd how the daemon is: one datagram, as sd_notify(3) describes it.
+"""Reports the daemon's state to systemd: one datagram, as sd_notify(3) describes it.
 
-Invariant: without NOTIFY_SOCKET, or with one that nobody reads, the daemon runs all the same.
+Invariant: the daemon runs whether NOTIFY_SOCKET is set or not, and whether it is read or not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def notify(state: str) -> bool:
-    """Send a state such as ``READY=1``; False where nobody asked for it or nobody listens."""
+    """Send a state such as ``READY=1``; False without NOTIFY_SOCKET, or if it cannot be sent."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address[:1] not in ("/", "@"):
         return False
@@ -25,6 +25,6 @@ def notify(state: str) -> bool:
         try:
             sender.sendto(state.encode(), target)
         except OSError as error:
-            logger.warning("could not tell %s of %s: %s", address, state, error)
+            logger.warning("could not send %s to NOTIFY_SOCKET %s: %s", state, address, error)
             return False
     return True

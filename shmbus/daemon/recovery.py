@@ -1,19 +1,19 @@
-"""Leases that survive the daemon, or a connection: what their clients' locks and claims say.
+"""Leases that outlive the daemon or a connection: found by their clients' locks and claims.
 
-A client holds a lock on each extent of a lease until its end was confirmed (shmbus_ext/LAYOUT.md,
-"Proof of death"). So a daemon that begins, or that loses a connection, knows whose groups may be in
-somebody's hands; a client that comes back says which. Nothing here goes by a timeout: a client that
-is stopped keeps its groups, and one that is dead has no lock.
+A client holds a lock on each extent of a lease until its end is confirmed (shmbus_ext/LAYOUT.md,
+"Proof of death"). So a daemon that starts, or that loses a connection, knows which extents a client
+may still use. A client that reconnects claims its groups. No timeout decides: a client that is
+stopped keeps its groups, and one that is dead has no lock.
 
-Two ways, in this order:
+Two phases:
 
-1. Before the ring is read, for as long as RECLAIM_WAIT_S: claims are remembered by trajectory, and
-   `divert` takes them out of what the reader hands over, so they never reach the stash.
-2. After that, what lies in the extents of a client which has not come is `Withheld` from the
-   stash, trajectory by trajectory, since nobody else knows how it was grouped, until the client
-   has claimed what it holds, or its locks are gone.
+1. Before the ring is read, for RECLAIM_WAIT_S at most, claims are collected by trajectory. `divert`
+   then takes claimed trajectories out of what the reader delivers, so they never reach the stash.
+2. After that, the trajectories in the extents of a client that has not reconnected are `Withheld`
+   from the stash, one by one, since only that client knows how they were grouped. They are until
+   the client has claimed its groups, or its locks are gone.
 
-A client whose connection to this daemon broke is `InDoubt` with the leases that it was given.
+The leases of a client whose connection to this daemon broke are `InDoubt`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ LEASE_HELD = _core.LEASE_HELD
 
 
 def extents_of_client(segment: _core.Segment, client: int) -> set[int]:
-    """Ask the kernel for the extents that a client has leases in."""
+    """Return the extents that a client has leases in, from the kernel's table of locks."""
     ranges = segment.locks_held(1 + client)
     return {e for first, count in ranges for e in range(first, first + count)}
 
 
 def extents_of_clients(segment: _core.Segment) -> dict[int, set[int]]:
-    """Ask so for every client; those that have none are left out."""
+    """Return the extents of each client that has leases."""
     found = {client: extents_of_client(segment, client) for client in range(_core.MAX_CLIENTS)}
     return {client: extents for client, extents in found.items() if extents}
 
 
 class _Claim:
+    """One group that a client says it holds, and those of its trajectories that were read."""
+
     __slots__ = ("held", "samples", "session")
 
     def __init__(self, session: Session | None, held: messages.Held) -> None:
@@ -55,14 +57,14 @@ class _Claim:
 
 
 class Claims:
-    """What clients of the daemon before this one say they hold, until the ring has been read."""
+    """Groups that clients of the previous daemon claim, until the ring has been read."""
 
     def __init__(self) -> None:
         self._claims: list[_Claim] = []
         self._by_identity: dict[bytes, _Claim] = {}
 
     def add(self, session: Session, groups: Iterable[messages.Held]) -> None:
-        """Remember them; of two claims of one trajectory the first holds."""
+        """Add a client's claims; of two claims of one trajectory the first one counts."""
         for held in groups:
             claim = _Claim(session, held)
             self._claims.append(claim)
@@ -70,9 +72,9 @@ class Claims:
                 self._by_identity.setdefault(identity, claim)
 
     def forget(self, session: Session, *, dead: bool) -> None:
-        """Drop what a client that went away again held; what it had ended stays ended.
+        """Forget what a client held that has left again; what it had ended stays ended.
 
-        One that is not dead claims it again.
+        The groups of a dead client are for others. One that lives claims its groups again.
         """
         held = [c for c in self._claims if c.session is session and c.held.reason == LEASE_HELD]
         for claim in held:
@@ -82,7 +84,7 @@ class Claims:
             self._by_identity = {i: c for i, c in self._by_identity.items() if c not in held}
 
     def divert(self, samples: list[Trajectory]) -> list[Trajectory]:
-        """Take claimed trajectories out of what the reader found; the rest is for the stash."""
+        """Take claimed trajectories out of what was read; the rest is for the stash."""
         if not self._by_identity:
             return samples
         rest = []
@@ -97,7 +99,7 @@ class Claims:
         return rest
 
     def resolve(self, table: LeaseTable) -> dict[Session, messages.Claimed]:
-        """After the ring has been read: lease again, release again, and say what became of each."""
+        """Lease or release the claimed groups, once the ring has been read; return the answers."""
         kept: dict[Session, list[tuple[int, int]]] = {}
         ended: dict[Session, list[int]] = {}
         lost: dict[Session, list[int]] = {}
@@ -107,7 +109,7 @@ class Claims:
             if session is not None:
                 sessions[session] = None
             if not claim.samples:
-                # Released by the daemon before this one, though it could not say so any more.
+                # Released by the previous daemon, which died before it confirmed that.
                 if session is not None:
                     answers = lost if held.reason == LEASE_HELD else ended
                     answers.setdefault(session, []).append(held.token)
@@ -133,41 +135,41 @@ class Claims:
 
 
 def keep(session: Session, lease: Lease, step: int) -> None:
-    """Put a claimed lease where its client's leases are."""
+    """Give a claimed lease to its client."""
     lease.step = step
     lease.rank = session.rank
     session.leases[lease.number] = lease
 
 
 class Withheld:
-    """What clients of the daemon before this one may hold, and the rest of those groups.
+    """Trajectories that clients of the previous daemon may hold, and the rest of their groups.
 
-    All that comes for such a group is kept with it, so that it is not delivered in two parts.
+    Later samples of such a group are withheld, too, so that it is not delivered in two parts.
 
     Parameters
     ----------
     collector : Collector
-        Into whose stash goes what nobody can hold.
+        Its stash gets the trajectories that no client can hold.
     """
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._extents: dict[int, set[int]] = {}
         self._keys: set[Hashable] = set()
-        #: In the order in which they were read.
+        #: In the order of reading.
         self._samples: list[Trajectory] = []
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def begin(self, samples: list[Trajectory], extents: dict[int, set[int]]) -> None:
-        """Keep what of the ring may be held, by clients that each have leases in some extents."""
+        """Withhold the trajectories that lie in extents of a client; the others are stashed."""
         self._extents = extents
         self._samples = samples
-        self._sort()
+        self._withhold()
 
-    def _sort(self) -> None:
-        """Keep what somebody may hold, and give the rest to the stash."""
+    def _withhold(self) -> None:
+        """Divide the trajectories between here and the stash, by the clients that are awaited."""
         samples, self._samples = self._samples, []
         awaited = set().union(*self._extents.values())
         extents = extents_of(samples) if awaited else ()
@@ -180,22 +182,22 @@ class Withheld:
         self._collector.divert = self.divert if self._keys else None
 
     def divert(self, samples: list[Trajectory]) -> list[Trajectory]:
-        """Keep what belongs to a group that is kept; the rest is for the stash."""
+        """Withhold samples of groups that are withheld; the rest is for the stash."""
         if not self._keys:
             return samples
         self._samples += [sample for sample in samples if sample.key in self._keys]
         return [sample for sample in samples if sample.key not in self._keys]
 
     def clients(self) -> set[int]:
-        """Everybody whose word or death is awaited."""
+        """Clients that may still hold leases."""
         return set(self._extents)
 
     def records(self) -> int:
-        """Trajectories that are here."""
+        """Trajectories that are withheld."""
         return len(self._samples)
 
     def claim(self, client: int, groups: list[messages.Held]) -> dict[int, list[Trajectory]]:
-        """Take out what a client says it holds or has ended, by the tokens of its groups."""
+        """Take out the trajectories that a client holds or has ended, by its groups' tokens."""
         extents = self._extents.get(client, set())
         tokens = {i: held.token for held in groups for i in split_identities(held.identities)}
         found: dict[int, list[Trajectory]] = {}
@@ -211,13 +213,13 @@ class Withheld:
         return {token: sorted(samples, key=lambda t: t.index) for token, samples in found.items()}
 
     def clear(self, client: int) -> None:
-        """Let go of what only this client might have held: it has said all, or is dead."""
+        """Release what only this client could hold: it has claimed its groups, or is dead."""
         if self._extents.pop(client, None) is not None:
-            self._sort()
+            self._withhold()
 
 
 class InDoubt:
-    """Leases of clients whose connection broke, and what clients that have not come may hold."""
+    """Leases of clients whose connection broke, and trajectories withheld for absent clients."""
 
     def __init__(self, collector: Collector) -> None:
         self._segment = collector.segment
@@ -228,21 +230,21 @@ class InDoubt:
         return sum(map(len, self._leases.values())) + len(self.withheld)
 
     def add(self, client: int, leases: Iterable[Lease]) -> None:
-        """Keep leases until their client has claimed them or is dead."""
+        """Keep leases until their client claims them or is dead."""
         self._leases.setdefault(client, []).extend(leases)
 
     def clients(self) -> set[int]:
-        """Everybody whose word or death is awaited."""
+        """Clients that may still hold leases."""
         return self.withheld.clients() | set(self._leases)
 
     def ranks(self) -> set[int]:
-        """Ranks that have something here."""
+        """Ranks with leases that are in doubt."""
         return {x.rank for leases in self._leases.values() for x in leases if x.rank >= 0}
 
     def claim(
         self, session: Session, groups: list[messages.Held], table: LeaseTable
     ) -> messages.Claimed:
-        """Answer a client that came back, or came after the ring was read."""
+        """Answer the claims of a client that reconnected after the ring was read."""
         client = session.client
         mine = {_core.identities(x.samples): x for x in self._leases.pop(client, [])}
         withheld = self.withheld.claim(client, groups)
@@ -254,7 +256,7 @@ class InDoubt:
             if lease is None and held.token in withheld:
                 lease = table.claimed(withheld[held.token])
             if lease is None:
-                # What was acknowledged before is released already, and fine; what was not is lost.
+                # Released before: a group that was acknowledged is done, one that was held is lost.
                 (ended if held.reason != LEASE_HELD else lost).append(held.token)
             elif held.reason != LEASE_HELD:
                 table.end(lease, held.reason)
@@ -267,15 +269,15 @@ class InDoubt:
         return messages.Claimed(kept=kept, ended=ended, lost=lost)
 
     def clear(self, client: int) -> list[Lease]:
-        """Let go of what only this client might have held: it has said all, or is dead.
+        """Release what only this client could hold: it has claimed its groups, or is dead.
 
-        Its leases are returned; what was withheld goes into the stash.
+        Returns its leases; withheld trajectories go into the stash.
         """
         self.withheld.clear(client)
         return self._leases.pop(client, [])
 
     def reap(self, connected: set[int]) -> list[Lease]:
-        """Look which of the awaited clients have no lock any more, and clear those."""
+        """Clear every absent client that has no lock any more; return its leases."""
         out = []
         for client in self.clients() - connected:
             if not self._segment.locks_held(1 + client):

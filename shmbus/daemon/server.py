@@ -1,13 +1,13 @@
-"""The daemon's process: the event loop, the thread that sleeps on the ring, the socket, the end.
+"""The daemon's process: event loop, the thread that sleeps on the ring, listening socket, shutdown.
 
 Invariants:
 
-- Only the holder of the collector's lock binds the socket, so a socket file that exists is its own
-  or stale; it is put in place by a rename, and removed at an orderly end.
-- Between a wake-up of the ring and the next look at it there is a rest, so that a flood costs a
-  bounded number of wake-ups. While nothing comes, nothing runs but one look a second for the dead.
-- An error that is nobody's fault but ours ends the daemon: what it holds is in the segment, and the
-  next one finds it.
+- Only the holder of the collector's lock binds the socket, so an existing socket file is its own or
+  stale. It is put in place by a rename, and removed at a clean exit.
+- After each wake-up by the ring there is a pause, so that a flood of records costs a bounded number
+  of wake-ups. An idle daemon runs only one check a second for dead producers.
+- An error in our own code ends the daemon: its state is in the segment, and the next daemon
+  recovers it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ __all__ = ["Server", "serve"]
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that the daemon lets records accumulate after a poll that completed no group for a
+#: waiting client: bounds its wake-ups, and delays a group by no more than this.
+_COALESCE_S = 0.0002
+#: The same while no client waits: nothing is late then, and the ring keeps the records.
+_REST_S = 0.01
+
 
 class Server:
     """Serves one bus until it is told to stop.
@@ -52,7 +58,7 @@ class Server:
     policy : dict[str, Any]
         The stash's options by the names that Consumer gives them.
     drain_timeout_s : float
-        Seconds that leases have to end once it was told to stop.
+        Seconds that leases have to end after SIGTERM or SIGINT.
     """
 
     def __init__(
@@ -64,7 +70,9 @@ class Server:
         self._collector = collector
         self._drain_timeout_s = drain_timeout_s
         self._failure: BaseException | None = None
-        self._rest = threading.Event()
+        #: Set when the loop has read the ring: the watcher thread may sleep on it again.
+        self._ring_read = threading.Event()
+        #: Set while a request waits for groups: cuts the pause after a wake-up short.
         self._hurry = threading.Event()
         self._stopping = False
         self._snapshot: asyncio.Task[None] | None = None
@@ -105,7 +113,7 @@ class Server:
                 connection.close()
             # One turn of the loop, in which they write what is queued.
             await asyncio.sleep(0)
-            self._rest.set()
+            self._ring_read.set()
             self._hurry.set()
             self._collector.reader.wake()
             await self._loop.run_in_executor(None, watcher.join)
@@ -116,7 +124,7 @@ class Server:
             raise self._failure
 
     def _listen(self) -> socket.socket:
-        """Bind the socket under another name, and put it in place when it listens."""
+        """Bind the socket under a temporary name, and rename it once it listens."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         fresh = f"/dev/shm/shmbus-new-{os.getpid()}-{time.monotonic_ns()}.sock"
         before = os.umask(0o177)
@@ -136,7 +144,7 @@ class Server:
         return listener
 
     async def _drain(self) -> None:
-        """Grant nothing more, and wait for what is leased."""
+        """Grant no more leases, and wait until those that are held have ended."""
         service = self.service
         service.draining = True
         logger.info("draining", extra={"leased_groups": service.leased_groups})
@@ -148,7 +156,7 @@ class Server:
         logger.info("stopping", extra={"leased_groups": service.leased_groups})
 
     def guard(self, work: Callable[[], None]) -> None:
-        """Run a piece of work; what is our own fault ends the daemon, with its traceback."""
+        """Run a step of the service; an error in our own code ends the daemon, with traceback."""
         try:
             work()
         except errors.ProtocolError:
@@ -159,7 +167,7 @@ class Server:
             self._stop.set()
 
     def snapshot(self, session: Session, request: messages.TakeSnapshot) -> None:
-        """Write the bus to disk in a thread; the loop goes on, and what it must not do waits."""
+        """Write the bus to disk in a thread; until then the service defers releases and moves."""
         if not os.path.isabs(request.directory):
             what = f"directory: expected an absolute path, got {request.directory!r}"
             session.send(messages.Refused(kind="value", message=what, id=request.id))
@@ -191,19 +199,19 @@ class Server:
     # -- the ring and the clock -----------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Sleep on the ring, in a thread of its own; the loop says when to look again."""
+        """Sleep on the ring in a thread of its own, and wake the loop when records arrive."""
         reader = self._collector.reader
         while not self._stopping:
             reader.wait(None)
             if self._stopping:
                 return
-            self._rest.clear()
+            self._ring_read.clear()
             self._loop.call_soon_threadsafe(self._ring)
-            self._rest.wait()
-            if self.service.waits:
-                time.sleep(limits.COALESCE_S)
+            self._ring_read.wait()
+            if self.service.has_waiting:
+                time.sleep(_COALESCE_S)
             else:
-                self._hurry.wait(limits.REST_S)
+                self._hurry.wait(_REST_S)
 
     def _ring(self) -> None:
         if self._stopping:
@@ -213,14 +221,14 @@ class Server:
     def _pump(self) -> None:
         now = time.monotonic()
         if self.service.pump(now):
-            # Other events have their turn in between.
+            # Messages and timers have their turn in between.
             self._loop.call_soon(self._ring)
             return
         if self.service.frozen:
             return
         self._collector.run_maintenance(now)
         self.changed()
-        self._rest.set()
+        self._ring_read.set()
 
     def _tick(self) -> None:
         self._timer = None
@@ -230,19 +238,19 @@ class Server:
         self.changed()
 
     def changed(self) -> None:
-        """After whatever happened: set the clock, hurry the ring's thread, end the drain."""
+        """After every event: set the timer, hurry the watcher thread, or end the drain."""
         if self._stopping:
             return
         now = time.monotonic()
         wait_s = self.service.next_tick_s(now)
-        # A tick too early does nothing; only one that would be late is set anew.
+        # A tick that is too early does no harm; only one that would be late is replaced.
         if self._timer is None or now + wait_s < self._timer_due_s:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer_due_s = now + wait_s
             self._timer = self._loop.call_later(wait_s, self._tick)
-        if self.service.waits != self._hurry.is_set():
-            (self._hurry.set if self.service.waits else self._hurry.clear)()
+        if self.service.has_waiting != self._hurry.is_set():
+            (self._hurry.set if self.service.has_waiting else self._hurry.clear)()
         if self.service.draining and not self.service.leased_groups:
             self._idle.set()
 
@@ -257,18 +265,18 @@ def serve(
     name : str
         A bus that exists.
     policy : StashPolicy
-        What becomes of groups that are late, stale, useless or too many.
+        What happens to groups that are late, stale, useless or too many.
     duplicate : "drop" | "error"
         As for `Consumer`.
     options : dict[str, Any]
         The same, by the names that Consumer gives them.
     drain_timeout_s : float
-        Seconds that leases have to end once it was told to stop.
+        Seconds that leases have to end after SIGTERM or SIGINT.
 
     Raises
     ------
     BusNotFoundError, BusBusyError, LayoutMismatchError
-        There is no such bus, somebody reads it already, or it is of another layout.
+        There is no such bus, another process reads it, or it has another layout.
     """
     collector = Collector(name, policy, duplicate, "shmbus serve")
     collector.reader.lend()

@@ -2,41 +2,55 @@
 
 Invariants:
 
-- One thread calls it. Nothing here blocks, and nothing is work proportional to a payload.
-- A request that waits is answered once: with groups, with none when its time is over, or not at
-  all when its client is gone.
-- While it is frozen nothing is released or moved: somebody writes the bus to disk.
-- No group is leased before what clients of an earlier daemon hold has been told apart (recovery).
+- One thread calls it. Nothing here blocks, and no work is proportional to a payload.
+- A request that waits is answered once: with groups, with none at its timeout, or not at all after
+  its client has left.
+- While it is frozen it releases and moves nothing: a snapshot is being written.
+- No lease is granted until recovery has attributed the groups that clients of the previous daemon
+  still hold.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
 import msgspec
 
 from shmbus import errors, limits
+from shmbus._version import VERSION
 from shmbus.control import messages
+from shmbus.daemon import admission
 from shmbus.daemon.leases import Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
-from shmbus.daemon.status import open_groups
 from shmbus.daemon.steps import StepPlanner
+from shmbus.inspect.types import FailedSample, OpenGroup
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
+from shmbus.stash.failures import FailingGroup
+from shmbus.stash.retries import split_key
 from shmbus_ext import _core
 
 __all__ = ["Service"]
 
+#: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.
+MAX_GRANT_TRAJECTORIES = 32_768
+#: Takes of one client that may wait at once: the threads of one Consumer.
+MAX_WAITING = 64
+#: Seconds between checks whether a disconnected client still holds the locks of its leases; a dying
+#: process closes socket and segment within much less.
+_REAP_INTERVAL_S = 0.02
+
 Trajectory = _core.Trajectory
 
-#: More trajectories than there can be.
-_ALL = 1 << 62
-#: Groups that a waiting request has the ring read for before other messages have their turn.
+#: Groups for which the ring is read in one go, before other messages have their turn.
 _PORTION = 256
 
 
 class _Waiting:
+    """A Take or TakeStep that has not been answered."""
+
     __slots__ = ("deadline_s", "request", "session", "wanted")
 
     def __init__(
@@ -44,7 +58,7 @@ class _Waiting:
     ) -> None:
         self.session = session
         self.request = request
-        #: Groups that the ring is read for in one go.
+        #: Ready groups up to which the ring is read in one go.
         self.wanted = request.max_groups if isinstance(request, messages.Take) else _PORTION
         self.wanted = min(self.wanted, _PORTION)
         self.deadline_s = None if request.timeout_s is None else now + request.timeout_s
@@ -56,9 +70,18 @@ class Service:
     Parameters
     ----------
     collector : Collector
-        Attached; the service pumps it.
+        Attached; the service reads the ring through it.
     policy : dict[str, Any]
         The stash's options by the names that Consumer gives them.
+
+    Attributes
+    ----------
+    sessions : dict[int, Session]
+        The clients that are attached, by number.
+    draining : bool
+        Set to grant nothing more, before the end.
+    frozen : bool
+        Whether a snapshot is being written.
     """
 
     def __init__(self, collector: Collector, policy: dict[str, object]) -> None:
@@ -68,25 +91,28 @@ class Service:
         self.draining = False
         self.frozen = False
         self.began_s = time.monotonic()
-        self.table = LeaseTable(collector)
-        self.world: StepPlanner | None = None
+        self._table = LeaseTable(collector)
+        self._planner: StepPlanner | None = None
         self._waiting: list[_Waiting] = []
-        self._ending: list[tuple[Session, Lease, int]] = []
-        self._claiming: list[tuple[Session, messages.Claim]] = []
-        self._doubt = InDoubt(collector)
-        self._before = extents_of_clients(collector.segment)
+        #: Ends and claims that were received while frozen.
+        self._deferred_ends: list[tuple[Session, Lease, int]] = []
+        self._deferred_claims: list[tuple[Session, messages.Claim]] = []
+        self._in_doubt = InDoubt(collector)
+        #: Clients of the previous daemon that have not said what they hold, and their extents.
+        self._expected = extents_of_clients(collector.segment)
+        #: What the others claim; None once the ring has been read.
         self._claims: Claims | None = Claims()
         self._reclaim_until_s = self.began_s + limits.RECLAIM_WAIT_S
-        self._next_burial_s = 0.0
-        self._end_recovery_if_all_came(self.began_s)
+        self._next_reap_s = 0.0
+        self._finish_recovery(self.began_s)
 
     # -- the ring -------------------------------------------------------------------------------
 
     def pump(self, now: float) -> bool:
-        """Take a portion from the ring and serve who waits; True if there may be more.
+        """Read a portion of the ring and answer requests that wait; True if there may be more.
 
-        Where somebody waits it is as much as they want, and else little, so that a message which
-        comes meanwhile is not kept waiting.
+        The portion is as large as the waiting requests need, and else small, so that a message
+        which arrives in between is not delayed.
         """
         if self._claims is not None:
             return False
@@ -102,17 +128,17 @@ class Service:
         return more
 
     def tick(self, now: float) -> None:
-        """Do what is due: house-keeping, the end of waits, of recovery, and of the dead."""
+        """Do periodic work: maintenance, timeouts of requests, recovery, and dead clients."""
         if self.frozen:
             self.serve(now)
             return
         self.collector.run_maintenance(now)
         if self._claims is not None:
-            self._end_recovery_if_all_came(now)
+            self._finish_recovery(now)
             return
-        if len(self._doubt) and now >= self._next_burial_s:
-            self._next_burial_s = now + limits.BURIAL_INTERVAL_S
-            self._put_back(self._doubt.reap(set(self.sessions)))
+        if len(self._in_doubt) and now >= self._next_reap_s:
+            self._next_reap_s = now + _REAP_INTERVAL_S
+            self._put_back(self._in_doubt.reap(set(self.sessions)))
         self.collector.expire(now)
         for session in self.sessions.values():
             session.confirm()
@@ -123,46 +149,46 @@ class Service:
         wait_s = limits.SWEEP_INTERVAL_S if self.frozen else self.collector.wait_s(now, None)
         if self._claims is not None:
             wait_s = min(wait_s, self._reclaim_until_s - now)
-        elif len(self._doubt):
-            wait_s = min(wait_s, self._next_burial_s - now)
+        elif len(self._in_doubt):
+            wait_s = min(wait_s, self._next_reap_s - now)
         for waiting in self._waiting:
             if waiting.deadline_s is not None:
                 wait_s = min(wait_s, waiting.deadline_s - now)
-            if isinstance(waiting.request, messages.TakeStep) and self.world is not None:
-                due = self.world.due_s(waiting.request)
-                # One that is due already waits for more groups than there are, not for time.
+            if isinstance(waiting.request, messages.TakeStep) and self._planner is not None:
+                due = self._planner.due_s(waiting.request)
+                # A step whose time is over already waits for groups, not for time.
                 if due is not None and due > now:
                     wait_s = min(wait_s, due - now)
         return max(wait_s, 0.0)
 
     @property
-    def waits(self) -> bool:
-        """Whether somebody waits for groups."""
+    def has_waiting(self) -> bool:
+        """Whether a request waits for groups."""
         return bool(self._waiting)
 
     # -- snapshots ------------------------------------------------------------------------------
 
     def freeze(self) -> str | None:
-        """Release and move nothing until `thaw`; or say why that cannot be now."""
+        """Release and move nothing until `thaw`; or return why that is not possible now."""
         name = self.collector.segment.name
         if self.frozen:
-            return f"bus {name!r}: a snapshot is under way already; try again when it is done"
+            return f"bus {name!r}: a snapshot is being written already; try again when it is done"
         if self._claims is not None:
             return (
-                f"bus {name!r}: its daemon has just begun, and still asks clients what they hold; "
-                f"try again in {limits.RECLAIM_WAIT_S:g} s"
+                f"bus {name!r}: its daemon has just started, and still asks clients what they "
+                f"hold; try again in {limits.RECLAIM_WAIT_S:g} s"
             )
         self.frozen = True
         return None
 
     def thaw(self) -> None:
-        """Do what had to wait, and go on."""
+        """Do what was deferred, and go on."""
         self.frozen = False
-        ending, self._ending = self._ending, []
+        ending, self._deferred_ends = self._deferred_ends, []
         for session, lease, reason in ending:
-            self.table.end(lease, reason)
+            self._table.end(lease, reason)
             session.note_ended([lease.number], [])
-        claiming, self._claiming = self._claiming, []
+        claiming, self._deferred_claims = self._deferred_claims, []
         for session, claim in claiming:
             if self.sessions.get(session.client) is session:
                 self._claim(session, claim, time.monotonic())
@@ -170,16 +196,16 @@ class Service:
 
     # -- recovery -------------------------------------------------------------------------------
 
-    def _end_recovery_if_all_came(self, now: float) -> None:
-        """Read the ring once all who may hold something of it have said what, or time is over."""
+    def _finish_recovery(self, now: float) -> None:
+        """Read the ring once all clients of the previous daemon were heard, or the time is over."""
         claims = self._claims
         assert claims is not None
-        for client in list(self._before):
+        for client in list(self._expected):
             session = self.sessions.get(client)
-            came = session is not None and session.settled
-            if came or (session is None and not self._locked(client)):
-                del self._before[client]
-        if self._before and now < self._reclaim_until_s:
+            heard = session is not None and session.settled
+            if heard or (session is None and not self._locked(client)):
+                del self._expected[client]
+        if self._expected and now < self._reclaim_until_s:
             return
         self._claims = None
         rest: list[Trajectory] = []
@@ -188,9 +214,9 @@ class Service:
             rest += claims.divert(samples)
             if len(samples) < limits.POLL_RECORDS:
                 break
-        before, self._before = self._before, {}
-        self._doubt.withheld.begin(rest, before)
-        for session, claimed in claims.resolve(self.table).items():
+        expected, self._expected = self._expected, {}
+        self._in_doubt.withheld.begin(rest, expected)
+        for session, claimed in claims.resolve(self._table).items():
             session.send(claimed)
         self.serve(now)
 
@@ -202,113 +228,64 @@ class Service:
     def hello(
         self, hello: messages.Hello, send: Callable[[messages.Reply], None]
     ) -> Session | messages.Refused:
-        """Let a client in, or say why not."""
-        refused = self._refusal(hello)
+        """Admit a client, or return why not."""
+        refused = admission.refusal(
+            hello, self.collector.segment, self.policy, draining=self.draining
+        )
+        if refused is None and not hello.observer:
+            refused = self._admit_rank(hello)
         if refused is not None:
             return refused
         client = hello.client if hello.client not in self.sessions else -1
         if client < 0:
             client = self._free_number()
         if client < 0:
-            return messages.Refused(
-                kind="busy",
-                message=f"bus {hello.bus!r}: {len(self.sessions)} clients are attached, more than "
-                f"{limits.MAX_CLIENTS} are not served; close some",
-            )
+            return admission.too_many(hello, len(self.sessions))
         session = Session(client, hello, send)
         self.sessions[client] = session
         if session.rank >= 0:
-            assert self.world is not None
-            self.world.join(session.rank, hello.next_step, returns=hello.client >= 0)
+            assert self._planner is not None
+            self._planner.join(session.rank, hello.next_step, returns=hello.client >= 0)
         return session
 
-    def _refusal(self, hello: messages.Hello) -> messages.Refused | None:
-        segment = self.collector.segment
-        if hello.version != messages.VERSION:
-            return messages.Refused(
-                kind="version",
-                message=f"bus {hello.bus!r}: control messages of version {hello.version}, its "
-                f"daemon needs {messages.VERSION}; restart what runs another shmbus",
-            )
-        if hello.bus != segment.name or hello.created_unix_ns not in (0, segment.created_unix_ns):
-            return messages.Refused(
-                kind="not_found",
-                message=f"this daemon serves another bus {segment.name!r}, made at "
-                f"{segment.created_unix_ns} ns, not {hello.bus!r} of {hello.created_unix_ns} ns; "
-                "restart the daemon if the bus was made anew",
-            )
-        different = {
-            name: value for name, value in hello.policy.items() if self.policy.get(name) != value
-        }
-        if different:
-            ours = {name: self.policy.get(name) for name in different}
-            return messages.Refused(
-                kind="value",
-                message=f"bus {hello.bus!r}: this Consumer asks for {_options(different)}, its "
-                f"daemon was started with {_options(ours)}; the daemon decides: give the options "
-                "to `shmbus serve`, or leave them out here",
-            )
-        if hello.observer:
-            return None
-        if self.draining:
-            return messages.Refused(
-                kind="closed", message=f"bus {hello.bus!r}: its daemon is stopping; try again"
-            )
-        return self._rank_refusal(hello)
-
-    def _rank_refusal(self, hello: messages.Hello) -> messages.Refused | None:
+    def _admit_rank(self, hello: messages.Hello) -> messages.Refused | None:
+        """Make room for a rank among the steps, or return why not; others are admitted."""
         ranked = [s for s in self.sessions.values() if s.rank >= 0]
-        if self.world is not None and not ranked and hello.world_size != self.world.size:
-            # The job of that size is over; what it left goes to whoever comes.
-            leases, self.world = self.world.dissolve(), None
-            self.table.give_back(leases)
+        if self._planner is not None and not ranked and hello.world_size != self._planner.size:
+            # The job of that size is over; its groups go to the next clients.
+            leases, self._planner = self._planner.dissolve(), None
+            self._table.give_back(leases)
         if hello.world_size == 1:
             return None
-        if hello.rank >= hello.world_size:
-            return messages.Refused(
-                kind="value",
-                message=f"rank: expected 0 to {hello.world_size - 1}, got {hello.rank}",
-            )
-        if self.world is None:
-            self.world = StepPlanner(hello.world_size, self._all_ready)
-        if self.world.size != hello.world_size:
-            return messages.Refused(
-                kind="value",
-                message=f"bus {hello.bus!r}: world_size {hello.world_size}, but ranks of a world "
-                f"of {self.world.size} are attached ({_people(ranked)}); stop those first",
-            )
-        same = [s for s in ranked if s.rank == hello.rank]
-        if same:
-            return messages.Refused(
-                kind="busy",
-                message=f"bus {hello.bus!r}: rank {hello.rank} of {hello.world_size} is attached "
-                f"already: {_people(same)}; give each process a rank of its own",
-            )
-        return None
+        size = None if self._planner is None else self._planner.size
+        refused = admission.rank_refusal(hello, size, ranked)
+        if refused is None and self._planner is None:
+            self._planner = StepPlanner(hello.world_size, self._lease_all_ready)
+        return refused
 
     def _free_number(self) -> int:
-        awaited = self._doubt.clients() | set(self._before)
+        taken = self._in_doubt.clients() | set(self._expected) | set(self.sessions)
         for client in range(limits.MAX_CLIENTS):
-            if client not in self.sessions and client not in awaited and not self._locked(client):
+            if client not in taken and not self._locked(client):
                 return client
         return -1
 
     def leave(self, session: Session, *, orderly: bool) -> None:
-        """End a session; what it held is the next to be delivered, or in doubt."""
+        """End a session; the groups that it held are the next to be delivered, or in doubt."""
         self.sessions.pop(session.client, None)
         self._waiting = [w for w in self._waiting if w.session is not session]
         held = extents_of_client(self.collector.segment, session.client)
         if self._claims is not None:
             self._claims.forget(session, dead=not held)
             if held and not orderly:
-                self._before[session.client] = held
+                self._expected[session.client] = held
         leases = list(session.leases.values())
         session.leases.clear()
-        out = self._doubt.clear(session.client) if orderly else []
+        out = self._in_doubt.clear(session.client) if orderly else []
         if not orderly and leases and held:
-            # The process lives, or is about to end: its lock will say.
-            self._doubt.add(session.client, leases)
-            self._next_burial_s = 0.0
+            # The process is alive, or about to end: its locks will tell.
+            self._in_doubt.add(session.client, leases)
+            self._next_reap_s = 0.0
         else:
             out += leases
         self._put_back(out)
@@ -317,17 +294,23 @@ class Service:
     def _put_back(self, leases: list[Lease]) -> None:
         free = []
         for lease in leases:
-            if lease.rank >= 0 and self.world is not None and lease.rank < self.world.size:
-                self.world.give_back(lease)
+            if lease.rank >= 0 and self._planner is not None and lease.rank < self._planner.size:
+                self._planner.give_back(lease)
             else:
                 lease.step = lease.rank = -1
                 free.append(lease)
-        self.table.give_back(free)
+        self._table.give_back(free)
 
     # -- requests -------------------------------------------------------------------------------
 
     def handle(self, session: Session, request: messages.Request) -> None:
-        """Do what a client asks; what it may not ask is a ProtocolError."""
+        """Handle a request.
+
+        Raises
+        ------
+        ProtocolError
+            This client may not send it, or not now.
+        """
         now = time.monotonic()
         if isinstance(request, (messages.Take, messages.TakeStep)):
             self._wait(session, request, now)
@@ -340,7 +323,7 @@ class Service:
             self.serve(now)
         elif isinstance(request, messages.Claim):
             if self.frozen:
-                self._claiming.append((session, request))
+                self._deferred_claims.append((session, request))
             else:
                 self._claim(session, request, now)
         elif isinstance(request, messages.SetPolicyVersion):
@@ -370,8 +353,8 @@ class Service:
             raise errors.ProtocolError("TakeStep: expected one of groups and tokens")
         if request.gathers:
             self.collector.reader.note_packing()
-        if session.waiting >= limits.MAX_WAITING:
-            raise errors.ProtocolError(f"more than {limits.MAX_WAITING} requests wait already")
+        if session.waiting >= MAX_WAITING:
+            raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
         session.waiting += 1
         waiting = _Waiting(session, request, now)
         self._waiting.append(waiting)
@@ -388,9 +371,9 @@ class Service:
                 unknown.append(number)
                 continue
             if self.frozen:
-                self._ending.append((session, lease, request.reason))
+                self._deferred_ends.append((session, lease, request.reason))
                 continue
-            self.table.end(lease, request.reason)
+            self._table.end(lease, request.reason)
             ended.append(number)
         session.note_ended(ended, unknown)
         self.collector.flush()
@@ -403,19 +386,19 @@ class Service:
             self._claims.add(session, request.groups)
             if request.last and not request.groups:
                 session.send(messages.Claimed())
-            self._end_recovery_if_all_came(now)
+            self._finish_recovery(now)
             return
-        session.send(self._doubt.claim(session, request.groups, self.table))
+        session.send(self._in_doubt.claim(session, request.groups, self._table))
         if request.last:
-            self._put_back(self._doubt.clear(session.client))
+            self._put_back(self._in_doubt.clear(session.client))
             self.serve(now)
 
     def serve(self, now: float) -> None:
-        """Answer who waits, in the order of asking, as far as there is something for them."""
+        """Answer waiting requests in their order, as far as there are groups for them."""
         if self._claims is not None:
             return
         if not self.frozen:
-            # A duplicate that is to be raised comes before the group that it was for.
+            # A duplicate that is raised comes before the group that it was for.
             self.collector.release_discards()
         still = []
         for waiting in self._waiting:
@@ -438,13 +421,13 @@ class Service:
             if isinstance(request, messages.Take):
                 if not request.ahead or sum(not s.observer for s in self.sessions.values()) == 1:
                     leases = self._lease(request.max_groups)
-            elif session.rank not in self._doubt.ranks():
-                assert self.world is not None
-                wrong = self.world.disagreement(session.rank, request)
+            elif session.rank not in self._in_doubt.ranks():
+                assert self._planner is not None
+                wrong = self._planner.disagreement(session.rank, request)
                 if wrong is not None:
                     session.send(messages.Refused(kind="value", message=wrong, id=request.id))
                     return True
-                taken = self.world.take(session.rank, request, now)
+                taken = self._planner.take(session.rank, request, now)
                 step, leases = (-1, None) if taken is None else taken
         if not leases and (waiting.deadline_s is None or now < waiting.deadline_s):
             return False
@@ -458,55 +441,72 @@ class Service:
         return True
 
     def _lease(self, max_groups: int) -> list[Lease]:
-        if not self.table.returned and not self.collector.stash.ready_groups:
+        if not self._table.returned and not self.collector.stash.ready_groups:
             return []
-        return self.table.take(max_groups, limits.MAX_GRANT_TRAJECTORIES)
+        return self._table.take(max_groups, MAX_GRANT_TRAJECTORIES)
 
-    def _all_ready(self) -> list[Lease]:
+    def _lease_all_ready(self) -> list[Lease]:
         return self._lease(limits.POLL_RECORDS)
 
-    # -- for people -----------------------------------------------------------------------------
+    # -- for operators --------------------------------------------------------------------------
 
     @property
     def leased_groups(self) -> int:
-        """Groups that clients hold, or may hold."""
+        """Groups that clients hold or may hold."""
         held = sum(len(s.leases) for s in self.sessions.values())
-        return held + len(self._doubt) + len(self._ending)
+        return held + len(self._in_doubt) + len(self._deferred_ends)
 
     def ledger(self) -> Ledger:
-        """Return the ledger; what was claimed is leased, and what was returned is stashed."""
+        """Return the ledger; claimed groups count as leased, returned ones as stashed."""
         ledger = self.collector.stats()
-        table = self.table
+        table = self._table
         return msgspec.structs.replace(
             ledger,
-            leased=ledger.leased + table.claimed_records + self._doubt.withheld.records(),
+            leased=ledger.leased + table.claimed_records + self._in_doubt.withheld.records(),
             stashed=ledger.stashed + table.returned_records,
         )
 
     def status(self, request: messages.GetStatus) -> messages.StatusReply:
-        """Say what an operator wants to see."""
+        """Return the state of the daemon, of its clients and of incomplete groups."""
         segment = self.collector.segment
         paused = segment.paused()
         return messages.StatusReply(
-            **open_groups(self.collector, request.oldest, time.monotonic()),
             id=request.id,
             bus=segment.name,
+            pid=os.getpid(),
+            version=VERSION,
             uptime_s=time.monotonic() - self.began_s,
             ledger=self.ledger(),
             policy=dict(self.policy),
             clients=[s.status() for s in self.sessions.values() if not s.observer],
+            oldest=self._oldest_groups(request.oldest, time.monotonic()),
             recovering=self._claims is not None,
             draining=self.draining,
-            in_doubt=len(self._doubt),
-            world_size=0 if self.world is None else self.world.size,
-            next_steps={} if self.world is None else dict(self.world.next_steps),
+            in_doubt=len(self._in_doubt),
+            world_size=0 if self._planner is None else self._planner.size,
+            next_steps={} if self._planner is None else dict(self._planner.next_steps),
             paused=None if paused is None else paused[0] or "no reason given",
         )
 
-
-def _options(policy: dict[str, object]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in sorted(policy.items()))
-
-
-def _people(sessions: list[Session]) -> str:
-    return ", ".join(f"rank {s.rank} is pid {s.pid} ({s.label})" for s in sessions)
+    def _oldest_groups(self, count: int, now: float) -> list[OpenGroup]:
+        """Return the oldest incomplete groups: which samples are missing, and which failed."""
+        oldest = []
+        for group in self.collector.stash.oldest(count):
+            key, epoch = split_key(group.key)
+            failed = group.failed if isinstance(group, FailingGroup) else {}
+            present = {sample.index for sample in group.samples}
+            oldest.append(
+                OpenGroup(
+                    instance_id=key,
+                    epoch=epoch,
+                    size=group.size,
+                    present=len(present),
+                    missing=[index for index in range(group.size) if index not in present],
+                    age_s=max(0.0, now - group.born_s),
+                    failed=[
+                        FailedSample(index, sample.attempts, sample.reason)
+                        for index, sample in sorted(failed.items())
+                    ],
+                )
+            )
+        return oldest

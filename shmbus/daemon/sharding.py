@@ -1,7 +1,7 @@
 """Which rank gets which group of a step: pure functions of the groups' weights, in their order.
 
-They are asked once a step, by the daemon, so all ranks agree whoever asks first; and they depend on
-nothing else, so the same groups in the same order are always split the same way.
+The daemon calls them once a step, so all ranks agree, whichever asks first. They depend on nothing
+else, so the same groups in the same order are always split the same way.
 
 Bounds, each by an exchange argument:
 
@@ -33,12 +33,12 @@ def _in_order(shards: Shards) -> Shards:
 
 
 def balanced(weights: Sequence[int], ranks: int) -> Shards:
-    """Split groups over ranks by weight; each rank gets one at least where there are enough.
+    """Split groups over ranks by weight; each rank gets at least one if there are enough.
 
     Parameters
     ----------
     weights : sequence of int
-        What each group weighs, 1 or more.
+        The weight of each group, 1 or more.
     ranks : int
         1 or more.
 
@@ -62,7 +62,7 @@ def balanced_counts(weights: Sequence[int], ranks: int) -> Shards:
     Parameters
     ----------
     weights : sequence of int
-        What each group weighs; a multiple of `ranks` of them.
+        The weight of each group; their number is a multiple of `ranks`.
     ranks : int
         1 or more.
 
@@ -90,20 +90,21 @@ def plan_step(
     tokens: int | None = None,
     hurry: bool = False,
 ) -> Shards | None:
-    """Form a step of the first groups, or None where there are too few yet.
+    """Form a step of the first groups, or return None while there are too few.
 
     Parameters
     ----------
     weights : sequence of int
-        What each group that is ready weighs, in the order of completion.
+        The weight of each group that is ready, in the order of completion.
     ranks : int
         How many shards.
     groups : int, optional
-        So many groups a rank.
+        How many groups each rank gets.
     tokens : int, optional
-        Instead: as many as fit into this weight a rank; a rank's only group may be heavier.
+        Instead: as many groups as fit into this weight for each rank. The only group of a rank may
+        be heavier.
     hurry : bool
-        The wait is over: form it of what there is, if each rank gets a group.
+        The wait is over: form the step of what is ready, if each rank gets a group.
 
     Returns
     -------

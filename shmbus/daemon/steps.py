@@ -2,38 +2,42 @@
 
 Invariants:
 
-- A step is formed of whole groups, in the order of completion, for the ranks that have not had it;
-  its shards are disjoint and do not change any more.
-- A shard is granted to its rank only. What a rank had and did not end comes to it again, before
-  anything else, when it is back.
-- No rank waits for another to ask: a step is formed for all by whoever asks first, at most
+- A step is formed of whole groups, in the order of completion, for the ranks that have not taken
+  it. Its shards are disjoint and never change.
+- A shard is granted to its rank only. After a rank's death, its unfinished groups are the first
+  that its successor gets.
+- No rank waits for another to ask: the rank that asks first has the step formed for all, at most
   MAX_STEPS_AHEAD steps before the slowest.
-- Steps are formed in their order, also for ranks that a new daemon finds at different ones: what a
-  rank ahead holds could else be the space that the step of one behind has to come from.
+- Steps are formed in ascending order, also for ranks that a new daemon finds at different steps.
+  Otherwise a rank ahead could hold the space that the step of a rank behind needs.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
-from shmbus import limits
 from shmbus.control import messages
 from shmbus.daemon.leases import Lease
 from shmbus.daemon.sharding import plan_step
 
 __all__ = ["StepPlanner", "weigh"]
 
-Numbers = tuple[int | None, int | None, float | None, str]
+#: Steps that the fastest rank may be ahead of the slowest: steps formed for a slow rank hold space.
+_MAX_STEPS_AHEAD = 64
+
+#: groups, tokens, max_wait and field: what all ranks must ask of a step alike.
+StepRequest: TypeAlias = "tuple[int | None, int | None, float | None, str]"
 
 
-def step_request(request: messages.TakeStep) -> Numbers:
-    """Return what all ranks must agree on."""
+def step_request(request: messages.TakeStep) -> StepRequest:
+    """Return the part of a request that all ranks must agree on."""
     return request.groups, request.tokens, request.max_wait_s, request.field
 
 
 def weigh(lease: Lease, field: str) -> int:
-    """Return the elements of one field, or the group's bytes where it has no such field."""
+    """Return a group's weight: the elements of one field, or its bytes without such a field."""
     weight = 0
     for sample in lease.samples:
         if field not in sample:
@@ -46,34 +50,44 @@ def weigh(lease: Lease, field: str) -> int:
 
 
 class StepPlanner:
-    """Ranks 0 to size - 1, their steps, and the groups that wait to become one.
+    """The steps of ranks 0 to size - 1, and the groups of which the next steps are formed.
 
     Parameters
     ----------
     size : int
         2 or more.
-    more : callable
-        Leases what is ready in the stash.
+    lease_ready : callable
+        Leases the groups that are ready in the stash.
+
+    Attributes
+    ----------
+    next_steps : dict[int, int]
+        The step that each rank takes next; ranks that have not taken or been given one are absent.
     """
 
-    def __init__(self, size: int, more: Callable[[], list[Lease]]) -> None:
+    def __init__(self, size: int, lease_ready: Callable[[], list[Lease]]) -> None:
         self.size = size
-        #: What each rank takes next, of those that have a place among the steps.
         self.next_steps: dict[int, int] = {}
+        #: The first step that was not formed yet for each rank.
         self._next_formed: dict[int, int] = {}
-        #: Ranks that have their place from a step that others asked for.
+        #: Ranks whose next step was inferred from other ranks' requests.
         self._provisional: set[int] = set()
-        self._more = more
+        self._lease_ready = lease_ready
+        #: Groups of no step yet, with their weights; and since when there are any.
         self._pool: list[tuple[Lease, int]] = []
         self._pool_since_s: float | None = None
+        #: Shards that wait for their rank, by step and rank.
         self._shards: dict[int, dict[int, list[Lease]]] = {}
-        self._numbers: dict[int, Numbers] = {}
-        self._back: dict[int, deque[Lease]] = {rank: deque() for rank in range(size)}
+        #: How the first rank asked for each step.
+        self._agreed: dict[int, StepRequest] = {}
+        #: Groups that each rank had and did not finish.
+        self._returned: dict[int, deque[Lease]] = {rank: deque() for rank in range(size)}
 
     def join(self, rank: int, next_step: int, *, returns: bool) -> None:
-        """Let a rank in; one that `returns` had a daemon before, which this one may not have been.
+        """Admit a rank.
 
-        A new process takes the place of the one before it, or else one beside the slowest rank.
+        One that `returns` was attached before, maybe to the previous daemon: it knows its next
+        step. A new process continues its predecessor's steps, or begins with the slowest rank's.
         """
         if not returns:
             return
@@ -81,13 +95,13 @@ class StepPlanner:
             self._provisional.discard(rank)
             self._renumber(rank, next_step)
         else:
-            place = max(next_step, self.next_steps.get(rank, 0))
-            self.next_steps[rank] = place
-            self._next_formed[rank] = max(place, self._next_formed.get(rank, 0))
+            step = max(next_step, self.next_steps.get(rank, 0))
+            self.next_steps[rank] = step
+            self._next_formed[rank] = max(step, self._next_formed.get(rank, 0))
 
     def _renumber(self, rank: int, first: int) -> None:
-        """Let the shards that wait for a rank be those of its steps from `first` on."""
-        waiting = sorted(step for step, held in self._shards.items() if rank in held)
+        """Make the shards that wait for a rank those of its steps from `first` on."""
+        waiting = sorted(step for step, by_rank in self._shards.items() if rank in by_rank)
         shards = [self._pop(step, rank) for step in waiting]
         for step, shard in enumerate(shards, first):
             self._shards.setdefault(step, {})[rank] = shard
@@ -101,22 +115,22 @@ class StepPlanner:
         shard = shards.pop(rank)
         if not shards:
             del self._shards[step]
-            self._numbers.pop(step, None)
+            self._agreed.pop(step, None)
         return shard
 
-    def _place(self, rank: int) -> int:
+    def _next_step(self, rank: int) -> int:
         """Return the step that a rank takes next."""
         return self.next_steps.get(rank, min(self.next_steps.values(), default=0))
 
     def give_back(self, lease: Lease) -> None:
-        """Keep what a rank did not end: it is the first that it gets again."""
-        self._back[lease.rank].append(lease)
+        """Keep a group that a rank did not finish: it is delivered to that rank first."""
+        self._returned[lease.rank].append(lease)
 
     def disagreement(self, rank: int, request: messages.TakeStep) -> str | None:
-        """Say what another rank asked this step to be, where that differs."""
-        step = self._place(rank)
-        agreed = self._numbers.setdefault(step, step_request(request))
-        if self._back[rank] or agreed == step_request(request):
+        """Return how another rank asked for this step, if that differs from this request."""
+        step = self._next_step(rank)
+        agreed = self._agreed.setdefault(step, step_request(request))
+        if self._returned[rank] or agreed == step_request(request):
             return None
         names = ("groups", "tokens", "max_wait", "field")
         ours = ", ".join(f"{n}={v!r}" for n, v in zip(names, agreed, strict=True))
@@ -129,14 +143,14 @@ class StepPlanner:
     def take(
         self, rank: int, request: messages.TakeStep, now: float
     ) -> tuple[int, list[Lease]] | None:
-        """Give this rank what it has to do next: a step and its shard; None to wait."""
-        back = self._back[rank]
-        if back:
-            step = min(lease.step for lease in back)
-            again = [lease for lease in back if lease.step == step]
-            self._back[rank] = deque(lease for lease in back if lease.step != step)
+        """Return a rank's next step and its shard, or None to wait."""
+        returned = self._returned[rank]
+        if returned:
+            step = min(lease.step for lease in returned)
+            again = [lease for lease in returned if lease.step == step]
+            self._returned[rank] = deque(lease for lease in returned if lease.step != step)
             return step, sorted(again, key=lambda lease: lease.number)
-        step = self._place(rank)
+        step = self._next_step(rank)
         while rank not in self._shards.get(step, {}):
             if not self._form(step, request, now):
                 return None
@@ -145,12 +159,12 @@ class StepPlanner:
         return step, self._pop(step, rank)
 
     def _form(self, wanted: int, request: messages.TakeStep, now: float) -> bool:
-        """Form the next step on the way to a wanted one, for all ranks that have not had it."""
-        if wanted - min(self.next_steps.values(), default=0) >= limits.MAX_STEPS_AHEAD:
+        """Form the next step on the way to `wanted`, for all ranks that have not had it."""
+        if wanted - min(self.next_steps.values(), default=0) >= _MAX_STEPS_AHEAD:
             return False
-        fresh = self._more()
-        if fresh:
-            self._pool += [(lease, weigh(lease, request.field)) for lease in fresh]
+        ready = self._lease_ready()
+        if ready:
+            self._pool += [(lease, weigh(lease, request.field)) for lease in ready]
             if self._pool_since_s is None:
                 self._pool_since_s = now
         step = min(self._next_formed.values(), default=wanted)
@@ -165,17 +179,17 @@ class StepPlanner:
         )
         if shards is None:
             return False
-        self._hold(step, ranks, shards)
+        self._keep_shards(step, ranks, shards)
         self._pool_since_s = now if self._pool else None
         return True
 
-    def _hold(self, step: int, ranks: list[int], shards: list[list[int]]) -> None:
+    def _keep_shards(self, step: int, ranks: list[int], shards: list[list[int]]) -> None:
         """Keep each rank's shard, given as positions in the pool, until it asks."""
-        held = self._shards.setdefault(step, {})
+        by_rank = self._shards.setdefault(step, {})
         used = set()
         for rank, positions in zip(ranks, shards, strict=True):
-            held[rank] = [self._pool[i][0] for i in positions]
-            for lease in held[rank]:
+            by_rank[rank] = [self._pool[i][0] for i in positions]
+            for lease in by_rank[rank]:
                 lease.step, lease.rank = step, rank
             if rank not in self.next_steps:
                 self.next_steps[rank] = step
@@ -185,19 +199,19 @@ class StepPlanner:
         self._pool = [entry for i, entry in enumerate(self._pool) if i not in used]
 
     def due_s(self, request: messages.TakeStep) -> float | None:
-        """When a step is formed of what there is."""
+        """When the next step is formed even if it is not full; None for never."""
         if request.only_full or request.max_wait_s is None or self._pool_since_s is None:
             return None
         return self._pool_since_s + request.max_wait_s
 
     def dissolve(self) -> list[Lease]:
-        """All that no rank holds; the job is over."""
+        """Return all groups that no rank holds, after the end of the job."""
         out = [lease for lease, _ in self._pool]
         for shards in self._shards.values():
             for shard in shards.values():
                 out += shard
-        for back in self._back.values():
-            out += back
+        for returned in self._returned.values():
+            out += returned
         for lease in out:
             lease.step = lease.rank = -1
         return out
@@ -208,5 +222,5 @@ class StepPlanner:
         return (
             len(self._pool)
             + sum(len(shard) for shards in self._shards.values() for shard in shards.values())
-            + sum(len(back) for back in self._back.values())
+            + sum(len(returned) for returned in self._returned.values())
         )

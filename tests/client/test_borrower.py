@@ -1,4 +1,4 @@
-"""Borrowing: trajectories made from places, under locks that outlive the daemon and no client."""
+"""Borrowing: trajectories made from places, under locks that outlive the daemon, not the client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks: shards of one step, disjoint and decided once, and a rank's own again after its death."""
+"""Ranks: shards of one step are disjoint and decided once; a rank's successor gets its groups."""
 
 from __future__ import annotations
 

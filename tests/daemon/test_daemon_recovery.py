@@ -1,4 +1,4 @@
-"""What a stopped trainer holds over a restart of the daemon: nobody else gets it while it lives."""
+"""Leases of a stopped trainer over a restart of the daemon: no other client gets its groups."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Child, Daemon, Spawner, wait_until
+from conftest import Child, Daemon, Spawner, client_of, wait_until
 
 from shmbus import Consumer, Group, Producer, limits
-from shmbus.client.leases import DaemonClient
 from shmbus.control import messages
 
 Served = Callable[..., Daemon]
@@ -157,16 +156,15 @@ def test_what_a_daemon_granted_that_died_before_its_locks_were_there_is_the_next
     served = daemon("--capacity", "8MiB")
     with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
         put(producer, "a", range(4))
-        source = consumer._source
-        assert isinstance(source, DaemonClient)
-        answer = source._ask(
+        client = client_of(consumer)
+        answer = client.connection.request(
             lambda id_: messages.Take(id=id_, max_groups=1), None, limits.CLIENT_WAIT_S, takes=True
         )
         assert answer is not None and isinstance(answer[0], messages.Leases)
-        with source.lock:
+        with client.lock:
             served.kill()
-            assert source._borrow(*answer) == []
-            assert source._borrower.locks() == (0, 0)
+            assert client.borrow(*answer) == []
+            assert client.leases.locks() == (0, 0)
         served.start()
         take_one(consumer).ack()
         wait_until(lambda: consumer.stats().acknowledged == 4)

@@ -1,4 +1,4 @@
-"""Settings of ``shmbus serve``: who wins, what is refused, and the command line around them."""
+"""Settings of ``shmbus serve``: which source wins, what is refused, and the command line."""
 
 from __future__ import annotations
 

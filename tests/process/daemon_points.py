@@ -1,10 +1,11 @@
 """A death and a stop at each named point of the daemon, its ranks and a snapshot, as a program.
 
-Prints one JSON line a case. Each case forks a daemon and two ranks over a small bus; one of them
-meets its signal at its point; the audit wants every group acknowledged, by one rank, whole. In a
-build with SHMBUS_FAILPOINTS=1 the core's points are met too; test_failpoints.py runs and judges it.
+Prints one JSON line for each case. A case forks a daemon and two ranks over a small bus, and one of
+them gets its signal at its point. The audit then requires that every group was acknowledged whole,
+by one rank. In a build with SHMBUS_FAILPOINTS=1 the core's points are included. test_failpoints.py
+runs this program and judges its report.
 
-Usage: ``python daemon_points.py NAME [PART OF CASES' NAMES [first]]``
+Usage: ``python daemon_points.py NAME [KIND: or part of cases' names [first]]``
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from failpoints import DEADLINE_S, SPAN_TWO, Child, deadline, pattern, ruin
 from points import arm
 
 import shmbus
-from shmbus import errors, limits
+from shmbus import errors, limits, source
 from shmbus.cli import main as shmbus_main
 from shmbus.inspect.status import read_status
 from shmbus.stash.collector import Collector
@@ -37,16 +38,16 @@ RANKS = 2
 STRAGGLERS = 14
 GROUPS, SIZE = 36, 4
 EXTENT = 4096
-#: Where a rank has a shard and has not begun with it.
+#: Where a rank has received a shard and not started on it.
 HOLD = "rank-borrowed:3"
-#: Points that a rank passes only if it has a group when it loses its daemon.
+#: Points that a rank passes only if it holds a group when it loses its daemon.
 WITH_A_GROUP = ("rank-claiming", "rank-learned")
-#: What the memory shared by a case's processes says: that ranks shall leave; that a rank with a
-#: group shall keep it, and that one does.
+#: Flags in memory that a case's processes share: ranks leave; a rank with a group keeps it; a rank
+#: keeps one.
 OVER, KEEP, KEPT = 0, 1, 2
-#: How long a stopped process stays so.
+#: Seconds that a stopped process stays stopped.
 STOP_S = 0.05
-#: Clients of the daemon before have so long to come back; shorter than the product's, for its sake.
+#: Seconds in which clients of the previous daemon can reconnect; shorter than the product's.
 RECLAIM_WAIT_S = 0.3
 
 #: Kind: point: passes at which the signal comes.
@@ -91,16 +92,16 @@ CASES: dict[str, dict[str, tuple[int, ...]]] = {
         "adopt-resolved": (1,),
     },
     # The same, where that rank is stopped until the daemon has gone on without it.
-    "doubter": {
+    "late_rank": {
         "adopt-withheld": (1,),
         "adopt-late-claim": (1,),
     },
-    # The daemon that loses a rank which holds a shard.
-    "widow": {
+    # The daemon, when it loses a rank that holds a shard.
+    "broken_rank": {
         "shard-back": (1,),
         "client-left": (1,),
     },
-    # A rank; the daemon is killed once meanwhile.
+    # A rank, whose daemon is killed once.
     "rank": {
         "rank-dialled": (1, 2),
         "rank-welcomed": (1, 2),
@@ -141,7 +142,7 @@ def content(instance_id: str, index: int, size: int) -> np.ndarray:
 
 
 def speak_into(log: Path) -> None:
-    """Let what this process prints end in a file."""
+    """Redirect stdout and stderr to a file."""
     with log.open("ab") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
@@ -150,14 +151,14 @@ def speak_into(log: Path) -> None:
 def serve(name: str, kind: str, failpoint: str, log: Path) -> None:
     """Be the daemon."""
     speak_into(log)
-    if kind != "successor":  # where a rank has to come in time, however slow this build is
+    if kind != "successor":  # where a rank has to reconnect in time, however slow this build is
         limits.RECLAIM_WAIT_S = RECLAIM_WAIT_S
     arm(failpoint)
     assert shmbus_main(["serve", name, "--drain-timeout", "5"]) == 0
 
 
 def join(name: str, rank: int) -> shmbus.Consumer:
-    """Attach as a rank, as soon as the daemon knows that the one before is dead."""
+    """Attach as a rank, as soon as the daemon knows that its predecessor is dead."""
     for _ in deadline(f"rank {rank}'s place to be free"):
         with contextlib.suppress(errors.BusBusyError):
             return shmbus.Consumer(name, rank=rank, world_size=RANKS)
@@ -165,10 +166,10 @@ def join(name: str, rank: int) -> shmbus.Consumer:
 
 
 def train(name: str, rank: int, failpoint: str, log: Path, told: mmap.mmap) -> None:
-    """Be a rank: check each group, and note what is about to end, and what has ended."""
+    """Be a rank: check each group, and log it before and after it is acknowledged."""
     speak_into(log.with_name(f"rank-{rank}.log"))
-    # On a busy machine the next daemon may take longer to come than a trainer would wait for one.
-    limits.DAEMON_WAIT_S = DEADLINE_S
+    # On a busy machine the next daemon may start later than a trainer would wait for it.
+    source.DAEMON_WAIT_S = DEADLINE_S
     arm(failpoint)
     with log.open("ab", buffering=0) as out, join(name, rank) as consumer:
         while not told[OVER]:
@@ -194,7 +195,7 @@ def train(name: str, rank: int, failpoint: str, log: Path, told: mmap.mmap) -> N
 
 
 class Case:
-    """One bus, a daemon at a time, two ranks, and what becomes of them."""
+    """One bus, one daemon at a time, and two ranks; the dead are replaced."""
 
     def __init__(self, name: str, kind: str, failpoint: str, directory: Path) -> None:
         self.name, self.kind, self.failpoint = name, kind, failpoint
@@ -207,15 +208,15 @@ class Case:
         self.extra = 0
         self.signalled = False
         self.faults: list[str] = []
-        #: Who stays stopped until the story goes on.
+        #: The process that stays stopped until the scenario resumes it.
         self.held: Child | None = None
         self.daemons = 0
-        self.daemon = self.serve(failpoint if kind in ("daemon", "widow") else "")
+        self.daemon = self.serve(failpoint if kind in ("daemon", "broken_rank") else "")
         stopped = HOLD + ":stop"
         first = {
             "successor": stopped,
-            "doubter": stopped,
-            "widow": HOLD + ":kill",
+            "late_rank": stopped,
+            "broken_rank": HOLD + ":kill",
             "rank": failpoint,
         }
         self.ranks = [
@@ -231,10 +232,10 @@ class Case:
     def train(self, rank: int, failpoint: str = "") -> Child:
         return Child(lambda: train(self.name, rank, failpoint, self.log, self.told), failpoint)
 
-    # -- what goes on all the time --------------------------------------------------------------
+    # -- all the time -------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Put what there is room for, resume who is stopped, replace who was killed."""
+        """Put what there is room for, resume stopped processes, replace killed ones."""
         self.put(0.004)
         for member in (self.daemon, *self.ranks):
             ended = member.look()
@@ -250,7 +251,7 @@ class Case:
                 raise AssertionError(f"a process ended with {member.status}: {said}")
 
     def while_stopped(self, member: Child) -> None:
-        """Others go on, and a daemon is not replaced behind its back."""
+        """Check that the others go on, and that a stopped daemon keeps the bus."""
         self.put(STOP_S)
         if member is self.daemon and not self.failpoint.startswith("drain-closed"):
             try:
@@ -279,7 +280,7 @@ class Case:
         time.sleep(max(end - time.monotonic(), 0))
 
     def lines(self, verb: str) -> Counter[str]:
-        """How often each group stands in the log behind this word."""
+        """Count how often each group stands in the log after this word."""
         lines = [line.split() for line in self.log.read_text().splitlines()]
         return Counter(line[1] for line in lines if line[0] == verb)
 
@@ -291,16 +292,16 @@ class Case:
             self.feed()
 
     def feed(self) -> None:
-        """Have something left to put: one group alone is no step, so more have to follow."""
+        """Keep something to put: one group alone is no step, so more have to follow."""
         if not self.puts:
             self.puts.append((f"e{self.extra}", 1, 0, 100))
             self.extra += 1
 
-    # -- the story ------------------------------------------------------------------------------
+    # -- the scenario ---------------------------------------------------------------------------
 
     def play(self) -> None:
-        """From the first group to the last."""
-        if self.kind in ("successor", "doubter"):
+        """Run from the first group to the last."""
+        if self.kind in ("successor", "late_rank"):
             self.held = self.ranks[0]
             for _ in deadline("a rank that stops with a shard"):
                 self.go_on()
@@ -319,14 +320,14 @@ class Case:
                 if self.told[KEPT]:
                     break
                 self.feed()
-        if self.kind in ("successor", "doubter", "rank"):
+        if self.kind in ("successor", "late_rank", "rank"):
             os.kill(self.daemon.pid, signal.SIGKILL)
             self.daemon.wait()
             self.daemon = self.serve("" if self.kind == "rank" else self.failpoint)
             self.told[KEEP] = 0
         if self.held is not None:
-            # The one comes back in time for the new daemon, the other when that has gone on.
-            end = time.monotonic() + (3 * RECLAIM_WAIT_S if self.kind == "doubter" else 0)
+            # A successor's rank reconnects in time, a late rank after the daemon has gone on.
+            end = time.monotonic() + (3 * RECLAIM_WAIT_S if self.kind == "late_rank" else 0)
             while time.monotonic() < end:
                 self.go_on()
             self.held.go_on()
@@ -334,7 +335,7 @@ class Case:
         self.until(len(self.wanted))
 
     def finish(self) -> shmbus.Ledger:
-        """All leave in order, whatever still happens to them."""
+        """Have all processes leave cleanly, whatever still happens to them."""
         self.told[OVER] = 1
         for _ in deadline("the end of the ranks"):
             self.go_on()
@@ -356,14 +357,14 @@ class Case:
             return consumer.stats()
 
     def audit(self, ledger: shmbus.Ledger) -> None:
-        """Every group was acknowledged once, and what all held is free."""
+        """Check that every group was acknowledged once, and that all space is free."""
         begun, done = self.lines("begin"), self.lines("done")
         if self.wanted - begun.keys() or self.lines("torn"):
             lost = sorted(self.wanted - begun.keys())
             self.faults.append(f"lost: {lost}, torn: {sorted(self.lines('torn'))}")
         twice = {group for group, count in done.items() if count > 1}
         if self.kind == "rank" and self.failpoint.endswith("kill"):
-            # What this rank had acknowledged, and the daemon before had not heard, died with both.
+            # An acknowledgement that the killed daemon had not read died with both.
             twice -= {
                 line.split()[1] for line in self.log.read_text().splitlines() if line.endswith(" 0")
             }
@@ -375,7 +376,7 @@ class Case:
             self.faults.append(f"{ledger.capacity - ledger.free} bytes are held at the end")
 
     def end(self) -> None:
-        """Leave no process."""
+        """End every process that is left."""
         for member in (self.daemon, *self.ranks):
             if not member.look():
                 os.kill(member.pid, signal.SIGKILL)
@@ -396,7 +397,7 @@ def daemon_case(name: str, kind: str, failpoint: str, directory: Path) -> dict[s
 
 
 def snapshot_case(name: str, kind: str, failpoint: str, directory: Path) -> dict[str, object]:
-    """A snapshot is there whole or not at all, and the bus goes on."""
+    """Check that a snapshot is complete or absent, and that the bus goes on."""
     faults = []
     with shmbus.Bus.create(name, "512KiB", max_producers=2, extent_bytes=EXTENT):
         with shmbus.Producer(name) as producer:
@@ -430,7 +431,7 @@ def snapshot_case(name: str, kind: str, failpoint: str, directory: Path) -> dict
 
 
 def run(name: str, kind: str, failpoint: str) -> dict[str, object]:
-    """One case; what goes wrong in it is its report."""
+    """Run one case; an exception in it is reported as a fault."""
     play = snapshot_case if kind == "snapshot" else daemon_case
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -449,7 +450,8 @@ def main() -> None:
         for point, hits in points.items():
             for hit, action in itertools.product(hits, ("kill", "stop")):
                 case = f"{kind}:{point}:{hit}:{action}"
-                if only in case and (passes != "first" or hit == hits[0]):
+                chosen = case.startswith(only) if only.endswith(":") else only in case
+                if chosen and (passes != "first" or hit == hits[0]):
                     report = run(sys.argv[1], kind, f"{point}:{hit}:{action}")
                     print(json.dumps({"case": case, **report}), flush=True)
 

@@ -1,9 +1,9 @@
-"""Full load over a daemon and two ranks, under all that can happen to them: one JSON report.
+"""Full load over a daemon and two ranks, under every kind of fault: prints one JSON report.
 
 On top of what soak.py does to producers and the collector (which is the daemon here): ranks are
 killed, stopped and slow; /dev/shm is a tmpfs of its own that is full for spells; each process has
 another monotonic clock, in a time namespace of its own, as in containers; and the wall clock jumps.
-What this machine does not allow of it is left out, and the report says so.
+Faults that this machine does not allow are left out, and the report says so.
 
 Usage: ``python tests/process/daemon_soak.py NAME SECONDS SEED [RESTARTS]``. With a number of
 restarts it ends after them too, and mostly kills the daemon, as soon as something was trained.

@@ -1,7 +1,8 @@
-"""A death and a stop at each named point of the core, as a program: prints one JSON line a case.
+"""A death and a stop at each named point of the core, as a program.
 
-Runs in a build with SHMBUS_FAILPOINTS=1. Each case forks one process, which meets its signal at its
-point; the other side goes on, and audits. test_failpoints.py builds, runs and judges it.
+Prints one JSON line for each case. Runs in a build with SHMBUS_FAILPOINTS=1. Each case forks one
+process, which gets its signal at its point. The other side goes on, and audits the result.
+test_failpoints.py builds, runs and judges it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cycles of everything that is opened, as a program: what is left of them, as one JSON line.
+"""Opens and closes everything many times, as a program: prints what is left as one JSON line.
 
 Usage: ``python tests/process/leaks.py NAME CYCLES``. Descriptors, mappings, files in /dev/shm and
 Python objects are counted after a warm-up and at the end.

@@ -1,8 +1,8 @@
-"""Named points of the daemon and its clients, at which a test ends or stops who passes.
+"""Named points of the daemon and its clients, at which a test kills or stops the process.
 
-The product carries none: `arm` sets one around a function of the process that calls it. As for the
-points of the core (shmbus_ext/ring/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SIGKILL or
-SIGSTOP on that pass, from 1. A name that is not here is left to the core.
+The product contains none: `arm` wraps a function in the process that calls it. As for the points of
+the core (shmbus_ext/ring/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SIGKILL or SIGSTOP on
+that pass, from 1. Names that are not listed here are left to the core.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shmbus.client import connection as client_connection
+from shmbus.client import daemon_client
 from shmbus.client import leases as client_leases
 from shmbus.control import messages
 from shmbus.daemon import connection, leases, recovery, server, service, steps
@@ -30,12 +31,12 @@ def _any(arguments: tuple[Any, ...], result: object) -> bool:
 
 
 def _fruitful(arguments: tuple[Any, ...], result: object) -> bool:
-    """Passes that came to nothing are not counted."""
+    """Count only passes that had a result."""
     return bool(result)
 
 
 def _about(kind: type, field: str) -> Callable[[tuple[Any, ...], object], bool]:
-    """Only messages of one kind, and only those that carry something."""
+    """Count only messages of one kind that are not empty."""
 
     def counts(arguments: tuple[Any, ...], result: object) -> bool:
         message = arguments[1]
@@ -55,7 +56,7 @@ _LEASES = _about(messages.Leases, "groups")
 _ENDED = _about(messages.Ended, "numbers")
 
 POINTS = {
-    # A daemon that begins takes over what clients hold.
+    # A daemon that starts takes over the leases of clients.
     "adopt-locks-read": _Point(service, "extents_of_clients"),
     "adopt-claim-heard": _Point(recovery.Claims, "add"),
     "adopt-diverted": _Point(recovery.Claims, "divert"),
@@ -71,7 +72,7 @@ POINTS = {
     "shard-taken": _Point(steps.StepPlanner, "take", counts=_fruitful),
     "deliver-begun": _Point(connection.Connection, "send", before=True, counts=_LEASES),
     "deliver-sent": _Point(connection.Connection, "send", counts=_LEASES),
-    # They end, or come back.
+    # Leases end, or come back.
     "ack-received": _Point(service.Service, "_end", before=True),
     "ack-half": _Point(leases.LeaseTable, "end"),
     "ack-ended": _Point(service.Service, "_end"),
@@ -80,22 +81,22 @@ POINTS = {
     "shard-back": _Point(steps.StepPlanner, "give_back"),
     "client-left": _Point(service.Service, "leave"),
     "relieve-begun": _Point(collector.Collector, "_free_space", before=True),
-    # The end.
+    # Shutdown.
     "drain-begun": _Point(server.Server, "_drain", before=True),
     "drain-over": _Point(server.Server, "_drain"),
     "drain-closing": _Point(collector.Collector, "close", before=True),
     "drain-closed": _Point(collector.Collector, "close"),
-    # A rank's side of it.
+    # In a rank.
     "rank-dialled": _Point(client_connection.Wire, "__init__"),
-    "rank-welcomed": _Point(client_connection.Link, "_first_reply"),
-    "rank-claiming": _Point(client_connection.Link, "_claim", before=True),
-    "rank-learned": _Point(client_connection.Link, "_learn"),
-    "rank-received": _Point(client_leases.DaemonClient, "_borrow", before=True),
-    "rank-borrowed": _Point(client_leases.DaemonClient, "_borrow"),
-    "rank-ended": _Point(client_leases.DaemonClient, "end"),
-    "rank-told": _Point(client_leases.DaemonClient, "flush"),
-    "rank-confirmed": _Point(client_connection.Link, "_receive", counts=_ENDED),
-    "rank-leaving": _Point(client_connection.Link, "close", before=True),
+    "rank-welcomed": _Point(client_connection.Connection, "_receive_welcome"),
+    "rank-claiming": _Point(client_connection.Connection, "_claim", before=True),
+    "rank-learned": _Point(client_leases.Leases, "learn"),
+    "rank-received": _Point(daemon_client.DaemonClient, "borrow", before=True),
+    "rank-borrowed": _Point(daemon_client.DaemonClient, "borrow"),
+    "rank-ended": _Point(client_leases.Leases, "end_groups", counts=_fruitful),
+    "rank-told": _Point(daemon_client.DaemonClient, "flush"),
+    "rank-confirmed": _Point(client_connection.Connection, "_file", counts=_ENDED),
+    "rank-leaving": _Point(client_connection.Connection, "close", before=True),
     # A snapshot.
     "snapshot-record": _Point(parts.PartWriter, "add"),
     "snapshot-parts": _Point(parts.PartWriter, "finish"),
@@ -105,7 +106,7 @@ POINTS = {
 
 
 def arm(failpoint: str) -> None:
-    """Set the point that is wanted; the empty text is none."""
+    """Set a point; the empty text sets none."""
     name, _, rest = failpoint.partition(":")
     point = POINTS.get(name)
     if point is None:
@@ -116,7 +117,7 @@ def arm(failpoint: str) -> None:
 
 
 def _signals(hit: int, number: int) -> Iterator[None]:
-    """Each step is a pass; on the wanted one the process has its signal."""
+    """Count passes; on the `hit`-th one the process sends itself the signal."""
     for passed in itertools.count(1):
         if passed == hit:
             os.kill(os.getpid(), number)

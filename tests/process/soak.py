@@ -3,8 +3,8 @@
 Producers put groups of four, several under way at once, each sample with content that follows from
 its number; a consumer checks all of it. Both are killed and stopped at random, the consumer is slow
 at times, and the bus is small, so that it is often full. Every group has a byte in memory that all
-share, in which its producer and the consumer note how far it came: the audit at the end needs no
-witness that could have died.
+share, in which its producer and the consumer note its progress, so that the audit at the end needs
+no process that could have died.
 
 Usage: ``python tests/process/soak.py NAME SECONDS SEED``
 """

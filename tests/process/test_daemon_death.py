@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Child, Daemon, Spawner, wait_until
+from conftest import Child, Daemon, Spawner, client_of, wait_until
 
 from shmbus import Bus, Consumer, Producer
-from shmbus.client.leases import DaemonClient
 
 PRODUCERS = 4
 RANKS = 2
@@ -168,19 +167,18 @@ def test_what_a_dead_daemon_had_granted_last_is_not_taken_for_the_next_ones(
     with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
         for key in ("a", "b", "c"):
             producer.put(key, group_size=1, index=0, tokens=np.arange(8, dtype=np.int32))
-        source = consumer._source
-        assert isinstance(source, DaemonClient)
-        borrow, wires = source._borrow, [source._wire]
+        client = client_of(consumer)
+        borrow, wires = client.borrow, [client.connection.wire]
 
         def late(*arguments: Any) -> Any:
-            # The thread that has the reply comes to it when another has dialled the next daemon.
+            # The watcher reaches the next daemon before the thread with the reply goes on.
             if len(wires) == 1:
                 served.kill()
                 served.start()
-                wires.append(wait_until(lambda: source._wire not in (None, wires[0])))
+                wires.append(wait_until(lambda: client.connection.wire not in (None, wires[0])))
             return borrow(*arguments)
 
-        monkeypatch.setattr(source, "_borrow", late)
+        monkeypatch.setattr(client, "borrow", late)
         taken = [consumer.take(1, timeout=10)[0] for _ in range(3)]
         assert [group.instance_id for group in taken] == ["a", "b", "c"]
         consumer.ack(taken)

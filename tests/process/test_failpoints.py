@@ -1,4 +1,4 @@
-"""A death, and a stop, at every named point of the core, the daemon, its ranks and a snapshot."""
+"""A death and a stop at every named point of the core, the daemon, its ranks and a snapshot."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from conftest import Spawner
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-#: "all" meets the points of the daemon also at later passes: behind wraps, in the middle of a step.
+#: "all" also tests later passes of the daemon's points: after wraps, in the middle of a step.
 PASSES = os.environ.get("SHMBUS_TEST_POINTS", "first")
 
 
 @pytest.fixture(scope="session")
 def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree whose extension has the points compiled in; the one in use here stays as it is."""
+    """Build a tree whose extension has the points compiled in; this build stays as it is."""
     tree = tmp_path_factory.mktemp("failpoints")
     shutil.copytree(ROOT / "shmbus", tree / "shmbus")
     (tree / "shmbus_ext").mkdir()
@@ -40,8 +40,8 @@ def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("failpoints", "producer"),
         ("failpoints", "collector"),
         ("failpoints", "mover"),
-        ("asking_points", "asker"),
-        ("asking_points", "taker"),
+        ("retry_points", "collector"),
+        ("retry_points", "producer"),
     ],
 )
 def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(
@@ -55,7 +55,9 @@ def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", ["daemon", "successor", "doubter", "widow", "rank", "snapshot"])
+@pytest.mark.parametrize(
+    "kind", ["daemon", "successor", "late_rank", "broken_rank", "rank", "snapshot"]
+)
 def test_a_death_or_a_stop_in_the_daemon_or_a_rank_loses_and_doubles_no_group(
     kind: str, bus_name: str, spawn: Spawner, failpoint_build: Path
 ) -> None:

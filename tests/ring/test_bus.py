@@ -22,7 +22,7 @@ import pytest
 from conftest import Spawner, wait_until
 
 import shmbus
-from shmbus import Bus, Consumer, Producer, limits
+from shmbus import Bus, Consumer, Producer
 from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
@@ -391,7 +391,7 @@ def test_a_truncated_segment_is_refused(bus: Bus, missing: int) -> None:
 def test_a_file_that_is_no_segment_is_refused_and_can_be_removed(
     bus_name: str, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "ATTACH_WAIT_S", 0.02)
+    monkeypatch.setattr("shmbus.segment.lifecycle.ATTACH_WAIT_S", 0.02)
     path_of(bus_name).write_bytes(content)
     assert_refused(bus_name, "was never finished|is not a shmbus segment")
     shmbus.unlink(bus_name)

@@ -1,13 +1,14 @@
-"""A death and a stop while samples are asked for again, as a program: one JSON line a case.
+"""A death and a stop while failed samples are requested again, as a program.
 
-As failpoints.py, of the table of wanted samples: the collector that asks meets its signal, or the
-producer that has taken what is asked for. The other side, and who comes after, bring every group
-to its end. test_failpoints.py builds, runs and judges it.
+Prints one JSON line for each case, as failpoints.py does, for the retry table. The signal reaches
+the collector that writes retry requests, or the producer that has taken one. The other side and
+the successor complete every group. test_failpoints.py builds, runs and judges it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import mmap
 import os
@@ -23,20 +24,20 @@ from shmbus.inspect.status import read_status
 GROUPS = 12
 EXTENT = 4096
 RETRIES = 20
-#: So long who is stopped keeps what it has taken.
+#: Seconds that a stopped producer keeps the requests that it has taken.
 RETRY_TIMEOUT_S = 0.3
 
-#: Kind: point: passes at which the signal comes. A collector that begins frees 128 rows.
+#: Kind: point: passes at which the signal comes. A collector that starts frees 128 rows.
 POINTS: dict[str, dict[str, tuple[int, ...]]] = {
-    "asker": {
+    "collector": {
         "want-busy": (1, 100, 130, 140),
         "want-written": (1, 7),
         "want-published": (1, 7),
     },
-    "taker": {
+    "producer": {
         "want-claimed": (1, 5),
         "want-leaving": (1,),
-        # In an answer, and in the report that there is none.
+        # In an answer, and in the report of a failure.
         "commit-intended": (1, 4),
         "record-exposed": (2, 5),
         "commit-marked": (1, 4),
@@ -45,26 +46,26 @@ POINTS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def put(producer: shmbus.Producer, group: int, index: int) -> None:
-    """One sample of a group of two."""
+    """Put one sample of a group of two."""
     data = pattern(group * 2 + index, 300)
     producer.put(f"g{group}", group_size=2, index=index, epoch=0, data=data)
 
 
 def answer(producer: shmbus.Producer) -> None:
-    """Do one thing that is wanted."""
+    """Answer one retry request."""
     for wanted in producer.wanted(limit=1):
         put(producer, int(wanted.instance_id[1:]), wanted.index)
 
 
 class Reader:
-    """A collector that notes each group before and after it is acknowledged."""
+    """A collector that logs each group before and after it is acknowledged."""
 
     def __init__(self, name: str, log: Path) -> None:
         self.consumer = shmbus.Consumer(name, sample_retries=RETRIES, retry_timeout=RETRY_TIMEOUT_S)
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def take(self) -> None:
-        """Take for a moment."""
+        """Take the groups that are ready, and acknowledge them."""
         for group in self.consumer.take(4, timeout=0.01):
             number = int(group.instance_id[1:])
             whole = all(
@@ -77,20 +78,20 @@ class Reader:
 
 
 def groups_in(log: Path, verb: str) -> list[int]:
-    """The groups behind this word in the log, in their order."""
+    """Return the groups that stand after this word in the log, in order."""
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     return [int(number) for word, number in lines if word == verb]
 
 
-def be_asker(name: str, log: Path, over: mmap.mmap) -> None:
+def be_collector(name: str, over: mmap.mmap, log: Path) -> None:
     reader = Reader(name, log)
     while not over[0]:
         reader.take()
     reader.consumer.close()
 
 
-def be_taker(name: str, over: mmap.mmap) -> None:
-    """Answer one after the other, fail every third once, and leave with one that is not done."""
+def be_producer(name: str, over: mmap.mmap) -> None:
+    """Answer requests, fail every third one, and leave with one that is not answered."""
     producer = shmbus.Producer(name)
     turn = 0
     while not over[0]:
@@ -106,18 +107,16 @@ def be_taker(name: str, over: mmap.mmap) -> None:
 
 
 def case(name: str, kind: str, failpoint: str, log: Path) -> dict[str, object]:
-    """Half of each group fails; whoever meets its signal, all groups come, once and whole."""
+    """Fail half of each group; all groups are delivered once and whole, whoever dies."""
     over = mmap.mmap(-1, 4096)
     with shmbus.Bus.create(name, "512KiB", max_producers=3, extent_bytes=EXTENT):
         producer = shmbus.Producer(name)
         for group in range(GROUPS):
             put(producer, group, 0)
             producer.fail(f"g{group}", 1, "flaky", group_size=2, epoch=0)
-        reader = Reader(name, log) if kind == "taker" else None
-        child = Child(
-            lambda: be_taker(name, over) if kind == "taker" else be_asker(name, log, over),
-            failpoint,
-        )
+        reader = Reader(name, log) if kind == "producer" else None
+        play = be_producer if kind == "producer" else functools.partial(be_collector, log=log)
+        child = Child(lambda: play(name, over=over), failpoint)
         signalled = False
         for _ in deadline("all groups"):
             ended = child.look()
@@ -126,11 +125,11 @@ def case(name: str, kind: str, failpoint: str, log: Path) -> dict[str, object]:
                 reader.take()
             elif ended:
                 reader = Reader(name, log)
-            if kind == "asker" or ended or child.stopped:
+            if kind == "collector" or ended or child.stopped:
                 answer(producer)
             over[0] = set(groups_in(log, "begin")) >= set(range(GROUPS))
-            # What a stopped taker has is asked of another meanwhile.
-            if child.stopped and (kind == "asker" or over[0]):
+            # The requests of a stopped producer are answered by another one.
+            if child.stopped and (kind == "collector" or over[0]):
                 child.go_on()
             if over[0] and ended and reader is not None:
                 break
@@ -140,7 +139,7 @@ def case(name: str, kind: str, failpoint: str, log: Path) -> dict[str, object]:
 
 
 def audit(reader: Reader, producer: shmbus.Producer, child: Child, log: Path) -> list[str]:
-    """Each group once and whole; nothing is left, and the table is empty."""
+    """Check that each group came once and whole, and that the retry table is empty."""
     faults = []
     for _ in deadline("the last records"):
         reader.take()

@@ -1,4 +1,7 @@
-"""``shmbus demo``: the main job of the bus, shown; the code is in ``trainer_adapter.demo``."""
+"""``shmbus demo``: its options, and what it needs; the command line finds it by its entry point.
+
+Invariant: importing this loads no torch; `run` does.
+"""
 
 from __future__ import annotations
 
