@@ -1,8 +1,8 @@
 /* The C core's hot path, call by call, for instructions to be counted: ring and stash, no Python.
  *
- * usage: hot_path ROUNDS. Each round sends, reads and releases a window of records over one mapping;
- * what is counted is what happens within the functions named op_*, one for each operation. A
- * record's payload is small, since copying it is not what is measured. Exit status 1 if a call
+ * usage: hot_path ROUNDS. Each round sends, reads and releases a window of records over one
+ * mapping. Counted are the instructions within the functions named op_*, one for each operation. A
+ * record's payload is small, since copying it is not measured here. Exit status 1 if a call
  * fails. */
 #define _GNU_SOURCE
 #include "batch/convert.h"
@@ -64,7 +64,7 @@ OPERATION op_stash(struct group_table *groups, const struct group_key *key, uint
     }
 }
 
-/* Samples of groups that stay open for long: each comes to another one than the sample before. */
+/* Samples of groups that stay open for long: each belongs to another group than the one before. */
 static void stash_some(struct group_table *groups, uint64_t *number, void *sample) {
     for (uint32_t i = 0; i < WINDOW; i++) {
         uint64_t at = (*number)++;

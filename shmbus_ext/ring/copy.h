@@ -1,11 +1,11 @@
 /* Copying payload into the ring.
  *
- * What a producer writes is read next by another processor. Ordinary stores leave the lines modified
- * in the producer's cache: the reader fetches each of them from there, and the producer fetches each
- * again for its next record. Between processors that share no cache, that runs at a sixth of the
- * speed of memory. A consumer that packs batches is fast enough to meet those lines, so for one that
- * says so (bus_header.consumer_packs) large payload is written by non-temporal stores. For others
- * ordinary stores are up to twice as fast. */
+ * What a producer writes is read next by another processor. Ordinary stores leave the lines
+ * modified in the producer's cache: the reader fetches each of them from there, and the producer
+ * fetches each again for its next record. Between processors that share no cache, that runs at a
+ * sixth of the speed of memory. A consumer that packs batches is fast enough to meet those lines,
+ * so for one that says so (bus_header.consumer_packs) large payload is written by non-temporal
+ * stores. For others ordinary stores are up to twice as fast. */
 #ifndef SHMBUS_RING_COPY_H
 #define SHMBUS_RING_COPY_H
 

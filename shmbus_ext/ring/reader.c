@@ -225,7 +225,8 @@ static enum walk walk_lane(struct reader *self, struct lane *lane, struct record
 }
 
 /* The next pending reservation that was committed, in the order of the lane, so that a batch that
- * was seen half way is handed out as it was put. 1 when it is in self->copy, 0 when none is left. */
+ * was seen half way is handed out as it was put. 1 when it is in self->copy, 0 when none is
+ * left. */
 static int take_ended(struct reader *self, struct lane *lane, struct record_ref *ref) {
     while (lane->pending_at < lane->pending_count) {
         struct pending *entry = &lane->pending[lane->pending_at];

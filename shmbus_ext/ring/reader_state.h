@@ -1,6 +1,7 @@
 /* What a collector knows of its bus: private memory that the files of the collector share.
  *
- * lane.h has the cursor, reader.h the walk, reclaim.h frees, attach.h fills this in, count.h counts.
+ * lane.h has the cursor, reader.h the walk, reclaim.h frees, attach.h fills this in, count.h
+ * counts.
  *
  * Invariant: nothing here is read from shared memory without a bound. */
 #ifndef SHMBUS_RING_READER_STATE_H
@@ -94,9 +95,11 @@ struct reader {
     uint32_t parked_new;        /* extents of those that reader_tidy has not looked at */
     uint32_t freed_unannounced; /* extents that waiting producers were not told of */
 
-    /* The proof that nothing is lost. Each commit is counted by its lane (promised), and is released
-     * before this reader attached, or met by it. Once all lanes are read to their ends,
+    /* The proof that nothing is lost. Each commit is counted by its lane (promised). It was
+     * released before this reader attached, or is met by it. Once all lanes are read to their ends,
+     *
      *     promised == released_before + met
+     *
      * and what is missing on the right is lost: released as corrupt. */
     uint64_t released_before; /* by earlier readers, for whatever reason */
     uint64_t promised;        /* the sum of seen.committed over the producers' lanes */

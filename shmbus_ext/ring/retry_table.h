@@ -2,8 +2,8 @@
  *
  * Invariants:
  *  - The collector alone writes an entry, and only while its claim is BUSY. A producer changes
- *    nothing but the claim: from free to itself, and back. So a request is handed to one producer at
- *    a time.
+ *    nothing but the claim: from free to itself, and back. So a request is handed to one producer
+ *    at a time.
  *  - Neither side can leave the other waiting. A claim whose producer has died is put back by the
  *    collector. A dead collector's entries are taken over or withdrawn by its successor.
  *  - What an entry says is copied, bounded and checked before it is used. */

@@ -1,4 +1,4 @@
-/* Opening, allocating and mapping the segment: the only system calls on it, the futex apart. */
+/* Allocating, opening and mapping the segment: all its system calls but futexes and file locks. */
 #define _GNU_SOURCE
 #include "segment.h"
 
@@ -31,7 +31,7 @@
 #define LARGEST_EXTENT (UINT64_C(1) << 20)
 /* One record may take a quarter of the bus, so that producers of large records still overlap. */
 #define RECORD_SHARE 4u
-/* Above this an attaching process maps pages as it touches them; below, all at once. */
+/* Above this an attaching process maps pages as it touches them; below it, all in one call. */
 #define POPULATE_ON_OPEN_BYTES (UINT64_C(1) << 30)
 #define TOUCH_THREADS 4u
 #define TOUCH_CHUNK (UINT64_C(32) << 20)
@@ -85,7 +85,8 @@ bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_byt
     plan->extent_bytes = extent_bytes;
     plan->extent_count = (uint32_t)count;
     plan->max_producers = max_producers;
-    plan->data_offset = shmbus_align_up(tables_bytes(max_producers, plan->extent_count), SHMBUS_PAGE);
+    plan->data_offset =
+        shmbus_align_up(tables_bytes(max_producers, plan->extent_count), SHMBUS_PAGE);
     plan->segment_bytes = plan->data_offset + count * extent_bytes;
     return true;
 }
@@ -98,8 +99,8 @@ struct touch_job {
 };
 
 /* Huge pages where the kernel gives them (from 6.1 on, whatever the mount says): every process maps
- * the whole bus and goes through it again and again. A refusal is an answer for all of the segment,
- * and so is memory that has to be freed up first: the rest stays in small pages then. */
+ * the whole bus and goes through it again and again. After one refusal the rest of the segment
+ * stays in small pages, and so it does where memory has to be freed up first. */
 static void collapse(struct touch_job *job, uint64_t at, uint64_t bytes) {
     if (atomic_load_explicit(&job->small_pages, memory_order_relaxed)) {
         return;
@@ -175,14 +176,15 @@ static int open_flags(const struct segment *self) {
     return (self->read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC;
 }
 
-/* Address space for so many bytes, beginning at a multiple of a huge page; NULL where there is none,
- * and for what is smaller than one. */
+/* Address space for so many bytes, beginning at a multiple of a huge page. NULL where there is
+ * none, and for less than one huge page. */
 static void *aligned_room(uint64_t bytes) {
     if (bytes < HUGE_PAGE) {
         return NULL;
     }
     uint64_t kept = shmbus_align_up(bytes, SHMBUS_PAGE), room = kept + HUGE_PAGE;
-    uint8_t *start = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t *start =
+        mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) {
         return NULL;
     }
@@ -198,8 +200,8 @@ static void *aligned_room(uint64_t bytes) {
 
 static enum segment_status map_file(struct segment *self) {
     void *room = aligned_room(self->bytes);
-    void *base = mmap(room, self->bytes, protection(self), MAP_SHARED | (room == NULL ? 0 : MAP_FIXED),
-                      self->fd, 0);
+    int flags = MAP_SHARED | (room == NULL ? 0 : MAP_FIXED);
+    void *base = mmap(room, self->bytes, protection(self), flags, self->fd, 0);
     if (base == MAP_FAILED) {
         self->base = NULL;
         return errno == ENOMEM ? SEGMENT_NO_SPACE : SEGMENT_SYSTEM_ERROR;
@@ -220,7 +222,8 @@ static enum segment_status take_description(struct segment *self) {
     enum lock_status lock = file_lock_share(own, SHMBUS_LOCK_USERS);
     if (lock != LOCK_TAKEN) {
         close(own);
-        /* Who removes it holds it for a moment only; the caller looks again whether it is there. */
+        /* It is being removed, under a lock of moments; the caller looks again whether it is
+         * there. */
         return lock == LOCK_HELD_ELSEWHERE ? SEGMENT_UNFINISHED : SEGMENT_SYSTEM_ERROR;
     }
     file_lock_drop(self->fd, SHMBUS_LOCK_USERS);
@@ -238,7 +241,7 @@ enum segment_status segment_create(struct segment *self, int fd,
     self->extent_bytes = plan->extent_bytes;
     self->extent_count = plan->extent_count;
     self->max_producers = plan->max_producers;
-    /* From the first moment on, so that nobody takes a segment in the making for a forgotten one. */
+    /* First of all, so that no cleanup takes an unfinished segment for a forgotten one. */
     if (file_lock_share(fd, SHMBUS_LOCK_USERS) != LOCK_TAKEN) {
         errno = EBUSY;
         return SEGMENT_SYSTEM_ERROR;

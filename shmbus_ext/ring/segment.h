@@ -32,7 +32,7 @@ struct segment {
     uint32_t extent_count;
     uint32_t max_producers;
     uint32_t max_span;     /* extents that one record may take */
-    uint64_t record_limit; /* bytes, header included */
+    uint64_t record_limit; /* bytes of the largest record, header included */
     uint64_t created_unix_ns;
     struct bus_header *header;
     struct producer_slot *slots; /* max_producers + 1; the last is the collector's */
@@ -58,16 +58,18 @@ struct segment_geometry {
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
                   struct segment_geometry *plan);
 
-/* Extents of a new segment that are leased to its collector, which is yet to come: producers may fill
- * the bus before it does, and what it then has to move out of the way needs a place. */
+/* Extents of a new segment that are leased to its future collector: producers may fill the bus
+ * before it attaches, and what it then has to move out of the way needs a place. */
 static inline uint32_t segment_reserved(const struct segment *self) {
     return self->extent_count > 1 ? 1 : 0;
 }
 
-/* Both take fd over when they succeed. fd is of a new, empty file. Allocates and touches all of it, writes the tables, magic last. */
+/* Makes a segment of a new, empty file: allocates and touches all of it, and writes the tables, the
+ * magic last. Takes fd over when it succeeds. */
 enum segment_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);
-/* read_only: fd was opened so, and nothing is ever written through the mapping. */
+/* Maps a segment and checks it. read_only: fd was opened so, and nothing is ever written through
+ * the mapping. Takes fd over when it succeeds. */
 enum segment_status segment_open(struct segment *self, int fd, bool read_only);
 void segment_unmap(struct segment *self);
 

@@ -1,8 +1,8 @@
 /* The group table: the stash's incomplete groups by key, laid out for many more of them than a
  * cache holds.
  *
- * A group's entry has a key, a width, and that many cells, one a sample. It leaves the table when it
- * is taken out, filled or not. What a cell points to, and what a key means, is the caller's.
+ * A group's entry has a key, a width, and that many cells, one a sample. It leaves the table when
+ * it is taken out, filled or not. What a cell points to, and what a key means, is the caller's.
  *
  * Invariants:
  *  - A bucket of the index holds half of the hash, so a missing key costs one cache line, and one

@@ -1,4 +1,4 @@
-/* The ring between threads over one mapping: order, wrap, reservations, recovery, hostile tables. */
+/* The ring between threads over one mapping: order, wrap, reservations, recovery, bad tables. */
 #define _GNU_SOURCE
 #include <pthread.h>
 
@@ -248,7 +248,7 @@ static void an_interrupted_commit_is_counted_by_its_heir(void) {
     close(segment.fd);
 }
 
-/* What a look at an idle bus costs follows from the producers that are there, not from the slots. */
+/* The cost of polling an idle bus follows from the producers on it, not from its slots. */
 static void lanes_without_a_producer_are_not_looked_at(void) {
     struct segment segment;
     struct writer writers[2];

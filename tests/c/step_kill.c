@@ -1,5 +1,5 @@
 /* SIGKILL after any instruction: a child is stepped through its work one instruction at a time, and
- * ended somewhere on the way; what it leaves is audited.
+ * killed somewhere on the way; what it leaves is audited.
  *
  * SHMBUS_STEP_KILLS says how many deaths of each kind; the default is for a check. */
 #define _GNU_SOURCE
@@ -208,7 +208,7 @@ static void a_collector_may_die_after_any_instruction(uint64_t *random, unsigned
     printf("%u collectors ended within %llu instructions\n", kills, (unsigned long long)whole);
 }
 
-/* ---- samples that are asked for again ---- */
+/* ---- retry requests ---- */
 
 enum { ASKED_ROW = 0, OTHER_ROW = 1, TAKER = 5, SUCCESSOR = 6 };
 
@@ -231,7 +231,7 @@ static void publish(uint32_t row, uint64_t number) {
     retry_publish(&segment, row, &request);
 }
 
-/* The number of the row's request, which is whole; 0 where there is none. */
+/* The number of the entry's request, which is whole; 0 where there is none. */
 static uint64_t asked(uint32_t row, uint64_t *claimant) {
     struct retry_request found, expected;
     if (!retry_read(&segment, row, &found)) {
@@ -243,7 +243,7 @@ static uint64_t asked(uint32_t row, uint64_t *claimant) {
     return found.number;
 }
 
-/* Requests 1 to RECORDS, each in place of the one before, some withdrawn between. */
+/* Requests 1 to RECORDS, each in place of the last one, some withdrawn between. */
 static void ask(void) {
     for (uint32_t number = 1; number <= RECORDS; number++) {
         atomic_store(&witness->begun, number);
@@ -256,7 +256,7 @@ static void ask(void) {
     }
 }
 
-/* Takes one, gives it back, takes it for good. */
+/* Claims a request, gives it back, claims it for good. */
 static void take(void) {
     uint64_t claimant;
     for (uint32_t turn = 1; turn <= 2; turn++) {
@@ -268,7 +268,7 @@ static void take(void) {
     }
 }
 
-/* Whatever was left there, the next collector asks in this row, and a producer takes it. */
+/* Whatever was left there, the next collector publishes in this entry, and a producer claims it. */
 static void check_row_serves(uint32_t row, uint64_t number) {
     uint64_t claimant;
     publish(row, number);
@@ -309,7 +309,8 @@ int main(void) {
     const char *given = getenv("SHMBUS_STEP_KILLS");
     unsigned kills = given ? (unsigned)strtoul(given, NULL, 10) : DEFAULT_KILLS;
     struct segment_geometry plan;
-    witness = mmap(NULL, sizeof *witness, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    witness =
+        mmap(NULL, sizeof *witness, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(witness != MAP_FAILED);
     CHECK(segment_plan(EXTENTS * SHMBUS_PAGE, PRODUCERS, SHMBUS_PAGE, &plan));
     CHECK(segment_create(&segment, memory_file(), &plan) == SEGMENT_OK);

@@ -1,8 +1,8 @@
-/* The retry table, into which anybody writes between the calls of its collector and its
- * producers: what is read stays inside its limits and is as its checksum says, and an entry that nobody
- * has touched is whole, and one producer's at a time.
+/* The retry table, scribbled over between the calls of its collector and its producers. What is
+ * read stays inside its limits and agrees with its checksum. An untouched entry is whole, and
+ * claimed by one producer at a time.
  *
- * Input: acts of 5 bytes: what is done (1), to which row (1), with which value (1), where (2). */
+ * Input: acts of 5 bytes: what is done (1), to which entry (1), with which value (1), where (2). */
 #include "ring/checksum.h"
 #include "fuzz.h"
 #include "ring/retry_table.h"

@@ -12,8 +12,8 @@ enum habit { PLAIN, SWEEPS, MOVES, KEEPS };
 
 void produce(const enum way *ways, unsigned n);
 void produce_interleaved(void);
-/* One that gives back what it has taken takes again, and answers then. A scribbler overwrites one
- * part of the row. */
+/* A producer that gives its request back takes one again, and answers it. A scribbler overwrites
+ * one part of the entry. */
 enum patience { ASKS_ONCE, ASKS_AGAIN };
 enum deed { ANSWERS, GIVES_BACK };
 enum part { A_TEXT, A_NUMBER, A_CLAIM, A_BUSY_CLAIM };

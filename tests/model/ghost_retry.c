@@ -1,7 +1,7 @@
-/* What must hold of samples that are asked for again, whatever happens.
+/* What must hold of retry requests, whatever happens.
  *
  * - A request is handed to one process at a time, whole, and only while the table asks for it.
- * - An attempt counts as failed by a death only when who had taken it is dead.
+ * - An attempt counts as failed by a death only when the process that claimed it is dead.
  * - A request whose asker lives reaches a taker that lives, or is answered: it is never lost. */
 #include "model.h"
 
@@ -80,7 +80,7 @@ static bool any_lives(uint8_t processes) {
     return false;
 }
 
-/* Whether there is a request, and somebody on each side who could do something about it. */
+/* Whether there is a request, and a living process on each side that could go on with it. */
 bool ghost_wants_in_vain(void) {
     const struct ghost_retry *g = ghost();
     return g->asked > 0 && !g->answered && any_lives(g->askers) && any_lives(g->takers);

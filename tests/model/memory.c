@@ -480,7 +480,7 @@ static bool is_in_table(const void *at) {
            offset < plain_from() + SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
 }
 
-/* Of a retry entry one half at a time, since either side may change it meanwhile. */
+/* Of a retry entry one half at a time, since either side may change it in between. */
 void *model_memcpy(void *to, const void *from, size_t bytes) {
     size_t half = bytes / 16 * 8;
     bool written = is_in_table(to);

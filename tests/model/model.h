@@ -196,7 +196,8 @@ void ghost_begin_commit(uint64_t life, uint64_t number);
 void ghost_committed(uint64_t life, uint64_t number);
 void ghost_aborted(uint64_t life, uint64_t number);
 unsigned ghost_new_reader(void);
-void ghost_delivered(const struct reader *reader, const struct record_ref *ref, unsigned reader_life);
+void ghost_delivered(const struct reader *reader, const struct record_ref *ref,
+                     unsigned reader_life);
 void ghost_begin_ack(const uint64_t (*keys)[2], unsigned n);
 void ghost_acked(const uint64_t (*keys)[2], unsigned n);
 void ghost_moving(uint64_t life, uint64_t number, const struct record_ref *to);

@@ -1,5 +1,5 @@
-/* What those do who ask for a sample again, and who take what is asked for: the calls of
- * shmbus/stash/retries.py and shmbus/producer.py, in their order, over a table of one row.
+/* What collectors and producers do with retry requests: the calls of shmbus/stash/retries.py and
+ * shmbus/producer.py, in their order, over a table of one entry.
  *
  * A taker's proof of life is the lock of its slot; its producer id is its slot's number. The answer
  * is the ghost's: how a record comes into the ring has scenarios of its own.
@@ -61,7 +61,7 @@ static bool read_request(struct actor *self, struct retry_request *request) {
     return true;
 }
 
-/* ---- who asks ---- */
+/* ---- the asker ---- */
 
 static void ask(struct actor *self) {
     struct retry_request request;
@@ -71,7 +71,7 @@ static void ask(struct actor *self) {
     engine_checkpoint();
 }
 
-/* What an earlier collector asked for is taken over if somebody has taken it, else withdrawn. */
+/* The request of an earlier collector is taken over if it is claimed, else withdrawn. */
 static void adopt(struct actor *self) {
     struct retry_request request;
     if (read_request(self, &request) && request.claimant != SHMBUS_RETRY_FREE) {
@@ -94,8 +94,8 @@ static bool is_dead(struct actor *self, uint64_t producer_id) {
     return true;
 }
 
-/* Whether the attempt under way has failed: its taker died, or its time is over, as it once is for
- * a row that says nothing any more. */
+/* Whether the attempt under way has failed: its taker died, or its time is over, as it is in the
+ * end for an entry that cannot be read. */
 static bool has_failed(struct actor *self) {
     struct retry_request request;
     if (!read_request(self, &request) || request.number != self->number) {
@@ -104,7 +104,7 @@ static bool has_failed(struct actor *self) {
     if (request.claimant == SHMBUS_RETRY_FREE || !is_dead(self, request.claimant - 1)) {
         return false;
     }
-    /* One that left in order has put it back meanwhile. */
+    /* One that left in order may have put it back since. */
     uint64_t claimant = request.claimant;
     if (!read_request(self, &request) || request.claimant != claimant) {
         return false;
@@ -143,7 +143,7 @@ void request_one(enum patience patience, uint8_t takers) {
     retry_withdraw(&self->segment, ROW);
 }
 
-/* ---- who takes ---- */
+/* ---- the taker ---- */
 
 static bool take(struct actor *self) {
     struct retry_request request;
@@ -186,7 +186,7 @@ void take_request(enum deed deed, uint8_t askers) {
     }
 }
 
-/* ---- who writes where it must not ---- */
+/* ---- the scribbler ---- */
 
 void scribble(enum part part) {
     struct actor *self = begin();
