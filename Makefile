@@ -19,8 +19,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 # processes come first, since they take longest.
 DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:benchmark
 
-C_SOURCES := $(sort $(wildcard shmbus_ext/*/*.c))
-C_HEADERS := $(sort $(wildcard shmbus_ext/*/*.h))
+C_SOURCES := $(sort $(shell find shmbus_ext -name "*.c"))
+C_HEADERS := $(sort $(shell find shmbus_ext -name "*.h"))
 # The ring alone, as the C tests, the fuzzers and the explorer link it.
 RING_SOURCES := $(sort $(wildcard shmbus_ext/ring/*.c))
 # A C test is one file with a main of its own, linked with the ring; exit status 0 is success.
@@ -184,7 +184,7 @@ $(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,saniti
 
 # Fuzzing (tests/fuzz): libFuzzer and atheris find cases, and any compiler replays those that are
 # kept. What a run finds lies in build/fuzz/found; a case worth keeping goes to tests/fuzz/corpus.
-FUZZ_TARGETS := header record segment wanted
+FUZZ_TARGETS := header record segment retry_table
 FUZZ_PYTHON := decoders control snapshot
 FUZZERS := $(patsubst %,build/fuzz/fuzz_%,$(FUZZ_TARGETS))
 MINUTES ?= 4

@@ -39,6 +39,7 @@ for package in shmbus shmbus_ext trainer_adapter; do
     carries wheel "^$package/py\.typed$"
 done
 carries wheel '^shmbus_ext/_core\.pyi$'
+carries wheel '^shmbus_ext/_public\.pyi$'
 carries wheel '\.dist-info/licenses/LICENSE$'
 carries_no wheel '\.[ch]$'
 carries_no wheel '^(tests|bench|examples|docs|setup)'

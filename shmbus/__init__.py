@@ -29,7 +29,7 @@ from shmbus.errors import (
     ShmbusError,
     StallError,
 )
-from shmbus_ext._core import Slot, Trajectory
+from shmbus_ext._core import Reservation, Trajectory
 
 if TYPE_CHECKING:
     from shmbus.consumer import Consumer
@@ -59,6 +59,7 @@ __all__ = [
     "ProducerStats",
     "ProtocolError",
     "RecordTooLargeError",
+    "Reservation",
     "ShmbusError",
     "Slot",
     "StallError",
@@ -68,6 +69,9 @@ __all__ = [
     "__version__",
     "unlink",
 ]
+
+#: Another name of it, for code that calls its reservations slots.
+Slot = Reservation
 
 _HOMES = {
     "Bus": "shmbus.segment.bus",

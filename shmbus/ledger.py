@@ -103,7 +103,20 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
 
     @classmethod
     def from_counts(cls, released: tuple[int, ...], **counts: Any) -> Ledger:
-        """Build it from the segment's counters of releases and the other counts."""
+        """Build it from the segment's counters of releases and the other counts.
+
+        Parameters
+        ----------
+        released : tuple of int
+            Trajectories released for each of `REASONS`, in that order.
+        **counts : int
+            The other attributes, by name.
+
+        Returns
+        -------
+        Ledger
+            With `acknowledged` and `dropped` filled in.
+        """
         dropped = {name: n for name, n in zip(REASONS[1:], released[1:], strict=True) if n}
         return cls(acknowledged=released[0], dropped=dropped, **counts)
 

@@ -185,7 +185,18 @@ def advantages_for_groups(
 
 
 def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Baseline | None:
-    """Return what the bus's core makes of each group by itself; None where it takes more."""
+    """Return what the bus's core makes of each group by itself.
+
+    Parameters
+    ----------
+    kind, std, eps
+        As for `group_advantages`.
+
+    Returns
+    -------
+    Baseline or None
+        None where advantages take more than the core knows.
+    """
     relative = _RULES.get(kind) if isinstance(kind, str) else None
     if relative is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
         return None
@@ -201,6 +212,11 @@ def check_kind(name: str, kind: object) -> None:
         What the caller calls it, for the message.
     kind : object
         One of the names of `group_advantages`, or a callable, which is not called.
+
+    Raises
+    ------
+    ValueError
+        It is neither.
     """
     if not (callable(kind) or (isinstance(kind, str) and kind in _KINDS)):
         raise ValueError(

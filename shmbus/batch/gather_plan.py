@@ -141,7 +141,18 @@ def plan_gather(
 
 
 def mapping_of(trajectory: _core.Trajectory) -> tuple[int, int]:
-    """Return address and bytes of the mapping that a trajectory lies in."""
+    """Return address and bytes of the mapping that a trajectory lies in.
+
+    Parameters
+    ----------
+    trajectory : Trajectory
+        Any of its consumer's: they share one mapping.
+
+    Returns
+    -------
+    tuple of (int, int)
+        Where the mapping begins in this process, and how long it is.
+    """
     return _core.mapping_of(trajectory)
 
 

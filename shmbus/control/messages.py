@@ -66,7 +66,7 @@ class Held(_Message):
 
     token: Count
     identities: bytes
-    reason: Annotated[int, msgspec.Meta(ge=-1, lt=_core.REASONS)] = -1
+    reason: Annotated[int, msgspec.Meta(ge=_core.LEASE_HELD, lt=_core.REASONS)] = _core.LEASE_HELD
     step: Step = -1
 
 

@@ -352,7 +352,7 @@ class Service:
         ):
             raise errors.ProtocolError("TakeStep: expected one of groups and tokens")
         if request.gathers:
-            self.collector.reader.note_gathering()
+            self.collector.reader.note_packing()
         if session.waiting >= MAX_WAITING:
             raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
         session.waiting += 1

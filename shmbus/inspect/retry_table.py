@@ -17,7 +17,7 @@ from shmbus_ext import _core
 
 __all__ = ["read_wanted"]
 
-_LAYOUT: Final = _core.layout()["wanted_row"]
+_LAYOUT: Final = _core.layout()["retry_entry"]
 _ROW: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT))  # type: ignore[call-overload]
 _CRC_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("crc")]
 _NUMBER_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("number")]
@@ -26,9 +26,9 @@ _TEXT_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("id")]
 
 def read_wanted(file: SegmentFile) -> list[WantedStatus]:
     """Read the open retry requests, in the order in which they were published."""
-    if not int(file.header["wanted_open"]):
+    if not int(file.header["retries_open"]):
         return []
-    raw = file.wanted_table()
+    raw = file.retry_table()
     now_ns = _core.monotonic_ns()
     found = []
     for at in range(0, len(raw), _ROW.itemsize):
@@ -37,7 +37,7 @@ def read_wanted(file: SegmentFile) -> list[WantedStatus]:
         claim = int(row["claim"])
         covered = entry[_NUMBER_AT:_CRC_AT] + entry[_TEXT_AT:]
         if (
-            claim == _core.WANTED_BUSY
+            claim == _core.RETRY_BUSY
             or not int(row["number"])
             or _core.crc32c(covered) != int(row["crc"])
         ):

@@ -215,6 +215,8 @@ class Bus:
 
         Raises
         ------
+        TypeError
+            The reason is no str.
         ValueError
             The reason is longer, or holds a NUL.
         """
@@ -241,7 +243,13 @@ class Bus:
         return None if pause is None else pause[0]
 
     def stats(self) -> BusStats:
-        """Read the counters of the segment."""
+        """Read the counters of the segment.
+
+        Returns
+        -------
+        BusStats
+            As of one moment for each counter, not for all of them together.
+        """
         self._require_open()
         segment = self._segment
         rows = segment.producers()

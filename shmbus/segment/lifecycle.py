@@ -143,6 +143,8 @@ def unlink(name: str) -> None:
     ------
     BusNotFoundError
         There is no such bus.
+    PermissionError
+        It belongs to another user.
     """
     check_name(name)
     try:

@@ -140,7 +140,7 @@ class Collector:
         stash = self.stash
         stash.apply_policy(undecided, now)
         self.run_maintenance(now)
-        more = self.pump(wanted, now)
+        more = stash.ready_groups >= wanted or self.pump_once(now)
         if stash.discards or self._errors:
             self.release_discarded()
         failures = stash.failures
@@ -151,15 +151,6 @@ class Collector:
         due_s = stash.next_deadline_s()
         intake.wake_s = self._next_sweep_s if due_s is None else min(self._next_sweep_s, due_s)
         return more
-
-    def pump(self, wanted: int, now: float) -> bool:
-        """Read until enough groups are ready; True if the ring may have more."""
-        for _ in range(_TAKE_POLLS):
-            if self.stash.ready_groups >= wanted:
-                return True
-            if not self.pump_once(now):
-                return False
-        return True
 
     def pump_once(self, now: float) -> bool:
         """Move one portion of records into the stash; True if the ring may have more."""

@@ -53,21 +53,22 @@ class Retries:
         self._free: list[int] = []
         #: Producers that died with a claim, by row; these fail once the ring is read to its end.
         self._dead_claims: dict[int, int] = {}
-        _, self._failed_before = _core.noted_wanted(segment)
+        _, self._failed_before = _core.retry_noted(segment)
         self._begin()
 
     def _begin(self) -> None:
         """Note claims and attempts of an earlier collector's requests; free the other rows."""
         claimed: set[int] = set()
-        for row, _, claimant, id_, epoch, _, index, attempt, _, _ in _core.wanted(self._segment):
+        requests = _core.retry_requests(self._segment)
+        for row, _, claimant, id_, epoch, _, index, attempt, _, _ in requests:
             at = (id_ if epoch is None else (id_, epoch), index)
             self._failures.earlier_attempts[at] = attempt
             if claimant:
                 self._taken_over[at] = (row, attempt)
                 claimed.add(row)
-        for row in range(_core.WANTED_ROWS - 1, -1, -1):
+        for row in range(_core.RETRY_ENTRIES - 1, -1, -1):
             if row not in claimed:
-                _core.unwant(self._segment, row)
+                _core.retry_withdraw(self._segment, row)
                 self._free.append(row)
         self._failures.dirty = bool(self._failures.earlier_attempts)
 
@@ -76,7 +77,7 @@ class Retries:
         if not self._requests:
             return
         # In this order: a producer with a claim has a slot by then, or has left it.
-        claims = {row: claimant - 1 for row, _, claimant, *_ in _core.wanted(self._segment)}
+        claims = {row: claimant - 1 for row, _, claimant, *_ in _core.retry_requests(self._segment)}
         rows = self._segment.producers()
         alive = {row[2] for row in rows if row[1] == _core.SLOT_ACTIVE}
         self._dead_claims = {
@@ -110,10 +111,10 @@ class Retries:
         # The rest of the work waits until the ring has been read to its end.
         failures.dirty = bool(self._dead_claims or failures.earlier_attempts)
         failed = self._failed_before + self._stash.given_up
-        _core.note_wanted(self._segment, len(self._requests), failed)
+        _core.retry_note(self._segment, len(self._requests), failed)
 
     def _withdraw(self, row: int) -> None:
-        _core.unwant(self._segment, row)
+        _core.retry_withdraw(self._segment, row)
         self._free.append(row)
 
     def _request(self, at: _At, request: Request, now_s: float) -> None:
@@ -132,7 +133,7 @@ class Retries:
 
     def _publish(self, row: int, request: Request) -> None:
         id_, epoch = split_key(request.key)
-        _core.want(
+        _core.retry_publish(
             self._segment,
             row,
             # Grows over collectors too, so that a claim is always for the request that was seen.
@@ -147,7 +148,7 @@ class Retries:
 
     def _fail_dead_claims(self, now_s: float) -> None:
         """Fail claims of producers that were dead before the ring was read to its end."""
-        for row, _, claimant, *_ in _core.wanted(self._segment):
+        for row, _, claimant, *_ in _core.retry_requests(self._segment):
             request = self._requests.get(row)
             # A producer that closed has given its claim back since.
             if request is not None and self._dead_claims.get(row) == claimant - 1:
@@ -158,5 +159,5 @@ class Retries:
 
 def _cut(reason: str) -> bytes:
     """Encode a reason as UTF-8, cut between characters to the room of a row."""
-    encoded = reason.encode("utf-8", "replace")[: _core.WANTED_REASON_BYTES]
+    encoded = reason.encode("utf-8", "replace")[: _core.RETRY_REASON_BYTES]
     return encoded.decode("utf-8", "ignore").encode()

@@ -32,8 +32,4 @@ void doorbell_space_freed(struct bus_header *header, uint32_t extents);
 /* Wakes everybody who waits for space, whether they said so or not. */
 void doorbell_space_all(struct bus_header *header);
 
-/* CLOCK_MONOTONIC and CLOCK_REALTIME in nanoseconds. */
-uint64_t clock_monotonic_ns(void);
-uint64_t clock_realtime_ns(void);
-
 #endif

@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "clock.h"
 #include "doorbell.h"
 #include "failpoints.h"
 

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "checksum.h"
-#include "doorbell.h"
+#include "clock.h"
 
 #define FRAME_AT 8u
 #define FRAME_BYTES 24u
@@ -104,7 +104,8 @@ enum record_verdict record_read_frame(const struct record_header *shared, uint64
     if (room < sizeof *shared) {
         return RECORD_BAD_FRAME;
     }
-    /* SYNC: record-published. What the state vouches for is read behind it. */
+    /* SYNC: record-published. What the state vouches for is read after it.
+     * SYNC: record-moved. A first copy that says RELEASED has its second one exposed. */
     uint32_t state = atomic_load_explicit(&shared->state, memory_order_acquire);
     memcpy(copy, shared, sizeof *copy);
     atomic_store_explicit(&copy->state, state, memory_order_relaxed);

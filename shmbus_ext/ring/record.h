@@ -45,6 +45,30 @@ struct record_place {
     uint64_t offset;
 };
 
+/* A record as the collector knows it. */
+struct record_ref {
+    struct record_place place;
+    uint64_t bytes;
+};
+
+/* A place in one word, as the intents have it: the extent above these bits, below them the offset
+ * in units of SHMBUS_RECORD_ALIGN. The generation stands elsewhere, where it matters. */
+#define REF_OFFSET_BITS 40
+_Static_assert(SHMBUS_MAX_EXTENTS <= UINT64_C(1) << (64 - REF_OFFSET_BITS),
+               "a packed place has room for each extent");
+
+static inline uint64_t place_pack(const struct record_place *place) {
+    return ((uint64_t)place->extent << REF_OFFSET_BITS) | (place->offset / SHMBUS_RECORD_ALIGN);
+}
+
+/* Not bounded yet, and of generation 0. */
+static inline struct record_place place_unpack(uint64_t word) {
+    return (struct record_place){
+        .extent = (uint32_t)(word >> REF_OFFSET_BITS),
+        .offset = (word & ((UINT64_C(1) << REF_OFFSET_BITS) - 1)) * SHMBUS_RECORD_ALIGN,
+    };
+}
+
 /* The frame: all that a walk needs. In place before the record is exposed. */
 void record_write_frame(struct record_header *record, const struct record_place *place,
                         uint64_t record_bytes, uint64_t producer_id, uint32_t slot, uint32_t flags);

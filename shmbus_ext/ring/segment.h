@@ -38,7 +38,7 @@ struct segment {
     struct producer_slot *slots; /* max_producers + 1; the last is the collector's */
     struct extent_desc *extents;
     _Atomic uint64_t *intent_log;
-    struct wanted_row *wanted;
+    struct retry_entry *retries; /* SHMBUS_RETRY_ENTRIES */
     uint8_t *data;
     uint32_t found_version; /* after SEGMENT_BAD_VERSION */
     uint32_t found_hash;
@@ -81,24 +81,5 @@ void segment_isolate(struct segment *self);
 static inline uint8_t *segment_extent(const struct segment *self, uint32_t extent) {
     return self->data + (uint64_t)extent * self->extent_bytes;
 }
-
-/* File locks as proof of life: the kernel drops them when the last copy of the description is
- * closed, which is when its process has ended and no thread of it can write any more. */
-enum lock_status { LOCK_TAKEN = 0, LOCK_HELD_ELSEWHERE, LOCK_ERROR };
-enum lock_status segment_lock(int fd, int64_t byte);
-void segment_unlock(int fd, int64_t byte);
-/* Whether somebody else's description holds the lock. */
-enum lock_status segment_lock_probe(int fd, int64_t byte);
-/* A lock that several may hold; a read-only description is enough for it. */
-enum lock_status segment_lock_shared(int fd, int64_t byte);
-/* The same for neighbours, in one system call: all of them, or none. */
-enum lock_status segment_lock_shared_range(int fd, int64_t start, int64_t bytes);
-void segment_unlock_range(int fd, int64_t start, int64_t bytes);
-/* The first lock of somebody else's found in [*start, *start + *bytes): LOCK_HELD_ELSEWHERE, with
- * its range. */
-enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes);
-/* Every byte at once: taken only where no description but this one holds any lock. */
-enum lock_status segment_lock_all(int fd);
-enum lock_status segment_lock_probe_all(int fd);
 
 #endif

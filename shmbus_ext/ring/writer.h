@@ -81,8 +81,4 @@ void writer_keep_spare(struct writer *self);
 /* Seals the current run, so that the reader can free it while the owner waits for another. */
 void writer_seal(struct writer *self);
 
-/* Ends what a dead owner left: its last commit is counted or not, its lane sealed, its unlinked
- * leases freed. The caller holds the slot's lock. */
-void writer_take_over(struct segment *segment, uint32_t slot_index);
-
 #endif

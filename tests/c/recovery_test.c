@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "ring/doorbell.h"
 #include "ring/extents.h"
+#include "ring/recovery.h"
 #include "support.h"
 
 /* A segment of small extents, a description of its own for each process that would be there. */
@@ -48,7 +49,7 @@ static void put(struct writer *writer, uint64_t n) {
 
 static void end(struct reader *reader, struct record_ref *ref) {
     const struct record_ref *one = ref;
-    reader_release(reader, &one, 1, SHMBUS_ACKED);
+    intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED);
     reader_let_go(reader, ref);
 }
 
@@ -258,9 +259,9 @@ static void a_sample_without_the_size_of_its_group_is_corrupt(struct bus *bus) {
     reader_detach(&reader);
 }
 
-/* An owner attaches, commits a record or only reserves one, and dies; its heir dies when it has freed
- * the slot, and before it has said that it is there. The reader looked neither before nor between. */
-static void what_a_dead_heir_freed_is_read(struct bus *bus, bool committed) {
+/* An owner attaches, commits a record or only reserves one, and dies. Its successor dies when it has
+ * freed the slot, before it is active there. The reader looked neither before nor between. */
+static void what_a_dead_successor_freed_is_read(struct bus *bus, bool committed) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref;
@@ -275,7 +276,7 @@ static void what_a_dead_heir_freed_is_read(struct bus *bus, bool committed) {
         writer_reserve(&writer, &at);
     }
     die(&bus->other);
-    writer_take_over(&bus->other, writer.slot_index);
+    recover_producer(&bus->other, writer.slot_index);
     CHECK(reader_has_events(&reader));
     if (committed) {
         CHECK(reader_next(&reader, &ref) == 1);
@@ -286,18 +287,18 @@ static void what_a_dead_heir_freed_is_read(struct bus *bus, bool committed) {
     reader_detach(&reader);
 }
 
-static void what_a_dead_heir_freed_of_a_commit_is_read(struct bus *bus) {
-    what_a_dead_heir_freed_is_read(bus, true);
+static void what_a_dead_successor_freed_of_a_commit_is_read(struct bus *bus) {
+    what_a_dead_successor_freed_is_read(bus, true);
 }
 
-static void what_a_dead_heir_freed_of_a_reservation_is_read(struct bus *bus) {
-    what_a_dead_heir_freed_is_read(bus, false);
+static void what_a_dead_successor_freed_of_a_reservation_is_read(struct bus *bus) {
+    what_a_dead_successor_freed_is_read(bus, false);
 }
 
 int main(void) {
     in_a_bus(4, 1, a_sample_without_the_size_of_its_group_is_corrupt);
-    in_a_bus(8, 2, what_a_dead_heir_freed_of_a_commit_is_read);
-    in_a_bus(8, 2, what_a_dead_heir_freed_of_a_reservation_is_read);
+    in_a_bus(8, 2, what_a_dead_successor_freed_of_a_commit_is_read);
+    in_a_bus(8, 2, what_a_dead_successor_freed_of_a_reservation_is_read);
     in_a_bus(4, 1, a_full_bus_keeps_a_place_for_what_is_moved);
     in_a_bus(8, 1, a_claim_that_lasts_too_long_keeps_nobody_out);
     in_a_bus(8, 1, stragglers_on_both_sides_of_a_gap_are_found_again);

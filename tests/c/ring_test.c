@@ -2,7 +2,9 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 
+#include "ring/clock.h"
 #include "ring/doorbell.h"
+#include "ring/recovery.h"
 #include "support.h"
 
 enum { WRITERS = 3, RECORDS = 20000 };
@@ -114,7 +116,7 @@ static void every_record_arrives_once_in_order(uint64_t *random) {
         CHECK(producer < WRITERS + 4);
         check_record(&reader, &ref, next[producer]++);
         const struct record_ref *one = &ref;
-        reader_release(&reader, &one, 1, SHMBUS_ACKED);
+        intent_log_release(reader.segment, &one, 1, SHMBUS_ACKED);
         reader_let_go(&reader, &ref);
         got++;
     }
@@ -164,7 +166,7 @@ static void an_interrupted_release_is_finished(void) {
         CHECK(reader_next(&reader, &refs[i]) == 1);
     }
     const struct record_ref *pointers[3] = {&refs[0], &refs[1], &refs[2]};
-    reader_release(&reader, pointers, 3, SHMBUS_ACKED);
+    intent_log_release(reader.segment, pointers, 3, SHMBUS_ACKED);
     /* As death would leave it after the first record was marked. */
     for (int i = 1; i < 3; i++) {
         struct record_header *record =
@@ -232,14 +234,14 @@ static void an_interrupted_commit_is_counted_by_its_heir(void) {
     struct producer_slot *slot = &segment.slots[0];
     CHECK(atomic_load(&slot->committed) == 2);
     atomic_store(&slot->committed, 1); /* death before the count */
-    writer_take_over(&segment, 0);
+    recover_producer(&segment, 0);
     CHECK(atomic_load(&slot->committed) == 2);
     CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
     put(&writer, "prompt", 10, 3);
     uint64_t used = atomic_load(&segment.extents[writer.extent].used);
     atomic_store(&slot->committed, 2); /* death before the exposure */
     atomic_store(&segment.extents[writer.extent].used, used > 256 ? used - 256 : 0);
-    writer_take_over(&segment, 0);
+    recover_producer(&segment, 0);
     CHECK(atomic_load(&slot->committed) == 2);
     segment_unmap(&segment);
     close(writer_fd);
@@ -299,7 +301,7 @@ static void scribbled_tables_neither_crash_nor_stall(uint64_t *random) {
             segment.base[from + next_random(random) % span] = (uint8_t)next_random(random);
             for (int i = 0; i < 100 && reader_next(&reader, &ref) == 1; i++) {
                 const struct record_ref *one = &ref;
-                reader_release(&reader, &one, 1, SHMBUS_ACKED);
+                intent_log_release(reader.segment, &one, 1, SHMBUS_ACKED);
                 reader_let_go(&reader, &ref);
             }
             if (edit % 50 == 0) {

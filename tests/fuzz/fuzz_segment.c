@@ -68,7 +68,7 @@ static void act(struct reader *reader, uint8_t what) {
             if (what & 8 && reader_move(reader, &ref)) {
                 continue;
             }
-            reader_release(reader, &one, 1, SHMBUS_ACKED);
+            intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED);
             reader_let_go(reader, &ref);
         }
         break;

@@ -23,8 +23,8 @@ ALL = [
     "Bus", "BusBusyError", "BusClosedError", "BusExistsError", "BusFullError", "BusNotFoundError",
     "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Group",
     "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo", "ProducerStats", "ProtocolError",
-    "RecordTooLargeError", "ShmbusError", "Slot", "StallError", "StallReport", "Trajectory",
-    "WantedSample", "__version__", "unlink",
+    "RecordTooLargeError", "Reservation", "ShmbusError", "Slot", "StallError", "StallReport",
+    "Trajectory", "WantedSample", "__version__", "unlink",
 ]  # fmt: skip
 
 TREE = {

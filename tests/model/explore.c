@@ -53,14 +53,14 @@ ROLE(sweeps_over_two, collect(1, 3, SWEEPS))
 ROLE(moves_from_one, collect(2, 1, MOVES))
 ROLE(keeps_from_one, collect(1, 1, KEEPS))
 
-ROLE(asks_two, ask_for_one(ASKS_ONCE, 3))
-ROLE(asks_two_again, ask_for_one(ASKS_AGAIN, 3))
-ROLE(asks_one, ask_for_one(ASKS_ONCE, 1))
+ROLE(asks_two, request_one(ASKS_ONCE, 3))
+ROLE(asks_two_again, request_one(ASKS_AGAIN, 3))
+ROLE(asks_one, request_one(ASKS_ONCE, 1))
 
-ROLE(answers_one, take_wanted(ANSWERS, 4))
-ROLE(gives_back, take_wanted(GIVES_BACK, 4))
-ROLE(answers_either, take_wanted(ANSWERS, 12))
-ROLE(answers_beside, take_wanted(ANSWERS, 2))
+ROLE(answers_one, take_request(ANSWERS, 4))
+ROLE(gives_back, take_request(GIVES_BACK, 4))
+ROLE(answers_either, take_request(ANSWERS, 12))
+ROLE(answers_beside, take_request(ANSWERS, 2))
 
 ROLE(scribbles_text, scribble(A_TEXT))
 ROLE(scribbles_number, scribble(A_NUMBER))
@@ -76,13 +76,13 @@ static const struct scenario scenarios[] = {
      NO_BOUND},
     {"reserve", "reservations that end in another order", {produce_interleaved, collects_from_one},
      3, 1, 3, 1, NO_BOUND},
-    {"abort", "one that is given up", {aborts_and_reserves, collects_from_one}, 3, 1, 3, 1,
+    {"abort", "a reservation that is aborted", {aborts_and_reserves, collects_from_one}, 3, 1, 3, 1,
      NO_BOUND},
     {"two", "two producers, groups of two", {puts_two, reserves_two, collects_pairs_from_two}, 4, 2,
      7, 1, 2},
     {"full", "two producers wait for two extents", {puts_three, puts_three, collects_from_two}, 3, 2,
      3, 1, 2},
-    {"heir", "a slot that is taken over twice while the collector sweeps",
+    {"reap", "a slot that is taken over twice while the collector sweeps",
      {puts_one, reserves_two, sweeps_over_two}, 4, 1, 3, 2, 2},
     {"successor", "a collector takes over from one that died, twice",
      {puts_three, collects_pairs_from_one, collects_from_one}, 3, 1, 7, 2, 1},
@@ -92,17 +92,17 @@ static const struct scenario scenarios[] = {
      {fills_four, keeps_from_one, collects_from_one}, 6, 1, 7, 1, 1},
     {"large", "runs of two extents, leased and freed", {puts_large, puts_two, collects_from_two}, 8,
      2, 7, 1, 1},
-    {"asking", "two take what is asked for, and again when its time is over",
+    {"retry", "two producers answer a retry request, and again after its time",
      {answers_one, answers_one, asks_two_again}, 2, 2, 7, 2, NO_BOUND},
-    {"leaving", "who has taken it gives it back", {gives_back, answers_one, asks_two_again}, 2, 2, 7,
+    {"leaving", "a producer gives back the request that it has claimed", {gives_back, answers_one, asks_two_again}, 2, 2, 7,
      2, NO_BOUND},
-    {"inherit", "a collector takes over what one that died had asked for",
+    {"inherit", "a collector takes over the requests of one that died",
      {answers_either, answers_either, asks_two, asks_two}, 2, 2, 15, 2, 1},
     {"text", "a request is scribbled over", {answers_beside, asks_one, scribbles_text}, 2, 1, 3, 1,
      NO_BOUND},
-    {"number", "its number is", {answers_beside, asks_one, scribbles_number}, 2, 1, 3, 1, NO_BOUND},
-    {"claim", "who has it is", {answers_beside, asks_one, scribbles_claim}, 2, 1, 3, 1, NO_BOUND},
-    {"busy", "its row is said to change", {answers_beside, asks_one, scribbles_busy}, 2, 1, 3, 1,
+    {"number", "its number is scribbled over", {answers_beside, asks_one, scribbles_number}, 2, 1, 3, 1, NO_BOUND},
+    {"claim", "its claim is scribbled over", {answers_beside, asks_one, scribbles_claim}, 2, 1, 3, 1, NO_BOUND},
+    {"busy", "its claim says that it is being changed", {answers_beside, asks_one, scribbles_busy}, 2, 1, 3, 1,
      NO_BOUND},
 };
 #define SCENARIOS (sizeof scenarios / sizeof scenarios[0])

@@ -16,6 +16,8 @@
 
 #include <string.h>
 
+#include "ring/count.h"
+
 _Static_assert(MAX_RECORDS <= 8, "a bit for each record");
 
 static struct ghost *ghost(void) {

@@ -61,7 +61,7 @@ def test_an_answer_that_comes_after_the_last_look_at_the_ring_is_no_failed_attem
     with Producer(bus_name), Producer(bus_name):
         collector._retries.update(1.0, drained=True)
         assert len(collector.stash.failures.requests) == 1
-        collector.pump(1, 2.0)
+        collector.pump_once(2.0)
         (group,) = collector.lease(1)
         assert [sample.index for sample in group.samples] == [0, 1]
         assert collector.stash.given_up == 0

@@ -459,15 +459,20 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
         Notes
         -----
-        To lose nothing when the trainer goes back to a checkpoint, take ``state_dict()`` and save
-        it before the batches that it covers are acknowledged.
+        To lose nothing, save ``state_dict()`` before the batches that it covers are acknowledged.
         """
         self._require_out(batch, "ack")
         self._consumer.ack(batch.groups)
         del self._out[batch.step]
 
     def give_back(self, batch: Batch) -> None:
-        """Return a batch that was not trained on; its groups are the next to be delivered."""
+        """Return a batch that was not trained on; its groups are the next to be delivered.
+
+        Parameters
+        ----------
+        batch : Batch
+            One that this handler yielded, and that is neither acknowledged nor given back.
+        """
         self._require_out(batch, "give back")
         # Not to the consumer: groups that are held here would be delivered before them.
         self._hold_first(batch)
