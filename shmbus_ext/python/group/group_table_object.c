@@ -195,16 +195,16 @@ enum {
 };
 
 /* Whether the sample's row is kept elsewhere; from a failure on, it is. -1 with an exception. */
-static int goes_apart(const GroupTableObject *self, const struct arrival *from) {
+static int is_failing(const GroupTableObject *self, const struct arrival *from) {
     if (from->failed) {
-        return PyDict_SetDefault(self->apart, from->key, Py_None) == NULL ? -1 : 1;
+        return PyDict_SetDefault(self->failing, from->key, Py_None) == NULL ? -1 : 1;
     }
-    return PyDict_GET_SIZE(self->apart) == 0 ? 0 : PyDict_Contains(self->apart, from->key);
+    return PyDict_GET_SIZE(self->failing) == 0 ? 0 : PyDict_Contains(self->failing, from->key);
 }
 
 /* Puts one sample into its cell; what came of it. */
 static int arrive(GroupTableObject *self, const struct arrival *from, double now_s, struct group_entry **at) {
-    int elsewhere = goes_apart(self, from);
+    int elsewhere = is_failing(self, from);
     if (elsewhere != 0) {
         return elsewhere < 0 ? REFUSED_MEMORY : REFUSED_FAILING;
     }
@@ -311,7 +311,7 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
 /* put(samples, now_s) -> list: each sample into its cell. What it returns is what is not in the
  * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged, a
  * GroupEntry that this filled. The keys of full rows that have an epoch go into the dict `recent`, and a
- * row whose key is there is not begun again. A failure's key goes into the dict `apart`, and all that
+ * row whose key is there is not begun again. A failure's key goes into the dict `failing`, and all that
  * has such a key is refused: so a row that `take` finds holds what came before the failure, and nothing
  * behind it. */
 static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
@@ -422,8 +422,8 @@ static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject 
     self->count_bytes = count_bytes != 0;
     self->judged = judged != 0;
     self->recent = PyDict_New();
-    self->apart = PyDict_New();
-    if (self->recent == NULL || self->apart == NULL) {
+    self->failing = PyDict_New();
+    if (self->recent == NULL || self->failing == NULL) {
         return -1;
     }
     if (!group_table_begin(&self->c)) {
@@ -445,7 +445,7 @@ static void py_group_table_dealloc(GroupTableObject *self) {
     group_table_end(&self->c);
     py_group_lists_clear(&self->lists);
     Py_XDECREF(self->recent);
-    Py_XDECREF(self->apart);
+    Py_XDECREF(self->failing);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -500,7 +500,7 @@ static PyMemberDef group_table_members[] = {
     {"leased_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.samples), READONLY, "Their samples."},
     {"recent", T_OBJECT_EX, offsetof(GroupTableObject, recent), READONLY,
      "Keys with an epoch whose rows were full, oldest first; the stash bounds it."},
-    {"apart", T_OBJECT_EX, offsetof(GroupTableObject, apart), READONLY,
+    {"failing", T_OBJECT_EX, offsetof(GroupTableObject, failing), READONLY,
      "Keys whose rows the stash keeps itself."},
     {"failing_cells", T_ULONGLONG, offsetof(GroupTableObject, failing_cells), 0,
      "Samples that the stash keeps itself, for messages."},

@@ -17,7 +17,7 @@ typedef struct {
     bool judged;      /* complete groups are left to the caller */
     PyObject *recent; /* dict */
     /* Failing groups, by key, and how many samples those have; the stash keeps them. */
-    PyObject *apart;
+    PyObject *failing;
     uint64_t failing_cells;
 } GroupTableObject;
 extern PyTypeObject GroupTableType;
