@@ -175,7 +175,7 @@ class GroupTable(Generic[_S]):
     leased_groups: int
     leased_cells: int
     recent: dict[Hashable, None]
-    apart: dict[Hashable, Any]
+    failing: dict[Hashable, Any]
     failing_cells: int
     def __init__(self, *, count_bytes: bool = ..., judged: bool = ...) -> None: ...
     def __len__(self) -> int: ...

@@ -202,8 +202,11 @@ class Leases:
         """Forget ended leases, now that the daemon has released them."""
         state = self._state
         # A group that was given back is confirmed, too, and is not known here any more.
-        leases = [lease for n in numbers if (lease := state.leases.get(n))]
-        over = [lease for lease in leases if lease.reason != _core.LEASE_HELD]
+        over = [
+            lease
+            for n in numbers
+            if (lease := state.leases.get(n)) and lease.reason != _core.LEASE_HELD
+        ]
         for lease in over:
             del state.leases[lease.number]
         state.unconfirmed -= len(over)

@@ -25,7 +25,7 @@ LONG_FILES_ALLOWED: dict[str, str] = {
     "shmbus/daemon/service.py": "one state machine: all that changes a lease is in sight",
     "shmbus/producer.py": "one handle; half of it is documentation for users",
     "shmbus_ext/python/group/group_table_object.c": "one Python type",
-    "shmbus_ext/python/put/reservation.c": "one Python type; a fifth is documentation for users",
+    "shmbus_ext/python/put/reservation.c": "one Python type, with its documentation for users",
     "shmbus_ext/python/read/reader_object.c": "one Python type",
     "tests/attention/test_attention.py": "one operator against one reference",
     "tests/daemon/test_daemon.py": "the daemon as a client sees it",

@@ -8,7 +8,8 @@
  *
  * Invariants:
  * - All but sleeping happens under the lock, and `on_due` too. Nobody sleeps with it.
- * - An exception comes before a lease, or gives back what was leased: nobody would know of it.
+ * - An exception comes before a lease, or gives back what was leased: otherwise it would have no
+ *   owner.
  * - A group is under lease in its table before an object is made of it.
  * - After a wake-up, deliver first; run maintenance on the next pass. */
 #include "python/read/take.h"
@@ -112,7 +113,7 @@ static enum take_state pump(IntakeObject *self, Py_ssize_t groups, double now_s)
     return TAKE_MORE;
 }
 
-/* Nobody was told of these leases. The last goes first, so that all are ready in their old
+/* These leases were not delivered. The last goes first, so that all are ready in their old
  * order. */
 static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer) {
     for (Py_ssize_t i = PyList_GET_SIZE(list) - 1; i >= 0; i--) {
@@ -191,7 +192,7 @@ static PyObject *locked_look(IntakeObject *self, const struct take_request *requ
 
 enum wait_end { ENDED_FAILED, ENDED_WOKEN, ENDED_DUE, ENDED_TIME_OVER };
 
-/* Sleeps until records come, until something is due, or until the time is over; ENDED_FAILED with
+/* Sleeps until records arrive, until on_due must run, or until the time is over; ENDED_FAILED with
  * an exception. */
 static enum wait_end wait_for_more(IntakeObject *self, const struct take_request *request,
                                    double began_s, double *next_watch_s) {
@@ -370,7 +371,7 @@ static bool read_timeout(PyObject *value, struct take_request *request) {
     return request->timeout_s >= 0;
 }
 
-/* False for what `_take` has to look at. */
+/* False for a call that is left to `_take`. */
 static bool read_call(struct take_request *request, PyObject *const *args, Py_ssize_t count,
                       PyObject *kwnames) {
     if (count > 2 || (count > 0 && !read_groups(args[0], request)) ||
