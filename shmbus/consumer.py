@@ -117,16 +117,10 @@ class Consumer(_core.ConsumerBase[Group]):
                 with group:
                     train([t["tokens"] for t in group], [t.score for t in group])
 
-    Many at a time, acknowledged together after the optimizer step:
+    Many at a time, acknowledged together after the optimizer step::
 
-    >>> import shmbus
-    >>> with shmbus.Bus.create("run1", capacity="1MiB"), shmbus.Producer("run1") as producer:
-    ...     producer.put("prompt-1", group_size=1, index=0, score=0.5)
-    ...     with shmbus.Consumer("run1") as consumer:
-    ...         groups = consumer.take(max_groups=64, timeout=1.0)
-    ...         print(groups)
-    ...         consumer.ack(groups)
-    [<Group 'prompt-1' 1/1 leased>]
+        groups = consumer.take(max_groups=64, timeout=1.0)
+        consumer.ack(groups)
     """
 
     def __init__(
@@ -357,7 +351,7 @@ class Consumer(_core.ConsumerBase[Group]):
 
         Examples
         --------
-        ::
+        One group, or several::
 
             groups = consumer.take(64, timeout=1.0)
             consumer.ack(groups[0])

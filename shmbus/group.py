@@ -39,12 +39,12 @@ class Group(GroupBase):
 
     Examples
     --------
-    ::
+    A block acknowledges its group, or gives it back after an exception::
 
         (group,) = consumer.take(1, timeout=None)
-        with group:                                       # ack, or give back after an exception
+        with group:
             rewards = [t.score for t in group]
-            tokens = [t["tokens"] for t in group]         # read-only views of the ring
+            tokens = [t["tokens"] for t in group]  # read-only views of the ring
     """
 
     __slots__ = ()

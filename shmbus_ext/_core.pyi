@@ -175,7 +175,7 @@ class GroupTable(Generic[_S]):
     leased_groups: int
     leased_cells: int
     recent: dict[Hashable, None]
-    apart: dict[Hashable, Any]
+    failing: dict[Hashable, Any]
     failing_cells: int
     def __init__(self, *, count_bytes: bool = ..., judged: bool = ...) -> None: ...
     def __len__(self) -> int: ...
@@ -213,7 +213,7 @@ class Intake:
         lock: RecursiveLock,
         kind: type[GroupBase],
         *,
-        attend: Callable[
+        on_due: Callable[
             [Intake, list[GroupEntry[Trajectory] | tuple[int, Trajectory]], int, float], bool
         ],
         lease: Callable[[int], list[GroupEntry[Trajectory]]] | None,

@@ -28,7 +28,7 @@ def read_wanted(file: SegmentFile) -> list[WantedStatus]:
     """Read the open retry requests, in the order in which they were published."""
     if not int(file.header["retries_open"]):
         return []
-    raw = file.wanted_table()
+    raw = file.retry_table()
     now_ns = _core.monotonic_ns()
     found = []
     for at in range(0, len(raw), _ROW.itemsize):

@@ -33,7 +33,7 @@ _LAYOUT: Final = _core.layout()
 _HEADER: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["bus_header"]))  # type: ignore[call-overload]
 _SLOT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["producer_slot"]))  # type: ignore[call-overload]
 _EXTENT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["extent_desc"]))  # type: ignore[call-overload]
-_WANTED_BYTES: Final = _core.RETRY_ENTRIES * _LAYOUT["retry_entry"]["itemsize"]
+_RETRY_BYTES: Final = _core.RETRY_ENTRIES * _LAYOUT["retry_entry"]["itemsize"]
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024
@@ -202,10 +202,10 @@ class SegmentFile:
         done = self.released()[reason] - int(header["intent_base"])
         return reason, 0 if done == count else count, frozenset(locations)
 
-    def wanted_table(self) -> bytes:
+    def retry_table(self) -> bytes:
         """Read the bytes of the retry table."""
         end = _tables_bytes(self.max_producers, self.extent_count)
-        return self._read(_WANTED_BYTES, end - _WANTED_BYTES)
+        return self._read(_RETRY_BYTES, end - _RETRY_BYTES)
 
     def runs(self) -> list[Run]:
         """Find every leased run, lane by lane in the order of writing."""
@@ -357,5 +357,5 @@ def _tables_bytes(max_producers: int, extent_count: int) -> int:
         + (max_producers + 1) * _SLOT.itemsize
         + extent_count * _EXTENT.itemsize
         + 8 * _core.MAX_GROUP_SIZE
-        + _WANTED_BYTES
+        + _RETRY_BYTES
     )

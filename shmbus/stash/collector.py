@@ -115,7 +115,7 @@ class Collector:
             self.stash.table,
             self.lock,
             kind,
-            attend=self.on_due,
+            on_due=self.on_due,
             lease=None if policy.max_policy_lag is None else self.lease,
             watch=None if watch.slice_s is None else check,
             portion=limits.POLL_RECORDS,

@@ -162,7 +162,7 @@ class Stash(Generic[S]):
             policy.sample_retries,
             policy.retry_timeout_s,
             None if policy.on_timeout == "wait" else policy.group_timeout_s,
-            self.table.apart,
+            self.table.failing,
         )
 
     def add(self, samples: Iterable[S], now_s: float) -> None:

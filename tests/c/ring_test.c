@@ -220,7 +220,7 @@ static void an_interrupted_move_delivers_one_copy(void) {
 }
 
 /* A commit that death interrupted counts if, and only if, the record shows it. */
-static void an_interrupted_commit_is_counted_by_its_heir(void) {
+static void an_interrupted_commit_is_counted_by_its_successor(void) {
     struct segment segment;
     struct writer writer;
     int fd = memory_file();
@@ -328,7 +328,7 @@ int main(void) {
     every_record_arrives_once_in_order(&random);
     an_interrupted_release_is_finished();
     an_interrupted_move_delivers_one_copy();
-    an_interrupted_commit_is_counted_by_its_heir();
+    an_interrupted_commit_is_counted_by_its_successor();
     lanes_without_a_producer_are_not_looked_at();
     scribbled_tables_neither_crash_nor_stall(&random);
     puts("ring_test: passed");

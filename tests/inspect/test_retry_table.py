@@ -87,7 +87,7 @@ def test_a_scribbled_table_is_not_believed(bus_name: str, seed: int) -> None:
     rng = random.Random(seed)
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         with SegmentFile(bus_name) as file:
-            table = file.wanted_table()
+            table = file.retry_table()
             path = Path(shm_path(bus_name))
             end = file.data_offset
         assert not any(table)

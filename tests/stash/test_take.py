@@ -68,14 +68,14 @@ def interrupt_the_main_thread() -> threading.Thread:
 
 
 def test_a_guard_is_one_threads_at_a_time_however_often() -> None:
-    guard = RecursiveLock()
+    lock = RecursiveLock()
     inside = 0
     most = 0
 
     def work(_: int) -> None:
         nonlocal inside, most
         for _ in range(200):
-            with guard, guard:
+            with lock, lock:
                 inside += 1
                 most = max(most, inside)
                 time.sleep(0)
@@ -87,21 +87,21 @@ def test_a_guard_is_one_threads_at_a_time_however_often() -> None:
 
 
 def test_a_guard_is_left_by_its_owner_alone() -> None:
-    guard = RecursiveLock()
+    lock = RecursiveLock()
     with pytest.raises(RuntimeError, match="does not hold"):
-        guard.__exit__(None, None, None)
-    with guard, ThreadPoolExecutor(1) as pool:
-        other = pool.submit(guard.__exit__, None, None, None)
+        lock.__exit__(None, None, None)
+    with lock, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lock.__exit__, None, None, None)
         with pytest.raises(RuntimeError, match="does not hold"):
             other.result()
 
 
 def test_a_signals_handler_ends_the_wait_for_a_guard(interrupts: None) -> None:
-    guard = RecursiveLock()
+    lock = RecursiveLock()
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with guard:
+        with lock:
             held.set()
             over.wait(30)
 
@@ -109,12 +109,12 @@ def test_a_signals_handler_ends_the_wait_for_a_guard(interrupts: None) -> None:
     holder.start()
     assert held.wait(30)
     killer = interrupt_the_main_thread()
-    with pytest.raises(Interrupted), guard:
+    with pytest.raises(Interrupted), lock:
         raise AssertionError("two threads have it")
     over.set()
     holder.join()
     killer.join()
-    with guard:
+    with lock:
         pass
 
 

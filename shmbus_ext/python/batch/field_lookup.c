@@ -124,7 +124,7 @@ bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *name
     return good;
 }
 
-/* Thousands of trajectories are in no near cache, and each is looked at for a moment. */
+/* Thousands of trajectories are in no near cache, and each is read for a moment only. */
 #define AHEAD 6
 
 void py_prefetch_trajectory(const PyObject *item) {

@@ -31,16 +31,16 @@ struct lookup {
 };
 #define NO_FIELD UINT16_MAX
 
-/* The slow ways of py_find_source: a trajectory of another reader or schema than the one before, or
- * none; kinds whose payload has to be looked at; a field of another length than the tokens. Each is
+/* The slow ways of py_find_source: a trajectory of another holder or schema than the one before, or
+ * none; kinds whose payload has to be checked; a field of another length than the tokens. Each is
  * false with an exception that names what does not fit. */
 bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names);
 bool py_check_payload(const struct source *source, PyObject *const *names);
 bool py_length_error(const struct source *source, uint64_t length, PyObject *name);
 
 /* Where one trajectory's fields lie; false with an exception. What holds for one trajectory holds
- * for the next of the same reader and the same schema, so here is only what is left to do for each
- * of thousands. The item is not let go by the caller meanwhile. */
+ * for the next of the same holder and the same schema, so here is only what is left to do for each
+ * of thousands. The caller keeps the item alive. */
 static inline bool py_find_source(struct lookup *lookup, PyObject *item, PyObject *const *names,
                                   struct source *source) {
     TrajectoryObject *t = (TrajectoryObject *)item;

@@ -3,7 +3,7 @@
  *
  * Invariants:
  * - Nothing here copies a payload or holds space: addresses are good for as long as the
- *   trajectories are leased, and who uses them sees to that.
+ *   trajectories are leased, which the caller sees to.
  * - Nothing is written behind the end of the caller's memory. */
 #include "python/batch/gather_plan.h"
 
@@ -30,7 +30,7 @@ enum {
     CHUNK_START = FIELDS, /* in the batch */
     CHUNK_SPAN,           /* int32 [2]: first token of the sequence, and how many */
     CHUNK_ORDERS,         /* int32 flags, float32 advantage */
-    CHUNK_SIGNATURE,      /* which fields, of which kinds: for whoever puts chunks in order */
+    CHUNK_SIGNATURE,      /* which fields, of which kinds: by which chunks are ordered */
     CHUNK_WORDS,
 };
 #define CHUNK_BYTES (CHUNK_WORDS * sizeof(int64_t))

@@ -17,7 +17,7 @@ struct destination {
     const float *sequence_advantages;
 };
 
-/* Whether all that was copied is finite; looked at while it is still in the nearest cache. */
+/* Whether all that was copied is finite; checked while it is still in the nearest cache. */
 static bool copy_sequence(const struct source *from, const struct destination *to, int32_t at,
                           float advantage) {
     uint64_t n = from->length;

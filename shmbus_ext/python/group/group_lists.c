@@ -2,7 +2,7 @@
  *
  * Invariants:
  * - An entry is in at most one list, which owns a reference to it; so a lease outlives its holder's
- *   object, and a lease that nobody ended stays one.
+ *   object, and a lease that was not ended stays one.
  * - Entries are leased in the order in which they became ready; one given back is the next. */
 #include "python/group/group_lists.h"
 

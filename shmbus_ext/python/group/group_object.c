@@ -2,7 +2,7 @@
  *
  * It is in C since a trainer makes one a group and reads it a sample at a time.
  *
- * Invariant: `samples` is the lease's own list, which nobody changes: what the caller does to
+ * Invariant: `samples` is the lease's own list, which is never changed: what the caller does to
  * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
 #include "python/group/group_object.h"
 

@@ -1,5 +1,5 @@
-/* GroupTable: samples in cells of entries by key, for shmbus.stash; what leaves the table is
- * group_lists.c's.
+/* GroupTable: samples in cells by key, for shmbus.stash, until their group is complete.
+ * group_lists.c has what leaves the table.
  *
  * It knows a sample by `key`, `group_size`, `index` and `nbytes` only, and decides nothing: what a
  * taken cell or another width mean is the stash's, and a full entry's fate too where it is
@@ -197,18 +197,19 @@ enum {
     REFUSED_FAILING
 };
 
-/* Whether the sample's entry is kept elsewhere; from a failure on, it is. -1 with an exception. */
-static int goes_apart(const GroupTableObject *self, const struct arrival *from) {
+/* Whether the sample's group is failing, and so kept elsewhere; from a failure on, it is. -1 with
+ * an exception. */
+static int is_failing(const GroupTableObject *self, const struct arrival *from) {
     if (from->failed) {
-        return PyDict_SetDefault(self->apart, from->key, Py_None) == NULL ? -1 : 1;
+        return PyDict_SetDefault(self->failing, from->key, Py_None) == NULL ? -1 : 1;
     }
-    return PyDict_GET_SIZE(self->apart) == 0 ? 0 : PyDict_Contains(self->apart, from->key);
+    return PyDict_GET_SIZE(self->failing) == 0 ? 0 : PyDict_Contains(self->failing, from->key);
 }
 
-/* Puts one sample into its cell; what came of it. */
+/* Puts one sample into its cell; returns what became of it. */
 static int arrive(GroupTableObject *self, const struct arrival *from, double now_s,
                   struct group_entry **at) {
-    int elsewhere = goes_apart(self, from);
+    int elsewhere = is_failing(self, from);
     if (elsewhere != 0) {
         return elsewhere < 0 ? REFUSED_MEMORY : REFUSED_FAILING;
     }
@@ -317,8 +318,8 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
  * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged,
  * a GroupEntry that this filled. The keys of full entries that have an epoch go into the dict
  * `recent`, and an entry whose key is there is not begun again. A failure's key goes into the dict
- * `apart`, and all that has such a key is refused: so an entry that `take` finds holds what came
- * before the failure, and nothing behind it. */
+ * `failing`, and all that has such a key is refused: so an entry that `take` finds holds the
+ * samples before the failure, and none after it. */
 static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     PyObject *samples;
     double now_s;
@@ -428,8 +429,8 @@ static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject 
     self->count_bytes = count_bytes != 0;
     self->judged = judged != 0;
     self->recent = PyDict_New();
-    self->apart = PyDict_New();
-    if (self->recent == NULL || self->apart == NULL) {
+    self->failing = PyDict_New();
+    if (self->recent == NULL || self->failing == NULL) {
         return -1;
     }
     if (!group_table_begin(&self->c)) {
@@ -451,7 +452,7 @@ static void py_group_table_dealloc(GroupTableObject *self) {
     group_table_end(&self->c);
     py_group_lists_clear(&self->lists);
     Py_XDECREF(self->recent);
-    Py_XDECREF(self->apart);
+    Py_XDECREF(self->failing);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -511,7 +512,7 @@ static PyMemberDef group_table_members[] = {
      "Their samples."},
     {"recent", T_OBJECT_EX, offsetof(GroupTableObject, recent), READONLY,
      "Keys with an epoch whose rows were full, oldest first; the stash bounds it."},
-    {"apart", T_OBJECT_EX, offsetof(GroupTableObject, apart), READONLY,
+    {"failing", T_OBJECT_EX, offsetof(GroupTableObject, failing), READONLY,
      "Keys whose rows the stash keeps itself."},
     {"failing_cells", T_ULONGLONG, offsetof(GroupTableObject, failing_cells), 0,
      "Samples that the stash keeps itself, for messages."},

@@ -4,7 +4,7 @@
 
 #include "python/group/group_lists.h"
 
-/* Samples looked at together, so that the cache misses of one overlap with those of the others; few
+/* Samples read together, so that the cache misses of one overlap with those of the others; few
  * enough for the pages of samples, entries and groups to stay in the first level of the TLB. */
 #define SAMPLES_BATCH 16
 
@@ -17,7 +17,7 @@ typedef struct {
     bool judged;      /* complete groups are left to the caller */
     PyObject *recent; /* dict */
     /* Failing groups, by key, and how many samples those have; the stash keeps them. */
-    PyObject *apart;
+    PyObject *failing;
     uint64_t failing_cells;
 } GroupTableObject;
 extern PyTypeObject GroupTableType;

@@ -15,8 +15,8 @@
 
 /* Copies above this are worth letting other threads run. */
 #define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)
-/* A waiting producer looks again after this at first, for space that it was not told of, and ever
- * more seldom, for signals and a writer that is closed under it. */
+/* A waiting producer tries again after this at first, in case it was not told of space. Each wait
+ * is twice as long as the one before, up to SPACE_SLICE_NS. */
 #define FIRST_SLICE_NS INT64_C(2000000)
 /* Since the reader last looked: so long that handing it the processor costs little beside it. */
 #define LONG_SILENCE_NS UINT64_C(100000)
@@ -62,7 +62,7 @@ bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
     double next_watch_s = py_watch_first_s(&self->watch);
     self->full_waits++;
     for (;;) {
-        /* What is sealed can be freed, and a sleeping reader gets the chance to. */
+        /* A sealed run can be freed; the reader is woken to do so. */
         writer_seal(&self->c);
         uint32_t ticket = doorbell_want_space(segment->header);
         doorbell_ring(segment->header);
@@ -178,7 +178,7 @@ bool py_writer_put_one(WriterObject *self, const struct put_arguments *arguments
         copy_payload(self, arguments, (uint8_t *)at.record);
         writer_publish(&self->c, &at);
     } else {
-        /* Reserved first, so that another thread's record can go behind it meanwhile. */
+        /* Reserved first, so that another thread's record can go behind it during the copy. */
         writer_reserve(&self->c, &at);
         copy_unlocked(self, arguments, &at);
         writer_commit(&self->c, &at);

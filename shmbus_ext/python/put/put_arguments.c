@@ -246,7 +246,7 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         return py_arguments_take_id(self, value);
     }
     if (!PyUnicode_CHECK_INTERNED(name)) {
-        /* A key that was computed: intern it, and look again by identity. */
+        /* A key that was computed: intern it, and compare again by identity. */
         PyObject *interned = Py_NewRef(name);
         PyUnicode_InternInPlace(&interned);
         bool reserved =

@@ -8,7 +8,7 @@
 #include "ring/clock.h"
 #include "ring/doorbell.h"
 
-/* Says on the exception that is set how many items were put before it. */
+/* Sets `accepted` of the exception that is set: how many items were committed. */
 static void note_accepted(Py_ssize_t done) {
     PyObject *error = py_set_aside_error();
     PyObject *accepted = PyLong_FromSsize_t(done);
@@ -42,7 +42,7 @@ static void batch_abort(WriterObject *self, struct batch *batch) {
     batch->open = 0;
 }
 
-/* Say which of the items it was, where the message is one of ours. */
+/* Names the item in the exception that is set, where the message is one of ours. */
 static void name_item(Py_ssize_t at) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);

@@ -23,9 +23,9 @@ static void py_reservation_take_arrays(ReservationObject *self) {
     }
 }
 
-/* What is committed must not change: where somebody may still write into the reserved place,
+/* What is committed must not change: where a view may still write into the reserved place,
  * through a slice or a memoryview, the record is committed as a copy and the place is given up.
- * With no room for a copy it is committed where it is, and kept out of everybody else's way. */
+ * With no room for a copy it is committed where it is, and kept apart from other records. */
 static void move_from_views(ReservationObject *self) {
     struct writer *writer = &self->writer->c;
     struct reservation copy;

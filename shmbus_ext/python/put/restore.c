@@ -70,7 +70,7 @@ static bool py_restorer_usable(RestorerObject *self) {
     return py_segment_usable(self->segment, "restorer");
 }
 
-/* Offsets of the shape table are ours to plan; what came with it are the sizes. */
+/* Sizes are the snapshot's; offsets within the record are planned here. */
 static bool read_shape(struct put_arguments *a, const Py_buffer *schema, const Py_buffer *shape,
                        PyObject *fields) {
     const uint8_t *at = schema->buf;

@@ -102,7 +102,7 @@ static PyObject *py_writer_fail(WriterObject *self, PyObject *const *args, Py_ss
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED);
 }
 
-/* The same where nobody knows the group's size: group_size is any above the index. */
+/* The same where the group's size is unknown: group_size is any above the index. */
 static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                         PyObject *kwnames) {
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE);

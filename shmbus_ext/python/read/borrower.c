@@ -189,7 +189,7 @@ static bool lock_leases(BorrowerObject *self, PyObject *leases) {
     return false;
 }
 
-/* Of leases that have ended for good, or that nobody was given. */
+/* Of leases that have ended for good, or that were not delivered. */
 static void unlock_leases(BorrowerObject *self, PyObject *leases) {
     size_t changed = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {

@@ -1,7 +1,7 @@
 /* Reader: what shmbus.Consumer reads the ring with.
  *
  * Invariant: one Reader a segment, proved by the collector's file lock. The interpreter lock
- * serialises its calls; it is let go only while the reader sleeps. */
+ * serialises its calls; it is released only while the reader sleeps. */
 #define _GNU_SOURCE
 #include "python/read/reader_object.h"
 
@@ -21,7 +21,7 @@
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
 /* A shorter sleep costs more than it saves: falling asleep and being woken take about as long. */
-#define BRISK_NS UINT64_C(50000)
+#define WAKES_OFTEN_NS UINT64_C(50000)
 
 static bool hold_records(HolderObject *self, const struct record_ref *refs, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -232,7 +232,7 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s)
         }
     }
     Py_DECREF(segment);
-    self->wakes_often = woken == DOORBELL_WOKEN && clock_monotonic_ns() - slept < BRISK_NS;
+    self->wakes_often = woken == DOORBELL_WOKEN && clock_monotonic_ns() - slept < WAKES_OFTEN_NS;
     return woken == DOORBELL_WOKEN ? WAIT_WOKEN : WAIT_OVER;
 }
 
@@ -396,7 +396,7 @@ void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_groups,
                           table->c.count + table->lists.ready.groups +
-                          (uint64_t)PyDict_GET_SIZE(table->apart),
+                          (uint64_t)PyDict_GET_SIZE(table->failing),
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_records,
                           table->cells + table->lists.ready.samples + table->failing_cells,

@@ -21,7 +21,7 @@ bool py_reader_usable(ReaderObject *self);
  * `left`. How many were read, or -1 with an exception. */
 Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, Py_ssize_t limit,
                                   double now_s, PyObject *left);
-/* Says that the ring was looked at. */
+/* Notes when the ring was read last, for others. */
 void py_reader_note_seen(ReaderObject *self, uint64_t now_ns);
 enum wait_result { WAIT_FAILED = -1, WAIT_OVER = 0, WAIT_WOKEN = 1 };
 /* Sleeps until records may have arrived, at most timeout_s; WAIT_FAILED with an exception. */

@@ -3,12 +3,13 @@
  * ConsumerBase.take is what users call: in C, since a consumer that polls calls little else, and
  * one that was just woken pays for each line of Python. It knows plain numbers and an Intake;
  * every other call goes to `_take` of its subclass. Intake reads the ring and sleeps, for as long
- * as nothing needs a decision. Decisions and periodic work are those of `attend`, which is
+ * as nothing needs a decision. Decisions and periodic work are those of `on_due`, which is
  * Python's.
  *
  * Invariants:
- * - All but sleeping happens under the lock, and `attend` too. Nobody sleeps with it.
- * - An exception comes before a lease, or gives back what was leased: nobody would know of it.
+ * - All but sleeping happens under the lock, and `on_due` too. Nobody sleeps with it.
+ * - An exception comes before a lease, or gives back what was leased: otherwise it would have no
+ *   owner.
  * - A group is under lease in its table before an object is made of it.
  * - After a wake-up, deliver first; run maintenance on the next pass. */
 #include "python/read/take.h"
@@ -42,23 +43,23 @@ typedef struct {
     GroupTableObject *table;
     RecursiveLockObject *lock;
     PyTypeObject *kind; /* of groups: made of GroupBase */
-    PyObject *attend;   /* attend(intake, left, groups, now_s) -> whether there may be more */
+    PyObject *on_due;   /* on_due(intake, left, groups, now_s) -> whether there may be more */
     PyObject *lease;    /* lease(groups) -> list of entries; NULL to lease whatever is ready */
     PyObject *left;     /* list: what was read, and is neither in the table nor ready */
     struct watch watch;     /* over a wait */
     double group_timeout_s; /* the oldest incomplete group has so long; or infinite */
-    double due_s;           /* attend must run then, if the caller is awake; CLOCK_MONOTONIC */
+    double due_s;           /* on_due must run then, if the caller is awake; CLOCK_MONOTONIC */
     double wake_s;          /* the same, even if it must be woken */
     Py_ssize_t portion;     /* records between two checks of what is ready */
     Py_ssize_t portions;    /* in one look at most, so that a flood ends */
-    char delegate_all;      /* attend reads each portion itself */
+    char delegate_all;      /* on_due reads each portion itself */
 } IntakeObject;
 
 static double seconds(uint64_t ns) {
     return (double)ns * 1e-9;
 }
 
-static enum take_state attend(IntakeObject *self, Py_ssize_t groups, double now_s) {
+static enum take_state run_due(IntakeObject *self, Py_ssize_t groups, double now_s) {
     /* A list of its own, since a signal's handler may take, too, while this goes on. */
     PyObject *fresh = PyList_New(0);
     if (fresh == NULL) {
@@ -66,7 +67,7 @@ static enum take_state attend(IntakeObject *self, Py_ssize_t groups, double now_
     }
     PyObject *left = self->left;
     self->left = fresh;
-    PyObject *said = PyObject_CallFunction(self->attend, "OOnd", self, left, groups, now_s);
+    PyObject *said = PyObject_CallFunction(self->on_due, "OOnd", self, left, groups, now_s);
     Py_DECREF(left);
     int more = said == NULL ? -1 : PyObject_IsTrue(said);
     Py_XDECREF(said);
@@ -91,7 +92,7 @@ static enum take_state read_portion(IntakeObject *self, Py_ssize_t groups, doubl
     Py_ssize_t count =
         py_reader_poll_records(self->reader, self->table, self->portion, now_s, self->left);
     if (count < 0 ||
-        (PyList_GET_SIZE(self->left) > 0 && attend(self, groups, now_s) == TAKE_FAILED)) {
+        (PyList_GET_SIZE(self->left) > 0 && run_due(self, groups, now_s) == TAKE_FAILED)) {
         return TAKE_FAILED;
     }
     return count < self->portion ? TAKE_IDLE : TAKE_MORE;
@@ -103,7 +104,7 @@ static enum take_state pump(IntakeObject *self, Py_ssize_t groups, double now_s)
         if (self->table->lists.ready.groups >= (uint64_t)groups) {
             return TAKE_MORE;
         }
-        enum take_state state = self->delegate_all ? attend(self, groups, now_s)
+        enum take_state state = self->delegate_all ? run_due(self, groups, now_s)
                                                    : read_portion(self, groups, now_s);
         if (state != TAKE_MORE) {
             return state;
@@ -112,7 +113,7 @@ static enum take_state pump(IntakeObject *self, Py_ssize_t groups, double now_s)
     return TAKE_MORE;
 }
 
-/* Nobody was told of these leases. The last goes first, so that all are ready in their old
+/* These leases were not delivered. The last goes first, so that all are ready in their old
  * order. */
 static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer) {
     for (Py_ssize_t i = PyList_GET_SIZE(list) - 1; i >= 0; i--) {
@@ -164,8 +165,8 @@ static PyObject *look(IntakeObject *self, const struct take_request *request, bo
     double now_s = seconds(now_ns);
     bool due = !just_woken && (now_s >= self->due_s || now_s >= self->wake_s ||
                                now_s >= group_deadline_s(self));
-    bool attends = due || self->delegate_all;
-    *state = attends ? attend(self, request->groups, now_s) : TAKE_IDLE;
+    bool calls = due || self->delegate_all;
+    *state = calls ? run_due(self, request->groups, now_s) : TAKE_IDLE;
     if (*state == TAKE_MORE || (*state == TAKE_IDLE && !self->delegate_all)) {
         py_reader_note_seen(self->reader, now_ns);
         *state = pump(self, request->groups, now_s);
@@ -191,7 +192,7 @@ static PyObject *locked_look(IntakeObject *self, const struct take_request *requ
 
 enum wait_end { ENDED_FAILED, ENDED_WOKEN, ENDED_DUE, ENDED_TIME_OVER };
 
-/* Sleeps until records come, until something is due, or until the time is over; ENDED_FAILED with
+/* Sleeps until records arrive, until on_due must run, or until the time is over; ENDED_FAILED with
  * an exception. */
 static enum wait_end wait_for_more(IntakeObject *self, const struct take_request *request,
                                    double began_s, double *next_watch_s) {
@@ -254,7 +255,7 @@ static PyObject *take(IntakeObject *self, const struct take_request *request) {
 }
 
 static int py_intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"reader", "table",   "lock",     "kind",    "attend",          "lease",
+    static char *names[] = {"reader", "table",   "lock",     "kind",    "on_due",          "lease",
                             "watch",  "portion", "portions", "watch_s", "group_timeout_s", NULL};
     PyObject *reader, *table, *lock, *kind, *call, *lease_call, *watch;
     if (self->reader != NULL) {
@@ -280,7 +281,7 @@ static int py_intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) 
     self->table = (GroupTableObject *)Py_NewRef(table);
     self->lock = (RecursiveLockObject *)Py_NewRef(lock);
     self->kind = (PyTypeObject *)Py_NewRef(kind);
-    self->attend = Py_NewRef(call);
+    self->on_due = Py_NewRef(call);
     self->lease = lease_call == Py_None ? NULL : Py_NewRef(lease_call);
     self->watch.call = watch == Py_None ? NULL : Py_NewRef(watch);
     return 0;
@@ -289,7 +290,7 @@ static int py_intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) 
 /* A report of a stall may lead back to its Consumer. */
 static int py_intake_traverse(IntakeObject *self, visitproc visit, void *arg) {
     Py_VISIT(self->kind);
-    Py_VISIT(self->attend);
+    Py_VISIT(self->on_due);
     Py_VISIT(self->lease);
     Py_VISIT(self->watch.call);
     Py_VISIT(self->left);
@@ -308,7 +309,7 @@ static void py_intake_dealloc(IntakeObject *self) {
     Py_XDECREF(self->table);
     Py_XDECREF(self->lock);
     Py_XDECREF(self->kind);
-    Py_XDECREF(self->attend);
+    Py_XDECREF(self->on_due);
     Py_XDECREF(self->lease);
     Py_XDECREF(self->left);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -316,11 +317,11 @@ static void py_intake_dealloc(IntakeObject *self) {
 
 static PyMemberDef intake_members[] = {
     {"due_s", T_DOUBLE, offsetof(IntakeObject, due_s), 0,
-     "Next time attend must run, if the caller is awake."},
+     "Next time on_due must run, if the caller is awake."},
     {"wake_s", T_DOUBLE, offsetof(IntakeObject, wake_s), 0,
-     "Next time attend must run, even if the caller must be woken."},
+     "Next time on_due must run, even if the caller must be woken."},
     {"delegate_all", T_BOOL, offsetof(IntakeObject, delegate_all), 0,
-     "Whether attend runs on every poll, and reads the ring itself."},
+     "Whether on_due runs on every poll, and reads the ring itself."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -370,7 +371,7 @@ static bool read_timeout(PyObject *value, struct take_request *request) {
     return request->timeout_s >= 0;
 }
 
-/* False for what `_take` has to look at. */
+/* False for a call that is left to `_take`. */
 static bool read_call(struct take_request *request, PyObject *const *args, Py_ssize_t count,
                       PyObject *kwnames) {
     if (count > 2 || (count > 0 && !read_groups(args[0], request)) ||

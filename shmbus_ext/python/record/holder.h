@@ -31,7 +31,8 @@ struct holder_kind {
 };
 bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind);
 void py_holder_clear(HolderObject *self);
-/* A borrower cannot write into the segment; whoever lent it is told by its client. */
+/* Notes that batches are packed of what it read, in the segment where it may write there. A
+ * borrower may not: its client tells the daemon. */
 void py_holder_note_packing(HolderObject *self);
 
 #endif

@@ -36,7 +36,7 @@ typedef struct {
 extern PyTypeObject TrajectoryType;
 TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_copy *copy,
                                     const struct record_ref *ref);
-/* Sets an exception once the space may belong to somebody else. */
+/* False with an exception once the space may belong to another record. */
 bool py_trajectory_readable(const TrajectoryObject *self);
 static inline const uint8_t *py_trajectory_bytes(const TrajectoryObject *self) {
     return segment_extent(&self->holder->segment->c, self->ref.place.extent) +

@@ -188,7 +188,7 @@ static PyObject *py_any_lock_held(PyObject *module, PyObject *args) {
     return lock_answer(file_lock_probe_all(fd));
 }
 
-/* lock_all(fd) -> bool: whether every lock is this description's now, and nobody else's. */
+/* lock_all(fd) -> bool: whether this description now holds every lock there is. */
 static PyObject *py_lock_all(PyObject *module, PyObject *args) {
     (void)module;
     int fd;

@@ -134,7 +134,7 @@ static PyObject *py_retry_unclaim(PyObject *module, PyObject *args) {
     return PyBool_FromLong(retry_unclaim(&segment->c, entry, producer_id));
 }
 
-/* retry_note(segment, open, groups_failed): for the collector; what others look at first. */
+/* retry_note(segment, open, groups_failed): for the collector; what others read first. */
 static PyObject *py_retry_note(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object;

@@ -21,7 +21,7 @@ static void after_fork_in_child(void) {
     for (struct list_link *l = all_segments.next; l != &all_segments; l = l->next) {
         SegmentObject *s = LIST_ENTRY(l, SegmentObject, of_all);
         if (s->c.fd >= 0) {
-            /* Views that came along can still be read; what is written through them stays here. */
+            /* Inherited views can still be read; what is written through them stays here. */
             segment_isolate(&s->c);
             close(s->c.fd);
             s->c.fd = -1;
@@ -256,7 +256,7 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *ignored) {
     return result;
 }
 
-/* Whether somebody holds the collector's lock now. */
+/* Whether a process holds the collector's lock now. */
 static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     if (!py_segment_usable(self, "handle")) {
@@ -353,7 +353,7 @@ static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
                              : SHMBUS_LOCK_LEASE + (int64_t)(kind - 1) * SHMBUS_MAX_EXTENTS;
     int64_t end = base + SHMBUS_MAX_EXTENTS;
     PyObject *found = PyList_New(0);
-    /* Ranges yet to be looked at: each lock that is found splits one into two. */
+    /* Ranges that are still to be searched: each lock that is found splits one into two. */
     int64_t(*todo)[2] = PyMem_Malloc(sizeof *todo * (SHMBUS_MAX_EXTENTS + 2));
     if (found == NULL || todo == NULL) {
         PyMem_Free(todo);
