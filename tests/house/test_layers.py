@@ -57,12 +57,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-# What these modules do among themselves; nothing else may take part.
-CIRCLES_ALLOWED = (
-    {f"trainer_adapter.attention.{name}" for name in ("compiled", "transformers", "varlen")},
-    {f"trainer_adapter.handler.{name}" for name in ("handler", "maker")},
-)
-
 # What a trainer may use of shmbus: its public names, these rooms, and how files are called.
 OPEN_TO_TRAINERS = ("shmbus.batch.", "shmbus.segment.names.")
 
@@ -132,13 +126,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         for module in graph
         if module in beyond[module]
     }
-    report(
-        [
-            f"a circle of imports: {', '.join(sorted(circle))}"
-            for circle in circles
-            if not any(circle <= allowed for allowed in CIRCLES_ALLOWED)
-        ]
-    )
+    report([f"a circle of imports: {', '.join(sorted(circle))}" for circle in circles])
 
 
 def test_imports_point_down_only() -> None:
