@@ -1,4 +1,4 @@
-"""Importing trainer_adapter loads nothing before its use; tests/house/test_layers.py has the rest."""
+"""Importing trainer_adapter loads nothing before its use."""
 
 from __future__ import annotations
 
