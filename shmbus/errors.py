@@ -13,7 +13,7 @@
      +-- RecordTooLargeError     larger than any record of this bus (also a ValueError)
      +-- ProtocolError           a producer broke the rules, as by a duplicate
      +-- DaemonUnavailableError  the daemon that serves the bus does not answer
-     +-- StallError              nothing moves on the bus; its report names who holds what
+     +-- StallError              nothing moves on the bus; its report has leases and producers
 
 Wrong argument types and values are ``TypeError`` and ``ValueError``. Each message says what failed,
 what was expected, what was given, and what to do next.

@@ -79,7 +79,7 @@ OnStall: TypeAlias = 'Literal["log", "raise"] | Callable[[StallReport], object] 
 
 
 def check_stall(on_stall: object, timeout_s: object) -> None:
-    """Raise TypeError or ValueError unless these are what a Watch takes."""
+    """Check the arguments of a Watch."""
     if isinstance(on_stall, str) and on_stall not in ("log", "raise"):
         raise ValueError(f"on_stall: expected 'log', 'raise', a callable or None, got {on_stall!r}")
     if not (on_stall is None or isinstance(on_stall, str) or callable(on_stall)):

@@ -1,7 +1,7 @@
 """The command line, ``shmbus COMMAND``: one file a command, each with ``add_parser`` and ``run``.
 
 Other packages add commands by the entry-point group ``shmbus.commands``: the entry's name is the
-command, its object a module with ``add_parser``. So nothing here imports what is above it.
+command, its object a module with ``add_parser``. So nothing here imports upwards.
 
 Invariants:
 
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit_status: int = parsed.run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who read the output has gone; what Python flushes at its end must have a place to go.
+        # The reader of the output has gone; the flush at exit must have a place to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (shmbus.ShmbusError, OSError, RuntimeError) as error:

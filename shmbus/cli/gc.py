@@ -40,7 +40,7 @@ def add_parser(commands: Commands) -> None:
         json=True,
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="only these buses")
-    parser.add_argument("--yes", action="store_true", help="remove what is abandoned")
+    parser.add_argument("--yes", action="store_true", help="remove abandoned files")
     parser.add_argument(
         "--keep-data",
         action="store_true",

@@ -69,7 +69,7 @@ def _limit(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found; 1 where it is damaged."""
+    """Print the segment; 1 where it is damaged."""
     found = inspect(
         arguments.name,
         producer=arguments.producer,

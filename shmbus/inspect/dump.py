@@ -180,7 +180,7 @@ def inspect(
     Returns
     -------
     Inspection
-        Also of a segment that nobody can use; `problem` says why.
+        Also of a segment that no process can use; `problem` says why.
 
     Raises
     ------
@@ -342,7 +342,7 @@ def _record(row: RecordRow, now_ns: int) -> RecordView:
         verdict=row.verdict,
         nbytes=row.nbytes,
         age_s=max(0.0, (now_ns - row.committed_ns) / 1e9) if has_body else None,
-        # JSON has no word for what is not finite.
+        # JSON has no nan and no infinity.
         score=row.score if has_body and np.isfinite(row.score) else None,
         policy_version=row.policy_version if has_body else 0,
         moved=row.moved,

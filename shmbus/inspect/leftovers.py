@@ -47,7 +47,7 @@ _SOCKET_PREFIXES: Final = ("shmbus-", "shmbus+")
 _UNFINISHED_WAIT_S: Final = 0.2
 _DEAD: Final = "no living process has it open"
 _UNREADABLE: Final = "its mode does not let us read it"
-_LOST_UNKNOWN: Final = "what it holds cannot be told"
+_LOST_UNKNOWN: Final = "its content cannot be read"
 
 
 class Leftover(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ _ROWS: Final = 1024
 
 
 def open_file(path: str) -> int:
-    """Open for reading, without waiting for, following or truncating what is no regular file."""
+    """Open for reading; never wait for, follow or truncate anything but a regular file."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 

@@ -46,15 +46,15 @@ _ATTEMPTS = 3
 
 
 def read_status(name: str, *, walk: bool = True) -> BusStatus:
-    """Look at a bus.
+    """Read the status of a bus.
 
     Parameters
     ----------
     name : str
         The bus.
     walk : bool
-        Count the undelivered record by record, and group them. False costs microseconds, for what
-        looks several times a second.
+        Count the undelivered record by record, and group them. False costs microseconds, for a
+        caller that polls several times a second.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def read_status(name: str, *, walk: bool = True) -> BusStatus:
 
 
 def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStatus:
-    """Add what a daemon says to what the segment says; the one place where the two meet.
+    """Add a daemon's answer to the status from the segment; the one place where the two meet.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
 
 
 def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
-    """Look at a segment that is open and readable; see `read_status`."""
+    """Read the status of a segment that is open and readable; see `read_status`."""
     file.refresh()
     runs = file.runs()
     collector = _collector(file, runs)
@@ -191,7 +191,7 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
     alive = file.collector_alive()
     seen_ns = int(header["collector_seen_ns"])
 
-    # A note that nobody stands behind any more says nothing about now.
+    # A dead collector's note says nothing about now.
     def note(what: str) -> int:
         return int(header[f"collector_{what}"]) if alive else 0
 
@@ -263,7 +263,7 @@ def _producer_state(
 
 
 def count_ledger(file: SegmentFile, collector: CollectorStatus, *, walk: bool) -> LedgerStatus:
-    """Make up the ledger, by a walk where one instant can be had."""
+    """Make the ledger, by a walk of one instant where the bus allows one."""
     attempts = _ATTEMPTS if walk else 0
     walked: int | None = None
     counts = counters(file)

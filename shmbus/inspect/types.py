@@ -5,7 +5,7 @@ Below the control messages, which carry some of these, and below everything that
 Invariants:
 
 - Field names are the keys of ``--json`` and of the wire: they stay.
-- A struct holds values that were read once; nothing here looks at a bus.
+- A struct holds values that were read once; nothing here reads a bus.
 """
 
 from __future__ import annotations

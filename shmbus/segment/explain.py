@@ -25,7 +25,7 @@ class UnfinishedError(errors.LayoutMismatchError):
 
 
 def not_found_error(name: str, others: Sequence[str] | None = None) -> errors.BusNotFoundError:
-    """Say that there is no such bus, and, where they were looked up, which ones there are."""
+    """Say that there is no such bus, and name the others, where they are given."""
     there = ""
     if others is not None:
         there = "there is none at all; "

@@ -61,7 +61,7 @@ def create_segment(
     if not is_named(name, identity):
         segment.close()
         raise errors.BusNotFoundError(
-            f"bus {name!r}: somebody removed {shm_path(name)} while it was being created; "
+            f"bus {name!r}: another process removed {shm_path(name)} while it was being created; "
             "create it again"
         )
     return segment
@@ -70,7 +70,7 @@ def create_segment(
 def _exists(name: str) -> errors.BusExistsError:
     return errors.BusExistsError(
         f"bus {name!r} exists already ({shm_path(name)}); attach with "
-        f"Bus.open({name!r}), or remove it with shmbus.unlink({name!r}) if nobody uses it"
+        f"Bus.open({name!r}), or remove it with shmbus.unlink({name!r}) if no process uses it"
     )
 
 

@@ -42,7 +42,7 @@ _COMPANION = re.compile(r"shmbus-([a-z]+)\.(.+)", re.DOTALL)
 
 
 def check_name(name: object) -> str:
-    """Return the name if it can name a bus; TypeError or ValueError say what is wrong with it."""
+    """Return the name if it can name a bus; if not, raise TypeError or ValueError."""
     if not isinstance(name, str):
         raise TypeError(f"bus name: expected a str, got {type(name).__name__}")
     encoded = name.encode("utf-8", "replace")
@@ -105,7 +105,7 @@ def parse_companion(file: str) -> tuple[str, str] | None:
 
 
 def identity(name: str) -> os.stat_result | None:
-    """Tell the file that the name leads to; None where there is none."""
+    """Return the stat of the file of a bus; None where there is none."""
     try:
         return os.stat(shm_path(name))
     except FileNotFoundError:

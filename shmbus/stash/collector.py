@@ -194,7 +194,7 @@ class Collector:
         if stash.discards:
             self.release_discarded()
         if leased:
-            # The caller may not come back before a producer asks who holds the space.
+            # Now, since a producer may need it for a message before the caller comes back.
             self.flush()
         return leased
 

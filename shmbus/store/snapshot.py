@@ -1,15 +1,15 @@
-"""Everything undelivered on disk, and back: what a bus needs to outlive a reboot.
+"""Snapshots: everything undelivered to disk, and back, so that a bus outlives a reboot.
 
 A snapshot is a directory: ``manifest.json``, and parts (`shmbus.store.parts`) with the records.
 
 Invariants:
 
-- The directory appears whole, by one rename, or not at all; every byte is on the disk before.
-- It is of one instant: nobody collects meanwhile, and what producers commit after its beginning is
-  not in it.
-- A restored bus appears whole, by one link, or not at all. Each record keeps its producer's number,
-  the ledger its counts, and no later producer gets a number again; a snapshot is restored once,
-  unless told otherwise: nothing can be doubled.
+- The directory appears complete, by one rename, or not at all; every byte is on the disk before.
+- It is of one instant: no process collects during the snapshot, and trajectories that are committed
+  after its beginning are not in it.
+- A restored bus appears complete, by one link, or not at all. Each record keeps its producer's
+  number, the ledger its counts, and no later producer gets a used number. A snapshot is restored
+  once, unless the caller insists, so no trajectory is delivered twice.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     policy_version, next_producer_id : int
         As they were.
     released : dict[str, int]
-        The ledger's counts of what was acknowledged and dropped.
+        The ledger's counts of acknowledged and dropped trajectories.
     slots : list[ProducerSlot]
-        The ledger's counts of what was committed.
+        The ledger's counts of committed trajectories, by slot.
     records, unreadable : int
         Undelivered trajectories in the parts, and those that the ledger has and no walk could read:
         the first consumer after a restore counts them as corrupt.
@@ -400,8 +400,8 @@ def restored_as(directory: str | os.PathLike[str]) -> str | None:
 def _exists(name: str) -> errors.BusExistsError:
     return errors.BusExistsError(
         f"bus {name!r} exists already ({shm_path(name)}), and a snapshot is restored "
-        "into a new one only: choose another name, or remove it with shmbus.unlink if nobody "
-        "needs it"
+        "into a new one only: choose another name, or remove it with shmbus.unlink if it is "
+        "not needed"
     )
 
 

@@ -30,7 +30,7 @@ OLD_WORDS = (
     OldWord(r"(?i)(.*_)?(loan|loans|loaned)(_.*)?", "lease", ("bench/contenders/iceoryx2.py",)),
     OldWord(r"Loan\w*", "ClientLease"),
     OldWord(r"Rows(Object|Type)?|rows_(put|take|lease)\w*", "GroupTable, GroupEntry"),
-    OldWord(r"(?i)(.*_)?(unwant|asking)(_.*)?", "retry request", ("trainer_adapter/",)),
+    OldWord(r"(?i)(.*_)?(unwant|asking)(_.*)?", "retry request"),
     OldWord(r"wanted_(claim|publish|read|row|unclaim|withdraw)\w*", "retry_*"),
     OldWord(
         r"(.*_)?apart(_.*)?",
