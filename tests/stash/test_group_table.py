@@ -195,7 +195,7 @@ def test_a_row_ends_once_and_where_it_was_leased() -> None:
             wrong(row)
     rows.end_lease(row)
     for wrong in (rows.end_lease, rows.give_back):
-        with pytest.raises(ValueError, match="expected a row under lease here"):
+        with pytest.raises(ValueError, match="expected an entry under lease here"):
             wrong(row)
     rows.push(row)
     assert rows.lease(1) == [row]

@@ -8,7 +8,7 @@
 
 #include "ring/clock.h"
 
-GroupEntryObject *py_group_entry_new(const struct group_entry *row, PyObject *key) {
+GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key) {
     GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);
     if (made == NULL) {
         return NULL;
@@ -17,12 +17,12 @@ GroupEntryObject *py_group_entry_new(const struct group_entry *row, PyObject *ke
     made->lists = NULL;
     made->link = (struct list_link){NULL, NULL};
     made->place = ENTRY_NOWHERE;
-    made->born_s = row->born_s;
-    made->size = row->width;
-    made->missing = row->missing;
+    made->born_s = entry->born_s;
+    made->size = entry->width;
+    made->missing = entry->missing;
     made->nbytes = 0;
     made->leased_ns = 0;
-    made->samples = PyList_New((Py_ssize_t)(row->width - row->missing));
+    made->samples = PyList_New((Py_ssize_t)(entry->width - entry->missing));
     if (made->samples == NULL) {
         Py_CLEAR(made);
     }
@@ -119,7 +119,7 @@ static bool leased_here(const GroupListsObject *self, PyObject *object) {
 
 static GroupEntryObject *require_leased(const GroupListsObject *self, PyObject *object) {
     if (!leased_here(self, object)) {
-        PyErr_Format(PyExc_ValueError, "expected a row under lease here, got %R", object);
+        PyErr_Format(PyExc_ValueError, "expected an entry under lease here, got %R", object);
         return NULL;
     }
     return (GroupEntryObject *)object;
@@ -129,7 +129,7 @@ static GroupEntryObject *require_leased(const GroupListsObject *self, PyObject *
 PyObject *py_group_lists_push(GroupListsObject *self, PyObject *object) {
     if (!Py_IS_TYPE(object, &GroupEntryType) ||
         ((GroupEntryObject *)object)->place != ENTRY_NOWHERE) {
-        PyErr_Format(PyExc_ValueError, "push: expected a row that is in no list, got %R", object);
+        PyErr_Format(PyExc_ValueError, "push: expected an entry that is in no list, got %R", object);
         return NULL;
     }
     py_group_lists_push_ready(self, (GroupEntryObject *)object);
@@ -214,11 +214,11 @@ static void py_group_entry_dealloc(GroupEntryObject *self) {
 static PyMemberDef group_entry_members[] = {
     {"key", T_OBJECT_EX, offsetof(GroupEntryObject, key), READONLY, "Its samples' key."},
     {"samples", T_OBJECT_EX, offsetof(GroupEntryObject, samples), READONLY,
-     "The samples that are in, by index. Not to be changed."},
+     "The samples that are there, by index. Not to be changed."},
     {"size", T_UINT, offsetof(GroupEntryObject, size), READONLY, "Samples of a full one."},
-    {"missing", T_UINT, offsetof(GroupEntryObject, missing), READONLY, "How many are not in."},
+    {"missing", T_UINT, offsetof(GroupEntryObject, missing), READONLY, "How many samples are not there."},
     {"born_s", T_DOUBLE, offsetof(GroupEntryObject, born_s), READONLY,
-     "When its first sample came."},
+     "When its first sample arrived."},
     {"nbytes", T_LONGLONG, offsetof(GroupEntryObject, nbytes), READONLY, "Under count_bytes."},
     {NULL, 0, 0, 0, NULL},
 };

@@ -41,7 +41,7 @@ void py_group_lists_init(GroupListsObject *self);
 void py_group_lists_clear(GroupListsObject *self);
 
 /* A group of a table as an object, without its samples yet. */
-GroupEntryObject *py_group_entry_new(const struct group_entry *row, PyObject *key);
+GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key);
 /* One that is in no list becomes the last that is ready. */
 void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *entry);
 /* What has been ready longest is under lease from then on: a list of at most `limit` entries. NULL

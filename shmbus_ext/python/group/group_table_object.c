@@ -345,7 +345,7 @@ static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *ig
     (void)ignored;
     struct group_entry *entry = group_table_oldest(&self->c);
     if (entry == NULL) {
-        PyErr_SetString(PyExc_IndexError, "take_oldest: there is no row");
+        PyErr_SetString(PyExc_IndexError, "take_oldest: the table is empty");
         return NULL;
     }
     struct group_key at;
@@ -492,14 +492,14 @@ static PyMethodDef group_table_methods[] = {
 
 static PyGetSetDef group_table_getset[] = {
     {"oldest_born_s", (getter)py_group_table_oldest_born, NULL,
-     "When the oldest row was born, or None.",
+     "When the oldest group began, or None.",
      NULL},
     {"memory_bytes", (getter)py_group_table_memory, NULL, "Bytes of the table itself.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef group_table_members[] = {
-    {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all rows."},
+    {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all cells."},
     {"nbytes", T_ULONGLONG, offsetof(GroupTableObject, nbytes), READONLY,
      "Their bytes, under count_bytes."},
     {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.groups), READONLY,
@@ -511,9 +511,9 @@ static PyMemberDef group_table_members[] = {
     {"leased_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.samples), READONLY,
      "Their samples."},
     {"recent", T_OBJECT_EX, offsetof(GroupTableObject, recent), READONLY,
-     "Keys with an epoch whose rows were full, oldest first; the stash bounds it."},
+     "Keys with an epoch whose groups were complete, oldest first; the stash bounds it."},
     {"failing", T_OBJECT_EX, offsetof(GroupTableObject, failing), READONLY,
-     "Keys whose rows the stash keeps itself."},
+     "Keys of failing groups, which the stash keeps itself."},
     {"failing_cells", T_ULONGLONG, offsetof(GroupTableObject, failing_cells), 0,
      "Samples that the stash keeps itself, for messages."},
     {NULL, 0, 0, 0, NULL},

@@ -83,8 +83,8 @@ static double group_deadline_s(IntakeObject *self) {
     if (isinf(self->group_timeout_s)) {
         return INFINITY;
     }
-    const struct group_entry *row = group_table_oldest(&self->table->c);
-    return row == NULL ? INFINITY : row->born_s + self->group_timeout_s;
+    const struct group_entry *entry = group_table_oldest(&self->table->c);
+    return entry == NULL ? INFINITY : entry->born_s + self->group_timeout_s;
 }
 
 /* Moves a portion of the ring into the table. */
