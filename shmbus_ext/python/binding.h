@@ -23,7 +23,7 @@ struct word_note {
     PyObject **at;
     const char *text;
 };
-static inline bool intern_words(const struct word_note *words, size_t count) {
+static inline bool py_intern_words(const struct word_note *words, size_t count) {
     for (size_t i = 0; i < count; i++) {
         *words[i].at = PyUnicode_InternFromString(words[i].text);
         if (*words[i].at == NULL) {
@@ -32,10 +32,10 @@ static inline bool intern_words(const struct word_note *words, size_t count) {
     }
     return true;
 }
-#define INTERN_WORDS(words) intern_words(words, sizeof(words) / sizeof *(words))
+#define INTERN_WORDS(words) py_intern_words(words, sizeof(words) / sizeof *(words))
 
 /* In a setter: false with a TypeError where the attribute was to be deleted. */
-static inline bool is_given(const PyObject *value, const char *name) {
+static inline bool py_is_given(const PyObject *value, const char *name) {
     if (value == NULL) {
         PyErr_Format(PyExc_TypeError, "%s cannot be deleted", name);
     }

@@ -74,6 +74,12 @@ def test_what_other_files_call_begins_with_py() -> None:
             for name, is_static in definitions(path)
             if not is_static and not name.startswith("py_") and name != "PyInit__core"
         ]
+        + [
+            f"{unit(path)}: {name}"
+            for path in sorted(BINDING.rglob("*.h"))
+            for name, _ in definitions(path)
+            if not name.startswith(("py_", "list_"))
+        ]
     )
 
 

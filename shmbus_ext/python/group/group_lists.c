@@ -129,7 +129,8 @@ static GroupEntryObject *require_leased(const GroupListsObject *self, PyObject *
 PyObject *py_group_lists_push(GroupListsObject *self, PyObject *object) {
     if (!Py_IS_TYPE(object, &GroupEntryType) ||
         ((GroupEntryObject *)object)->place != ENTRY_NOWHERE) {
-        PyErr_Format(PyExc_ValueError, "push: expected an entry that is in no list, got %R", object);
+        PyErr_Format(PyExc_ValueError, "push: expected an entry that is in no list, got %R",
+                     object);
         return NULL;
     }
     py_group_lists_push_ready(self, (GroupEntryObject *)object);
@@ -216,7 +217,8 @@ static PyMemberDef group_entry_members[] = {
     {"samples", T_OBJECT_EX, offsetof(GroupEntryObject, samples), READONLY,
      "The samples that are there, by index. Not to be changed."},
     {"size", T_UINT, offsetof(GroupEntryObject, size), READONLY, "Samples of a full one."},
-    {"missing", T_UINT, offsetof(GroupEntryObject, missing), READONLY, "How many samples are not there."},
+    {"missing", T_UINT, offsetof(GroupEntryObject, missing), READONLY,
+     "How many samples are not there."},
     {"born_s", T_DOUBLE, offsetof(GroupEntryObject, born_s), READONLY,
      "When its first sample arrived."},
     {"nbytes", T_LONGLONG, offsetof(GroupEntryObject, nbytes), READONLY, "Under count_bytes."},

@@ -359,7 +359,7 @@ static PyObject *py_reservation_get_score(ReservationObject *self, void *ignored
 
 static int py_reservation_set_score(ReservationObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    bool set = is_given(value, "score") && py_reservation_usable(self) &&
+    bool set = py_is_given(value, "score") && py_reservation_usable(self) &&
                py_parse_score(value, &self->score);
     return set ? 0 : -1;
 }
@@ -372,7 +372,7 @@ static PyObject *py_reservation_get_policy_version(ReservationObject *self, void
 static int py_reservation_set_policy_version(ReservationObject *self, PyObject *value,
                                              void *ignored) {
     (void)ignored;
-    bool set = is_given(value, "policy_version") && py_reservation_usable(self) &&
+    bool set = py_is_given(value, "policy_version") && py_reservation_usable(self) &&
                py_parse_policy_version(value, &self->policy_version);
     return set ? 0 : -1;
 }

@@ -423,7 +423,7 @@ static PyObject *py_segment_get_policy_version(SegmentObject *self, void *ignore
 
 static int py_segment_set_policy_version(SegmentObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    if (!is_given(value, "policy_version")) {
+    if (!py_is_given(value, "policy_version")) {
         return -1;
     }
     if (self->c.read_only) {
