@@ -14,6 +14,7 @@ _core.install(
     too_large_error=errors.RecordTooLargeError,
     full_error=explain.full_error,
     busy_error=explain.busy_error,
+    removed_error=explain.removed_error,
     layout_error=explain.layout_error,
     space_error=explain.space_error,
     encode_meta=_encoding.encode_meta,

@@ -6,6 +6,7 @@
      +-- BusNotFoundError        no segment of that name
      +-- BusExistsError          create() found one
      +-- BusFullError            no space within the timeout; names the processes that hold it
+     +-- BusRemovedError         the bus was removed; says when, and whether it has a successor
      +-- BusBusyError            a second collector, or no producer slot left; names the holder
      +-- BusClosedError          a closed handle, one from before a fork, a released trajectory
      +-- LayoutMismatchError     not a segment of this layout, or a damaged one
@@ -29,6 +30,7 @@ __all__ = [
     "BusExistsError",
     "BusFullError",
     "BusNotFoundError",
+    "BusRemovedError",
     "CapacityError",
     "DaemonUnavailableError",
     "LayoutMismatchError",
@@ -69,6 +71,14 @@ class BusBusyError(ShmbusError):
 
 class BusClosedError(ShmbusError):
     """The handle is closed or from before a fork, or the trajectory has been released."""
+
+
+class BusRemovedError(ShmbusError):
+    """The bus that this handle holds was removed: nothing is committed into it any more.
+
+    The message says when, and whether a new bus of that name exists. What was committed before is
+    delivered by the Consumer that holds the old bus, if there is one.
+    """
 
 
 class LayoutMismatchError(ShmbusError):

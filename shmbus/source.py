@@ -52,6 +52,18 @@ class Source(Protocol):
     def is_leased(self, lease: Any) -> bool:
         """Whether this source gave the lease, and it has not ended."""
 
+    def end_groups(
+        self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
+    ) -> int:
+        """End the leases of groups and set their state, up to the first that needs a closer look.
+
+        Each ends in one step, which an exception of a signal's handler cannot part. Returns how
+        many have ended.
+        """
+
+    def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
+        """Do the same for a group that is given back; False where it needs a closer look."""
+
     def end(self, lease: Any, reason: int) -> None:
         """Release a leased group, for one of the reasons of the core."""
 

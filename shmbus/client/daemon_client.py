@@ -241,6 +241,10 @@ class DaemonClient:
         """
         return self.leases.end_groups(consumer, groups, reason, state)
 
+    def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
+        """Leave it to `give_back`: the daemon has to be told."""
+        return False
+
     def give_back(self, lease: ClientLease) -> None:
         """Make a leased group the next to be delivered, to whichever client asks first."""
         if self.state.open_take is not None or self.state.spare:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 from shmbus import errors
-from shmbus._format import show_size, show_wait
+from shmbus._format import show_duration, show_size, show_wait
 from shmbus.segment.names import SHM_DIRECTORY, shm_path
 from shmbus_ext import _core
 
@@ -16,6 +17,7 @@ __all__ = [
     "full_error",
     "layout_error",
     "not_found_error",
+    "removed_error",
     "space_error",
 ]
 
@@ -131,4 +133,24 @@ def space_error(name: str, size: int) -> errors.CapacityError:
         f"bus {name!r}: {show_size(size)} do not fit into {SHM_DIRECTORY}, which has "
         f"{show_size(free)} free of {show_size(total)}; choose a smaller capacity, remove old "
         "segments, or enlarge it (docker run --shm-size=..., mount -o remount,size=...)"
+    )
+
+
+def removed_error(segment: _core.Segment, removed_unix_ns: int) -> errors.BusRemovedError:
+    """Say when a bus was removed, and whether there is a new one of that name."""
+    name = segment.name
+    ago = (
+        f" {show_duration(max(0.0, time.time() - removed_unix_ns / 1e9))} ago"
+        if removed_unix_ns
+        else ""
+    )
+    there = os.path.lexists(shm_path(name))
+    follow = (
+        "a new bus of that name exists: close this handle and make a new one"
+        if there
+        else "there is no bus of that name now: make a new handle once it has been created again"
+    )
+    return errors.BusRemovedError(
+        f"bus {name!r} was removed{ago} (by shmbus.unlink, or since {shm_path(name)} was deleted), "
+        f"and nothing is committed into it any more; {follow}"
     )

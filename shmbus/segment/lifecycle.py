@@ -134,6 +134,8 @@ def _check_owner(name: str, owner: int) -> None:
 def unlink(name: str) -> None:
     """Remove a bus's name; its memory is freed when the last process has closed it.
 
+    Whoever still holds it gets BusRemovedError from the next put, or from a take that would wait.
+
     Parameters
     ----------
     name : str
@@ -148,7 +150,15 @@ def unlink(name: str) -> None:
     """
     check_name(name)
     try:
+        segment = _open_once(name, read_only=False)
+    except (errors.ShmbusError, OSError):
+        segment = (
+            None  # it may be damaged, unfinished or another user's: it has a name all the same
+        )
+    try:
         posix_ipc.unlink_shared_memory(PREFIX + name)
+        if segment is not None:
+            segment.note_removal()
     except posix_ipc.ExistentialError as error:
         raise errors.BusNotFoundError(
             f"there is no bus {name!r} to remove ({shm_path(name)} does not exist): it was removed "
@@ -156,3 +166,6 @@ def unlink(name: str) -> None:
         ) from error
     except posix_ipc.PermissionsError as error:
         raise PermissionError(f"bus {name!r}: may not remove {shm_path(name)}") from error
+    finally:
+        if segment is not None:
+            segment.close()

@@ -258,6 +258,31 @@ class Collector:
         """Whether this collector gave the lease, and it has not ended."""
         return self.stash.is_leased(group)
 
+    def end_groups(
+        self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
+    ) -> int:
+        """End the leases of groups, up to the first that this collector does not hold.
+
+        Ring, table and group change in one call of C: no exception comes between.
+        """
+        if self.stash.reports:
+            return _core.uninterrupted(self._end_reported, consumer, groups, reason, state)
+        return self.reader.end_groups(self.stash.table, consumer, groups, reason, state)
+
+    def _end_reported(
+        self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
+    ) -> int:
+        """Do so where reports of failures belong to some of the groups."""
+        ended = self.reader.end_groups(self.stash.table, consumer, groups, reason, state)
+        for group in groups[:ended]:
+            self.stash.end_reports(group._lease)
+        self.release_discards()
+        return ended
+
+    def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
+        """Make a leased group the next to be delivered; False where it is not held here."""
+        return self.reader.give_back_group(self.stash.table, consumer, group, state)
+
     def end(self, group: _core.GroupEntry[Trajectory], reason: int) -> None:
         """Release a leased group: if this process dies now, all of its samples or none."""
         self.reader.release(group.samples, reason)

@@ -152,7 +152,7 @@ class Stash(Generic[S]):
         self.overflows = 0
         self.given_up = 0
         #: Reports of failures in groups that are delivered without those samples.
-        self._reports: dict[GroupEntry[S], list[S]] = {}
+        self.reports: dict[GroupEntry[S], list[S]] = {}
         self._limit = self.policy.max_stash_bytes
         #: A caller that puts samples straight into it passes the result of `put` to `apply_policy`.
         self.table: GroupTable[S] = GroupTable(
@@ -276,7 +276,7 @@ class Stash(Generic[S]):
             assert entry is not None
             self.table.push(entry)
             if reports:
-                self._reports[entry] = reports
+                self.reports[entry] = reports
         elif reason == "failed":
             self.discards.append(Discard(reason, key, samples + reports))
         else:
@@ -288,7 +288,7 @@ class Stash(Generic[S]):
 
     def _note_failing(self) -> None:
         """Tell the table what is kept outside of it, for messages of other processes."""
-        reports = sum(map(len, self._reports.values()))
+        reports = sum(map(len, self.reports.values()))
         self.table.failing_cells = self.failures.records + reports
 
     def _discard(self, reason: Reason, key: Hashable, samples: list[S]) -> None:
@@ -357,8 +357,12 @@ class Stash(Generic[S]):
     def end_lease(self, group: GroupEntry[S]) -> None:
         """Forget a leased group, whose samples were acknowledged or dropped."""
         self.table.end_lease(group)
-        if self._reports:
-            self._discard("failed", group.key, self._reports.pop(group, []))
+        self.end_reports(group)
+
+    def end_reports(self, group: GroupEntry[S]) -> None:
+        """Discard the reports of failures that belong to a group whose lease has ended."""
+        if self.reports:
+            self._discard("failed", group.key, self.reports.pop(group, []))
             self._note_failing()
 
     def give_back(self, group: GroupEntry[S]) -> None:
@@ -386,7 +390,7 @@ class Stash(Generic[S]):
     def waiting_samples(self) -> list[S]:
         """Return every sample that is not leased: of open, ready and failing groups, in order."""
         found = self.table.samples() + self.table.ready_samples() + self.failures.samples()
-        for reports in self._reports.values():
+        for reports in self.reports.values():
             found += reports
         return found
 

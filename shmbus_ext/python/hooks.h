@@ -9,6 +9,7 @@ struct hooks {
     PyObject *too_large_error;
     PyObject *full_error;        /* (segment, bytes, waited_s) -> exception */
     PyObject *busy_error;        /* (segment, what) -> exception */
+    PyObject *removed_error;     /* (segment, unix_ns or 0) -> exception */
     PyObject *layout_error;      /* (name, status, found, expected) -> exception */
     PyObject *space_error;       /* (name, bytes) -> exception */
     PyObject *encode_meta;       /* object -> bytes */

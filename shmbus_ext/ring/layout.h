@@ -67,6 +67,9 @@ enum shmbus_reason {
     SHMBUS_REASONS = 11,
 };
 
+/* Whether producers go on: they wait while the bus is paused, and for ever once it was removed. */
+enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
+
 /* Offset  Size  Field            Written by   Read by     Order
  *      0     8  magic            creator      all         release / acquire, stored last
  *      8     4  layout_version   creator      all         before magic
@@ -84,7 +87,7 @@ enum shmbus_reason {
  *    384   ...  collector        reader       all         relaxed, for messages only
  *    512    88  released[]       reader       all         relaxed; exact through the intent
  *    640    48  intents          reader       reader      counts, move_from: release / acquire
- *    704     4  paused           anybody      producers   release / acquire: 1 while they must wait
+ *    704     4  paused           anybody      producers   release / acquire: enum shmbus_pause
  *    708     4  lent             reader       reader      relaxed: 1 once borrowers may hold locks
  *    712   136  pause            anybody      producers   before paused; for messages only
  *    896     4  retries_open     collector    producers   relaxed: open retry requests; a hint

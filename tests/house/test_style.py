@@ -69,6 +69,7 @@ SHMBUS_ALL = [
     "BusExistsError",
     "BusFullError",
     "BusNotFoundError",
+    "BusRemovedError",
     "BusStats",
     "CapacityError",
     "Consumer",

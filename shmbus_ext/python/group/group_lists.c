@@ -105,20 +105,25 @@ void py_group_entry_give_back(GroupEntryObject *entry) {
     enter(lists, ENTRY_READY, lists->ready.entries.next, entry);
 }
 
+void py_group_entry_end(GroupEntryObject *entry) {
+    leave(entry);
+    Py_DECREF(entry);
+}
+
 uint64_t py_group_lists_leased_since(const GroupListsObject *self) {
     /* Leases are in the order in which they were given. */
     struct list_link *first = self->leased.entries.next;
     return first == &self->leased.entries ? 0 : entry_at(first)->leased_ns;
 }
 
-static bool leased_here(const GroupListsObject *self, PyObject *object) {
+bool py_group_lists_have_leased(const GroupListsObject *self, const PyObject *object) {
     const GroupEntryObject *entry = (const GroupEntryObject *)object;
     return Py_IS_TYPE(object, &GroupEntryType) && entry->lists == self &&
            entry->place == ENTRY_LEASED;
 }
 
 static GroupEntryObject *require_leased(const GroupListsObject *self, PyObject *object) {
-    if (!leased_here(self, object)) {
+    if (!py_group_lists_have_leased(self, object)) {
         PyErr_Format(PyExc_ValueError, "expected an entry under lease here, got %R", object);
         return NULL;
     }
@@ -152,8 +157,7 @@ PyObject *py_group_lists_end_lease(GroupListsObject *self, PyObject *object) {
     if (entry == NULL) {
         return NULL;
     }
-    leave(entry);
-    Py_DECREF(entry);
+    py_group_entry_end(entry);
     Py_RETURN_NONE;
 }
 
@@ -169,7 +173,7 @@ PyObject *py_group_lists_give_back(GroupListsObject *self, PyObject *object) {
 
 /* is_leased(entry) -> bool: whether this leased it, and the lease has not ended. */
 PyObject *py_group_lists_is_leased(GroupListsObject *self, PyObject *object) {
-    return PyBool_FromLong(leased_here(self, object));
+    return PyBool_FromLong(py_group_lists_have_leased(self, object));
 }
 
 /* ready_samples() -> list: those of ready groups, in their order. */

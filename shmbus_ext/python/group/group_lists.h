@@ -49,6 +49,10 @@ void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *entry);
 PyObject *py_group_lists_lease_ready(GroupListsObject *self, Py_ssize_t limit);
 /* A leased entry is the next to be leased. */
 void py_group_entry_give_back(GroupEntryObject *entry);
+/* A leased entry is in no list any more. */
+void py_group_entry_end(GroupEntryObject *entry);
+/* Whether it is an entry that these lists have under lease. */
+bool py_group_lists_have_leased(const GroupListsObject *self, const PyObject *object);
 /* When the oldest lease was given, or 0; CLOCK_MONOTONIC. */
 uint64_t py_group_lists_leased_since(const GroupListsObject *self);
 

@@ -18,6 +18,7 @@ typedef struct {
     PyObject *trajectories; /* NULL until it is asked for */
     PyObject *state;
     unsigned int size;
+    bool seen; /* the caller has looked at it */
 } GroupObject;
 
 static struct {
@@ -101,12 +102,25 @@ void py_group_set_state(PyObject *group, PyObject *state) {
     Py_XSETREF(((GroupObject *)group)->state, Py_NewRef(state));
 }
 
+/* A group that dies while an exception passes, and that nobody has looked at, never reached who took
+ * it: a signal's handler raised on the way. Its lease goes back, as if it had not been taken. In any
+ * other case a lease outlives its group, until it is ended. */
+static void give_back_unseen(GroupObject *self) {
+    if (!self->seen && self->state == word.leased && self->lease != NULL && PyErr_Occurred()) {
+        GroupEntryObject *entry = (GroupEntryObject *)self->lease;
+        if (Py_IS_TYPE(self->lease, &GroupEntryType) && entry->place == ENTRY_LEASED) {
+            py_group_entry_give_back(entry);
+        }
+    }
+}
+
 static PyObject *visible(const GroupObject *self) {
     return self->trajectories != NULL ? self->trajectories : self->samples;
 }
 
 static PyObject *py_group_trajectories(GroupObject *self, void *ignored) {
     (void)ignored;
+    self->seen = true;
     if (self->trajectories == NULL) {
         self->trajectories = PyList_GetSlice(self->samples, 0, PY_SSIZE_T_MAX);
     }
@@ -115,23 +129,28 @@ static PyObject *py_group_trajectories(GroupObject *self, void *ignored) {
 
 static PyObject *py_group_instance_id(GroupObject *self, void *ignored) {
     (void)ignored;
+    self->seen = true;
     return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 0) : self->key);
 }
 
 static PyObject *py_group_epoch(GroupObject *self, void *ignored) {
     (void)ignored;
+    self->seen = true;
     return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 1) : Py_None);
 }
 
 static Py_ssize_t py_group_length(GroupObject *self) {
+    self->seen = true;
     return PyList_GET_SIZE(visible(self));
 }
 
 static PyObject *py_group_item(GroupObject *self, PyObject *position) {
+    self->seen = true;
     return PyObject_GetItem(visible(self), position);
 }
 
 static PyObject *py_group_iter(GroupObject *self) {
+    self->seen = true;
     return PyObject_GetIter(visible(self));
 }
 
@@ -152,6 +171,7 @@ static int py_group_clear(GroupObject *self) {
 
 static void py_group_dealloc(GroupObject *self) {
     PyObject_GC_UnTrack(self);
+    give_back_unseen(self);
     py_group_clear(self);
     Py_XDECREF(self->key);
     Py_XDECREF(self->samples);

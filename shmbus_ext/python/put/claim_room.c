@@ -12,6 +12,7 @@
 #include "ring/clock.h"
 #include "ring/copy.h"
 #include "ring/doorbell.h"
+#include "ring/removal.h"
 
 /* Copies above this are worth letting other threads run. */
 #define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)
@@ -41,6 +42,11 @@ enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes,
     return writer_claim(&self->c, bytes, at);
 }
 
+/* The bus was removed. False with BusRemovedError. */
+static bool go_on_elsewhere(WriterObject *self) {
+    return py_segment_exists(self->segment);
+}
+
 bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
                           struct reservation *at) {
     enum writer_status status = py_writer_try_claim(self, bytes, at);
@@ -48,6 +54,9 @@ bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
         return true;
     }
     struct segment *segment = &self->segment->c;
+    if (removal_happened(segment)) {
+        return go_on_elsewhere(self) ? py_writer_claim_room(self, bytes, timeout_s, at) : false;
+    }
     if (status == WRITER_TOO_LARGE) {
         PyErr_Format(hooks.too_large_error,
                      "bus '%U': a record takes at most %llu bytes, this one needs %llu; create the "
@@ -90,6 +99,9 @@ bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
              !py_watch_call(&self->watch, waited_s, &next_watch_s)) ||
             !py_writer_usable(self)) {
             return false;
+        }
+        if (removal_note(segment)) {
+            return go_on_elsewhere(self) ? py_writer_claim_room(self, bytes, timeout_s, at) : false;
         }
     }
 }

@@ -9,7 +9,7 @@
 
 #include "python/hooks.h"
 #include "python/put/put_arguments.h"
-#include "python/record/trajectory.h"
+#include "python/read/end_lease.h"
 #include "ring/attach.h"
 #include "ring/clock.h"
 #include "ring/count.h"
@@ -17,6 +17,7 @@
 #include "ring/file_lock.h"
 #include "ring/intent_log.h"
 #include "ring/reclaim.h"
+#include "ring/removal.h"
 
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
@@ -255,7 +256,7 @@ static PyObject *py_reader_wake(ReaderObject *self, PyObject *ignored) {
     Py_RETURN_NONE;
 }
 
-static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
+TrajectoryObject *py_reader_own_trajectory(ReaderObject *self, PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType) ||
         ((TrajectoryObject *)item)->holder != (HolderObject *)self) {
         PyErr_Format(PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
@@ -263,58 +264,6 @@ static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
         return NULL;
     }
     return (TrajectoryObject *)item;
-}
-
-/* release(trajectories, reason): ends them atomically; their space is free once no view is left. */
-static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
-    PyObject *items;
-    int reason;
-    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !py_reader_usable(self)) {
-        return NULL;
-    }
-    Py_ssize_t count = PyList_GET_SIZE(items);
-    if (reason < 0 || reason >= SHMBUS_REASONS || count > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
-        PyErr_Format(PyExc_ValueError, "release: reason %d or count %zd out of range", reason,
-                     count);
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
-        if (t == NULL) {
-            return NULL;
-        }
-        if (t->released) {
-            PyErr_Format(PyExc_ValueError, "trajectory %R[%S] was released before",
-                         t->instance_id, t->index);
-            return NULL;
-        }
-    }
-    const struct record_ref *few[64];
-    const struct record_ref **refs =
-        count <= 64 ? few : PyMem_Malloc((size_t)count * sizeof *refs);
-    if (refs == NULL) {
-        return PyErr_NoMemory();
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        refs[i] = &((TrajectoryObject *)PyList_GET_ITEM(items, i))->ref;
-    }
-    if (count > 0) {
-        intent_log_release(self->c.segment, refs, (uint32_t)count, (enum shmbus_reason)reason);
-    }
-    if (refs != few) {
-        PyMem_Free((void *)refs);
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(items, i);
-        t->released = true;
-        t->held = false;
-        if (t->pin != NULL) {
-            Py_CLEAR(t->pin);
-        } else {
-            reader_let_go(&self->c, &t->ref);
-        }
-    }
-    Py_RETURN_NONE;
 }
 
 /* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
@@ -335,7 +284,7 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     uint64_t freed = reader->runs_freed;
     Py_ssize_t count = PyList_GET_SIZE(items);
     for (Py_ssize_t i = 0; i < count; i++) {
-        TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
+        TrajectoryObject *t = py_reader_own_trajectory(self, PyList_GET_ITEM(items, i));
         if (t == NULL) {
             PyMem_Free(movable);
             return NULL;
@@ -365,7 +314,11 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
 
 static PyObject *py_reader_sweep(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
-    return py_reader_usable(self) ? PyLong_FromUnsignedLong(reader_sweep(&self->c)) : NULL;
+    if (!py_reader_usable(self)) {
+        return NULL;
+    }
+    removal_note(&self->segment->c);
+    return PyLong_FromUnsignedLong(reader_sweep(&self->c));
 }
 
 static PyObject *py_reader_tidy(ReaderObject *self, PyObject *ignored) {
@@ -477,6 +430,8 @@ static PyMethodDef reader_methods[] = {
     {"wait", (PyCFunction)(void (*)(void))py_reader_wait, METH_O, NULL},
     {"wake", (PyCFunction)(void (*)(void))py_reader_wake, METH_NOARGS, NULL},
     {"release", (PyCFunction)(void (*)(void))py_reader_release, METH_VARARGS, NULL},
+    {"end_groups", (PyCFunction)(void (*)(void))py_reader_end_groups, METH_VARARGS, NULL},
+    {"give_back_group", (PyCFunction)(void (*)(void))py_reader_give_back_group, METH_VARARGS, NULL},
     {"evacuate", (PyCFunction)(void (*)(void))py_reader_evacuate, METH_O, NULL},
     {"sweep", (PyCFunction)(void (*)(void))py_reader_sweep, METH_NOARGS, NULL},
     {"tidy", (PyCFunction)(void (*)(void))py_reader_tidy, METH_NOARGS, NULL},

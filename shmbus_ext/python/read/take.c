@@ -19,8 +19,10 @@
 #include "python/group/group_object.h"
 #include "python/read/reader_object.h"
 #include "python/read/recursive_lock.h"
+#include "python/uninterrupted.h"
 #include "python/watch.h"
 #include "ring/clock.h"
+#include "ring/removal.h"
 
 /* A wait is never shorter: work that is due in less may as well run at its end. */
 #define SHORTEST_WAIT_S 1e-4
@@ -67,8 +69,9 @@ static enum take_state run_due(IntakeObject *self, Py_ssize_t groups, double now
     }
     PyObject *left = self->left;
     self->left = fresh;
-    PyObject *said = PyObject_CallFunction(self->on_due, "OOnd", self, left, groups, now_s);
-    Py_DECREF(left);
+    PyObject *arguments = Py_BuildValue("(ONnd)", self, left, groups, now_s);
+    PyObject *said = arguments == NULL ? NULL : py_call_uninterrupted(self->on_due, arguments);
+    Py_XDECREF(arguments);
     int more = said == NULL ? -1 : PyObject_IsTrue(said);
     Py_XDECREF(said);
     if (more < 0) {
@@ -139,6 +142,14 @@ static bool make_groups(IntakeObject *self, PyObject *consumer, PyObject *list) 
     return true;
 }
 
+static PyObject *call_lease(IntakeObject *self, Py_ssize_t groups) {
+    PyObject *arguments = Py_BuildValue("(n)", groups);
+    PyObject *list =
+        arguments == NULL ? NULL : py_call_uninterrupted(self->lease, arguments);
+    Py_XDECREF(arguments);
+    return list;
+}
+
 /* A list of groups, each under lease; NULL with an exception. */
 static PyObject *lease(IntakeObject *self, const struct take_request *request) {
     if (self->table->lists.ready.groups == 0) {
@@ -146,7 +157,7 @@ static PyObject *lease(IntakeObject *self, const struct take_request *request) {
     }
     PyObject *list = self->lease == NULL
                          ? py_group_lists_lease_ready(&self->table->lists, request->groups)
-                         : PyObject_CallFunction(self->lease, "n", request->groups);
+                         : call_lease(self, request->groups);
     if (list != NULL && !make_groups(self, request->consumer, list)) {
         Py_CLEAR(list);
     }
@@ -201,6 +212,11 @@ static enum wait_end wait_for_more(IntakeObject *self, const struct take_request
     bool over = waited_s >= request->timeout_s;
     if ((over || waited_s >= *next_watch_s) &&
         !py_watch_call(&self->watch, waited_s, next_watch_s)) {
+        return ENDED_FAILED;
+    }
+    /* What is in the ring of a removed bus is delivered; nothing will come of waiting for more. */
+    if (removal_happened(&self->reader->segment->c)) {
+        py_segment_raise_removed(self->reader->segment);
         return ENDED_FAILED;
     }
     if (over) {

@@ -10,6 +10,7 @@
 #include "ring/doorbell.h"
 #include "ring/extents.h"
 #include "ring/file_lock.h"
+#include "ring/removal.h"
 
 uint32_t fork_generation;
 static struct list_link all_segments = {&all_segments, &all_segments};
@@ -302,11 +303,17 @@ static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
         return NULL;
     }
     struct bus_header *h = self->c.header;
+    if (removal_happened(&self->c)) {
+        py_segment_raise_removed(self);
+        return NULL;
+    }
     memset(h->pause_reason, 0, sizeof h->pause_reason);
     memcpy(h->pause_reason, reason, (size_t)length);
     atomic_store_explicit(&h->pause_policy_version, version, memory_order_relaxed);
     atomic_store_explicit(&h->pause_unix_ns, clock_realtime_ns(), memory_order_relaxed);
-    atomic_store_explicit(&h->paused, 1, memory_order_release);
+    uint32_t runs = SHMBUS_RUNS;
+    atomic_compare_exchange_strong_explicit(&h->paused, &runs, SHMBUS_PAUSED, memory_order_release,
+                                            memory_order_relaxed);
     Py_RETURN_NONE;
 }
 
@@ -316,8 +323,39 @@ static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
         return NULL;
     }
     if (!self->c.read_only) {
-        atomic_store_explicit(&self->c.header->paused, 0, memory_order_release);
+        uint32_t paused = SHMBUS_PAUSED;
+        atomic_compare_exchange_strong_explicit(&self->c.header->paused, &paused, SHMBUS_RUNS,
+                                                memory_order_release, memory_order_relaxed);
         doorbell_space_all(self->c.header);
+    }
+    Py_RETURN_NONE;
+}
+
+void py_segment_raise_removed(SegmentObject *self) {
+    uint64_t removed_ns =
+        atomic_load_explicit(&self->c.header->pause_unix_ns, memory_order_relaxed);
+    py_raise_hook(hooks.removed_error, Py_BuildValue("(OK)", self, (unsigned long long)removed_ns));
+}
+
+bool py_segment_exists(SegmentObject *self) {
+    if (removal_note(&self->c)) {
+        py_segment_raise_removed(self);
+        return false;
+    }
+    return true;
+}
+
+/* note_removal() -> bool: whether the bus has lost its name; then whoever holds it is told. */
+static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    return py_segment_usable(self, "handle") ? PyBool_FromLong(removal_note(&self->c)) : NULL;
+}
+
+/* require_name(): BusRemovedError where the bus has no name any more. A system call. */
+static PyObject *py_segment_require_name(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_segment_exists(self)) {
+        return NULL;
     }
     Py_RETURN_NONE;
 }
@@ -326,7 +364,7 @@ static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
 static PyObject *py_segment_paused(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     struct bus_header *h = self->c.header;
-    if (atomic_load_explicit(&h->paused, memory_order_acquire) == 0) {
+    if (atomic_load_explicit(&h->paused, memory_order_acquire) != SHMBUS_PAUSED) {
         Py_RETURN_NONE;
     }
     char reason[SHMBUS_PAUSE_REASON_BYTES + 1];
@@ -463,6 +501,8 @@ static PyMethodDef segment_methods[] = {
     {"pause", (PyCFunction)(void (*)(void))py_segment_pause, METH_VARARGS, NULL},
     {"resume", (PyCFunction)(void (*)(void))py_segment_resume, METH_NOARGS, NULL},
     {"paused", (PyCFunction)(void (*)(void))py_segment_paused, METH_NOARGS, NULL},
+    {"note_removal", (PyCFunction)(void (*)(void))py_segment_note_removal, METH_NOARGS, NULL},
+    {"require_name", (PyCFunction)(void (*)(void))py_segment_require_name, METH_NOARGS, NULL},
     {"locks_held", (PyCFunction)(void (*)(void))py_segment_locks_held, METH_VARARGS, NULL},
     {"released", (PyCFunction)(void (*)(void))py_segment_released, METH_NOARGS, NULL},
     {"free_extents", (PyCFunction)(void (*)(void))py_segment_free_extents, METH_NOARGS, NULL},

@@ -32,6 +32,10 @@ struct view {
 void py_segment_add_view(SegmentObject *self, struct view *view);
 /* Sets an exception when the handle is closed or was made before a fork. */
 bool py_segment_usable(SegmentObject *self, const char *what);
+/* Raises BusRemovedError. */
+void py_segment_raise_removed(SegmentObject *self);
+/* Whether the bus has a name still; false with BusRemovedError. A system call. */
+bool py_segment_exists(SegmentObject *self);
 /* Closes the file description: locks are dropped, the mapping stays for views. */
 void py_segment_release_handle(SegmentObject *self);
 /* To be called once, before any segment is made; false where there is no memory. */
