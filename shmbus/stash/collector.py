@@ -267,13 +267,13 @@ class Collector:
         """
         if self.stash.reports:
             return _core.uninterrupted(self._end_reported, consumer, groups, reason, state)
-        return self.reader.end_groups(self.stash.table, consumer, groups, reason, state)
+        return _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
 
     def _end_reported(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
         """Do so where reports of failures belong to some of the groups."""
-        ended = self.reader.end_groups(self.stash.table, consumer, groups, reason, state)
+        ended = _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
         for group in groups[:ended]:
             self.stash.end_reports(group._lease)
         self.release_discards()
@@ -281,7 +281,7 @@ class Collector:
 
     def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
         """Make a leased group the next to be delivered; False where it is not held here."""
-        return self.reader.give_back_group(self.stash.table, consumer, group, state)
+        return _core.give_back_group(self.reader, self.stash.table, consumer, group, state)
 
     def end(self, group: _core.GroupEntry[Trajectory], reason: int) -> None:
         """Release a leased group: if this process dies now, all of its samples or none."""

@@ -15,6 +15,7 @@
 #include "python/put/reservation.h"
 #include "python/put/writer_object.h"
 #include "python/read/borrower.h"
+#include "python/read/end_lease.h"
 #include "python/read/reader_object.h"
 #include "python/read/recursive_lock.h"
 #include "python/read/take.h"
@@ -134,7 +135,7 @@ static bool add_functions(PyObject *module) {
         py_group_table_add_constants,  py_group_add_functions,       py_client_lease_add_functions,
         py_arrays_add_functions,       py_field_lookup_add_functions, py_meta_search_add_functions,
         py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
-        py_uninterrupted_add_functions,
+        py_uninterrupted_add_functions, py_end_lease_add_functions,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

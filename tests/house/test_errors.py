@@ -21,7 +21,7 @@ from shmbus_ext import _core
 
 ALL = [
     "Bus", "BusBusyError", "BusClosedError", "BusExistsError", "BusFullError", "BusNotFoundError",
-    "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Group",
+    "BusRemovedError", "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Group",
     "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo", "ProducerStats", "ProtocolError",
     "RecordTooLargeError", "Reservation", "ShmbusError", "Slot", "StallError", "StallReport",
     "Trajectory", "WantedSample", "__version__", "unlink",
@@ -29,7 +29,8 @@ ALL = [
 
 TREE = {
     "BusBusyError": (), "BusClosedError": (), "BusExistsError": (), "BusFullError": (),
-    "BusNotFoundError": (), "CapacityError": (ValueError,), "DaemonUnavailableError": (),
+    "BusNotFoundError": (), "BusRemovedError": (), "CapacityError": (ValueError,),
+    "DaemonUnavailableError": (),
     "LayoutMismatchError": (), "ProtocolError": (), "RecordTooLargeError": (ValueError,),
     "StallError": (),
 }  # fmt: skip

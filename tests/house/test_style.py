@@ -27,6 +27,7 @@ LONG_FILES_ALLOWED: dict[str, str] = {
     "shmbus_ext/python/group/group_table_object.c": "one Python type",
     "shmbus_ext/python/put/reservation.c": "one Python type, with its documentation for users",
     "shmbus_ext/python/read/reader_object.c": "one Python type",
+    "shmbus_ext/python/segment/segment_object.c": "one Python type, and what a fork does to it",
     "tests/attention/test_attention.py": "one operator against one reference",
     "tests/daemon/test_daemon.py": "the daemon as a client sees it",
     "tests/house/test_errors.py": "tables of messages",

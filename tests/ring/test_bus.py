@@ -114,21 +114,6 @@ def test_the_block_of_its_creator_removes_a_bus_and_no_other_block_does(bus_name
         bus.unlink()
 
 
-def test_handles_of_a_removed_bus_and_of_the_new_one_never_meet(bus_name: str) -> None:
-    with ExitStack() as stack:
-        ends = []
-        for number in range(2):
-            bus = Bus.create(bus_name, capacity="1MiB")
-            ends.append([stack.enter_context(end(bus_name)) for end in (Producer, Consumer)])
-            put(ends[-1][0], f"k{number}")
-            bus.unlink()
-            bus.close()
-        assert [names_taken(consumer) for _, consumer in ends] == [["k0"], ["k1"]]
-        for producer, _ in ends:
-            with pytest.raises(shmbus.BusRemovedError):
-                put(producer, "late")
-
-
 def test_the_counters_of_a_bus_can_be_read_without_being_its_consumer(bus: Bus) -> None:
     with Producer(bus.name, label="worker") as producer:
         for number in range(3):

@@ -6,85 +6,8 @@
 #include "python/read/end_lease.h"
 
 #include "python/group/group_object.h"
+#include "python/read/reader_object.h"
 #include "ring/doorbell.h"
-#include "ring/intent_log.h"
-#include "ring/reclaim.h"
-
-/* Whether all of them are this reader's and not released; false with an exception. */
-static bool can_release(ReaderObject *self, PyObject *items) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
-        TrajectoryObject *t = py_reader_own_trajectory(self, PyList_GET_ITEM(items, i));
-        if (t == NULL) {
-            return false;
-        }
-        if (t->released) {
-            PyErr_Format(PyExc_ValueError, "trajectory %R[%S] was released before",
-                         t->instance_id, t->index);
-            return false;
-        }
-    }
-    return true;
-}
-
-/* Ends them atomically; false with an exception, and then none. */
-static bool release(ReaderObject *self, PyObject *items, int reason) {
-    Py_ssize_t count = PyList_GET_SIZE(items);
-    const struct record_ref *few[64];
-    const struct record_ref **refs =
-        count <= 64 ? few : PyMem_Malloc((size_t)count * sizeof *refs);
-    if (refs == NULL) {
-        PyErr_NoMemory();
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        refs[i] = &((TrajectoryObject *)PyList_GET_ITEM(items, i))->ref;
-    }
-    if (count > 0) {
-        intent_log_release(self->c.segment, refs, (uint32_t)count, (enum shmbus_reason)reason);
-    }
-    if (refs != few) {
-        PyMem_Free((void *)refs);
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(items, i);
-        t->released = true;
-        t->held = false;
-        if (t->pin != NULL) {
-            Py_CLEAR(t->pin);
-        } else {
-            reader_let_go(&self->c, &t->ref);
-        }
-    }
-    return true;
-}
-
-static bool is_reason(int reason) {
-    if (reason < 0 || reason >= SHMBUS_REASONS) {
-        PyErr_Format(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
-                     SHMBUS_REASONS - 1, reason);
-        return false;
-    }
-    return true;
-}
-
-/* release(trajectories, reason): ends them atomically; their space is free once no view is left. */
-PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
-    PyObject *items;
-    int reason;
-    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !py_reader_usable(self) ||
-        !is_reason(reason)) {
-        return NULL;
-    }
-    if (PyList_GET_SIZE(items) > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
-        PyErr_Format(PyExc_ValueError, "release: expected at most %u trajectories, got %zd",
-                     SHMBUS_MAX_GROUP_SIZE, PyList_GET_SIZE(items));
-        return NULL;
-    }
-    if (!can_release(self, items) || !release(self, items, reason)) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
 
 /* The entry of a group that this consumer holds under lease by this table, borrowed; NULL, without
  * an exception, of anything else. */
@@ -96,15 +19,16 @@ static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer,
                : NULL;
 }
 
-/* end_groups(table, consumer, groups, reason, state) -> int: ends the leases of groups from the first
+/* end_groups(reader, table, consumer, groups, reason, state) -> int: ends the leases of groups from the first
  * on, until one is not this consumer's, or not held. How many. Each is ended in the ring, in the
  * table and by its own account in one step, which nothing can interrupt. */
-PyObject *py_reader_end_groups(ReaderObject *self, PyObject *args) {
-    PyObject *table, *consumer, *groups, *state;
+static PyObject *py_end_groups(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *reader, *table, *consumer, *groups, *state;
     int reason;
-    if (!PyArg_ParseTuple(args, "O!OO!iU", &GroupTableType, &table, &consumer, &PyList_Type,
-                          &groups, &reason, &state) ||
-        !py_reader_usable(self) || !is_reason(reason)) {
+    if (!PyArg_ParseTuple(args, "O!O!OO!iU", &ReaderType, &reader, &GroupTableType, &table,
+                          &consumer, &PyList_Type, &groups, &reason, &state) ||
+        !py_reader_usable((ReaderObject *)reader)) {
         return NULL;
     }
     Py_ssize_t done = 0;
@@ -114,7 +38,7 @@ PyObject *py_reader_end_groups(ReaderObject *self, PyObject *args) {
         if (entry == NULL) {
             break;
         }
-        if (!can_release(self, entry->samples) || !release(self, entry->samples, reason)) {
+        if (!py_reader_release_all((ReaderObject *)reader, entry->samples, reason)) {
             return NULL;
         }
         py_group_entry_end(entry);
@@ -123,12 +47,14 @@ PyObject *py_reader_end_groups(ReaderObject *self, PyObject *args) {
     return PyLong_FromSsize_t(done);
 }
 
-/* give_back_group(table, consumer, group, state) -> bool: makes it the next to be leased, as
+/* give_back_group(reader, table, consumer, group, state) -> bool: makes it the next to be leased, as
  * end_groups ends it; False of one that is not this consumer's, or not held. */
-PyObject *py_reader_give_back_group(ReaderObject *self, PyObject *args) {
-    PyObject *table, *consumer, *group, *state;
-    if (!PyArg_ParseTuple(args, "O!OOU", &GroupTableType, &table, &consumer, &group, &state) ||
-        !py_reader_usable(self)) {
+static PyObject *py_give_back_group(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *reader, *table, *consumer, *group, *state;
+    if (!PyArg_ParseTuple(args, "O!O!OOU", &ReaderType, &reader, &GroupTableType, &table,
+                          &consumer, &group, &state) ||
+        !py_reader_usable((ReaderObject *)reader)) {
         return NULL;
     }
     GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
@@ -138,6 +64,16 @@ PyObject *py_reader_give_back_group(ReaderObject *self, PyObject *args) {
     py_group_entry_give_back(entry);
     py_group_set_state(group, state);
     /* Also to who sleeps in take. */
-    doorbell_ring(self->segment->c.header);
+    doorbell_ring(((ReaderObject *)reader)->segment->c.header);
     Py_RETURN_TRUE;
+}
+
+static PyMethodDef functions[] = {
+    {"end_groups", py_end_groups, METH_VARARGS, NULL},
+    {"give_back_group", py_give_back_group, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_end_lease_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
 }

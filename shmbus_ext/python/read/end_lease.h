@@ -1,11 +1,9 @@
-/* Methods of Reader that end leases. */
-#ifndef SHMBUS_PYTHON_READ_END_LEASE_H
-#define SHMBUS_PYTHON_READ_END_LEASE_H
+/* What ends leases of an embedded consumer in one step. */
+#ifndef SHMBUS_PYTHON_END_LEASE_H
+#define SHMBUS_PYTHON_END_LEASE_H
 
-#include "python/read/reader_object.h"
+#include "python/binding.h"
 
-PyObject *py_reader_release(ReaderObject *self, PyObject *args);
-PyObject *py_reader_end_groups(ReaderObject *self, PyObject *args);
-PyObject *py_reader_give_back_group(ReaderObject *self, PyObject *args);
+bool py_end_lease_add_functions(PyObject *module);
 
 #endif

@@ -9,7 +9,7 @@
 
 #include "python/hooks.h"
 #include "python/put/put_arguments.h"
-#include "python/read/end_lease.h"
+#include "python/record/trajectory.h"
 #include "ring/attach.h"
 #include "ring/clock.h"
 #include "ring/count.h"
@@ -256,7 +256,7 @@ static PyObject *py_reader_wake(ReaderObject *self, PyObject *ignored) {
     Py_RETURN_NONE;
 }
 
-TrajectoryObject *py_reader_own_trajectory(ReaderObject *self, PyObject *item) {
+static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType) ||
         ((TrajectoryObject *)item)->holder != (HolderObject *)self) {
         PyErr_Format(PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
@@ -264,6 +264,83 @@ TrajectoryObject *py_reader_own_trajectory(ReaderObject *self, PyObject *item) {
         return NULL;
     }
     return (TrajectoryObject *)item;
+}
+
+static bool is_reason(int reason) {
+    if (reason < 0 || reason >= SHMBUS_REASONS) {
+        PyErr_Format(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
+                     SHMBUS_REASONS - 1, reason);
+        return false;
+    }
+    return true;
+}
+
+/* Whether all of them are this reader's and not released; false with an exception. */
+static bool can_release(ReaderObject *self, PyObject *items) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+        TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
+        if (t == NULL) {
+            return false;
+        }
+        if (t->released) {
+            PyErr_Format(PyExc_ValueError, "trajectory %R[%S] was released before",
+                         t->instance_id, t->index);
+            return false;
+        }
+    }
+    return true;
+}
+
+bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason) {
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    if (!is_reason(reason) || !can_release(self, items)) {
+        return false;
+    }
+    const struct record_ref *few[64];
+    const struct record_ref **refs =
+        count <= 64 ? few : PyMem_Malloc((size_t)count * sizeof *refs);
+    if (refs == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        refs[i] = &((TrajectoryObject *)PyList_GET_ITEM(items, i))->ref;
+    }
+    if (count > 0) {
+        intent_log_release(self->c.segment, refs, (uint32_t)count, (enum shmbus_reason)reason);
+    }
+    if (refs != few) {
+        PyMem_Free((void *)refs);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(items, i);
+        t->released = true;
+        t->held = false;
+        if (t->pin != NULL) {
+            Py_CLEAR(t->pin);
+        } else {
+            reader_let_go(&self->c, &t->ref);
+        }
+    }
+    return true;
+}
+
+/* release(trajectories, reason): ends them atomically; their space is free once no view is left. */
+static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
+    PyObject *items;
+    int reason;
+    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !py_reader_usable(self)) {
+        return NULL;
+    }
+    if (PyList_GET_SIZE(items) > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
+        PyErr_Format(PyExc_ValueError, "release: expected at most %u trajectories, got %zd",
+                     SHMBUS_MAX_GROUP_SIZE, PyList_GET_SIZE(items));
+        return NULL;
+    }
+    if (!py_reader_release_all(self, items, reason)) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }
 
 /* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
@@ -284,7 +361,7 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     uint64_t freed = reader->runs_freed;
     Py_ssize_t count = PyList_GET_SIZE(items);
     for (Py_ssize_t i = 0; i < count; i++) {
-        TrajectoryObject *t = py_reader_own_trajectory(self, PyList_GET_ITEM(items, i));
+        TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
         if (t == NULL) {
             PyMem_Free(movable);
             return NULL;
@@ -430,8 +507,6 @@ static PyMethodDef reader_methods[] = {
     {"wait", (PyCFunction)(void (*)(void))py_reader_wait, METH_O, NULL},
     {"wake", (PyCFunction)(void (*)(void))py_reader_wake, METH_NOARGS, NULL},
     {"release", (PyCFunction)(void (*)(void))py_reader_release, METH_VARARGS, NULL},
-    {"end_groups", (PyCFunction)(void (*)(void))py_reader_end_groups, METH_VARARGS, NULL},
-    {"give_back_group", (PyCFunction)(void (*)(void))py_reader_give_back_group, METH_VARARGS, NULL},
     {"evacuate", (PyCFunction)(void (*)(void))py_reader_evacuate, METH_O, NULL},
     {"sweep", (PyCFunction)(void (*)(void))py_reader_sweep, METH_NOARGS, NULL},
     {"tidy", (PyCFunction)(void (*)(void))py_reader_tidy, METH_NOARGS, NULL},

@@ -4,7 +4,6 @@
 
 #include "python/group/group_table_object.h"
 #include "python/record/holder.h"
-#include "python/record/trajectory.h"
 #include "ring/reader.h"
 
 typedef struct {
@@ -22,8 +21,8 @@ bool py_reader_usable(ReaderObject *self);
  * `left`. How many were read, or -1 with an exception. */
 Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, Py_ssize_t limit,
                                   double now_s, PyObject *left);
-/* The item as a trajectory that this reader made; NULL with an exception. */
-TrajectoryObject *py_reader_own_trajectory(ReaderObject *self, PyObject *item);
+/* Releases trajectories of this reader in the ring, all of them or, with an exception, none. */
+bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason);
 /* Notes when the ring was read last, for others. */
 void py_reader_note_seen(ReaderObject *self, uint64_t now_ns);
 enum wait_result { WAIT_FAILED = -1, WAIT_OVER = 0, WAIT_WOKEN = 1 };
