@@ -72,8 +72,8 @@ setup(
     ext_modules=[
         Extension(
             "shmbus_ext._core",
-            sources=sorted(glob("shmbus_ext/*/*.c")),
-            depends=sorted(glob("shmbus_ext/*/*.h")),
+            sources=sorted(glob("shmbus_ext/**/*.c", recursive=True)),
+            depends=sorted(glob("shmbus_ext/**/*.h", recursive=True)),
             include_dirs=["shmbus_ext", numpy.get_include()],
             define_macros=macros,
             undef_macros=undefined_macros,

@@ -2,9 +2,9 @@
 
 Invariants:
 
-- Importing this loads no torch; what a trainer needs of it is in ``trainer_adapter``.
-- Only what is used is loaded: a handle is imported when it is first asked for, so that a rollout
-  worker does not pay for the trainer's side, nor for the daemon.
+- Importing this loads no torch; the parts that need it are in ``trainer_adapter``.
+- A handle is imported when it is first used, so that a rollout worker does not pay for the
+  trainer's side, nor for the daemon.
 - Every public name is in `__all__`, sorted.
 """
 
@@ -21,6 +21,7 @@ from shmbus.errors import (
     BusExistsError,
     BusFullError,
     BusNotFoundError,
+    BusRemovedError,
     CapacityError,
     DaemonUnavailableError,
     LayoutMismatchError,
@@ -29,7 +30,7 @@ from shmbus.errors import (
     ShmbusError,
     StallError,
 )
-from shmbus_ext._core import Slot, Trajectory
+from shmbus_ext._core import Reservation, Trajectory
 
 if TYPE_CHECKING:
     from shmbus.consumer import Consumer
@@ -47,6 +48,7 @@ __all__ = [
     "BusExistsError",
     "BusFullError",
     "BusNotFoundError",
+    "BusRemovedError",
     "BusStats",
     "CapacityError",
     "Consumer",
@@ -59,6 +61,7 @@ __all__ = [
     "ProducerStats",
     "ProtocolError",
     "RecordTooLargeError",
+    "Reservation",
     "ShmbusError",
     "Slot",
     "StallError",
@@ -68,6 +71,9 @@ __all__ = [
     "__version__",
     "unlink",
 ]
+
+#: Another name of it, for code that calls its reservations slots.
+Slot = Reservation
 
 _HOMES = {
     "Bus": "shmbus.segment.bus",

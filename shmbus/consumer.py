@@ -116,17 +116,17 @@ class Consumer(_core.ConsumerBase[Group]):
 
     Examples
     --------
-    Groups one after the other; ``with group`` acknowledges, or gives back after an exception:
+    Groups one after the other; ``with group`` acknowledges, or gives back after an exception::
 
-    >>> with shmbus.Consumer("run1") as consumer:
-    ...     for group in consumer:
-    ...         with group:
-    ...             train([t["tokens"] for t in group], [t.score for t in group])
+        with shmbus.Consumer("run1") as consumer:
+            for group in consumer:
+                with group:
+                    train([t["tokens"] for t in group], [t.score for t in group])
 
-    Many at a time, acknowledged together after the optimizer step:
+    Many at a time, acknowledged together after the optimizer step::
 
-    >>> groups = consumer.take(max_groups=64, timeout=1.0)
-    >>> consumer.ack(groups)
+        groups = consumer.take(max_groups=64, timeout=1.0)
+        consumer.ack(groups)
     """
 
     def __init__(
@@ -357,9 +357,11 @@ class Consumer(_core.ConsumerBase[Group]):
 
         Examples
         --------
-        >>> groups = consumer.take(64, timeout=1.0)
-        >>> consumer.ack(groups[0])
-        >>> consumer.ack(groups[1:])
+        One group, or several::
+
+            groups = consumer.take(64, timeout=1.0)
+            consumer.ack(groups[0])
+            consumer.ack(groups[1:])
         """
         self._end("ack", groups, _core.ACKED, "acknowledged")
 
@@ -382,13 +384,11 @@ class Consumer(_core.ConsumerBase[Group]):
         self, verb: str, groups: Group | Iterable[Group], reason: int, state: GroupState
     ) -> None:
         source = self._require_source()
+        several = _several(verb, groups)
         with source.lock:
             try:
-                rest = _several(verb, groups)
-                if isinstance(source, DaemonClient) and isinstance(rest, list):
-                    # One C call ends all, or stops at the group that raises below.
-                    rest = rest[source.end_groups(self, rest, reason, state) :]
-                for group in rest:
+                # One C call ends all, or stops at the group that raises below.
+                for group in several[source.end_groups(self, several, reason, state) :]:
                     source.end(self._leased(source, group, verb), reason)
                     group.state = state
             finally:
@@ -412,8 +412,9 @@ class Consumer(_core.ConsumerBase[Group]):
         """
         source = self._require_source()
         with source.lock:
-            source.give_back(self._leased(source, group, "give back"))
-            group.state = "given_back"
+            if not source.give_back_group(self, group, "given_back"):
+                source.give_back(self._leased(source, group, "give back"))
+                group.state = "given_back"
             source.flush()
 
     def _leased(self, source: Source, group: Group, verb: str) -> Any:
@@ -516,14 +517,16 @@ def _rebuild(cls: type[Consumer], options: AttachOptions, stall: tuple[OnStall, 
     return self
 
 
-def _several(verb: str, groups: object) -> Iterable[Group]:
+def _several(verb: str, groups: object) -> list[Any]:
+    if isinstance(groups, list):
+        return groups
     if isinstance(groups, Group):
         return [groups]
     if not isinstance(groups, Iterable):
         raise TypeError(
             f"{verb}: expected a Group or an iterable of Groups, got {type(groups).__name__}"
         )
-    return groups
+    return list(groups)
 
 
 def _or_none(check: Callable[..., _T], name: str, value: object, *rest: object) -> _T | None:

@@ -39,10 +39,12 @@ class Group(GroupBase):
 
     Examples
     --------
-    >>> (group,) = consumer.take(1, timeout=None)
-    >>> with group:                                       # ack, or give back after an exception
-    ...     rewards = [t.score for t in group]
-    ...     tokens = [t["tokens"] for t in group]         # read-only views of the ring
+    A block acknowledges its group, or gives it back after an exception::
+
+        (group,) = consumer.take(1, timeout=None)
+        with group:
+            rewards = [t.score for t in group]
+            tokens = [t["tokens"] for t in group]  # read-only views of the ring
     """
 
     __slots__ = ()
@@ -93,7 +95,18 @@ class Group(GroupBase):
         self._consumer.drop(self)
 
     def require_leased(self, verb: str) -> None:
-        """Raise ProtocolError unless the group is under lease; `verb` is what was tried."""
+        """Raise unless the group is under lease.
+
+        Parameters
+        ----------
+        verb : str
+            What was to be done with it, for the message.
+
+        Raises
+        ------
+        ProtocolError
+            It was acknowledged, dropped or given back before.
+        """
         if self.state != "leased":
             raise errors.ProtocolError(
                 f"cannot {verb} group {self.instance_id!r}, since it is "

@@ -103,8 +103,11 @@ class WantedSample(msgspec.Struct, frozen=True):
 class Producer(_core.Writer):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
+    `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`
+    waits without blocking an event loop, and `fail` reports that a sample will not come.
+
     A handle pickles by name, so it can be sent to a spawned process or a Ray actor, where it
-    attaches anew. After a fork the child's copy raises BusClosedError; make a new one there.
+    attaches again. After a fork the child's copy raises BusClosedError; make a new one there.
 
     Parameters
     ----------
@@ -155,7 +158,7 @@ class Producer(_core.Writer):
             raise
         if self._watch.slice_s is not None:
             # Nothing here refers to this Producer, which so ends with its last reference.
-            look = functools.partial(self._watch.look, segment, _SPACE)
+            look = functools.partial(self._watch.check, segment, _SPACE)
             self._watch_waits(look, self._watch.slice_s)
 
     def reserve(
@@ -171,7 +174,7 @@ class Producer(_core.Writer):
         meta: Any = None,
         meta_room: int = limits.META_ROOM_BYTES,
         timeout: float | None = None,
-    ) -> _core.Slot:
+    ) -> _core.Reservation:
         """Reserve a record whose arrays are filled in place, for as long as that takes.
 
         Nobody waits for an open reservation: not this producer's other records, nor anybody
@@ -179,35 +182,49 @@ class Producer(_core.Writer):
 
         Parameters
         ----------
-        instance_id, group_size, index, epoch
-            As for `put`.
-        policy_version : int
-            As for `put`; ``slot.policy_version = ...`` sets it later.
+        instance_id : str
+            The prompt's key, as for `put`.
+        group_size : int
+            Samples in a complete group, 1 to 16384.
+        index : int
+            Which sample of its group this is, 0 to group_size - 1.
         fields : mapping of str to (dtype, shape)
             The arrays; shape is an int or a tuple of int. Their content starts uninitialised.
             ``slot.resize(name, n)`` cuts the first dimension to what was really written.
-        score : float
-            The reward; ``slot.score = ...`` sets it later.
+        score : float, default 0.0
+            The reward, finite; ``slot.score = ...`` sets it later.
+        policy_version : int, default 0
+            As for `put`; ``slot.policy_version = ...`` sets it later.
+        epoch : int, optional
+            Which repetition of the prompt this is, as for `put`.
         meta : object, optional
             As for `put`; ``slot.meta = ...`` sets it later.
-        meta_room : int
-            Bytes kept for a meta that is set later.
+        meta_room : int, default 1024
+            Bytes kept for a meta that is set later: 0 to 2 GiB.
         timeout : float, optional
             Seconds to wait for space: None waits for ever, 0 does not wait.
 
         Returns
         -------
-        Slot
+        Reservation
             ``slot[name]`` is a writable view of the ring, until the commit.
 
         Raises
         ------
-        TypeError, ValueError
-            A field's dtype holds objects, a size is negative, or an argument is out of range.
-        BusFullError
-            No space within the timeout.
+        TypeError
+            `fields` is no mapping of str to (dtype, shape), a dtype holds Python objects, or as for
+            `put`.
+        ValueError
+            A size is negative, a field has the name of an argument, or as for `put`.
         RecordTooLargeError
-            Larger than any record of this bus.
+            The fields need more than `record_limit`.
+        BusFullError, BusClosedError, StallError
+            As for `put`.
+
+        Notes
+        -----
+        This blocks for space only, as `put` does. After an exception nothing is reserved. A
+        reservation that is not ended ends with the producer or its last reference, as an abort.
         """
         head = {
             "instance_id": instance_id,
@@ -279,19 +296,27 @@ class Producer(_core.Writer):
 
         Parameters
         ----------
-        instance_id, index, epoch, policy_version
-            As for `put`.
+        instance_id : str
+            The prompt's key, as for `put`.
+        index : int
+            Which sample of its group failed, from 0.
         reason : str
-            What is said to operators, and to who is asked for the sample; its first 500 characters.
+            What operators and the next producer of the sample are told; its first 500 characters.
         group_size : int, optional
-            As for `put`; None where this producer does not know.
+            Samples in a complete group; None where this producer does not know.
+        epoch : int, optional
+            Which repetition of the prompt this is, as for `put`.
+        policy_version : int, default 0
+            Version of the policy that was to sample it.
         timeout : float, optional
             Seconds to wait for space: None waits for ever, 0 does not wait.
 
         Raises
         ------
-        BusFullError
-            No space within the timeout.
+        TypeError, ValueError
+            The reason is no str, the index is no int of 0 or more, or as for `put`.
+        BusFullError, BusClosedError, StallError
+            As for `put`, which also says when this blocks.
         """
         if not isinstance(reason, str):
             raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
@@ -333,12 +358,12 @@ class Producer(_core.Writer):
             limit = check_count("limit", limit, 1)
         segment = self._segment
         found: list[WantedSample] = []
-        if not _core.noted_wanted(segment)[0]:
+        if not _core.retry_noted(segment)[0]:
             return found
         mine = set()
         with self._taking:
             for row, number, claimant, id_, epoch, size, index, attempt, reason, _ in sorted(
-                _core.wanted(segment), key=lambda row: row[1]
+                _core.retry_requests(segment), key=lambda row: row[1]
             ):
                 at = (id_, epoch, index)
                 if claimant == self.producer_id + 1:
@@ -346,7 +371,7 @@ class Producer(_core.Writer):
                 elif (
                     not claimant
                     and (limit is None or len(found) < limit)
-                    and _core.claim_wanted(segment, row, number, self.producer_id)
+                    and _core.retry_claim(segment, row, number, self.producer_id)
                 ):
                     found.append(WantedSample(id_, epoch, index, size or None, attempt, reason))
                     self._taken[at] = found[-1]
@@ -359,9 +384,9 @@ class Producer(_core.Writer):
         """Abort open reservations and leave the bus; what was committed stays."""
         if not self.closed:
             # What it was asked for and has not done is for others now.
-            for row, _, claimant, *_ in _core.wanted(self._segment) if self._taken else ():
+            for row, _, claimant, *_ in _core.retry_requests(self._segment) if self._taken else ():
                 if claimant == self.producer_id + 1:
-                    _core.unclaim_wanted(self._segment, row, self.producer_id)
+                    _core.retry_unclaim(self._segment, row, self.producer_id)
         super().close()
 
     def __del__(self) -> None:
@@ -375,15 +400,21 @@ class Producer(_core.Writer):
 
         Parameters
         ----------
-        instance_id, **arguments
-            As for `put`.
+        instance_id : str
+            The prompt's key, as for `put`.
         timeout : float, optional
-            Seconds to wait for space: None waits for ever.
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+        **arguments
+            All others of `put`, arrays too. The arrays must not change before this returns.
 
         Raises
         ------
-        BusFullError
-            No space within the timeout.
+        TypeError, ValueError
+            As for `put`.
+        RecordTooLargeError, BusFullError, BusClosedError, StallError
+            As for `put`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing was put.
         """
         check_timeout(timeout)
         await self._retry(lambda: self.put(instance_id, timeout=0, **arguments), timeout)
@@ -422,7 +453,7 @@ class Producer(_core.Writer):
     async def _look(self, began: float) -> None:
         """Let the watchdog look, in a thread: a report takes longer than a loop may stand still."""
         waited_s = time.monotonic() - began
-        await asyncio.to_thread(self._watch.look, self._segment, _SPACE, waited_s)
+        await asyncio.to_thread(self._watch.check, self._segment, _SPACE, waited_s)
 
     def pressure(self) -> float:
         """How near the bus is to making producers wait: 0 for empty, 1 for full or paused.
@@ -457,6 +488,13 @@ class Producer(_core.Writer):
         -------
         bool
             False where the time was over first.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `below` is no number, or out of its range; or `timeout` is.
+        StallError
+            As for `put`.
         """
         check_timeout(timeout)
         if isinstance(below, bool) or not isinstance(below, SECONDS):
@@ -491,7 +529,13 @@ class Producer(_core.Writer):
         return self._segment.record_limit
 
     def stats(self) -> ProducerStats:
-        """Return what this Producer has done since it attached."""
+        """Return what this Producer has done since it attached.
+
+        Returns
+        -------
+        ProducerStats
+            Its own counts; `Bus.stats` has those of all producers.
+        """
         return ProducerStats(self.producer_id, *self._counts())
 
     def __enter__(self) -> Producer:

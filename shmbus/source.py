@@ -16,7 +16,7 @@ from shmbus import errors, limits
 from shmbus._arguments import process_label
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.socket_path import obstacle
-from shmbus.control.wire import DaemonUnreachable, stale
+from shmbus.control.wire import DaemonUnreachable, socket_exists
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
@@ -25,6 +25,10 @@ from shmbus_ext import _core
 __all__ = ["AttachOptions", "Source", "attach", "stash_options"]
 
 logger = logging.getLogger(__name__)
+
+#: Seconds that a new Consumer waits for the daemon of a bus that has had one: a supervisor restarts
+#: it in less.
+DAEMON_WAIT_S = 5.0
 
 
 class Source(Protocol):
@@ -51,6 +55,18 @@ class Source(Protocol):
 
     def is_leased(self, lease: Any) -> bool:
         """Whether this source gave the lease, and it has not ended."""
+
+    def end_groups(
+        self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
+    ) -> int:
+        """End the leases of groups and set their state, up to the first that needs a closer look.
+
+        Each ends in one step, which an exception of a signal's handler cannot part. Returns how
+        many have ended.
+        """
+
+    def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
+        """Do the same for a group that is given back; False where it needs a closer look."""
 
     def end(self, lease: Any, reason: int) -> None:
         """Release a leased group, for one of the reasons of the core."""
@@ -118,7 +134,7 @@ def attach(options: AttachOptions) -> Collector | DaemonClient:
     """
     if options.daemon is False:
         return _collector(options)
-    deadline = time.monotonic() + limits.DAEMON_WAIT_S
+    deadline = time.monotonic() + DAEMON_WAIT_S
     warned = False
     while True:
         try:
@@ -134,7 +150,7 @@ def attach(options: AttachOptions) -> Collector | DaemonClient:
         if what is not None and not warned:
             warned = True
             logger.warning("bus %r: %s; this process reads the bus itself", options.name, what)
-        if not stale(options.name) and options.daemon is None:
+        if not socket_exists(options.name) and options.daemon is None:
             try:
                 return _collector(options)
             except errors.BusBusyError as error:

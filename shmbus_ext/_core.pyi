@@ -1,12 +1,17 @@
-"""Types of the C core. Only ``shmbus`` calls it; what users see is documented there."""
+"""Types of the C core. Only ``shmbus`` calls it; what users meet of it is in ``_public.pyi``."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from types import TracebackType
-from typing import Any, Generic, TypedDict, TypeVar, overload
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
+
+from shmbus_ext._public import ConsumerBase as ConsumerBase
+from shmbus_ext._public import GroupBase as GroupBase
+from shmbus_ext._public import Reservation as Reservation
+from shmbus_ext._public import Trajectory as Trajectory
+from shmbus_ext._public import Writer as Writer
 
 LAYOUT_VERSION: int
 LAYOUT_HASH: int
@@ -39,6 +44,7 @@ DROP_OVERFLOW: int
 DROP_MALFORMED: int
 DROP_CORRUPT: int
 DROP_FAILED: int
+LEASE_HELD: int
 REFUSED_DUPLICATE: int
 REFUSED_GROUP_SIZE: int
 REFUSED_SURPLUS: int
@@ -65,9 +71,9 @@ FLAG_MOVED: int
 FLAG_FAILED: int
 FLAG_NO_SIZE: int
 FLAGS_KEPT: int
-WANTED_ROWS: int
-WANTED_REASON_BYTES: int
-WANTED_BUSY: int
+RETRY_ENTRIES: int
+RETRY_REASON_BYTES: int
+RETRY_BUSY: int
 
 _Names = tuple[str, str | None, str | None, str | None]
 
@@ -112,102 +118,11 @@ class Segment:
     def free_extents(self) -> int: ...
     def pause(self, reason: str, policy_version: int, /) -> None: ...
     def resume(self) -> None: ...
+    def note_removal(self) -> bool: ...
+    def require_name(self) -> None: ...
     def paused(self) -> tuple[str, int, int] | None: ...
     def locks_held(self, kind: int, /) -> list[tuple[int, int]]: ...
     def space_wanted(self) -> bool: ...
-
-class Slot:
-    """A reservation: ``slot[name]`` is a writable view of the ring until commit or abort."""
-
-    fields: tuple[str, ...]
-    score: float
-    policy_version: int
-    meta: Any
-    ended: bool
-    def __getitem__(self, name: str, /) -> NDArray[Any]: ...
-    def resize(self, name: str, length: int, /) -> None: ...
-    def commit(self) -> None: ...
-    def abort(self) -> None: ...
-    def __enter__(self) -> Slot: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None: ...
-
-class Writer:
-    producer_id: int
-    closed: bool
-    _segment: Segment
-    def __init__(self, segment: Segment, label: str, checksum: bool = ...) -> None: ...
-    def put(
-        self,
-        instance_id: str,
-        *,
-        group_size: int,
-        index: int,
-        score: float = ...,
-        policy_version: int = ...,
-        epoch: int | None = ...,
-        meta: Any = ...,
-        timeout: float | None = ...,
-        **arrays: Any,
-    ) -> None: ...
-    def put_many(self, items: list[dict[str, Any]], *, timeout: float | None = ...) -> int: ...
-    def close(self) -> None: ...
-    def _reserve(
-        self,
-        head: dict[str, Any],
-        names: tuple[str, ...],
-        dtypes: tuple[np.dtype[Any], ...],
-        shapes: tuple[tuple[int, ...], ...],
-        meta_room: int,
-        /,
-    ) -> Slot: ...
-    def _want_space(self) -> int: ...
-    def _await_space(self, ticket: int, timeout_s: float, /) -> None: ...
-    def _fail(
-        self,
-        instance_id: str,
-        *,
-        group_size: int,
-        index: int,
-        score: float,
-        policy_version: int,
-        epoch: int | None,
-        meta: str,
-        timeout: float | None,
-    ) -> None: ...
-    _fail_unsized = _fail
-    def _watch_waits(self, call: Callable[[float], object], seconds: float, /) -> None: ...
-    def _counts(self) -> tuple[int, int, int, int]: ...
-
-class Trajectory:
-    """One trajectory, read from the ring; ``trajectory[name]`` is a read-only view."""
-
-    instance_id: str
-    index: int
-    group_size: int
-    key: str | tuple[str, int]
-    epoch: int | None
-    score: float
-    policy_version: int
-    sequence: int
-    producer_id: int
-    committed_ns: int
-    nbytes: int
-    released: bool
-    failed: bool
-    meta: Any
-    def __getitem__(self, name: str, /) -> NDArray[Any]: ...
-    def __contains__(self, name: object, /) -> bool: ...
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[str]: ...
-    def keys(self) -> tuple[str, ...]: ...
-    def get(self, name: str, default: Any = ..., /) -> Any: ...
-    def shape(self, name: str, /) -> tuple[int, ...]: ...
 
 class Reader:
     segment: Segment
@@ -220,7 +135,7 @@ class Reader:
     def poll(self, limit: int, /) -> list[Trajectory]: ...
     def poll_into(
         self,
-        rows: GroupTable[Trajectory],
+        table: GroupTable[Trajectory],
         limit: int,
         now_s: float,
         left: list[GroupEntry[Trajectory] | tuple[int, Trajectory]],
@@ -233,15 +148,16 @@ class Reader:
     def sweep(self) -> int: ...
     def tidy(self) -> None: ...
     def lend(self) -> None: ...
-    def note_gathering(self) -> None: ...
+    def note_packing(self) -> None: ...
     def count_unread(self) -> tuple[int, int]: ...
-    def note(self, rows: GroupTable[Trajectory], /) -> None: ...
+    def note(self, table: GroupTable[Trajectory], /) -> None: ...
     def close(self) -> None: ...
 
 _S = TypeVar("_S")
+_R = TypeVar("_R")
 
 class GroupEntry(Generic[_S]):
-    """A row that left its table, or a copy of one that is in it."""
+    """A group that left its table, or a copy of one that is in it."""
 
     key: Hashable
     samples: list[_S]
@@ -251,7 +167,7 @@ class GroupEntry(Generic[_S]):
     nbytes: int
 
 class GroupTable(Generic[_S]):
-    """Samples in the cells of rows by key, and the rows that are full: ready, then leased."""
+    """Samples in cells by key, and the groups that are complete: ready, then leased."""
 
     cells: int
     nbytes: int
@@ -262,7 +178,7 @@ class GroupTable(Generic[_S]):
     leased_groups: int
     leased_cells: int
     recent: dict[Hashable, None]
-    apart: dict[Hashable, Any]
+    failing: dict[Hashable, Any]
     failing_cells: int
     unheld_groups: int
     unheld_cells: int
@@ -275,34 +191,13 @@ class GroupTable(Generic[_S]):
     def take_oldest(self) -> GroupEntry[_S]: ...
     def oldest(self, count: int, /) -> list[GroupEntry[_S]]: ...
     def samples(self) -> list[_S]: ...
-    def push(self, row: GroupEntry[_S], /) -> None: ...
+    def push(self, entry: GroupEntry[_S], /) -> None: ...
     def lease(self, limit: int, /) -> list[GroupEntry[_S]]: ...
-    def end_lease(self, row: GroupEntry[_S], /) -> None: ...
-    def give_back(self, row: GroupEntry[_S], /) -> None: ...
-    def is_leased(self, row: object, /) -> bool: ...
+    def end_lease(self, entry: GroupEntry[_S], /) -> None: ...
+    def give_back(self, entry: GroupEntry[_S], /) -> None: ...
+    def is_leased(self, entry: object, /) -> bool: ...
     def ready_samples(self) -> list[_S]: ...
     def full(self, key: Hashable, /) -> list[GroupEntry[_S]]: ...
-
-class GroupBase:
-    """The samples of one lease, for reading."""
-
-    instance_id: str
-    epoch: int | None
-    size: int
-    state: Any
-    trajectories: list[Trajectory]
-    _consumer: Any
-    _lease: Any
-    @classmethod
-    def make(cls, consumer: object, leases: list[Any], /) -> list[Self]: ...
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Trajectory]: ...
-    @overload
-    def __getitem__(self, position: int, /) -> Trajectory: ...
-    @overload
-    def __getitem__(self, position: slice, /) -> list[Trajectory]: ...
-
-_G = TypeVar("_G", bound=GroupBase)
 
 class RecursiveLock:
     """A recursive lock."""
@@ -319,11 +214,11 @@ class Intake:
     def __init__(
         self,
         reader: Reader,
-        rows: GroupTable[Trajectory],
-        guard: RecursiveLock,
+        table: GroupTable[Trajectory],
+        lock: RecursiveLock,
         kind: type[GroupBase],
         *,
-        attend: Callable[
+        on_due: Callable[
             [Intake, list[GroupEntry[Trajectory] | tuple[int, Trajectory]], int, float], bool
         ],
         lease: Callable[[int], list[GroupEntry[Trajectory]]] | None,
@@ -333,12 +228,6 @@ class Intake:
         watch_s: float,
         group_timeout_s: float,
     ) -> None: ...
-
-class ConsumerBase(Generic[_G]):
-    """``take``; what it does not know it leaves to ``_take`` of the subclass."""
-
-    _intake: Intake | None
-    def take(self, max_groups: int = ..., timeout: float | None = ...) -> list[_G]: ...
 
 class ClientLease:
     number: int
@@ -358,11 +247,11 @@ class Borrower:
     segment: Segment
     client: int
     attached: bool
-    gathers: bool
+    packs: bool
     def __init__(self, segment: Segment) -> None: ...
     def set_client(self, client: int, /) -> None: ...
     def borrow(self, granted: list[Any], step: int, /) -> tuple[list[ClientLease], list[int]]: ...
-    def end(self, loan: ClientLease, reason: int, /) -> None: ...
+    def end(self, lease: ClientLease, reason: int, /) -> None: ...
     def end_groups(
         self,
         consumer: object,
@@ -372,7 +261,7 @@ class Borrower:
         numbers: list[int],
         /,
     ) -> int: ...
-    def forget(self, loans: list[ClientLease], /) -> None: ...
+    def forget(self, leases: list[ClientLease], /) -> None: ...
     def locks(self) -> tuple[int, int]: ...
     def close(self) -> None: ...
 
@@ -407,9 +296,9 @@ class Restorer:
         /,
     ) -> None: ...
 
-def want(
+def retry_publish(
     segment: Segment,
-    row: int,
+    entry: int,
     number: int,
     id: str,
     epoch: int,
@@ -419,20 +308,21 @@ def want(
     reason: bytes,
     /,
 ) -> None: ...
-def unwant(segment: Segment, row: int, /) -> None: ...
-def wanted(
+def retry_withdraw(segment: Segment, entry: int, /) -> None: ...
+def retry_requests(
     segment: Segment, /
 ) -> list[tuple[int, int, int, str, int | None, int, int, int, str, int]]: ...
-def claim_wanted(segment: Segment, row: int, number: int, producer_id: int, /) -> bool: ...
-def unclaim_wanted(segment: Segment, row: int, producer_id: int, /) -> bool: ...
-def note_wanted(segment: Segment, open: int, groups_failed: int, /) -> None: ...
-def noted_wanted(segment: Segment, /) -> tuple[int, int]: ...
+def retry_claim(segment: Segment, entry: int, number: int, producer_id: int, /) -> bool: ...
+def retry_unclaim(segment: Segment, entry: int, producer_id: int, /) -> bool: ...
+def retry_note(segment: Segment, open: int, groups_failed: int, /) -> None: ...
+def retry_noted(segment: Segment, /) -> tuple[int, int]: ...
 def install(
     *,
     closed_error: type[BaseException],
     too_large_error: type[BaseException],
     full_error: Callable[[Segment, int, float], BaseException],
     busy_error: Callable[[Segment, str], BaseException],
+    removed_error: Callable[[Segment, int], BaseException],
     layout_error: Callable[[str, str, int, int], BaseException],
     space_error: Callable[[str, int], BaseException],
     encode_meta: Callable[[object], bytes],
@@ -441,6 +331,24 @@ def install(
     decode_dtype: Callable[[str, bytes], np.dtype[Any]],
     as_array: Callable[[str, object], NDArray[Any]],
 ) -> None: ...
+def end_groups(
+    reader: Reader,
+    table: GroupTable[Trajectory],
+    consumer: object,
+    groups: list[GroupBase],
+    reason: int,
+    state: str,
+    /,
+) -> int: ...
+def give_back_group(
+    reader: Reader,
+    table: GroupTable[Trajectory],
+    consumer: object,
+    group: GroupBase,
+    state: str,
+    /,
+) -> bool: ...
+def uninterrupted(callable: Callable[..., _R], /, *arguments: Any) -> _R: ...
 def crc32c(data: bytes, reference: bool = ..., /) -> int: ...
 def monotonic_ns() -> int: ...
 def layout() -> dict[str, StructLayout]: ...

@@ -10,8 +10,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "ring/attach.h"
+#include "ring/clock.h"
 #include "ring/doorbell.h"
+#include "ring/intent_log.h"
 #include "ring/reader.h"
+#include "ring/reclaim.h"
 #include "ring/writer.h"
 
 enum { PAYLOAD = 64, FIELDS = 3, PRODUCERS = 64 };

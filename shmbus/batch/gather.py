@@ -21,7 +21,7 @@ Array: TypeAlias = NDArray[Any]
 
 
 class FieldNames(msgspec.Struct, frozen=True, kw_only=True):
-    """How producers call the fields that a batch is made of; None for one that is not looked for.
+    """The producers' names of the fields that a batch is made of; None for one that is not used.
 
     Attributes
     ----------
@@ -41,7 +41,13 @@ class FieldNames(msgspec.Struct, frozen=True, kw_only=True):
     advantages: str | None = "advantages"
 
     def as_tuple(self) -> tuple[str, str | None, str | None, str | None]:
-        """In the order that the core takes them."""
+        """Return the names in the order in which the core takes them.
+
+        Returns
+        -------
+        tuple
+            Of tokens, loss_mask, logprobs and advantages.
+        """
         return self.tokens, self.loss_mask, self.logprobs, self.advantages
 
 
@@ -65,12 +71,40 @@ class PackedArrays(msgspec.Struct, frozen=True):
 
     @classmethod
     def inside(cls, memory: NDArray[np.uint8], total: int, sequences: int) -> PackedArrays:
-        """Lay the arrays out in one block of bytes, each on a cache line."""
+        """Lay the arrays out in one block of bytes, each on a cache line.
+
+        Parameters
+        ----------
+        memory : uint8 [n]
+            At least `packed_bytes` of them, writable; the arrays keep it alive.
+        total : int
+            Tokens.
+        sequences : int
+            Sequences that they are of.
+
+        Returns
+        -------
+        PackedArrays
+            Views of the memory, whose content is what it was.
+        """
         return cls(*_core.lay_out(memory, total, sequences))
 
 
 def packed_bytes(total: int, sequences: int) -> int:
-    """Bytes that `PackedArrays.inside` needs."""
+    """Return how many bytes `PackedArrays.inside` needs.
+
+    Parameters
+    ----------
+    total : int
+        Tokens.
+    sequences : int
+        Sequences that they are of.
+
+    Returns
+    -------
+    int
+        Bytes, with the padding between the arrays.
+    """
     return _core.packed_bytes(total, sequences)
 
 
@@ -125,7 +159,7 @@ def members(
 def describe(
     trajectories: list[_core.Trajectory],
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str]]:
-    """Collect what is known of each trajectory as a whole.
+    """Collect score, policy version and instance id of each trajectory.
 
     Parameters
     ----------

@@ -131,11 +131,11 @@ def mixed_refusal(hello: messages.Hello, others: Collection[Session]) -> message
     )
 
 
-def taken_by_ranks(bus: str, ranked: Collection[Session], asking: messages.Hello | Session) -> str:
+def taken_by_ranks(bus: str, ranked: Collection[Session], client: messages.Hello | Session) -> str:
     """Say that ranks share out the groups, to a consumer without a rank."""
     size = max(session.world_size for session in ranked)
     return (
-        f"bus {bus!r}: ranks of a world of {size} are attached ({_processes(ranked, asking)}), and "
+        f"bus {bus!r}: ranks of a world of {size} are attached ({_processes(ranked, client)}), and "
         f"every group is for one of their steps; pass rank and world_size={size}, or stop those "
         f"first; `shmbus status {bus}` shows a bus without attaching"
     )
@@ -154,13 +154,13 @@ def _options(policy: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in sorted(policy.items()))
 
 
-def _processes(sessions: Collection[Session], asking: messages.Hello | Session) -> str:
+def _processes(sessions: Collection[Session], client: messages.Hello | Session) -> str:
     named = []
     for session in sessions:
         rank = f"rank {session.rank} is " if session.rank >= 0 else ""
         # A pid alone says little between containers.
         here = (
-            ", this process" if (session.pid, session.label) == (asking.pid, asking.label) else ""
+            ", this process" if (session.pid, session.label) == (client.pid, client.label) else ""
         )
         named.append(f"{rank}pid {session.pid} ({session.label}){here}")
     return ", ".join(named)

@@ -1,13 +1,13 @@
 """A small HTTP server for a few trusted readers, which nobody else can keep from being answered.
 
 It knows GET and HEAD of what `answer` knows, one request a connection. It runs an event loop in a
-thread of its own; `answer` may block, and is called in one of METRICS_THREADS others.
+thread of its own; `answer` may block, and is called in one of MAX_THREADS others.
 
 Invariants:
 
-- A connection has METRICS_REQUEST_S from its beginning to send a whole request, and as long to read
+- A connection has REQUEST_S from its beginning to send a whole request, and as long to read
   the answer, however it spreads its bytes.
-- At most METRICS_CONNECTIONS are open. A new one ends the oldest that has not sent its request, or
+- At most MAX_CONNECTIONS are open. A new one ends the oldest that has not sent its request, or
   has not read its answer; one that is being answered is left alone.
 - Bound to loopback, it answers loopback names only, so that no web page reads it by way of a name
   of its own that resolves to 127.0.0.1.
@@ -27,10 +27,20 @@ from http import HTTPStatus
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
-from shmbus import limits
 from shmbus._version import VERSION
 
 __all__ = ["Answer", "HttpServer"]
+
+#: Seconds that a client has for its whole request, and again to read the answer: a scrape over
+#: loopback takes milliseconds.
+REQUEST_S = 5.0
+#: Bytes of a request: browsers send some hundred, Prometheus fewer.
+MAX_REQUEST_BYTES = 16 << 10
+#: Requests that are answered at the same time; others wait.
+MAX_THREADS = 8
+#: Connections at a time; a new one ends the oldest that is slow. Few beside the 1,024 open files
+#: that a process has by default.
+MAX_CONNECTIONS = 128
 
 
 class Answer(NamedTuple):
@@ -106,9 +116,7 @@ class _Connection(asyncio.Protocol):
     def _begin_wait(self) -> None:
         """Wait for the client, so long and no longer."""
         if self.transport is not None:
-            self._timer = self._server.loop.call_later(
-                limits.METRICS_REQUEST_S, self.transport.abort
-            )
+            self._timer = self._server.loop.call_later(REQUEST_S, self.transport.abort)
 
     def _end_wait(self) -> None:
         if self._timer is not None:
@@ -124,7 +132,7 @@ class _Connection(asyncio.Protocol):
             if found:
                 self._handle(_parse(head))
                 return
-        if len(self._head) > limits.METRICS_REQUEST_BYTES:
+        if len(self._head) > MAX_REQUEST_BYTES:
             self._send(_text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "too long a request"))
 
     def eof_received(self) -> bool:
@@ -207,7 +215,7 @@ class HttpServer:
     ) -> None:
         self.answer = answer
         self.loop = asyncio.new_event_loop()
-        self.pool = ThreadPoolExecutor(limits.METRICS_THREADS, "shmbus-metrics-answer")
+        self.pool = ThreadPoolExecutor(MAX_THREADS, "shmbus-metrics-answer")
         self._listener = listener
         self._address = str(listener.getsockname()[0])
         self._on_failure = on_failure
@@ -222,7 +230,7 @@ class HttpServer:
 
     def admit(self, connection: _Connection) -> None:
         """Make room for a connection, or end it where all others are being answered."""
-        if len(self._connections) >= limits.METRICS_CONNECTIONS:
+        if len(self._connections) >= MAX_CONNECTIONS:
             oldest = next(iter(self._waiting), connection)
             self.forget(oldest)
             if oldest.transport is not None:
@@ -278,7 +286,7 @@ class HttpServer:
 
     async def _serve(self) -> None:
         server = await self.loop.create_server(
-            lambda: _Connection(self), sock=self._listener, backlog=limits.METRICS_CONNECTIONS
+            lambda: _Connection(self), sock=self._listener, backlog=MAX_CONNECTIONS
         )
         await self._stop.wait()
         server.close()

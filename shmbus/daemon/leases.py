@@ -16,10 +16,14 @@ from collections.abc import Callable, Iterable
 
 from shmbus import limits
 from shmbus.control import messages
+from shmbus.inspect.types import LeaseStatus
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
 __all__ = ["Lease", "LeaseTable", "Session", "extents_of", "split_identities"]
+
+#: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.
+MAX_GRANT_TRAJECTORIES = 32_768
 
 Trajectory = _core.Trajectory
 _PLACE = struct.Struct("=IIQQ")
@@ -129,10 +133,10 @@ class Session:
             self._send(messages.Ended(numbers=self._ended, unknown=self._unknown))
             self._ended, self._unknown = [], []
 
-    def status(self) -> messages.ClientStatus:
+    def status(self) -> LeaseStatus:
         """Return what a status says of this client."""
         now = time.monotonic()
-        return messages.ClientStatus(
+        return LeaseStatus(
             client=self.client,
             pid=self.pid,
             label=self.label,

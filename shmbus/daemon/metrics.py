@@ -4,7 +4,7 @@ Invariants:
 
 - Each scrape reads the bus; nothing is cached or counted here.
 - Cardinality is bounded: labels are states, reasons and producer slots, the latter up to
-  `METRICS_PRODUCERS`; no pid, process label or instance id becomes a label.
+  `MAX_SLOTS_LABELLED`; no pid, process label or instance id becomes a label.
 - No client keeps another from being answered (`shmbus.daemon.http_server`).
 """
 
@@ -28,11 +28,16 @@ from prometheus_client.registry import Collector
 
 from shmbus import errors, limits
 from shmbus._version import VERSION
-from shmbus.daemon.http_server import Answer, HttpServer
-from shmbus.inspect.status import BusStatus, read_status
+from shmbus.daemon.http_server import MAX_CONNECTIONS, Answer, HttpServer
+from shmbus.inspect.status import read_status
+from shmbus.inspect.types import BusStatus
 from shmbus.ledger import REASONS
 
 __all__ = ["BusCollector", "MetricsServer", "health"]
+
+#: Producer slots with a label of their own; the others share one, so that thousands of producers do
+#: not make thousands of time series.
+MAX_SLOTS_LABELLED = 64
 
 
 class BusCollector(Collector):
@@ -178,7 +183,7 @@ def _producers(status: BusStatus) -> Iterator[Metric]:
     for producer in status.producers:
         states[producer.state] += 1
         # The number of slots is bounded; the next owner of a slot continues its counter.
-        slot = str(producer.slot) if producer.slot < limits.METRICS_PRODUCERS else "other"
+        slot = str(producer.slot) if producer.slot < MAX_SLOTS_LABELLED else "other"
         committed[slot] = committed.get(slot, 0) + producer.committed
         held[slot] = held.get(slot, 0) + producer.held_bytes
     yield _gauges("shmbus_producers", "Producer slots by state.", status, "state", states)
@@ -301,9 +306,7 @@ class MetricsServer:
         self._registry.register(BusCollector(name))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listener = socket.create_server(
-                (host, port), family=family, backlog=limits.METRICS_CONNECTIONS
-            )
+            listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         except (OSError, OverflowError) as error:
             raise errors.DaemonUnavailableError(
                 f"bus {name!r}: cannot serve metrics at {host}:{port}: {error}; choose another "

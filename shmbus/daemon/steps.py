@@ -21,12 +21,17 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol, TypeAlias
 
-from shmbus import limits
 from shmbus.control import messages
-from shmbus.daemon.leases import Lease
+from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease
 from shmbus.daemon.sharding import plan_step
 
 __all__ = ["StepPlanner", "weigh"]
+
+#: Steps that the fastest rank may be ahead of the slowest: steps formed for a slow rank hold space.
+_MAX_STEPS_AHEAD = 64
+#: Groups leased at a time for a step of a number of tokens, until it is full: groups beyond that
+#: wait for the next step, and are weighed once.
+_POOL_PORTION = 16
 
 #: groups, tokens, max_wait and field: what all ranks must ask of a step alike.
 StepRequest: TypeAlias = "tuple[int | None, int | None, float | None, str]"
@@ -193,11 +198,11 @@ class StepPlanner:
             if request.groups is not None:
                 count = ranks * request.groups - len(self._pool)
             elif weight < ranks * (request.tokens or 0):
-                count = max(count, limits.POOL_PORTION)
+                count = max(count, _POOL_PORTION)
             ready = []
             if count > 0:
-                most = min(count, limits.MAX_GRANT_TRAJECTORIES)
-                ready = self._source.take(most, limits.MAX_GRANT_TRAJECTORIES)
+                most = min(count, MAX_GRANT_TRAJECTORIES)
+                ready = self._source.take(most, MAX_GRANT_TRAJECTORIES)
             if not ready:
                 break
             entries = [(lease, weigh(lease, request.field)) for lease in ready]
@@ -211,7 +216,7 @@ class StepPlanner:
 
     def _form(self, wanted: int, request: messages.TakeStep, now: float) -> bool:
         """Form the next step on the way to `wanted`, for all ranks that have not had it."""
-        if wanted - min(self.next_steps.values(), default=0) >= limits.MAX_STEPS_AHEAD:
+        if wanted - min(self.next_steps.values(), default=0) >= _MAX_STEPS_AHEAD:
             return False
         step = min(self._next_formed.values(), default=wanted)
         ranks = [rank for rank in range(self.size) if self._next_formed.get(rank, step) == step]

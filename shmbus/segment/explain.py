@@ -1,23 +1,47 @@
-"""Why a segment cannot be used, in words: full, busy, of another layout, too large for /dev/shm."""
+"""Error texts that need a look at a segment: full, busy, of another layout, too large."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 
 from shmbus import errors
-from shmbus._format import show_size, show_wait
+from shmbus._format import show_duration, show_size, show_wait
 from shmbus.segment.names import SHM_DIRECTORY, shm_path
 from shmbus_ext import _core
 
-__all__ = ["UnfinishedError", "busy_error", "full_error", "layout_error", "space_error"]
+__all__ = [
+    "UnfinishedError",
+    "busy_error",
+    "full_error",
+    "layout_error",
+    "not_found_error",
+    "removed_error",
+    "space_error",
+]
 
 
 class UnfinishedError(errors.LayoutMismatchError):
     """The segment's creator has not stored the magic yet."""
 
 
+def not_found_error(name: str, others: Sequence[str] | None = None) -> errors.BusNotFoundError:
+    """Say that there is no such bus, and name the others, where they are given."""
+    there = ""
+    if others is not None:
+        there = "there is none at all; "
+        if others:
+            there = f"there are: {', '.join(map(repr, others[:8]))}; "
+    return errors.BusNotFoundError(
+        f"there is no bus {name!r} ({shm_path(name)} does not exist); {there}create it with "
+        f"shmbus.Bus.create({name!r}), or check the name and that both sides see the same "
+        f"{SHM_DIRECTORY} (containers: --ipc or a shared mount)"
+    )
+
+
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
-    """Say who holds the space that a record of `size` bytes did not get."""
+    """Say which processes hold the space that a record of `size` bytes did not get."""
     extent = segment.extent_bytes
     paused = segment.paused()
     if paused is not None:
@@ -50,7 +74,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     elif not attached:
         parts.append("no consumer is attached now: start one")
     elif lag_s > 1:
-        parts.append(f"consumer pid {collector['pid']} last looked {lag_s:.1f} s ago")
+        parts.append(f"consumer pid {collector['pid']} last polled {lag_s:.1f} s ago")
     names = {slot: f"{label} (pid {pid})" for slot, _, _, pid, label, _, _ in segment.producers()}
     names[segment.max_producers] = "the collector, for stragglers"
     top = sorted(held.items(), key=lambda item: -item[1])[:3]
@@ -64,7 +88,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
 
 
 def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
-    """Name who is in the way."""
+    """Name the process that holds what this one wants."""
     if what == "collector":
         holder = segment.collector()
         return errors.BusBusyError(
@@ -109,4 +133,24 @@ def space_error(name: str, size: int) -> errors.CapacityError:
         f"bus {name!r}: {show_size(size)} do not fit into {SHM_DIRECTORY}, which has "
         f"{show_size(free)} free of {show_size(total)}; choose a smaller capacity, remove old "
         "segments, or enlarge it (docker run --shm-size=..., mount -o remount,size=...)"
+    )
+
+
+def removed_error(segment: _core.Segment, removed_unix_ns: int) -> errors.BusRemovedError:
+    """Say when a bus was removed, and whether there is a new one of that name."""
+    name = segment.name
+    ago = (
+        f" {show_duration(max(0.0, time.time() - removed_unix_ns / 1e9))} ago"
+        if removed_unix_ns
+        else ""
+    )
+    there = os.path.lexists(shm_path(name))
+    follow = (
+        "a new bus of that name exists: close this handle and make a new one"
+        if there
+        else "there is no bus of that name now: make a new handle once it has been created again"
+    )
+    return errors.BusRemovedError(
+        f"bus {name!r} was removed{ago} (by shmbus.unlink, or since {shm_path(name)} was deleted), "
+        f"and nothing is committed into it any more; {follow}"
     )

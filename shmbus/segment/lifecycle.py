@@ -1,6 +1,6 @@
-"""Names to segments: creating, opening and unlinking in /dev/shm, by posix_ipc.
+"""Creating, opening and unlinking segments in /dev/shm, by posix_ipc.
 
-Invariant: a segment that could not be finished is gone again when create_segment raises.
+Invariant: a segment that could not be completed is removed before create_segment raises.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import time
 
 import posix_ipc
 
-from shmbus import errors, limits
+from shmbus import errors
 from shmbus._arguments import LARGEST_SIZE, parse_size
-from shmbus.segment.explain import UnfinishedError, layout_error, space_error
+from shmbus.segment.explain import UnfinishedError, layout_error, not_found_error, space_error
 from shmbus.segment.names import PREFIX, SHM_DIRECTORY, check_name, is_named, shm_path
 from shmbus_ext import _core
+
+#: Seconds that attaching waits for a segment whose creator is still allocating it: touching tens of
+#: GiB takes seconds.
+ATTACH_WAIT_S = 10.0
 
 
 def create_segment(
@@ -34,7 +38,7 @@ def create_segment(
     if not 0 <= extent_bytes <= LARGEST_SIZE:
         raise ValueError(f"extent_bytes: expected 0 (choose) to {LARGEST_SIZE}, got {extent_bytes}")
     if os.path.lexists(shm_path(name)):
-        # Before the room: what there is of it may well be this bus's own.
+        # Before checking for space, which this very bus may occupy.
         raise _exists(name)
     _check_room(name, size)
     try:
@@ -51,13 +55,13 @@ def create_segment(
         segment = _core.Segment.create(shm.fd, name, size, max_producers, extent_bytes)
     except BaseException:
         os.close(shm.fd)
-        with contextlib.suppress(posix_ipc.ExistentialError):  # somebody has removed it already
+        with contextlib.suppress(posix_ipc.ExistentialError):  # another process has removed it
             posix_ipc.unlink_shared_memory(PREFIX + name)
         raise
     if not is_named(name, identity):
         segment.close()
         raise errors.BusNotFoundError(
-            f"bus {name!r}: somebody removed {shm_path(name)} while it was being created; "
+            f"bus {name!r}: another process removed {shm_path(name)} while it was being created; "
             "create it again"
         )
     return segment
@@ -66,21 +70,21 @@ def create_segment(
 def _exists(name: str) -> errors.BusExistsError:
     return errors.BusExistsError(
         f"bus {name!r} exists already ({shm_path(name)}); attach with "
-        f"Bus.open({name!r}), or remove it with shmbus.unlink({name!r}) if nobody uses it"
+        f"Bus.open({name!r}), or remove it with shmbus.unlink({name!r}) if no process uses it"
     )
 
 
 def _check_room(name: str, size: int) -> None:
-    """Refuse what cannot fit before the kernel has filled its memory to find out."""
+    """Refuse a size that cannot fit before the kernel fills its memory to find out."""
     room = os.statvfs(SHM_DIRECTORY)
     if size > room.f_bavail * room.f_frsize:
         raise space_error(name, size)
 
 
 def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
-    """Map a segment; waits shortly for a creator that is still allocating it."""
+    """Map a segment; waits up to ATTACH_WAIT_S for a creator that is still allocating it."""
     check_name(name)
-    deadline = time.monotonic() + limits.ATTACH_WAIT_S
+    deadline = time.monotonic() + ATTACH_WAIT_S
     while True:
         try:
             return _open_once(name, read_only)
@@ -94,11 +98,7 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
     try:
         shm = posix_ipc.SharedMemory(PREFIX + name, read_only=read_only)
     except posix_ipc.ExistentialError as error:
-        raise errors.BusNotFoundError(
-            f"there is no bus {name!r} ({shm_path(name)} does not exist); create it with "
-            f"shmbus.Bus.create({name!r}), or check the name and that both sides see the same "
-            f"{SHM_DIRECTORY} (containers: --ipc or a shared mount)"
-        ) from error
+        raise not_found_error(name) from error
     except posix_ipc.PermissionsError as error:
         raise PermissionError(
             f"bus {name!r}: may not open {shm_path(name)} as uid {os.geteuid()}; a bus is for the "
@@ -113,7 +113,7 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
         os.close(shm.fd)
         raise
     if not is_named(name, identity):
-        # Removed between opening and saying so by a lock: what has no name is no bus any more.
+        # Removed between opening and locking: a segment without a name is no bus any more.
         segment.close()
         raise UnfinishedError(
             f"bus {name!r}: {shm_path(name)} was removed while it was being opened"
@@ -122,7 +122,7 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
 
 
 def _check_owner(name: str, owner: int) -> None:
-    """Refuse what another user has put under this name: they could read all, and truncate it."""
+    """Refuse a segment of another user, who could read everything in it, and truncate it."""
     if owner != os.geteuid():
         raise PermissionError(
             f"bus {name!r}: {shm_path(name)} belongs to uid {owner}, this process runs as uid "
@@ -132,7 +132,9 @@ def _check_owner(name: str, owner: int) -> None:
 
 
 def unlink(name: str) -> None:
-    """Remove a bus's name; its memory goes when the last process has let go of it.
+    """Remove a bus's name; its memory is freed when the last process has closed it.
+
+    Whoever still holds it gets BusRemovedError from the next put, or from a take that would wait.
 
     Parameters
     ----------
@@ -143,10 +145,20 @@ def unlink(name: str) -> None:
     ------
     BusNotFoundError
         There is no such bus.
+    PermissionError
+        It belongs to another user.
     """
     check_name(name)
     try:
+        segment = _open_once(name, read_only=False)
+    except (errors.ShmbusError, OSError):
+        segment = (
+            None  # it may be damaged, unfinished or another user's: it has a name all the same
+        )
+    try:
         posix_ipc.unlink_shared_memory(PREFIX + name)
+        if segment is not None:
+            segment.note_removal()
     except posix_ipc.ExistentialError as error:
         raise errors.BusNotFoundError(
             f"there is no bus {name!r} to remove ({shm_path(name)} does not exist): it was removed "
@@ -154,3 +166,6 @@ def unlink(name: str) -> None:
         ) from error
     except posix_ipc.PermissionsError as error:
         raise PermissionError(f"bus {name!r}: may not remove {shm_path(name)}") from error
+    finally:
+        if segment is not None:
+            segment.close()

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from shmbus import limits
+from shmbus._format import printable
 from shmbus._throttle import Throttle
 from shmbus.stash.retries import split_key
 from shmbus_ext import _core
@@ -96,8 +97,6 @@ class DropLog:
         return f"bus {self._segment.name!r}: {what}"
 
     def _describe(self, reason: str, samples: Sequence[Trajectory]) -> str:
-        from shmbus.inspect.segment_file import printable
-
         first = samples[0]
         key, epoch = split_key(first.key)
         indices = ", ".join(str(sample.index) for sample in samples[:_SHOWN])

@@ -1,61 +1,15 @@
-/* How a collector finds what is there: attach, the dead, and the count of what is unread. */
+/* How a collector begins (see attach.h). */
+#include "attach.h"
+
 #include <stdlib.h>
 #include <string.h>
 
+#include "extents.h"
 #include "failpoints.h"
-#include "reader.h"
-
-static uint64_t mix(uint64_t producer_id, uint64_t sequence) {
-    uint64_t h = producer_id * UINT64_C(0x9E3779B97F4A7C15) ^ sequence;
-    h *= UINT64_C(0xBF58476D1CE4E5B9);
-    return h ^ (h >> 29);
-}
-
-static struct seen_record *moved_place(const struct reader *self, uint64_t producer_id,
-                                       uint64_t sequence) {
-    uint64_t mask = self->moved_room - 1;
-    for (uint64_t i = mix(producer_id, sequence) & mask;; i = (i + 1) & mask) {
-        struct seen_record *at = &self->moved[i];
-        if (at->producer_id == 0 ||
-            (at->producer_id == producer_id && at->sequence == sequence)) {
-            return at;
-        }
-    }
-}
-
-static bool moved_grow(struct reader *self) {
-    struct reader bigger = *self;
-    bigger.moved_room = self->moved_room ? self->moved_room * 2 : 256;
-    bigger.moved = calloc(bigger.moved_room, sizeof *bigger.moved);
-    if (bigger.moved == NULL) {
-        return false;
-    }
-    for (uint64_t i = 0; i < self->moved_room; i++) {
-        struct seen_record *entry = &self->moved[i];
-        if (entry->producer_id != 0) {
-            *moved_place(&bigger, entry->producer_id, entry->sequence) = *entry;
-        }
-    }
-    free(self->moved);
-    self->moved = bigger.moved;
-    self->moved_room = bigger.moved_room;
-    return true;
-}
-
-bool reader_moved_insert(struct reader *self, uint64_t producer_id, uint64_t sequence) {
-    if (self->moved_count * 2 >= self->moved_room && !moved_grow(self)) {
-        return false;
-    }
-    struct seen_record *at = moved_place(self, producer_id, sequence);
-    *at = (struct seen_record){producer_id, sequence};
-    self->moved_count++;
-    return true;
-}
-
-bool reader_moved_contains(const struct reader *self, uint64_t producer_id, uint64_t sequence) {
-    return self->moved_room > 0 && producer_id != 0 &&
-           moved_place(self, producer_id, sequence)->producer_id != 0;
-}
+#include "file_lock.h"
+#include "intent_log.h"
+#include "reclaim.h"
+#include "recovery.h"
 
 struct head {
     uint64_t order;
@@ -68,13 +22,13 @@ static int by_order(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The runs of one lane that are surely linked, oldest first. Later ones follow by their links. */
+/* Finds the runs of one lane that are surely linked, oldest first. The links lead to later ones. */
 static bool find_backlog(struct reader *self, uint32_t slot, struct head *heads) {
     struct segment *segment = self->segment;
     struct lane *lane = &self->lanes[slot];
     struct run run, current;
-    /* SYNC: run-noted. Looked at first: the owner may fill a run and seal the one behind it while
-     * this looks at the extents, and a run that is not noted yet must not hide the one before. */
+    /* SYNC: run-noted. Read first: while this goes through the extents the owner may fill a run and
+     * seal the one behind it, and a run that is not noted yet must not hide the one before it. */
     uint64_t limit =
         atomic_load_explicit(&segment->slots[slot].next_order, memory_order_acquire);
     uint64_t link =
@@ -113,6 +67,7 @@ static bool build_lanes(struct reader *self) {
     bool built = heads != NULL;
     for (uint32_t slot = 0; built && slot <= segment->max_producers; slot++) {
         struct lane *lane = &self->lanes[slot];
+        lane->slot = slot;
         lane->extent = NO_EXTENT;
         lane->dirty = true;
         built = find_backlog(self, slot, heads);
@@ -124,9 +79,9 @@ static bool build_lanes(struct reader *self) {
 bool reader_attach(struct reader *self, struct segment *segment) {
     memset(self, 0, sizeof *self);
     self->segment = segment;
-    reader_replay_intents(segment);
-    /* The one before is gone; this one says itself how it reads. */
-    atomic_store_explicit(&segment->header->gathered, 0, memory_order_relaxed);
+    intent_log_replay(segment);
+    /* The last consumer's word ended with it; this one says itself when it packs. */
+    atomic_store_explicit(&segment->header->consumer_packs, 0, memory_order_relaxed);
     self->lanes = calloc((size_t)segment->max_producers + 1, sizeof *self->lanes);
     self->runs = calloc(segment->extent_count, sizeof *self->runs);
     self->active = calloc(segment->max_producers, sizeof *self->active);
@@ -140,7 +95,8 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     }
     FAILPOINT("collector-replayed");
     writer_attach_collector(&self->mover, segment);
-    /* The dead first: their last commit is counted before the count is taken as a base. */
+    /* Dead producers first: their last commits belong to the counts that this reader begins
+     * with. */
     reader_sweep(self);
     if (!build_lanes(self)) {
         reader_detach(self);
@@ -165,12 +121,11 @@ void reader_detach(struct reader *self) {
     free(self->runs);
     free(self->active);
     free(self->parked);
-    free(self->moved);
+    moved_set_clear(&self->moved);
     self->lanes = NULL;
     self->runs = NULL;
     self->active = NULL;
     self->parked = NULL;
-    self->moved = NULL;
 }
 
 uint32_t reader_sweep(struct reader *self) {
@@ -180,119 +135,16 @@ uint32_t reader_sweep(struct reader *self) {
         struct producer_slot *slot = &segment->slots[i];
         uint32_t state = atomic_load_explicit(&slot->state, memory_order_acquire);
         if (state == SHMBUS_SLOT_FREE ||
-            segment_lock(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
+            file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
             continue;
         }
         /* The lock was free: the owner has closed, or its process has ended. */
         dead += state == SHMBUS_SLOT_ACTIVE;
         FAILPOINT("sweep-locked");
-        writer_take_over(segment, i);
-        segment_unlock(segment->fd, SHMBUS_LOCK_SLOT + i);
+        recover_producer(segment, i);
+        file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + i);
         self->lanes[i].dirty = true;
     }
     reader_tidy(self);
     return dead;
-}
-
-static bool is_unread(const struct reader *self, const struct record_place *place, uint64_t room,
-                      uint64_t below, uint64_t *bytes) {
-    struct record_header header;
-    const struct record_header *shared =
-        (const void *)(segment_extent(self->segment, place->extent) + place->offset);
-    *bytes = 0;
-    if (record_read_frame(shared, room, place, &header) != RECORD_OK) {
-        return false;
-    }
-    *bytes = header.record_bytes;
-    return atomic_load_explicit(&header.state, memory_order_relaxed) == SHMBUS_COMMITTED &&
-           (header.lane_number < below || (header.flags & SHMBUS_FLAG_MOVED) != 0);
-}
-
-static uint64_t count_in_run(const struct reader *self, uint32_t slot, uint32_t extent,
-                             uint64_t from, uint64_t below) {
-    struct segment *segment = self->segment;
-    struct run run;
-    if (!extent_is_run(segment, extent, slot, &run)) {
-        return 0;
-    }
-    uint64_t limit = run.span * segment->extent_bytes;
-    uint64_t used = atomic_load_explicit(&segment->extents[extent].used, memory_order_acquire);
-    uint64_t count = 0;
-    uint64_t bytes;
-    used = used > limit ? limit : used;
-    for (uint64_t at = from; at < used; at += bytes) {
-        struct record_place place = {extent, run.generation, at};
-        count += is_unread(self, &place, used - at, below, &bytes);
-        if (bytes == 0) {
-            break;
-        }
-    }
-    return count;
-}
-
-/* Follows the lane as the reader would, without taking anything. */
-static uint64_t count_lane(const struct reader *self, uint32_t slot, uint64_t below) {
-    struct segment *segment = self->segment;
-    const struct lane *lane = &self->lanes[slot];
-    uint64_t count = 0;
-    uint64_t bytes;
-    for (uint32_t i = 0; i < lane->pending_count; i++) {
-        if (i >= lane->pending_kept && i < lane->pending_at) {
-            continue;
-        }
-        const struct pending *entry = &lane->pending[i];
-        struct record_place place = {entry->extent, entry->generation, entry->offset};
-        count += is_unread(self, &place, segment->record_limit, below, &bytes);
-    }
-    uint64_t link = 0;
-    uint64_t order = lane->last_order;
-    bool any = lane->any_order;
-    if (lane->extent != NO_EXTENT) {
-        if (!lane->cut) {
-            count += count_in_run(self, slot, lane->extent, lane->cursor, below);
-        }
-        link = atomic_load_explicit(&segment->extents[lane->extent].next, memory_order_acquire);
-    }
-    for (uint32_t i = lane->backlog_at; i < lane->backlog_count; i++) {
-        uint32_t extent = lane->backlog[i];
-        count += count_in_run(self, slot, extent, 0, below);
-        struct run run;
-        if (extent_is_run(segment, extent, slot, &run)) {
-            order = run.order;
-            any = true;
-        }
-        link = atomic_load_explicit(&segment->extents[extent].next, memory_order_acquire);
-    }
-    for (bool first = false;;) {
-        struct run run;
-        if (!link_is_run(segment, link, slot, &run) || (any && run.order <= order)) {
-            if (first) {
-                return count;
-            }
-            first = true;
-            link = atomic_load_explicit(&segment->slots[slot].first, memory_order_acquire);
-            continue;
-        }
-        any = true;
-        order = run.order;
-        count += count_in_run(self, slot, link_low(link) - 1, 0, below);
-        link = atomic_load_explicit(&segment->extents[link_low(link) - 1].next,
-                                    memory_order_acquire);
-    }
-}
-
-uint64_t reader_count_unread(struct reader *self, uint64_t *committed) {
-    uint64_t unread = 0;
-    *committed = 0;
-    for (uint32_t slot = 0; slot <= self->segment->max_producers; slot++) {
-        uint64_t below =
-            atomic_load_explicit(&self->segment->slots[slot].committed, memory_order_acquire);
-        bool own = slot == self->segment->max_producers;
-        if (own && !self->lanes[slot].dirty && !self->lanes[slot].visiting) {
-            continue;
-        }
-        *committed += own ? 0 : below;
-        unread += count_lane(self, slot, below);
-    }
-    return unread;
 }

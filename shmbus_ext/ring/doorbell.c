@@ -95,17 +95,3 @@ void doorbell_space_all(struct bus_header *header) {
     atomic_fetch_add_explicit(&header->space_bell, 1, memory_order_seq_cst);
     futex_wake(&header->space_bell, INT_MAX);
 }
-
-static uint64_t clock_ns(clockid_t clock) {
-    struct timespec ts;
-    clock_gettime(clock, &ts);
-    return (uint64_t)ts.tv_sec * (uint64_t)NS_PER_S + (uint64_t)ts.tv_nsec;
-}
-
-uint64_t clock_monotonic_ns(void) {
-    return clock_ns(CLOCK_MONOTONIC);
-}
-
-uint64_t clock_realtime_ns(void) {
-    return clock_ns(CLOCK_REALTIME);
-}

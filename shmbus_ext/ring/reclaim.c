@@ -1,140 +1,18 @@
-/* What the collector gives back: releases of records, runs, and stragglers moved out of the way. */
+/* Freeing runs, and moving what keeps them (see reclaim.h). */
+#include "reclaim.h"
+
 #include <string.h>
 
-#include "checksum.h"
 #include "doorbell.h"
+#include "extents.h"
 #include "failpoints.h"
-#include "reader.h"
+#include "file_lock.h"
+#include "intent_log.h"
+#include "lane.h"
 
-/* What has ended is looked at, and producers that wait are woken, when it is this part of the bus. */
+/* Ended runs are tidied, and waiting producers woken, when there are this part of the bus of
+ * them. */
 #define NOTABLE_SHARE 32u
-
-static struct record_header *record_of(const struct segment *segment,
-                                       const struct record_place *place) {
-    return (struct record_header *)(void *)(segment_extent(segment, place->extent) + place->offset);
-}
-
-static uint64_t pack_ref(const struct record_place *place) {
-    return ((uint64_t)place->extent << REF_OFFSET_BITS) | (place->offset / SHMBUS_RECORD_ALIGN);
-}
-
-static bool unpack_ref(const struct segment *segment, uint64_t ref, struct record_place *place) {
-    place->extent = (uint32_t)(ref >> REF_OFFSET_BITS);
-    place->generation = 0;
-    place->offset = (ref & ((UINT64_C(1) << REF_OFFSET_BITS) - 1)) * SHMBUS_RECORD_ALIGN;
-    return place->extent < segment->extent_count &&
-           place->offset < (segment->extent_count - place->extent) * segment->extent_bytes;
-}
-
-static uint32_t intent_crc(const struct segment *segment, uint32_t n, uint32_t reason,
-                           uint64_t base) {
-    uint64_t about[2] = {((uint64_t)n << 32) | reason, base};
-    uint32_t crc = shmbus_crc32c(0, about, sizeof about);
-    return shmbus_crc32c(crc, (const void *)segment->intent_log, (size_t)n * 8);
-}
-
-void reader_release(struct reader *self, const struct record_ref *const *refs, uint32_t n,
-                    enum shmbus_reason reason) {
-    struct segment *segment = self->segment;
-    struct bus_header *header = segment->header;
-    _Atomic uint64_t *counter = &header->released[reason];
-    uint64_t base = atomic_load_explicit(counter, memory_order_relaxed);
-    for (uint32_t i = 0; i < n; i++) {
-        atomic_store_explicit(&segment->intent_log[i], pack_ref(&refs[i]->place),
-                              memory_order_relaxed);
-    }
-    header->intent_reason = (uint32_t)reason;
-    header->intent_base = base;
-    header->intent_crc = intent_crc(segment, n, (uint32_t)reason, base);
-    FAILPOINT("release-logged");
-    /* SYNC: release-intended. From here on all of them are released, whoever finishes it. */
-    atomic_store_explicit(&header->intent_count, n, memory_order_release);
-    FAILPOINT("release-intended");
-    for (uint32_t i = 0; i < n; i++) {
-        atomic_store_explicit(&record_of(segment, &refs[i]->place)->state, SHMBUS_RELEASED,
-                              memory_order_relaxed);
-        FAILPOINT("release-half");
-    }
-    atomic_store_explicit(counter, base + n, memory_order_relaxed);
-    FAILPOINT("release-counted");
-    atomic_store_explicit(&header->intent_count, 0, memory_order_release);
-}
-
-static void replay_release(struct segment *segment) {
-    struct bus_header *header = segment->header;
-    /* SYNC: release-intended. */
-    uint32_t n = atomic_load_explicit(&header->intent_count, memory_order_acquire);
-    uint32_t reason = header->intent_reason;
-    uint64_t base = header->intent_base;
-    if (n == 0 || n > SHMBUS_MAX_GROUP_SIZE || reason >= SHMBUS_REASONS ||
-        header->intent_crc != intent_crc(segment, n, reason, base)) {
-        atomic_store_explicit(&header->intent_count, 0, memory_order_release);
-        return;
-    }
-    for (uint32_t i = 0; i < n; i++) {
-        uint64_t ref = atomic_load_explicit(&segment->intent_log[i], memory_order_relaxed);
-        struct record_place place;
-        if (!unpack_ref(segment, ref, &place)) {
-            continue;
-        }
-        uint32_t committed = SHMBUS_COMMITTED;
-        atomic_compare_exchange_strong_explicit(&record_of(segment, &place)->state, &committed,
-                                                SHMBUS_RELEASED, memory_order_relaxed,
-                                                memory_order_relaxed);
-    }
-    atomic_store_explicit(&header->released[reason], base + n, memory_order_relaxed);
-    atomic_store_explicit(&header->intent_count, 0, memory_order_release);
-}
-
-/* Frees a run of several extents so that a death half way leaves none behind: the words that it is
- * freed from are in the log, and freeing from an exact word succeeds once only. */
-static void free_words(struct segment *segment, uint32_t first, uint32_t span) {
-    for (uint32_t i = span; i-- > 0;) {
-        extent_unlease(segment, first + i,
-                       atomic_load_explicit(&segment->intent_log[i], memory_order_relaxed));
-        FAILPOINT("free-half");
-    }
-    atomic_store_explicit(&segment->header->free_span, 0, memory_order_release);
-}
-
-static void replay_free(struct segment *segment) {
-    struct bus_header *header = segment->header;
-    uint32_t span = atomic_load_explicit(&header->free_span, memory_order_acquire);
-    uint32_t first = header->free_first;
-    if (span > SHMBUS_MAX_GROUP_SIZE || span > segment->extent_count ||
-        first > segment->extent_count - span) {
-        span = 0;
-    }
-    free_words(segment, first, span);
-}
-
-/* A mover that died left one copy, or two: of two the first one ends here, before anybody is given
- * the other, which may be acknowledged and gone when the first is come across. */
-static void replay_move(struct segment *segment) {
-    struct bus_header *header = segment->header;
-    struct record_place from, to;
-    /* SYNC: move-intended. */
-    uint64_t ref = atomic_load_explicit(&header->move_from, memory_order_acquire);
-    if (ref != 0 && unpack_ref(segment, ref - 1, &from) &&
-        unpack_ref(segment, header->move_to, &to)) {
-        const struct extent_desc *desc = &segment->extents[to.extent];
-        uint64_t word = atomic_load_explicit(&desc->word, memory_order_acquire);
-        if (link_generation(word) == header->move_generation &&
-            to.offset < atomic_load_explicit(&desc->used, memory_order_acquire)) {
-            uint32_t committed = SHMBUS_COMMITTED;
-            atomic_compare_exchange_strong_explicit(&record_of(segment, &from)->state, &committed,
-                                                    SHMBUS_RELEASED, memory_order_relaxed,
-                                                    memory_order_relaxed);
-        }
-    }
-    atomic_store_explicit(&header->move_from, 0, memory_order_release);
-}
-
-void reader_replay_intents(struct segment *segment) {
-    replay_release(segment);
-    replay_free(segment);
-    replay_move(segment);
-}
 
 static uint32_t notable(const struct reader *self) {
     return (self->segment->extent_count + NOTABLE_SHARE - 1) / NOTABLE_SHARE;
@@ -147,17 +25,7 @@ static void free_run(struct reader *self, uint32_t extent) {
     if (run->span == 1) {
         extent_unlease(segment, extent, word);
     } else {
-        atomic_store_explicit(&segment->intent_log[0], word, memory_order_relaxed);
-        for (uint32_t i = 1; i < run->span; i++) {
-            uint64_t tail =
-                atomic_load_explicit(&segment->extents[extent + i].word, memory_order_relaxed);
-            /* A tail that is not this slot's is none of ours: its word cannot match 0. */
-            tail = link_low(tail) == run->slot + 1 ? tail : 0;
-            atomic_store_explicit(&segment->intent_log[i], tail, memory_order_relaxed);
-        }
-        segment->header->free_first = extent;
-        atomic_store_explicit(&segment->header->free_span, run->span, memory_order_release);
-        free_words(segment, extent, run->span);
+        intent_log_free(segment, extent, run->span, word);
     }
     self->freed_unannounced += run->span;
     memset(run, 0, sizeof *run);
@@ -175,9 +43,9 @@ void reader_announce_space(struct reader *self) {
     }
 }
 
-/* A writable view pins its run until its producer's slot has been taken over: then the process has
- * ended, or has put private copies under its views. One that has closed its lane, and still holds
- * the slot's lock, may not have done so yet. */
+/* A writable view pins its run until its producer's slot has been taken over. Then the process has
+ * ended, or has put private copies under its views. A process that has closed its lane and still
+ * holds the slot's lock may not have done so yet. */
 static bool writer_keeps(const struct reader *self, uint32_t extent) {
     const struct extent_desc *desc = &self->segment->extents[extent];
     const struct producer_slot *owner = &self->segment->slots[self->runs[extent].slot];
@@ -195,6 +63,7 @@ static bool is_lent(const struct reader *self) {
     return atomic_load_explicit(&self->segment->header->lent, memory_order_relaxed) != 0;
 }
 
+/* For reader_tidy to free, once no view keeps it. */
 static void park(struct reader *self, uint32_t extent) {
     if (!self->runs[extent].parked) {
         self->runs[extent].parked = true;
@@ -203,8 +72,8 @@ static void park(struct reader *self, uint32_t extent) {
     }
 }
 
-/* An owner that has linked a run and not noted it yet, stopped there or dead, must not be left with
- * a note of a run that is freed: nobody could find the linked one any more. */
+/* An owner that has linked a run but not noted it, and is stopped or dead there, must not be left
+ * with a note of a freed run: the linked one could not be found any more. */
 static void note_successor(struct reader *self, uint32_t extent, uint64_t next) {
     const struct run_state *run = &self->runs[extent];
     _Atomic uint64_t *current = &self->segment->slots[run->slot].current;
@@ -218,7 +87,8 @@ static void note_successor(struct reader *self, uint32_t extent, uint64_t next) 
 
 static void unlink_and_free(struct reader *self, uint32_t extent) {
     const struct run_state *run = &self->runs[extent];
-    /* SYNC: run-linked. After this its owner cannot link to it: it has, or it will begin anew. */
+    /* SYNC: run-linked. After this its owner cannot link to it: it has, or it begins a new
+     * chain. */
     uint64_t next = link_make(run->generation, 0);
     bool ended = atomic_compare_exchange_strong_explicit(
         &self->segment->extents[extent].next, &next, link_make(run->generation, SHMBUS_LINK_END),
@@ -231,7 +101,7 @@ static void unlink_and_free(struct reader *self, uint32_t extent) {
     if (lane->extent == extent) {
         lane->extent = NO_EXTENT;
         if (!ended) {
-            reader_enter_run(self, lane, next);
+            lane_enter_run(self, lane, next);
         }
         lane->dirty = true;
     }
@@ -242,7 +112,7 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     if (!is_over(&self->runs[extent])) {
         return;
     }
-    /* On a bus that never lent nobody but its producer can have a view that this process has not. */
+    /* On a bus that never lent, only this process and the run's producer can have views of it. */
     if (is_lent(self) || writer_keeps(self, extent)) {
         park(self, extent);
     } else if (!self->runs[extent].parked) {
@@ -250,7 +120,7 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     }
 }
 
-/* The first of parked[from..to), which is in order, that is not below a lock's byte. */
+/* The first of parked[from..to), which is sorted, that is not below a lock's byte. */
 static uint32_t parked_at(const struct reader *self, uint32_t from, uint32_t to, int64_t byte) {
     while (from < to) {
         uint32_t middle = from + (to - from) / 2;
@@ -263,14 +133,14 @@ static uint32_t parked_at(const struct reader *self, uint32_t from, uint32_t to,
     return from;
 }
 
-/* Marks those of parked[from..to) that no borrower looks at. A borrower's views say so by a lock,
- * whoever leased it the group: it is taken while the record is still leased, so before its run was
- * parked. One question is enough for any number of runs, and two more for each lock between them. */
+/* Marks those of parked[from..to) that no borrower looks at. A borrower holds a lock for its views,
+ * which it took while the record was leased, so before its run was parked. One question is enough
+ * for any number of runs, and two more for each lock between them. */
 static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
     while (from < to) {
         int64_t start = SHMBUS_LOCK_VIEW + (int64_t)self->parked[from];
         int64_t bytes = (int64_t)self->parked[to - 1] - (int64_t)self->parked[from] + 1;
-        enum lock_status found = segment_lock_find(self->segment->fd, &start, &bytes);
+        enum lock_status found = file_lock_find(self->segment->fd, &start, &bytes);
         if (found == LOCK_TAKEN) {
             for (uint32_t i = from; i < to; i++) {
                 self->runs[self->parked[i]].unviewed = true;
@@ -281,7 +151,7 @@ static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
         }
         uint32_t before = parked_at(self, from, to, start);
         uint32_t behind = bytes == 0 ? to : parked_at(self, before, to, start + bytes);
-        /* The shorter side by recursion, so that it is never deep. */
+        /* Recursion takes the shorter side, so that it is never deep. */
         if (before - from < to - behind) {
             find_unviewed(self, from, before);
             from = behind;
@@ -319,7 +189,7 @@ void reader_tidy(struct reader *self) {
 }
 
 void reader_tidy_in_a_pause(struct reader *self) {
-    /* Where space is short, what a view kept a moment ago is worth another look. */
+    /* Where space is short, runs that a view kept are worth another check. */
     if (self->parked_new > 0 || atomic_load_explicit(&self->segment->header->space_wanted,
                                                      memory_order_relaxed) != 0) {
         reader_tidy(self);
@@ -344,7 +214,7 @@ void reader_let_go(struct reader *self, const struct record_ref *ref) {
     }
 }
 
-/* The mover's new run is the reader's own: nobody walks it, it is freed like any other. */
+/* The mover's new run is the reader's own: no cursor walks it, and it is freed like any other. */
 static void adopt_mover_run(struct reader *self) {
     uint32_t before = self->mover_run;
     self->mover_run = self->mover.extent;
@@ -378,18 +248,13 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
     memcpy((uint8_t *)to.record + 8, (const uint8_t *)from + 8, ref->bytes - 8);
     record_write_frame(to.record, &to.place, ref->bytes, to.record->producer_id,
                        mover->slot_index, to.record->flags | SHMBUS_FLAG_MOVED);
-    segment->header->move_to = pack_ref(&to.place);
-    segment->header->move_generation = to.place.generation;
-    /* SYNC: move-intended. From the publication on it is the other copy that counts. */
-    atomic_store_explicit(&segment->header->move_from, pack_ref(&ref->place) + 1,
-                          memory_order_release);
-    FAILPOINT("move-intended");
+    intent_log_begin_move(segment, &ref->place, &to.place);
     writer_publish_moved(mover, &to);
     FAILPOINT("move-published");
-    /* SYNC: record-moved. */
+    /* SYNC: record-moved. After the other copy is exposed: one of the two can always be read. */
     atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);
     FAILPOINT("move-ended");
-    atomic_store_explicit(&segment->header->move_from, 0, memory_order_release);
+    intent_log_end_move(segment);
     struct record_ref old = *ref;
     ref->place = to.place;
     reader_hold(self, ref);

@@ -32,13 +32,13 @@ struct segment {
     uint32_t extent_count;
     uint32_t max_producers;
     uint32_t max_span;     /* extents that one record may take */
-    uint64_t record_limit; /* bytes, header included */
+    uint64_t record_limit; /* bytes of the largest record, header included */
     uint64_t created_unix_ns;
     struct bus_header *header;
     struct producer_slot *slots; /* max_producers + 1; the last is the collector's */
     struct extent_desc *extents;
     _Atomic uint64_t *intent_log;
-    struct wanted_row *wanted;
+    struct retry_entry *retries; /* SHMBUS_RETRY_ENTRIES */
     uint8_t *data;
     uint32_t found_version; /* after SEGMENT_BAD_VERSION */
     uint32_t found_hash;
@@ -58,16 +58,18 @@ struct segment_geometry {
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
                   struct segment_geometry *plan);
 
-/* Extents of a new segment that are leased to its collector, which is yet to come: producers may fill
- * the bus before it does, and what it then has to move out of the way needs a place. */
+/* Extents of a new segment that are leased to its future collector: producers may fill the bus
+ * before it attaches, and what it then has to move out of the way needs a place. */
 static inline uint32_t segment_reserved(const struct segment *self) {
     return self->extent_count > 1 ? 1 : 0;
 }
 
-/* Both take fd over when they succeed. fd is of a new, empty file. Allocates and touches all of it, writes the tables, magic last. */
+/* Makes a segment of a new, empty file: allocates and touches all of it, and writes the tables, the
+ * magic last. Takes fd over when it succeeds. */
 enum segment_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);
-/* read_only: fd was opened so, and nothing is ever written through the mapping. */
+/* Maps a segment and checks it. read_only: fd was opened so, and nothing is ever written through
+ * the mapping. Takes fd over when it succeeds. */
 enum segment_status segment_open(struct segment *self, int fd, bool read_only);
 void segment_unmap(struct segment *self);
 
@@ -81,24 +83,5 @@ void segment_isolate(struct segment *self);
 static inline uint8_t *segment_extent(const struct segment *self, uint32_t extent) {
     return self->data + (uint64_t)extent * self->extent_bytes;
 }
-
-/* File locks as proof of life: the kernel drops them when the last copy of the description is
- * closed, which is when its process has ended and no thread of it can write any more. */
-enum lock_status { LOCK_TAKEN = 0, LOCK_HELD_ELSEWHERE, LOCK_ERROR };
-enum lock_status segment_lock(int fd, int64_t byte);
-void segment_unlock(int fd, int64_t byte);
-/* Whether somebody else's description holds the lock. */
-enum lock_status segment_lock_probe(int fd, int64_t byte);
-/* A lock that several may hold; a read-only description is enough for it. */
-enum lock_status segment_lock_shared(int fd, int64_t byte);
-/* The same for neighbours, in one system call: all of them, or none. */
-enum lock_status segment_lock_shared_range(int fd, int64_t start, int64_t bytes);
-void segment_unlock_range(int fd, int64_t start, int64_t bytes);
-/* The first lock of somebody else's found in [*start, *start + *bytes): LOCK_HELD_ELSEWHERE, with
- * its range. */
-enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes);
-/* Every byte at once: taken only where no description but this one holds any lock. */
-enum lock_status segment_lock_all(int fd);
-enum lock_status segment_lock_probe_all(int fd);
 
 #endif

@@ -11,7 +11,7 @@ import pytest
 from conftest import Spawner
 
 from bench import machine
-from bench.rows import Row, Target, table
+from bench.rows.row import Row, Target, table
 from bench.workload import GROUP_SIZE, Timed, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,9 +95,7 @@ def test_a_bad_command_line_is_refused_before_anything_is_measured(spawn: Spawne
 def test_a_verdict_follows_from_the_measured_value(
     sense: Any, value: float | None, met: bool | None
 ) -> None:
-    row = Row(
-        name="n", title="t", measured="m", value=value, target=Target(sense, 0.9, "of it")
-    )
+    row = Row(name="n", title="t", measured="m", value=value, target=Target(sense, 0.9, "of it"))
     assert row.met is met
     assert row.verdict == {True: "met", False: "NOT met", None: ""}[met]
     assert row.as_json()["met"] is met

@@ -1,8 +1,10 @@
-/* The ring between threads over one mapping: order, wrap, reservations, recovery, hostile tables. */
+/* The ring between threads over one mapping: order, wrap, reservations, recovery, bad tables. */
 #define _GNU_SOURCE
 #include <pthread.h>
 
+#include "ring/clock.h"
 #include "ring/doorbell.h"
+#include "ring/recovery.h"
 #include "support.h"
 
 enum { WRITERS = 3, RECORDS = 20000 };
@@ -114,7 +116,7 @@ static void every_record_arrives_once_in_order(uint64_t *random) {
         CHECK(producer < WRITERS + 4);
         check_record(&reader, &ref, next[producer]++);
         const struct record_ref *one = &ref;
-        reader_release(&reader, &one, 1, SHMBUS_ACKED);
+        intent_log_release(reader.segment, &one, 1, SHMBUS_ACKED);
         reader_let_go(&reader, &ref);
         got++;
     }
@@ -164,7 +166,7 @@ static void an_interrupted_release_is_finished(void) {
         CHECK(reader_next(&reader, &refs[i]) == 1);
     }
     const struct record_ref *pointers[3] = {&refs[0], &refs[1], &refs[2]};
-    reader_release(&reader, pointers, 3, SHMBUS_ACKED);
+    intent_log_release(reader.segment, pointers, 3, SHMBUS_ACKED);
     /* As death would leave it after the first record was marked. */
     for (int i = 1; i < 3; i++) {
         struct record_header *record =
@@ -218,7 +220,7 @@ static void an_interrupted_move_delivers_one_copy(void) {
 }
 
 /* A commit that death interrupted counts if, and only if, the record shows it. */
-static void an_interrupted_commit_is_counted_by_its_heir(void) {
+static void an_interrupted_commit_is_counted_by_its_successor(void) {
     struct segment segment;
     struct writer writer;
     int fd = memory_file();
@@ -232,21 +234,21 @@ static void an_interrupted_commit_is_counted_by_its_heir(void) {
     struct producer_slot *slot = &segment.slots[0];
     CHECK(atomic_load(&slot->committed) == 2);
     atomic_store(&slot->committed, 1); /* death before the count */
-    writer_take_over(&segment, 0);
+    recover_producer(&segment, 0);
     CHECK(atomic_load(&slot->committed) == 2);
     CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
     put(&writer, "prompt", 10, 3);
     uint64_t used = atomic_load(&segment.extents[writer.extent].used);
     atomic_store(&slot->committed, 2); /* death before the exposure */
     atomic_store(&segment.extents[writer.extent].used, used > 256 ? used - 256 : 0);
-    writer_take_over(&segment, 0);
+    recover_producer(&segment, 0);
     CHECK(atomic_load(&slot->committed) == 2);
     segment_unmap(&segment);
     close(writer_fd);
     close(segment.fd);
 }
 
-/* What a look at an idle bus costs follows from the producers that are there, not from the slots. */
+/* The cost of polling an idle bus follows from the producers on it, not from its slots. */
 static void lanes_without_a_producer_are_not_looked_at(void) {
     struct segment segment;
     struct writer writers[2];
@@ -299,7 +301,7 @@ static void scribbled_tables_neither_crash_nor_stall(uint64_t *random) {
             segment.base[from + next_random(random) % span] = (uint8_t)next_random(random);
             for (int i = 0; i < 100 && reader_next(&reader, &ref) == 1; i++) {
                 const struct record_ref *one = &ref;
-                reader_release(&reader, &one, 1, SHMBUS_ACKED);
+                intent_log_release(reader.segment, &one, 1, SHMBUS_ACKED);
                 reader_let_go(&reader, &ref);
             }
             if (edit % 50 == 0) {
@@ -326,7 +328,7 @@ int main(void) {
     every_record_arrives_once_in_order(&random);
     an_interrupted_release_is_finished();
     an_interrupted_move_delivers_one_copy();
-    an_interrupted_commit_is_counted_by_its_heir();
+    an_interrupted_commit_is_counted_by_its_successor();
     lanes_without_a_producer_are_not_looked_at();
     scribbled_tables_neither_crash_nor_stall(&random);
     puts("ring_test: passed");

@@ -1,4 +1,4 @@
-/* What the C tests share: checks that say where, a seed, a segment of one's own, records. */
+/* What the C tests share: checks that name their line, a seed, an anonymous segment, records. */
 #ifndef SHMBUS_TESTS_C_SUPPORT_H
 #define SHMBUS_TESTS_C_SUPPORT_H
 
@@ -10,7 +10,12 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "ring/attach.h"
+#include "ring/count.h"
+#include "ring/file_lock.h"
+#include "ring/intent_log.h"
 #include "ring/reader.h"
+#include "ring/reclaim.h"
 #include "ring/writer.h"
 
 #define CHECK(condition)                                                                         \

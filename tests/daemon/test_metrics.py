@@ -21,8 +21,9 @@ from operators import WORKER, cli, header_offset, put_group, write_at
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmbus
-from shmbus import limits
-from shmbus.daemon.metrics import MetricsServer, health
+from shmbus.daemon import http_server
+from shmbus.daemon.http_server import MAX_THREADS
+from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MetricsServer, health
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
@@ -97,7 +98,7 @@ def test_the_number_of_series_is_bounded_whatever_is_on_the_bus(
             put_group(producer, f"g{number}")
         found = scrape(server)
         slots = [key for key in found if key[0] == "shmbus_producer_committed_total"]
-        assert len(slots) == limits.METRICS_PRODUCERS + 1
+        assert len(slots) == MAX_SLOTS_LABELLED + 1
         assert found["shmbus_producer_committed_total", ("other",)] == 4 * 36
         assert sum(found[key] for key in slots) == 400
         assert len(found) < 200
@@ -135,7 +136,7 @@ def test_other_paths_and_methods_are_refused(bus_name: str, server: MetricsServe
 
 def test_silent_and_rude_clients_do_not_stop_a_scrape(bus_name: str, server: MetricsServer) -> None:
     address = (server.host, server.port)
-    silent = [socket.create_connection(address) for _ in range(limits.METRICS_THREADS - 1)]
+    silent = [socket.create_connection(address) for _ in range(MAX_THREADS - 1)]
     rude = socket.create_connection(address)
     rude.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000)
     rude.close()
@@ -171,7 +172,7 @@ def test_a_thousand_slow_clients_keep_nobody_from_being_answered(
 def test_a_client_that_sends_a_byte_now_and_then_has_the_time_of_one_request(
     bus_name: str, server: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "METRICS_REQUEST_S", 0.3)
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.3)
 
     def ended() -> bool:
         try:
@@ -187,7 +188,7 @@ def test_a_client_that_sends_a_byte_now_and_then_has_the_time_of_one_request(
 def test_a_client_that_reads_no_answer_has_the_time_of_one_request(
     bus_name: str, server: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "METRICS_REQUEST_S", 0.3)
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.3)
     with socket.create_connection((server.host, server.port)) as client:
         client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
         wait_until(lambda: not server._server._connections, what="the end of its connection")
@@ -249,7 +250,7 @@ def test_what_is_no_request_is_answered_with_what_was_expected(
 
 def test_too_long_a_request_is_told_so(bus_name: str, server: MetricsServer) -> None:
     with socket.create_connection((server.host, server.port), timeout=20) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 2 * limits.METRICS_REQUEST_BYTES)
+        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 2 * http_server.MAX_REQUEST_BYTES)
         assert client.recv(12) == b"HTTP/1.0 431"
 
 

@@ -1,4 +1,4 @@
-/* A collector over a segment into which anybody writes between its steps: it ends, stays inside,
+/* A collector over a segment that is scribbled over between its steps: it ends, stays in bounds,
  * and attaches again.
  *
  * Input: edits of 6 bytes: where (4), what (1), and what is done afterwards (1): nothing, a read,
@@ -68,7 +68,7 @@ static void act(struct reader *reader, uint8_t what) {
             if (what & 8 && reader_move(reader, &ref)) {
                 continue;
             }
-            reader_release(reader, &one, 1, SHMBUS_ACKED);
+            intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED);
             reader_let_go(reader, &ref);
         }
         break;

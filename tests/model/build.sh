@@ -3,7 +3,8 @@
 # usage: build.sh RING_DIRECTORY OUTPUT_DIRECTORY [FLAGS...]   (from the root of the checkout)
 #
 # The ring's files see hooks.h before anything else; segment.c, which does nothing between
-# processes but to lock, gets its locks from the model; the model itself is plain C.
+# processes but to lock, keeps the kernel's locks, and all others have the model's; the model itself
+# is plain C.
 set -eu
 ring=$1
 into=$2
@@ -19,13 +20,17 @@ compile() { # SOURCE FLAGS...
     # shellcheck disable=SC2086 # several words
     $cc $flags "$@" -c "$source" -o "$into/$(basename "$source" .c).o"
 }
-for name in attach doorbell extents reader reclaim record retry_table writer; do
+for name in attach clock count doorbell extents intent_log lane moved_set reader reclaim record \
+    recovery retry_table writer; do
     compile "$ring/$name.c" -include tests/model/hooks.h
 done
+kernel="-Dfile_lock_take=kernel_take -Dfile_lock_drop=kernel_drop"
 # shellcheck disable=SC2086
-compile "$ring/segment.c" $small -Dsegment_lock=kernel_lock -Dsegment_unlock=kernel_unlock
+compile "$ring/segment.c" $small $kernel
+# shellcheck disable=SC2086
+compile "$ring/file_lock.c" $kernel
 compile "$ring/checksum.c"
-for name in engine memory ghost ghost_wanted actors asking explore; do
+for name in engine memory ghost ghost_retry actors retries explore; do
     # shellcheck disable=SC2086
     compile "tests/model/$name.c" $small
 done

@@ -242,13 +242,13 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot_or_none(
 
 STOPPED = """
 import os, signal, sys
-from shmbus.store import parts, snapshot
-write = snapshot.write_file
+from shmbus.store import directory, snapshot
+write = directory.write_file
 def stopped(path, data):
     write(path, data)
     print("written", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
-snapshot.write_file = stopped
+directory.write_file = stopped
 snapshot.take(sys.argv[1], sys.argv[2])
 """
 

@@ -1,0 +1,179 @@
+/* Where the fields of trajectories lie (see field_lookup.h). */
+#include "python/batch/field_lookup.h"
+
+static bool field_error(const TrajectoryObject *t, PyObject *name, const char *expected,
+                        PyObject *got) {
+    if (got != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "trajectory %R[%S] of producer %llu: field %R: expected %s, got %S",
+                     t->instance_id, t->index, (unsigned long long)t->producer_id, name, expected,
+                     got);
+        Py_DECREF(got);
+    }
+    return false;
+}
+
+/* A batch's tokens are int64. */
+static bool check_range(const struct source *source, PyObject *name) {
+    const uint64_t *ids = (const uint64_t *)source->data[FIELD_TOKENS];
+    uint64_t at = gather_find_beyond_i64(ids, source->length);
+    return at == source->length ||
+           field_error(source->trajectory, name, "ids below 2**63",
+                       PyUnicode_FromFormat("%llu at token %llu", (unsigned long long)ids[at],
+                                            (unsigned long long)at));
+}
+
+/* A nan is not 0, so it would count as a token to be trained. */
+static bool check_mask(const struct source *source, PyObject *name) {
+    const void *mask = source->data[FIELD_MASK];
+    uint64_t n = source->length, at = n;
+    double found = 0;
+    if (source->kinds[FIELD_MASK] == ELEMENT_F32) {
+        at = gather_find_not_finite(mask, n);
+        found = at < n ? (double)((const float *)mask)[at] : 0;
+    } else if (source->kinds[FIELD_MASK] == ELEMENT_F64) {
+        at = gather_find_not_finite_f64(mask, n);
+        found = at < n ? ((const double *)mask)[at] : 0;
+    }
+    if (at == n) {
+        return true;
+    }
+    PyObject *value = PyFloat_FromDouble(found);
+    PyObject *got = value == NULL ? NULL
+                                  : PyUnicode_FromFormat("%S at token %llu", value,
+                                                         (unsigned long long)at);
+    Py_XDECREF(value);
+    return field_error(source->trajectory, name, "finite numbers", got);
+}
+
+bool py_check_payload(const struct source *source, PyObject *const *names) {
+    return (source->kinds[FIELD_TOKENS] != ELEMENT_U64 ||
+            check_range(source, names[FIELD_TOKENS])) &&
+           (source->data[FIELD_MASK] == NULL || check_mask(source, names[FIELD_MASK]));
+}
+
+/* Where the names stand in a schema, and whether its dtypes can be packed. */
+static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const *names) {
+    lookup->schema = NULL;
+    lookup->signature = 0;
+    for (int f = 0; f < FIELDS; f++) {
+        int at = names[f] == Py_None ? -1 : py_schema_find(t->schema, names[f]);
+        lookup->shape_at[f] = NO_FIELD;
+        lookup->signature = lookup->signature << 8 | 0xff;
+        if (at < 0) {
+            if (f == FIELD_TOKENS) {
+                return field_error(t, names[f], "an integer array of one dimension",
+                                   PyUnicode_FromFormat(
+                                       "none among %R; put it, or say its name by fields=",
+                                       t->schema->names));
+            }
+            continue;
+        }
+        if (py_schema_dtype(t->schema, at) == NULL) {
+            return false;
+        }
+        uint8_t kind = lookup->kinds[f] = t->schema->kinds[at];
+        bool numeric = f == FIELD_TOKENS ? kind <= ELEMENT_U64
+                       : f == FIELD_MASK ? kind <= ELEMENT_F64
+                                         : kind == ELEMENT_F32 || kind == ELEMENT_F64;
+        if (!numeric) {
+            return field_error(t, names[f],
+                               f == FIELD_TOKENS ? "an integer dtype"
+                               : f == FIELD_MASK ? "a boolean or numeric dtype"
+                                                 : "float32 or float64",
+                               Py_NewRef((PyObject *)t->schema->dtypes[at]));
+        }
+        if (t->schema->ndim[at] != 1) {
+            return field_error(t, names[f], "one dimension",
+                               PyLong_FromLong(t->schema->ndim[at]));
+        }
+        lookup->shape_at[f] = t->schema->shape_at[at];
+        lookup->signature ^= 0xffu ^ kind;
+    }
+    bool masked = lookup->shape_at[FIELD_MASK] != NO_FIELD;
+    lookup->to_check = lookup->kinds[FIELD_TOKENS] == ELEMENT_U64 ||
+                       (masked && (lookup->kinds[FIELD_MASK] == ELEMENT_F32 ||
+                                   lookup->kinds[FIELD_MASK] == ELEMENT_F64));
+    lookup->schema = t->schema;
+    return true;
+}
+
+bool py_length_error(const struct source *source, uint64_t length, PyObject *name) {
+    return field_error(source->trajectory, name, "as many elements as tokens",
+                       PyUnicode_FromFormat("%llu, tokens has %llu", (unsigned long long)length,
+                                            (unsigned long long)source->length));
+}
+
+bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names) {
+    if (!Py_IS_TYPE(item, &TrajectoryType)) {
+        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
+                     Py_TYPE(item)->tp_name);
+        return false;
+    }
+    TrajectoryObject *t = (TrajectoryObject *)item;
+    /* A dtype that is met for the first time is made by Python code, which may drop anything. */
+    Py_INCREF(t);
+    bool good = py_trajectory_readable(t) &&
+                (lookup->schema == t->schema ||
+                 (look_up(lookup, t, names) && py_trajectory_readable(t)));
+    if (good && lookup->holder != t->holder) {
+        py_holder_note_packing(t->holder);
+    }
+    lookup->holder = good ? t->holder : NULL;
+    Py_DECREF(t);
+    return good;
+}
+
+/* Thousands of trajectories are in no near cache, and each is read for a moment only. */
+#define AHEAD 6
+
+void py_prefetch_trajectory(const PyObject *item) {
+    for (size_t at = 0; at < offsetof(TrajectoryObject, pin); at += SHMBUS_RECORD_ALIGN) {
+        __builtin_prefetch((const char *)item + at);
+    }
+}
+
+bool py_find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
+    struct lookup lookup = {.schema = NULL};
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) {
+            py_prefetch_trajectory(PyList_GET_ITEM(items, i + AHEAD));
+        }
+        if (!py_find_source(&lookup, PyList_GET_ITEM(items, i), names, &sources[i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool py_batch_fits(uint64_t tokens) {
+    if (tokens > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError,
+                     "a batch of %llu tokens is more than int32 cu_seqlens can index; lower "
+                     "tokens_per_batch",
+                     (unsigned long long)tokens);
+    }
+    return tokens <= INT32_MAX;
+}
+
+/* mapping_of(trajectory) -> (address, bytes) of the mapping that it lies in. */
+static PyObject *py_mapping_of(PyObject *module, PyObject *item) {
+    (void)module;
+    if (!Py_IS_TYPE(item, &TrajectoryType)) {
+        return PyErr_Format(PyExc_TypeError, "expected a trajectory, got %.100s",
+                            Py_TYPE(item)->tp_name);
+    }
+    const SegmentObject *segment = ((TrajectoryObject *)item)->holder->segment;
+    return Py_BuildValue("KK", (unsigned long long)(uintptr_t)segment->c.base,
+                         (unsigned long long)segment->c.bytes);
+}
+
+static PyMethodDef functions[] = {
+    {"mapping_of", py_mapping_of, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_field_lookup_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
+}

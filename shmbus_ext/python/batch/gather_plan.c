@@ -1,0 +1,422 @@
+/* The table that a kernel gathers a batch by, in one pass over the trajectories of its groups: they
+ * lie in no near cache, and the way to them is most of what planning costs.
+ *
+ * Invariants:
+ * - Nothing here copies a payload or holds space: addresses are good for as long as the
+ *   trajectories are leased, which the caller sees to.
+ * - Nothing is written behind the end of the caller's memory. */
+#include "python/batch/gather_plan.h"
+
+#include <string.h>
+
+#include "python/batch/arrays.h"
+#include "python/batch/baseline_functions.h"
+#include "python/batch/field_lookup.h"
+#include "python/batch/meta_search.h"
+#include "python/group/group_object.h"
+
+/* The table, in one block of bytes; each part begins on a cache line:
+ *
+ *   found     int32 [2]: what the kernel tells; 0 here
+ *   borders   int32 [S + 1]: where each sequence begins in the batch
+ *   versions  int64 [S], sizes int64 [G], scores float32 [S]
+ *   chunks    int64 [C, CHUNK_WORDS], a line each: chunk_tokens tokens of a sequence, or its rest
+ *
+ * A chunk says all that a kernel needs to move it, since each further read would be another way to
+ * the host and back. Chunks of sequences that have the same fields, of the same dtypes, lie behind
+ * each other. What lies between `found` and the chunks goes to the batch as it is. */
+enum {
+    CHUNK_ADDRESSES = 0,  /* of each field, at the chunk's first token; 0 where there is none */
+    CHUNK_START = FIELDS, /* in the batch */
+    CHUNK_SPAN,           /* int32 [2]: first token of the sequence, and how many */
+    CHUNK_ORDERS,         /* int32 flags, float32 advantage */
+    CHUNK_SIGNATURE,      /* which fields, of which kinds: by which chunks are ordered */
+    CHUNK_WORDS,
+};
+#define CHUNK_BYTES (CHUNK_WORDS * sizeof(int64_t))
+_Static_assert(CHUNK_BYTES == SHMBUS_RECORD_ALIGN, "a chunk is a cache line");
+
+struct table {
+    uint64_t found_at, borders_at, versions_at, sizes_at, scores_at, chunks_at;
+};
+
+/* What a group has, borrowed from it, and how many when it was counted. */
+struct members {
+    PyObject *samples;
+    int64_t size;
+};
+
+struct plan {
+    /* What was asked for. */
+    PyObject *names[FIELDS], *words;
+    uint8_t *memory;
+    uint64_t room, chunk_tokens;
+    int64_t shift;
+    const float *advantages; /* NULL where the rule gives them */
+    struct baseline rule;
+    const uint8_t *flags; /* NULL where all are 0 */
+    /* Where it stands. */
+    struct lookup lookup;
+    const SegmentObject *segment;
+    struct table table;
+    struct members *members; /* of each group */
+    uint64_t groups, sequences, done; /* sequences: of all groups; done: those that were met */
+    uint64_t tokens, longest, chunks;
+    uint32_t signature; /* of the first trajectory */
+    bool mixed, scores_fit;
+    double *scores, *gains; /* of one group */
+    PyObject *ids, *mentions, *launches;
+};
+
+static uint64_t after(uint64_t at, uint64_t count, size_t size) {
+    return shmbus_align_up(at + count * size, SHMBUS_RECORD_ALIGN);
+}
+
+static struct table lay_table(uint64_t sequences, uint64_t groups) {
+    struct table table = {.found_at = 0};
+    table.borders_at = after(table.found_at, 2, sizeof(int32_t));
+    table.versions_at = after(table.borders_at, sequences + 1, sizeof(int32_t));
+    table.sizes_at = after(table.versions_at, sequences, sizeof(int64_t));
+    table.scores_at = after(table.sizes_at, groups, sizeof(int64_t));
+    table.chunks_at = after(table.scores_at, sequences, sizeof(float));
+    return table;
+}
+
+static bool facts_fit(const struct plan *self) {
+    return self->room >= self->table.chunks_at;
+}
+
+static uint64_t table_bytes(const struct plan *self) {
+    return self->table.chunks_at + self->chunks * CHUNK_BYTES;
+}
+
+static void write_facts(const struct plan *self, const TrajectoryObject *t) {
+    if (facts_fit(self)) {
+        uint8_t *memory = self->memory;
+        ((int32_t *)(memory + self->table.borders_at))[self->done] = (int32_t)self->tokens;
+        ((int64_t *)(memory + self->table.versions_at))[self->done] = t->policy_version;
+        ((float *)(memory + self->table.scores_at))[self->done] = (float)t->score;
+    }
+}
+
+static const uint8_t element_bytes[] = {
+    [ELEMENT_BOOL] = 1, [ELEMENT_I8] = 1,  [ELEMENT_U8] = 1,  [ELEMENT_I16] = 2,
+    [ELEMENT_U16] = 2,  [ELEMENT_I32] = 4, [ELEMENT_U32] = 4, [ELEMENT_I64] = 8,
+    [ELEMENT_U64] = 8,  [ELEMENT_F32] = 4, [ELEMENT_F64] = 8,
+};
+
+static int64_t *chunks_of(const struct plan *self) {
+    return (int64_t *)(self->memory + self->table.chunks_at);
+}
+
+/* One by one: read back as a whole, two halves that were just written would have to be waited
+ * for. */
+static void put_halves(int64_t *word, const void *first, const void *second) {
+    memcpy(word, first, sizeof(int32_t));
+    memcpy((uint8_t *)word + sizeof(int32_t), second, sizeof(int32_t));
+}
+
+/* Cut one sequence into chunks; those that find no room are counted. */
+static void cut(struct plan *self, const struct source *source, float advantage) {
+    int64_t address[FIELDS], step[FIELDS];
+    for (int f = 0; f < FIELDS; f++) {
+        bool there = source->data[f] != NULL;
+        address[f] = there ? (int64_t)(uintptr_t)source->data[f] + self->shift : 0;
+        step[f] = there ? (int64_t)self->chunk_tokens * element_bytes[source->kinds[f]] : 0;
+    }
+    const int32_t flags = self->flags == NULL ? 0 : self->flags[self->done];
+    const uint64_t n = source->length, most = self->chunk_tokens, start = self->tokens;
+    const int64_t signature = (int64_t)self->lookup.signature;
+    int64_t *chunk = chunks_of(self) + self->chunks * CHUNK_WORDS;
+    for (uint64_t first = 0; first < n; first += most) {
+        self->chunks++;
+        if (table_bytes(self) > self->room) {
+            continue;
+        }
+        for (int f = 0; f < FIELDS; f++) {
+            chunk[CHUNK_ADDRESSES + f] = address[f];
+            address[f] += step[f];
+        }
+        chunk[CHUNK_START] = (int64_t)(start + first);
+        const int32_t from = (int32_t)first, count = (int32_t)(n - first < most ? n - first : most);
+        put_halves(&chunk[CHUNK_SPAN], &from, &count);
+        put_halves(&chunk[CHUNK_ORDERS], &flags, &advantage);
+        chunk[CHUNK_SIGNATURE] = signature;
+        chunk += CHUNK_WORDS;
+    }
+    self->mixed |= self->lookup.signature != self->signature;
+}
+
+/* Whether all lie in one mapping; the device reads no other. */
+static bool in_one_mapping(struct plan *self, const TrajectoryObject *t) {
+    const SegmentObject *segment = t->holder->segment;
+    self->segment = self->segment == NULL ? segment : self->segment;
+    if (self->segment != segment) {
+        PyErr_SetString(PyExc_ValueError,
+                        "plan_gather: expected trajectories of one Consumer, got several's");
+    }
+    return self->segment == segment;
+}
+
+static bool plan_sample(struct plan *self, PyObject *item, double gain) {
+    struct source source;
+    if (!py_find_source(&self->lookup, item, self->names, &source)) {
+        return false;
+    }
+    TrajectoryObject *t = source.trajectory;
+    if (!in_one_mapping(self, t) || !py_batch_fits(self->tokens + source.length) ||
+        (t->meta_bytes > 0 && py_meta_mentions(t, self->words) &&
+         !py_append_number(self->mentions, (Py_ssize_t)self->done))) {
+        return false;
+    }
+    self->signature = self->done == 0 ? self->lookup.signature : self->signature;
+    write_facts(self, t);
+    cut(self, &source, self->advantages == NULL ? (float)gain : self->advantages[self->done]);
+    PyList_SET_ITEM(self->ids, (Py_ssize_t)self->done, Py_NewRef(t->instance_id));
+    self->tokens += source.length;
+    self->longest = source.length > self->longest ? source.length : self->longest;
+    self->done++;
+    return true;
+}
+
+/* Only Python code that finding a field runs could have done that. */
+static bool still(bool unchanged) {
+    if (!unchanged) {
+        PyErr_SetString(PyExc_RuntimeError, "plan_gather: groups changed while they were read");
+    }
+    return unchanged;
+}
+
+/* Scores of a group, and what the rule makes of them. */
+static bool compare(struct plan *self, PyObject *samples, Py_ssize_t size) {
+    for (Py_ssize_t i = 0; i < size; i++) {
+        PyObject *item = PyList_GET_ITEM(samples, i);
+        if (!Py_IS_TYPE(item, &TrajectoryType)) {
+            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
+                         Py_TYPE(item)->tp_name);
+            return false;
+        }
+        self->scores[i] = ((const TrajectoryObject *)item)->score;
+    }
+    if (self->advantages == NULL) {
+        self->scores_fit &= baseline_scores_fit(self->scores, (uint64_t)size);
+        baseline_apply(self->scores, (uint64_t)size, &self->rule, self->gains);
+    }
+    return true;
+}
+
+/* What the group after the next is made of, and the trajectories of the next. */
+static void look_ahead(const struct plan *self, uint64_t from) {
+    if (from + 2 < self->groups) {
+        __builtin_prefetch(((PyListObject *)self->members[from + 2].samples)->ob_item);
+    }
+    if (from + 1 < self->groups) {
+        PyObject *samples = self->members[from + 1].samples;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(samples); i++) {
+            py_prefetch_trajectory(PyList_GET_ITEM(samples, i));
+        }
+    }
+}
+
+static void write_sizes(const struct plan *self) {
+    if (facts_fit(self)) {
+        int64_t *sizes = (int64_t *)(self->memory + self->table.sizes_at);
+        for (uint64_t i = 0; i < self->groups; i++) {
+            sizes[i] = self->members[i].size;
+        }
+        memset(self->memory + self->table.found_at, 0, self->table.borders_at);
+        ((int32_t *)(self->memory + self->table.borders_at))[self->done] = (int32_t)self->tokens;
+    }
+}
+
+static bool plan_groups(struct plan *self) {
+    for (uint64_t number = 0; number < self->groups; number++) {
+        PyObject *samples = self->members[number].samples;
+        Py_ssize_t size = (Py_ssize_t)self->members[number].size;
+        look_ahead(self, number);
+        if (!still(PyList_GET_SIZE(samples) == size) || !compare(self, samples, size)) {
+            return false;
+        }
+        for (Py_ssize_t i = 0; i < size; i++) {
+            if (!still(i < PyList_GET_SIZE(samples)) ||
+                !plan_sample(self, PyList_GET_ITEM(samples, i), self->gains[i])) {
+                return false;
+            }
+        }
+    }
+    write_sizes(self);
+    return true;
+}
+
+/* (first chunk, chunks, (kind of each field, -1 where there is none)), one for each signature. */
+static bool add_launch(PyObject *launches, uint64_t first, uint64_t chunks, uint64_t word) {
+    int kinds[FIELDS];
+    for (int f = FIELDS - 1; f >= 0; f--, word >>= 8) {
+        kinds[f] = (word & 0xff) == 0xff ? -1 : (int)(word & 0xff);
+    }
+    PyObject *launch =
+        Py_BuildValue("(KK(iiii))", (unsigned long long)first, (unsigned long long)chunks,
+                      kinds[0], kinds[1], kinds[2], kinds[3]);
+    bool added = launch != NULL && PyList_Append(launches, launch) == 0;
+    Py_XDECREF(launch);
+    return added;
+}
+
+/* Chunks of the first signature, then of the next one that was met, ...; each in its order. */
+static bool put_in_order(struct plan *self) {
+    int64_t *chunks = chunks_of(self), *rest = PyMem_Malloc(self->chunks * CHUNK_BYTES);
+    if (rest == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    uint64_t sorted = 0;
+    bool good = true;
+    for (uint64_t left = self->chunks; good && left > 0;) {
+        int64_t *first = chunks + sorted * CHUNK_WORDS;
+        int64_t signature = first[CHUNK_SIGNATURE];
+        uint64_t same = 0, other = 0;
+        for (uint64_t i = 0; i < left; i++) {
+            int64_t *chunk = first + i * CHUNK_WORDS;
+            int64_t *to = chunk[CHUNK_SIGNATURE] == signature ? first + same++ * CHUNK_WORDS
+                                                              : rest + other++ * CHUNK_WORDS;
+            memmove(to, chunk, CHUNK_BYTES);
+        }
+        memcpy(first + same * CHUNK_WORDS, rest, other * CHUNK_BYTES);
+        good = add_launch(self->launches, sorted, same, (uint64_t)signature);
+        sorted += same;
+        left = other;
+    }
+    PyMem_Free(rest);
+    return good;
+}
+
+static bool make_launches(struct plan *self) {
+    if (self->chunks == 0 || table_bytes(self) > self->room) {
+        return true;
+    }
+    return self->mixed ? put_in_order(self)
+                       : add_launch(self->launches, 0, self->chunks,
+                                    (uint64_t)chunks_of(self)[CHUNK_SIGNATURE]);
+}
+
+/* What the groups have, and room for what is needed of the largest; false with an exception. */
+static bool count_sequences(struct plan *self, PyObject *groups) {
+    int64_t largest = 1;
+    self->members = PyMem_Malloc((self->groups + 1) * sizeof *self->members);
+    for (uint64_t i = 0; self->members != NULL && i < self->groups; i++) {
+        PyObject *samples = py_group_samples(PyTuple_GET_ITEM(groups, (Py_ssize_t)i));
+        if (samples == NULL) {
+            return false;
+        }
+        int64_t size = PyList_GET_SIZE(samples);
+        self->members[i] = (struct members){samples, size};
+        self->sequences += (uint64_t)size;
+        largest = size > largest ? size : largest;
+    }
+    self->scores = PyMem_Calloc((size_t)largest * 2, sizeof *self->scores);
+    if (self->members == NULL || self->scores == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    self->gains = self->scores + largest;
+    if (self->sequences == 0) {
+        PyErr_SetString(PyExc_ValueError, "plan_gather: expected at least one trajectory");
+    }
+    return self->sequences > 0;
+}
+
+/* An array, or (kind, bessel, eps). */
+static bool read_advantages(struct plan *self, PyObject *object) {
+    if (!PyTuple_Check(object)) {
+        return py_check_array(object, "advantages", NPY_FLOAT32, self->sequences, false,
+                              &self->advantages);
+    }
+    return py_baseline_of_tuple(object, &self->rule);
+}
+
+static PyObject *make_result(const struct plan *self) {
+    const struct table *t = &self->table;
+    const unsigned long long facts[] = {table_bytes(self), self->tokens,   self->longest,
+                                        t->found_at,       t->borders_at,  t->versions_at,
+                                        t->sizes_at,       t->scores_at,   t->chunks_at};
+    return Py_BuildValue("KKKKKKKKKOOOO", facts[0], facts[1], facts[2], facts[3], facts[4],
+                         facts[5], facts[6], facts[7], facts[8], self->launches, self->ids,
+                         self->mentions, self->scores_fit ? Py_True : Py_False);
+}
+
+/* All that was asked for is in self, but for what goes by sequence. */
+static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advantages,
+                          PyObject *flags) {
+    PyObject *result = NULL;
+    if (count_sequences(self, groups) && read_advantages(self, advantages) &&
+        (flags == Py_None ||
+         py_check_array(flags, "flags", NPY_UINT8, self->sequences, false, &self->flags))) {
+        self->table = lay_table(self->sequences, self->groups);
+        self->ids = PyList_New((Py_ssize_t)self->sequences);
+        self->mentions = PyList_New(0);
+        self->launches = PyList_New(0);
+        if (self->ids != NULL && self->mentions != NULL && self->launches != NULL &&
+            plan_groups(self) && make_launches(self)) {
+            result = make_result(self);
+        }
+        Py_CLEAR(self->ids);
+        Py_CLEAR(self->mentions);
+        Py_CLEAR(self->launches);
+    }
+    PyMem_Free(self->members);
+    PyMem_Free(self->scores);
+    return result;
+}
+
+/* plan_gather(groups, names, memory uint8 [n], shift, chunk_tokens, advantages float32 [S] or
+ * (kind, bessel, eps), flags uint8 [S] or None, words) -> (bytes, tokens, longest, found_at,
+ * borders_at, versions_at, sizes_at, scores_at, chunks_at, launches, instance_ids, mentions,
+ * scores_fit): the table, with all addresses shifted; where the memory is less than bytes, there
+ * are no launches, and what is in it is arbitrary. */
+static PyObject *py_plan_gather(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *groups, *memory, *advantages, *flags;
+    long long shift;
+    unsigned int chunk_tokens;
+    struct plan self = {.scores_fit = true};
+    if (!PyArg_ParseTuple(args, "O!(OOOO)OLIOOO", &PyTuple_Type, &groups, &self.names[0],
+                          &self.names[1], &self.names[2], &self.names[3], &memory, &shift,
+                          &chunk_tokens, &advantages, &flags, &self.words) ||
+        !py_check_words(self.words)) {
+        return NULL;
+    }
+    self.room = py_array_elements(memory);
+    if (!py_check_array(memory, "memory", NPY_UINT8, self.room, true, &self.memory)) {
+        return NULL;
+    }
+    if (chunk_tokens == 0 || (uintptr_t)self.memory % sizeof(int64_t) != 0) {
+        PyErr_SetString(PyExc_ValueError, "plan_gather: expected chunks of 1 token or more, and "
+                                          "memory on a word's border");
+        return NULL;
+    }
+    self.shift = shift;
+    self.chunk_tokens = chunk_tokens;
+    self.groups = (uint64_t)PyTuple_GET_SIZE(groups);
+    return plan_all(&self, groups, advantages, flags);
+}
+
+static PyMethodDef functions[] = {
+    {"plan_gather", py_plan_gather, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* What a kind in the table is to numpy, by its number. */
+static PyObject *kind_names(void) {
+    return Py_BuildValue("(sssssssssss)", "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4",
+                         "f8");
+}
+_Static_assert(ELEMENT_BOOL == 0 && ELEMENT_U64 == 8 && ELEMENT_F32 == 9 && ELEMENT_F64 == 10,
+               "kind_names has them in this order");
+
+bool py_gather_plan_add_functions(PyObject *module) {
+    PyObject *names = kind_names();
+    bool added = names != NULL && PyModule_AddObjectRef(module, "ELEMENT_KINDS", names) == 0 &&
+                 PyModule_AddIntMacro(module, CHUNK_WORDS) == 0;
+    Py_XDECREF(names);
+    return added && PyModule_AddFunctions(module, functions) == 0;
+}

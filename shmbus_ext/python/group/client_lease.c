@@ -1,0 +1,155 @@
+/* ClientLease: one group that a daemon leased to this process. Places and identities: how
+ * trajectories are named between the two, without Python work for each.
+ *
+ * Invariant: the refs of a lease lie in its borrower's segment; what is there is another matter. */
+#include "python/group/client_lease.h"
+
+static struct {
+    PyObject *number, *size, *places;
+} word;
+
+/* False for what does not lie in the segment. */
+static bool parse_place(const struct segment *segment, const char *bytes, struct record_ref *ref) {
+    struct wire_place place;
+    memcpy(&place, bytes, sizeof place);
+    *ref = (struct record_ref){{place.extent, place.generation, place.offset}, place.bytes};
+    return place.extent < segment->extent_count && place.offset % SHMBUS_RECORD_ALIGN == 0 &&
+           place.bytes >= sizeof(struct record_header) && place.bytes <= segment->record_limit &&
+           place.offset <= segment->record_limit - place.bytes &&
+           place.offset + place.bytes <=
+               (segment->extent_count - place.extent) * segment->extent_bytes;
+}
+
+static ClientLeaseObject *lease_of_places(HolderObject *borrower, PyObject *places) {
+    char *bytes;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(places, &bytes, &size) < 0) {
+        return NULL;
+    }
+    Py_ssize_t each = (Py_ssize_t)sizeof(struct wire_place), count = size / each;
+    if (count == 0 || size % each != 0 || count > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
+        return NULL;
+    }
+    ClientLeaseObject *self = PyObject_NewVar(ClientLeaseObject, &ClientLeaseType, count);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->borrower = (HolderObject *)Py_NewRef((PyObject *)borrower);
+    self->key = self->samples = NULL;
+    self->reason = LEASE_HELD;
+    self->lost = self->locked = false;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!parse_place(&borrower->segment->c, bytes + i * each, &self->refs[i])) {
+            Py_DECREF(self);
+            return NULL;
+        }
+    }
+    return self;
+}
+
+ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted, long long step) {
+    PyObject *number = PyObject_GetAttr(granted, word.number);
+    PyObject *size = number == NULL ? NULL : PyObject_GetAttr(granted, word.size);
+    PyObject *places = size == NULL ? NULL : PyObject_GetAttr(granted, word.places);
+    ClientLeaseObject *self = places == NULL ? NULL : lease_of_places(borrower, places);
+    if (self != NULL) {
+        self->step = step;
+        self->number = PyLong_AsLongLong(number);
+        self->size = (unsigned int)PyLong_AsUnsignedLong(size);
+        if (PyErr_Occurred()) {
+            Py_CLEAR(self);
+        }
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(size);
+    Py_XDECREF(places);
+    return self;
+}
+
+static void py_client_lease_dealloc(ClientLeaseObject *self) {
+    Py_XDECREF(self->key);
+    Py_XDECREF(self->samples);
+    Py_DECREF(self->borrower);
+    PyObject_Free(self);
+}
+
+static PyMemberDef client_lease_members[] = {
+    {"key", T_OBJECT_EX, offsetof(ClientLeaseObject, key), READONLY, "Its samples' key."},
+    {"samples", T_OBJECT_EX, offsetof(ClientLeaseObject, samples), READONLY,
+     "By index. Not to be changed."},
+    {"number", T_LONGLONG, offsetof(ClientLeaseObject, number), 0, "The daemon's."},
+    {"step", T_LONGLONG, offsetof(ClientLeaseObject, step), READONLY, "Of the ranks, or -1."},
+    {"size", T_UINT, offsetof(ClientLeaseObject, size), READONLY, "Samples of a complete group."},
+    {"reason", T_INT, offsetof(ClientLeaseObject, reason), READONLY,
+     "How it was ended; -1 while held."},
+    {"lost", T_BOOL, offsetof(ClientLeaseObject, lost), 0, "Whether another may have it now."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject ClientLeaseType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ClientLease",
+    .tp_basicsize = sizeof(ClientLeaseObject),
+    .tp_itemsize = sizeof(struct record_ref),
+    .tp_dealloc = (destructor)py_client_lease_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_members = client_lease_members,
+};
+
+static PyObject *pack_each(PyObject *items, size_t each,
+                           void (*pack)(const TrajectoryObject *t, char *to)) {
+    if (!PyList_Check(items)) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of trajectories");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)each);
+    for (Py_ssize_t i = 0; packed != NULL && i < count; i++) {
+        PyObject *item = PyList_GET_ITEM(items, i);
+        if (!Py_IS_TYPE(item, &TrajectoryType)) {
+            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
+                         Py_TYPE(item)->tp_name);
+            Py_CLEAR(packed);
+        } else {
+            pack((const TrajectoryObject *)item, PyBytes_AS_STRING(packed) + (size_t)i * each);
+        }
+    }
+    return packed;
+}
+
+static void pack_place(const TrajectoryObject *t, char *to) {
+    struct wire_place place = {t->ref.place.extent, t->ref.place.generation, t->ref.place.offset,
+                               t->ref.bytes};
+    memcpy(to, &place, sizeof place);
+}
+
+static void pack_identity(const TrajectoryObject *t, char *to) {
+    uint64_t identity[2] = {t->producer_id, t->sequence};
+    memcpy(to, identity, sizeof identity);
+}
+
+/* places(trajectories) -> bytes, PLACE_BYTES each. */
+static PyObject *py_places(PyObject *module, PyObject *items) {
+    (void)module;
+    return pack_each(items, sizeof(struct wire_place), pack_place);
+}
+
+/* identities(trajectories) -> bytes: producer_id and sequence, two native u64 each. */
+static PyObject *py_identities(PyObject *module, PyObject *items) {
+    (void)module;
+    return pack_each(items, 2 * sizeof(uint64_t), pack_identity);
+}
+
+static PyMethodDef functions[] = {
+    {"places", py_places, METH_O, NULL},
+    {"identities", py_identities, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_client_lease_add_functions(PyObject *module) {
+    const struct word_note words[] = {
+        {&word.number, "number"},
+        {&word.size, "size"},
+        {&word.places, "places"},
+    };
+    return INTERN_WORDS(words) && PyModule_AddFunctions(module, functions) == 0;
+}

@@ -1,0 +1,314 @@
+/* GroupBase: what shmbus.Group is made of: the samples of one lease, for reading.
+ *
+ * It is in C since a trainer makes one a group and reads it a sample at a time.
+ *
+ * Invariant: `samples` is the lease's own list, which is never changed: what the caller does to
+ * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
+#include "python/group/group_object.h"
+
+#include "python/group/client_lease.h"
+#include "python/group/group_lists.h"
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *consumer;
+    PyObject *lease;
+    PyObject *key;
+    PyObject *samples;
+    PyObject *trajectories; /* NULL until it is asked for */
+    PyObject *state;
+    unsigned int size;
+    bool seen; /* the caller has looked at it */
+} GroupObject;
+
+static struct {
+    PyObject *key, *samples, *size, *leased;
+} word;
+
+/* What the group says of its lease: a GroupEntry, or any object with the same attributes. */
+static bool read_lease(GroupObject *self, PyObject *lease) {
+    if (Py_IS_TYPE(lease, &GroupEntryType)) {
+        const GroupEntryObject *entry = (const GroupEntryObject *)lease;
+        self->key = Py_NewRef(entry->key);
+        self->samples = Py_NewRef(entry->samples);
+        self->size = entry->size;
+        return true;
+    }
+    if (Py_IS_TYPE(lease, &ClientLeaseType)) {
+        const ClientLeaseObject *own = (const ClientLeaseObject *)lease;
+        self->key = Py_XNewRef(own->key);
+        self->samples = Py_XNewRef(own->samples);
+        self->size = own->size;
+        return self->samples != NULL;
+    }
+    self->key = PyObject_GetAttr(lease, word.key);
+    self->samples = PyObject_GetAttr(lease, word.samples);
+    PyObject *size = PyObject_GetAttr(lease, word.size);
+    if (self->key == NULL || self->samples == NULL || size == NULL) {
+        Py_XDECREF(size);
+        return false;
+    }
+    self->size = (unsigned int)PyLong_AsUnsignedLong(size);
+    Py_DECREF(size);
+    if (!PyErr_Occurred() && !PyList_Check(self->samples)) {
+        PyErr_Format(PyExc_TypeError, "samples: expected a list, got %.100s",
+                     Py_TYPE(self->samples)->tp_name);
+    }
+    return !PyErr_Occurred();
+}
+
+PyObject *py_group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease) {
+    GroupObject *self = (GroupObject *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->consumer = Py_NewRef(consumer);
+    self->lease = Py_NewRef(lease);
+    self->state = Py_NewRef(word.leased);
+    if (!read_lease(self, lease)) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+/* make(consumer, leases) -> list: a group of this type for each lease. */
+static PyObject *py_group_make(PyObject *type, PyObject *args) {
+    PyObject *consumer, *leases;
+    if (!PyArg_ParseTuple(args, "OO!", &consumer, &PyList_Type, &leases)) {
+        return NULL;
+    }
+    PyObject *groups = PyList_New(PyList_GET_SIZE(leases));
+    for (Py_ssize_t i = 0; groups != NULL && i < PyList_GET_SIZE(groups); i++) {
+        PyObject *group =
+            py_group_new((PyTypeObject *)type, consumer, PyList_GET_ITEM(leases, i));
+        if (group == NULL) {
+            Py_CLEAR(groups);
+        } else {
+            PyList_SET_ITEM(groups, i, group);
+        }
+    }
+    return groups;
+}
+
+PyObject *py_group_lease(PyObject *group, PyObject *consumer) {
+    const GroupObject *self = (const GroupObject *)group;
+    return PyObject_TypeCheck(group, &GroupBaseType) && self->consumer == consumer &&
+                   self->state == word.leased
+               ? self->lease
+               : NULL;
+}
+
+void py_group_set_state(PyObject *group, PyObject *state) {
+    Py_XSETREF(((GroupObject *)group)->state, Py_NewRef(state));
+}
+
+/* A group that dies while an exception passes, and that nobody has looked at, never reached who took
+ * it: a signal's handler raised on the way. Its lease goes back, as if it had not been taken. In any
+ * other case a lease outlives its group, until it is ended. */
+static void give_back_unseen(GroupObject *self) {
+    if (!self->seen && self->state == word.leased && self->lease != NULL && PyErr_Occurred()) {
+        GroupEntryObject *entry = (GroupEntryObject *)self->lease;
+        if (Py_IS_TYPE(self->lease, &GroupEntryType) && entry->place == ENTRY_LEASED) {
+            py_group_entry_give_back(entry);
+        }
+    }
+}
+
+static PyObject *visible(const GroupObject *self) {
+    return self->trajectories != NULL ? self->trajectories : self->samples;
+}
+
+static PyObject *py_group_trajectories(GroupObject *self, void *ignored) {
+    (void)ignored;
+    self->seen = true;
+    if (self->trajectories == NULL) {
+        self->trajectories = PyList_GetSlice(self->samples, 0, PY_SSIZE_T_MAX);
+    }
+    return Py_XNewRef(self->trajectories);
+}
+
+static PyObject *py_group_instance_id(GroupObject *self, void *ignored) {
+    (void)ignored;
+    self->seen = true;
+    return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 0) : self->key);
+}
+
+static PyObject *py_group_epoch(GroupObject *self, void *ignored) {
+    (void)ignored;
+    self->seen = true;
+    return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 1) : Py_None);
+}
+
+static Py_ssize_t py_group_length(GroupObject *self) {
+    self->seen = true;
+    return PyList_GET_SIZE(visible(self));
+}
+
+static PyObject *py_group_item(GroupObject *self, PyObject *position) {
+    self->seen = true;
+    return PyObject_GetItem(visible(self), position);
+}
+
+static PyObject *py_group_iter(GroupObject *self) {
+    self->seen = true;
+    return PyObject_GetIter(visible(self));
+}
+
+static int py_group_traverse(GroupObject *self, visitproc visit, void *arg) {
+    Py_VISIT(self->consumer);
+    Py_VISIT(self->lease);
+    Py_VISIT(self->key);
+    Py_VISIT(self->samples);
+    Py_VISIT(self->trajectories);
+    return 0;
+}
+
+static int py_group_clear(GroupObject *self) {
+    Py_CLEAR(self->consumer);
+    Py_CLEAR(self->lease);
+    return 0;
+}
+
+static void py_group_dealloc(GroupObject *self) {
+    PyObject_GC_UnTrack(self);
+    give_back_unseen(self);
+    py_group_clear(self);
+    Py_XDECREF(self->key);
+    Py_XDECREF(self->samples);
+    Py_XDECREF(self->trajectories);
+    Py_XDECREF(self->state);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+PyDoc_STRVAR(group_doc,
+    "The samples of one lease, for reading: what `shmbus.Group` is made of.\n\n"
+    "``len(group)``, ``group[i]`` and iteration are those of `trajectories`.\n\n"
+    "Attributes\n----------\n"
+    "instance_id : str\n"
+    "    The prompt's key.\n"
+    "epoch : int or None\n"
+    "    The producers' epoch, where they gave one.\n"
+    "size : int\n"
+    "    Samples in a complete group.\n"
+    "state : str\n"
+    "    Where the lease stands.\n"
+    "trajectories : list of Trajectory\n"
+    "    The samples, ordered by index: a list of the caller's own, which it may change.");
+
+PyDoc_STRVAR(make_doc,
+    "make($type, consumer, leases, /)\n--\n\n"
+    "Make a group of each lease; what a consumer calls.\n\n"
+    "Parameters\n----------\n"
+    "consumer : object\n"
+    "    Who is asked to end the leases.\n"
+    "leases : list\n"
+    "    What is under lease: entries of a group table, or leases of a daemon's client.\n\n"
+    "Returns\n-------\n"
+    "list\n"
+    "    A group of this type for each, in their order.\n\n"
+    "Raises\n------\n"
+    "TypeError\n"
+    "    The samples of a lease are no list.");
+
+static PyMethodDef group_methods[] = {
+    {"make", (PyCFunction)(void (*)(void))py_group_make, METH_VARARGS | METH_CLASS, make_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef group_members[] = {
+    {"_consumer", T_OBJECT_EX, offsetof(GroupObject, consumer), READONLY, NULL},
+    {"_lease", T_OBJECT_EX, offsetof(GroupObject, lease), READONLY, NULL},
+    {"size", T_UINT, offsetof(GroupObject, size), READONLY, "Samples in a complete group: int."},
+    {"state", T_OBJECT_EX, offsetof(GroupObject, state), 0, "Where the lease stands: str."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef group_getset[] = {
+    {"instance_id", (getter)py_group_instance_id, NULL, "The prompt's key: str.", NULL},
+    {"epoch", (getter)py_group_epoch, NULL, "The producers' epoch, or None.", NULL},
+    {"trajectories", (getter)py_group_trajectories, NULL, "The samples, ordered by index: list.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PySequenceMethods group_sequence = {.sq_length = (lenfunc)py_group_length};
+static PyMappingMethods group_mapping = {.mp_length = (lenfunc)py_group_length,
+                                         .mp_subscript = (binaryfunc)py_group_item};
+
+PyTypeObject GroupBaseType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupBase",
+    .tp_basicsize = sizeof(GroupObject),
+    .tp_dealloc = (destructor)py_group_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_traverse = (traverseproc)py_group_traverse,
+    .tp_clear = (inquiry)py_group_clear,
+    .tp_doc = group_doc,
+    .tp_methods = group_methods,
+    .tp_members = group_members,
+    .tp_getset = group_getset,
+    .tp_as_sequence = &group_sequence,
+    .tp_as_mapping = &group_mapping,
+    .tp_iter = (getiterfunc)py_group_iter,
+};
+
+PyObject *py_group_samples(PyObject *group) {
+    if (!PyObject_TypeCheck(group, &GroupBaseType)) {
+        PyErr_Format(PyExc_TypeError, "groups: expected Groups of a Consumer, got %.100s",
+                     Py_TYPE(group)->tp_name);
+        return NULL;
+    }
+    return visible((const GroupObject *)group);
+}
+
+/* How many trajectories groups have in all; -1 with an exception. */
+static Py_ssize_t count_members(PyObject *groups, int64_t *sizes) {
+    Py_ssize_t total = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
+        PyObject *samples = py_group_samples(PyList_GET_ITEM(groups, i));
+        if (samples == NULL) {
+            return -1;
+        }
+        sizes[i] = PyList_GET_SIZE(samples);
+        total += sizes[i];
+    }
+    return total;
+}
+
+/* members(groups) -> (trajectories, sizes int64 [G]): those of all groups, one behind the other. */
+static PyObject *py_members(PyObject *module, PyObject *groups) {
+    (void)module;
+    if (!PyList_Check(groups)) {
+        return PyErr_Format(PyExc_TypeError, "groups: expected a list, got %.100s",
+                            Py_TYPE(groups)->tp_name);
+    }
+    npy_intp count = PyList_GET_SIZE(groups);
+    PyObject *sizes = PyArray_SimpleNew(1, &count, NPY_INT64);
+    Py_ssize_t total =
+        sizes == NULL ? -1 : count_members(groups, PyArray_DATA((PyArrayObject *)sizes));
+    PyObject *all = total < 0 ? NULL : PyList_New(total);
+    for (Py_ssize_t i = 0, next = 0; all != NULL && i < count; i++) {
+        PyObject *own = visible((GroupObject *)PyList_GET_ITEM(groups, i));
+        for (Py_ssize_t j = 0; j < PyList_GET_SIZE(own); j++) {
+            PyList_SET_ITEM(all, next++, Py_NewRef(PyList_GET_ITEM(own, j)));
+        }
+    }
+    PyObject *result = all == NULL ? NULL : PyTuple_Pack(2, all, sizes);
+    Py_XDECREF(all);
+    Py_XDECREF(sizes);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"members", py_members, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_group_add_functions(PyObject *module) {
+    const struct word_note words[] = {
+        {&word.key, "key"},
+        {&word.samples, "samples"},
+        {&word.size, "size"},
+        {&word.leased, "leased"},
+    };
+    return INTERN_WORDS(words) && PyModule_AddFunctions(module, functions) == 0;
+}

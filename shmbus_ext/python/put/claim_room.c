@@ -1,0 +1,200 @@
+/* Room for a record in a producer's lane, and what fills it: what put, put_many and reserve share.
+ *
+ * Invariant: the interpreter lock serialises all calls on a lane; it is released only while waiting
+ * for space, while bytes are copied into a record that is already reserved, and when a call has
+ * nothing left to do but to let the reader run. */
+#define _GNU_SOURCE
+#include "python/put/claim_room.h"
+
+#include <sched.h>
+
+#include "python/hooks.h"
+#include "ring/clock.h"
+#include "ring/copy.h"
+#include "ring/doorbell.h"
+#include "ring/removal.h"
+
+/* Copies above this are worth letting other threads run. */
+#define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)
+/* A waiting producer tries again after this at first, in case it was not told of space. Each wait
+ * is twice as long as the one before, up to SPACE_SLICE_NS. */
+#define FIRST_SLICE_NS INT64_C(2000000)
+/* Since the reader last looked: so long that handing it the processor costs little beside it. */
+#define LONG_SILENCE_NS UINT64_C(100000)
+
+bool py_writer_usable(WriterObject *self) {
+    if (!self->attached || self->closing) {
+        PyErr_SetString(hooks.closed_error, "this Producer is closed; make a new one");
+        return false;
+    }
+    return py_segment_usable(self->segment, "Producer");
+}
+
+static bool is_paused(const WriterObject *self) {
+    return atomic_load_explicit(&self->segment->c.header->paused, memory_order_acquire) != 0;
+}
+
+enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes,
+                                       struct reservation *at) {
+    if (is_paused(self) && bytes <= self->segment->c.record_limit) {
+        return WRITER_FULL;
+    }
+    return writer_claim(&self->c, bytes, at);
+}
+
+/* The bus was removed. False with BusRemovedError. */
+static bool go_on_elsewhere(WriterObject *self) {
+    return py_segment_exists(self->segment);
+}
+
+bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
+                          struct reservation *at) {
+    enum writer_status status = py_writer_try_claim(self, bytes, at);
+    if (status == WRITER_OK) {
+        return true;
+    }
+    struct segment *segment = &self->segment->c;
+    if (removal_happened(segment)) {
+        return go_on_elsewhere(self) ? py_writer_claim_room(self, bytes, timeout_s, at) : false;
+    }
+    if (status == WRITER_TOO_LARGE) {
+        PyErr_Format(hooks.too_large_error,
+                     "bus '%U': a record takes at most %llu bytes, this one needs %llu; create the "
+                     "bus with a larger capacity (a record may take a quarter of it) or split the "
+                     "trajectory",
+                     self->segment->name, (unsigned long long)segment->record_limit,
+                     (unsigned long long)bytes);
+        return false;
+    }
+    uint64_t start = clock_monotonic_ns();
+    int64_t longest_ns = FIRST_SLICE_NS;
+    double next_watch_s = py_watch_first_s(&self->watch);
+    self->full_waits++;
+    for (;;) {
+        /* A sealed run can be freed; the reader is woken to do so. */
+        writer_seal(&self->c);
+        uint32_t ticket = doorbell_want_space(segment->header);
+        doorbell_ring(segment->header);
+        if (py_writer_try_claim(self, bytes, at) == WRITER_OK) {
+            return true;
+        }
+        double waited_s = (double)(clock_monotonic_ns() - start) / 1e9;
+        if (timeout_s >= 0 && waited_s >= timeout_s) {
+            py_raise_hook(hooks.full_error,
+                          Py_BuildValue("(OKd)", self->segment, (unsigned long long)bytes,
+                                        waited_s));
+            return false;
+        }
+        int64_t slice_ns = longest_ns;
+        longest_ns = longest_ns * 2 < SPACE_SLICE_NS ? longest_ns * 2 : SPACE_SLICE_NS;
+        if (timeout_s >= 0 && (timeout_s - waited_s) * 1e9 < (double)slice_ns) {
+            slice_ns = (int64_t)((timeout_s - waited_s) * 1e9) + 1;
+        }
+        /* During the wait the writer may be closed, by a signal handler too. */
+        Py_BEGIN_ALLOW_THREADS
+        doorbell_await_space(segment->header, ticket, slice_ns);
+        Py_END_ALLOW_THREADS
+        if (PyErr_CheckSignals() < 0 ||
+            (waited_s >= next_watch_s &&
+             !py_watch_call(&self->watch, waited_s, &next_watch_s)) ||
+            !py_writer_usable(self)) {
+            return false;
+        }
+        if (removal_note(segment)) {
+            return go_on_elsewhere(self) ? py_writer_claim_room(self, bytes, timeout_s, at) : false;
+        }
+    }
+}
+
+/* A processor that several processes share goes on with the one that it has: a reader that was just
+ * woken, or has fallen behind, may wait there until the producers' time slices are over. So the
+ * producer steps aside: at a wake-up after a long silence, and at the end of a run where the reader
+ * has not looked for a while. Where nobody else wants the processor this is one short system call.
+ * Not at every wake-up: a producer and a reader on one processor would hand it to and fro for every
+ * record. */
+void py_writer_tell_reader(WriterObject *self) {
+    struct bus_header *header = self->segment->c.header;
+    bool woken = doorbell_ring(header);
+    if (woken) {
+        uint64_t seen_ns = atomic_load_explicit(&header->collector_seen_ns, memory_order_relaxed);
+        woken = clock_monotonic_ns() - seen_ns > LONG_SILENCE_NS;
+    }
+    if (woken || self->c.ahead) {
+        self->c.ahead = false;
+        Py_BEGIN_ALLOW_THREADS
+        sched_yield();
+        Py_END_ALLOW_THREADS
+    }
+}
+
+static void copy_payload(const WriterObject *self, const struct put_arguments *arguments,
+                         uint8_t *record) {
+    const struct record_spec *spec = &arguments->spec;
+    /* A checksum reads it all again. */
+    bool non_temporal =
+        (self->flags & SHMBUS_FLAG_PAYLOAD_CRC) == 0 &&
+        atomic_load_explicit(&self->segment->c.header->consumer_packs, memory_order_relaxed) != 0;
+    if (spec->meta_bytes > 0) {
+        memcpy(record + spec->meta_offset, PyBytes_AS_STRING(arguments->meta_encoded),
+               spec->meta_bytes);
+    }
+    const uint64_t *shape = spec->shape;
+    for (uint32_t i = 0; i < arguments->array_count; i++) {
+        const void *data = PyArray_DATA(arguments->arrays[i]);
+        if (non_temporal) {
+            copy_non_temporal(record + shape[0], data, arguments->field_bytes[i]);
+        } else {
+            memcpy(record + shape[0], data, arguments->field_bytes[i]);
+        }
+        shape += 1 + arguments->field_ndim[i];
+    }
+    if (non_temporal) {
+        copy_fence();
+    }
+}
+
+void py_writer_write_head(WriterObject *self, const struct put_arguments *arguments,
+                          const struct reservation *at) {
+    record_write_frame(at->record, &at->place, at->bytes, self->c.producer_id, self->c.slot_index,
+                       self->flags | arguments->spec.flags);
+    record_write_body(at->record, &arguments->spec);
+}
+
+/* Lets other threads run; the writer is not closed before this is done. */
+static void copy_unlocked(WriterObject *self, const struct put_arguments *arguments,
+                          const struct reservation *at) {
+    self->busy++;
+    Py_BEGIN_ALLOW_THREADS
+    copy_payload(self, arguments, (uint8_t *)at->record);
+    Py_END_ALLOW_THREADS
+    self->busy--;
+}
+
+void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arguments,
+                             const struct reservation *at) {
+    if (at->bytes < RELEASE_LOCK_BYTES) {
+        copy_payload(self, arguments, (uint8_t *)at->record);
+    } else {
+        copy_unlocked(self, arguments, at);
+    }
+}
+
+bool py_writer_put_one(WriterObject *self, const struct put_arguments *arguments) {
+    struct reservation at;
+    uint64_t bytes = arguments->spec.record_bytes;
+    if (!py_writer_claim_room(self, bytes, arguments->timeout_s, &at)) {
+        return false;
+    }
+    py_writer_write_head(self, arguments, &at);
+    if (bytes < RELEASE_LOCK_BYTES) {
+        copy_payload(self, arguments, (uint8_t *)at.record);
+        writer_publish(&self->c, &at);
+    } else {
+        /* Reserved first, so that another thread's record can go behind it during the copy. */
+        writer_reserve(&self->c, &at);
+        copy_unlocked(self, arguments, &at);
+        writer_commit(&self->c, &at);
+    }
+    self->bytes += at.bytes;
+    return true;
+}

@@ -1,0 +1,390 @@
+/* A producer's keywords and arrays, checked and planned as a record.
+ *
+ * Invariant: nothing is written to the segment before every argument has been found good. */
+#include "python/put/put_arguments.h"
+
+#include <math.h>
+
+#include "python/hooks.h"
+
+static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_epoch,
+    *word_meta, *word_timeout, *word_instance_id;
+
+bool py_arguments_init(void) {
+    const struct word_note words[] = {{&word_group_size, "group_size"},
+                 {&word_index, "index"},
+                 {&word_score, "score"},
+                 {&word_policy_version, "policy_version"},
+                 {&word_epoch, "epoch"},
+                 {&word_meta, "meta"},
+                 {&word_timeout, "timeout"},
+                 {&word_instance_id, "instance_id"}};
+    return INTERN_WORDS(words);
+}
+
+void py_arguments_begin(struct put_arguments *self) {
+    self->id_object = NULL;
+    self->meta_object = NULL;
+    self->meta_encoded = NULL;
+    self->schema = NULL;
+    self->timeout_s = -1.0;
+    self->array_count = 0;
+    self->has_group_size = self->has_index = false;
+    self->spec = (struct record_spec){.epoch = SHMBUS_NO_EPOCH};
+}
+
+void py_arguments_end(struct put_arguments *self) {
+    for (uint32_t i = 0; i < self->array_count; i++) {
+        Py_XDECREF(self->arrays[i]);
+        Py_DECREF(self->names[i]);
+        Py_DECREF(self->values[i]);
+    }
+    self->array_count = 0;
+    Py_CLEAR(self->id_object);
+    Py_CLEAR(self->meta_object);
+    Py_CLEAR(self->meta_encoded);
+    Py_CLEAR(self->schema);
+}
+
+/* An int, by __index__: numpy integers are, floats are not. */
+static bool take_integer(PyObject *value, const char *name, int64_t low, int64_t high,
+                         int64_t *out) {
+    /* What a caller mostly gives, by the shortest way: after a sleep each call on it is cold. */
+    if (PyLong_CheckExact(value)) {
+        int overflow;
+        int64_t number = PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (overflow == 0 && number >= low && number <= high) {
+            *out = number;
+            return true;
+        }
+    }
+    if (!PyIndex_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "%s: expected an int, got %.100s", name,
+                     Py_TYPE(value)->tp_name);
+        return false;
+    }
+    PyObject *integer = PyNumber_Index(value);
+    if (integer == NULL) {
+        return false;
+    }
+    int overflow = 0;
+    long long number = PyLong_AsLongLongAndOverflow(integer, &overflow);
+    if (overflow != 0 || number < low || number > high) {
+        PyErr_Format(PyExc_ValueError, "%s: expected %lld to %lld, got %R", name, (long long)low,
+                     (long long)high, integer);
+        Py_DECREF(integer);
+        return false;
+    }
+    Py_DECREF(integer);
+    *out = number;
+    return true;
+}
+
+/* In place of what float() said: it does not know which argument it was about. */
+static void number_error(const char *name, const char *expected, PyObject *value) {
+    bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
+    PyErr_Clear();
+    if (too_large) {
+        PyErr_Format(PyExc_ValueError, "%s: expected %s, got %R, which no float can hold", name,
+                     expected, value);
+    } else {
+        PyErr_Format(PyExc_TypeError, "%s: expected %s, got %.100s", name, expected,
+                     Py_TYPE(value)->tp_name);
+    }
+}
+
+bool py_parse_policy_version(PyObject *value, int64_t *version) {
+    return take_integer(value, "policy_version", 0, INT64_MAX, version);
+}
+
+bool py_parse_score(PyObject *value, double *score) {
+    double number;
+    if (PyFloat_CheckExact(value)) {
+        number = PyFloat_AS_DOUBLE(value);
+    } else {
+        if (!PyNumber_Check(value) || PyComplex_Check(value)) {
+            PyErr_Format(PyExc_TypeError, "score: expected a float, got %.100s",
+                         Py_TYPE(value)->tp_name);
+            return false;
+        }
+        number = PyFloat_AsDouble(value);
+        if (number == -1.0 && PyErr_Occurred()) {
+            number_error("score", "a finite float", value);
+            return false;
+        }
+    }
+    if (!isfinite(number)) {
+        PyErr_Format(PyExc_ValueError,
+                     "score: expected a finite number, got %S; a sample without a reward should "
+                     "not be put",
+                     value);
+        return false;
+    }
+    *score = number;
+    return true;
+}
+
+bool py_parse_timeout(PyObject *value, double *timeout_s) {
+    if (value == Py_None) {
+        *timeout_s = -1.0;
+        return true;
+    }
+    if (PyFloat_CheckExact(value) && PyFloat_AS_DOUBLE(value) >= 0.0 &&
+        !isinf(PyFloat_AS_DOUBLE(value))) {
+        *timeout_s = PyFloat_AS_DOUBLE(value);
+        return true;
+    }
+    if (!PyNumber_Check(value) || PyComplex_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "timeout: expected seconds or None, got %.100s",
+                     Py_TYPE(value)->tp_name);
+        return false;
+    }
+    *timeout_s = PyFloat_AsDouble(value);
+    if (*timeout_s == -1.0 && PyErr_Occurred()) {
+        number_error("timeout", "seconds or None", value);
+        return false;
+    }
+    if (!(*timeout_s >= 0.0)) {
+        PyErr_Format(PyExc_ValueError,
+                     "timeout: expected 0 or more seconds, or None to wait for ever, got %R",
+                     value);
+        return false;
+    }
+    if (isinf(*timeout_s)) {
+        *timeout_s = -1.0;
+    }
+    return true;
+}
+
+bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
+    if (!PyUnicode_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "instance_id: expected a str, got %.100s",
+                     Py_TYPE(value)->tp_name);
+        return false;
+    }
+    Py_ssize_t bytes;
+    const char *text = PyUnicode_AsUTF8AndSize(value, &bytes);
+    if (text == NULL) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError,
+                     "instance_id: expected text that UTF-8 can encode, got %A; drop its "
+                     "surrogates",
+                     value);
+        return false;
+    }
+    if (bytes < 1 || bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES) {
+        PyErr_Format(PyExc_ValueError,
+                     "instance_id: expected 1 to %u bytes of UTF-8, got %zd; name the prompt by a "
+                     "short key and put the rest into meta",
+                     SHMBUS_MAX_ID_BYTES, bytes);
+        return false;
+    }
+    /* Owned, like all that is taken: converting runs code of the caller's, which may change the
+     * mapping that it came from. */
+    Py_XSETREF(self->id_object, Py_NewRef(value));
+    self->spec.id = text;
+    self->spec.id_bytes = (uint32_t)bytes;
+    return true;
+}
+
+static bool take_array(struct put_arguments *self, PyObject *name, PyObject *value) {
+    if (self->array_count == SHMBUS_MAX_FIELDS) {
+        PyErr_Format(PyExc_ValueError, "expected at most %u array fields; put the rest into meta",
+                     SHMBUS_MAX_FIELDS);
+        return false;
+    }
+    uint32_t i = self->array_count;
+    self->names[i] = Py_NewRef(name);
+    self->values[i] = Py_NewRef(value);
+    self->arrays[i] = NULL;
+    self->array_count++;
+    return true;
+}
+
+/* The reserved words, by identity: names in a call are interned. */
+bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value) {
+    int64_t number;
+    if (name == word_group_size) {
+        if (!take_integer(value, "group_size", 1, SHMBUS_MAX_GROUP_SIZE, &number)) {
+            return false;
+        }
+        self->spec.group_size = (uint32_t)number;
+        self->has_group_size = true;
+        return true;
+    }
+    if (name == word_index) {
+        if (!take_integer(value, "index", 0, SHMBUS_MAX_GROUP_SIZE - 1, &number)) {
+            return false;
+        }
+        self->spec.index = (uint32_t)number;
+        self->has_index = true;
+        return true;
+    }
+    if (name == word_score) {
+        return py_parse_score(value, &self->spec.score);
+    }
+    if (name == word_policy_version) {
+        return py_parse_policy_version(value, &self->spec.policy_version);
+    }
+    if (name == word_epoch) {
+        self->spec.epoch = SHMBUS_NO_EPOCH;
+        return value == Py_None ||
+               take_integer(value, "epoch", 0, INT64_MAX, &self->spec.epoch);
+    }
+    if (name == word_meta) {
+        Py_XSETREF(self->meta_object, value == Py_None ? NULL : Py_NewRef(value));
+        return true;
+    }
+    if (name == word_timeout) {
+        return py_parse_timeout(value, &self->timeout_s);
+    }
+    if (name == word_instance_id) {
+        if (self->id_object != NULL) {
+            PyErr_SetString(PyExc_TypeError, "got two values for the argument 'instance_id'");
+            return false;
+        }
+        return py_arguments_take_id(self, value);
+    }
+    if (!PyUnicode_CHECK_INTERNED(name)) {
+        /* A key that was computed: intern it, and compare again by identity. */
+        PyObject *interned = Py_NewRef(name);
+        PyUnicode_InternInPlace(&interned);
+        bool reserved =
+            interned != name &&
+            (interned == word_group_size || interned == word_index || interned == word_score ||
+             interned == word_policy_version || interned == word_epoch || interned == word_meta ||
+             interned == word_timeout || interned == word_instance_id);
+        /* The interned string lives as long as one of its kind does: the reserved words do. */
+        Py_DECREF(interned);
+        if (reserved) {
+            return py_arguments_take(self, interned, value);
+        }
+    }
+    return take_array(self, name, value);
+}
+
+bool py_arguments_take_mapping(struct put_arguments *arguments, PyObject *item) {
+    if (!PyDict_Check(item)) {
+        PyErr_Format(PyExc_TypeError,
+                     "expected a dict of put's arguments, got %.100s",
+                     Py_TYPE(item)->tp_name);
+        return false;
+    }
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(item, &position, &key, &value)) {
+        if (!PyUnicode_Check(key)) {
+            PyErr_Format(PyExc_TypeError, "expected str keys, got %.100s",
+                         Py_TYPE(key)->tp_name);
+            return false;
+        }
+        Py_INCREF(key);
+        Py_INCREF(value);
+        bool taken = py_arguments_take(arguments, key, value);
+        Py_DECREF(key);
+        Py_DECREF(value);
+        if (!taken) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool py_arguments_finish_head(struct put_arguments *self) {
+    if (self->id_object == NULL || !self->has_group_size || !self->has_index) {
+        PyErr_Format(PyExc_TypeError, "missing the argument '%s'",
+                     self->id_object == NULL ? "instance_id"
+                     : !self->has_group_size ? "group_size"
+                                             : "index");
+        return false;
+    }
+    if (self->spec.index >= self->spec.group_size) {
+        PyErr_Format(PyExc_ValueError, "index: expected 0 to %u for group_size=%u, got %u",
+                     self->spec.group_size - 1, self->spec.group_size, self->spec.index);
+        return false;
+    }
+    if (self->meta_object != NULL) {
+        self->meta_encoded = PyObject_CallOneArg(hooks.encode_meta, self->meta_object);
+        if (self->meta_encoded == NULL) {
+            return false;
+        }
+        if (!PyBytes_Check(self->meta_encoded)) {
+            PyErr_SetString(PyExc_TypeError, "meta: the encoder must give bytes");
+            return false;
+        }
+        self->spec.meta_bytes = (uint64_t)PyBytes_GET_SIZE(self->meta_encoded);
+    }
+    return true;
+}
+
+static bool convert_array(struct put_arguments *self, uint32_t i) {
+    PyObject *value = self->values[i];
+    PyObject *array;
+    if (PyArray_Check(value)) {
+        array = Py_NewRef(value);
+    } else {
+        array = PyObject_CallFunctionObjArgs(hooks.as_array, self->names[i], value, NULL);
+        if (array == NULL) {
+            return false;
+        }
+        if (!PyArray_Check(array)) {
+            Py_DECREF(array);
+            PyErr_Format(PyExc_TypeError, "%U: expected an array", self->names[i]);
+            return false;
+        }
+    }
+    if (!PyArray_IS_C_CONTIGUOUS((PyArrayObject *)array)) {
+        PyObject *contiguous = PyArray_NewCopy((PyArrayObject *)array, NPY_CORDER);
+        Py_DECREF(array);
+        if (contiguous == NULL) {
+            return false;
+        }
+        array = contiguous;
+    }
+    self->arrays[i] = (PyArrayObject *)array;
+    return true;
+}
+
+bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache) {
+    if (!py_arguments_finish_head(self)) {
+        return false;
+    }
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
+    uint32_t words = 0;
+    for (uint32_t i = 0; i < self->array_count; i++) {
+        if (!convert_array(self, i)) {
+            return false;
+        }
+        PyArrayObject *array = self->arrays[i];
+        int ndim = PyArray_NDIM(array);
+        if (ndim > (int)SHMBUS_MAX_NDIM || words + 1 + (uint32_t)ndim > SHMBUS_MAX_SHAPE_WORDS) {
+            PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %d",
+                         self->names[i], SHMBUS_MAX_NDIM, ndim);
+            return false;
+        }
+        dtypes[i] = PyArray_DESCR(array);
+        self->field_ndim[i] = (uint8_t)ndim;
+        self->field_bytes[i] = (uint64_t)PyArray_NBYTES(array);
+        words++;
+        for (int d = 0; d < ndim; d++) {
+            self->shape[words++] = (uint64_t)PyArray_DIM(array, d);
+        }
+    }
+    struct record_spec *spec = &self->spec;
+    spec->field_count = self->array_count;
+    spec->shape = self->shape;
+    spec->shape_words = words;
+    spec->field_bytes = self->field_bytes;
+    spec->field_ndim = self->field_ndim;
+    self->schema = py_schema_cache_find(cache, spec, self->names, dtypes, self->field_ndim);
+    if (self->schema == NULL) {
+        return false;
+    }
+    if (!record_plan(spec)) {
+        PyErr_SetString(hooks.too_large_error,
+                        "the record's parts add up to more than a record can hold (2^48 bytes a "
+                        "field, 4 GiB of meta); split it");
+        return false;
+    }
+    return true;
+}

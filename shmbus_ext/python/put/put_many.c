@@ -1,0 +1,233 @@
+/* Producer.put_many: a list of records, committed together where the bus has room for all of them.
+ *
+ * Invariant: until the first commit, an exception leaves the bus as it was. What is reserved and
+ * not committed is in `batches` of its writer, which closing aborts. */
+#include "python/put/put_many.h"
+
+#include "python/hooks.h"
+#include "ring/clock.h"
+#include "ring/doorbell.h"
+
+/* Sets `accepted` of the exception that is set: how many items were committed. */
+static void note_accepted(Py_ssize_t done) {
+    PyObject *error = py_set_aside_error();
+    PyObject *accepted = PyLong_FromSsize_t(done);
+    if (accepted == NULL || PyObject_SetAttrString(error, "accepted", accepted) < 0) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(accepted);
+    py_restore_error(error);
+}
+
+struct batch {
+    struct reservation *at; /* of the items that are reserved and filled, and not committed */
+    Py_ssize_t open;        /* how many those are */
+    Py_ssize_t committed;
+    struct batch *next; /* of the same writer, in another thread or a signal's handler */
+};
+
+static void batch_commit(WriterObject *self, struct batch *batch) {
+    for (Py_ssize_t i = 0; i < batch->open; i++) {
+        writer_commit(&self->c, &batch->at[i]);
+        self->bytes += batch->at[i].bytes;
+    }
+    batch->committed += batch->open;
+    batch->open = 0;
+}
+
+static void batch_abort(WriterObject *self, struct batch *batch) {
+    for (Py_ssize_t i = 0; i < batch->open; i++) {
+        writer_abort(&self->c, &batch->at[i]);
+    }
+    batch->open = 0;
+}
+
+/* Names the item in the exception that is set, where the message is one of ours. */
+static void name_item(Py_ssize_t at) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (type == PyExc_TypeError || type == PyExc_ValueError || type == hooks.too_large_error) {
+        PyErr_NormalizeException(&type, &value, &traceback);
+        PyErr_Format(type, "put_many: item %zd: %S", at, value);
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        return;
+    }
+    PyErr_Restore(type, value, traceback);
+}
+
+static bool parse_item(WriterObject *self, struct put_arguments *arguments, PyObject *items,
+                       Py_ssize_t at) {
+    py_arguments_begin(arguments);
+    struct reservation unused;
+    bool good = py_arguments_take_mapping(arguments, PyList_GET_ITEM(items, at)) &&
+                py_arguments_finish(arguments, &self->schemas) && py_writer_usable(self) &&
+                (arguments->spec.record_bytes <= self->segment->c.record_limit ||
+                 py_writer_claim_room(self, arguments->spec.record_bytes, 0.0, &unused));
+    if (!good) {
+        name_item(at);
+    }
+    return good;
+}
+
+static bool check_items(WriterObject *self, PyObject *items, Py_ssize_t from) {
+    bool good = true;
+    for (Py_ssize_t i = from; good && i < PyList_GET_SIZE(items); i++) {
+        struct put_arguments arguments;
+        good = parse_item(self, &arguments, items, i);
+        py_arguments_end(&arguments);
+    }
+    return good;
+}
+
+static double seconds_until(double deadline_s) {
+    if (deadline_s < 0) {
+        return -1.0;
+    }
+    double left_s = deadline_s - (double)clock_monotonic_ns() / 1e9;
+    return left_s < 0 ? 0 : left_s;
+}
+
+/* The bus is full: what is reserved must be committed before anybody can make room. A bad item must
+ * leave the bus as it was, so the items after `at` are checked before the first commit. */
+static bool commit_and_wait(WriterObject *self, struct batch *batch, PyObject *items, Py_ssize_t at,
+                            uint64_t bytes, double deadline_s) {
+    if (batch->committed == 0) {
+        if (!check_items(self, items, at + 1)) {
+            return false;
+        }
+        batch_commit(self, batch);
+        doorbell_ring(self->segment->c.header);
+    }
+    batch_commit(self, batch);
+    return py_writer_claim_room(self, bytes, seconds_until(deadline_s), &batch->at[0]);
+}
+
+static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, Py_ssize_t at,
+                      double deadline_s) {
+    struct put_arguments arguments;
+    bool added = false;
+    if (!parse_item(self, &arguments, items, at)) {
+        goto end;
+    }
+    uint64_t bytes = arguments.spec.record_bytes;
+    if (py_writer_try_claim(self, bytes, &batch->at[batch->open]) != WRITER_OK &&
+        !commit_and_wait(self, batch, items, at, bytes, deadline_s)) {
+        goto end;
+    }
+    struct reservation *to = &batch->at[batch->open++];
+    py_writer_write_head(self, &arguments, to);
+    writer_reserve(&self->c, to);
+    py_writer_fill_reserved(self, &arguments, to);
+    added = true;
+end:
+    py_arguments_end(&arguments);
+    return added;
+}
+
+static void forget_batch(WriterObject *self, const struct batch *batch) {
+    struct batch **place = &self->batches;
+    while (*place != batch) {
+        place = &(*place)->next;
+    }
+    *place = batch->next;
+}
+
+void py_writer_abort_batches(WriterObject *self) {
+    for (struct batch *batch = self->batches; batch != NULL; batch = batch->next) {
+        batch_abort(self, batch);
+    }
+}
+
+const char py_writer_put_many_doc[] =
+    "put_many($self, items, *, timeout=None)\n--\n\n"
+    "Put a list of trajectories, committed together where the bus has room for all of them.\n\n"
+    "Parameters\n----------\n"
+    "items : iterable of dict\n"
+    "    Each has the arguments of `put` by name, instance_id and arrays too. A \"timeout\" among\n"
+    "    them is checked and otherwise ignored.\n"
+    "timeout : float, optional\n"
+    "    Seconds to wait for space, for all of them together: None waits for ever, 0 does not\n"
+    "    wait.\n\n"
+    "Returns\n-------\n"
+    "int\n"
+    "    How many were put: all of them.\n\n"
+    "Raises\n------\n"
+    "TypeError\n"
+    "    There is no iterable, an item is no dict with str keys, or as for `put`; the message\n"
+    "    says which item it was.\n"
+    "ValueError, RecordTooLargeError\n"
+    "    As for `put`; the message says which item it was.\n"
+    "BusFullError\n"
+    "    There was no space for all within the timeout. Its `accepted` says how many items were\n"
+    "    committed, from the first on; the others can be put again.\n"
+    "BusClosedError, StallError\n"
+    "    As for `put`.\n\n"
+    "Notes\n-----\n"
+    "With room for all, no item can be seen before every item is written, and an exception leaves\n"
+    "the bus as it was. On a full bus, all items are checked, then what is written is committed,\n"
+    "and the others follow as space is freed. Any exception after the items were listed has\n"
+    "`accepted`; it is 0 where the bus is as it was.\n\n"
+    "It blocks as `put` does, and several threads may call it at the same time.\n\n"
+    "Examples\n--------\n"
+    ">>> import numpy as np\n"
+    ">>> import shmbus\n"
+    ">>> samples = [\n"
+    "...     {\"instance_id\": \"q1\", \"group_size\": 2, \"index\": i, \"score\": float(i),\n"
+    "...      \"tokens\": np.full(3, i, np.int32)}\n"
+    "...     for i in range(2)\n"
+    "... ]\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
+    "shmbus.Producer(\"run1\") as producer:\n"
+    "...     producer.put_many(samples, timeout=10.0)\n"
+    "2";
+
+PyObject *py_writer_put_many(WriterObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"items", "timeout", NULL};
+    PyObject *sequence, *timeout = Py_None;
+    double timeout_s;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$O", names, &sequence, &timeout) ||
+        !py_parse_timeout(timeout, &timeout_s) || !py_writer_usable(self)) {
+        return NULL;
+    }
+    if (Py_TYPE(sequence)->tp_iter == NULL && !PySequence_Check(sequence)) {
+        PyErr_Format(PyExc_TypeError,
+                     "put_many: expected an iterable of dicts of put's arguments, got %.100s",
+                     Py_TYPE(sequence)->tp_name);
+        return NULL;
+    }
+    PyObject *items = PySequence_List(sequence);
+    if (items == NULL) {
+        return NULL;
+    }
+    double deadline_s = timeout_s < 0 ? -1.0 : (double)clock_monotonic_ns() / 1e9 + timeout_s;
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    struct batch batch = {PyMem_Malloc((size_t)(count + 1) * sizeof *batch.at), 0, 0,
+                          self->batches};
+    bool good = batch.at != NULL;
+    if (!good) {
+        PyErr_NoMemory();
+    }
+    self->batches = &batch;
+    for (Py_ssize_t i = 0; good && i < count; i++) {
+        good = batch_add(self, &batch, items, i, deadline_s);
+    }
+    forget_batch(self, &batch);
+    bool alive = self->attached && !self->segment->handle_closed;
+    if (good || (alive && batch.committed > 0)) {
+        batch_commit(self, &batch);
+    } else if (alive) {
+        batch_abort(self, &batch);
+    }
+    if (alive) {
+        py_writer_tell_reader(self);
+    }
+    PyMem_Free(batch.at);
+    Py_DECREF(items);
+    if (!good) {
+        note_accepted(batch.committed);
+        return NULL;
+    }
+    return PyLong_FromSsize_t(batch.committed);
+}

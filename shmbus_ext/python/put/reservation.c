@@ -1,0 +1,546 @@
+/* Reservation: a record whose arrays are filled in the ring itself.
+ *
+ * Invariants: a reservation ends once, by commit or abort, at the latest when it is collected.
+ * After that nothing is written through its arrays: they are read-only, and where somebody holds
+ * views of them the record's space is kept until those are gone. */
+#include "python/put/reservation.h"
+
+#include "python/hooks.h"
+#include "ring/doorbell.h"
+
+/* Takes the arrays back. One that somebody still holds can no longer be written through, and its
+ * record's space is kept until it is gone, for views of it that we don't know of. */
+static void py_reservation_take_arrays(ReservationObject *self) {
+    for (uint32_t i = 0; i < self->count; i++) {
+        if (self->arrays[i] != NULL) {
+            PyArray_CLEARFLAGS(self->arrays[i], NPY_ARRAY_WRITEABLE);
+            Py_CLEAR(self->arrays[i]);
+        }
+    }
+    if (Py_REFCNT((PyObject *)self->keeper) > 1) {
+        self->keeper->pinned = true;
+        writer_pin(&self->writer->c, &self->at);
+    }
+}
+
+/* What is committed must not change: where a view may still write into the reserved place,
+ * through a slice or a memoryview, the record is committed as a copy and the place is given up.
+ * With no room for a copy it is committed where it is, and kept apart from other records. */
+static void move_from_views(ReservationObject *self) {
+    struct writer *writer = &self->writer->c;
+    struct reservation copy;
+    if (!self->keeper->pinned || writer_claim(writer, self->at.bytes, &copy) != WRITER_OK) {
+        return;
+    }
+    const struct record_header *from = self->at.record;
+    memcpy((uint8_t *)copy.record + 8, (const uint8_t *)from + 8, self->at.bytes - 8);
+    record_write_frame(copy.record, &copy.place, copy.bytes, from->producer_id, from->slot,
+                       from->flags);
+    writer_reserve(writer, &copy);
+    writer_abort(writer, &self->at);
+    self->at = copy;
+}
+
+static void py_reservation_finish(ReservationObject *self, bool commit) {
+    py_reservation_take_arrays(self);
+    self->ended = true;
+    list_unlink(&self->link);
+    if (commit) {
+        move_from_views(self);
+        self->at.record->score = self->score;
+        self->at.record->policy_version = self->policy_version;
+        writer_commit(&self->writer->c, &self->at);
+        self->writer->bytes += self->at.bytes;
+    } else {
+        writer_abort(&self->writer->c, &self->at);
+    }
+    if (commit) {
+        py_writer_tell_reader(self->writer);
+    } else {
+        doorbell_ring(self->writer->segment->c.header);
+    }
+}
+
+static bool py_reservation_usable(ReservationObject *self) {
+    if (self->ended) {
+        PyErr_SetString(hooks.closed_error,
+                        "this reservation has been committed or aborted; reserve a new one");
+        return false;
+    }
+    return py_writer_usable(self->writer);
+}
+
+struct field_list {
+    PyObject *names;  /* tuple of str */
+    PyObject *dtypes; /* tuple of dtype */
+    PyObject *shapes; /* tuple of tuple of int */
+};
+
+/* Sizes of the fields into the arguments, as put takes them from arrays. */
+static bool take_shapes(struct put_arguments *arguments, const struct field_list *fields,
+                        uint64_t limit) {
+    uint32_t words = 0;
+    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *shape = PyTuple_GET_ITEM(fields->shapes, i);
+        Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
+        if (ndim > (Py_ssize_t)SHMBUS_MAX_NDIM || words + 1 + ndim > SHMBUS_MAX_SHAPE_WORDS) {
+            PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %zd",
+                         PyTuple_GET_ITEM(fields->names, i), SHMBUS_MAX_NDIM, ndim);
+            return false;
+        }
+        uint64_t bytes =
+            (uint64_t)PyDataType_ELSIZE((PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i));
+        double estimate = (double)bytes;
+        arguments->field_ndim[i] = (uint8_t)ndim;
+        words++;
+        for (Py_ssize_t d = 0; d < ndim; d++) {
+            uint64_t size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, d));
+            if (PyErr_Occurred()) {
+                return false;
+            }
+            estimate *= (double)size;
+            bytes *= size;
+            arguments->shape[words++] = size;
+        }
+        /* A product that overflows is above any limit, and must stay so. */
+        arguments->field_bytes[i] = estimate > (double)limit ? limit + 1 : bytes;
+    }
+    arguments->spec.shape_words = words;
+    return true;
+}
+
+/* All that can be refused before anything is taken from the ring. */
+static bool plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
+                             const struct field_list *fields, uint64_t meta_room) {
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
+    PyObject *names[SHMBUS_MAX_FIELDS];
+    struct record_spec *spec = &arguments->spec;
+    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
+    if (!py_arguments_take_mapping(arguments, head) || !py_arguments_finish_head(arguments)) {
+        return false;
+    }
+    if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(fields->dtypes) != count ||
+        PyTuple_GET_SIZE(fields->shapes) != count) {
+        PyErr_Format(PyExc_ValueError, "fields: expected at most %u, got %zd", SHMBUS_MAX_FIELDS,
+                     count);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        names[i] = PyTuple_GET_ITEM(fields->names, i);
+        dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
+    }
+    if (!take_shapes(arguments, fields, self->segment->c.record_limit)) {
+        return false;
+    }
+    spec->field_count = (uint32_t)count;
+    spec->shape = arguments->shape;
+    spec->field_bytes = arguments->field_bytes;
+    spec->field_ndim = arguments->field_ndim;
+    arguments->schema =
+        py_schema_cache_find(&self->schemas, spec, names, dtypes, arguments->field_ndim);
+    if (arguments->schema == NULL) {
+        return false;
+    }
+    spec->meta_bytes = meta_room > spec->meta_bytes ? meta_room : spec->meta_bytes;
+    if (!record_plan(spec)) {
+        PyErr_SetString(hooks.too_large_error, "the reservation is larger than any record");
+        return false;
+    }
+    return true;
+}
+
+static PyObject *field_view(ReservationObject *self, PyArray_Descr *dtype, int ndim,
+                            const uint64_t *shape) {
+    npy_intp dims[SHMBUS_MAX_NDIM];
+    for (int d = 0; d < ndim; d++) {
+        dims[d] = (npy_intp)shape[1 + d];
+    }
+    Py_INCREF(dtype);
+    PyObject *array =
+        PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL,
+                             (uint8_t *)self->at.record + shape[0], NPY_ARRAY_CARRAY, NULL);
+    if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array,
+                                               Py_NewRef((PyObject *)self->keeper)) < 0) {
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+/* The Python side of a reservation; its arrays come afterwards. */
+static ReservationObject *py_reservation_new(WriterObject *writer, const struct reservation *at,
+                                             PyObject *names) {
+    ReservationObject *made = (ReservationObject *)ReservationType.tp_alloc(&ReservationType, 0);
+    if (made == NULL) {
+        return NULL;
+    }
+    made->ended = true; /* until the record is exposed */
+    made->keeper = py_keeper_new(writer->segment, at);
+    if (made->keeper == NULL) {
+        Py_DECREF(made);
+        return NULL;
+    }
+    made->writer = (WriterObject *)Py_NewRef((PyObject *)writer);
+    made->at = *at;
+    made->names = Py_NewRef(names);
+    return made;
+}
+
+static void py_reservation_open(ReservationObject *self, struct put_arguments *arguments,
+                                uint64_t meta_bytes) {
+    WriterObject *writer = self->writer;
+    struct record_spec *spec = &arguments->spec;
+    self->meta_room = (uint32_t)spec->meta_bytes;
+    self->score = spec->score;
+    self->policy_version = spec->policy_version;
+    spec->meta_bytes = meta_bytes;
+    py_writer_write_head(writer, arguments, &self->at);
+    if (meta_bytes > 0) {
+        memcpy((uint8_t *)self->at.record + spec->meta_offset,
+               PyBytes_AS_STRING(arguments->meta_encoded), meta_bytes);
+    }
+    writer_reserve(&writer->c, &self->at);
+    self->ended = false;
+    list_insert_before(&writer->reservations, &self->link);
+}
+
+static bool py_reservation_make_views(ReservationObject *self,
+                                      const struct put_arguments *arguments, PyObject *dtypes) {
+    uint32_t words = 0;
+    for (uint32_t i = 0; i < arguments->spec.field_count; i++) {
+        PyObject *array = field_view(self, (PyArray_Descr *)PyTuple_GET_ITEM(dtypes, i),
+                                     arguments->field_ndim[i], arguments->shape + words);
+        if (array == NULL) {
+            return false;
+        }
+        self->arrays[i] = (PyArrayObject *)array;
+        self->shape_at[i] = (uint16_t)words;
+        self->count = i + 1;
+        words += 1u + arguments->field_ndim[i];
+    }
+    return true;
+}
+
+PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
+    PyObject *head;
+    struct field_list fields;
+    unsigned int meta_room;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!I", &PyDict_Type, &head, &PyTuple_Type, &fields.names,
+                          &PyTuple_Type, &fields.dtypes, &PyTuple_Type, &fields.shapes,
+                          &meta_room) ||
+        !py_writer_usable(self)) {
+        return NULL;
+    }
+    struct put_arguments arguments;
+    struct reservation at;
+    ReservationObject *made = NULL;
+    py_arguments_begin(&arguments);
+    if (!plan_reservation(self, &arguments, head, &fields, meta_room) ||
+        !py_writer_usable(self) || /* encoding may have let another thread close it */
+        !py_writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at)) {
+        goto end;
+    }
+    made = py_reservation_new(self, &at, fields.names);
+    if (made == NULL) {
+        goto end;
+    }
+    PyObject *meta = arguments.meta_encoded;
+    py_reservation_open(made, &arguments, meta == NULL ? 0 : (uint64_t)PyBytes_GET_SIZE(meta));
+    if (!py_reservation_make_views(made, &arguments, fields.dtypes)) {
+        Py_CLEAR(made); /* its end aborts */
+    }
+end:
+    py_arguments_end(&arguments);
+    return (PyObject *)made;
+}
+
+static int py_reservation_index_of(ReservationObject *self, PyObject *name) {
+    for (uint32_t i = 0; i < self->count; i++) {
+        PyObject *own = PyTuple_GET_ITEM(self->names, i);
+        if (own == name || (PyUnicode_Check(name) && PyUnicode_Compare(own, name) == 0)) {
+            return (int)i;
+        }
+    }
+    PyErr_Format(PyExc_KeyError, "%R: this reservation has the fields %R", name, self->names);
+    return -1;
+}
+
+/* Not an assignment of one's own array: what is to be committed is in the ring already. */
+static int py_reservation_assign(ReservationObject *self, PyObject *name, PyObject *value) {
+    (void)self;
+    (void)value;
+    PyErr_Format(PyExc_TypeError,
+                 "a field of a reservation cannot be replaced; write into its view: slot[%R][:] = "
+                 "...",
+                 name);
+    return -1;
+}
+
+static PyObject *py_reservation_get(ReservationObject *self, PyObject *name) {
+    if (!py_reservation_usable(self)) {
+        return NULL;
+    }
+    int field = py_reservation_index_of(self, name);
+    return field < 0 ? NULL : Py_NewRef((PyObject *)self->arrays[field]);
+}
+
+/* resize(name, n): the first dimension ends up shorter than reserved. */
+static PyObject *py_reservation_resize(ReservationObject *self, PyObject *args) {
+    PyObject *name;
+    Py_ssize_t length;
+    if (!PyArg_ParseTuple(args, "Un", &name, &length) || !py_reservation_usable(self)) {
+        return NULL;
+    }
+    int field = py_reservation_index_of(self, name);
+    if (field < 0) {
+        return NULL;
+    }
+    PyArrayObject *array = self->arrays[field];
+    if (PyArray_NDIM(array) < 1 || length < 0 || length > PyArray_DIM(array, 0)) {
+        PyErr_Format(PyExc_ValueError, "%U: expected 0 to %zd elements, got %zd", name,
+                     PyArray_NDIM(array) < 1 ? (Py_ssize_t)0 : (Py_ssize_t)PyArray_DIM(array, 0),
+                     length);
+        return NULL;
+    }
+    uint64_t *shape = (uint64_t *)(void *)((uint8_t *)self->at.record + sizeof *self->at.record) +
+                      self->shape_at[field];
+    uint64_t before = shape[1];
+    shape[1] = (uint64_t)length;
+    PyObject *shorter = field_view(self, PyArray_DESCR(array), PyArray_NDIM(array), shape);
+    if (shorter == NULL) {
+        shape[1] = before;
+        return NULL;
+    }
+    /* What was handed out before is no longer the field: it is not written through any more. */
+    PyArray_CLEARFLAGS(array, NPY_ARRAY_WRITEABLE);
+    Py_SETREF(self->arrays[field], (PyArrayObject *)shorter);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_reservation_end(ReservationObject *self, bool commit) {
+    if (!py_reservation_usable(self)) {
+        return NULL;
+    }
+    py_reservation_finish(self, commit);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_reservation_commit(ReservationObject *self, PyObject *ignored) {
+    (void)ignored;
+    return py_reservation_end(self, true);
+}
+
+static PyObject *py_reservation_abort(ReservationObject *self, PyObject *ignored) {
+    (void)ignored;
+    return py_reservation_end(self, false);
+}
+
+static PyObject *py_reservation_exit(ReservationObject *self, PyObject *args) {
+    PyObject *type = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : Py_None;
+    if (!self->ended) {
+        PyObject *result = py_reservation_end(self, type == Py_None);
+        if (result == NULL) {
+            return NULL;
+        }
+        Py_DECREF(result);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_reservation_enter(ReservationObject *self, PyObject *ignored) {
+    (void)ignored;
+    return py_reservation_usable(self) ? Py_NewRef((PyObject *)self) : NULL;
+}
+
+static PyObject *py_reservation_get_score(ReservationObject *self, void *ignored) {
+    (void)ignored;
+    return PyFloat_FromDouble(self->score);
+}
+
+static int py_reservation_set_score(ReservationObject *self, PyObject *value, void *ignored) {
+    (void)ignored;
+    bool set = py_is_given(value, "score") && py_reservation_usable(self) &&
+               py_parse_score(value, &self->score);
+    return set ? 0 : -1;
+}
+
+static PyObject *py_reservation_get_policy_version(ReservationObject *self, void *ignored) {
+    (void)ignored;
+    return PyLong_FromLongLong(self->policy_version);
+}
+
+static int py_reservation_set_policy_version(ReservationObject *self, PyObject *value,
+                                             void *ignored) {
+    (void)ignored;
+    bool set = py_is_given(value, "policy_version") && py_reservation_usable(self) &&
+               py_parse_policy_version(value, &self->policy_version);
+    return set ? 0 : -1;
+}
+
+static int py_reservation_set_meta(ReservationObject *self, PyObject *value, void *ignored) {
+    (void)ignored;
+    if (!py_reservation_usable(self)) {
+        return -1;
+    }
+    struct record_header *record = self->at.record;
+    if (value == NULL || value == Py_None) {
+        record->meta_bytes = 0;
+        return 0;
+    }
+    PyObject *encoded = PyObject_CallOneArg(hooks.encode_meta, value);
+    if (encoded == NULL) {
+        return -1;
+    }
+    Py_ssize_t bytes = PyBytes_Check(encoded) ? PyBytes_GET_SIZE(encoded) : 0;
+    if (bytes > (Py_ssize_t)self->meta_room) {
+        PyErr_Format(PyExc_ValueError,
+                     "meta: encoded it takes %zd bytes, the reservation has room for %u; give "
+                     "reserve() a larger meta_room",
+                     bytes, self->meta_room);
+        Py_DECREF(encoded);
+        return -1;
+    }
+    memcpy((uint8_t *)record + record->meta_offset, PyBytes_AS_STRING(encoded), (size_t)bytes);
+    record->meta_bytes = (uint32_t)bytes;
+    Py_DECREF(encoded);
+    return 0;
+}
+
+static void py_reservation_dealloc(ReservationObject *self) {
+    if (self->writer != NULL) {
+        bool own = self->writer->segment->generation == fork_generation &&
+                   !self->writer->segment->handle_closed;
+        if (!self->ended && own) {
+            py_reservation_finish(self, false);
+        }
+        list_unlink(&self->link);
+    }
+    for (uint32_t i = 0; i < self->count; i++) {
+        Py_XDECREF(self->arrays[i]);
+    }
+    Py_XDECREF(self->keeper);
+    Py_XDECREF(self->names);
+    Py_XDECREF(self->writer);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *py_reservation_get_ended(ReservationObject *self, void *ignored) {
+    (void)ignored;
+    return PyBool_FromLong(self->ended);
+}
+
+PyDoc_STRVAR(reservation_doc,
+    "A record whose arrays are filled in the ring itself; `Producer.reserve` makes it.\n\n"
+    "``slot[name]`` is a writable view of the ring until commit or abort. As a context manager it\n"
+    "commits, or aborts on an exception. It aborts when it is collected, too.\n\n"
+    "Attributes\n----------\n"
+    "fields : tuple of str\n"
+    "    The names of its arrays.\n"
+    "score : float\n"
+    "    The reward; can be set until the end.\n"
+    "policy_version : int\n"
+    "    The policy that sampled it; can be set until the end.\n"
+    "meta : object\n"
+    "    Whatever msgspec can encode, within the `meta_room` of `reserve`; can be set, not read.\n"
+    "ended : bool\n"
+    "    Whether it was committed or aborted.\n\n"
+    "Notes\n-----\n"
+    "After its end, and when the producer is closed, filling, setting and ending raise\n"
+    "BusClosedError. Several threads may fill one reservation; one of them ends it.\n\n"
+    "Examples\n--------\n"
+    ">>> import shmbus\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
+    "shmbus.Producer(\"run1\") as producer:\n"
+    "...     fields = {\"tokens\": (\"int32\", 2048)}\n"
+    "...     with producer.reserve(\"q1\", group_size=1, index=0, fields=fields) as slot:\n"
+    "...         slot[\"tokens\"][:3] = 7\n"
+    "...         slot.resize(\"tokens\", 3)\n"
+    "...         slot.score = 0.5\n"
+    "...     producer.stats().committed\n"
+    "1");
+
+PyDoc_STRVAR(resize_doc,
+    "resize($self, name, length, /)\n--\n\n"
+    "Cut the first dimension of a field to what was really written.\n\n"
+    "``slot[name]`` is the shorter view from then on; views taken before are read-only. The space\n"
+    "of the rest stays part of the record.\n\n"
+    "Parameters\n----------\n"
+    "name : str\n"
+    "    A field.\n"
+    "length : int\n"
+    "    Its new length, 0 to the present one.\n\n"
+    "Raises\n------\n"
+    "KeyError\n"
+    "    The reservation has no such field.\n"
+    "ValueError\n"
+    "    The length is out of range, or the field has no dimension.\n"
+    "BusClosedError\n"
+    "    The reservation has ended, or the producer is closed.");
+
+PyDoc_STRVAR(commit_doc,
+    "commit($self)\n--\n\n"
+    "Publish the record, as leaving the ``with`` block does.\n\n"
+    "Its views are read-only from then on. Where a slice of one is still held, which stays\n"
+    "writable, a copy of the record is committed in its place if there is room for one.\n\n"
+    "Raises\n------\n"
+    "BusClosedError\n"
+    "    The reservation has ended, or the producer is closed.");
+
+PyDoc_STRVAR(abort_doc,
+    "abort($self)\n--\n\n"
+    "Give the space back; nobody ever sees the record.\n\n"
+    "An exception in the ``with`` block does the same.\n\n"
+    "Raises\n------\n"
+    "BusClosedError\n"
+    "    The reservation has ended, or the producer is closed.");
+
+static PyMethodDef reservation_methods[] = {
+    {"resize", (PyCFunction)(void (*)(void))py_reservation_resize, METH_VARARGS,
+     resize_doc},
+    {"commit", (PyCFunction)(void (*)(void))py_reservation_commit, METH_NOARGS,
+     commit_doc},
+    {"abort", (PyCFunction)(void (*)(void))py_reservation_abort, METH_NOARGS,
+     abort_doc},
+    {"__enter__", (PyCFunction)(void (*)(void))py_reservation_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))py_reservation_exit, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef reservation_getset[] = {
+    {"score", (getter)py_reservation_get_score, (setter)py_reservation_set_score,
+     "The reward, 0.0 unless set.", NULL},
+    {"policy_version", (getter)py_reservation_get_policy_version,
+     (setter)py_reservation_set_policy_version,
+     "The policy that sampled it, 0 unless set.", NULL},
+    {"meta", NULL, (setter)py_reservation_set_meta,
+     "Whatever msgspec can encode, within reserve's meta_room; it can be set, not read.", NULL},
+    {"ended", (getter)py_reservation_get_ended, NULL, "Whether it was committed or aborted.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef reservation_members[] = {
+    {"fields", T_OBJECT_EX, offsetof(ReservationObject, names), READONLY,
+     "The names of its arrays."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyMappingMethods reservation_mapping = {.mp_subscript = (binaryfunc)py_reservation_get,
+                                        .mp_ass_subscript = (objobjargproc)py_reservation_assign};
+
+PyTypeObject ReservationType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Reservation",
+    .tp_basicsize = sizeof(ReservationObject),
+    .tp_dealloc = (destructor)py_reservation_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = reservation_doc,
+    .tp_methods = reservation_methods,
+    .tp_getset = reservation_getset,
+    .tp_members = reservation_members,
+    .tp_as_mapping = &reservation_mapping,
+};
+
+void py_writer_abort_open(WriterObject *self) {
+    while (!list_is_empty(&self->reservations)) {
+        py_reservation_finish(LIST_ENTRY(self->reservations.next, ReservationObject, link), false);
+    }
+}

@@ -1,0 +1,324 @@
+/* Writer: what shmbus.Producer is made of.
+ *
+ * Invariant: a writer is closed only after all copies into its lane have ended. Then its open
+ * reservations and batches are aborted, and only then is the lane given up. */
+#define _GNU_SOURCE
+#include "python/put/writer_object.h"
+
+#include <unistd.h>
+
+#include "python/hooks.h"
+#include "python/put/put_many.h"
+#include "python/put/reservation.h"
+#include "ring/doorbell.h"
+
+/* Closing waits in steps of this for copies that other threads have under way. */
+#define CLOSE_POLL_US 50
+
+static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"segment", "label", "checksum", NULL};
+    PyObject *segment;
+    const char *label;
+    int checksum = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!s|p", names, &SegmentType, &segment, &label,
+                                     &checksum)) {
+        return -1;
+    }
+    if (self->segment != NULL) {
+        PyErr_SetString(PyExc_TypeError, "this Producer is initialised already");
+        return -1;
+    }
+    self->segment = (SegmentObject *)Py_NewRef(segment);
+    list_init(&self->reservations);
+    if (!py_segment_usable(self->segment, "handle")) {
+        return -1;
+    }
+    enum writer_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = writer_attach_in_time(&self->c, &self->segment->c, label);
+    Py_END_ALLOW_THREADS
+    if (status == WRITER_SYSTEM_ERROR) {
+        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
+        return -1;
+    }
+    if (status != WRITER_OK) {
+        py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "producer"));
+        return -1;
+    }
+    self->flags = checksum ? SHMBUS_FLAG_PAYLOAD_CRC : 0;
+    self->attached = true;
+    return 0;
+}
+
+static bool take_call(struct put_arguments *arguments, PyObject *const *args, Py_ssize_t count,
+                      PyObject *kwnames) {
+    if (count > 1) {
+        PyErr_Format(PyExc_TypeError,
+                     "expected one positional argument, instance_id, got %zd; give the others by "
+                     "name",
+                     count);
+        return false;
+    }
+    if (count == 1 && !py_arguments_take_id(arguments, args[0])) {
+        return false;
+    }
+    Py_ssize_t named = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+    for (Py_ssize_t i = 0; i < named; i++) {
+        if (!py_arguments_take(arguments, PyTuple_GET_ITEM(kwnames, i), args[count + i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                          PyObject *kwnames, uint32_t flags) {
+    if (!py_writer_usable(self)) {
+        return NULL;
+    }
+    struct put_arguments arguments;
+    py_arguments_begin(&arguments);
+    arguments.spec.flags = flags;
+    bool done = take_call(&arguments, args, count, kwnames) &&
+                py_arguments_finish(&arguments, &self->schemas) &&
+                py_writer_usable(self) && /* encoding may have let another thread close it */
+                py_writer_put_one(self, &arguments);
+    py_arguments_end(&arguments);
+    if (!done) {
+        return NULL;
+    }
+    py_writer_tell_reader(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_writer_put(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                               PyObject *kwnames) {
+    return put_call(self, args, count, kwnames, 0);
+}
+
+/* A report that a sample failed: put's arguments, with the reason as meta, and no arrays. */
+static PyObject *py_writer_fail(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                                PyObject *kwnames) {
+    return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED);
+}
+
+/* The same where the group's size is unknown: group_size is any above the index. */
+static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                                        PyObject *kwnames) {
+    return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE);
+}
+
+/* Announces the wish for space; try again after it, and then await_space with the ticket. */
+static PyObject *py_writer_want_space(WriterObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_writer_usable(self)) {
+        return NULL;
+    }
+    writer_seal(&self->c);
+    uint32_t ticket = doorbell_want_space(self->segment->c.header);
+    doorbell_ring(self->segment->c.header);
+    return PyLong_FromUnsignedLong(ticket);
+}
+
+/* await_space(ticket, timeout_s): sleeps until the reader has freed some since; takes none. */
+static PyObject *py_writer_await_space(WriterObject *self, PyObject *args) {
+    double timeout_s;
+    unsigned int ticket;
+    if (!PyArg_ParseTuple(args, "Id", &ticket, &timeout_s) || !py_writer_usable(self)) {
+        return NULL;
+    }
+    struct bus_header *header = self->segment->c.header;
+    int64_t slice_ns = timeout_s < 0 || timeout_s * 1e9 > (double)SPACE_SLICE_NS
+                           ? SPACE_SLICE_NS
+                           : (int64_t)(timeout_s * 1e9);
+    SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
+    Py_BEGIN_ALLOW_THREADS
+    doorbell_await_space(header, ticket, slice_ns);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(segment);
+    Py_RETURN_NONE;
+}
+
+static void py_writer_detach(WriterObject *self) {
+    if (!self->attached) {
+        return;
+    }
+    if (self->segment->generation != fork_generation || self->segment->handle_closed) {
+        self->attached = false;
+        return;
+    }
+    /* Another thread's copy ends in its own record: the space is given up only afterwards. */
+    self->closing = true;
+    while (self->busy > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        usleep(CLOSE_POLL_US);
+        Py_END_ALLOW_THREADS
+    }
+    if (!self->attached) {
+        return;
+    }
+    self->attached = false;
+    py_writer_abort_batches(self);
+    py_writer_abort_open(self);
+    writer_close(&self->c);
+    py_segment_release_handle(self->segment);
+}
+
+static PyObject *py_writer_close(WriterObject *self, PyObject *ignored) {
+    (void)ignored;
+    py_writer_detach(self);
+    Py_RETURN_NONE;
+}
+
+static void py_writer_dealloc(WriterObject *self) {
+    if (self->segment != NULL) {
+        py_writer_detach(self);
+    }
+    py_schema_cache_clear(&self->schemas);
+    Py_XDECREF(self->watch.call);
+    Py_XDECREF(self->segment);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* _watch_waits(call, seconds): `call` hears of a wait for space every so many seconds of it. */
+static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
+    PyObject *call;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "Od", &call, &seconds)) {
+        return NULL;
+    }
+    Py_XSETREF(self->watch.call, Py_NewRef(call));
+    self->watch.period_s = seconds;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_writer_counts(WriterObject *self, PyObject *ignored) {
+    (void)ignored;
+    return Py_BuildValue("(KKKK)", (unsigned long long)self->c.sequence,
+                         (unsigned long long)self->c.aborted, (unsigned long long)self->bytes,
+                         (unsigned long long)self->full_waits);
+}
+
+static PyObject *py_writer_get_closed(WriterObject *self, void *ignored) {
+    (void)ignored;
+    return PyBool_FromLong(!self->attached || self->segment->handle_closed ||
+                           self->segment->generation != fork_generation);
+}
+
+PyDoc_STRVAR(put_doc,
+    "put($self, instance_id, *, group_size, index, "
+    "score=0.0, policy_version=0, epoch=None, meta=None, timeout=None, **arrays)\n--\n\n"
+    "Copy one trajectory into the ring and commit it.\n\n"
+    "The consumer finds all of a record or nothing of it. When this returns, the arrays are the\n"
+    "caller's again, and the record outlives this process.\n\n"
+    "Parameters\n----------\n"
+    "instance_id : str\n"
+    "    The prompt's key, 1 to 255 bytes of UTF-8. The samples of one key form a group, whoever\n"
+    "    puts them.\n"
+    "group_size : int\n"
+    "    Samples in a complete group, 1 to 16384; the same for every sample of it.\n"
+    "index : int\n"
+    "    Which sample of its group this is, 0 to group_size - 1. Of several with one index the\n"
+    "    first is kept, the others are dropped as duplicates.\n"
+    "score : float, default 0.0\n"
+    "    The reward; finite.\n"
+    "policy_version : int, default 0\n"
+    "    Version of the policy that sampled it, 0 or more. A consumer's `max_policy_lag` compares\n"
+    "    it with the trainer's current version, which `Producer.policy_version` reads.\n"
+    "epoch : int, optional\n"
+    "    Which repetition of the prompt this is, 0 or more. With an epoch, (instance_id, epoch)\n"
+    "    is the group's key, and a sample of a group that was complete before is dropped as\n"
+    "    surplus. Without one, such a sample begins the prompt's next group.\n"
+    "meta : object, optional\n"
+    "    Whatever msgspec can encode as MessagePack, for the reader of the trajectory.\n"
+    "timeout : float, optional\n"
+    "    Seconds to wait for space while the bus is full or paused: None waits for ever, 0 does\n"
+    "    not wait.\n"
+    "**arrays : array\n"
+    "    The payload, at most 64 fields; each keyword is a field's name, 1 to 255 bytes of UTF-8.\n"
+    "    A value is a NumPy array, or exports one: a CPU tensor, a memoryview, an array.array.\n"
+    "    Any shape of at most 32 dimensions, any dtype of fixed size. One that is not\n"
+    "    C-contiguous is copied into that order first.\n\n"
+    "Raises\n------\n"
+    "TypeError\n"
+    "    An argument is missing or has the wrong type, a value is no array (a list has no dtype),\n"
+    "    a dtype holds Python objects, or msgspec cannot encode meta.\n"
+    "ValueError\n"
+    "    An argument is out of range, the score is not finite, or there are too many fields or\n"
+    "    dimensions.\n"
+    "RecordTooLargeError\n"
+    "    The record is larger than `Producer.record_limit`, a quarter of the bus; also a\n"
+    "    ValueError.\n"
+    "BusFullError\n"
+    "    There was no space within the timeout; the message names who holds it.\n"
+    "BusClosedError\n"
+    "    The producer is closed, was made before a fork, or was closed during the wait.\n"
+    "StallError\n"
+    "    Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall=\"raise\"``.\n\n"
+    "Notes\n-----\n"
+    "This blocks for space only: until a consumer acknowledges groups, or somebody resumes the\n"
+    "bus. Other threads run during the wait, and signals are handled: what a handler raises, such\n"
+    "as KeyboardInterrupt, ends it. `aput` does not block an event loop.\n\n"
+    "After an exception nothing of the trajectory is in the ring, and it can be put again.\n\n"
+    "Several threads may call this at the same time. While 256 KiB or more are copied other\n"
+    "threads run; the arrays must not change before the call returns.\n\n"
+    "Examples\n--------\n"
+    ">>> import numpy as np\n"
+    ">>> import shmbus\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
+    "shmbus.Producer(\"run1\") as producer:\n"
+    "...     producer.put(\"gsm8k-17\", group_size=1, index=0, score=1.0, "
+    "meta={\"env\": \"gsm8k\"},\n"
+    "...                  tokens=np.arange(5, dtype=np.int32))\n"
+    "...     with shmbus.Consumer(\"run1\") as consumer:\n"
+    "...         [group] = consumer.take(timeout=10.0)\n"
+    "...         print(group[0][\"tokens\"], group[0].score, group[0].meta)\n"
+    "...         group.ack()\n"
+    "[0 1 2 3 4] 1.0 {'env': 'gsm8k'}");
+
+PyDoc_STRVAR(close_doc,
+    "close($self)\n--\n\n"
+    "Abort open reservations and leave the bus; what was committed stays.\n\n"
+    "Copies that other threads have under way end first. A second call does nothing.");
+
+static PyMethodDef writer_methods[] = {
+    {"put", (PyCFunction)(void (*)(void))py_writer_put, METH_FASTCALL | METH_KEYWORDS,
+     put_doc},
+    {"put_many", (PyCFunction)(void (*)(void))py_writer_put_many, METH_VARARGS | METH_KEYWORDS,
+     py_writer_put_many_doc},
+    {"_fail", (PyCFunction)(void (*)(void))py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"_fail_unsized", (PyCFunction)(void (*)(void))py_writer_fail_unsized,
+     METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"_reserve", (PyCFunction)(void (*)(void))py_writer_reserve, METH_VARARGS, NULL},
+    {"_want_space", (PyCFunction)(void (*)(void))py_writer_want_space, METH_NOARGS, NULL},
+    {"_await_space", (PyCFunction)(void (*)(void))py_writer_await_space, METH_VARARGS, NULL},
+    {"_watch_waits", (PyCFunction)(void (*)(void))py_writer_watch_waits, METH_VARARGS, NULL},
+    {"_counts", (PyCFunction)(void (*)(void))py_writer_counts, METH_NOARGS, NULL},
+    {"close", (PyCFunction)(void (*)(void))py_writer_close, METH_NOARGS,
+     close_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef writer_getset[] = {
+    {"closed", (getter)py_writer_get_closed, NULL, "True after close() and after a fork.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef writer_members[] = {
+    {"_segment", T_OBJECT_EX, offsetof(WriterObject, segment), READONLY, NULL},
+    {"producer_id", T_ULONGLONG, offsetof(WriterObject, c.producer_id), READONLY,
+     "This producer's number; never used again on this bus."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject WriterType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Writer",
+    .tp_basicsize = sizeof(WriterObject),
+    .tp_dealloc = (destructor)py_writer_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_methods = writer_methods,
+    .tp_getset = writer_getset,
+    .tp_members = writer_members,
+    .tp_init = (initproc)py_writer_init,
+    .tp_new = PyType_GenericNew,
+};

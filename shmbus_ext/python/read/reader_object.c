@@ -1,0 +1,546 @@
+/* Reader: what shmbus.Consumer reads the ring with.
+ *
+ * Invariant: one Reader a segment, proved by the collector's file lock. The interpreter lock
+ * serialises its calls; it is released only while the reader sleeps. */
+#define _GNU_SOURCE
+#include "python/read/reader_object.h"
+
+#include <sched.h>
+
+#include "python/hooks.h"
+#include "python/put/put_arguments.h"
+#include "python/record/trajectory.h"
+#include "ring/attach.h"
+#include "ring/clock.h"
+#include "ring/count.h"
+#include "ring/doorbell.h"
+#include "ring/file_lock.h"
+#include "ring/intent_log.h"
+#include "ring/reclaim.h"
+#include "ring/removal.h"
+
+/* A sleeping reader wakes this often for signals only. */
+#define SLEEP_SLICE_NS INT64_C(1000000000)
+/* A shorter sleep costs more than it saves: falling asleep and being woken take about as long. */
+#define WAKES_OFTEN_NS UINT64_C(50000)
+
+static bool hold_records(HolderObject *self, const struct record_ref *refs, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        reader_hold(&((ReaderObject *)self)->c, &refs[i]);
+    }
+    return true;
+}
+
+static void let_go_of_records(HolderObject *self, const struct record_ref *refs,
+                              Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        reader_let_go(&((ReaderObject *)self)->c, &refs[i]);
+    }
+}
+
+static const struct holder_kind reader_kind = {true, hold_records, let_go_of_records};
+
+bool py_reader_is_open(const ReaderObject *self) {
+    return self->attached && self->segment->generation == fork_generation &&
+           !self->segment->handle_closed;
+}
+
+bool py_reader_usable(ReaderObject *self) {
+    if (!self->attached) {
+        PyErr_SetString(hooks.closed_error, "this Consumer is closed; make a new one");
+        return false;
+    }
+    return py_segment_usable(self->segment, "Consumer");
+}
+
+static void note_collector(SegmentObject *segment, const char *label) {
+    struct bus_header *header = segment->c.header;
+    size_t length = strlen(label);
+    if (length >= SHMBUS_LABEL_BYTES) {
+        length = SHMBUS_LABEL_BYTES - 1;
+    }
+    memset(header->collector_label, 0, SHMBUS_LABEL_BYTES);
+    memcpy(header->collector_label, label, length);
+    atomic_store_explicit(&header->collector_pid, (uint32_t)segment->pid, memory_order_relaxed);
+}
+
+static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"segment", "label", NULL};
+    PyObject *segment;
+    const char *label;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!s", names, &SegmentType, &segment, &label)) {
+        return -1;
+    }
+    if (self->segment != NULL) {
+        PyErr_SetString(PyExc_TypeError, "this reader is initialised already");
+        return -1;
+    }
+    if (!py_holder_init((HolderObject *)self, (SegmentObject *)segment, &reader_kind)) {
+        return -1;
+    }
+    if (!py_segment_usable(self->segment, "handle")) {
+        return -1;
+    }
+    enum lock_status lock = file_lock_take(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
+    if (lock == LOCK_ERROR) {
+        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
+        return -1;
+    }
+    if (lock == LOCK_HELD_ELSEWHERE) {
+        py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "collector"));
+        return -1;
+    }
+    if (!reader_attach(&self->c, &self->segment->c)) {
+        file_lock_drop(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
+        PyErr_NoMemory();
+        return -1;
+    }
+    note_collector(self->segment, label);
+    self->attached = true;
+    return 0;
+}
+
+void py_reader_note_seen(ReaderObject *self, uint64_t now_ns) {
+    atomic_store_explicit(&self->segment->c.header->collector_seen_ns, now_ns,
+                          memory_order_relaxed);
+}
+
+/* The next trajectory; NULL where there is none, or with an exception. */
+static PyObject *next_trajectory(ReaderObject *self) {
+    struct record_ref ref;
+    int status = reader_next(&self->c, &ref);
+    if (status < 0) {
+        return PyErr_NoMemory();
+    }
+    return status == 0
+               ? NULL
+               : (PyObject *)py_trajectory_new((HolderObject *)self, &self->c.copy, &ref);
+}
+
+/* poll(limit) -> list[Trajectory]: what is committed and was not handed out yet. */
+static PyObject *py_reader_poll(ReaderObject *self, PyObject *argument) {
+    Py_ssize_t limit = PyLong_AsSsize_t(argument);
+    if ((limit == -1 && PyErr_Occurred()) || !py_reader_usable(self)) {
+        return NULL;
+    }
+    PyObject *found = PyList_New(0);
+    py_reader_note_seen(self, clock_monotonic_ns());
+    while (found != NULL && PyList_GET_SIZE(found) < limit) {
+        PyObject *t = next_trajectory(self);
+        if (t == NULL) {
+            break;
+        }
+        if (PyList_Append(found, t) < 0) {
+            Py_CLEAR(found);
+        }
+        Py_DECREF(t);
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(found);
+    }
+    return found;
+}
+
+Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, Py_ssize_t limit,
+                                  double now_s, PyObject *left) {
+    PyObject *batch[SAMPLES_BATCH];
+    Py_ssize_t total = 0;
+    Py_ssize_t count = SAMPLES_BATCH;
+    bool good = true;
+    while (good && count == SAMPLES_BATCH && total < limit) {
+        count = 0;
+        while (count < SAMPLES_BATCH && total + count < limit &&
+               (batch[count] = next_trajectory(self)) != NULL) {
+            count++;
+        }
+        good = !PyErr_Occurred() && py_group_table_put_samples(table, batch, count, now_s, left);
+        for (Py_ssize_t i = 0; i < count; i++) {
+            Py_DECREF(batch[i]);
+        }
+        total += count;
+    }
+    return good ? total : -1;
+}
+
+/* poll_into(table, limit, now_s, left) -> int: poll and GroupTable.put in one, without a list
+ * between them. How many were read; what put returns is appended to `left`. */
+static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
+    PyObject *table, *left;
+    Py_ssize_t limit;
+    double now_s;
+    if (!PyArg_ParseTuple(args, "O!ndO!", &GroupTableType, &table, &limit, &now_s, &PyList_Type,
+                          &left) ||
+        !py_reader_usable(self)) {
+        return NULL;
+    }
+    py_reader_note_seen(self, clock_monotonic_ns());
+    Py_ssize_t count = py_reader_poll_records(self, (GroupTableObject *)table, limit, now_s, left);
+    return count < 0 ? NULL : PyLong_FromSsize_t(count);
+}
+
+/* A reader that sleeps on the processor of a producer is woken by its next record, takes that one,
+ * and sleeps again: two switches a record. Awake, and behind that producer in the kernel's queue,
+ * it finds all that was committed until the producer stepped aside. Where nobody else wants the
+ * processor this is one short system call. WAIT_OVER says that there is reason to sleep. */
+static enum wait_result let_producers_run(ReaderObject *self) {
+    Py_BEGIN_ALLOW_THREADS
+    sched_yield();
+    Py_END_ALLOW_THREADS
+    if (!py_reader_usable(self)) {
+        return WAIT_FAILED;
+    }
+    self->wakes_often = reader_has_events(&self->c);
+    return self->wakes_often ? WAIT_WOKEN : WAIT_OVER;
+}
+
+enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s) {
+    struct bus_header *header = self->segment->c.header;
+    reader_tidy_in_a_pause(&self->c);
+    if (reader_has_events(&self->c)) {
+        return WAIT_WOKEN;
+    }
+    if (timeout_s == 0) {
+        return WAIT_OVER;
+    }
+    uint64_t start = clock_monotonic_ns();
+    SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
+    enum wait_result result = self->wakes_often ? let_producers_run(self) : WAIT_OVER;
+    if (result != WAIT_OVER) {
+        Py_DECREF(segment);
+        return result;
+    }
+    uint64_t slept = clock_monotonic_ns();
+    enum doorbell_wait woken = DOORBELL_TIMEOUT;
+    while (woken == DOORBELL_TIMEOUT) {
+        double left_ns = timeout_s < 0 ? (double)SLEEP_SLICE_NS
+                                       : timeout_s * 1e9 - (double)(clock_monotonic_ns() - start);
+        if (left_ns <= 0) {
+            break;
+        }
+        int64_t slice_ns = left_ns < (double)SLEEP_SLICE_NS ? (int64_t)left_ns + 1 : SLEEP_SLICE_NS;
+        doorbell_announce(header);
+        if (reader_has_events(&self->c)) {
+            doorbell_stay(header);
+            woken = DOORBELL_WOKEN;
+            break;
+        }
+        Py_BEGIN_ALLOW_THREADS
+        woken = doorbell_sleep(header, slice_ns);
+        Py_END_ALLOW_THREADS
+        if (PyErr_CheckSignals() < 0 || !py_reader_usable(self)) {
+            Py_DECREF(segment);
+            return WAIT_FAILED;
+        }
+    }
+    Py_DECREF(segment);
+    self->wakes_often = woken == DOORBELL_WOKEN && clock_monotonic_ns() - slept < WAKES_OFTEN_NS;
+    return woken == DOORBELL_WOKEN ? WAIT_WOKEN : WAIT_OVER;
+}
+
+/* wait(timeout_s | None) -> bool: sleeps until something may have come. */
+static PyObject *py_reader_wait(ReaderObject *self, PyObject *argument) {
+    double timeout_s;
+    if (!py_parse_timeout(argument, &timeout_s) || !py_reader_usable(self)) {
+        return NULL;
+    }
+    enum wait_result result = py_reader_wait_for_events(self, timeout_s);
+    return result == WAIT_FAILED ? NULL : PyBool_FromLong(result == WAIT_WOKEN);
+}
+
+/* Wakes a thread of this process that sleeps in wait(). */
+static PyObject *py_reader_wake(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (self->segment != NULL && self->segment->generation == fork_generation) {
+        doorbell_ring(self->segment->c.header);
+    }
+    Py_RETURN_NONE;
+}
+
+static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
+    if (!Py_IS_TYPE(item, &TrajectoryType) ||
+        ((TrajectoryObject *)item)->holder != (HolderObject *)self) {
+        PyErr_Format(PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
+                     Py_TYPE(item)->tp_name);
+        return NULL;
+    }
+    return (TrajectoryObject *)item;
+}
+
+static bool is_reason(int reason) {
+    if (reason < 0 || reason >= SHMBUS_REASONS) {
+        PyErr_Format(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
+                     SHMBUS_REASONS - 1, reason);
+        return false;
+    }
+    return true;
+}
+
+/* Whether all of them are this reader's and not released; false with an exception. */
+static bool can_release(ReaderObject *self, PyObject *items) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+        TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
+        if (t == NULL) {
+            return false;
+        }
+        if (t->released) {
+            PyErr_Format(PyExc_ValueError, "trajectory %R[%S] was released before",
+                         t->instance_id, t->index);
+            return false;
+        }
+    }
+    return true;
+}
+
+bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason) {
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    if (!is_reason(reason) || !can_release(self, items)) {
+        return false;
+    }
+    const struct record_ref *few[64];
+    const struct record_ref **refs =
+        count <= 64 ? few : PyMem_Malloc((size_t)count * sizeof *refs);
+    if (refs == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        refs[i] = &((TrajectoryObject *)PyList_GET_ITEM(items, i))->ref;
+    }
+    if (count > 0) {
+        intent_log_release(self->c.segment, refs, (uint32_t)count, (enum shmbus_reason)reason);
+    }
+    if (refs != few) {
+        PyMem_Free((void *)refs);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(items, i);
+        t->released = true;
+        t->held = false;
+        if (t->pin != NULL) {
+            Py_CLEAR(t->pin);
+        } else {
+            reader_let_go(&self->c, &t->ref);
+        }
+    }
+    return true;
+}
+
+/* release(trajectories, reason): ends them atomically; their space is free once no view is left. */
+static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
+    PyObject *items;
+    int reason;
+    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !py_reader_usable(self)) {
+        return NULL;
+    }
+    if (PyList_GET_SIZE(items) > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
+        PyErr_Format(PyExc_ValueError, "release: expected at most %u trajectories, got %zd",
+                     SHMBUS_MAX_GROUP_SIZE, PyList_GET_SIZE(items));
+        return NULL;
+    }
+    if (!py_reader_release_all(self, items, reason)) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
+ * half a run alive, all of it in this list, none of it under a view. */
+static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
+    if (!PyList_Check(items)) {
+        PyErr_SetString(PyExc_TypeError, "evacuate: expected a list of trajectories");
+        return NULL;
+    }
+    if (!py_reader_usable(self)) {
+        return NULL;
+    }
+    struct reader *reader = &self->c;
+    uint32_t *movable = PyMem_Calloc(self->segment->c.extent_count, sizeof *movable);
+    if (movable == NULL) {
+        return PyErr_NoMemory();
+    }
+    uint64_t freed = reader->runs_freed;
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
+        if (t == NULL) {
+            PyMem_Free(movable);
+            return NULL;
+        }
+        if (t->held && t->pin == NULL) {
+            movable[t->ref.place.extent]++;
+        }
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(items, i);
+        const struct run_state *run = &reader->runs[t->ref.place.extent];
+        if (!t->held || t->pin != NULL || run->phase != RUN_WALKED || run->open > 0 ||
+            t->ref.place.extent == reader->mover_run ||
+            run->live != movable[t->ref.place.extent] ||
+            run->live_bytes > run->span * self->segment->c.extent_bytes / 2) {
+            continue;
+        }
+        movable[t->ref.place.extent]--;
+        if (!reader_move(reader, &t->ref)) {
+            break;
+        }
+    }
+    PyMem_Free(movable);
+    reader_tidy(reader);
+    return PyLong_FromUnsignedLongLong(reader->runs_freed - freed);
+}
+
+static PyObject *py_reader_sweep(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_reader_usable(self)) {
+        return NULL;
+    }
+    removal_note(&self->segment->c);
+    return PyLong_FromUnsignedLong(reader_sweep(&self->c));
+}
+
+static PyObject *py_reader_tidy(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_reader_usable(self)) {
+        return NULL;
+    }
+    reader_tidy(&self->c);
+    Py_RETURN_NONE;
+}
+
+/* count_unread() -> (committed, unread), both as of one instant. */
+static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_reader_usable(self)) {
+        return NULL;
+    }
+    uint64_t committed;
+    uint64_t unread = reader_count_unread(&self->c, &committed);
+    return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
+}
+
+void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
+    struct bus_header *h = self->segment->c.header;
+    /* A lease may have ended since the daemon has counted. */
+    uint64_t leased_groups = table->lists.leased.groups;
+    uint64_t leased_samples = table->lists.leased.samples;
+    uint64_t unheld_groups = Py_MIN(table->unheld_groups, leased_groups);
+    uint64_t unheld_cells = Py_MIN(table->unheld_cells, leased_samples);
+    atomic_store_explicit(&h->collector_leased_groups, (uint32_t)(leased_groups - unheld_groups),
+                          memory_order_relaxed);
+    atomic_store_explicit(&h->collector_leased_records, leased_samples - unheld_cells,
+                          memory_order_relaxed);
+    atomic_store_explicit(&h->collector_stashed_groups,
+                          table->c.count + table->lists.ready.groups +
+                          (uint64_t)PyDict_GET_SIZE(table->failing) + unheld_groups,
+                          memory_order_relaxed);
+    atomic_store_explicit(&h->collector_stashed_records,
+                          table->cells + table->lists.ready.samples + table->failing_cells +
+                          unheld_cells,
+                          memory_order_relaxed);
+    atomic_store_explicit(&h->collector_lease_ns, py_group_lists_leased_since(&table->lists),
+                          memory_order_relaxed);
+}
+
+/* note(table): what others can read of this consumer. */
+static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
+    if (!Py_IS_TYPE(argument, &GroupTableType)) {
+        PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
+                     Py_TYPE(argument)->tp_name);
+        return NULL;
+    }
+    if (!py_reader_usable(self)) {
+        return NULL;
+    }
+    py_reader_note_table(self, (const GroupTableObject *)argument);
+    Py_RETURN_NONE;
+}
+
+/* Says that other processes may borrow what this reader reads, for as long as the bus exists. */
+static PyObject *py_reader_lend(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_reader_usable(self)) {
+        return NULL;
+    }
+    atomic_store_explicit(&self->segment->c.header->lent, 1, memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
+/* Says that payload is packed into batches, here or by a borrower: producers write it past their
+ * caches from now on. */
+static PyObject *py_reader_note_packing(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_reader_usable(self)) {
+        return NULL;
+    }
+    py_holder_note_packing((HolderObject *)self);
+    Py_RETURN_NONE;
+}
+
+static void py_reader_detach(ReaderObject *self) {
+    if (!self->attached) {
+        return;
+    }
+    self->attached = false;
+    struct bus_header *header = self->segment->c.header;
+    if (self->segment->generation == fork_generation) {
+        writer_seal(&self->c.mover);
+        atomic_store_explicit(&header->collector_leased_groups, 0, memory_order_relaxed);
+        atomic_store_explicit(&header->collector_leased_records, 0, memory_order_relaxed);
+        atomic_store_explicit(&header->collector_pid, 0, memory_order_relaxed);
+    }
+    /* Views get copies of their own before the lock says that the space is the next reader's. */
+    py_segment_release_handle(self->segment);
+    reader_detach(&self->c);
+}
+
+static PyObject *py_reader_close(ReaderObject *self, PyObject *ignored) {
+    (void)ignored;
+    py_reader_detach(self);
+    Py_RETURN_NONE;
+}
+
+static void py_reader_dealloc(ReaderObject *self) {
+    if (self->segment != NULL) {
+        py_reader_detach(self);
+    }
+    py_holder_clear((HolderObject *)self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef reader_methods[] = {
+    {"poll", (PyCFunction)(void (*)(void))py_reader_poll, METH_O, NULL},
+    {"poll_into", (PyCFunction)(void (*)(void))py_reader_poll_into, METH_VARARGS, NULL},
+    {"wait", (PyCFunction)(void (*)(void))py_reader_wait, METH_O, NULL},
+    {"wake", (PyCFunction)(void (*)(void))py_reader_wake, METH_NOARGS, NULL},
+    {"release", (PyCFunction)(void (*)(void))py_reader_release, METH_VARARGS, NULL},
+    {"evacuate", (PyCFunction)(void (*)(void))py_reader_evacuate, METH_O, NULL},
+    {"sweep", (PyCFunction)(void (*)(void))py_reader_sweep, METH_NOARGS, NULL},
+    {"tidy", (PyCFunction)(void (*)(void))py_reader_tidy, METH_NOARGS, NULL},
+    {"count_unread", (PyCFunction)(void (*)(void))py_reader_count_unread, METH_NOARGS, NULL},
+    {"note", (PyCFunction)(void (*)(void))py_reader_note, METH_O, NULL},
+    {"lend", (PyCFunction)(void (*)(void))py_reader_lend, METH_NOARGS, NULL},
+    {"note_packing", (PyCFunction)(void (*)(void))py_reader_note_packing, METH_NOARGS, NULL},
+    {"close", (PyCFunction)(void (*)(void))py_reader_close, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef reader_members[] = {
+    {"segment", T_OBJECT_EX, offsetof(ReaderObject, segment), READONLY, NULL},
+    {"delivered", T_ULONGLONG, offsetof(ReaderObject, c.delivered), READONLY, NULL},
+    {"corrupt", T_ULONGLONG, offsetof(ReaderObject, c.corrupt), READONLY, NULL},
+    {"moves", T_ULONGLONG, offsetof(ReaderObject, c.moves), READONLY, NULL},
+    {"runs_freed", T_ULONGLONG, offsetof(ReaderObject, c.runs_freed), READONLY, NULL},
+    {"attached", T_BOOL, offsetof(ReaderObject, attached), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject ReaderType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Reader",
+    .tp_basicsize = sizeof(ReaderObject),
+    .tp_dealloc = (destructor)py_reader_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = reader_methods,
+    .tp_members = reader_members,
+    .tp_init = (initproc)py_reader_init,
+    .tp_new = PyType_GenericNew,
+};

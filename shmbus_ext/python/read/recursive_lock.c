@@ -1,0 +1,92 @@
+/* RecursiveLock: a recursive lock that C takes without a call where it is free.
+ *
+ * Invariant: `depth`, `owner` and `waiting` change under the interpreter lock alone: a thread that
+ * finds the lock free has it before any other can look. The gate, which is closed but for the
+ * moment in which somebody is let through, is where others wait. A module of a free-threaded
+ * Python must say that it needs that lock: module.c does. */
+#include "python/read/recursive_lock.h"
+
+bool py_recursive_lock_acquire(RecursiveLockObject *self) {
+    unsigned long me = PyThread_get_thread_ident();
+    while (self->depth > 0 && self->owner != me) {
+        PyLockStatus status;
+        self->waiting++;
+        Py_BEGIN_ALLOW_THREADS
+        status = PyThread_acquire_lock_timed(self->gate, -1, 1);
+        Py_END_ALLOW_THREADS
+        self->waiting--;
+        if (status == PY_LOCK_INTR && PyErr_CheckSignals() < 0) {
+            return false;
+        }
+    }
+    self->owner = me;
+    self->depth++;
+    return true;
+}
+
+void py_recursive_lock_release(RecursiveLockObject *self) {
+    self->depth--;
+    if (self->depth == 0 && self->waiting > 0) {
+        /* Of several releases before the first waiter runs, one is enough. */
+        PyThread_acquire_lock(self->gate, NOWAIT_LOCK);
+        PyThread_release_lock(self->gate);
+    }
+}
+
+static PyObject *py_recursive_lock_enter(RecursiveLockObject *self, PyObject *ignored) {
+    (void)ignored;
+    return py_recursive_lock_acquire(self) ? Py_NewRef((PyObject *)self) : NULL;
+}
+
+static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *args,
+                                        Py_ssize_t count) {
+    (void)args;
+    (void)count;
+    if (self->depth == 0 || self->owner != PyThread_get_thread_ident()) {
+        PyErr_SetString(PyExc_RuntimeError, "this thread does not hold the guard");
+        return NULL;
+    }
+    py_recursive_lock_release(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_recursive_lock_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "", names)) {
+        return NULL;
+    }
+    RecursiveLockObject *self = (RecursiveLockObject *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->gate = PyThread_allocate_lock();
+    if (self->gate == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    PyThread_acquire_lock(self->gate, NOWAIT_LOCK);
+    return (PyObject *)self;
+}
+
+static void py_recursive_lock_dealloc(RecursiveLockObject *self) {
+    if (self->gate != NULL) {
+        PyThread_release_lock(self->gate);
+        PyThread_free_lock(self->gate);
+    }
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef recursive_lock_methods[] = {
+    {"__enter__", (PyCFunction)(void (*)(void))py_recursive_lock_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))py_recursive_lock_exit, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+PyTypeObject RecursiveLockType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.RecursiveLock",
+    .tp_basicsize = sizeof(RecursiveLockObject),
+    .tp_dealloc = (destructor)py_recursive_lock_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = recursive_lock_methods,
+    .tp_new = py_recursive_lock_new,
+};

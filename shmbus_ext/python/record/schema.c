@@ -1,0 +1,264 @@
+/* Schemas: which fields a record has, their dtypes and dimensions. Encoded once for all records of
+ * one producer that look alike, parsed once for all that a consumer reads.
+ *
+ * Invariant: a dtype is used for a field only if its itemsize is the one whose bounds were
+ * proved. */
+#include "python/record/schema.h"
+
+#include "python/hooks.h"
+
+/* ---- Schemas that this process writes ---- */
+
+static void entry_clear(struct schema_cache_entry *entry) {
+    for (uint32_t i = 0; i < entry->count; i++) {
+        Py_CLEAR(entry->names[i]);
+        Py_CLEAR(entry->dtypes[i]);
+    }
+    Py_CLEAR(entry->encoded);
+    entry->count = 0;
+}
+
+void py_schema_cache_clear(struct schema_cache *cache) {
+    for (unsigned i = 0; i < SCHEMA_CACHE_ENTRIES; i++) {
+        entry_clear(&cache->entries[i]);
+    }
+}
+
+static bool append_field(uint8_t **out, uint8_t *end, PyObject *name, PyArray_Descr *dtype,
+                         uint8_t ndim) {
+    Py_ssize_t name_bytes, dtype_bytes;
+    const char *text = PyUnicode_AsUTF8AndSize(name, &name_bytes);
+    if (text == NULL) {
+        return false;
+    }
+    PyObject *encoded = PyObject_CallFunctionObjArgs(hooks.encode_dtype, name, dtype, NULL);
+    char *dtype_text;
+    if (encoded == NULL || PyBytes_AsStringAndSize(encoded, &dtype_text, &dtype_bytes) < 0) {
+        Py_XDECREF(encoded);
+        return false;
+    }
+    bool fits = name_bytes >= 1 && name_bytes <= (Py_ssize_t)SHMBUS_MAX_NAME_BYTES &&
+                dtype_bytes >= 1 && dtype_bytes <= (Py_ssize_t)SHMBUS_MAX_DTYPE_BYTES &&
+                end - *out >= (Py_ssize_t)sizeof(struct schema_entry) + name_bytes + dtype_bytes;
+    if (!fits) {
+        PyErr_Format(PyExc_ValueError,
+                     "field %R: expected a name of 1 to %u bytes and a dtype described in at most "
+                     "%u",
+                     name, SHMBUS_MAX_NAME_BYTES, SHMBUS_MAX_DTYPE_BYTES);
+    } else {
+        struct schema_entry entry = {.name_bytes = (uint16_t)name_bytes,
+                                     .dtype_bytes = (uint16_t)dtype_bytes,
+                                     .itemsize = (uint32_t)PyDataType_ELSIZE(dtype),
+                                     .ndim = ndim};
+        memcpy(*out, &entry, sizeof entry);
+        memcpy(*out + sizeof entry, text, (size_t)name_bytes);
+        memcpy(*out + sizeof entry + name_bytes, dtype_text, (size_t)dtype_bytes);
+        *out += (Py_ssize_t)sizeof entry + name_bytes + dtype_bytes;
+    }
+    Py_DECREF(encoded);
+    return fits;
+}
+
+static struct schema_cache_entry *entry_make(struct schema_cache *cache, uint32_t count,
+                                             PyObject *const *names,
+                                             PyArray_Descr *const *dtypes, const uint8_t *ndim) {
+    uint8_t *encoded = PyMem_Malloc(SHMBUS_MAX_SCHEMA_BYTES);
+    if (encoded == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    uint8_t *at = encoded;
+    for (uint32_t i = 0; i < count; i++) {
+        if (!append_field(&at, encoded + SHMBUS_MAX_SCHEMA_BYTES, names[i], dtypes[i], ndim[i])) {
+            PyMem_Free(encoded);
+            return NULL;
+        }
+    }
+    PyObject *bytes = PyBytes_FromStringAndSize((const char *)encoded, at - encoded);
+    PyMem_Free(encoded);
+    if (bytes == NULL) {
+        return NULL;
+    }
+    struct schema_cache_entry *entry = &cache->entries[cache->next];
+    cache->next = (cache->next + 1) % SCHEMA_CACHE_ENTRIES;
+    entry_clear(entry);
+    entry->count = count;
+    entry->encoded = bytes;
+    for (uint32_t i = 0; i < count; i++) {
+        entry->names[i] = Py_NewRef(names[i]);
+        entry->dtypes[i] = (PyArray_Descr *)Py_NewRef((PyObject *)dtypes[i]);
+        entry->ndim[i] = ndim[i];
+    }
+    return entry;
+}
+
+static bool entry_matches(const struct schema_cache_entry *entry, uint32_t count,
+                          PyObject *const *names, PyArray_Descr *const *dtypes,
+                          const uint8_t *ndim) {
+    if (entry->encoded == NULL || entry->count != count) {
+        return false;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        if (entry->names[i] != names[i] || entry->dtypes[i] != dtypes[i] ||
+            entry->ndim[i] != ndim[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+PyObject *py_schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
+                               PyObject *const *names, PyArray_Descr *const *dtypes,
+                               const uint8_t *ndim) {
+    struct schema_cache_entry *found = NULL;
+    for (unsigned i = 0; i < SCHEMA_CACHE_ENTRIES && found == NULL; i++) {
+        if (entry_matches(&cache->entries[i], spec->field_count, names, dtypes, ndim)) {
+            found = &cache->entries[i];
+        }
+    }
+    if (found == NULL) {
+        found = entry_make(cache, spec->field_count, names, dtypes, ndim);
+    }
+    if (found == NULL) {
+        return NULL;
+    }
+    spec->schema = (const uint8_t *)PyBytes_AS_STRING(found->encoded);
+    spec->schema_bytes = (uint32_t)PyBytes_GET_SIZE(found->encoded);
+    return Py_NewRef(found->encoded);
+}
+
+/* ---- Schemas that this process reads ---- */
+
+enum element_kind py_kind_of_dtype(const PyArray_Descr *dtype) {
+    if (dtype->byteorder != '=' && dtype->byteorder != '|' && dtype->byteorder != '<') {
+        return ELEMENT_OTHER;
+    }
+    switch (dtype->kind) {
+    case 'b':
+        return ELEMENT_BOOL;
+    case 'i':
+    case 'u': {
+        bool is_signed = dtype->kind == 'i';
+        switch (PyDataType_ELSIZE(dtype)) {
+        case 1:
+            return is_signed ? ELEMENT_I8 : ELEMENT_U8;
+        case 2:
+            return is_signed ? ELEMENT_I16 : ELEMENT_U16;
+        case 4:
+            return is_signed ? ELEMENT_I32 : ELEMENT_U32;
+        default:
+            return is_signed ? ELEMENT_I64 : ELEMENT_U64;
+        }
+    }
+    case 'f':
+        return PyDataType_ELSIZE(dtype) == 4   ? ELEMENT_F32
+               : PyDataType_ELSIZE(dtype) == 8 ? ELEMENT_F64
+                                               : ELEMENT_OTHER;
+    default:
+        return ELEMENT_OTHER;
+    }
+}
+
+SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count) {
+    SchemaObject *self = PyObject_New(SchemaObject, &SchemaType);
+    if (self == NULL) {
+        return NULL;
+    }
+    memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
+    self->encoded = PyBytes_FromStringAndSize((const char *)encoded, bytes);
+    self->names = PyTuple_New(count);
+    if (self->encoded == NULL || self->names == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    /* record_read_body has proved these bounds. */
+    const uint8_t *at = encoded;
+    uint32_t words = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        struct schema_entry entry;
+        memcpy(&entry, at, sizeof entry);
+        at += sizeof entry;
+        PyObject *name = PyUnicode_DecodeUTF8((const char *)at, entry.name_bytes, "replace");
+        at += entry.name_bytes;
+        self->dtype_names[i] = PyBytes_FromStringAndSize((const char *)at, entry.dtype_bytes);
+        at += entry.dtype_bytes;
+        if (name == NULL || self->dtype_names[i] == NULL) {
+            Py_XDECREF(name);
+            Py_DECREF(self);
+            return NULL;
+        }
+        PyUnicode_InternInPlace(&name);
+        PyTuple_SET_ITEM(self->names, i, name);
+        self->ndim[i] = entry.ndim;
+        self->shape_at[i] = (uint16_t)words;
+        self->kinds[i] = ELEMENT_OTHER;
+        self->count = i + 1;
+        words += 1u + entry.ndim;
+    }
+    return self;
+}
+
+int py_schema_find(const SchemaObject *self, PyObject *name) {
+    for (uint32_t i = 0; i < self->count; i++) {
+        if (PyTuple_GET_ITEM(self->names, i) == name) {
+            return (int)i;
+        }
+    }
+    for (uint32_t i = 0; i < self->count; i++) {
+        if (PyUnicode_Check(name) &&
+            PyUnicode_Compare(PyTuple_GET_ITEM(self->names, i), name) == 0) {
+            return (int)i;
+        }
+    }
+    return -1;
+}
+
+PyArray_Descr *py_schema_dtype(SchemaObject *self, int field) {
+    if (self->dtypes[field] == NULL) {
+        PyObject *dtype = PyObject_CallFunctionObjArgs(
+            hooks.decode_dtype, PyTuple_GET_ITEM(self->names, field), self->dtype_names[field],
+            NULL);
+        if (dtype == NULL) {
+            return NULL;
+        }
+        struct schema_entry entry;
+        const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(self->encoded);
+        for (int i = 0;; i++) {
+            memcpy(&entry, at, sizeof entry);
+            if (i == field) {
+                break;
+            }
+            at += sizeof entry + entry.name_bytes + entry.dtype_bytes;
+        }
+        /* The bounds were proved for the itemsize that the record states, not for the dtype's. */
+        if (!PyArray_DescrCheck(dtype) ||
+            (uint32_t)PyDataType_ELSIZE((PyArray_Descr *)dtype) != entry.itemsize ||
+            PyDataType_REFCHK((PyArray_Descr *)dtype)) {
+            Py_DECREF(dtype);
+            PyErr_Format(PyExc_TypeError, "field %R: its dtype %R does not fit its itemsize %u",
+                         PyTuple_GET_ITEM(self->names, field), self->dtype_names[field],
+                         entry.itemsize);
+            return NULL;
+        }
+        self->dtypes[field] = (PyArray_Descr *)dtype;
+        self->kinds[field] = (uint8_t)py_kind_of_dtype(self->dtypes[field]);
+    }
+    return self->dtypes[field];
+}
+
+static void py_schema_dealloc(SchemaObject *self) {
+    for (uint32_t i = 0; i < SHMBUS_MAX_FIELDS; i++) {
+        Py_XDECREF(self->dtype_names[i]);
+        Py_XDECREF(self->dtypes[i]);
+    }
+    Py_XDECREF(self->names);
+    Py_XDECREF(self->encoded);
+    PyObject_Free(self);
+}
+
+PyTypeObject SchemaType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Schema",
+    .tp_basicsize = sizeof(SchemaObject),
+    .tp_dealloc = (destructor)py_schema_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+};

@@ -1,0 +1,416 @@
+/* Trajectory: one record as the consumer sees it (see trajectory.h).
+ *
+ * Invariants: a trajectory holds its record's space until it is released; each array that it hands
+ * out holds the pin, so the space outlives the release until the last such array is gone. Arrays
+ * are read-only, and cannot be made writable: the pin exports no buffer. */
+#include "python/record/trajectory.h"
+
+#include "python/hooks.h"
+
+static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
+    PyObject **place = &holder->ids[hash % ID_TABLE];
+    if (*place != NULL) {
+        Py_ssize_t length;
+        const char *known = PyUnicode_AsUTF8AndSize(*place, &length);
+        if (known != NULL && length == (Py_ssize_t)bytes && memcmp(known, text, bytes) == 0) {
+            return Py_NewRef(*place);
+        }
+    }
+    PyObject *id = PyUnicode_DecodeUTF8(text, (Py_ssize_t)bytes, "replace");
+    if (id != NULL) {
+        Py_XSETREF(*place, Py_NewRef(id));
+    }
+    return id;
+}
+
+static uint32_t hash_bytes(const char *text, uint32_t bytes) {
+    uint32_t hash = 2166136261u;
+    for (uint32_t i = 0; i < bytes; i++) {
+        hash = (hash ^ (uint8_t)text[i]) * 16777619u;
+    }
+    return hash ^ (hash >> 15);
+}
+
+static SchemaObject *shared_schema(HolderObject *holder, const struct record_copy *copy) {
+    uint32_t bytes = copy->header.schema_bytes;
+    SchemaObject *last = holder->last_schema;
+    if (last != NULL && (uint32_t)PyBytes_GET_SIZE(last->encoded) == bytes &&
+        last->count == copy->header.field_count &&
+        memcmp(PyBytes_AS_STRING(last->encoded), copy->schema, bytes) == 0) {
+        return (SchemaObject *)Py_NewRef((PyObject *)last);
+    }
+    SchemaObject *fresh = py_schema_parse(copy->schema, bytes, copy->header.field_count);
+    if (fresh == NULL) {
+        return NULL;
+    }
+    SchemaObject *known = (SchemaObject *)PyDict_GetItemWithError(holder->schemas, fresh->encoded);
+    if (known != NULL) {
+        Py_INCREF(known);
+        Py_SETREF(fresh, known);
+    } else {
+        /* Hostile producers could invent schemas without end. */
+        if (PyDict_GET_SIZE(holder->schemas) > 1024) {
+            PyDict_Clear(holder->schemas);
+        }
+        if (PyErr_Occurred() ||
+            PyDict_SetItem(holder->schemas, fresh->encoded, (PyObject *)fresh) < 0) {
+            Py_DECREF(fresh);
+            return NULL;
+        }
+    }
+    Py_XSETREF(holder->last_schema, (SchemaObject *)Py_NewRef((PyObject *)fresh));
+    return fresh;
+}
+
+static PyObject *make_key(const TrajectoryObject *self) {
+    if (self->epoch == SHMBUS_NO_EPOCH) {
+        return Py_NewRef(self->instance_id);
+    }
+    return Py_BuildValue("(OL)", self->instance_id, (long long)self->epoch);
+}
+
+TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_copy *copy,
+                                    const struct record_ref *ref) {
+    const struct record_header *header = &copy->header;
+    TrajectoryObject *self = PyObject_New(TrajectoryObject, &TrajectoryType);
+    if (self == NULL) {
+        return NULL;
+    }
+    memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
+    self->ref = *ref;
+    self->held = holder->kind->counts;
+    self->holder = (HolderObject *)Py_NewRef((PyObject *)holder);
+    self->score = header->score;
+    self->policy_version = header->policy_version;
+    self->epoch = header->epoch;
+    self->sequence = header->sequence;
+    self->producer_id = header->producer_id;
+    self->committed_ns = header->committed_ns;
+    self->payload_bytes = header->payload_bytes;
+    self->meta_offset = header->meta_offset;
+    self->meta_bytes = header->meta_bytes;
+    self->failed = (header->flags & SHMBUS_FLAG_FAILED) != 0;
+    self->shape = self->inline_shape;
+    if (header->shape_words > INLINE_SHAPE_WORDS) {
+        self->shape = PyMem_Malloc((size_t)header->shape_words * 8);
+        if (self->shape == NULL) {
+            Py_DECREF(self);
+            PyErr_NoMemory();
+            return NULL;
+        }
+    }
+    memcpy(self->shape, copy->shape, (size_t)header->shape_words * 8);
+    self->schema = shared_schema(holder, copy);
+    self->instance_id = shared_id(holder, copy->id, header->id_bytes,
+                                  hash_bytes(copy->id, header->id_bytes));
+    self->index = PyLong_FromUnsignedLong(header->index);
+    self->group_size =
+        PyLong_FromUnsignedLong(header->flags & SHMBUS_FLAG_NO_SIZE ? 0 : header->group_size);
+    if (self->schema == NULL || self->instance_id == NULL || self->index == NULL ||
+        self->group_size == NULL || (self->key = make_key(self)) == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return self;
+}
+
+static void py_trajectory_dealloc(TrajectoryObject *self) {
+    if (self->pin != NULL) {
+        Py_DECREF(self->pin);
+    } else if (self->held && self->holder != NULL && self->holder->attached &&
+               self->holder->segment->generation == fork_generation) {
+        self->holder->kind->let_go(self->holder, &self->ref, 1);
+    }
+    if (self->shape != self->inline_shape) {
+        PyMem_Free(self->shape);
+    }
+    Py_XDECREF(self->schema);
+    Py_XDECREF(self->instance_id);
+    Py_XDECREF(self->index);
+    Py_XDECREF(self->group_size);
+    Py_XDECREF(self->key);
+    Py_XDECREF(self->meta);
+    Py_XDECREF(self->holder);
+    PyObject_Free(self);
+}
+
+bool py_trajectory_readable(const TrajectoryObject *self) {
+    if (self->released) {
+        PyErr_Format(hooks.closed_error,
+                     "trajectory %R[%S] was acknowledged or dropped, and its space given back to "
+                     "the ring; take its arrays before that (they stay valid), or copy them",
+                     self->instance_id, self->index);
+        return false;
+    }
+    if (!self->holder->attached) {
+        PyErr_Format(hooks.closed_error,
+                     "trajectory %R[%S]: its Consumer is closed; take its arrays before that (they "
+                     "stay valid)",
+                     self->instance_id, self->index);
+        return false;
+    }
+    return py_segment_usable(self->holder->segment, "Consumer");
+}
+
+static PyObject *view_of(TrajectoryObject *self, int field) {
+    PyArray_Descr *dtype = py_schema_dtype(self->schema, field);
+    if (dtype == NULL) {
+        return NULL;
+    }
+    if (self->pin == NULL) {
+        self->pin = py_pin_new(self->holder, &self->ref);
+        if (self->pin == NULL) {
+            return NULL;
+        }
+    }
+    const uint64_t *shape = self->shape + self->schema->shape_at[field];
+    int ndim = self->schema->ndim[field];
+    npy_intp dims[SHMBUS_MAX_NDIM];
+    for (int d = 0; d < ndim; d++) {
+        dims[d] = (npy_intp)shape[1 + d];
+    }
+    Py_INCREF(dtype);
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL,
+                                           (void *)(py_trajectory_bytes(self) + shape[0]),
+                                           NPY_ARRAY_CARRAY_RO, NULL);
+    if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array,
+                                               Py_NewRef((PyObject *)self->pin)) < 0) {
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+static PyObject *py_trajectory_get(TrajectoryObject *self, PyObject *name) {
+    int field = py_schema_find(self->schema, name);
+    if (field < 0) {
+        PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
+                     self->schema->names);
+        return NULL;
+    }
+    return py_trajectory_readable(self) ? view_of(self, field) : NULL;
+}
+
+static PyObject *py_trajectory_get_or(TrajectoryObject *self, PyObject *args) {
+    PyObject *name, *otherwise = Py_None;
+    if (!PyArg_ParseTuple(args, "O|O", &name, &otherwise)) {
+        return NULL;
+    }
+    int field = py_schema_find(self->schema, name);
+    if (field < 0) {
+        return Py_NewRef(otherwise);
+    }
+    return py_trajectory_readable(self) ? view_of(self, field) : NULL;
+}
+
+static int py_trajectory_contains(TrajectoryObject *self, PyObject *name) {
+    return py_schema_find(self->schema, name) >= 0;
+}
+
+static Py_ssize_t py_trajectory_length(TrajectoryObject *self) {
+    return (Py_ssize_t)self->schema->count;
+}
+
+static PyObject *py_trajectory_iter(TrajectoryObject *self) {
+    return PyObject_GetIter(self->schema->names);
+}
+
+static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *ignored) {
+    (void)ignored;
+    return Py_NewRef(self->schema->names);
+}
+
+/* shape(name) -> tuple; known without touching the ring. */
+static PyObject *py_trajectory_shape(TrajectoryObject *self, PyObject *name) {
+    int field = py_schema_find(self->schema, name);
+    if (field < 0) {
+        PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
+                     self->schema->names);
+        return NULL;
+    }
+    const uint64_t *shape = self->shape + self->schema->shape_at[field];
+    PyObject *result = PyTuple_New(self->schema->ndim[field]);
+    for (int d = 0; result != NULL && d < self->schema->ndim[field]; d++) {
+        PyObject *size = PyLong_FromUnsignedLongLong(shape[1 + d]);
+        if (size == NULL) {
+            Py_CLEAR(result);
+        } else {
+            PyTuple_SET_ITEM(result, d, size);
+        }
+    }
+    return result;
+}
+
+static PyObject *py_trajectory_meta(TrajectoryObject *self, void *ignored) {
+    (void)ignored;
+    if (self->meta == NULL) {
+        if (self->meta_bytes == 0) {
+            Py_RETURN_NONE;
+        }
+        if (!py_trajectory_readable(self)) {
+            return NULL;
+        }
+        PyObject *raw = PyBytes_FromStringAndSize(
+            (const char *)py_trajectory_bytes(self) + self->meta_offset, self->meta_bytes);
+        if (raw == NULL) {
+            return NULL;
+        }
+        self->meta = PyObject_CallOneArg(hooks.decode_meta, raw);
+        Py_DECREF(raw);
+    }
+    return Py_XNewRef(self->meta);
+}
+
+static PyObject *py_trajectory_epoch(TrajectoryObject *self, void *ignored) {
+    (void)ignored;
+    if (self->epoch == SHMBUS_NO_EPOCH) {
+        Py_RETURN_NONE;
+    }
+    return PyLong_FromLongLong(self->epoch);
+}
+
+static PyObject *py_trajectory_repr(TrajectoryObject *self) {
+    PyObject *score = PyFloat_FromDouble(self->score);
+    PyObject *text =
+        score == NULL ? NULL
+                      : PyUnicode_FromFormat(
+                            "<Trajectory %R[%S/%S] score=%R policy_version=%lld fields=%R%s>",
+                          self->instance_id, self->index, self->group_size, score,
+                          (long long)self->policy_version, self->schema->names,
+                          self->released ? " released" : "");
+    Py_XDECREF(score);
+    return text;
+}
+
+PyDoc_STRVAR(trajectory_doc,
+    "One trajectory, read from the ring; ``trajectory[name]`` is a read-only view of a field.\n\n"
+    "A view keeps the record's space for as long as the view lives, "
+    "also after the acknowledgement\n"
+    "and after the end of the consumer. Views cannot be taken after the acknowledgement.\n\n"
+    "Attributes\n----------\n"
+    "instance_id : str\n"
+    "    The prompt's key.\n"
+    "index : int\n"
+    "    Which sample of its group, from 0.\n"
+    "group_size : int\n"
+    "    Samples in its group.\n"
+    "key : str or tuple of (str, int)\n"
+    "    What tells its group: instance_id, or (instance_id, epoch).\n"
+    "epoch : int or None\n"
+    "    The producer's epoch, where it gave one.\n"
+    "score : float\n"
+    "    The reward.\n"
+    "policy_version : int\n"
+    "    Version of the policy that sampled it.\n"
+    "sequence : int\n"
+    "    Its number among its producer's commits, from 0.\n"
+    "producer_id : int\n"
+    "    Its producer's number, unique on the bus.\n"
+    "committed_ns : int\n"
+    "    When it was committed: CLOCK_MONOTONIC, nanoseconds.\n"
+    "nbytes : int\n"
+    "    Bytes that it takes in the ring, header and padding included.\n"
+    "released : bool\n"
+    "    Whether it was acknowledged or dropped.\n"
+    "failed : bool\n"
+    "    Whether it reports that its sample failed; False for all that is delivered.\n"
+    "meta : object\n"
+    "    What the producer gave as meta, decoded when it is first read; None where it gave none.");
+
+PyDoc_STRVAR(keys_doc,
+    "keys($self)\n--\n\n"
+    "Return the names of the array fields.\n\n"
+    "Returns\n-------\n"
+    "tuple of str\n"
+    "    In the producer's order.");
+
+PyDoc_STRVAR(get_doc,
+    "get($self, name, default=None, /)\n--\n\n"
+    "Return a field's read-only view, or the default where there is no such field.\n\n"
+    "Parameters\n----------\n"
+    "name : str\n"
+    "    The field.\n"
+    "default : object, optional\n"
+    "    What to return where the trajectory has no such field.\n\n"
+    "Returns\n-------\n"
+    "numpy.ndarray\n"
+    "    A view of the ring, without a copy; or `default`.\n\n"
+    "Raises\n------\n"
+    "BusClosedError\n"
+    "    The trajectory was acknowledged or dropped, or its consumer is closed.\n"
+    "TypeError\n"
+    "    This process does not know the field's dtype.");
+
+PyDoc_STRVAR(shape_doc,
+    "shape($self, name, /)\n--\n\n"
+    "Return a field's shape without making a view; also after the acknowledgement.\n\n"
+    "Parameters\n----------\n"
+    "name : str\n"
+    "    The field.\n\n"
+    "Returns\n-------\n"
+    "tuple of int\n"
+    "    The sizes of its dimensions.\n\n"
+    "Raises\n------\n"
+    "KeyError\n"
+    "    The trajectory has no such field.");
+
+static PyMethodDef trajectory_methods[] = {
+    {"keys", (PyCFunction)(void (*)(void))py_trajectory_keys, METH_NOARGS,
+     keys_doc},
+    {"get", (PyCFunction)(void (*)(void))py_trajectory_get_or, METH_VARARGS,
+     get_doc},
+    {"shape", (PyCFunction)(void (*)(void))py_trajectory_shape, METH_O,
+     shape_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef trajectory_getset[] = {
+    {"meta", (getter)py_trajectory_meta, NULL, "What the producer gave as meta, or None.", NULL},
+    {"epoch", (getter)py_trajectory_epoch, NULL, "The producer's epoch, or None.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef trajectory_members[] = {
+    {"instance_id", T_OBJECT_EX, offsetof(TrajectoryObject, instance_id), READONLY,
+     "The prompt's key: str."},
+    {"index", T_OBJECT_EX, offsetof(TrajectoryObject, index), READONLY,
+     "Which sample of its group: int from 0."},
+    {"group_size", T_OBJECT_EX, offsetof(TrajectoryObject, group_size), READONLY,
+     "Samples in its group: int."},
+    {"key", T_OBJECT_EX, offsetof(TrajectoryObject, key), READONLY,
+     "What tells its group: instance_id, or (instance_id, epoch)."},
+    {"score", T_DOUBLE, offsetof(TrajectoryObject, score), READONLY, "The reward: float."},
+    {"policy_version", T_LONGLONG, offsetof(TrajectoryObject, policy_version), READONLY,
+     "Version of the policy that sampled it: int."},
+    {"sequence", T_ULONGLONG, offsetof(TrajectoryObject, sequence), READONLY,
+     "Its number among its producer's commits: int from 0."},
+    {"producer_id", T_ULONGLONG, offsetof(TrajectoryObject, producer_id), READONLY,
+     "Its producer's number, unique on the bus."},
+    {"committed_ns", T_ULONGLONG, offsetof(TrajectoryObject, committed_ns), READONLY,
+     "When it was committed: CLOCK_MONOTONIC, nanoseconds."},
+    {"nbytes", T_ULONGLONG, offsetof(TrajectoryObject, ref.bytes), READONLY,
+     "Bytes that it takes in the ring, header and padding included."},
+    {"released", T_BOOL, offsetof(TrajectoryObject, released), READONLY,
+     "Whether it was acknowledged or dropped."},
+    {"failed", T_BOOL, offsetof(TrajectoryObject, failed), READONLY,
+     "Whether it reports that its sample failed; False for all that is delivered."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PySequenceMethods trajectory_sequence = {.sq_contains = (objobjproc)py_trajectory_contains};
+static PyMappingMethods trajectory_mapping = {.mp_length = (lenfunc)py_trajectory_length,
+                                              .mp_subscript = (binaryfunc)py_trajectory_get};
+
+PyTypeObject TrajectoryType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus.Trajectory",
+    .tp_basicsize = sizeof(TrajectoryObject),
+    .tp_dealloc = (destructor)py_trajectory_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = trajectory_doc,
+    .tp_methods = trajectory_methods,
+    .tp_getset = trajectory_getset,
+    .tp_members = trajectory_members,
+    .tp_as_sequence = &trajectory_sequence,
+    .tp_as_mapping = &trajectory_mapping,
+    .tp_iter = (getiterfunc)py_trajectory_iter,
+    .tp_repr = (reprfunc)py_trajectory_repr,
+};

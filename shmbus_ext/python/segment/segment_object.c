@@ -1,0 +1,540 @@
+/* Segment: one mapping of a bus, and what happens to it at fork and at close. */
+#include "python/segment/segment_object.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include "python/hooks.h"
+#include "ring/clock.h"
+#include "ring/doorbell.h"
+#include "ring/extents.h"
+#include "ring/file_lock.h"
+#include "ring/removal.h"
+
+uint32_t fork_generation;
+static struct list_link all_segments = {&all_segments, &all_segments};
+
+/* In the child: a copy of a file description keeps its locks, and with them the parent's proof of
+ * life, after the parent has died. So the child closes what it inherited. */
+static void after_fork_in_child(void) {
+    fork_generation++;
+    for (struct list_link *l = all_segments.next; l != &all_segments; l = l->next) {
+        SegmentObject *s = LIST_ENTRY(l, SegmentObject, of_all);
+        if (s->c.fd >= 0) {
+            /* Inherited views can still be read; what is written through them stays here. */
+            segment_isolate(&s->c);
+            close(s->c.fd);
+            s->c.fd = -1;
+        }
+    }
+}
+
+bool py_segment_init_fork(void) {
+    return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
+}
+
+bool py_segment_usable(SegmentObject *self, const char *what) {
+    if (self->generation != fork_generation) {
+        PyErr_Format(hooks.closed_error,
+                     "bus '%U': this %s was made in process %d, before a fork; make a new one in "
+                     "this process",
+                     self->name, what, self->pid);
+        return false;
+    }
+    if (self->handle_closed) {
+        PyErr_Format(hooks.closed_error, "bus '%U': this %s is closed; make a new one", self->name,
+                     what);
+        return false;
+    }
+    return true;
+}
+
+void py_segment_add_view(SegmentObject *self, struct view *view) {
+    list_insert_before(&self->views, &view->link);
+}
+
+static bool privatise_record(SegmentObject *self, const struct record_ref *ref) {
+    uint64_t start =
+        self->c.data_offset + ref->place.extent * self->c.extent_bytes + ref->place.offset;
+    uint64_t first = start / SHMBUS_PAGE * SHMBUS_PAGE;
+    uint64_t end = shmbus_align_up(start + ref->bytes, SHMBUS_PAGE);
+    return segment_privatise(&self->c, first, end - first);
+}
+
+void py_segment_release_handle(SegmentObject *self) {
+    if (self->handle_closed) {
+        return;
+    }
+    self->handle_closed = true;
+    bool own = self->generation == fork_generation;
+    bool detached = own;
+    for (struct list_link *l = self->views.next; own && l != &self->views; l = l->next) {
+        detached = privatise_record(self, &LIST_ENTRY(l, struct view, link)->ref) && detached;
+    }
+    for (struct list_link *l = self->views.next; l != &self->views; l = l->next) {
+        struct view *view = LIST_ENTRY(l, struct view, link);
+        view->handle_closed(view, detached);
+    }
+    /* With no memory for private copies the description stays open, and its locks keep the space
+     * until the last view is gone. */
+    if (detached) {
+        close(self->c.fd);
+        self->c.fd = -1;
+    }
+}
+
+static void py_segment_dealloc(SegmentObject *self) {
+    list_unlink(&self->of_all);
+    segment_unmap(&self->c);
+    if (self->c.fd >= 0 && self->generation == fork_generation) {
+        close(self->c.fd);
+    }
+    Py_XDECREF(self->name);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static SegmentObject *py_segment_alloc(PyTypeObject *type, PyObject *name) {
+    SegmentObject *self = (SegmentObject *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->c.fd = -1;
+        self->name = Py_NewRef(name);
+        self->generation = fork_generation;
+        self->pid = (int)getpid();
+        list_init(&self->views);
+        list_insert_before(&all_segments, &self->of_all);
+    }
+    return self;
+}
+
+static void raise_status(SegmentObject *self, enum segment_status status, uint64_t wanted) {
+    static const char *const names[] = {"ok",          "system",      "space",
+                                        "unfinished",  "magic",       "version",
+                                        "hash",        "geometry",    "truncated"};
+    if (status == SEGMENT_SYSTEM_ERROR) {
+        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
+    } else if (status == SEGMENT_NO_SPACE) {
+        py_raise_hook(hooks.space_error, Py_BuildValue("(OK)", self->name, wanted));
+    } else {
+        unsigned long long found =
+            status == SEGMENT_BAD_HASH    ? self->c.found_hash
+            : status == SEGMENT_TRUNCATED ? self->c.found_bytes
+                                          : self->c.found_version;
+        unsigned long long expected =
+            status == SEGMENT_BAD_HASH ? SHMBUS_LAYOUT_HASH : SHMBUS_LAYOUT_VERSION;
+        py_raise_hook(hooks.layout_error,
+                      Py_BuildValue("(OsKK)", self->name, names[status], found, expected));
+    }
+}
+
+/* create(fd, name, capacity, max_producers, extent_bytes): takes the descriptor over on success. */
+static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
+    int fd;
+    PyObject *name;
+    unsigned long long capacity, extent_bytes;
+    unsigned int max_producers;
+    struct segment_geometry plan;
+    if (!PyArg_ParseTuple(args, "iUKIK", &fd, &name, &capacity, &max_producers, &extent_bytes)) {
+        return NULL;
+    }
+    if (!segment_plan(capacity, max_producers, extent_bytes, &plan)) {
+        PyErr_Format(PyExc_ValueError,
+                     "bus '%U': no segment can be laid out for capacity=%llu bytes, "
+                     "max_producers=%u (1 to %u), extent_bytes=%llu (a multiple of %u, at most the "
+                     "capacity)",
+                     name, capacity, max_producers, SHMBUS_MAX_PRODUCERS, extent_bytes,
+                     SHMBUS_PAGE);
+        return NULL;
+    }
+    SegmentObject *self = py_segment_alloc(type, name);
+    if (self == NULL) {
+        return NULL;
+    }
+    enum segment_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = segment_create(&self->c, fd, &plan);
+    Py_END_ALLOW_THREADS
+    if (status != SEGMENT_OK) {
+        raise_status(self, status, plan.segment_bytes);
+        self->c.fd = -1; /* the caller's again */
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *py_segment_open(PyTypeObject *type, PyObject *args) {
+    int fd, read_only = 0;
+    PyObject *name;
+    if (!PyArg_ParseTuple(args, "iU|p", &fd, &name, &read_only)) {
+        return NULL;
+    }
+    SegmentObject *self = py_segment_alloc(type, name);
+    if (self == NULL) {
+        return NULL;
+    }
+    enum segment_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = segment_open(&self->c, fd, read_only != 0);
+    Py_END_ALLOW_THREADS
+    if (status != SEGMENT_OK) {
+        raise_status(self, status, 0);
+        self->c.fd = -1;
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *py_segment_close(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    py_segment_release_handle(self);
+    Py_RETURN_NONE;
+}
+
+/* Number of extents that each slot holds: {slot: extents}; the collector's slot is
+ * max_producers. */
+static PyObject *py_segment_holders(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    PyObject *result = PyDict_New();
+    uint32_t *counts = PyMem_Calloc((size_t)self->c.max_producers + 1, sizeof *counts);
+    if (result == NULL || counts == NULL) {
+        PyMem_Free(counts);
+        Py_XDECREF(result);
+        return PyErr_NoMemory();
+    }
+    for (uint32_t i = 0; i < self->c.extent_count; i++) {
+        uint32_t low = link_low(
+            atomic_load_explicit(&self->c.extents[i].word, memory_order_relaxed));
+        if (low >= 1 && low <= self->c.max_producers + 1) {
+            counts[low - 1]++;
+        }
+    }
+    for (uint32_t i = 0; i <= self->c.max_producers && result != NULL; i++) {
+        if (counts[i] == 0) {
+            continue;
+        }
+        PyObject *key = PyLong_FromUnsignedLong(i);
+        PyObject *value = PyLong_FromUnsignedLong(counts[i]);
+        if (key == NULL || value == NULL || PyDict_SetItem(result, key, value) < 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    PyMem_Free(counts);
+    return result;
+}
+
+static PyObject *label_text(const char *label) {
+    char copy[SHMBUS_LABEL_BYTES + 1];
+    memcpy(copy, label, SHMBUS_LABEL_BYTES);
+    copy[SHMBUS_LABEL_BYTES] = '\0';
+    return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strlen(copy), "replace");
+}
+
+/* [(slot, state, producer_id, pid, label, committed, aborted)] of every slot ever used. */
+static PyObject *py_segment_producers(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    PyObject *result = PyList_New(0);
+    for (uint32_t i = 0; i < self->c.max_producers && result != NULL; i++) {
+        struct producer_slot *slot = &self->c.slots[i];
+        unsigned long long producer_id =
+            atomic_load_explicit(&slot->producer_id, memory_order_acquire);
+        if (producer_id == 0) {
+            continue;
+        }
+        PyObject *row = Py_BuildValue(
+            "(IIKINKK)", i, atomic_load_explicit(&slot->state, memory_order_acquire), producer_id,
+            atomic_load_explicit(&slot->pid, memory_order_relaxed), label_text(slot->label),
+            (unsigned long long)atomic_load_explicit(&slot->committed, memory_order_acquire),
+            (unsigned long long)atomic_load_explicit(&slot->aborted, memory_order_acquire));
+        if (row == NULL || PyList_Append(result, row) < 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(row);
+    }
+    return result;
+}
+
+/* Whether a process holds the collector's lock now. */
+static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_segment_usable(self, "handle")) {
+        return NULL;
+    }
+    return PyBool_FromLong(file_lock_probe(self->c.fd, SHMBUS_LOCK_COLLECTOR) ==
+                           LOCK_HELD_ELSEWHERE);
+}
+
+/* {"pid", "label", "leased_groups", ...}: what the collector last said of itself. */
+static PyObject *py_segment_collector(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    struct bus_header *h = self->c.header;
+    return Py_BuildValue(
+        "{s:I,s:N,s:I,s:K,s:K,s:K,s:K}", "pid",
+        atomic_load_explicit(&h->collector_pid, memory_order_relaxed), "label",
+        label_text(h->collector_label), "leased_groups",
+        atomic_load_explicit(&h->collector_leased_groups, memory_order_relaxed), "leased_records",
+        (unsigned long long)atomic_load_explicit(&h->collector_leased_records,
+                                                 memory_order_relaxed),
+        "stashed_groups",
+        (unsigned long long)atomic_load_explicit(&h->collector_stashed_groups,
+                                                 memory_order_relaxed),
+        "stashed_records",
+        (unsigned long long)atomic_load_explicit(&h->collector_stashed_records,
+                                                 memory_order_relaxed),
+        "seen_ns",
+        (unsigned long long)atomic_load_explicit(&h->collector_seen_ns, memory_order_relaxed));
+}
+
+/* pause(reason, policy_version): producers wait from now on, as where the bus is full. */
+static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
+    const char *reason;
+    Py_ssize_t length;
+    long long version;
+    if (!PyArg_ParseTuple(args, "s#L", &reason, &length, &version) ||
+        !py_segment_usable(self, "handle")) {
+        return NULL;
+    }
+    if (self->c.read_only || length >= (Py_ssize_t)SHMBUS_PAUSE_REASON_BYTES) {
+        PyErr_Format(PyExc_ValueError, "bus '%U': the reason of a pause takes at most %u bytes",
+                     self->name, SHMBUS_PAUSE_REASON_BYTES - 1);
+        return NULL;
+    }
+    struct bus_header *h = self->c.header;
+    if (removal_happened(&self->c)) {
+        py_segment_raise_removed(self);
+        return NULL;
+    }
+    memset(h->pause_reason, 0, sizeof h->pause_reason);
+    memcpy(h->pause_reason, reason, (size_t)length);
+    atomic_store_explicit(&h->pause_policy_version, version, memory_order_relaxed);
+    atomic_store_explicit(&h->pause_unix_ns, clock_realtime_ns(), memory_order_relaxed);
+    uint32_t runs = SHMBUS_RUNS;
+    atomic_compare_exchange_strong_explicit(&h->paused, &runs, SHMBUS_PAUSED, memory_order_release,
+                                            memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_segment_usable(self, "handle")) {
+        return NULL;
+    }
+    if (!self->c.read_only) {
+        uint32_t paused = SHMBUS_PAUSED;
+        atomic_compare_exchange_strong_explicit(&self->c.header->paused, &paused, SHMBUS_RUNS,
+                                                memory_order_release, memory_order_relaxed);
+        doorbell_space_all(self->c.header);
+    }
+    Py_RETURN_NONE;
+}
+
+void py_segment_raise_removed(SegmentObject *self) {
+    uint64_t removed_ns =
+        atomic_load_explicit(&self->c.header->pause_unix_ns, memory_order_relaxed);
+    py_raise_hook(hooks.removed_error, Py_BuildValue("(OK)", self, (unsigned long long)removed_ns));
+}
+
+bool py_segment_exists(SegmentObject *self) {
+    if (removal_note(&self->c)) {
+        py_segment_raise_removed(self);
+        return false;
+    }
+    return true;
+}
+
+/* note_removal() -> bool: whether the bus has lost its name; then whoever holds it is told. */
+static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    return py_segment_usable(self, "handle") ? PyBool_FromLong(removal_note(&self->c)) : NULL;
+}
+
+/* require_name(): BusRemovedError where the bus has no name any more. A system call. */
+static PyObject *py_segment_require_name(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_segment_exists(self)) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* (reason, policy_version, unix_ns) of the pause, or None. */
+static PyObject *py_segment_paused(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    struct bus_header *h = self->c.header;
+    if (atomic_load_explicit(&h->paused, memory_order_acquire) != SHMBUS_PAUSED) {
+        Py_RETURN_NONE;
+    }
+    char reason[SHMBUS_PAUSE_REASON_BYTES + 1];
+    memcpy(reason, h->pause_reason, SHMBUS_PAUSE_REASON_BYTES);
+    reason[SHMBUS_PAUSE_REASON_BYTES] = '\0';
+    return Py_BuildValue(
+        "(NLK)", PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace"),
+        (long long)atomic_load_explicit(&h->pause_policy_version, memory_order_relaxed),
+        (unsigned long long)atomic_load_explicit(&h->pause_unix_ns, memory_order_relaxed));
+}
+
+/* locks_held(kind) -> [(first, count)]: what others hold of the views' locks of
+ * extents (kind 0), or of one client's leases (kind 1 + client). */
+static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
+    unsigned int kind;
+    if (!PyArg_ParseTuple(args, "I", &kind) || !py_segment_usable(self, "handle")) {
+        return NULL;
+    }
+    if (kind > SHMBUS_MAX_CLIENTS) {
+        PyErr_Format(PyExc_ValueError, "locks_held: kind %u out of range", kind);
+        return NULL;
+    }
+    int64_t base = kind == 0 ? SHMBUS_LOCK_VIEW
+                             : SHMBUS_LOCK_LEASE + (int64_t)(kind - 1) * SHMBUS_MAX_EXTENTS;
+    int64_t end = base + SHMBUS_MAX_EXTENTS;
+    PyObject *found = PyList_New(0);
+    /* Ranges that are still to be searched: each lock that is found splits one into two. */
+    int64_t(*todo)[2] = PyMem_Malloc(sizeof *todo * (SHMBUS_MAX_EXTENTS + 2));
+    if (found == NULL || todo == NULL) {
+        PyMem_Free(todo);
+        Py_XDECREF(found);
+        return PyErr_NoMemory();
+    }
+    size_t left = 0;
+    todo[left][0] = base;
+    todo[left++][1] = end;
+    while (left > 0) {
+        int64_t from = todo[--left][0], to = todo[left][1];
+        int64_t start = from, bytes = to - from;
+        if (bytes <= 0 || file_lock_find(self->c.fd, &start, &bytes) != LOCK_HELD_ELSEWHERE) {
+            continue;
+        }
+        int64_t last = bytes == 0 || start + bytes > to ? to : start + bytes;
+        start = start < from ? from : start;
+        PyObject *row = Py_BuildValue("(LL)", (long long)(start - base), (long long)(last - start));
+        if (row == NULL || PyList_Append(found, row) < 0) {
+            Py_XDECREF(row);
+            Py_CLEAR(found);
+            break;
+        }
+        Py_DECREF(row);
+        if (left + 2 <= SHMBUS_MAX_EXTENTS + 2) {
+            todo[left][0] = from;
+            todo[left++][1] = start;
+            todo[left][0] = last;
+            todo[left++][1] = to;
+        }
+    }
+    PyMem_Free(todo);
+    return found;
+}
+
+static PyObject *py_segment_released(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    PyObject *result = PyTuple_New(SHMBUS_REASONS);
+    for (int i = 0; i < SHMBUS_REASONS && result != NULL; i++) {
+        PyObject *count = PyLong_FromUnsignedLongLong(
+            atomic_load_explicit(&self->c.header->released[i], memory_order_relaxed));
+        if (count == NULL) {
+            Py_CLEAR(result);
+        } else {
+            PyTuple_SET_ITEM(result, i, count);
+        }
+    }
+    return result;
+}
+
+static PyObject *py_segment_free_extents(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    return PyLong_FromUnsignedLong(extent_count_free(&self->c));
+}
+
+static PyObject *py_segment_space_wanted(SegmentObject *self, PyObject *ignored) {
+    (void)ignored;
+    return PyBool_FromLong(
+        (long)atomic_load_explicit(&self->c.header->space_wanted, memory_order_relaxed));
+}
+
+static PyObject *py_segment_get_policy_version(SegmentObject *self, void *ignored) {
+    (void)ignored;
+    return PyLong_FromLongLong(
+        atomic_load_explicit(&self->c.header->policy_version, memory_order_relaxed));
+}
+
+static int py_segment_set_policy_version(SegmentObject *self, PyObject *value, void *ignored) {
+    (void)ignored;
+    if (!py_is_given(value, "policy_version")) {
+        return -1;
+    }
+    if (self->c.read_only) {
+        PyErr_Format(PyExc_TypeError, "bus '%U' is mapped read-only here", self->name);
+        return -1;
+    }
+    long long version = PyLong_AsLongLong(value);
+    if (version == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (version < 0) {
+        PyErr_Format(PyExc_ValueError, "policy_version: expected 0 or more, got %lld", version);
+        return -1;
+    }
+    atomic_store_explicit(&self->c.header->policy_version, version, memory_order_relaxed);
+    return 0;
+}
+
+static PyObject *py_segment_get_capacity(SegmentObject *self, void *ignored) {
+    (void)ignored;
+    return PyLong_FromUnsignedLongLong(self->c.extent_bytes * self->c.extent_count);
+}
+
+static PyObject *py_segment_get_closed(SegmentObject *self, void *ignored) {
+    (void)ignored;
+    return PyBool_FromLong(self->handle_closed || self->generation != fork_generation);
+}
+
+static PyMethodDef segment_methods[] = {
+    {"create", (PyCFunction)(void (*)(void))py_segment_create, METH_VARARGS | METH_CLASS, NULL},
+    {"open", (PyCFunction)(void (*)(void))py_segment_open, METH_VARARGS | METH_CLASS, NULL},
+    {"close", (PyCFunction)(void (*)(void))py_segment_close, METH_NOARGS, NULL},
+    {"holders", (PyCFunction)(void (*)(void))py_segment_holders, METH_NOARGS, NULL},
+    {"producers", (PyCFunction)(void (*)(void))py_segment_producers, METH_NOARGS, NULL},
+    {"has_collector", (PyCFunction)(void (*)(void))py_segment_has_collector, METH_NOARGS, NULL},
+    {"collector", (PyCFunction)(void (*)(void))py_segment_collector, METH_NOARGS, NULL},
+    {"pause", (PyCFunction)(void (*)(void))py_segment_pause, METH_VARARGS, NULL},
+    {"resume", (PyCFunction)(void (*)(void))py_segment_resume, METH_NOARGS, NULL},
+    {"paused", (PyCFunction)(void (*)(void))py_segment_paused, METH_NOARGS, NULL},
+    {"note_removal", (PyCFunction)(void (*)(void))py_segment_note_removal, METH_NOARGS, NULL},
+    {"require_name", (PyCFunction)(void (*)(void))py_segment_require_name, METH_NOARGS, NULL},
+    {"locks_held", (PyCFunction)(void (*)(void))py_segment_locks_held, METH_VARARGS, NULL},
+    {"released", (PyCFunction)(void (*)(void))py_segment_released, METH_NOARGS, NULL},
+    {"free_extents", (PyCFunction)(void (*)(void))py_segment_free_extents, METH_NOARGS, NULL},
+    {"space_wanted", (PyCFunction)(void (*)(void))py_segment_space_wanted, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef segment_getset[] = {
+    {"policy_version", (getter)py_segment_get_policy_version, (setter)py_segment_set_policy_version,
+     NULL, NULL},
+    {"capacity", (getter)py_segment_get_capacity, NULL, NULL, NULL},
+    {"closed", (getter)py_segment_get_closed, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef segment_members[] = {
+    {"name", T_OBJECT_EX, offsetof(SegmentObject, name), READONLY, NULL},
+    {"extent_bytes", T_ULONGLONG, offsetof(SegmentObject, c.extent_bytes), READONLY, NULL},
+    {"extent_count", T_UINT, offsetof(SegmentObject, c.extent_count), READONLY, NULL},
+    {"max_producers", T_UINT, offsetof(SegmentObject, c.max_producers), READONLY, NULL},
+    {"record_limit", T_ULONGLONG, offsetof(SegmentObject, c.record_limit), READONLY, NULL},
+    {"segment_bytes", T_ULONGLONG, offsetof(SegmentObject, c.bytes), READONLY, NULL},
+    {"created_unix_ns", T_ULONGLONG, offsetof(SegmentObject, c.created_unix_ns), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject SegmentType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Segment",
+    .tp_basicsize = sizeof(SegmentObject),
+    .tp_dealloc = (destructor)py_segment_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = segment_methods,
+    .tp_getset = segment_getset,
+    .tp_members = segment_members,
+};

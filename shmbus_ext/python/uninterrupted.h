@@ -1,0 +1,13 @@
+/* Calls Python code that no signal's handler can interrupt. */
+#ifndef SHMBUS_PYTHON_UNINTERRUPTED_H
+#define SHMBUS_PYTHON_UNINTERRUPTED_H
+
+#include "python/binding.h"
+
+/* What callable(*arguments) returns, or raises. In the main thread it runs in another one, so it must
+ * not ask for a lock that the caller holds. Steals nothing. */
+PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
+
+bool py_uninterrupted_add_functions(PyObject *module);
+
+#endif

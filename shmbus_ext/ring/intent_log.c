@@ -1,0 +1,154 @@
+/* Writing the intents, and replaying them (see intent_log.h). */
+#include "intent_log.h"
+
+#include <stdbool.h>
+
+#include "checksum.h"
+#include "extents.h"
+#include "failpoints.h"
+#include "lane.h"
+
+static bool unpack_ref(const struct segment *segment, uint64_t ref, struct record_place *place) {
+    *place = place_unpack(ref);
+    return place->extent < segment->extent_count &&
+           place->offset < (segment->extent_count - place->extent) * segment->extent_bytes;
+}
+
+static uint32_t intent_crc(const struct segment *segment, uint32_t n, uint32_t reason,
+                           uint64_t base) {
+    uint64_t about[2] = {((uint64_t)n << 32) | reason, base};
+    uint32_t crc = shmbus_crc32c(0, about, sizeof about);
+    return shmbus_crc32c(crc, (const void *)segment->intent_log, (size_t)n * 8);
+}
+
+void intent_log_release(struct segment *segment, const struct record_ref *const *refs, uint32_t n,
+                        enum shmbus_reason reason) {
+    struct bus_header *header = segment->header;
+    _Atomic uint64_t *counter = &header->released[reason];
+    uint64_t base = atomic_load_explicit(counter, memory_order_relaxed);
+    for (uint32_t i = 0; i < n; i++) {
+        atomic_store_explicit(&segment->intent_log[i], place_pack(&refs[i]->place),
+                              memory_order_relaxed);
+    }
+    header->intent_reason = (uint32_t)reason;
+    header->intent_base = base;
+    header->intent_crc = intent_crc(segment, n, (uint32_t)reason, base);
+    FAILPOINT("release-logged");
+    /* SYNC: release-intended. From here on all of them are released, by this reader or the next. */
+    atomic_store_explicit(&header->intent_count, n, memory_order_release);
+    FAILPOINT("release-intended");
+    for (uint32_t i = 0; i < n; i++) {
+        atomic_store_explicit(&record_of(segment, &refs[i]->place)->state, SHMBUS_RELEASED,
+                              memory_order_relaxed);
+        FAILPOINT("release-half");
+    }
+    atomic_store_explicit(counter, base + n, memory_order_relaxed);
+    FAILPOINT("release-counted");
+    atomic_store_explicit(&header->intent_count, 0, memory_order_release);
+}
+
+static void replay_release(struct segment *segment) {
+    struct bus_header *header = segment->header;
+    /* SYNC: release-intended. */
+    uint32_t n = atomic_load_explicit(&header->intent_count, memory_order_acquire);
+    uint32_t reason = header->intent_reason;
+    uint64_t base = header->intent_base;
+    if (n == 0 || n > SHMBUS_MAX_GROUP_SIZE || reason >= SHMBUS_REASONS ||
+        header->intent_crc != intent_crc(segment, n, reason, base)) {
+        atomic_store_explicit(&header->intent_count, 0, memory_order_release);
+        return;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        uint64_t ref = atomic_load_explicit(&segment->intent_log[i], memory_order_relaxed);
+        struct record_place place;
+        if (!unpack_ref(segment, ref, &place)) {
+            continue;
+        }
+        uint32_t committed = SHMBUS_COMMITTED;
+        atomic_compare_exchange_strong_explicit(&record_of(segment, &place)->state, &committed,
+                                                SHMBUS_RELEASED, memory_order_relaxed,
+                                                memory_order_relaxed);
+    }
+    atomic_store_explicit(&header->released[reason], base + n, memory_order_relaxed);
+    atomic_store_explicit(&header->intent_count, 0, memory_order_release);
+}
+
+/* A death half way through leaves no extent behind: the words are in the log, and freeing from an
+ * exact word succeeds once only. */
+static void free_words(struct segment *segment, uint32_t first, uint32_t span) {
+    for (uint32_t i = span; i-- > 0;) {
+        extent_unlease(segment, first + i,
+                       atomic_load_explicit(&segment->intent_log[i], memory_order_relaxed));
+        FAILPOINT("free-half");
+    }
+    atomic_store_explicit(&segment->header->free_span, 0, memory_order_release);
+}
+
+void intent_log_free(struct segment *segment, uint32_t first, uint32_t span, uint64_t word) {
+    atomic_store_explicit(&segment->intent_log[0], word, memory_order_relaxed);
+    for (uint32_t i = 1; i < span; i++) {
+        uint64_t tail =
+            atomic_load_explicit(&segment->extents[first + i].word, memory_order_relaxed);
+        /* An extent that is another slot's is not freed: no word matches 0. */
+        tail = link_low(tail) == link_low(word) ? tail : 0;
+        atomic_store_explicit(&segment->intent_log[i], tail, memory_order_relaxed);
+    }
+    segment->header->free_first = first;
+    /* SYNC: free-intended. The words are in the log before the span says that they count. */
+    atomic_store_explicit(&segment->header->free_span, span, memory_order_release);
+    free_words(segment, first, span);
+}
+
+static void replay_free(struct segment *segment) {
+    struct bus_header *header = segment->header;
+    /* SYNC: free-intended. */
+    uint32_t span = atomic_load_explicit(&header->free_span, memory_order_acquire);
+    uint32_t first = header->free_first;
+    if (span > SHMBUS_MAX_GROUP_SIZE || span > segment->extent_count ||
+        first > segment->extent_count - span) {
+        span = 0;
+    }
+    free_words(segment, first, span);
+}
+
+void intent_log_begin_move(struct segment *segment, const struct record_place *from,
+                           const struct record_place *to) {
+    struct bus_header *header = segment->header;
+    header->move_to = place_pack(to);
+    header->move_generation = to->generation;
+    /* SYNC: move-intended. Once the other copy is published, it is the one that counts. */
+    atomic_store_explicit(&header->move_from, place_pack(from) + 1, memory_order_release);
+    FAILPOINT("move-intended");
+}
+
+void intent_log_end_move(struct segment *segment) {
+    atomic_store_explicit(&segment->header->move_from, 0, memory_order_release);
+}
+
+/* A mover that died left one copy, or two. Of two, the first one ends here, before the other can be
+ * handed out: that one may be acknowledged and gone when a walk comes to the first. */
+static void replay_move(struct segment *segment) {
+    struct bus_header *header = segment->header;
+    struct record_place from, to;
+    /* SYNC: move-intended. */
+    uint64_t ref = atomic_load_explicit(&header->move_from, memory_order_acquire);
+    if (ref != 0 && unpack_ref(segment, ref - 1, &from) &&
+        unpack_ref(segment, header->move_to, &to)) {
+        const struct extent_desc *desc = &segment->extents[to.extent];
+        uint64_t word = atomic_load_explicit(&desc->word, memory_order_acquire);
+        if (link_generation(word) == header->move_generation &&
+            to.offset < atomic_load_explicit(&desc->used, memory_order_acquire)) {
+            uint32_t committed = SHMBUS_COMMITTED;
+            atomic_compare_exchange_strong_explicit(&record_of(segment, &from)->state, &committed,
+                                                    SHMBUS_RELEASED, memory_order_relaxed,
+                                                    memory_order_relaxed);
+        }
+    }
+    intent_log_end_move(segment);
+}
+
+void intent_log_replay(struct segment *segment) {
+    replay_release(segment);
+    replay_free(segment);
+    replay_move(segment);
+}

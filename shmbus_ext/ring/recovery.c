@@ -1,0 +1,152 @@
+/* Ending what a dead producer left (see recovery.h). */
+#include "recovery.h"
+
+#include <stdbool.h>
+
+#include "doorbell.h"
+#include "extents.h"
+#include "failpoints.h"
+#include "record.h"
+
+/* Whether the commit that an owner intended took effect: the record shows it. */
+static bool commit_happened(const struct segment *segment, const struct producer_slot *slot) {
+    uint32_t generation = atomic_load_explicit(&slot->commit_generation, memory_order_relaxed);
+    struct record_place at =
+        place_unpack(atomic_load_explicit(&slot->commit_ref, memory_order_relaxed));
+    if (at.extent >= segment->extent_count ||
+        at.offset > (segment->extent_count - at.extent) * segment->extent_bytes -
+                        sizeof(struct record_header)) {
+        return false;
+    }
+    const struct extent_desc *desc = &segment->extents[at.extent];
+    if (link_generation(atomic_load_explicit(&desc->word, memory_order_acquire)) != generation) {
+        return true;
+    }
+    const struct record_header *record =
+        (const void *)(segment_extent(segment, at.extent) + at.offset);
+    uint32_t state = atomic_load_explicit(&record->state, memory_order_acquire);
+    return at.offset < atomic_load_explicit(&desc->used, memory_order_acquire) &&
+           (state == SHMBUS_COMMITTED || state == SHMBUS_RELEASED);
+}
+
+/* Counts a commit that was under way if it took effect. The intent ends here in any case: left
+ * behind, it would count for the slot's next owner, whose extents are others. */
+static void finish_commit(struct segment *segment, struct producer_slot *slot) {
+    uint64_t committed = atomic_load_explicit(&slot->committed, memory_order_relaxed);
+    /* SYNC: commit-intended. */
+    if (atomic_load_explicit(&slot->committing, memory_order_acquire) == committed + 1 &&
+        commit_happened(segment, slot)) {
+        atomic_store_explicit(&slot->committed, committed + 1, memory_order_release);
+    }
+    atomic_store_explicit(&slot->committing, 0, memory_order_release);
+}
+
+/* Seals a run of the chain unless it is sealed: a sealed one may be freed and leased by another
+ * slot at any time. False if the link names no run of this slot, or none behind the last one. */
+static bool seal_linked(struct segment *segment, uint64_t link, uint32_t slot_index,
+                        const struct run *last, struct run *run) {
+    uint32_t low = link_low(link);
+    if (low == 0 || low > segment->extent_count) {
+        return false;
+    }
+    _Atomic uint32_t *sealed = &segment->extents[low - 1].sealed;
+    bool was_sealed = atomic_load_explicit(sealed, memory_order_acquire) != 0;
+    if (!link_is_run(segment, link, slot_index, run) ||
+        (last->span != 0 && run->order <= last->order)) {
+        return false;
+    }
+    if (!was_sealed) {
+        atomic_store_explicit(sealed, 1, memory_order_release);
+    }
+    return true;
+}
+
+/* Follows the chain to its end, which the owner may not have had time to note, and seals it. */
+static void seal_chain(struct segment *segment, struct producer_slot *slot, uint32_t slot_index) {
+    uint64_t noted = atomic_load_explicit(&slot->current, memory_order_acquire);
+    uint64_t first = atomic_load_explicit(&slot->first, memory_order_acquire);
+    uint64_t next_order = atomic_load_explicit(&slot->next_order, memory_order_relaxed);
+    uint64_t link = noted;
+    struct run run, last = {.span = 0};
+    for (;;) {
+        if (!seal_linked(segment, link, slot_index, &last, &run)) {
+            /* SYNC: run-noted. The reader may have freed that run, and noted the one behind it. */
+            uint64_t now = atomic_load_explicit(&slot->current, memory_order_acquire);
+            if (now != noted) {
+                link = noted = now;
+                continue;
+            }
+            /* Or it may have ended the chain, and the owner begun another with its newest run. Any
+             * other first run is an old one, which a straggler keeps. */
+            link = first;
+            if (!seal_linked(segment, link, slot_index, &last, &run) ||
+                run.order + 1 != next_order) {
+                return;
+            }
+        }
+        last = run;
+        if (link != noted && atomic_compare_exchange_strong_explicit(
+                                 &slot->current, &noted, link, memory_order_acq_rel,
+                                 memory_order_acquire)) {
+            noted = link;
+        }
+        link = atomic_load_explicit(&segment->extents[link_low(link) - 1].next,
+                                    memory_order_acquire);
+    }
+}
+
+/* Frees leases that never got their place in the chain; they hold no record. The first extent of a
+ * run is met before its others here, and freed after them by the reader, so one of the others that
+ * is met without its first is free. Of the collector's leases one stays: on a full bus its
+ * successor would not get another. */
+static uint32_t free_orphans(struct segment *segment, uint32_t slot_index) {
+    uint32_t covered = 0;
+    uint32_t kept = NO_EXTENT;
+    for (uint32_t i = 0; i < segment->extent_count; i++) {
+        struct extent_desc *desc = &segment->extents[i];
+        struct run run;
+        if (extent_is_run(segment, i, slot_index, &run)) {
+            bool linked = atomic_load_explicit(&desc->sealed, memory_order_acquire) != 0 ||
+                          atomic_load_explicit(&desc->used, memory_order_acquire) != 0;
+            if (linked) {
+                covered = i + run.span;
+                continue;
+            }
+        }
+        uint64_t word = atomic_load_explicit(&desc->word, memory_order_acquire);
+        if (i < covered || link_low(word) != slot_index + 1) {
+            continue;
+        }
+        if (slot_index == segment->max_producers && kept == NO_EXTENT) {
+            extent_renew(segment, i, word);
+            kept = i;
+        } else {
+            extent_unlease(segment, i, word);
+        }
+    }
+    return kept;
+}
+
+static uint32_t take_over(struct segment *segment, uint32_t slot_index) {
+    struct producer_slot *slot = &segment->slots[slot_index];
+    finish_commit(segment, slot);
+    FAILPOINT("take-over-counted");
+    seal_chain(segment, slot, slot_index);
+    FAILPOINT("take-over-sealed");
+    uint32_t kept = free_orphans(segment, slot_index);
+    atomic_store_explicit(&slot->state, SHMBUS_SLOT_FREE, memory_order_release);
+    atomic_fetch_add_explicit(&segment->header->attach_epoch, 1, memory_order_release);
+    doorbell_space_freed(segment->header, segment->extent_count);
+    return kept;
+}
+
+void recover_producer(struct segment *segment, uint32_t slot_index) {
+    const struct producer_slot *slot = &segment->slots[slot_index];
+    if (atomic_load_explicit(&slot->state, memory_order_acquire) != SHMBUS_SLOT_FREE) {
+        take_over(segment, slot_index);
+    }
+}
+
+uint32_t recover_collector(struct segment *segment) {
+    return take_over(segment, segment->max_producers);
+}

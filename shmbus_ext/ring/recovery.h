@@ -1,0 +1,21 @@
+/* What a dead producer left, and how it ends: its last commit is counted or not, its lane sealed,
+ * its leases that never got a place in the lane freed.
+ *
+ * Invariants: the caller holds the lock of the slot, so nobody else writes there. A recovery that
+ * is itself ended by death is begun again by the next holder of that lock, from any of its
+ * steps. */
+#ifndef SHMBUS_RING_RECOVERY_H
+#define SHMBUS_RING_RECOVERY_H
+
+#include <stdint.h>
+
+#include "segment.h"
+
+/* Ends what the last owner of a slot left, and frees the slot; nothing where it is free. */
+void recover_producer(struct segment *segment, uint32_t slot_index);
+
+/* The same for the lane of the last collector. Returns the extent that it leaves to its successor,
+ * or NO_EXTENT. */
+uint32_t recover_collector(struct segment *segment);
+
+#endif

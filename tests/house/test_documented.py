@@ -1,0 +1,358 @@
+"""Each public callable says in its docstring what its signature and its code say.
+
+NumPy sections are held against the signature: Parameters names each parameter and no other, Returns
+or Yields stands where something is returned, and Raises names what the code raises by itself. C
+functions are held against the stub, which has their docstrings for editors, and examples are run.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+import shmbus
+import shmbus.batch
+import trainer_adapter
+import trainer_adapter.attention
+from shmbus_ext import _core
+
+ROOT = Path(__file__).resolve().parents[2]
+STUB = ROOT / "shmbus_ext" / "_public.pyi"
+
+MODULES = [
+    "shmbus",
+    "trainer_adapter",
+    "trainer_adapter.attention",
+    "trainer_adapter.advantages",
+    "trainer_adapter.losses",
+    "trainer_adapter.compat",
+    "trainer_adapter.microbatch",
+    "trainer_adapter.balance",
+    *(f"shmbus.batch.{module.name}" for module in pkgutil.iter_modules(shmbus.batch.__path__)),
+]
+
+#: What C functions raise by themselves, beside what a caller's own code does.
+RAISED_IN_C = {
+    "Producer.put": {
+        "TypeError", "ValueError", "RecordTooLargeError", "BusFullError", "BusClosedError",
+        "StallError",
+    },
+    "Producer.put_many": {
+        "TypeError", "ValueError", "RecordTooLargeError", "BusFullError", "BusClosedError",
+        "StallError",
+    },
+    "Reservation.resize": {"KeyError", "ValueError", "BusClosedError"},
+    "Reservation.commit": {"BusClosedError"},
+    "Reservation.abort": {"BusClosedError"},
+    "Trajectory.keys": set(),
+    "Trajectory.get": {"BusClosedError", "TypeError"},
+    "Trajectory.shape": {"KeyError"},
+    "Group.make": {"TypeError"},
+    "Consumer.take": {"ProtocolError", "StallError", "BusClosedError"},
+}  # fmt: skip
+
+#: Classes that users never make themselves, and who does.
+MADE_BY_OTHERS = {"Bus": "Bus.create and Bus.open"}
+
+_HEADING = re.compile(r"^(\w[\w ]*)\n-+$", re.M)
+
+
+def sections(docstring: str) -> dict[str, str]:
+    """The NumPy sections of a docstring by heading; what stands before the first is under ""."""
+    found: dict[str, str] = {}
+    heading, begin = "", 0
+    for match in _HEADING.finditer(docstring):
+        found[heading] = docstring[begin : match.start()]
+        heading, begin = match[1], match.end()
+    found[heading] = docstring[begin:]
+    return found
+
+
+def entries(section: str) -> list[str]:
+    """Names that a section explains: "a, b : int" gives a and b."""
+    heads = re.findall(r"^(\S.*)$", section, re.M)
+    names = [name.strip() for head in heads for name in head.split(" : ")[0].split(",")]
+    return [name.rpartition(".")[2].lstrip("*") for name in names if name]
+
+
+def is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("shmbus", "shmbus_ext", "trainer_adapter")
+
+
+def is_data(kind: type) -> bool:
+    """Whether its fields are its parameters: a Struct, a dataclass, a NamedTuple, an exception."""
+    return (
+        issubclass(kind, BaseException)
+        or hasattr(kind, "__struct_fields__")
+        or hasattr(kind, "__dataclass_fields__")
+        or hasattr(kind, "_fields")
+    )
+
+
+def public_members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Methods and properties of a class, of bases of ours too, each by its first definition."""
+    seen: set[str] = set()
+    for base in kind.__mro__:
+        if not is_ours(base.__module__):
+            continue
+        for name, member in vars(base).items():
+            if name.startswith("_") or name in seen:
+                continue
+            seen.add(name)
+            if callable(member) or isinstance(member, (classmethod, staticmethod, property)):
+                yield name, member
+
+
+def documented() -> dict[str, Any]:
+    """Every public callable and property, by the name that users know it by."""
+    found: dict[str, Any] = {}
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not callable(value) or not hasattr(value, "__module__"):
+                continue
+            if not is_ours(value.__module__):
+                continue
+            found[value.__name__] = value
+            if inspect.isclass(value):
+                found |= {
+                    f"{value.__name__}.{member_name}": member
+                    for member_name, member in public_members(value)
+                }
+    return found
+
+
+DOCUMENTED = documented()
+
+
+def stub_functions() -> dict[str, ast.FunctionDef]:
+    classes = {
+        node.name: node
+        for node in ast.parse(STUB.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    users = {"Writer": "Producer", "GroupBase": "Group", "ConsumerBase": "Consumer"}
+    return {
+        f"{users.get(name, name)}.{node.name}": node
+        for name, kind in classes.items()
+        for node in kind.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+
+
+STUB_FUNCTIONS = stub_functions()
+
+
+def unwrapped(value: Any) -> Any:
+    return value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+
+
+def parameters(name: str, value: Any) -> list[str]:
+    """Names of the parameters that a caller gives."""
+    if name in STUB_FUNCTIONS and not isinstance(unwrapped(value), FunctionType):
+        arguments = STUB_FUNCTIONS[name].args
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        extra = [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
+        names = [each.arg for each in (*every, *extra)]
+    else:
+        names = list(inspect.signature(unwrapped(value)).parameters)
+    return [each for each in names if each not in ("self", "cls")]
+
+
+def returns_something(name: str, value: Any) -> bool:
+    if name in STUB_FUNCTIONS and not isinstance(unwrapped(value), FunctionType):
+        node = STUB_FUNCTIONS[name].returns
+        return node is not None and ast.unparse(node) != "None"
+    annotation = inspect.signature(unwrapped(value)).return_annotation
+    return annotation not in (None, "None", "NoReturn", inspect.Signature.empty)
+
+
+def raised(value: Any) -> set[str]:
+    """Types that its own body raises, without what it calls."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(unwrapped(value))))
+    except (OSError, TypeError):
+        return set()
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            name = ast.unparse(kind).rpartition(".")[2]
+            if name[:1].isupper():
+                found.add(name)
+    return found
+
+
+def fields_of(kind: type) -> list[str]:
+    """Fields of a Struct, a dataclass or a NamedTuple; none of an exception."""
+    for name in ("__struct_fields__", "__dataclass_fields__", "_fields"):
+        if fields := getattr(kind, name, None):
+            return list(fields)
+    return []
+
+
+def docstring_of(value: Any) -> str:
+    return inspect.cleandoc(inspect.getdoc(unwrapped(value)) or "")
+
+
+def report(offences: list[str]) -> None:
+    assert not offences, "\n" + "\n".join(offences)
+
+
+def test_there_are_public_callables_to_look_at() -> None:
+    assert {"Producer.put", "Consumer.take", "Group.ack", "policy_loss", "pack"} <= set(DOCUMENTED)
+    assert len(DOCUMENTED) > 80
+
+
+def test_each_public_callable_has_a_docstring() -> None:
+    report([name for name, value in DOCUMENTED.items() if not docstring_of(value)])
+
+
+def callables() -> Iterator[tuple[str, Any]]:
+    """What is called, without properties; a class stands for its constructor."""
+    for name, value in DOCUMENTED.items():
+        if isinstance(value, property) or (inspect.isclass(value) and is_data(value)):
+            continue
+        if name in MADE_BY_OTHERS:
+            continue
+        if inspect.isclass(value) and value.__init__ is object.__init__:
+            continue
+        yield name, value
+
+
+def test_parameters_are_those_of_the_signature() -> None:
+    offences = []
+    for name, value in callables():
+        told = entries(sections(docstring_of(value)).get("Parameters", ""))
+        taken = parameters(name, value)
+        if sorted(told) != sorted(taken):
+            offences.append(f"{name}: takes {taken}, Parameters has {told}")
+    report(offences)
+
+
+def test_attributes_are_the_fields() -> None:
+    offences = []
+    for name, value in DOCUMENTED.items():
+        if not inspect.isclass(value) or not (fields := fields_of(value)):
+            continue
+        said = sections(docstring_of(value))
+        told = entries(said.get("Attributes", "") + said.get("Parameters", ""))
+        if missing := [each for each in fields if each not in told]:
+            offences.append(f"{name}: {missing} unsaid")
+    report(offences)
+
+
+def test_what_is_returned_is_said() -> None:
+    offences = []
+    for name, value in callables():
+        if inspect.isclass(value):
+            continue
+        text = docstring_of(value)
+        told = bool({"Returns", "Yields"} & sections(text).keys())
+        if not told and not parameters(name, value) and text.startswith("Return "):
+            continue  # all there is to say, and said in a sentence
+        if told != returns_something(name, value):
+            offences.append(f"{name}: {'does not return' if told else 'returns'} something")
+    report(offences)
+
+
+def test_what_is_raised_is_said() -> None:
+    offences = []
+    for name, value in callables():
+        source = value.__init__ if inspect.isclass(value) else value
+        told = set(entries(sections(docstring_of(value)).get("Raises", "")))
+        if missing := (RAISED_IN_C.get(name, set()) | raised(source)) - told:
+            offences.append(f"{name}: raises {sorted(missing)} unsaid")
+    report(offences)
+
+
+def test_every_public_c_function_is_held_to_what_it_raises() -> None:
+    in_c = {
+        name
+        for name, value in DOCUMENTED.items()
+        if inspect.ismethoddescriptor(value)
+        and not isinstance(value, (classmethod, staticmethod, property))
+    }
+    assert in_c - {"Group.make"} <= RAISED_IN_C.keys()
+    assert RAISED_IN_C.keys() <= DOCUMENTED.keys()
+
+
+def test_the_stub_has_the_docstrings_and_parameters_of_the_c_code() -> None:
+    offences = []
+    for kind in ast.parse(STUB.read_text()).body:
+        if not isinstance(kind, ast.ClassDef):
+            continue
+        runtime = getattr(_core, kind.name)
+        if (said := ast.get_docstring(kind)) and said != inspect.cleandoc(runtime.__doc__):
+            offences.append(f"{kind.name}: the stub has another docstring")
+        for node in kind.body:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            method = getattr(runtime, node.name)
+            if ast.get_docstring(node) != inspect.cleandoc(method.__doc__ or ""):
+                offences.append(f"{kind.name}.{node.name}: the stub has another docstring")
+            said_names = [
+                each.arg
+                for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                if each.arg not in ("self", "cls")
+            ] + ([node.args.kwarg.arg] if node.args.kwarg else [])
+            names = [n for n in inspect.signature(method).parameters if n != "self"]
+            if said_names != names:
+                offences.append(f"{kind.name}.{node.name}: {said_names} in the stub, {names} in C")
+    report(offences)
+
+
+EXAMPLES = sorted(name for name, value in DOCUMENTED.items() if ">>>" in docstring_of(value))
+#: Those that make a bus of their own; others show what to do with a handle that the reader has.
+WHOLE_EXAMPLES = [name for name in EXAMPLES if "Bus.create(" in docstring_of(DOCUMENTED[name])]
+
+
+def example_of(name: str, bus: str) -> doctest.DocTest:
+    text = docstring_of(DOCUMENTED[name]).replace('"run1"', repr(bus))
+    return doctest.DocTestParser().get_doctest(text, {}, name, str(ROOT), 0)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_python(name: str) -> None:
+    for step in example_of(name, "run1").examples:
+        compile(step.source, name, "single")
+
+
+@pytest.mark.parametrize("name", WHOLE_EXAMPLES)
+def test_whole_examples_run_and_give_what_they_say(name: str, bus_name: str) -> None:
+    example = example_of(name, bus_name)
+    told: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(example, out=told.append)
+    assert result.attempted > 0
+    assert result.failed == 0, "".join(told)
+
+
+def test_the_main_calls_have_examples() -> None:
+    assert {"Producer.put", "Producer.put_many", "Reservation"} <= set(WHOLE_EXAMPLES)
+
+
+def test_a_wrong_docstring_is_found() -> None:
+    text = (
+        "Do it.\n\nParameters\n----------\na, b : int\n    Two.\n**rest\n    Others.\n\n"
+        "Returns\n-------\nint\n"
+    )
+    assert entries(sections(text)["Parameters"]) == ["a", "b", "rest"]
+    assert "Returns" in sections(text)
+    assert "Raises" not in sections(text)
+
+
+def test_public_modules_export_what_they_document() -> None:
+    for module in (shmbus, trainer_adapter, trainer_adapter.attention):
+        assert module.__doc__

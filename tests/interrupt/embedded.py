@@ -1,0 +1,301 @@
+"""Interrupts every step of a Consumer that reads the ring itself, and audits after each.
+
+Usage: ``python tests/interrupt/embedded.py NAME [OPERATION...]``. Prints one JSON line: how many
+exceptions were raised, and what was wrong after which.
+
+After each one: the ledger balances; the operation, called again, succeeds or says that it has
+happened already; every group is delivered once more, or was acknowledged; nothing is leased that
+nobody holds. The exception and its traceback are kept until then, as a notebook keeps them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from injection import Injected, Injection
+
+import shmbus
+
+SAMPLES = 2
+DATA = np.arange(7, dtype=np.int32)
+
+
+#: The injection under way, for whoever audits.
+LATEST: list[Injection] = []
+
+
+class Fault(Exception):
+    """A promise that did not hold."""
+
+
+class Case:
+    """One operation over a bus with a few groups."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.bus = shmbus.Bus.create(name, "512KiB", max_producers=2)
+        self.producer = shmbus.Producer(name)
+        self.consumer = shmbus.Consumer(name, daemon=False, **options)
+        self.round = 0
+        self.put: set[str] = set()
+
+    def close(self) -> None:
+        self.consumer.close()
+        self.producer.close()
+        self.bus.unlink()
+        self.bus.close()
+
+    def offer(self, groups: int = 3, extra: Callable[[str], None] | None = None) -> None:
+        """Put complete groups, and whatever else the operation is to meet."""
+        self.round += 1
+        self.put = set()
+        for number in range(groups):
+            key = f"r{self.round}-{number}"
+            self.put.add(key)
+            for index in range(SAMPLES):
+                self.producer.put(
+                    key, group_size=SAMPLES, index=index, score=float(index), tokens=DATA
+                )
+            if extra is not None and number == 0:
+                extra(key)
+
+    def take(self, count: int = 64) -> list[shmbus.Group]:
+        found: list[shmbus.Group] = []
+        for _ in range(8):
+            found += self.consumer.take(count, 0)
+        return found
+
+    def balance(self) -> shmbus.Ledger:
+        ledger = self.consumer.stats()
+        if not ledger.balanced:
+            raise Fault(f"the ledger does not balance: {ledger}")
+        return ledger
+
+    def audit(self, held: list[shmbus.Group], done: set[str]) -> None:
+        """Nothing is lost: what is not done is held, or comes again, once."""
+        self.balance()
+        found = [*held, *self.take()]
+        keys = sorted(group.instance_id for group in found)
+        wanted = sorted(self.put - done)
+        if keys != wanted:
+            raise Fault(f"expected {wanted}, got {keys}; {self.consumer.stats()}")
+        ledger = self.balance()
+        if ledger.groups_leased != len(found):
+            raise Fault(f"{ledger.groups_leased} groups are leased, {len(found)} are held")
+        for group in found:
+            group.ack()
+        ledger = self.balance()
+        if ledger.leased or ledger.stashed or ledger.in_ring:
+            raise Fault(f"something is left: {ledger}")
+
+
+def again(operate: Callable[[], object]) -> None:
+    """An operation that was interrupted, repeated: it succeeds, or has happened already."""
+    try:
+        operate()
+    except shmbus.ProtocolError as error:
+        if "already" not in str(error):
+            raise Fault(f"called again: {error}") from error
+
+
+def interrupt(at: int, operate: Callable[[], object]) -> tuple[Injection, Injected | None, object]:
+    """Run it with an exception at its `at`-th event."""
+    result: object = None
+    kept: Injected | None = None
+    injection = Injection(at, __file__)
+    LATEST[:] = [injection]
+    try:
+        with injection:
+            result = operate()
+    except Injected as error:
+        kept = error
+    return injection, kept, result
+
+
+def taking(case: Case, at: int) -> Injection:
+    case.offer()
+
+    def operate() -> object:
+        return case.consumer.take(64, 0)
+
+    injection, kept, result = interrupt(at, operate)
+    held = [] if kept is not None or result is None else list(result)  # type: ignore[call-overload]
+    case.audit(held, set())
+    return injection
+
+
+def ending(verb: str) -> Callable[[Case, int], Injection]:
+    def run(case: Case, at: int) -> Injection:
+        case.offer()
+        groups = case.take()
+        first = groups[0]
+
+        def operate() -> None:
+            getattr(first, verb)()
+
+        injection, kept, _ = interrupt(at, operate)
+        case.balance()
+        if kept is not None:
+            again(operate)
+        case.balance()
+        if verb == "give_back":
+            case.audit(groups[1:], set())
+        else:
+            case.audit(groups[1:], {first.instance_id})
+        return injection
+
+    return run
+
+
+def ending_many(case: Case, at: int) -> Injection:
+    case.offer()
+    groups = case.take()
+
+    def operate() -> None:
+        case.consumer.ack(groups)
+
+    injection, kept, _ = interrupt(at, operate)
+    case.balance()
+    left = [group for group in groups if group.state == "leased"]
+    if kept is not None:
+        case.consumer.ack(left)
+    case.audit([], {group.instance_id for group in groups})
+    return injection
+
+
+def within(case: Case, at: int) -> Injection:
+    case.offer()
+    groups = case.take()
+    first = groups[0]
+
+    def operate() -> None:
+        with first:
+            pass
+
+    injection, kept, _ = interrupt(at, operate)
+    case.balance()
+    if kept is not None and first.state == "leased":
+        first.ack()
+    if first.state == "given_back":
+        case.audit(groups[1:], set())
+    else:
+        case.audit(groups[1:], {first.instance_id})
+    return injection
+
+
+def failing(case: Case, at: int) -> Injection:
+    """A take that meets a duplicate, a size mismatch and a failed sample."""
+
+    def extra(key: str) -> None:
+        case.producer.put(f"{key}-d", group_size=SAMPLES, index=0, tokens=DATA)
+        case.producer.put(f"{key}-d", group_size=SAMPLES, index=0, tokens=DATA)
+        case.producer.put(f"{key}-d", group_size=SAMPLES + 1, index=1, tokens=DATA)
+        case.producer.put(f"{key}-d", group_size=SAMPLES, index=1, tokens=DATA)
+        case.put.add(f"{key}-d")
+        case.producer.fail(f"{key}-f", group_size=SAMPLES, index=0, reason="boom")
+        case.producer.put(f"{key}-f", group_size=SAMPLES, index=1, tokens=DATA)
+
+    case.offer(extra=extra)
+
+    def operate() -> object:
+        return case.consumer.take(64, 0)
+
+    injection, kept, result = interrupt(at, operate)
+    held = [] if kept is not None or result is None else list(result)  # type: ignore[call-overload]
+    case.audit(held, set())
+    return injection
+
+
+def judged(case: Case, at: int) -> Injection:
+    """A take that drops a group without variance, and a stale one."""
+
+    def extra(key: str) -> None:
+        for index in range(SAMPLES):
+            case.producer.put(f"{key}-z", group_size=SAMPLES, index=index, score=1, tokens=DATA)
+
+    case.offer(extra=extra)
+
+    def operate() -> object:
+        return case.consumer.take(64, 0)
+
+    injection, kept, result = interrupt(at, operate)
+    held = [] if kept is not None or result is None else list(result)  # type: ignore[call-overload]
+    case.audit(held, set())
+    return injection
+
+
+def counting(case: Case, at: int) -> Injection:
+    case.offer()
+    groups = case.take()
+
+    def operate() -> object:
+        return case.consumer.stats()
+
+    injection, _, _ = interrupt(at, operate)
+    case.audit(groups, set())
+    return injection
+
+
+OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] = {
+    "take": ({}, taking),
+    "take-stale": ({"max_policy_lag": 3}, taking),
+    "take-failing": ({}, failing),
+    "take-judged": ({"skip_zero_variance": True, "max_policy_lag": 3}, judged),
+    "ack": ({}, ending("ack")),
+    "ack-list": ({}, ending_many),
+    "drop": ({}, ending("drop")),
+    "give-back": ({}, ending("give_back")),
+    "with": ({}, within),
+    "stats": ({}, counting),
+}
+
+
+def every(make: Callable[[], Any], run: Callable[[Any, int], object]) -> Iterator[tuple[str, str]]:
+    """Interrupt each event of an operation; yield where, and what was wrong after it."""
+    at = 0
+    case = make()
+    try:
+        while True:
+            at += 1
+            wrong = ""
+            try:
+                run(case, at)
+            except (Fault, shmbus.ShmbusError, ValueError, AssertionError) as error:
+                wrong = f"{type(error).__name__}: {error}"
+                case.close()
+                case = make()
+            (injection,) = LATEST
+            if not injection.raised:
+                if wrong:
+                    yield "without an exception", wrong
+                return
+            yield injection.where, wrong
+    finally:
+        case.close()
+
+
+def report_of(
+    operations: dict[str, tuple[dict[str, Any], Callable[[Any, int], object]]],
+    chosen: list[str],
+    make: Callable[..., Any],
+) -> dict[str, Any]:
+    """Run operations; how many exceptions were raised in each, and what was wrong after which."""
+    report: dict[str, Any] = {"injections": 0, "faults": []}
+    for operation in chosen or operations:
+        options, run = operations[operation]
+        count = 0
+        for where, wrong in every(functools.partial(make, **options), run):
+            count += 1
+            if wrong:
+                report["faults"].append(f"{operation}: {where}: {wrong}"[:300])
+        report[operation] = count
+        report["injections"] += count
+    return report
+
+
+if __name__ == "__main__":
+    print(json.dumps(report_of(OPERATIONS, sys.argv[2:], functools.partial(Case, sys.argv[1]))))

@@ -1,0 +1,143 @@
+"""Interrupts every step of a Consumer of a daemon, one or two ranks, and audits after each.
+
+Usage: ``python tests/interrupt/served.py NAME [OPERATION...]``; as `embedded.py`, whose promises it
+checks. The daemon is a process of its own, which nothing interrupts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import embedded
+from embedded import Fault, again, interrupt
+from injection import Injection
+
+import shmbus
+
+#: Seconds for what was leased to nobody to come again.
+PATIENCE_S = 5.0
+
+
+class Case(embedded.Case):
+    """Consumers of a daemon: one, or two ranks of which the first is interrupted."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.ranks = options.pop("ranks", 1)
+        argv = [sys.executable, "-m", "shmbus", "serve", name, "--capacity", "1MiB"]
+        argv += ["--log-level", "error"]
+        self.daemon = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+        self.name = name
+        self.producer = shmbus.Producer(self._wait_for(lambda: shmbus.Bus.open(name).name))
+        self.round = 0
+        self.put = set()
+        places = [{"rank": r, "world_size": self.ranks} for r in range(self.ranks)]
+        self.consumers = [
+            self._wait_for(lambda place=place: shmbus.Consumer(name, daemon=True, **place))
+            for place in places
+        ]
+        self.consumer = self.consumers[0]
+
+    def _wait_for(self, make: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                return make()
+            except shmbus.ShmbusError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+    def close(self) -> None:
+        for consumer in self.consumers:
+            consumer.close()
+        self.producer.close()
+        self.daemon.terminate()
+        self.daemon.wait(30)
+        shmbus.unlink(self.name)
+
+    def take(self, count: int = 64) -> list[shmbus.Group]:
+        """All that comes: what is put has been read by the daemon once its ring is empty."""
+        found: list[shmbus.Group] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            new = self.consumer.take(count, 0.02)
+            found += new
+            ledger = self.consumer.stats()
+            if not new and not ledger.in_ring and not ledger.groups_ready:
+                if ledger.groups_leased <= len(found):
+                    break
+                time.sleep(0.02)
+        return found
+
+
+def stepping(case: Case, at: int) -> Injection:
+    """Take a step with two ranks, interrupt the first, and take it again."""
+    case.offer(groups=4)
+    first, second = case.consumers
+    others: list[shmbus.Group] = []
+
+    def other() -> None:
+        others.extend(second.take_step(groups=2, timeout=PATIENCE_S))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+
+    def operate() -> object:
+        return first.take_step(groups=2, timeout=PATIENCE_S)
+
+    injection, kept, result = interrupt(at, operate)
+    mine: list[shmbus.Group] = [] if kept is not None else list(result)  # type: ignore[call-overload]
+    if kept is not None:
+        mine = first.take_step(groups=2, timeout=PATIENCE_S)
+    thread.join()
+    keys = sorted(group.instance_id for group in [*mine, *others])
+    if keys != sorted(case.put):
+        raise Fault(f"expected {sorted(case.put)}, got {keys}; {first.stats()}")
+    first.ack(mine)
+    second.ack(others)
+    case.balance()
+    ledger = second.stats()
+    if ledger.leased or ledger.stashed or ledger.in_ring:
+        raise Fault(f"something is left: {ledger}")
+    return injection
+
+
+def setting(case: Case, at: int) -> Injection:
+    version = at
+
+    def operate() -> None:
+        case.consumer.policy_version = version
+
+    injection, kept, _ = interrupt(at, operate)
+    if kept is not None:
+        again(operate)
+    if case.consumer.policy_version != version:
+        raise Fault(f"the version is {case.consumer.policy_version}, {version} was set")
+    case.offer()
+    case.audit([], set())
+    return injection
+
+
+OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] = {
+    "take": ({}, embedded.taking),
+    "ack": ({}, embedded.ending("ack")),
+    "ack-list": ({}, embedded.ending_many),
+    "drop": ({}, embedded.ending("drop")),
+    "give-back": ({}, embedded.ending("give_back")),
+    "with": ({}, embedded.within),
+    "stats": ({}, embedded.counting),
+    "version": ({}, setting),
+    "step": ({"ranks": 2}, stepping),
+}
+
+
+if __name__ == "__main__":
+    made = functools.partial(Case, sys.argv[1])
+    print(json.dumps(embedded.report_of(OPERATIONS, sys.argv[2:], made)))

@@ -1,0 +1,124 @@
+"""Nothing trains on filler: a whole group has a field, or none of it, by its right name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmbus
+from shmbus import Bus, Consumer, Producer
+from trainer_adapter import FieldNames, OnlineDataHandler, pack
+
+TOKENS = np.arange(6, dtype=np.int32)
+FULL: dict[str, Any] = {
+    "logprobs": np.full(6, -2, np.float32),
+    "loss_mask": np.ones(6, np.uint8),
+    "advantages": np.full(6, 3, np.float32),
+}
+
+
+@pytest.mark.parametrize("field", sorted(FULL))
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_field_that_only_some_siblings_have_makes_the_group_malformed(
+    bus: Bus, producer: Producer, field: str, prefetch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch) as handler:
+        producer.put("mixed", group_size=2, index=0, score=0, tokens=TOKENS, **{field: FULL[field]})
+        producer.put("mixed", group_size=2, index=1, score=1, tokens=TOKENS)
+        for index in range(2):
+            producer.put(
+                "good", group_size=2, index=index, score=index, tokens=TOKENS,
+                **{field: FULL[field]},
+            )  # fmt: skip
+        with caplog.at_level(logging.WARNING):
+            batch = handler.next_batch(timeout=10)
+        assert set(batch.instance_ids) == {"good"}
+        handler.ack(batch)
+        assert handler.stats().dropped == {"malformed": 2}
+    (record,) = [r for r in caplog.records if "mixed" in r.getMessage()]
+    assert field in record.getMessage() and "[1]" in record.getMessage()
+
+
+def test_logprobs_that_nobody_sent_are_none(bus: Bus, producer: Producer) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        for index in range(2):
+            producer.put("a", group_size=2, index=index, score=index, tokens=TOKENS)
+        batch = handler.next_batch(timeout=10)
+        assert batch.logprobs is None
+        handler.ack(batch)
+
+
+def test_a_batch_of_groups_of_which_some_have_logprobs_is_refused(
+    bus: Bus, producer: Producer
+) -> None:
+    with Consumer(bus.name) as consumer:
+        producer.put("a", group_size=1, index=0, tokens=TOKENS, logprobs=FULL["logprobs"])
+        producer.put("b", group_size=1, index=0, tokens=TOKENS)
+        groups = consumer.take(2, timeout=5)
+        with pytest.raises(ValueError, match="logprobs"):
+            pack(groups)
+
+
+def test_a_name_that_is_nearly_right_is_told_once(
+    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
+) -> None:
+    near = {"log_probs": "logprobs", "completion_mask": "loss_mask"}
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        with caplog.at_level(logging.WARNING):
+            for number in range(3):
+                for index in range(2):
+                    producer.put(
+                        f"g{number}", group_size=2, index=index, score=index, tokens=TOKENS,
+                        log_probs=FULL["logprobs"], completion_mask=FULL["loss_mask"],
+                    )  # fmt: skip
+                handler.ack(handler.next_batch(timeout=10))
+    for wrong, right in near.items():
+        (record,) = [r for r in caplog.records if repr(wrong) in r.getMessage()]
+        assert repr(right) in record.getMessage()
+
+
+def test_fields_that_are_named_are_no_news(
+    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = FieldNames(logprobs="log_probs", loss_mask="completion_mask")
+    with OnlineDataHandler(bus.name, groups_per_batch=1, fields=names) as handler:
+        for index in range(2):
+            producer.put(
+                "g", group_size=2, index=index, score=index, tokens=TOKENS,
+                log_probs=FULL["logprobs"], completion_mask=FULL["loss_mask"],
+            )  # fmt: skip
+        with caplog.at_level(logging.WARNING):
+            handler.ack(handler.next_batch(timeout=10))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("reward", "score"), ("rewards", "score"), ("prompt_id", "instance_id"),
+        ("version", "policy_version"), ("timout", "timeout"), ("groupsize", "group_size"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [0.7, np.float32(0.7), np.asarray(0.7)])
+def test_a_synonym_of_an_argument_is_refused_with_the_right_name(
+    bus: Bus, producer: Producer, wrong: str, right: str, value: Any
+) -> None:
+    with pytest.raises(TypeError, match=rf"{wrong}.*did you mean {right}=") as caught:
+        producer.put("a", group_size=1, index=0, tokens=TOKENS, **{wrong: value})
+    assert "np.asarray" not in str(caught.value)
+    with Consumer(bus.name) as consumer:
+        assert consumer.take(timeout=0) == []
+
+
+def test_the_advice_for_a_value_that_is_no_array_fits_it(bus: Bus, producer: Producer) -> None:
+    for value, advice in (("hello", "meta"), (b"\x89PNG", "np.frombuffer")):
+        with pytest.raises(TypeError, match="expected an array") as caught:
+            producer.put("a", group_size=1, index=0, tokens=TOKENS, extra=value)
+        assert advice in str(caught.value) and "int32" not in str(caught.value)
+
+
+def test_importing_says_what_the_errors_are() -> None:
+    assert issubclass(shmbus.BusRemovedError, shmbus.ShmbusError)
