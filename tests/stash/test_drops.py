@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmbus import Bus, Consumer, Producer, limits
+from shmbus import Bus, Consumer, Producer, ProtocolError, limits
 from shmbus._throttle import LimitedLog, Throttle
 
 TOKENS = np.arange(4, dtype=np.int32)
@@ -147,6 +147,36 @@ def test_a_group_of_which_only_a_failure_is_known_is_a_warning(
         consumer.take(timeout=0)
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "as failed (sample 0 failed: no sandbox): a sample failed for good" in lines(caplog)[0]
+
+
+def test_only_groups_whose_lease_really_ended_are_told_as_dropped(
+    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Consumer(bus.name) as consumer:
+        for number in range(4):
+            put(producer, f"g{number}", group_size=1)
+        groups = consumer.take(4, timeout=5)
+        consumer.ack(groups[2])
+        assert not lines(caplog)
+        with pytest.raises(ProtocolError, match="g2"):
+            consumer.drop(groups)
+        assert "group 'g0'" in lines(caplog)[0] and len(lines(caplog)) == 1
+        assert consumer.stats().dropped == {"malformed": 2}
+        assert groups[3].state == "leased"
+    assert "dropped 1 more trajectories as malformed" in lines(caplog)[1]
+
+
+def test_a_dropped_group_is_told_with_the_failures_that_belonged_to_it(
+    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Consumer(bus.name, on_failure="partial") as consumer:
+        put(producer, "a")
+        producer.fail("a", 1, "no sandbox", group_size=2)
+        consumer.drop(consumer.take(timeout=5))
+        assert consumer.stats().dropped == {"malformed": 1, "failed": 1}
+    sample, report = lines(caplog)
+    assert "dropped sample 0 of 2, group 'a'" in sample and "as malformed" in sample
+    assert "the failure report 1 of 2, group 'a'" in report and "no sandbox" in report
 
 
 def test_thousands_of_drops_are_one_line_and_a_sum(

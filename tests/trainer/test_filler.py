@@ -66,15 +66,17 @@ def test_a_name_that_is_nearly_right_is_told_once(
     bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
 ) -> None:
     near = {"log_probs": "logprobs", "completion_mask": "loss_mask"}
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
-        with caplog.at_level(logging.WARNING):
-            for number in range(3):
-                for index in range(2):
-                    producer.put(
-                        f"g{number}", group_size=2, index=index, score=index, tokens=TOKENS,
-                        log_probs=FULL["logprobs"], completion_mask=FULL["loss_mask"],
-                    )  # fmt: skip
-                handler.ack(handler.next_batch(timeout=10))
+    with (
+        OnlineDataHandler(bus.name, groups_per_batch=1) as handler,
+        caplog.at_level(logging.WARNING),
+    ):
+        for number in range(3):
+            for index in range(2):
+                producer.put(
+                    f"g{number}", group_size=2, index=index, score=index, tokens=TOKENS,
+                    log_probs=FULL["logprobs"], completion_mask=FULL["loss_mask"],
+                )  # fmt: skip
+            handler.ack(handler.next_batch(timeout=10))
     for wrong, right in near.items():
         (record,) = [r for r in caplog.records if repr(wrong) in r.getMessage()]
         assert repr(right) in record.getMessage()
