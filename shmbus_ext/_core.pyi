@@ -334,6 +334,7 @@ def install(
     removed_error: Callable[[Segment, int], BaseException],
     layout_error: Callable[[str, str, int, int], BaseException],
     space_error: Callable[[str, int], BaseException],
+    memory_error: Callable[[str, int], BaseException],
     encode_meta: Callable[[object], bytes],
     decode_meta: Callable[[bytes], Any],
     encode_dtype: Callable[[str, np.dtype[Any]], bytes],

@@ -15,6 +15,7 @@ __all__ = [
     "busy_error",
     "full_error",
     "layout_error",
+    "memory_error",
     "removed_error",
     "space_error",
 ]
@@ -118,6 +119,25 @@ def space_error(name: str, size: int) -> errors.CapacityError:
         f"{show_size(free)} free of {show_size(total)}; choose a smaller capacity, remove old "
         "segments, or enlarge it (docker run --shm-size=..., mount -o remount,size=...)"
     )
+
+
+def memory_error(name: str, size: int) -> errors.CapacityError:
+    """Say that the kernel gave this process no mapping, and where it counts them."""
+    return errors.CapacityError(
+        f"bus {name!r}: this process cannot map {show_size(size)}: the kernel gives it no more "
+        f"memory or mappings ({_mappings()}). Let go of arrays and of Consumers that are closed, "
+        "raise vm.max_map_count (sysctl -w vm.max_map_count=1048576) or the process's limit of "
+        "address space (ulimit -v), or give its container more memory; what is on the bus stays"
+    )
+
+
+def _mappings() -> str:
+    """How many mappings this process has, of how many."""
+    try:
+        with open("/proc/self/maps", "rb") as maps, open("/proc/sys/vm/max_map_count") as most:
+            return f"it has {sum(1 for _ in maps)} of vm.max_map_count = {int(most.read())}"
+    except (OSError, ValueError):
+        return "vm.max_map_count bounds their number"
 
 
 def removed_error(segment: _core.Segment, removed_unix_ns: int) -> errors.BusRemovedError:

@@ -31,6 +31,7 @@ struct hooks {
     PyObject *removed_error;     /* (segment, unix_ns or 0) -> exception */
     PyObject *layout_error;      /* (name, status, found, expected) -> exception */
     PyObject *space_error;       /* (name, bytes) -> exception */
+    PyObject *memory_error;      /* (name, bytes) -> exception */
     PyObject *encode_meta;       /* object -> bytes */
     PyObject *decode_meta;       /* buffer -> object */
     PyObject *encode_dtype;      /* numpy.dtype -> bytes */
@@ -59,6 +60,7 @@ typedef struct segment_object {
     bool handle_closed;
     struct keeper *keepers; /* writable views that are out */
     struct pin *pins;       /* records that views hold */
+    struct segment_copies pinned_at_fork, kept_at_fork; /* of both, while this process forks */
     struct segment_object *previous, *next; /* all of this process, for fork */
 } SegmentObject;
 
@@ -68,7 +70,9 @@ bool py_segment_usable(SegmentObject *self, const char *what);
 void py_raise_removed(SegmentObject *self);
 /* Whether the bus has a name still; false with BusRemovedError. A system call. */
 bool py_segment_exists(SegmentObject *self);
-/* Closes the file description: locks are dropped, the mapping stays for views. */
+/* Maps the segment for views; false with an exception. */
+bool py_segment_map_views(SegmentObject *self);
+/* Gives views copies of their own and closes the file description: locks are dropped. */
 void py_segment_release_handle(SegmentObject *self);
 
 /* The exporter behind the writable views of one reservation. */

@@ -4,11 +4,11 @@
 #include "python/uninterrupted.h"
 
 #include "python/put/reservation.h"
+#include "python/segment/private_copies.h"
 #include "ring/checksum.h"
 #include "ring/clock.h"
 
 struct hooks hooks;
-bool py_segment_init_fork(void);
 
 void py_raise_hook(PyObject *hook, PyObject *arguments) {
     if (arguments == NULL) {
@@ -25,13 +25,13 @@ void py_raise_hook(PyObject *hook, PyObject *arguments) {
 static PyObject *py_install(PyObject *module, PyObject *args, PyObject *kwargs) {
     (void)module;
     static char *names[] = {"closed_error", "too_large_error", "full_error",   "busy_error",
-                            "removed_error", "layout_error", "space_error", "encode_meta", "decode_meta",
-                            "encode_dtype", "decode_dtype",    "as_array",     NULL};
+                            "removed_error", "layout_error", "space_error", "memory_error",
+                            "encode_meta", "decode_meta", "encode_dtype", "decode_dtype",    "as_array",     NULL};
     struct hooks got;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$OOOOOOOOOOOO", names, &got.closed_error, &got.too_large_error,
+            args, kwargs, "$OOOOOOOOOOOOO", names, &got.closed_error, &got.too_large_error,
             &got.full_error, &got.busy_error, &got.removed_error, &got.layout_error, &got.space_error,
-            &got.encode_meta, &got.decode_meta, &got.encode_dtype, &got.decode_dtype,
+            &got.memory_error, &got.encode_meta, &got.decode_meta, &got.encode_dtype, &got.decode_dtype,
             &got.as_array)) {
         return NULL;
     }

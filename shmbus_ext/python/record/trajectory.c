@@ -2,7 +2,8 @@
  *
  * Invariants: a trajectory holds its record's space until it is released; each array that it hands
  * out holds the pin, so the space outlives the release until the last such array is gone. Arrays
- * are read-only, and cannot be made writable: the pin exports no buffer. */
+ * are read-only, and cannot be made writable: the pin exports no buffer, and the memory that they
+ * point into is mapped read-only. */
 #include "python/binding.h"
 
 static void py_pin_dealloc(PinObject *self) {
@@ -29,6 +30,9 @@ PyTypeObject PinType = {
 };
 
 static PinObject *py_pin_new(HolderObject *reader, const struct record_ref *ref) {
+    if (reader->segment->c.views == NULL && !py_segment_map_views(reader->segment)) {
+        return NULL;
+    }
     /* Where a trajectory holds its space from its birth, the pin takes that over. */
     if (!reader->kind->counts && !reader->kind->hold(reader, ref, 1)) {
         return NULL;
@@ -249,8 +253,9 @@ static PyObject *view_of(TrajectoryObject *self, int field) {
         dims[d] = (npy_intp)shape[1 + d];
     }
     Py_INCREF(dtype);
-    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL,
-                                           (void *)(py_trajectory_bytes(self) + shape[0]),
+    const struct segment *segment = &self->reader->segment->c;
+    uint8_t *data = segment->views + (py_trajectory_bytes(self) - segment->base) + shape[0];
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL, data,
                                            NPY_ARRAY_CARRAY_RO, NULL);
     if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array,
                                                Py_NewRef((PyObject *)self->pin)) < 0) {

@@ -1,8 +1,6 @@
-/* Segment: one mapping of a bus, and what happens to it at fork and at close. */
-#include "python/binding.h"
+/* Segment: one mapping of a bus; private_copies.c has what happens to it at fork and at close. */
+#include "python/segment/private_copies.h"
 
-#include <errno.h>
-#include <pthread.h>
 #include <unistd.h>
 
 #include "ring/clock.h"
@@ -11,26 +9,7 @@
 #include "ring/removal.h"
 
 uint32_t fork_generation;
-static SegmentObject *all_segments;
-
-/* In the child: a copy of a file description keeps its locks, and with them the parent's proof of
- * life, after the parent has died. So the child closes what it inherited. */
-static void after_fork_in_child(void) {
-    fork_generation++;
-    for (SegmentObject *s = all_segments; s != NULL; s = s->next) {
-        if (s->c.fd >= 0) {
-            /* Views that came along can still be read; what is written through them stays here. */
-            segment_isolate(&s->c);
-            close(s->c.fd);
-            s->c.fd = -1;
-        }
-    }
-}
-
-bool py_segment_init_fork(void);
-bool py_segment_init_fork(void) {
-    return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
-}
+SegmentObject *all_segments;
 
 bool py_segment_usable(SegmentObject *self, const char *what) {
     if (self->generation != fork_generation) {
@@ -46,44 +25,6 @@ bool py_segment_usable(SegmentObject *self, const char *what) {
         return false;
     }
     return true;
-}
-
-static bool privatise_record(SegmentObject *self, const struct record_place *place,
-                             uint64_t bytes) {
-    uint64_t start = self->c.data_offset + place->extent * self->c.extent_bytes + place->offset;
-    uint64_t first = start / SHMBUS_PAGE * SHMBUS_PAGE;
-    uint64_t end = shmbus_align_up(start + bytes, SHMBUS_PAGE);
-    return segment_privatise(&self->c, first, end - first);
-}
-
-void py_segment_release_handle(SegmentObject *self) {
-    if (self->handle_closed) {
-        return;
-    }
-    self->handle_closed = true;
-    if (self->generation != fork_generation) {
-        return;
-    }
-    bool detached = true;
-    for (KeeperObject *k = self->keepers; k != NULL; k = k->next) {
-        detached = privatise_record(self, &k->at.place, k->at.bytes) && detached;
-    }
-    for (PinObject *p = self->pins; p != NULL; p = p->next) {
-        detached = privatise_record(self, &p->ref.place, p->ref.bytes) && detached;
-        p->reader = NULL;
-    }
-    if (detached) {
-        for (KeeperObject *k = self->keepers; k != NULL; k = k->next) {
-            if (k->pinned) {
-                k->pinned = false;
-                writer_unpin(&self->c, &k->at);
-            }
-        }
-        close(self->c.fd);
-        self->c.fd = -1;
-    }
-    /* Else no memory for private copies: the description stays open, and its locks keep the space
-     * until the last view is gone. */
 }
 
 static void unlink_from_all(SegmentObject *self) {
@@ -125,12 +66,15 @@ static SegmentObject *py_segment_alloc(PyTypeObject *type, PyObject *name) {
 
 static void raise_status(SegmentObject *self, enum segment_status status, uint64_t wanted) {
     static const char *const names[] = {"ok",          "system",      "space",
-                                        "unfinished",  "magic",       "version",
+                                        "memory",      "unfinished",  "magic",       "version",
                                         "hash",        "geometry",    "truncated"};
     if (status == SEGMENT_SYSTEM_ERROR) {
         PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
     } else if (status == SEGMENT_NO_SPACE) {
         py_raise_hook(hooks.space_error, Py_BuildValue("(OK)", self->name, wanted));
+    } else if (status == SEGMENT_NO_MEMORY) {
+        py_raise_hook(hooks.memory_error,
+                      Py_BuildValue("(OK)", self->name, wanted > 0 ? wanted : self->c.bytes));
     } else {
         unsigned long long found =
             status == SEGMENT_BAD_HASH    ? self->c.found_hash
@@ -141,6 +85,14 @@ static void raise_status(SegmentObject *self, enum segment_status status, uint64
         py_raise_hook(hooks.layout_error,
                       Py_BuildValue("(OsKK)", self->name, names[status], found, expected));
     }
+}
+
+bool py_segment_map_views(SegmentObject *self) {
+    enum segment_status status = segment_map_views(&self->c);
+    if (status != SEGMENT_OK) {
+        raise_status(self, status, 0);
+    }
+    return status == SEGMENT_OK;
 }
 
 /* create(fd, name, capacity, max_producers, extent_bytes): takes the descriptor over on success. */
