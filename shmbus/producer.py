@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -145,7 +144,7 @@ class Producer(_core.Writer):
         self.name = check_name(name)
         self._watch = Watch(name, on_stall, stall_timeout)
         self._taken: dict[tuple[str, int | None, int], WantedSample] = {}
-        self._taking = threading.Lock()
+        self._taking = _core.RecursiveLock()
         self._checksum = check_flag("checksum", checksum)
         self._label = label
         shown = check_label(label)
