@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from shmbus._format import bar, show_count, show_duration, show_size, table
-from shmbus.inspect.segment_file import printable
+from shmbus._format import bar, printable, show_count, show_duration, show_size, table
 from shmbus.segment.names import check_name
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmbus.inspect.segment_file import RecordRow, Run, Scan, SegmentFile, printable, text
+from shmbus._format import label_text, printable
+from shmbus.inspect.segment_file import RecordRow, Run, Scan, SegmentFile
 from shmbus_ext import _core
 
 __all__ = ["Inspection", "RecordView", "RunView", "SlotView", "inspect"]
@@ -237,7 +238,7 @@ def _concerns(file: SegmentFile, run: Run, producer: int) -> bool:
 
 def _header(file: SegmentFile) -> dict[str, Any]:
     return {
-        name: text(value) if isinstance(value, bytes) else int(value)
+        name: label_text(value) if isinstance(value, bytes) else int(value)
         for name in file.header.dtype.names
         for value in [file.header[name]]
     }
@@ -255,7 +256,7 @@ def _slots(file: SegmentFile) -> list[SlotView]:
                 slot=slot,
                 producer_id=int(row["producer_id"]),
                 pid=int(row["pid"]),
-                label=text(row["label"]),
+                label=label_text(row["label"]),
                 state=_SLOT_STATES.get(int(row["state"]), "damaged"),
                 locked=file.collector_alive() if own else file.slot_alive(slot),
                 committed=committed,

@@ -24,7 +24,8 @@ from typing import Final, Literal
 import msgspec
 
 from shmbus import errors, limits
-from shmbus.inspect.segment_file import SegmentFile, printable
+from shmbus._format import printable
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import status_of
 from shmbus.segment.names import shm_path
 from shmbus_ext import _core

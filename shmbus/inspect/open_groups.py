@@ -7,7 +7,8 @@ import itertools
 import msgspec
 
 from shmbus import _encoding, limits
-from shmbus.inspect.segment_file import RecordRow, SegmentFile, printable
+from shmbus._format import printable
+from shmbus.inspect.segment_file import RecordRow, SegmentFile
 from shmbus.inspect.undelivered import undelivered_records
 from shmbus_ext import _core
 

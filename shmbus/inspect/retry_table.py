@@ -10,7 +10,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from shmbus.inspect.segment_file import SegmentFile, printable
+from shmbus._format import printable
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus_ext import _core
 
 __all__ = ["WantedStatus", "read_wanted"]

@@ -568,13 +568,3 @@ def bus_names() -> list[str]:
             if entry.name.startswith(prefix.name) and entry.is_file(follow_symlinks=False):
                 names.append(entry.name[len(prefix.name) :])
     return sorted(name for name in names if name)
-
-
-def text(label: bytes) -> str:
-    """Decode a label of the segment: whatever its bytes are, nothing in it steers a terminal."""
-    return printable(label.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"))
-
-
-def printable(value: str) -> str:
-    r"""Text for a terminal: what does not print is escaped, as in ``\\x1b``."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)

@@ -17,11 +17,12 @@ from typing import Any
 import msgspec
 
 from shmbus import limits
+from shmbus._format import label_text, printable
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
 from shmbus.inspect.open_groups import FailedSample, GroupStatus, OpenGroups
 from shmbus.inspect.retry_table import WantedStatus, read_wanted
-from shmbus.inspect.segment_file import Run, SegmentFile, printable, text
+from shmbus.inspect.segment_file import Run, SegmentFile
 from shmbus.inspect.undelivered import count_undelivered, counters
 from shmbus.ledger import REASONS
 from shmbus.segment.names import check_name
@@ -444,7 +445,7 @@ def _pause(file: SegmentFile) -> PauseStatus | None:
     if not int(header["paused"]):
         return None
     return PauseStatus(
-        reason=text(header["pause_reason"]),
+        reason=label_text(header["pause_reason"]),
         policy_version=int(header["pause_policy_version"]),
         age_s=max(0.0, time.time() - int(header["pause_unix_ns"]) / 1e9),
     )
@@ -469,7 +470,7 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
     return CollectorStatus(
         alive=alive,
         pid=int(header["collector_pid"]),
-        label=text(header["collector_label"]),
+        label=label_text(header["collector_label"]),
         seen_ago_s=max(0.0, (_core.monotonic_ns() - seen_ns) / 1e9) if seen_ns else None,
         leased_groups=note("leased_groups"),
         leased_records=note("leased_records"),
@@ -515,7 +516,7 @@ def _producers(file: SegmentFile, runs: list[Run], *, walk: bool) -> list[Produc
                 slot=slot,
                 producer_id=int(row["producer_id"]),
                 pid=int(row["pid"]),
-                label=text(row["label"]),
+                label=label_text(row["label"]),
                 state=shown,
                 committed=int(row["committed"]),
                 aborted=int(row["aborted"]),

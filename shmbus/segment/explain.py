@@ -1,4 +1,7 @@
-"""Why a segment cannot be used, in words: full, busy, of another layout, too large for /dev/shm."""
+"""Why a segment cannot be used, in words: full, busy, of another layout, too large for /dev/shm.
+
+Invariant: what a segment says, labels and the reason of a pause, is in no message unescaped.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import time
 
 from shmbus import errors
-from shmbus._format import show_duration, show_size, show_wait
+from shmbus._format import printable, show_duration, show_size, show_wait
 from shmbus.segment.names import SHM_DIRECTORY, shm_path
 from shmbus_ext import _core
 
@@ -33,7 +36,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
         reason, version, _ = paused
         return errors.BusFullError(
             f"bus {segment.name!r} is paused at policy version {version} "
-            f"({reason or 'no reason'}): producers wait, and this one did for "
+            f"({printable(reason) or 'no reason'}): producers wait, and this one did for "
             f"{show_wait(waited_s)}; resume it with `shmbus resume {segment.name}`, or wait longer"
         )
     held: dict[int, int] = segment.holders()
@@ -44,7 +47,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     attached = segment.has_collector()
     if attached and collector["leased_groups"]:
         parts.append(
-            f"consumer pid {collector['pid']} ({collector['label']}) holds "
+            f"consumer pid {collector['pid']} ({printable(collector['label'])}) holds "
             f"{collector['leased_groups']} unacknowledged groups "
             f"({collector['leased_records']} trajectories): ack() or give_back() them"
         )
@@ -60,7 +63,10 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
         parts.append("no consumer is attached now: start one")
     elif lag_s > 1:
         parts.append(f"consumer pid {collector['pid']} last looked {lag_s:.1f} s ago")
-    names = {slot: f"{label} (pid {pid})" for slot, _, _, pid, label, _, _ in segment.producers()}
+    names = {
+        slot: f"{printable(label)} (pid {pid})"
+        for slot, _, _, pid, label, _, _ in segment.producers()
+    }
     names[segment.max_producers] = "the collector, for stragglers"
     top = sorted(held.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{show_size(n * extent)} by {names.get(s, s)}" for s, n in top)
@@ -77,8 +83,8 @@ def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
     if what == "collector":
         holder = segment.collector()
         return errors.BusBusyError(
-            f"bus {segment.name!r} is read by pid {holder['pid']} ({holder['label']}) already; "
-            "a bus has one collector: close that one first, or use another bus"
+            f"bus {segment.name!r} is read by pid {holder['pid']} ({printable(holder['label'])}) "
+            "already; a bus has one collector: close that one first, or use another bus"
         )
     rows = segment.producers()
     alive = sum(state == _core.SLOT_ACTIVE for _, state, *_ in rows)
