@@ -294,6 +294,7 @@ class Restorer:
         shape: bytes,
         meta: bytes,
         fields: list[Any],
+        run: int,
         /,
     ) -> bool: ...
     def finish(
