@@ -27,6 +27,7 @@ from shmbus._arguments import (
     check_label,
     check_timeout,
 )
+from shmbus._space import SpaceWaits
 from shmbus.segment import lifecycle
 from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
@@ -148,7 +149,7 @@ class Producer(_core.Writer):
         self._checksum = check_flag("checksum", checksum)
         self._label = label
         shown = check_label(label)
-        self._space: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
+        self._space = SpaceWaits()
         segment = lifecycle.open_segment(name)
         try:
             super().__init__(segment, shown, self._checksum)
@@ -442,12 +443,7 @@ class Producer(_core.Writer):
         wait_s = limits.SPACE_WAIT_S
         if deadline is not None:
             wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
-        loop = asyncio.get_running_loop()
-        waiting = self._space.get(loop)
-        if waiting is None or waiting.done():
-            waiting = loop.run_in_executor(None, self._await_space, ticket, wait_s)
-            self._space[loop] = waiting
-        await asyncio.wait([waiting], timeout=wait_s)
+        await self._space.wait(self._await_space, ticket, wait_s)
 
     async def _look(self, began: float) -> None:
         """Let the watchdog look, in a thread: a report takes longer than a loop may stand still."""
