@@ -63,6 +63,7 @@ __all__ = [
     "STATUS_MISSING",
     "STATUS_REASON_BYTES",
     "STATUS_RECORDS",
+    "SUCCESSOR_POLL_S",
     "SWEEP_INTERVAL_S",
     "TAKE_GRACE_S",
     "TAKE_POLLS",
@@ -117,6 +118,9 @@ RECENT_KEYS = 65_536
 
 #: Seconds that one wait for space lasts before an asyncio producer looks at its deadline again.
 SPACE_WAIT_S = 0.1
+
+#: Seconds between two looks of an asyncio producer for the successor of a removed bus.
+SUCCESSOR_POLL_S = 0.02
 
 #: Fill of the bus below which `Producer.wait_ready` lets a worker begin another rollout: what many
 #: workers begin at once still fits.

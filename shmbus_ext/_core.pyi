@@ -102,6 +102,7 @@ class Segment:
     created_unix_ns: int
     policy_version: int
     closed: bool
+    removed: bool
     @classmethod
     def create(
         cls, fd: int, name: str, capacity: int, max_producers: int, extent_bytes: int, /

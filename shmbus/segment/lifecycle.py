@@ -94,6 +94,14 @@ def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
             time.sleep(0.005)
 
 
+def open_if_there(name: str) -> _core.Segment | None:
+    """Map a segment; None where there is none, or none that is finished."""
+    try:
+        return _open_once(name, read_only=False)
+    except (errors.BusNotFoundError, UnfinishedError):
+        return None
+
+
 def _open_once(name: str, read_only: bool) -> _core.Segment:
     fd = _open_file(name, os.O_RDONLY if read_only else os.O_RDWR)
     try:

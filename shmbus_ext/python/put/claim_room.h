@@ -25,6 +25,11 @@ typedef struct {
     double watch_s;
     bool attached;
     bool closing;
+    bool follows; /* goes on in the bus that takes the place of a removed one */
+    bool moving;  /* a thread is about to take it there */
+    /* Of the lane's counters, when this writer took it; less what it had counted elsewhere. */
+    uint64_t committed_base, aborted_base;
+    char label[SHMBUS_LABEL_BYTES];
 } WriterObject;
 
 /* Sets an exception when the writer is closed or was made before a fork. */
@@ -35,6 +40,8 @@ enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes, struc
  * false with an exception. */
 bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
                           struct reservation *at);
+/* Lets the watchdog look at a wait that lasts; what it raises ends the wait. */
+bool py_writer_watch_wait(const WriterObject *self, double waited_s, double *next_watch_s);
 /* Frame and body of a record whose arguments are finished. */
 void py_writer_write_head(WriterObject *self, const struct put_arguments *arguments,
                           const struct reservation *at);

@@ -9,6 +9,7 @@
 
 #include "python/put/put_many.h"
 #include "python/put/reservation.h"
+#include "python/put/successor.h"
 #include "ring/doorbell.h"
 
 /* Closing waits in steps of this for copies that other threads have under way. */
@@ -44,6 +45,9 @@ static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) 
         return -1;
     }
     self->flags = checksum ? SHMBUS_FLAG_PAYLOAD_CRC : 0;
+    strncpy(self->label, label, sizeof self->label - 1);
+    self->committed_base = self->c.sequence;
+    self->aborted_base = self->c.aborted;
     self->attached = true;
     return 0;
 }
@@ -192,8 +196,8 @@ static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
 
 static PyObject *py_writer_counts(WriterObject *self, PyObject *ignored) {
     (void)ignored;
-    return Py_BuildValue("(KKKK)", (unsigned long long)self->c.sequence,
-                         (unsigned long long)self->c.aborted, (unsigned long long)self->bytes,
+    return Py_BuildValue("(KKKK)", (unsigned long long)(self->c.sequence - self->committed_base),
+                         (unsigned long long)(self->c.aborted - self->aborted_base), (unsigned long long)self->bytes,
                          (unsigned long long)self->full_waits);
 }
 
@@ -289,6 +293,8 @@ static PyMethodDef writer_methods[] = {
     {"_want_space", (PyCFunction)(void (*)(void))py_writer_want_space, METH_NOARGS, NULL},
     {"_await_space", (PyCFunction)(void (*)(void))py_writer_await_space, METH_VARARGS, NULL},
     {"_watch_waits", (PyCFunction)(void (*)(void))py_writer_watch_waits, METH_VARARGS, NULL},
+    {"_follow", (PyCFunction)(void (*)(void))py_writer_follow, METH_NOARGS, NULL},
+    {"_go_on", (PyCFunction)(void (*)(void))py_writer_go_on_call, METH_O, NULL},
     {"_counts", (PyCFunction)(void (*)(void))py_writer_counts, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))py_writer_close, METH_NOARGS,
      close_doc},

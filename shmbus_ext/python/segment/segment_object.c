@@ -452,6 +452,11 @@ static PyObject *py_segment_get_capacity(SegmentObject *self, void *ignored) {
     return PyLong_FromUnsignedLongLong(self->c.extent_bytes * self->c.extent_count);
 }
 
+static PyObject *py_segment_get_removed(SegmentObject *self, void *ignored) {
+    (void)ignored;
+    return PyBool_FromLong(removal_happened(&self->c));
+}
+
 static PyObject *py_segment_get_closed(SegmentObject *self, void *ignored) {
     (void)ignored;
     return PyBool_FromLong(self->handle_closed || self->generation != fork_generation);
@@ -480,6 +485,7 @@ static PyMethodDef segment_methods[] = {
 static PyGetSetDef segment_getset[] = {
     {"policy_version", (getter)py_segment_get_policy_version, (setter)py_segment_set_policy_version, NULL, NULL},
     {"capacity", (getter)py_segment_get_capacity, NULL, NULL, NULL},
+    {"removed", (getter)py_segment_get_removed, NULL, NULL, NULL},
     {"closed", (getter)py_segment_get_closed, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
