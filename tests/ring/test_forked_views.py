@@ -184,6 +184,33 @@ def test_a_child_reads_its_views_after_its_parent_died(
         wait_until(lambda: "saw {7}" in parent.output(), what=f"the orphan: {parent.output()}")
 
 
+CROWDED = """
+import os, resource, sys, numpy as np, shmbus
+consumer = shmbus.Consumer(sys.argv[1], daemon=False)
+(group,) = consumer.take(timeout=30)
+view = group[0]["x"]
+with open("/proc/self/statm") as file:
+    taken = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 18), resource.RLIM_INFINITY))
+child = os.fork()
+if child == 0:
+    os.write(1, b"saw %d" % int(view[0]))
+    os._exit(0)
+ended = os.waitpid(child, 0)[1]
+assert os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == 11, ended
+assert set(view[:10].tolist()) == {7}
+group.ack()
+"""
+
+
+def test_a_fork_without_memory_for_copies_leaves_a_child_that_sees_nothing(
+    bus_name: str, spawn: Spawner
+) -> None:
+    with Bus.create(bus_name, "16MiB"), Producer(bus_name) as producer:
+        put(producer, "a", 7, size=500_000)
+        assert "saw" not in spawn.script(CROWDED, bus_name).finish()
+
+
 def test_what_a_child_writes_into_a_reservation_stays_in_the_child(bus_name: str) -> None:
     with (
         Bus.create(bus_name, "1MiB"),
