@@ -1,4 +1,4 @@
-"""Meta and dtypes as bytes. Nothing here, or anywhere else in shmbus, unpickles.
+"""Meta and dtypes as bytes. Nothing here, or elsewhere in shmbus, unpickles.
 
 A dtype travels as its NumPy string (``<i4``), or, for structured ones, as the literal that the .npy
 format uses for it (numpy.lib.format.dtype_to_descr).
@@ -18,7 +18,7 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 def encode_meta(meta: object) -> bytes:
-    """Encode meta as MessagePack; TypeError names what msgspec cannot encode."""
+    """Encode meta as MessagePack; a TypeError says what msgspec cannot encode."""
     try:
         return _encoder.encode(meta)
     except (TypeError, OverflowError, RecursionError) as error:
@@ -34,7 +34,7 @@ def encode_meta(meta: object) -> bytes:
 
 
 def decode_meta(raw: bytes) -> Any:
-    """Decode meta; ValueError where the bytes are no MessagePack."""
+    """Decode meta; ValueError where the bytes are not MessagePack."""
     try:
         return _decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -74,7 +74,7 @@ def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
 
 
 def as_array(name: str, value: object) -> np.ndarray[Any, Any]:
-    """Take what exports an array (torch CPU tensor, memoryview, array.array) without a guess."""
+    """Return the array of an exporter (torch CPU tensor, memoryview); a dtype is never guessed."""
     if isinstance(value, np.generic) or (
         not isinstance(value, (bytes, bytearray, str, list, tuple, dict))
         and (hasattr(value, "__array__") or _exports_buffer(value))

@@ -1,6 +1,6 @@
-"""Gives the C extension what it needs of Python: exception types, error texts, encodings.
+"""Gives the C extension its exception types, error texts and encodings.
 
-Importing this once is enough; `shmbus` does, so that every module of it finds the extension ready.
+`shmbus` imports this, so that each of its modules finds the extension ready.
 """
 
 from __future__ import annotations

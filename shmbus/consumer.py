@@ -109,17 +109,17 @@ class Consumer(_core.ConsumerBase[Group]):
 
     Examples
     --------
-    Groups one after the other; ``with group`` acknowledges, or gives back after an exception:
+    Groups one after the other; ``with group`` acknowledges, or gives back after an exception::
 
-    >>> with shmbus.Consumer("run1") as consumer:
-    ...     for group in consumer:
-    ...         with group:
-    ...             train([t["tokens"] for t in group], [t.score for t in group])
+        with shmbus.Consumer("run1") as consumer:
+            for group in consumer:
+                with group:
+                    train([t["tokens"] for t in group], [t.score for t in group])
 
-    Many at a time, acknowledged together after the optimizer step:
+    Many at a time, acknowledged together after the optimizer step::
 
-    >>> groups = consumer.take(max_groups=64, timeout=1.0)
-    >>> consumer.ack(groups)
+        groups = consumer.take(max_groups=64, timeout=1.0)
+        consumer.ack(groups)
     """
 
     def __init__(
@@ -350,9 +350,11 @@ class Consumer(_core.ConsumerBase[Group]):
 
         Examples
         --------
-        >>> groups = consumer.take(64, timeout=1.0)
-        >>> consumer.ack(groups[0])
-        >>> consumer.ack(groups[1:])
+        One group, or several::
+
+            groups = consumer.take(64, timeout=1.0)
+            consumer.ack(groups[0])
+            consumer.ack(groups[1:])
         """
         self._end("ack", groups, _core.ACKED, "acknowledged")
 

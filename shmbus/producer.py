@@ -38,6 +38,9 @@ __all__ = ["Producer", "ProducerStats", "WantedSample"]
 #: What a producer waits for, in a report of a stall.
 _SPACE = "space in the ring"
 
+#: Seconds between two polls of `aput` for the successor of a removed bus.
+_SUCCESSOR_POLL_S = 0.02
+
 
 class ProducerStats(msgspec.Struct, frozen=True):
     """What a Producer has done since it attached.
@@ -162,7 +165,7 @@ class Producer(_core.Writer):
     def _watch_space(self, segment: _core.Segment) -> None:
         if self._watch.slice_s is not None:
             # Nothing here refers to this Producer, which so ends with its last reference.
-            look = functools.partial(self._watch.look, segment, _SPACE)
+            look = functools.partial(self._watch.check, segment, _SPACE)
             self._watch_waits(look, self._watch.slice_s)
 
     def _successor(self) -> _core.Segment | None:
@@ -174,7 +177,7 @@ class Producer(_core.Writer):
         return segment
 
     def _here(self) -> _core.Segment:
-        """Return the bus to look at: its successor, where there is one and this may follow."""
+        """Return the segment to read: the successor's, where there is one and this may follow."""
         if self._attach == "successor" and self._segment.removed:
             with contextlib.suppress(errors.BusRemovedError):
                 self._go_on(0)
@@ -237,7 +240,7 @@ class Producer(_core.Writer):
             A size is negative, a field has the name of an argument, or as for `put`.
         RecordTooLargeError
             The fields need more than `record_limit`.
-        BusFullError, BusClosedError, StallError
+        BusFullError, BusClosedError, BusRemovedError, StallError
             As for `put`.
 
         Notes
@@ -312,7 +315,7 @@ class Producer(_core.Writer):
         ------
         TypeError, ValueError
             The reason is no str, the index is no int of 0 or more, or as for `put`.
-        BusFullError, BusClosedError, StallError
+        BusFullError, BusClosedError, BusRemovedError, StallError
             As for `put`, which also says when this blocks.
         """
         if not isinstance(reason, str):
@@ -355,12 +358,12 @@ class Producer(_core.Writer):
             limit = check_count("limit", limit, 1)
         segment = self._here()
         found: list[WantedSample] = []
-        if not _core.noted_wanted(segment)[0]:
+        if not _core.retry_noted(segment)[0]:
             return found
         mine = set()
         with self._taking:
             for row, number, claimant, id_, epoch, size, index, attempt, reason, _ in sorted(
-                _core.wanted(segment), key=lambda row: row[1]
+                _core.retry_requests(segment), key=lambda row: row[1]
             ):
                 at = (id_, epoch, index)
                 if claimant == self.producer_id + 1:
@@ -368,7 +371,7 @@ class Producer(_core.Writer):
                 elif (
                     not claimant
                     and (limit is None or len(found) < limit)
-                    and _core.claim_wanted(segment, row, number, self.producer_id)
+                    and _core.retry_claim(segment, row, number, self.producer_id)
                 ):
                     found.append(WantedSample(id_, epoch, index, size or None, attempt, reason))
                     self._taken[at] = found[-1]
@@ -381,9 +384,9 @@ class Producer(_core.Writer):
         """Abort open reservations and leave the bus; what was committed stays."""
         if not self.closed:
             # What it was asked for and has not done is for others now.
-            for row, _, claimant, *_ in _core.wanted(self._segment) if self._taken else ():
+            for row, _, claimant, *_ in _core.retry_requests(self._segment) if self._taken else ():
                 if claimant == self.producer_id + 1:
-                    _core.unclaim_wanted(self._segment, row, self.producer_id)
+                    _core.retry_unclaim(self._segment, row, self.producer_id)
         super().close()
 
     def __del__(self) -> None:
@@ -408,7 +411,7 @@ class Producer(_core.Writer):
         ------
         TypeError, ValueError
             As for `put`.
-        RecordTooLargeError, BusFullError, BusClosedError, StallError
+        RecordTooLargeError, BusFullError, BusClosedError, BusRemovedError, StallError
             As for `put`.
         asyncio.CancelledError
             The task was cancelled during the wait; nothing was put.
@@ -430,7 +433,7 @@ class Producer(_core.Writer):
             except errors.BusRemovedError:
                 if self._attach == "same" or (deadline is not None and time.monotonic() > deadline):
                     raise
-                await asyncio.sleep(limits.SUCCESSOR_POLL_S)
+                await asyncio.sleep(_SUCCESSOR_POLL_S)
                 continue
             if ticket is None:
                 # Announced first and tried again: what is freed in between is not slept through.
@@ -450,7 +453,7 @@ class Producer(_core.Writer):
     async def _look(self, began: float) -> None:
         """Let the watchdog look, in a thread: a report takes longer than a loop may stand still."""
         waited_s = time.monotonic() - began
-        await asyncio.to_thread(self._watch.look, self._segment, _SPACE, waited_s)
+        await asyncio.to_thread(self._watch.check, self._segment, _SPACE, waited_s)
 
     def pressure(self) -> float:
         """How near the bus is to making producers wait: 0 for empty, 1 for full or paused.

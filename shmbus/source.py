@@ -14,13 +14,17 @@ import msgspec
 from shmbus import errors, limits
 from shmbus._arguments import process_label
 from shmbus.client.daemon_client import DaemonClient
-from shmbus.control.wire import DaemonUnreachable, stale
+from shmbus.control.wire import DaemonUnreachable, socket_exists
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 __all__ = ["AttachOptions", "Source", "attach", "stash_options"]
+
+#: Seconds that a new Consumer waits for the daemon of a bus that has had one: a supervisor restarts
+#: it in less.
+DAEMON_WAIT_S = 5.0
 
 
 class Source(Protocol):
@@ -125,13 +129,13 @@ def attach(options: AttachOptions) -> Collector | DaemonClient:
     """
     if options.daemon is False:
         return _collector(options)
-    deadline = time.monotonic() + limits.DAEMON_WAIT_S
+    deadline = time.monotonic() + DAEMON_WAIT_S
     while True:
         try:
             return _daemon_client(options)
         except DaemonUnreachable as error:
             unreachable = error
-        if not stale(options.name) and options.daemon is None:
+        if not socket_exists(options.name) and options.daemon is None:
             try:
                 return _collector(options)
             except errors.BusBusyError as error:

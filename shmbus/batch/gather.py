@@ -21,7 +21,7 @@ Array: TypeAlias = NDArray[Any]
 
 
 class FieldNames(msgspec.Struct, frozen=True, kw_only=True):
-    """How producers call the fields that a batch is made of; None for one that is not looked for.
+    """The producers' names of the fields that a batch is made of; None for one that is not used.
 
     Attributes
     ----------
@@ -159,7 +159,7 @@ def members(
 def describe(
     trajectories: list[_core.Trajectory],
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str]]:
-    """Collect what is known of each trajectory as a whole.
+    """Collect score, policy version and instance id of each trajectory.
 
     Parameters
     ----------

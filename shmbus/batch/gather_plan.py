@@ -1,9 +1,9 @@
-"""Where the fields of leased trajectories lie, for who copies them by other means than `gather`.
+"""Where the fields of leased trajectories lie, for copies by other means than `gather`.
 
 Invariants:
 
-- Addresses are good for as long as the trajectories are leased: nothing here holds their space.
-- What `gather` would refuse is refused here, with the same errors.
+- Addresses are valid while the trajectories are leased: nothing here holds their space.
+- This refuses the trajectories that `gather` refuses, with the same errors.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def plan_gather(
     Raises
     ------
     ValueError
-        As for `shmbus.gather.gather`; for no trajectory; for those of several Consumers; for arrays
-        of another size or dtype.
+        As for `shmbus.batch.gather.gather`; for no trajectory, trajectories of several Consumers,
+        or arrays of another size or dtype.
     """
     planned = _core.plan_gather(
         tuple(groups),

@@ -60,7 +60,7 @@ def run(parsed: argparse.Namespace) -> int:
     logs.set_up(settings.log_format, settings.log_level)
     policy = settings.policy()
     with contextlib.ExitStack() as stack:
-        # First, since it may find its port taken: nothing has been made then.
+        # First, since its port may be taken: nothing has been created then.
         if settings.metrics_port is not None:
             stack.enter_context(_metrics(parsed.name, settings.metrics_port, settings.metrics_host))
         if settings.restore is not None:
@@ -85,7 +85,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _restore(name: str, directory: str) -> None:
-    """Make the bus of a snapshot, once: one that is started again with the same flags goes on."""
+    """Restore a snapshot once: a daemon that restarts with the same flags keeps its bus."""
     before = snapshot.restored_as(directory)
     if before is not None:
         logger.info("%s was restored before, as bus %r; not again", directory, before)

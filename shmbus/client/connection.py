@@ -28,6 +28,9 @@ from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 
 __all__ = ["Connection"]
 
+#: Seconds that a reply may be late before the client gives up on it.
+REPLY_GRACE_S = 1.0
+
 
 class Connection:
     """Attaches to the daemon that serves a bus, and stays attached.
@@ -390,13 +393,13 @@ def _watch(reference: weakref.ref[Connection]) -> None:
         wire = connection._wire
         if wire is None:
             try:
-                connection._connected(time.monotonic() + limits.TAKE_GRACE_S)
+                connection._connected(time.monotonic() + REPLY_GRACE_S)
             except errors.BusClosedError:
                 return
             except (errors.ShmbusError, OSError, ValueError) as error:
                 # The next request raises it; until then the daemon may return.
                 connection._problem = str(error)
-                time.sleep(limits.TAKE_GRACE_S)
+                time.sleep(REPLY_GRACE_S)
             continue
         del connection
         wire.await_end()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmbus import errors, limits
-from shmbus.client.connection import Connection
+from shmbus.client.connection import REPLY_GRACE_S, Connection
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
 from shmbus.control.wire import Wire
@@ -27,6 +27,9 @@ from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 __all__ = ["DaemonClient"]
+
+#: Groups of a take from which on the next portion is requested ahead: a smaller take wants few.
+_AHEAD_GROUPS = 16
 
 
 class DaemonClient:
@@ -113,7 +116,7 @@ class DaemonClient:
                 timeout_s=slice_s,
                 gathers=self.leases.gathers,
             ),
-            max_groups if max_groups >= limits.AHEAD_GROUPS else 0,
+            max_groups if max_groups >= _AHEAD_GROUPS else 0,
         )
         if len(leases) > max_groups:
             # The reply to a larger take that was late.
@@ -162,7 +165,7 @@ class DaemonClient:
             answer = self.connection.request(
                 lambda id_, left=left: make(id_, left),  # type: ignore[misc]
                 deadline,
-                left + limits.TAKE_GRACE_S,
+                left + REPLY_GRACE_S,
                 takes=True,
             )
             reply = None if answer is None else answer[0]
@@ -214,7 +217,7 @@ class DaemonClient:
             spare, state.spare = state.spare, []
             wire = self.connection.wire
         if id_ is not None and wire is not None:
-            reply = self.connection.late_reply(wire, id_, limits.TAKE_GRACE_S)
+            reply = self.connection.late_reply(wire, id_, REPLY_GRACE_S)
             if isinstance(reply, messages.Leases):
                 spare += self.borrow(reply, wire)
         self._give_back(spare)

@@ -116,7 +116,7 @@ class Leases:
     @property
     def gathers(self) -> bool:
         """Whether this process packs payload of the bus into batches; each take says so."""
-        return self._borrower.gathers
+        return self._borrower.packs
 
     def borrow(self, granted: messages.Leases) -> tuple[list[ClientLease], list[int]]:
         """Lock and read what the daemon has granted; neither is kept before `keep`.
@@ -142,7 +142,7 @@ class Leases:
     def disown(self, leases: list[ClientLease]) -> None:
         """Unlock leases that the daemon takes back, or never knew that this process has."""
         for lease in leases:
-            self._borrower.end(lease, -1)
+            self._borrower.end(lease, _core.LEASE_HELD)
         self._borrower.forget(leases)
 
     def take_spare(self, max_groups: int) -> list[ClientLease]:
@@ -156,7 +156,7 @@ class Leases:
     def is_leased(self, lease: ClientLease) -> bool:
         """Whether the daemon leased this to this client, and the lease has not ended."""
         known = self._state.leases.get(lease.number) is lease
-        return bool(lease.lost or (known and lease.reason < 0))
+        return bool(lease.lost or (known and lease.reason == _core.LEASE_HELD))
 
     def end(self, lease: ClientLease, reason: int) -> None:
         """End one lease.
@@ -202,7 +202,11 @@ class Leases:
         """Forget ended leases, now that the daemon has released them."""
         state = self._state
         # A group that was given back is confirmed, too, and is not known here any more.
-        over = [lease for n in numbers if (lease := state.leases.get(n)) and lease.reason >= 0]
+        over = [
+            lease
+            for n in numbers
+            if (lease := state.leases.get(n)) and lease.reason != _core.LEASE_HELD
+        ]
         for lease in over:
             del state.leases[lease.number]
         state.unconfirmed -= len(over)
@@ -259,7 +263,7 @@ class Leases:
             kept[number] = lease
         over = [tokens.pop(token) for token in [*claimed.ended, *claimed.lost]]
         for lease in over:
-            lease.lost = lease.reason < 0
+            lease.lost = lease.reason == _core.LEASE_HELD
         self._borrower.forget(over)
 
     def reclaimed(self, kept: dict[int, ClientLease]) -> None:

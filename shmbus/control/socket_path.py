@@ -1,6 +1,6 @@
-"""Where a daemon listens, and who is at the other end of a Unix socket.
+"""The path of a daemon's socket, and the process at the other end of a Unix socket.
 
-Invariant: a socket is trusted only after the kernel has said that its peer runs as our own user.
+Invariant: a peer is trusted only after the kernel has named our own user as its user.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 
-from shmbus.segment.names import check_name
+from shmbus.segment.names import SHM_DIRECTORY, SOCKET_SUFFIX, check_name
 
 __all__ = ["check_peer", "peer", "socket_path"]
 
@@ -20,15 +20,16 @@ _CREDENTIALS = struct.Struct("=iII")
 
 
 def socket_path(name: str) -> str:
-    """Return the socket of a bus; in /dev/shm, so that containers which share that find it."""
-    path = f"/dev/shm/shmbus-{check_name(name)}.sock"
+    """Return the socket of a bus: in /dev/shm, where containers that share a bus find it."""
+    path = f"{SHM_DIRECTORY}/shmbus-{check_name(name)}{SOCKET_SUFFIX}"
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        path = f"/dev/shm/shmbus+{hashlib.sha256(os.fsencode(name)).hexdigest()[:40]}.sock"
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:40]
+        path = f"{SHM_DIRECTORY}/shmbus+{digest}{SOCKET_SUFFIX}"
     return path
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return pid and uid of the process at the other end, as the kernel knows them."""
+    """Return pid and uid of the process at the other end, from the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid

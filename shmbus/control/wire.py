@@ -1,7 +1,7 @@
-"""The client's end of the socket: connecting, whole frames out, frames in, each with a deadline.
+"""The client's end of the socket: it connects, sends and receives whole frames, with deadlines.
 
-Invariant: a wait ends at its deadline, or with a connection that is given up; signals are handled
-meanwhile, since every system call here returns to Python.
+Invariant: a wait ends at its deadline, or with the end of the connection. Signals are handled
+during a wait, since every system call here returns to Python.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from collections.abc import Iterator
 from shmbus import errors, limits
 from shmbus.control import messages, socket_path
 
-__all__ = ["DaemonUnreachable", "Wire", "refusal", "stale"]
+__all__ = ["DaemonUnreachable", "Wire", "refusal", "socket_exists"]
 
 _CHUNK_BYTES = 1 << 18
 
 
 class DaemonUnreachable(Exception):
-    """Nobody answers at the socket, or no more; trying again may help."""
+    """The daemon does not answer, or not any more; trying again may help."""
 
 
-def stale(name: str) -> bool:
-    """Whether there is a socket of this bus at all: a daemon that ended in order removes it."""
+def socket_exists(name: str) -> bool:
+    """Whether a daemon runs or has crashed: one that ends properly removes its socket."""
     return os.path.exists(socket_path.socket_path(name))
 
 
 def refusal(reply: messages.Refused) -> Exception:
-    """Return the exception that a Refused stands for."""
+    """Return the exception that a Refused carries."""
     kinds: dict[str, type[Exception]] = {
         "value": ValueError,
         "busy": errors.BusBusyError,
@@ -55,9 +55,9 @@ class Wire:
     Raises
     ------
     DaemonUnreachable
-        There is no socket, or nobody listens at it.
+        There is no socket, or no daemon listens at it.
     PermissionError
-        It is another user's.
+        It belongs to another user.
     """
 
     def __init__(self, name: str) -> None:
@@ -114,7 +114,7 @@ class Wire:
             return bool(poll.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
 
     def is_over(self) -> bool:
-        """Whether one of the ends has closed the connection."""
+        """Whether either end has closed the connection."""
         with contextlib.suppress(DaemonUnreachable), self._used():
             poll = select.poll()
             poll.register(self._socket, 0)
@@ -122,7 +122,7 @@ class Wire:
         return True
 
     def await_end(self) -> None:
-        """Sleep until the other end, or this one, has ended the connection."""
+        """Sleep until either end has closed the connection."""
         with contextlib.suppress(DaemonUnreachable), self._used():
             poll = select.poll()
             poll.register(self._socket, 0)
@@ -130,7 +130,7 @@ class Wire:
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[None]:
-        """Keep the descriptor while a thread sleeps on it: its number must not be another's."""
+        """Keep the descriptor open while a thread sleeps on it, lest its number is reused."""
         with self._lock:
             if self._ended:
                 raise DaemonUnreachable("the connection is closed")
@@ -144,16 +144,16 @@ class Wire:
                     self._socket.close()
 
     def end(self) -> None:
-        """Wake whoever waits here; the last of them closes the descriptor."""
+        """Wake all threads that wait here; the last of them closes the descriptor."""
         with self._lock:
             if self._ended:
                 return
             self._ended = True
-            with contextlib.suppress(OSError):  # the other end was first
+            with contextlib.suppress(OSError):  # the other end has closed it
                 self._socket.shutdown(socket.SHUT_RDWR)
             if not self._users:
                 self._socket.close()
 
     def forget(self) -> None:
-        """Close this process's descriptor, and leave the connection to the other process."""
+        """Close this process's descriptor; the connection stays with the parent of a fork."""
         self._socket.close()

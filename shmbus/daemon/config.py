@@ -20,6 +20,9 @@ from shmbus_ext import _core
 
 __all__ = ["ConfigError", "Settings", "add_arguments", "load"]
 
+#: Seconds that leases have to end after SIGTERM: an optimizer step, and less than systemd's 90.
+_DRAIN_TIMEOUT_S = 30.0
+
 
 class ConfigError(ValueError):
     """A setting is wrong; the message names its source and what is expected."""
@@ -63,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sample_retries: int = 0
     retry_timeout: float = limits.RETRY_TIMEOUT_S
     on_failure: Literal["drop", "partial"] = "drop"
-    drain_timeout: float = limits.DRAIN_TIMEOUT_S
+    drain_timeout: float = _DRAIN_TIMEOUT_S
     unlink_on_exit: bool = False
     restore: str | None = None
     metrics_port: int | None = None

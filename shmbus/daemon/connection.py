@@ -29,6 +29,14 @@ __all__ = ["Connection"]
 
 logger = logging.getLogger(__name__)
 
+#: Bytes queued for a client that does not read; above this its connection is closed.
+_MAX_UNSENT_BYTES = 8 << 20
+#: Seconds that the daemon does not read from a client that has just spoken and holds many groups:
+#: its acknowledgements accumulate, and it does not need more groups sooner.
+_LISTEN_REST_S = 0.001
+#: Groups that count as many in this sense.
+_PLENTY_GROUPS = 16
+
 
 class Host(Protocol):
     """What a connection needs of its server."""
@@ -79,7 +87,7 @@ class Connection(asyncio.Protocol):
         if len(self._server.connections) > 2 * limits.MAX_CLIENTS:
             self.refuse("busy", f"bus {name!r}: too many connections; close some")
             return
-        self._transport.set_write_buffer_limits(high=limits.MAX_UNSENT_BYTES // 2)
+        self._transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES // 2)
         loop = asyncio.get_running_loop()
         self._hello_timer = loop.call_later(limits.HELLO_WAIT_S, self._require_hello)
 
@@ -97,10 +105,10 @@ class Connection(asyncio.Protocol):
 
     def _pause_reading(self) -> None:
         """Let the requests of a busy client gather: one wake-up for many acknowledgements."""
-        if self._session is not None and len(self._session.leases) >= limits.PLENTY_GROUPS:
+        if self._session is not None and len(self._session.leases) >= _PLENTY_GROUPS:
             self._paused = True
             self._update_reading()
-            asyncio.get_running_loop().call_later(limits.LISTEN_REST_S, self._end_pause)
+            asyncio.get_running_loop().call_later(_LISTEN_REST_S, self._end_pause)
 
     def _end_pause(self) -> None:
         self._paused = False
@@ -208,7 +216,7 @@ class Connection(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         transport.write(messages.frame(reply))
-        if transport.get_write_buffer_size() > limits.MAX_UNSENT_BYTES:
+        if transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
             logger.warning("closed a client that does not read", extra={"pid": self._peer_pid})
             self._refused = True
             transport.abort()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 from shmbus import limits
 from shmbus.control import messages
+from shmbus.inspect.types import LeaseStatus
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
@@ -129,10 +130,10 @@ class Session:
             self._send(messages.Ended(numbers=self._ended, unknown=self._unknown))
             self._ended, self._unknown = [], []
 
-    def status(self) -> messages.ClientStatus:
+    def status(self) -> LeaseStatus:
         """Return what a status says of this client."""
         now = time.monotonic()
-        return messages.ClientStatus(
+        return LeaseStatus(
             client=self.client,
             pid=self.pid,
             label=self.label,

@@ -31,10 +31,21 @@ from prometheus_client.registry import Collector
 
 from shmbus import errors, limits
 from shmbus._version import VERSION
-from shmbus.inspect.status import BusStatus, read_status
+from shmbus.inspect.status import read_status
+from shmbus.inspect.types import BusStatus
 from shmbus.ledger import REASONS
 
 __all__ = ["BusCollector", "MetricsServer", "health"]
+
+#: Producer slots with a label of their own; the others share one, so that thousands of producers do
+#: not make thousands of time series.
+MAX_SLOTS_LABELLED = 64
+#: Seconds that a client of the metrics server may be silent.
+_REQUEST_S = 5.0
+#: Metrics requests that are served at once; further ones are refused.
+MAX_THREADS = 8
+#: Seconds within which the metrics server notices that it was told to stop.
+_POLL_S = 0.5
 
 
 class BusCollector(Collector):
@@ -180,7 +191,7 @@ def _producers(status: BusStatus) -> Iterator[Metric]:
     for producer in status.producers:
         states[producer.state] += 1
         # The number of slots is bounded; the next owner of a slot continues its counter.
-        slot = str(producer.slot) if producer.slot < limits.METRICS_PRODUCERS else "other"
+        slot = str(producer.slot) if producer.slot < MAX_SLOTS_LABELLED else "other"
         committed[slot] = committed.get(slot, 0) + producer.committed
         held[slot] = held.get(slot, 0) + producer.held_bytes
     yield _gauges("shmbus_producers", "Producer slots by state.", status, "state", states)
@@ -268,7 +279,7 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = limits.METRICS_REQUEST_S
+    timeout = _REQUEST_S
     server_version = f"shmbus/{VERSION}"
     sys_version = ""
     protocol_version = "HTTP/1.0"
@@ -313,7 +324,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], bus: str, registry: CollectorRegistry) -> None:
         self.bus = bus
         self.registry = registry
-        self._threads_free = threading.BoundedSemaphore(limits.METRICS_THREADS)
+        self._threads_free = threading.BoundedSemaphore(MAX_THREADS)
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -383,7 +394,7 @@ class MetricsServer:
 
     def _serve(self) -> None:
         try:
-            self._server.serve_forever(poll_interval=limits.METRICS_POLL_S)
+            self._server.serve_forever(poll_interval=_POLL_S)
         except Exception as error:
             if self._on_failure is None:
                 raise

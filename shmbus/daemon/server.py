@@ -41,6 +41,12 @@ __all__ = ["Server", "serve"]
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that the daemon lets records accumulate after a poll that completed no group for a
+#: waiting client: bounds its wake-ups, and delays a group by no more than this.
+_COALESCE_S = 0.0002
+#: The same while no client waits: nothing is late then, and the ring keeps the records.
+_REST_S = 0.01
+
 
 class Server:
     """Serves one bus until it is told to stop.
@@ -203,9 +209,9 @@ class Server:
             self._loop.call_soon_threadsafe(self._ring)
             self._ring_read.wait()
             if self.service.has_waiting:
-                time.sleep(limits.COALESCE_S)
+                time.sleep(_COALESCE_S)
             else:
-                self._hurry.wait(limits.REST_S)
+                self._hurry.wait(_REST_S)
 
     def _ring(self) -> None:
         if self._stopping:

@@ -25,6 +25,7 @@ from shmbus.daemon import admission
 from shmbus.daemon.leases import Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.steps import StepPlanner
+from shmbus.inspect.types import FailedSample, OpenGroup
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailingGroup
@@ -32,6 +33,14 @@ from shmbus.stash.retries import split_key
 from shmbus_ext import _core
 
 __all__ = ["Service"]
+
+#: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.
+MAX_GRANT_TRAJECTORIES = 32_768
+#: Takes of one client that may wait at once: the threads of one Consumer.
+MAX_WAITING = 64
+#: Seconds between checks whether a disconnected client still holds the locks of its leases; a dying
+#: process closes socket and segment within much less.
+_REAP_INTERVAL_S = 0.02
 
 Trajectory = _core.Trajectory
 
@@ -128,7 +137,7 @@ class Service:
             self._finish_recovery(now)
             return
         if len(self._in_doubt) and now >= self._next_reap_s:
-            self._next_reap_s = now + limits.REAP_INTERVAL_S
+            self._next_reap_s = now + _REAP_INTERVAL_S
             self._put_back(self._in_doubt.reap(set(self.sessions)))
         self.collector.expire(now)
         for session in self.sessions.values():
@@ -343,9 +352,9 @@ class Service:
         ):
             raise errors.ProtocolError("TakeStep: expected one of groups and tokens")
         if request.gathers:
-            self.collector.reader.note_gathering()
-        if session.waiting >= limits.MAX_WAITING:
-            raise errors.ProtocolError(f"more than {limits.MAX_WAITING} requests wait already")
+            self.collector.reader.note_packing()
+        if session.waiting >= MAX_WAITING:
+            raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
         session.waiting += 1
         waiting = _Waiting(session, request, now)
         self._waiting.append(waiting)
@@ -434,7 +443,7 @@ class Service:
     def _lease(self, max_groups: int) -> list[Lease]:
         if not self._table.returned and not self.collector.stash.ready_groups:
             return []
-        return self._table.take(max_groups, limits.MAX_GRANT_TRAJECTORIES)
+        return self._table.take(max_groups, MAX_GRANT_TRAJECTORIES)
 
     def _lease_all_ready(self) -> list[Lease]:
         return self._lease(limits.POLL_RECORDS)
@@ -479,15 +488,15 @@ class Service:
             paused=None if paused is None else paused[0] or "no reason given",
         )
 
-    def _oldest_groups(self, count: int, now: float) -> list[messages.OpenGroupStatus]:
+    def _oldest_groups(self, count: int, now: float) -> list[OpenGroup]:
         """Return the oldest incomplete groups: which samples are missing, and which failed."""
         oldest = []
         for group in self.collector.stash.oldest(count):
             key, epoch = split_key(group.key)
-            failed = group.misses if isinstance(group, FailingGroup) else {}
+            failed = group.failed if isinstance(group, FailingGroup) else {}
             present = {sample.index for sample in group.samples}
             oldest.append(
-                messages.OpenGroupStatus(
+                OpenGroup(
                     instance_id=key,
                     epoch=epoch,
                     size=group.size,
@@ -495,7 +504,7 @@ class Service:
                     missing=[index for index in range(group.size) if index not in present],
                     age_s=max(0.0, now - group.born_s),
                     failed=[
-                        messages.FailedStatus(index, sample.attempts, sample.reason)
+                        FailedSample(index, sample.attempts, sample.reason)
                         for index, sample in sorted(failed.items())
                     ],
                 )

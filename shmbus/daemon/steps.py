@@ -18,12 +18,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from shmbus import limits
 from shmbus.control import messages
 from shmbus.daemon.leases import Lease
 from shmbus.daemon.sharding import plan_step
 
 __all__ = ["StepPlanner", "weigh"]
+
+#: Steps that the fastest rank may be ahead of the slowest: steps formed for a slow rank hold space.
+_MAX_STEPS_AHEAD = 64
 
 #: groups, tokens, max_wait and field: what all ranks must ask of a step alike.
 StepRequest: TypeAlias = "tuple[int | None, int | None, float | None, str]"
@@ -158,7 +160,7 @@ class StepPlanner:
 
     def _form(self, wanted: int, request: messages.TakeStep, now: float) -> bool:
         """Form the next step on the way to `wanted`, for all ranks that have not had it."""
-        if wanted - min(self.next_steps.values(), default=0) >= limits.MAX_STEPS_AHEAD:
+        if wanted - min(self.next_steps.values(), default=0) >= _MAX_STEPS_AHEAD:
             return False
         ready = self._lease_ready()
         if ready:

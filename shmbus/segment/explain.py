@@ -1,12 +1,13 @@
-"""Why a segment cannot be used, in words: full, busy, of another layout, too large for /dev/shm.
+"""Error texts that need a look at a segment: full, busy, of another layout, too large.
 
-Invariant: what a segment says, labels and the reason of a pause, is in no message unescaped.
+Invariant: no message has a text of a segment, a label or the reason of a pause, unescaped.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from shmbus import errors
 from shmbus._format import printable, show_duration, show_size, show_wait
@@ -19,6 +20,7 @@ __all__ = [
     "full_error",
     "layout_error",
     "memory_error",
+    "not_found_error",
     "removed_error",
     "space_error",
 ]
@@ -28,8 +30,22 @@ class UnfinishedError(errors.LayoutMismatchError):
     """The segment's creator has not stored the magic yet."""
 
 
+def not_found_error(name: str, others: Sequence[str] | None = None) -> errors.BusNotFoundError:
+    """Say that there is no such bus, and name the others, where they are given."""
+    there = ""
+    if others is not None:
+        there = "there is none at all; "
+        if others:
+            there = f"there are: {', '.join(map(repr, others[:8]))}; "
+    return errors.BusNotFoundError(
+        f"there is no bus {name!r} ({shm_path(name)} does not exist); {there}create it with "
+        f"shmbus.Bus.create({name!r}), or check the name and that both sides see the same "
+        f"{SHM_DIRECTORY} (containers: --ipc or a shared mount)"
+    )
+
+
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
-    """Say who holds the space that a record of `size` bytes did not get."""
+    """Say which processes hold the space that a record of `size` bytes did not get."""
     extent = segment.extent_bytes
     paused = segment.paused()
     if paused is not None:
@@ -62,7 +78,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     elif not attached:
         parts.append("no consumer is attached now: start one")
     elif lag_s > 1:
-        parts.append(f"consumer pid {collector['pid']} last looked {lag_s:.1f} s ago")
+        parts.append(f"consumer pid {collector['pid']} last polled {lag_s:.1f} s ago")
     names = {
         slot: f"{printable(label)} (pid {pid})"
         for slot, _, _, pid, label, _, _ in segment.producers()
@@ -79,7 +95,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
 
 
 def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
-    """Name who is in the way."""
+    """Name the process that holds what this one wants."""
     if what == "collector":
         holder = segment.collector()
         return errors.BusBusyError(

@@ -1,9 +1,9 @@
-"""Names to segments: creating, opening and unlinking in /dev/shm.
+"""Creating, opening and unlinking segments in /dev/shm.
 
 Invariants:
 
-- A segment that could not be finished is gone again when create_segment raises.
-- What others leave under a name is never waited for, and is asked for its owner before its content.
+- A segment that could not be completed is removed before create_segment raises.
+- Opening waits for no file that others left under a name, and checks its owner before its content.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import time
 
 import posix_ipc
 
-from shmbus import errors, limits
+from shmbus import errors
 from shmbus._arguments import LARGEST_SIZE, parse_size
-from shmbus.segment.explain import UnfinishedError, layout_error, space_error
+from shmbus.segment.explain import UnfinishedError, layout_error, not_found_error, space_error
 from shmbus.segment.names import PREFIX, SHM_DIRECTORY, check_name, is_named, shm_path
 from shmbus_ext import _core
+
+#: Seconds that attaching waits for a segment whose creator is still allocating it: touching tens of
+#: GiB takes seconds.
+ATTACH_WAIT_S = 10.0
 
 
 def create_segment(
@@ -38,7 +42,7 @@ def create_segment(
     if not 0 <= extent_bytes <= LARGEST_SIZE:
         raise ValueError(f"extent_bytes: expected 0 (choose) to {LARGEST_SIZE}, got {extent_bytes}")
     if os.path.lexists(shm_path(name)):
-        # Before the room: what there is of it may well be this bus's own.
+        # Before checking for space, which this very bus may occupy.
         raise _exists(name)
     _check_room(name, size)
     try:
@@ -55,13 +59,13 @@ def create_segment(
         segment = _core.Segment.create(shm.fd, name, size, max_producers, extent_bytes)
     except BaseException:
         os.close(shm.fd)
-        with contextlib.suppress(posix_ipc.ExistentialError):  # somebody has removed it already
+        with contextlib.suppress(posix_ipc.ExistentialError):  # another process has removed it
             posix_ipc.unlink_shared_memory(PREFIX + name)
         raise
     if not is_named(name, identity):
         segment.close()
         raise errors.BusNotFoundError(
-            f"bus {name!r}: somebody removed {shm_path(name)} while it was being created; "
+            f"bus {name!r}: another process removed {shm_path(name)} while it was being created; "
             "create it again"
         )
     return segment
@@ -70,21 +74,21 @@ def create_segment(
 def _exists(name: str) -> errors.BusExistsError:
     return errors.BusExistsError(
         f"bus {name!r} exists already ({shm_path(name)}); attach with "
-        f"Bus.open({name!r}), or remove it with shmbus.unlink({name!r}) if nobody uses it"
+        f"Bus.open({name!r}), or remove it with shmbus.unlink({name!r}) if no process uses it"
     )
 
 
 def _check_room(name: str, size: int) -> None:
-    """Refuse what cannot fit before the kernel has filled its memory to find out."""
+    """Refuse a size that cannot fit before the kernel fills its memory to find out."""
     room = os.statvfs(SHM_DIRECTORY)
     if size > room.f_bavail * room.f_frsize:
         raise space_error(name, size)
 
 
 def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
-    """Map a segment; waits shortly for a creator that is still allocating it."""
+    """Map a segment; waits up to ATTACH_WAIT_S for a creator that is still allocating it."""
     check_name(name)
-    deadline = time.monotonic() + limits.ATTACH_WAIT_S
+    deadline = time.monotonic() + ATTACH_WAIT_S
     while True:
         try:
             return _open_once(name, read_only)
@@ -112,7 +116,7 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
         os.close(fd)
         raise
     if not is_named(name, identity):
-        # Removed between opening and saying so by a lock: what has no name is no bus any more.
+        # Removed between opening and locking: a segment without a name is no bus any more.
         segment.close()
         raise UnfinishedError(
             f"bus {name!r}: {shm_path(name)} was removed while it was being opened"
@@ -121,18 +125,14 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
 
 
 def _open_file(name: str, how: int) -> int:
-    """Open the file under a name, without waiting for the other end of a FIFO or taking a link."""
+    """Open the file under a name, without waiting for a FIFO's other end or following a link."""
     path = shm_path(name)
     try:
         return os.open(path, how | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError as error:
-        raise errors.BusNotFoundError(
-            f"there is no bus {name!r} ({path} does not exist); create it with "
-            f"shmbus.Bus.create({name!r}), or check the name and that both sides see the same "
-            f"{SHM_DIRECTORY} (containers: --ipc or a shared mount)"
-        ) from error
+        raise not_found_error(name) from error
     except OSError as error:
-        with contextlib.suppress(FileNotFoundError):  # it went away since
+        with contextlib.suppress(FileNotFoundError):  # removed since
             _check_file(name, os.lstat(path))
         if isinstance(error, PermissionError):
             raise PermissionError(
@@ -143,10 +143,9 @@ def _open_file(name: str, how: int) -> int:
 
 
 def _check_file(name: str, found: os.stat_result) -> None:
-    """Refuse what another user has put under this name, and what is no file."""
+    """Refuse a file of another user, who could read and truncate it, and what is no plain file."""
     path = shm_path(name)
     if found.st_uid != os.geteuid():
-        # They could read all, and truncate it.
         raise PermissionError(
             f"bus {name!r}: {path} belongs to uid {found.st_uid}, this process runs as uid "
             f"{os.geteuid()}; a bus is for the user who created it: run as that user, or choose "
@@ -172,7 +171,7 @@ def _kind(mode: int) -> str:
 
 
 def unlink(name: str) -> None:
-    """Remove a bus's name; its memory goes when the last process has let go of it.
+    """Remove a bus's name; its memory is freed when the last process has closed it.
 
     Whoever still holds it gets BusRemovedError from the next put, or from a take that would wait.
 

@@ -1,4 +1,4 @@
-"""Records as columns in safetensors files: what snapshots and captures are made of.
+"""Records as columns in safetensors files, of which snapshots and captures are made.
 
 A part holds records of one schema (field names, dtypes, dimensions). Its tensors:
 
@@ -7,15 +7,15 @@ A part holds records of one schema (field names, dtypes, dimensions). Its tensor
   (u32), ``checksum`` (u8: the record's flags), one element a record;
 - ``run`` (u64), where it lay in its bus: extents of the run << 32 | the run's first extent + 1; 0,
   or no such tensor, where that is not known;
-- ``id.bytes`` and ``id.ends``, ``meta.bytes`` and ``meta.ends``: texts and MessagePack, one behind
-  the other;
+- ``id.bytes`` and ``id.ends``, ``meta.bytes`` and ``meta.ends``: concatenated texts and
+  MessagePack, and where each ends;
 - ``schema``: the fields as the segment describes them;
-- ``field.NAME.values`` and ``field.NAME.shapes``: the arrays one behind the other, and their sizes
+- ``field.NAME.values`` and ``field.NAME.shapes``: the concatenated arrays, and their sizes
   [records, dimensions]. A dtype that safetensors does not know is stored as bytes; the metadata
   has every dtype by name.
 
-Invariants: a file is complete, on the disk and under its digest before anything names it; what is
-read is checked against digest and bounds before a byte of it is used. Nothing is ever unpickled.
+Invariants: a file is complete, on the disk and digested before a manifest names it; input is
+checked against digest and bounds before a byte of it is used. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus import _encoding, errors, limits
-from shmbus.inspect.segment_file import Field, RecordRow, SegmentFile, parse_fields
+from shmbus import _encoding, errors
+from shmbus.inspect.records import Field, RecordRow, parse_fields
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus_ext import _core
 
 NO_EPOCH: Final = _core.NO_EPOCH
+#: Bytes of records above which a part is written: few enough to hold in memory several times,
+#: enough for one long write.
+_PART_BYTES: Final = 64 << 20
+#: Parts' worth of records that wait in memory, where there are many schemas.
+_PARTS_WAITING: Final = 4
 _SCALARS: Final = {
     "producer_id": "<u8",
     "sequence": "<u8",
@@ -69,7 +75,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One record, in whole: head, tables, meta, and the bytes of each field."""
+    """One record with its content: head, tables, meta, and the bytes of each field."""
 
     producer_id: int
     sequence: int
@@ -138,7 +144,7 @@ def _safetensors() -> Any:
 
 
 class PartWriter:
-    """Gathers records by schema, and writes a part whenever enough of one schema are there.
+    """Collects records by schema, and writes a part whenever there are enough of one schema.
 
     Parameters
     ----------
@@ -155,17 +161,17 @@ class PartWriter:
         self._schemas: dict[bytes, int] = {}
 
     def add(self, record: Record) -> None:
-        """Take one record in."""
+        """Add one record."""
         self._waiting.setdefault(record.schema, []).append(record)
-        held = self._bytes.get(record.schema, 0) + record.nbytes
-        self._bytes[record.schema] = held
-        if held >= limits.PART_BYTES:
+        nbytes = self._bytes.get(record.schema, 0) + record.nbytes
+        self._bytes[record.schema] = nbytes
+        if nbytes >= _PART_BYTES:
             self._write(record.schema)
-        elif sum(self._bytes.values()) >= limits.PARTS_WAITING * limits.PART_BYTES:
+        elif sum(self._bytes.values()) >= _PARTS_WAITING * _PART_BYTES:
             self._write(max(self._bytes, key=self._bytes.__getitem__))
 
     def finish(self) -> list[Part]:
-        """Write what is left."""
+        """Write the remaining records."""
         for schema in list(self._waiting):
             self._write(schema)
         return self.parts
@@ -247,7 +253,7 @@ def _known_dtype(field: Field) -> np.dtype[Any] | None:
 def damaged(path: Path, what: str) -> errors.LayoutMismatchError:
     """Say that a file cannot be used, and what to do."""
     return errors.LayoutMismatchError(
-        f"{path}: {what}; it is damaged, or was never whole: use another copy"
+        f"{path}: {what}; it is damaged or incomplete: use another copy"
     )
 
 
@@ -355,7 +361,7 @@ def _records(tensors: dict[str, NDArray[Any]], part: Part) -> Iterator[Record]:
 
 
 def parse_schema(schema: bytes) -> list[Field]:
-    """Names, dtypes and dimensions of a schema, whose bounds nobody has checked yet."""
+    """Parse names, dtypes and dimensions of a schema, whose bounds are not checked yet."""
     # Zeros for as many sizes as any schema can ask for: only the number of dimensions counts here.
     fields = parse_fields(schema, bytes(8 * _core.MAX_FIELDS * (_core.MAX_NDIM + 1)))
     if len({field.name for field in fields}) != len(fields):

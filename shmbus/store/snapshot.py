@@ -1,15 +1,15 @@
-"""Everything undelivered on disk, and back: what a bus needs to outlive a reboot.
+"""Snapshots: everything undelivered to disk, and back, so that a bus outlives a reboot.
 
 A snapshot is a directory: ``manifest.json``, and parts (`shmbus.store.parts`) with the records.
 
 Invariants:
 
-- The directory appears whole, by one rename, or not at all; every byte is on the disk before.
-- It is of one instant: nobody collects meanwhile, and what producers commit after its beginning is
-  not in it.
-- A restored bus appears whole, by one link, or not at all. Each record keeps its producer's number,
-  the ledger its counts, and no later producer gets a number again; a snapshot is restored once,
-  unless told otherwise: nothing can be doubled.
+- The directory appears complete, by one rename, or not at all; every byte is on the disk before.
+- It is of one instant: no process collects during the snapshot, and trajectories that are committed
+  after its beginning are not in it.
+- A restored bus appears complete, by one link, or not at all. Each record keeps its producer's
+  number, the ledger its counts, and no later producer gets a used number. A snapshot is restored
+  once, unless the caller insists, so no trajectory is delivered twice.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from shmbus._arguments import parse_size, process_label
 from shmbus._format import show_size
 from shmbus._version import VERSION
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import Count, ProducerSlot
 from shmbus.inspect.undelivered import counters, undelivered_records
 from shmbus.ledger import REASONS
 from shmbus.segment import lifecycle
@@ -46,7 +47,7 @@ from shmbus.store.parts import (
 )
 from shmbus_ext import _core
 
-__all__ = ["Manifest", "SlotCounts", "read_manifest", "restore", "restored_as", "take"]
+__all__ = ["Manifest", "read_manifest", "restore", "restored_as", "take"]
 
 MANIFEST: Final = "manifest.json"
 #: Says that its records are on a bus again.
@@ -54,22 +55,10 @@ _RESTORED: Final = "restored.json"
 _FORMAT: Final = "shmbus-snapshot"
 _VERSION: Final = 1
 ManifestType = TypeVar("ManifestType", bound=msgspec.Struct)
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class SlotCounts(msgspec.Struct, frozen=True):
-    """What a producer slot had counted: its last owner, and commits and aborts of all of them."""
-
-    slot: Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_PRODUCERS)]
-    producer_id: _Count
-    pid: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-    label: str
-    committed: _Count
-    aborted: _Count
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a snapshot holds.
+    """The content of a snapshot.
 
     Attributes
     ----------
@@ -86,12 +75,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     policy_version, next_producer_id : int
         As they were.
     released : dict[str, int]
-        The ledger's counts of what was acknowledged and dropped.
-    slots : list[SlotCounts]
-        The ledger's counts of what was committed.
+        The ledger's counts of acknowledged and dropped trajectories.
+    slots : list[ProducerSlot]
+        The ledger's counts of committed trajectories, by slot.
     records, unreadable : int
-        Undelivered trajectories in the parts, and those that the ledger knows and nobody could
-        read: the first consumer after a restore counts them as corrupt.
+        Undelivered trajectories in the parts, and those that the ledger has and no walk could read:
+        the first consumer after a restore counts them as corrupt.
     parts : list[Part]
         The files.
     """
@@ -100,16 +89,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     written_by: str
     bus: str
-    taken_unix_ns: _Count
-    capacity: _Count
-    extent_bytes: _Count
+    taken_unix_ns: Count
+    capacity: Count
+    extent_bytes: Count
     max_producers: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_PRODUCERS)]
-    policy_version: _Count
-    next_producer_id: _Count
-    released: dict[str, _Count]
-    slots: list[SlotCounts]
-    records: _Count
-    unreadable: _Count
+    policy_version: Count
+    next_producer_id: Count
+    released: dict[str, Count]
+    slots: list[ProducerSlot]
+    records: Count
+    unreadable: Count
     parts: list[Part]
 
 
@@ -128,8 +117,8 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
     directory : path
         Where to; must not exist, or be empty.
     collecting : bool
-        Whether the caller is the bus's collector, and releases nothing until this returns.
-        Otherwise this becomes the collector while it works.
+        Whether the caller is the bus's collector, and releases nothing until this returns. If not,
+        this becomes the collector while it works.
 
     Returns
     -------
@@ -140,7 +129,7 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
     BusNotFoundError, LayoutMismatchError
         There is no such bus, or it cannot be read.
     BusBusyError
-        Somebody collects.
+        Another process is the collector.
     FileExistsError
         The directory holds something.
     OSError
@@ -159,7 +148,7 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
 
 @contextlib.contextmanager
 def _collector(name: str) -> Iterator[None]:
-    """Be the collector: what a dead one left half done is finished, and nobody releases."""
+    """Be the collector: finish what a dead one left, and keep others from releasing."""
     segment = lifecycle.open_segment(name)
     try:
         reader = _core.Reader(segment, f"snapshot, {process_label()}")
@@ -173,7 +162,7 @@ def _collector(name: str) -> Iterator[None]:
 
 
 def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> ManifestType:
-    """Let `write` fill a directory beside the target, and give it the target's name when whole."""
+    """Let `write` fill a directory beside the target, and rename it when it is complete."""
     target = Path(os.path.abspath(target))
     if os.path.lexists(target) and (
         target.is_symlink() or not target.is_dir() or any(target.iterdir())
@@ -251,9 +240,9 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
     )
 
 
-def _slots(file: SegmentFile, committed: tuple[int, ...]) -> list[SlotCounts]:
+def _slots(file: SegmentFile, committed: tuple[int, ...]) -> list[ProducerSlot]:
     return [
-        SlotCounts(
+        ProducerSlot(
             slot=slot,
             producer_id=int(row["producer_id"]),
             pid=int(row["pid"]),
@@ -369,7 +358,7 @@ def restore(
         )
     how = (size, manifest.max_producers, extent_bytes)
     if not _restore_as(name, how, manifest, directory, by_runs=False) and not (
-        # As they come they fill other runs than before, and these leave other gaps.
+        # In the order of commits they fill other runs than before, and these leave other gaps.
         extent_bytes and _restore_as(name, how, manifest, directory, by_runs=True)
     ):
         raise errors.CapacityError(
@@ -401,14 +390,14 @@ def restored_as(directory: str | os.PathLike[str]) -> str | None:
     try:
         return str(msgspec.json.decode(raw, type=dict[str, str])["bus"])
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
-        return "?"  # it died while it wrote this: the bus was there before
+        return "?"  # the process died while it wrote this, with the bus complete
 
 
 def _exists(name: str) -> errors.BusExistsError:
     return errors.BusExistsError(
         f"bus {name!r} exists already ({shm_path(name)}), and a snapshot is restored "
-        "into a new one only: choose another name, or remove it with shmbus.unlink if nobody "
-        "needs it"
+        "into a new one only: choose another name, or remove it with shmbus.unlink if it is "
+        "not needed"
     )
 
 
@@ -416,7 +405,7 @@ def _restore_as(
     name: str, how: tuple[int, int, int], manifest: Manifest, directory: Path, *, by_runs: bool
 ) -> bool:
     """Make the bus and give it its name; False, and no bus, where not all records fit."""
-    # Nobody knows the bus by this name; `shmbus gc` finds it if this process dies.
+    # No process uses the bus by this name; `shmbus gc` finds it if this process dies.
     hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         segment = lifecycle.create_segment(hidden, *how)

@@ -19,8 +19,7 @@ from operators import WORKER, cli, header_offset, put_group, write_at
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmbus
-from shmbus import limits
-from shmbus.daemon.metrics import MetricsServer, health
+from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MAX_THREADS, MetricsServer, health
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
@@ -95,7 +94,7 @@ def test_the_number_of_series_is_bounded_whatever_is_on_the_bus(
             put_group(producer, f"g{number}")
         found = scrape(server)
         slots = [key for key in found if key[0] == "shmbus_producer_committed_total"]
-        assert len(slots) == limits.METRICS_PRODUCERS + 1
+        assert len(slots) == MAX_SLOTS_LABELLED + 1
         assert found["shmbus_producer_committed_total", ("other",)] == 4 * 36
         assert sum(found[key] for key in slots) == 400
         assert len(found) < 200
@@ -133,7 +132,7 @@ def test_other_paths_and_methods_are_refused(bus_name: str, server: MetricsServe
 
 def test_silent_and_rude_clients_do_not_stop_a_scrape(bus_name: str, server: MetricsServer) -> None:
     address = (server.host, server.port)
-    silent = [socket.create_connection(address) for _ in range(limits.METRICS_THREADS - 1)]
+    silent = [socket.create_connection(address) for _ in range(MAX_THREADS - 1)]
     rude = socket.create_connection(address)
     rude.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000)
     rude.close()

@@ -1,4 +1,4 @@
-"""Nothing trains on filler: a field is there for a whole group, or for none, and a name is right."""
+"""Nothing trains on filler: a whole group has a field, or none of it, by its right name."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 /* A producer's keywords and arrays, checked and planned as a record.
  *
  * Invariant: nothing is written to the segment before every argument has been found good. */
-#include "python/binding.h"
+#include "python/put/put_arguments.h"
 
 #include <math.h>
+
+#include "python/hooks.h"
 
 static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_epoch,
     *word_meta, *word_timeout, *word_instance_id;
@@ -144,7 +146,8 @@ bool py_parse_timeout(PyObject *value, double *timeout_s) {
     }
     if (!(*timeout_s >= 0.0)) {
         PyErr_Format(PyExc_ValueError,
-                     "timeout: expected 0 or more seconds, or None to wait for ever, got %R", value);
+                     "timeout: expected 0 or more seconds, or None to wait for ever, got %R",
+                     value);
         return false;
     }
     if (isinf(*timeout_s)) {
@@ -164,7 +167,8 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
     if (text == NULL) {
         PyErr_Clear();
         PyErr_Format(PyExc_ValueError,
-                     "instance_id: expected text that UTF-8 can encode, got %A; drop its surrogates",
+                     "instance_id: expected text that UTF-8 can encode, got %A; drop its "
+                     "surrogates",
                      value);
         return false;
     }
@@ -242,15 +246,14 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         return py_arguments_take_id(self, value);
     }
     if (!PyUnicode_CHECK_INTERNED(name)) {
-        /* A key that was computed: intern it, and look again by identity. */
+        /* A key that was computed: intern it, and compare again by identity. */
         PyObject *interned = Py_NewRef(name);
         PyUnicode_InternInPlace(&interned);
-        bool reserved = interned != name && (interned == word_group_size || interned == word_index ||
-                                             interned == word_score ||
-                                             interned == word_policy_version ||
-                                             interned == word_epoch || interned == word_meta ||
-                                             interned == word_timeout ||
-                                             interned == word_instance_id);
+        bool reserved =
+            interned != name &&
+            (interned == word_group_size || interned == word_index || interned == word_score ||
+             interned == word_policy_version || interned == word_epoch || interned == word_meta ||
+             interned == word_timeout || interned == word_instance_id);
         /* The interned string lives as long as one of its kind does: the reserved words do. */
         Py_DECREF(interned);
         if (reserved) {

@@ -1,14 +1,15 @@
 /* Producer.put_many: a list of records, committed together where the bus has room for all of them.
  *
- * Invariant: until the first commit, an exception leaves the bus as it was. What is reserved and not
- * committed is in `batches` of its writer, which closing aborts. */
+ * Invariant: until the first commit, an exception leaves the bus as it was. What is reserved and
+ * not committed is in `batches` of its writer, which closing aborts. */
 #include "python/put/put_many.h"
 
+#include "python/hooks.h"
 #include "ring/clock.h"
 #include "ring/doorbell.h"
 #include "ring/removal.h"
 
-/* Says on the exception that is set how many items were put before it. */
+/* Sets `accepted` of the exception that is set: how many items were committed. */
 static void note_accepted(Py_ssize_t done) {
     PyObject *error = py_set_aside_error();
     PyObject *accepted = PyLong_FromSsize_t(done);
@@ -42,7 +43,7 @@ static void batch_abort(WriterObject *self, struct batch *batch) {
     batch->open = 0;
 }
 
-/* Say which of the items it was, where the message is one of ours. */
+/* Names the item in the exception that is set, where the message is one of ours. */
 static void name_item(Py_ssize_t at) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -167,7 +168,7 @@ const char py_writer_put_many_doc[] =
     "BusFullError\n"
     "    There was no space for all within the timeout. Its `accepted` says how many items were\n"
     "    committed, from the first on; the others can be put again.\n"
-    "BusClosedError, StallError\n"
+    "BusClosedError, BusRemovedError, StallError\n"
     "    As for `put`.\n\n"
     "Notes\n-----\n"
     "With room for all, no item can be seen before every item is written, and an exception leaves\n"
@@ -183,7 +184,8 @@ const char py_writer_put_many_doc[] =
     "...      \"tokens\": np.full(3, i, np.int32)}\n"
     "...     for i in range(2)\n"
     "... ]\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), shmbus.Producer(\"run1\") as producer:\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
+    "shmbus.Producer(\"run1\") as producer:\n"
     "...     producer.put_many(samples, timeout=10.0)\n"
     "2";
 

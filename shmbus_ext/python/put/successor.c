@@ -4,20 +4,22 @@
  *  - The writer moves under the interpreter lock, in one piece: before it, its lane and segment are
  *    the old ones, and after it the new ones. Nobody copies into the old lane then (busy is 0), and
  *    nothing of it is open.
- *  - Who looks at the segment without the interpreter lock holds a reference to it, and looks again
- *    whether it is the writer's.
+ *  - A thread that waits on the segment without the interpreter lock holds a reference to it, and
+ *    checks again whether it is the writer's.
  *  - What was counted before goes on being counted. */
+#define _GNU_SOURCE
 #include "python/put/successor.h"
 
 #include <unistd.h>
 
+#include "python/hooks.h"
 #include "python/put/put_many.h"
 #include "python/put/reservation.h"
 #include "ring/clock.h"
 #include "ring/removal.h"
 
-/* How often a successor is looked for; and what other threads wait for the one that moves. */
-#define LOOK_US 20000
+/* Between two polls for a successor; and what other threads wait for the one that moves. */
+#define POLL_US 20000
 #define MOVE_POLL_US 500
 
 static void pause_us(useconds_t us) {
@@ -90,16 +92,13 @@ static int try_to_move(WriterObject *self) {
     return moved;
 }
 
-bool py_writer_go_on(WriterObject *self, double timeout_s) {
+static bool follow(WriterObject *self, double timeout_s) {
     SegmentObject *removed = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
     uint64_t start = clock_monotonic_ns();
-    double next_watch_s = self->watch_s;
+    double next_watch_s = py_watch_first_s(&self->watch);
     int moved = 0;
     while (moved == 0) {
-        if (!self->follows) {
-            py_raise_removed(removed);
-            moved = -1;
-        } else if (self->moving) {
+        if (self->moving) {
             pause_us(MOVE_POLL_US);
         } else {
             self->moving = true;
@@ -113,11 +112,13 @@ bool py_writer_go_on(WriterObject *self, double timeout_s) {
         if (self->segment != removed) {
             moved = 1;
         } else if (timeout_s >= 0 && waited_s >= timeout_s) {
-            py_raise_removed(removed);
+            py_segment_raise_removed(removed);
             moved = -1;
         } else {
-            pause_us(LOOK_US);
-            if (PyErr_CheckSignals() < 0 || !py_writer_watch_wait(self, waited_s, &next_watch_s) ||
+            pause_us(POLL_US);
+            if (PyErr_CheckSignals() < 0 ||
+                (waited_s >= next_watch_s &&
+                 !py_watch_call(&self->watch, waited_s, &next_watch_s)) ||
                 !py_writer_usable(self)) {
                 moved = -1;
             }
@@ -129,7 +130,7 @@ bool py_writer_go_on(WriterObject *self, double timeout_s) {
 
 PyObject *py_writer_follow(WriterObject *self, PyObject *ignored) {
     (void)ignored;
-    self->follows = true;
+    self->follow = follow;
     Py_RETURN_NONE;
 }
 

@@ -4,11 +4,6 @@
 
 #include "python/put/claim_room.h"
 
-/* Once the bus was removed: waits for the next one for timeout_s, for ever where that is negative,
- * and goes on there; open reservations and batches are aborted. True where the writer may try again;
- * false with an exception, BusRemovedError where it does not follow or none came. */
-bool py_writer_go_on(WriterObject *self, double timeout_s);
-
 /* _follow(): it goes on in the bus that `_successor` of its subclass opens. */
 PyObject *py_writer_follow(WriterObject *self, PyObject *ignored);
 /* _go_on(timeout_s): py_writer_go_on, where the bus was removed. */

@@ -9,19 +9,22 @@
  *  - A view lock is taken while its record is leased, and found by the reader before it frees.
  *  - Locks of either kind are counted by extent; the kernel hears of the first and the last, of
  *    neighbours in one call. */
+#include "python/read/borrower.h"
+
 #include <errno.h>
 
+#include "python/group/client_lease.h"
+#include "python/group/group_object.h"
+#include "python/hooks.h"
 #include "ring/extents.h"
 #include "ring/file_lock.h"
-#include "python/read/take.h"
-#include "python/group/client_lease.h"
 
 typedef struct {
     HOLDER_HEAD
     uint32_t client;
-    uint32_t *leases;  /* groups' records, by extent */
-    uint32_t *views;   /* pins and copies under way, by extent */
-    uint32_t *changed; /* extents that the kernel is to hear of, within one call */
+    uint32_t *lease_counts; /* groups' records, by extent */
+    uint32_t *view_counts;  /* pins and copies under way, by extent */
+    uint32_t *changed;      /* extents that the kernel is to hear of, within one call */
     struct record_copy copy;
 } BorrowerObject;
 
@@ -43,7 +46,7 @@ static void unlock_changed(BorrowerObject *self, size_t count, int64_t base) {
     extents_sort(self->changed, count);
     for (size_t i = 0, end; fd >= 0 && i < count; i = end) {
         end = end_of_range(self->changed, i, count);
-        segment_unlock_range(fd, base + self->changed[i], (int64_t)(end - i));
+        file_lock_drop_range(fd, base + self->changed[i], (int64_t)(end - i));
     }
 }
 
@@ -52,8 +55,8 @@ static bool lock_changed(BorrowerObject *self, size_t count, int64_t base) {
     extents_sort(self->changed, count);
     for (size_t i = 0, end; i < count; i = end) {
         end = end_of_range(self->changed, i, count);
-        if (segment_lock_shared_range(self->segment->c.fd, base + self->changed[i],
-                                      (int64_t)(end - i)) != LOCK_TAKEN) {
+        if (file_lock_share_range(self->segment->c.fd, base + self->changed[i],
+                                  (int64_t)(end - i)) != LOCK_TAKEN) {
             int why = errno;
             unlock_changed(self, i, base);
             errno = why;
@@ -90,9 +93,9 @@ static size_t count_down(BorrowerObject *self, uint32_t *counts, const struct re
 
 static bool hold_views(HolderObject *holder, const struct record_ref *refs, Py_ssize_t count) {
     BorrowerObject *self = (BorrowerObject *)holder;
-    size_t changed = count_up(self, self->views, refs, count, 0);
+    size_t changed = count_up(self, self->view_counts, refs, count, 0);
     if (!lock_changed(self, changed, SHMBUS_LOCK_VIEW)) {
-        (void)count_down(self, self->views, refs, count, 0);
+        (void)count_down(self, self->view_counts, refs, count, 0);
         return false;
     }
     return true;
@@ -101,7 +104,7 @@ static bool hold_views(HolderObject *holder, const struct record_ref *refs, Py_s
 static void let_go_of_views(HolderObject *holder, const struct record_ref *refs,
                             Py_ssize_t count) {
     BorrowerObject *self = (BorrowerObject *)holder;
-    unlock_changed(self, count_down(self, self->views, refs, count, 0), SHMBUS_LOCK_VIEW);
+    unlock_changed(self, count_down(self, self->view_counts, refs, count, 0), SHMBUS_LOCK_VIEW);
 }
 
 static const struct holder_kind borrower_kind = {false, hold_views, let_go_of_views};
@@ -128,10 +131,10 @@ static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwar
         !py_segment_usable(segment, "handle")) {
         return -1;
     }
-    self->leases = PyMem_Calloc(segment->c.extent_count, sizeof *self->leases);
-    self->views = PyMem_Calloc(segment->c.extent_count, sizeof *self->views);
+    self->lease_counts = PyMem_Calloc(segment->c.extent_count, sizeof *self->lease_counts);
+    self->view_counts = PyMem_Calloc(segment->c.extent_count, sizeof *self->view_counts);
     self->changed = PyMem_Calloc(segment->c.extent_count, sizeof *self->changed);
-    if (self->leases == NULL || self->views == NULL || self->changed == NULL) {
+    if (self->lease_counts == NULL || self->view_counts == NULL || self->changed == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -152,7 +155,7 @@ static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument
     }
     size_t changed = 0;
     for (uint32_t i = 0; client != self->client && i < self->segment->c.extent_count; i++) {
-        if (self->leases[i] > 0) {
+        if (self->lease_counts[i] > 0) {
             self->changed[changed++] = i;
         }
     }
@@ -165,33 +168,37 @@ static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument
     Py_RETURN_NONE;
 }
 
-/* The locks of all loans of a list; false with an exception, and none. */
-static bool lock_loans(BorrowerObject *self, PyObject *loans) {
+/* The locks of all leases of a list; false with an exception, and none. */
+static bool lock_leases(BorrowerObject *self, PyObject *leases) {
     size_t changed = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
-        changed = count_up(self, self->leases, loan->refs, py_client_lease_records(loan), changed);
-        loan->locked = true;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
+        ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
+        changed =
+            count_up(self, self->lease_counts, lease->refs, py_client_lease_records(lease),
+                     changed);
+        lease->locked = true;
     }
     if (lock_changed(self, changed, lease_bytes(self->client))) {
         return true;
     }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
-        (void)count_down(self, self->leases, loan->refs, py_client_lease_records(loan), 0);
-        loan->locked = false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
+        ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
+        (void)count_down(self, self->lease_counts, lease->refs, py_client_lease_records(lease), 0);
+        lease->locked = false;
     }
     return false;
 }
 
-/* Of loans that have ended for good, or that nobody was given. */
-static void unlock_loans(BorrowerObject *self, PyObject *loans) {
+/* Of leases that have ended for good, or that were not delivered. */
+static void unlock_leases(BorrowerObject *self, PyObject *leases) {
     size_t changed = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
-        if (loan->locked) {
-            loan->locked = false;
-            changed = count_down(self, self->leases, loan->refs, py_client_lease_records(loan), changed);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
+        ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
+        if (lease->locked) {
+            lease->locked = false;
+            changed =
+                count_down(self, self->lease_counts, lease->refs, py_client_lease_records(lease),
+                           changed);
         }
     }
     unlock_changed(self, changed, lease_bytes(self->client));
@@ -211,11 +218,11 @@ static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_re
     return py_trajectory_new((HolderObject *)self, copy, ref);
 }
 
-/* Reads a loan's trajectories; false with an exception, or without one as borrow_one. */
-static bool read_loan(BorrowerObject *self, ClientLeaseObject *loan) {
-    PyObject *samples = PyList_New(py_client_lease_records(loan));
-    for (Py_ssize_t i = 0; samples != NULL && i < py_client_lease_records(loan); i++) {
-        PyObject *t = (PyObject *)borrow_one(self, &loan->refs[i]);
+/* Reads a lease's trajectories; false with an exception, or without one as borrow_one. */
+static bool read_lease(BorrowerObject *self, ClientLeaseObject *lease) {
+    PyObject *samples = PyList_New(py_client_lease_records(lease));
+    for (Py_ssize_t i = 0; samples != NULL && i < py_client_lease_records(lease); i++) {
+        PyObject *t = (PyObject *)borrow_one(self, &lease->refs[i]);
         if (t == NULL) {
             Py_CLEAR(samples);
         } else {
@@ -225,56 +232,56 @@ static bool read_loan(BorrowerObject *self, ClientLeaseObject *loan) {
     if (samples == NULL) {
         return false;
     }
-    loan->samples = samples;
-    loan->key = Py_NewRef(((TrajectoryObject *)PyList_GET_ITEM(samples, 0))->key);
+    lease->samples = samples;
+    lease->key = Py_NewRef(((TrajectoryObject *)PyList_GET_ITEM(samples, 0))->key);
     return true;
 }
 
-/* A loan for each grant whose places lie in this segment; the numbers of others are refused. */
-static PyObject *loans_of(BorrowerObject *self, PyObject *granted, long long step,
-                          PyObject *refused) {
-    PyObject *loans = PyList_New(0);
-    for (Py_ssize_t i = 0; loans != NULL && i < PyList_GET_SIZE(granted); i++) {
+/* A lease for each grant whose places lie in this segment; the numbers of others are refused. */
+static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long step,
+                           PyObject *refused) {
+    PyObject *leases = PyList_New(0);
+    for (Py_ssize_t i = 0; leases != NULL && i < PyList_GET_SIZE(granted); i++) {
         PyObject *item = PyList_GET_ITEM(granted, i);
-        PyObject *loan = (PyObject *)py_client_lease_new((HolderObject *)self, item, step);
+        PyObject *lease = (PyObject *)py_client_lease_new((HolderObject *)self, item, step);
         PyObject *number = NULL;
-        bool good = loan != NULL ? PyList_Append(loans, loan) == 0
+        bool good = lease != NULL ? PyList_Append(leases, lease) == 0
                                  : !PyErr_Occurred() &&
                                        (number = PyObject_GetAttrString(item, "number")) != NULL &&
                                        PyList_Append(refused, number) == 0;
         Py_XDECREF(number);
-        Py_XDECREF(loan);
+        Py_XDECREF(lease);
         if (!good) {
-            Py_CLEAR(loans);
+            Py_CLEAR(leases);
         }
     }
-    return loans;
+    return leases;
 }
 
-/* Takes out of a list of locked loans those that hold no committed records; false with an
+/* Takes out of a list of locked leases those that hold no committed records; false with an
  * exception. */
-static bool read_loans(BorrowerObject *self, PyObject *loans, PyObject *refused) {
+static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refused) {
     PyObject *empty = PyList_New(0);
     bool good = empty != NULL;
-    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(loans);) {
-        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
-        if (read_loan(self, loan)) {
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(leases);) {
+        ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
+        if (read_lease(self, lease)) {
             i++;
             continue;
         }
-        PyObject *number = PyErr_Occurred() ? NULL : PyLong_FromLongLong(loan->number);
+        PyObject *number = PyErr_Occurred() ? NULL : PyLong_FromLongLong(lease->number);
         good = number != NULL && PyList_Append(refused, number) == 0 &&
-               PyList_Append(empty, (PyObject *)loan) == 0 &&
-               PyList_SetSlice(loans, i, i + 1, NULL) == 0;
+               PyList_Append(empty, (PyObject *)lease) == 0 &&
+               PyList_SetSlice(leases, i, i + 1, NULL) == 0;
         Py_XDECREF(number);
     }
     if (good) {
-        unlock_loans(self, empty);
+        unlock_leases(self, empty);
     } else {
         PyObject *error = py_set_aside_error();
-        unlock_loans(self, loans);
+        unlock_leases(self, leases);
         if (empty != NULL) {
-            unlock_loans(self, empty);
+            unlock_leases(self, empty);
         }
         py_restore_error(error);
     }
@@ -282,33 +289,34 @@ static bool read_loans(BorrowerObject *self, PyObject *loans, PyObject *refused)
     return good;
 }
 
-/* borrow(granted, step) -> (loans, refused): of what a message grants; the numbers of those whose
+/* borrow(granted, step) -> (leases, refused): of what a message grants; the numbers of those whose
  * places hold no committed records. */
 static PyObject *py_borrower_borrow(BorrowerObject *self, PyObject *args) {
-    PyObject *granted, *refused = NULL, *loans = NULL, *result = NULL;
+    PyObject *granted, *refused = NULL, *leases = NULL, *result = NULL;
     long long step;
-    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) || !py_borrower_usable(self)) {
+    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) ||
+        !py_borrower_usable(self)) {
         return NULL;
     }
     refused = PyList_New(0);
-    loans = refused == NULL ? NULL : loans_of(self, granted, step, refused);
+    leases = refused == NULL ? NULL : leases_of(self, granted, step, refused);
     /* The locks first: what is read behind them cannot be delivered to another any more. */
-    if (loans != NULL && lock_loans(self, loans) && read_loans(self, loans, refused)) {
-        result = PyTuple_Pack(2, loans, refused);
+    if (leases != NULL && lock_leases(self, leases) && read_leases(self, leases, refused)) {
+        result = PyTuple_Pack(2, leases, refused);
     }
-    Py_XDECREF(loans);
+    Py_XDECREF(leases);
     Py_XDECREF(refused);
     return result;
 }
 
-static bool own_loan(const BorrowerObject *self, PyObject *item) {
+static bool own_lease(const BorrowerObject *self, PyObject *item) {
     return Py_IS_TYPE(item, &ClientLeaseType) &&
            ((ClientLeaseObject *)item)->borrower == (const HolderObject *)self;
 }
 
-static bool require_loan(const BorrowerObject *self, PyObject *item) {
-    if (!own_loan(self, item)) {
-        PyErr_Format(PyExc_TypeError, "expected a loan of this Consumer, got %s",
+static bool require_lease(const BorrowerObject *self, PyObject *item) {
+    if (!own_lease(self, item)) {
+        PyErr_Format(PyExc_TypeError, "expected a lease of this Consumer, got %s",
                      Py_TYPE(item)->tp_name);
         return false;
     }
@@ -316,23 +324,23 @@ static bool require_loan(const BorrowerObject *self, PyObject *item) {
 }
 
 /* Its trajectories cannot be read any more; arrays made of them before stay valid. */
-static void close_loan(ClientLeaseObject *loan, int reason) {
-    loan->reason = reason;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loan->samples); i++) {
-        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(loan->samples, i);
+static void close_lease(ClientLeaseObject *lease, int reason) {
+    lease->reason = reason;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lease->samples); i++) {
+        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(lease->samples, i);
         t->released = true;
         Py_CLEAR(t->pin);
     }
 }
 
-/* end(loan, reason): ends one that is held, or with reason -1 gives it back. */
+/* end(lease, reason): ends one that is held, or with LEASE_HELD for a reason gives it back. */
 static PyObject *py_borrower_end(BorrowerObject *self, PyObject *args) {
-    PyObject *loan;
+    PyObject *lease;
     int reason;
-    if (!PyArg_ParseTuple(args, "Oi", &loan, &reason) || !require_loan(self, loan)) {
+    if (!PyArg_ParseTuple(args, "Oi", &lease, &reason) || !require_lease(self, lease)) {
         return NULL;
     }
-    close_loan((ClientLeaseObject *)loan, reason);
+    close_lease((ClientLeaseObject *)lease, reason);
     Py_RETURN_NONE;
 }
 
@@ -348,40 +356,40 @@ static PyObject *py_borrower_end_groups(BorrowerObject *self, PyObject *args) {
     Py_ssize_t done = 0;
     while (done < PyList_GET_SIZE(groups)) {
         PyObject *group = PyList_GET_ITEM(groups, done);
-        PyObject *lease = py_group_lease(group, consumer);
-        if (lease == NULL || !own_loan(self, lease)) {
+        PyObject *held = py_group_lease(group, consumer);
+        if (held == NULL || !own_lease(self, held)) {
             break;
         }
-        ClientLeaseObject *loan = (ClientLeaseObject *)lease;
-        if (loan->reason != LOAN_HELD || loan->lost || !loan->locked) {
+        ClientLeaseObject *lease = (ClientLeaseObject *)held;
+        if (lease->reason != LEASE_HELD || lease->lost || !lease->locked) {
             break;
         }
-        PyObject *number = PyLong_FromLongLong(loan->number);
+        PyObject *number = PyLong_FromLongLong(lease->number);
         if (number == NULL || PyList_Append(numbers, number) < 0) {
             Py_XDECREF(number);
             return NULL;
         }
         Py_DECREF(number);
         py_group_set_state(group, state);
-        close_loan(loan, reason);
+        close_lease(lease, reason);
         done++;
     }
     return PyLong_FromSsize_t(done);
 }
 
-/* forget(loans): the daemon has confirmed their end, or they are lost, or given back. */
-static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *loans) {
-    if (!PyList_Check(loans)) {
-        PyErr_SetString(PyExc_TypeError, "forget: expected a list of loans");
+/* forget(leases): the daemon has confirmed their end, or they are lost, or given back. */
+static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
+    if (!PyList_Check(leases)) {
+        PyErr_SetString(PyExc_TypeError, "forget: expected a list of leases");
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        if (!require_loan(self, PyList_GET_ITEM(loans, i))) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
+        if (!require_lease(self, PyList_GET_ITEM(leases, i))) {
             return NULL;
         }
     }
     if (self->attached && self->segment->generation == fork_generation) {
-        unlock_loans(self, loans);
+        unlock_leases(self, leases);
     }
     Py_RETURN_NONE;
 }
@@ -391,8 +399,8 @@ static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *ignored) {
     (void)ignored;
     unsigned int leases = 0, views = 0;
     for (uint32_t i = 0; self->attached && i < self->segment->c.extent_count; i++) {
-        leases += self->leases[i] > 0;
-        views += self->views[i] > 0;
+        leases += self->lease_counts[i] > 0;
+        views += self->view_counts[i] > 0;
     }
     return Py_BuildValue("(II)", leases, views);
 }
@@ -402,9 +410,6 @@ static void py_borrower_detach(BorrowerObject *self) {
         self->attached = false;
         /* Views get copies of their own; with the description, all locks go. */
         py_segment_release_handle(self->segment);
-        for (PinObject *p = self->segment->pins; p != NULL; p = p->next) {
-            p->reader = NULL;
-        }
     }
 }
 
@@ -418,8 +423,8 @@ static void py_borrower_dealloc(BorrowerObject *self) {
     if (self->segment != NULL) {
         py_borrower_detach(self);
     }
-    PyMem_Free(self->leases);
-    PyMem_Free(self->views);
+    PyMem_Free(self->lease_counts);
+    PyMem_Free(self->view_counts);
     PyMem_Free(self->changed);
     py_holder_clear((HolderObject *)self);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -440,7 +445,7 @@ static PyMemberDef borrower_members[] = {
     {"segment", T_OBJECT_EX, offsetof(BorrowerObject, segment), READONLY, NULL},
     {"client", T_UINT, offsetof(BorrowerObject, client), READONLY, NULL},
     {"attached", T_BOOL, offsetof(BorrowerObject, attached), READONLY, NULL},
-    {"gathers", T_BOOL, offsetof(BorrowerObject, gathers), READONLY, NULL},
+    {"packs", T_BOOL, offsetof(BorrowerObject, packs), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -1,11 +1,16 @@
 /* RecursiveLock: a recursive lock that C takes without a call where it is free.
  *
- * Invariant: `depth` and `owner` change under the interpreter lock alone; the gate, which is closed
- * but for the moment in which somebody is let through, is where others wait for them. What other
- * threads of a forked child's parent hold is not held in the child. */
-#include "python/read/take.h"
+ * Invariant: `depth`, `owner` and `waiting` change under the interpreter lock alone: a thread that
+ * finds the lock free has it before any other can look. The gate, which is closed but for the
+ * moment in which somebody is let through, is where others wait. A module of a free-threaded
+ * Python must say that it needs that lock: module.c does. A forked child does not hold what other
+ * threads of its parent hold. */
+#include "python/read/recursive_lock.h"
 
-/* In a forked child: threads other than the one that forked are not there to release it. */
+#include "python/segment/segment_object.h"
+
+/* In a forked child: threads other than the one that forked are not there to release it. The old
+ * gate may be in any state, and is left alone. */
 static bool make_new(RecursiveLockObject *self, unsigned long me) {
     PyThread_type_lock gate = PyThread_allocate_lock();
     if (gate == NULL) {
@@ -13,7 +18,6 @@ static bool make_new(RecursiveLockObject *self, unsigned long me) {
         return false;
     }
     PyThread_acquire_lock(gate, NOWAIT_LOCK);
-    /* The old one may be in any state, and is left alone. */
     self->gate = gate;
     self->waiting = 0;
     if (self->owner != me) {
@@ -58,7 +62,8 @@ static PyObject *py_recursive_lock_enter(RecursiveLockObject *self, PyObject *ig
     return py_recursive_lock_acquire(self) ? Py_NewRef((PyObject *)self) : NULL;
 }
 
-static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *args,
+                                        Py_ssize_t count) {
     (void)args;
     (void)count;
     if (self->depth == 0 || self->owner != PyThread_get_thread_ident()) {
