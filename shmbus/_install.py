@@ -17,6 +17,7 @@ _core.install(
     removed_error=explain.removed_error,
     layout_error=explain.layout_error,
     space_error=explain.space_error,
+    memory_error=explain.memory_error,
     encode_meta=_encoding.encode_meta,
     decode_meta=_encoding.decode_meta,
     encode_dtype=_encoding.encode_dtype,

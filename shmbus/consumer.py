@@ -7,7 +7,6 @@ daemon, is checked in the same call that ends them (`DaemonClient.end_groups`).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -182,7 +181,7 @@ class Consumer(_core.ConsumerBase[Group]):
         self._require_source()
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = _core.RecursiveLock()
         self._source: Collector | DaemonClient | None = None
         self._closed = False
 

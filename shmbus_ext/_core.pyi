@@ -103,6 +103,7 @@ class Segment:
     created_unix_ns: int
     policy_version: int
     closed: bool
+    removed: bool
     @classmethod
     def create(
         cls, fd: int, name: str, capacity: int, max_producers: int, extent_bytes: int, /
@@ -285,6 +286,7 @@ class Restorer:
         shape: bytes,
         meta: bytes,
         fields: list[Any],
+        run: int,
         /,
     ) -> bool: ...
     def finish(
@@ -325,6 +327,7 @@ def install(
     removed_error: Callable[[Segment, int], BaseException],
     layout_error: Callable[[str, str, int, int], BaseException],
     space_error: Callable[[str, int], BaseException],
+    memory_error: Callable[[str, int], BaseException],
     encode_meta: Callable[[object], bytes],
     decode_meta: Callable[[bytes], Any],
     encode_dtype: Callable[[str, np.dtype[Any]], bytes],

@@ -177,6 +177,8 @@ class Writer:
             There was no space within the timeout; the message names who holds it.
         BusClosedError
             The producer is closed, was made before a fork, or was closed during the wait.
+        BusRemovedError
+            The bus was removed, and under ``attach="successor"`` there was no new one in time.
         StallError
             Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall="raise"``.
 
@@ -231,7 +233,7 @@ class Writer:
         BusFullError
             There was no space for all within the timeout. Its `accepted` says how many items were
             committed, from the first on; the others can be put again.
-        BusClosedError, StallError
+        BusClosedError, BusRemovedError, StallError
             As for `put`.
 
         Notes
@@ -287,6 +289,8 @@ class Writer:
     _fail_unsized = _fail
     def _watch_waits(self, call: Callable[[float], object], seconds: float, /) -> None: ...
     def _counts(self) -> tuple[int, int, int, int]: ...
+    def _follow(self) -> None: ...
+    def _go_on(self, timeout: float | None, /) -> None: ...
 
 class Trajectory:
     """One trajectory, read from the ring; ``trajectory[name]`` is a read-only view of a field.

@@ -1,6 +1,9 @@
-"""Creating, opening and unlinking segments in /dev/shm, by posix_ipc.
+"""Creating, opening and unlinking segments in /dev/shm.
 
-Invariant: a segment that could not be completed is removed before create_segment raises.
+Invariants:
+
+- A segment that could not be completed is removed before create_segment raises.
+- Opening waits for no file that others left under a name, and checks its owner before its content.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import stat
 import time
 
 import posix_ipc
@@ -94,23 +98,22 @@ def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
             time.sleep(0.005)
 
 
+def open_if_there(name: str) -> _core.Segment | None:
+    """Map a segment; None where there is none, or none that is finished."""
+    try:
+        return _open_once(name, read_only=False)
+    except (errors.BusNotFoundError, UnfinishedError):
+        return None
+
+
 def _open_once(name: str, read_only: bool) -> _core.Segment:
+    fd = _open_file(name, os.O_RDONLY if read_only else os.O_RDWR)
     try:
-        shm = posix_ipc.SharedMemory(PREFIX + name, read_only=read_only)
-    except posix_ipc.ExistentialError as error:
-        raise not_found_error(name) from error
-    except posix_ipc.PermissionsError as error:
-        raise PermissionError(
-            f"bus {name!r}: may not open {shm_path(name)} as uid {os.geteuid()}; a bus is for the "
-            "user who created it"
-        ) from error
-    identity = os.fstat(shm.fd)
-    try:
-        if not read_only:
-            _check_owner(name, identity.st_uid)
-        segment = _core.Segment.open(shm.fd, name, read_only)
+        identity = os.fstat(fd)
+        _check_file(name, identity)
+        segment = _core.Segment.open(fd, name, read_only)
     except BaseException:
-        os.close(shm.fd)
+        os.close(fd)
         raise
     if not is_named(name, identity):
         # Removed between opening and locking: a segment without a name is no bus any more.
@@ -121,14 +124,50 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
     return segment
 
 
-def _check_owner(name: str, owner: int) -> None:
-    """Refuse a segment of another user, who could read everything in it, and truncate it."""
-    if owner != os.geteuid():
+def _open_file(name: str, how: int) -> int:
+    """Open the file under a name, without waiting for a FIFO's other end or following a link."""
+    path = shm_path(name)
+    try:
+        return os.open(path, how | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError as error:
+        raise not_found_error(name) from error
+    except OSError as error:
+        with contextlib.suppress(FileNotFoundError):  # removed since
+            _check_file(name, os.lstat(path))
+        if isinstance(error, PermissionError):
+            raise PermissionError(
+                f"bus {name!r}: may not open {path} as uid {os.geteuid()}; a bus is for the user "
+                "who created it, with mode 0600"
+            ) from error
+        raise
+
+
+def _check_file(name: str, found: os.stat_result) -> None:
+    """Refuse a file of another user, who could read and truncate it, and what is no plain file."""
+    path = shm_path(name)
+    if found.st_uid != os.geteuid():
         raise PermissionError(
-            f"bus {name!r}: {shm_path(name)} belongs to uid {owner}, this process runs as uid "
+            f"bus {name!r}: {path} belongs to uid {found.st_uid}, this process runs as uid "
             f"{os.geteuid()}; a bus is for the user who created it: run as that user, or choose "
             "another name"
         )
+    if not stat.S_ISREG(found.st_mode):
+        raise errors.LayoutMismatchError(
+            f"bus {name!r}: {path} is {_kind(found.st_mode)}, not a shmbus segment; look what it "
+            "is for, and remove it, or choose another name"
+        )
+
+
+def _kind(mode: int) -> str:
+    for is_kind, text in (
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISLNK, "a symbolic link"),
+    ):
+        if is_kind(mode):
+            return text
+    return "a device"
 
 
 def unlink(name: str) -> None:
@@ -147,6 +186,8 @@ def unlink(name: str) -> None:
         There is no such bus.
     PermissionError
         It belongs to another user.
+    LayoutMismatchError
+        There is a directory of that name.
     """
     check_name(name)
     try:
@@ -156,15 +197,20 @@ def unlink(name: str) -> None:
             None  # it may be damaged, unfinished or another user's: it has a name all the same
         )
     try:
-        posix_ipc.unlink_shared_memory(PREFIX + name)
+        os.unlink(shm_path(name))
         if segment is not None:
             segment.note_removal()
-    except posix_ipc.ExistentialError as error:
+    except FileNotFoundError as error:
         raise errors.BusNotFoundError(
             f"there is no bus {name!r} to remove ({shm_path(name)} does not exist): it was removed "
             "already, or is called otherwise; `shmbus list` shows what there is"
         ) from error
-    except posix_ipc.PermissionsError as error:
+    except IsADirectoryError as error:
+        raise errors.LayoutMismatchError(
+            f"bus {name!r}: {shm_path(name)} is a directory, not a shmbus segment; look what it is "
+            "for, and remove it by rmdir"
+        ) from error
+    except PermissionError as error:
         raise PermissionError(f"bus {name!r}: may not remove {shm_path(name)}") from error
     finally:
         if segment is not None:

@@ -5,6 +5,8 @@ A part holds records of one schema (field names, dtypes, dimensions). Its tensor
 - ``producer_id``, ``sequence``, ``order``, ``committed_ns`` (u64), ``policy_version``, ``epoch``
   (i64; the lowest one where there is none), ``score`` (f64), ``group_size``, ``index``, ``slot``
   (u32), ``checksum`` (u8: the record's flags), one element a record;
+- ``run`` (u64), where it lay in its bus: extents of the run << 32 | the run's first extent + 1; 0,
+  or no such tensor, where that is not known;
 - ``id.bytes`` and ``id.ends``, ``meta.bytes`` and ``meta.ends``: concatenated texts and
   MessagePack, and where each ends;
 - ``schema``: the fields as the segment describes them;
@@ -53,6 +55,8 @@ _SCALARS: Final = {
     "slot": "<u4",
     "checksum": "u1",
 }
+#: What older parts do not have is 0.
+_LATER: Final = {"run": "<u8"}
 #: What the torch-free side of safetensors writes as it is.
 _KNOWN: Final = frozenset("?bBhHiIlLqQefd")
 
@@ -89,6 +93,7 @@ class Record(msgspec.Struct, frozen=True):
     shape: bytes
     meta: bytes
     fields: list[Any]
+    run: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -96,8 +101,8 @@ class Record(msgspec.Struct, frozen=True):
         return len(self.meta) + sum(len(field) for field in self.fields)
 
 
-def read_record(file: SegmentFile, row: RecordRow, order: int) -> Record:
-    """Copy one record out of a segment."""
+def read_record(file: SegmentFile, row: RecordRow, order: int, run: int = 0) -> Record:
+    """Copy one record out of a segment; `run` is where it lies, as in a part."""
     image = file.read_payload(row, 0, row.nbytes)
     view = memoryview(image)
     fields = []
@@ -123,6 +128,7 @@ def read_record(file: SegmentFile, row: RecordRow, order: int) -> Record:
         shape=row.shape,
         meta=bytes(view[row.meta_offset : row.meta_offset + row.meta_bytes]),
         fields=fields,
+        run=run,
     )
 
 
@@ -210,7 +216,7 @@ def _columns(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     tensors: dict[str, NDArray[Any]] = {
         name: np.array([getattr(record, name) for record in records], dtype)
-        for name, dtype in _SCALARS.items()
+        for name, dtype in (_SCALARS | _LATER).items()
     }
     tensors["schema"], _ = _joined([schema])
     for name, values in (
@@ -316,6 +322,8 @@ def _slices(tensors: dict[str, NDArray[Any]], name: str) -> list[bytes]:
 
 def _records(tensors: dict[str, NDArray[Any]], part: Part) -> Iterator[Record]:
     scalars = {name: tensors[name].tolist() for name in _SCALARS}
+    for name in _LATER:
+        scalars[name] = tensors[name].tolist() if name in tensors else [0] * part.records
     schema = tensors["schema"].tobytes()
     ids, metas = _slices(tensors, "id"), _slices(tensors, "meta")
     if {len(column) for column in (*scalars.values(), ids, metas)} != {part.records}:

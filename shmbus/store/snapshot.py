@@ -165,10 +165,12 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
     slots = _slots(file, committed)
     limit = {slot: count for slot, count in enumerate(committed)}
     written = 0
-    for row in undelivered_records(file, payload=True):
+    rows = undelivered_records(file, payload=True)
+    runs = {run.extent: run.span << 32 | run.extent + 1 for run in file.runs()}
+    for row in rows:
         if not row.moved and row.lane_number >= limit.get(row.slot, 0):
             continue  # committed after the beginning
-        writer.add(read_record(file, row, written))
+        writer.add(read_record(file, row, written, runs.get(row.extent, 0)))
         written += 1
     header = file.header
     return Manifest(
@@ -306,21 +308,15 @@ def restore(
             f"{directory} was restored already, as bus {before!r}: once more would deliver its "
             "trajectories twice; if that is what you want, say so (--again)"
         )
-    # No process uses the bus by this name; `shmbus gc` finds it if this process dies.
-    hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        segment = lifecycle.create_segment(hidden, size, manifest.max_producers, extent_bytes)
-    except ValueError as error:
-        raise damaged(directory / MANIFEST, f"no bus has its sizes: {error}") from error
-    try:
-        _fill(segment, manifest, directory, name)
-        try:
-            os.link(shm_path(hidden), shm_path(name))
-        except FileExistsError as error:
-            raise _exists(name) from error
-    finally:
-        lifecycle.unlink(hidden)
-        segment.close()
+    how = (size, manifest.max_producers, extent_bytes)
+    if not _restore_as(name, how, manifest, directory, by_runs=False) and not (
+        # In the order of commits they fill other runs than before, and these leave other gaps.
+        extent_bytes and _restore_as(name, how, manifest, directory, by_runs=True)
+    ):
+        raise errors.CapacityError(
+            f"bus {name!r}: {manifest.records} records of {directory} do not fit into "
+            f"{show_size(size)}; restore with a larger capacity"
+        )
     if before is None:
         write_file(directory / _RESTORED, msgspec.json.encode({"bus": name}))
         sync(directory)
@@ -357,7 +353,37 @@ def _exists(name: str) -> errors.BusExistsError:
     )
 
 
-def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str) -> None:
+def _restore_as(
+    name: str, how: tuple[int, int, int], manifest: Manifest, directory: Path, *, by_runs: bool
+) -> bool:
+    """Make the bus and give it its name; False, and no bus, where not all records fit."""
+    # No process uses the bus by this name; `shmbus gc` finds it if this process dies.
+    hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        segment = lifecycle.create_segment(hidden, *how)
+    except ValueError as error:
+        if isinstance(error, errors.CapacityError):
+            raise
+        raise damaged(directory / MANIFEST, f"no bus has its sizes: {error}") from error
+    try:
+        if not _fill(segment, manifest, directory, by_runs=by_runs):
+            return False
+        try:
+            os.link(shm_path(hidden), shm_path(name))
+        except FileExistsError as error:
+            raise _exists(name) from error
+    finally:
+        lifecycle.unlink(hidden)
+        segment.close()
+    return True
+
+
+def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, *, by_runs: bool) -> bool:
+    """Write all records and counts; False where there is no space.
+
+    By runs, what lay in one run lies in one of that length again, so it takes no more extents than
+    before. The order of producers' commits is kept within each producer only.
+    """
     restorer = _core.Restorer(segment)
     seen: set[tuple[int, int]] = set()
     for record in read_parts(directory, manifest.parts):
@@ -365,15 +391,14 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str
         if number in seen or record.producer_id >= manifest.next_producer_id:
             raise damaged(directory / MANIFEST, f"record {number} is there twice, or cannot be")
         seen.add(number)
+        if by_runs and not record.run:
+            return False  # a snapshot of a shmbus that did not note them
         try:
-            fits = _put(restorer, record)
+            fits = _put(restorer, record, record.run if by_runs else 0)
         except (ValueError, OverflowError, TypeError) as error:
             raise damaged(directory, f"record {number}: {error}") from error
         if not fits:
-            raise errors.CapacityError(
-                f"bus {name!r}: {manifest.records} records of {directory} do not fit into "
-                f"{show_size(segment.capacity)}; restore with a larger capacity"
-            )
+            return False
     try:
         restorer.finish(
             tuple(manifest.released.get(reason, 0) for reason in REASONS),
@@ -386,9 +411,10 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str
         )
     except ValueError as error:
         raise damaged(directory / MANIFEST, f"its counts: {error}") from error
+    return True
 
 
-def _put(restorer: _core.Restorer, record: Record) -> bool:
+def _put(restorer: _core.Restorer, record: Record, run: int) -> bool:
     return restorer.put(
         record.producer_id,
         record.sequence,
@@ -403,4 +429,5 @@ def _put(restorer: _core.Restorer, record: Record) -> bool:
         record.shape,
         record.meta,
         record.fields,
+        run,
     )

@@ -12,6 +12,7 @@ struct hooks {
     PyObject *removed_error;     /* (segment, unix_ns or 0) -> exception */
     PyObject *layout_error;      /* (name, status, found, expected) -> exception */
     PyObject *space_error;       /* (name, bytes) -> exception */
+    PyObject *memory_error;      /* (name, bytes) -> exception */
     PyObject *encode_meta;       /* object -> bytes */
     PyObject *decode_meta;       /* buffer -> object */
     PyObject *encode_dtype;      /* numpy.dtype -> bytes */

@@ -88,7 +88,7 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    512    88  released[]       reader       all         relaxed; exact through the intent
  *    640    48  intents          reader       reader      counts, move_from: release / acquire
  *    704     4  paused           anybody      producers   release / acquire: enum shmbus_pause
- *    708     4  lent             reader       reader      relaxed: 1 once borrowers may hold locks
+ *    708     4  lent             reader       reader      relaxed: 1 once view locks may be held
  *    712   136  pause            anybody      producers   before paused; for messages only
  *    896     4  retries_open     collector    producers   relaxed: open retry requests; a hint
  *    904     8  groups_failed    collector    all         relaxed: given up, for messages only

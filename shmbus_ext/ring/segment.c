@@ -173,7 +173,7 @@ static int protection(const struct segment *self) {
 }
 
 static int open_flags(const struct segment *self) {
-    return (self->read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC;
+    return self->read_only ? O_RDONLY : O_RDWR;
 }
 
 /* Address space for so many bytes, beginning at a multiple of a huge page. NULL where there is
@@ -198,24 +198,39 @@ static void *aligned_room(uint64_t bytes) {
     return aligned;
 }
 
+/* MAP_FAILED with errno. */
+static void *map_shared(uint64_t bytes, int how, int fd) {
+    void *room = aligned_room(bytes);
+    void *base = mmap(room, bytes, how, MAP_SHARED | (room == NULL ? 0 : MAP_FIXED), fd, 0);
+    if (base == MAP_FAILED && room != NULL) {
+        int why = errno;
+        munmap(room, shmbus_align_up(bytes, SHMBUS_PAGE));
+        errno = why;
+    }
+    return base;
+}
+
 static enum segment_status map_file(struct segment *self) {
-    void *room = aligned_room(self->bytes);
-    int flags = MAP_SHARED | (room == NULL ? 0 : MAP_FIXED);
-    void *base = mmap(room, self->bytes, protection(self), flags, self->fd, 0);
+    void *base = map_shared(self->bytes, protection(self), self->fd);
     if (base == MAP_FAILED) {
         self->base = NULL;
-        return errno == ENOMEM ? SEGMENT_NO_SPACE : SEGMENT_SYSTEM_ERROR;
+        return errno == ENOMEM ? SEGMENT_NO_MEMORY : SEGMENT_SYSTEM_ERROR;
     }
     self->base = base;
     return SEGMENT_OK;
 }
 
+/* A description that has no locks, so that it may be mapped; -1 with errno. */
+static int open_again(const struct segment *self, int flags) {
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", self->fd);
+    return open(path, flags | O_CLOEXEC);
+}
+
 /* Locks live on a description that nothing maps: a mapping holds its description too, and a forked
  * child inherits mappings, so that the lock of a mapped one would outlive its owner. */
 static enum segment_status take_description(struct segment *self) {
-    char path[32];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", self->fd);
-    int own = open(path, open_flags(self));
+    int own = open_again(self, open_flags(self));
     if (own < 0) {
         return SEGMENT_SYSTEM_ERROR;
     }
@@ -249,8 +264,9 @@ enum segment_status segment_create(struct segment *self, int fd,
     int error = posix_fallocate(fd, 0, (off_t)plan->segment_bytes);
     if (error != 0) {
         errno = error;
-        return error == ENOSPC || error == EFBIG || error == ENOMEM ? SEGMENT_NO_SPACE
-                                                                    : SEGMENT_SYSTEM_ERROR;
+        return error == ENOSPC || error == EFBIG ? SEGMENT_NO_SPACE
+               : error == ENOMEM                 ? SEGMENT_NO_MEMORY
+                                                 : SEGMENT_SYSTEM_ERROR;
     }
     enum segment_status status = map_file(self);
     if (status != SEGMENT_OK) {
@@ -372,31 +388,73 @@ void segment_unmap(struct segment *self) {
         munmap(self->base, self->bytes);
         self->base = NULL;
     }
+    if (self->view_base != NULL) {
+        munmap(self->view_base, self->bytes);
+        self->view_base = NULL;
+    }
 }
 
-bool segment_privatise(struct segment *self, uint64_t offset, uint64_t bytes) {
-    void *copy =
-        mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (copy == MAP_FAILED) {
-        return false;
+enum segment_status segment_map_views(struct segment *self) {
+    int fd = open_again(self, O_RDONLY);
+    if (fd < 0) {
+        return SEGMENT_SYSTEM_ERROR;
     }
-    memcpy(copy, self->base + offset, bytes);
+    void *views = map_shared(self->bytes, PROT_READ, fd);
+    int why = errno;
+    close(fd);
+    errno = why;
+    if (views == MAP_FAILED) {
+        return errno == ENOMEM ? SEGMENT_NO_MEMORY : SEGMENT_SYSTEM_ERROR;
+    }
+    self->view_base = views;
+    return SEGMENT_OK;
+}
+
+bool segment_copies_begin(struct segment_copies *self, uint64_t first, uint64_t end,
+                          uint64_t bytes) {
+    self->offset = first / SHMBUS_PAGE * SHMBUS_PAGE;
+    self->bytes = shmbus_align_up(end, SHMBUS_PAGE) - self->offset;
+    void *at = mmap(NULL, self->bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    self->at = at == MAP_FAILED ? NULL : at;
+    if (self->at != NULL && bytes < self->bytes / 2) {
+        /* Few and far between: a huge page for each would be many times what they are. */
+        (void)madvise(self->at, self->bytes, MADV_NOHUGEPAGE);
+    }
+    return self->at != NULL;
+}
+
+void segment_copies_add(struct segment_copies *self, const uint8_t *mapping, uint64_t offset,
+                        uint64_t bytes) {
+    memcpy(self->at + (offset - self->offset), mapping + offset, bytes);
+}
+
+bool segment_copies_replace(struct segment_copies *self, uint8_t *mapping) {
     /* One atomic replacement: a reader of the old pages sees the same bytes before and after. */
-    if (mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, self->base + offset) ==
-        MAP_FAILED) {
-        munmap(copy, bytes);
+    if (mremap(self->at, self->bytes, self->bytes, MREMAP_MAYMOVE | MREMAP_FIXED,
+               mapping + self->offset) == MAP_FAILED) {
         return false;
     }
+    self->at = NULL;
     return true;
+}
+
+void segment_copies_drop(struct segment_copies *self) {
+    if (self->at != NULL) {
+        munmap(self->at, self->bytes);
+        self->at = NULL;
+    }
 }
 
 void segment_isolate(struct segment *self) {
     /* Through a description of its own: a mapping of the locked one would keep the lock. */
-    char path[32];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", self->fd);
-    int fd = self->base == NULL ? -1 : open(path, open_flags(self));
+    int fd = self->base == NULL ? -1 : open_again(self, open_flags(self));
     if (fd >= 0) {
         (void)mmap(self->base, self->bytes, protection(self), MAP_PRIVATE | MAP_FIXED, fd, 0);
         close(fd);
+    }
+    if (self->view_base != NULL) {
+        (void)mmap(self->view_base, self->bytes, PROT_NONE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     }
 }

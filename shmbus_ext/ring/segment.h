@@ -14,6 +14,7 @@ enum segment_status {
     SEGMENT_OK = 0,
     SEGMENT_SYSTEM_ERROR,  /* errno says which */
     SEGMENT_NO_SPACE,      /* /dev/shm cannot hold it */
+    SEGMENT_NO_MEMORY,     /* the kernel gives this process no mapping of it, or no memory */
     SEGMENT_UNFINISHED,    /* its creator has not stored the magic (yet) */
     SEGMENT_BAD_MAGIC,
     SEGMENT_BAD_VERSION,   /* found_version says which */
@@ -25,6 +26,7 @@ enum segment_status {
 struct segment {
     int fd; /* a description of its own, for locks; not the one that is mapped */
     uint8_t *base;
+    uint8_t *view_base; /* the same bytes, mapped read-only for views; NULL before the first */
     bool read_only; /* mapped and opened so: a borrower's */
     uint64_t bytes;
     uint64_t data_offset;
@@ -73,11 +75,31 @@ enum segment_status segment_create(struct segment *self, int fd,
 enum segment_status segment_open(struct segment *self, int fd, bool read_only);
 void segment_unmap(struct segment *self);
 
-/* Replaces [offset, offset + bytes) of the mapping by a private copy of what it holds now, so that
- * views into it outlive this process's claim on the space. Offsets on page boundaries. */
-bool segment_privatise(struct segment *self, uint64_t offset, uint64_t bytes);
+/* Maps the file once more, for views: nothing writes through it, neither shmbus nor code that
+ * ignores that a view is read-only. */
+enum segment_status segment_map_views(struct segment *self);
 
-/* Makes the whole mapping private, copied on writing: for a forked child. */
+/* Copies of records, at the distances that these have in a mapping. One piece of address space,
+ * however many they are; what lies between them takes no memory. */
+struct segment_copies {
+    uint8_t *at;     /* NULL for none */
+    uint64_t offset; /* of `at` in the mapping */
+    uint64_t bytes;
+};
+/* Room for copies of `bytes` that lie within [first, end) of a mapping; false without address
+ * space. */
+bool segment_copies_begin(struct segment_copies *self, uint64_t first, uint64_t end,
+                          uint64_t bytes);
+void segment_copies_add(struct segment_copies *self, const uint8_t *mapping, uint64_t offset,
+                        uint64_t bytes);
+/* Replaces that part of the mapping by the copies, and by nothing where there is none, so that
+ * views into it outlive this process's claim on the space. `self` has no copies then. False, and
+ * nothing has changed, where the kernel cannot. */
+bool segment_copies_replace(struct segment_copies *self, uint8_t *mapping);
+void segment_copies_drop(struct segment_copies *self);
+
+/* Makes the whole mapping private, copied on writing: for a forked child. Views cannot be read any
+ * more: what is in the file may be another record by now. */
 void segment_isolate(struct segment *self);
 
 static inline uint8_t *segment_extent(const struct segment *self, uint32_t extent) {

@@ -46,11 +46,11 @@ MODULES = [
 RAISED_IN_C = {
     "Producer.put": {
         "TypeError", "ValueError", "RecordTooLargeError", "BusFullError", "BusClosedError",
-        "StallError",
+        "BusRemovedError", "StallError",
     },
     "Producer.put_many": {
         "TypeError", "ValueError", "RecordTooLargeError", "BusFullError", "BusClosedError",
-        "StallError",
+        "BusRemovedError", "StallError",
     },
     "Reservation.resize": {"KeyError", "ValueError", "BusClosedError"},
     "Reservation.commit": {"BusClosedError"},

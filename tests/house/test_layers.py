@@ -24,8 +24,15 @@ PACKAGES = ("shmbus", "shmbus_ext", "trainer_adapter")
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus_ext",),
     # Words, numbers and bytes.
-    ("shmbus._version", "shmbus._format", "shmbus._encoding", "shmbus.errors", "shmbus.limits"),
-    ("shmbus._arguments", "shmbus._throttle", "shmbus.ledger"),
+    (
+        "shmbus._version",
+        "shmbus._format",
+        "shmbus._encoding",
+        "shmbus._space",
+        "shmbus.errors",
+        "shmbus.limits",
+    ),  # fmt: skip
+    ("shmbus._arguments", "shmbus._fields", "shmbus._throttle", "shmbus.ledger"),
     # What can be said of a bus; control messages carry some of it.
     ("shmbus.inspect.types",),
     # A bus as a file, and the error texts that the extension is given.

@@ -42,9 +42,87 @@ enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes,
     return writer_claim(&self->c, bytes, at);
 }
 
-/* The bus was removed. False with BusRemovedError. */
-static bool go_on_elsewhere(WriterObject *self) {
-    return py_segment_exists(self->segment);
+bool py_writer_go_on(WriterObject *self, double timeout_s) {
+    if (self->follow == NULL) {
+        py_segment_raise_removed(self->segment);
+        return false;
+    }
+    return self->follow(self, timeout_s);
+}
+
+/* A call's wait for space, in whatever bus it goes on. */
+struct wait {
+    uint64_t start_ns;
+    double timeout_s; /* negative: for ever */
+    double next_watch_s;
+    int64_t longest_ns; /* of a slice */
+};
+
+static double waited_s(const struct wait *self) {
+    return (double)(clock_monotonic_ns() - self->start_ns) / 1e9;
+}
+
+static double left_s(const struct wait *self) {
+    double left = self->timeout_s - waited_s(self);
+    return self->timeout_s < 0 ? -1.0 : left < 0 ? 0.0 : left;
+}
+
+static void raise_too_large(const WriterObject *self, uint64_t bytes) {
+    PyErr_Format(hooks.too_large_error,
+                 "bus '%U': a record takes at most %llu bytes, this one needs %llu; create the "
+                 "bus with a larger capacity (a record may take a quarter of it) or split the "
+                 "trajectory",
+                 self->segment->name, (unsigned long long)self->segment->c.record_limit,
+                 (unsigned long long)bytes);
+}
+
+/* Sleeps until this segment may have space; false with an exception. */
+static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ticket,
+                            struct wait *wait) {
+    int64_t slice_ns = wait->longest_ns;
+    wait->longest_ns =
+        wait->longest_ns * 2 < SPACE_SLICE_NS ? wait->longest_ns * 2 : SPACE_SLICE_NS;
+    double left = left_s(wait);
+    if (left >= 0 && left * 1e9 < (double)slice_ns) {
+        slice_ns = (int64_t)(left * 1e9) + 1;
+    }
+    /* During the wait the writer may be closed, by a signal handler too, or go to another bus. */
+    Py_BEGIN_ALLOW_THREADS
+    doorbell_await_space(here->c.header, ticket, slice_ns);
+    Py_END_ALLOW_THREADS
+    if (PyErr_CheckSignals() < 0) {
+        return false;
+    }
+    double waited = waited_s(wait);
+    return (waited < wait->next_watch_s ||
+            py_watch_call(&self->watch, waited, &wait->next_watch_s)) &&
+           py_writer_usable(self);
+}
+
+/* Waits for room in this segment. 1 where it has it, 0 where the bus was removed or the writer is
+ * in another by now, -1 with an exception. */
+static int await_room(WriterObject *self, SegmentObject *here, uint64_t bytes, struct wait *wait,
+                      struct reservation *at) {
+    for (;;) {
+        /* A sealed run can be freed; the reader is woken to do so. */
+        writer_seal(&self->c);
+        uint32_t ticket = doorbell_want_space(here->c.header);
+        doorbell_ring(here->c.header);
+        if (py_writer_try_claim(self, bytes, at) == WRITER_OK) {
+            return 1;
+        }
+        if (wait->timeout_s >= 0 && waited_s(wait) >= wait->timeout_s) {
+            py_raise_hook(hooks.full_error,
+                          Py_BuildValue("(OKd)", here, (unsigned long long)bytes, waited_s(wait)));
+            return -1;
+        }
+        if (!sleep_for_space(self, here, ticket, wait)) {
+            return -1;
+        }
+        if (self->segment != here || removal_note(&here->c)) {
+            return 0;
+        }
+    }
 }
 
 bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
@@ -53,57 +131,32 @@ bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
     if (status == WRITER_OK) {
         return true;
     }
-    struct segment *segment = &self->segment->c;
-    if (removal_happened(segment)) {
-        return go_on_elsewhere(self) ? py_writer_claim_room(self, bytes, timeout_s, at) : false;
-    }
-    if (status == WRITER_TOO_LARGE) {
-        PyErr_Format(hooks.too_large_error,
-                     "bus '%U': a record takes at most %llu bytes, this one needs %llu; create the "
-                     "bus with a larger capacity (a record may take a quarter of it) or split the "
-                     "trajectory",
-                     self->segment->name, (unsigned long long)segment->record_limit,
-                     (unsigned long long)bytes);
-        return false;
-    }
-    uint64_t start = clock_monotonic_ns();
-    int64_t longest_ns = FIRST_SLICE_NS;
-    double next_watch_s = py_watch_first_s(&self->watch);
-    self->full_waits++;
-    for (;;) {
-        /* A sealed run can be freed; the reader is woken to do so. */
-        writer_seal(&self->c);
-        uint32_t ticket = doorbell_want_space(segment->header);
-        doorbell_ring(segment->header);
-        if (py_writer_try_claim(self, bytes, at) == WRITER_OK) {
+    struct wait wait = {clock_monotonic_ns(), timeout_s, py_watch_first_s(&self->watch),
+                        FIRST_SLICE_NS};
+    int found = 0;
+    while (found == 0) {
+        if (removal_happened(&self->segment->c)) {
+            if (!py_writer_go_on(self, left_s(&wait))) {
+                return false;
+            }
+            status = py_writer_try_claim(self, bytes, at);
+        }
+        if (status == WRITER_OK) {
             return true;
         }
-        double waited_s = (double)(clock_monotonic_ns() - start) / 1e9;
-        if (timeout_s >= 0 && waited_s >= timeout_s) {
-            py_raise_hook(hooks.full_error,
-                          Py_BuildValue("(OKd)", self->segment, (unsigned long long)bytes,
-                                        waited_s));
+        if (status == WRITER_TOO_LARGE) {
+            raise_too_large(self, bytes);
             return false;
         }
-        int64_t slice_ns = longest_ns;
-        longest_ns = longest_ns * 2 < SPACE_SLICE_NS ? longest_ns * 2 : SPACE_SLICE_NS;
-        if (timeout_s >= 0 && (timeout_s - waited_s) * 1e9 < (double)slice_ns) {
-            slice_ns = (int64_t)((timeout_s - waited_s) * 1e9) + 1;
-        }
-        /* During the wait the writer may be closed, by a signal handler too. */
-        Py_BEGIN_ALLOW_THREADS
-        doorbell_await_space(segment->header, ticket, slice_ns);
-        Py_END_ALLOW_THREADS
-        if (PyErr_CheckSignals() < 0 ||
-            (waited_s >= next_watch_s &&
-             !py_watch_call(&self->watch, waited_s, &next_watch_s)) ||
-            !py_writer_usable(self)) {
-            return false;
-        }
-        if (removal_note(segment)) {
-            return go_on_elsewhere(self) ? py_writer_claim_room(self, bytes, timeout_s, at) : false;
+        self->full_waits++;
+        SegmentObject *here = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
+        found = await_room(self, here, bytes, &wait, at);
+        Py_DECREF(here);
+        if (found == 0) {
+            status = py_writer_try_claim(self, bytes, at);
         }
     }
+    return found > 0;
 }
 
 /* A processor that several processes share goes on with the one that it has: a reader that was just

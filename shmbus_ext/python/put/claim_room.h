@@ -12,7 +12,7 @@
 
 struct batch;
 
-typedef struct {
+typedef struct writer_object {
     PyObject_HEAD
     SegmentObject *segment;
     struct writer c;
@@ -26,6 +26,12 @@ typedef struct {
     struct watch watch; /* over a wait for space */
     bool attached;
     bool closing;
+    bool moving; /* a thread is about to take it to another bus */
+    /* Goes on in the bus that takes the place of a removed one; NULL where it does not follow. */
+    bool (*follow)(struct writer_object *self, double timeout_s);
+    /* Of the lane's counters, when this writer took it; less what it had counted elsewhere. */
+    uint64_t committed_base, aborted_base;
+    char label[SHMBUS_LABEL_BYTES];
 } WriterObject;
 
 /* Sets an exception when the writer is closed or was made before a fork. */
@@ -36,6 +42,10 @@ enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes, struc
  * false with an exception. */
 bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
                           struct reservation *at);
+/* Once the bus was removed: waits for the next one for timeout_s, for ever where that is negative,
+ * and goes on there; open reservations and batches are aborted. True where the writer may try
+ * again; false with an exception, BusRemovedError where it does not follow or none was in time. */
+bool py_writer_go_on(WriterObject *self, double timeout_s);
 /* Frame and body of a record whose arguments are finished. */
 void py_writer_write_head(WriterObject *self, const struct put_arguments *arguments,
                           const struct reservation *at);

@@ -345,6 +345,23 @@ static bool convert_array(struct put_arguments *self, uint32_t i) {
     return true;
 }
 
+bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim) {
+    if (ndim > (Py_ssize_t)SHMBUS_MAX_NDIM) {
+        PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %zd", name,
+                     SHMBUS_MAX_NDIM, ndim);
+        return false;
+    }
+    if (words + 1 + (uint64_t)ndim > SHMBUS_MAX_SHAPE_WORDS) {
+        PyErr_Format(PyExc_ValueError,
+                     "%U: expected at most %u words of shapes in a record, one a field and one a "
+                     "dimension, got %zd with this field of %zd dimensions; give fewer fields, or "
+                     "flatten some",
+                     name, SHMBUS_MAX_SHAPE_WORDS, (Py_ssize_t)words + 1 + ndim, ndim);
+        return false;
+    }
+    return true;
+}
+
 bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache) {
     if (!py_arguments_finish_head(self)) {
         return false;
@@ -357,9 +374,7 @@ bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache)
         }
         PyArrayObject *array = self->arrays[i];
         int ndim = PyArray_NDIM(array);
-        if (ndim > (int)SHMBUS_MAX_NDIM || words + 1 + (uint32_t)ndim > SHMBUS_MAX_SHAPE_WORDS) {
-            PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %d",
-                         self->names[i], SHMBUS_MAX_NDIM, ndim);
+        if (!py_arguments_shape_fits(self->names[i], words, ndim)) {
             return false;
         }
         dtypes[i] = PyArray_DESCR(array);

@@ -31,6 +31,9 @@ bool py_arguments_take_mapping(struct put_arguments *self, PyObject *item);
 bool py_arguments_take_id(struct put_arguments *self, PyObject *value);
 /* After all were taken: checks, converts the arrays, and plans the record. */
 bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache);
+/* Whether a field of so many dimensions fits behind so many words of shapes; false with an
+ * exception. */
+bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim);
 bool py_arguments_finish_head(struct put_arguments *self);
 bool py_parse_timeout(PyObject *value, double *timeout_s);
 bool py_parse_score(PyObject *value, double *score);

@@ -84,9 +84,7 @@ static bool take_shapes(struct put_arguments *arguments, const struct field_list
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *shape = PyTuple_GET_ITEM(fields->shapes, i);
         Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
-        if (ndim > (Py_ssize_t)SHMBUS_MAX_NDIM || words + 1 + ndim > SHMBUS_MAX_SHAPE_WORDS) {
-            PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %zd",
-                         PyTuple_GET_ITEM(fields->names, i), SHMBUS_MAX_NDIM, ndim);
+        if (!py_arguments_shape_fits(PyTuple_GET_ITEM(fields->names, i), words, ndim)) {
             return false;
         }
         uint64_t bytes =
@@ -389,6 +387,11 @@ static int py_reservation_set_meta(ReservationObject *self, PyObject *value, voi
     }
     PyObject *encoded = PyObject_CallOneArg(hooks.encode_meta, value);
     if (encoded == NULL) {
+        return -1;
+    }
+    /* Encoding runs code of others, which may have ended this, and lets other threads do so. */
+    if (!py_reservation_usable(self)) {
+        Py_DECREF(encoded);
         return -1;
     }
     Py_ssize_t bytes = PyBytes_Check(encoded) ? PyBytes_GET_SIZE(encoded) : 0;

@@ -2,7 +2,9 @@
  *
  * Invariants: the segment is fresh, and this is its collector. Records go into the collector's own
  * lane as if they had been moved there, so each keeps the number that its producer gave it; the
- * counters come last, and with them the ledger is what it was. */
+ * counters come last, and with them the ledger is what it was. Records go one behind the other; or,
+ * where their runs are named, those of a run into one of its length, so that they take no more
+ * extents than they took before. */
 #include "python/put/restore.h"
 
 #include <string.h>
@@ -10,15 +12,24 @@
 #include "python/hooks.h"
 #include "python/put/put_arguments.h"
 #include "python/segment/segment_object.h"
-#include "ring/extents.h"
 #include "ring/doorbell.h"
+#include "ring/extents.h"
 #include "ring/file_lock.h"
 #include "ring/writer.h"
+
+/* Where the lane goes on in a run that it has left. */
+struct open_run {
+    uint64_t used;
+    uint64_t bytes;
+    uint32_t extent; /* NO_EXTENT for none */
+    uint32_t generation;
+};
 
 typedef struct {
     PyObject_HEAD
     SegmentObject *segment;
     struct writer lane;
+    struct open_run *runs; /* by the extent that each began at before; NULL while none is named */
     bool attached;
 } RestorerObject;
 
@@ -135,6 +146,59 @@ static bool copy_fields(const struct put_arguments *a, struct record_header *rec
     return true;
 }
 
+/* The lane goes on in the run at `from`, which is begun with `span` extents. */
+static enum writer_status enter_run(RestorerObject *self, uint32_t from, uint64_t span) {
+    struct segment *segment = &self->segment->c;
+    struct writer *lane = &self->lane;
+    if (self->runs == NULL) {
+        self->runs = PyMem_Calloc(segment->extent_count, sizeof *self->runs);
+        if (self->runs == NULL) {
+            PyErr_NoMemory();
+            return WRITER_SYSTEM_ERROR;
+        }
+        for (uint32_t i = 0; i < segment->extent_count; i++) {
+            self->runs[i].extent = NO_EXTENT;
+        }
+    }
+    const struct open_run *run = &self->runs[from];
+    lane->extent = run->extent;
+    lane->generation = run->generation;
+    lane->used = run->used;
+    lane->run_bytes = run->bytes;
+    if (run->extent != NO_EXTENT) {
+        return WRITER_OK;
+    }
+    struct reservation whole;
+    enum writer_status status = writer_claim(lane, span * segment->extent_bytes, &whole);
+    if (status == WRITER_FULL && lane->spare != NO_EXTENT) {
+        /* Every extent was in use: then there was none to spare. */
+        extent_unlease(segment, lane->spare,
+                       link_make(lane->spare_generation, lane->slot_index + 1));
+        lane->spare = NO_EXTENT;
+        status = writer_claim(lane, span * segment->extent_bytes, &whole);
+    }
+    return status;
+}
+
+static void leave_run(RestorerObject *self, uint32_t from) {
+    self->runs[from] = (struct open_run){.used = self->lane.used,
+                                         .bytes = self->lane.run_bytes,
+                                         .extent = self->lane.extent,
+                                         .generation = self->lane.generation};
+    self->lane.extent = NO_EXTENT;
+}
+
+static void seal_runs(RestorerObject *self) {
+    for (uint32_t i = 0; self->runs != NULL && i < self->segment->c.extent_count; i++) {
+        if (self->runs[i].extent != NO_EXTENT) {
+            self->lane.extent = self->runs[i].extent;
+            writer_seal(&self->lane);
+        }
+    }
+    writer_seal(&self->lane);
+    writer_keep_spare(&self->lane);
+}
+
 static enum writer_status write_record(RestorerObject *self, struct put_arguments *a,
                                        unsigned long long producer_id, unsigned long long sequence,
                                        const Py_buffer *meta, PyObject *fields) {
@@ -157,10 +221,38 @@ static enum writer_status write_record(RestorerObject *self, struct put_argument
     return WRITER_OK;
 }
 
+/* Into the run that it lay in, `span << 32 | its first extent + 1`; or, with 0, behind the last. */
+static enum writer_status place_record(RestorerObject *self, struct put_arguments *a,
+                                       unsigned long long producer_id, unsigned long long sequence,
+                                       const Py_buffer *meta, PyObject *fields,
+                                       unsigned long long run) {
+    if (run == 0) {
+        return write_record(self, a, producer_id, sequence, meta, fields);
+    }
+    const struct segment *segment = &self->segment->c;
+    uint64_t from = (uint32_t)run, span = run >> 32;
+    if (from < 1 || from > segment->extent_count || span < 1 || span > segment->max_span) {
+        PyErr_SetString(PyExc_ValueError, "the run of this record is none");
+        return WRITER_SYSTEM_ERROR;
+    }
+    enum writer_status status = enter_run(self, (uint32_t)from - 1, span);
+    if (status != WRITER_OK) {
+        return status;
+    }
+    if (a->spec.record_bytes > self->lane.run_bytes - self->lane.used) {
+        PyErr_SetString(PyExc_ValueError, "the run of this record is too short for it");
+        status = WRITER_SYSTEM_ERROR;
+    } else {
+        status = write_record(self, a, producer_id, sequence, meta, fields);
+    }
+    leave_run(self, (uint32_t)from - 1);
+    return status;
+}
+
 /* put(producer_id, sequence, policy_version, score, group_size, index, epoch, flags, id, schema,
- *     shape, meta, fields) -> bool: False where the bus is full. */
+ *     shape, meta, fields, run) -> bool: False where the bus is full. All with a run, or none. */
 static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
-    unsigned long long producer_id, sequence;
+    unsigned long long producer_id, sequence, run;
     long long policy_version, epoch;
     Py_buffer id, schema, shape, meta;
     PyObject *fields;
@@ -170,9 +262,9 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
         return PyErr_NoMemory();
     }
     if (!py_restorer_usable(self) ||
-        !PyArg_ParseTuple(args, "KKLdIILIy*y*y*y*O!", &producer_id, &sequence, &policy_version,
+        !PyArg_ParseTuple(args, "KKLdIILIy*y*y*y*O!K", &producer_id, &sequence, &policy_version,
                           &a->spec.score, &a->spec.group_size, &a->spec.index, &epoch, &flags,
-                          &id, &schema, &shape, &meta, &PyList_Type, &fields)) {
+                          &id, &schema, &shape, &meta, &PyList_Type, &fields, &run)) {
         PyMem_Free(a);
         return NULL;
     }
@@ -195,7 +287,7 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
         !record_plan(&a->spec)) {
         PyErr_SetString(PyExc_ValueError, "the parts of this record do not make one");
     } else {
-        switch (write_record(self, a, producer_id, sequence, &meta, fields)) {
+        switch (place_record(self, a, producer_id, sequence, &meta, fields, run)) {
         case WRITER_OK:
             result = Py_NewRef(Py_True);
             break;
@@ -204,7 +296,7 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
             result = Py_NewRef(Py_False);
             break;
         default:
-            break; /* copy_fields has said why */
+            break; /* an exception says why */
         }
     }
     PyBuffer_Release(&id);
@@ -264,7 +356,7 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
             return NULL;
         }
     }
-    writer_seal(&self->lane);
+    seal_runs(self);
     atomic_store_explicit(&segment->header->policy_version, policy_version, memory_order_relaxed);
     uint64_t own = atomic_load_explicit(&segment->header->next_producer_id, memory_order_relaxed);
     atomic_store_explicit(&segment->header->next_producer_id,
@@ -279,6 +371,7 @@ static void py_restorer_dealloc(RestorerObject *self) {
         self->segment->c.fd >= 0) {
         file_lock_drop(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
     }
+    PyMem_Free(self->runs);
     Py_XDECREF(self->segment);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }

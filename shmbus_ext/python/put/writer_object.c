@@ -10,6 +10,7 @@
 #include "python/hooks.h"
 #include "python/put/put_many.h"
 #include "python/put/reservation.h"
+#include "python/put/successor.h"
 #include "ring/doorbell.h"
 
 /* Closing waits in steps of this for copies that other threads have under way. */
@@ -46,6 +47,9 @@ static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) 
         return -1;
     }
     self->flags = checksum ? SHMBUS_FLAG_PAYLOAD_CRC : 0;
+    strncpy(self->label, label, sizeof self->label - 1);
+    self->committed_base = self->c.sequence;
+    self->aborted_base = self->c.aborted;
     self->attached = true;
     return 0;
 }
@@ -194,8 +198,9 @@ static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
 
 static PyObject *py_writer_counts(WriterObject *self, PyObject *ignored) {
     (void)ignored;
-    return Py_BuildValue("(KKKK)", (unsigned long long)self->c.sequence,
-                         (unsigned long long)self->c.aborted, (unsigned long long)self->bytes,
+    return Py_BuildValue("(KKKK)", (unsigned long long)(self->c.sequence - self->committed_base),
+                         (unsigned long long)(self->c.aborted - self->aborted_base),
+                         (unsigned long long)self->bytes,
                          (unsigned long long)self->full_waits);
 }
 
@@ -253,6 +258,8 @@ PyDoc_STRVAR(put_doc,
     "    There was no space within the timeout; the message names who holds it.\n"
     "BusClosedError\n"
     "    The producer is closed, was made before a fork, or was closed during the wait.\n"
+    "BusRemovedError\n"
+    "    The bus was removed, and under ``attach=\"successor\"`` there was no new one in time.\n"
     "StallError\n"
     "    Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall=\"raise\"``.\n\n"
     "Notes\n-----\n"
@@ -293,6 +300,8 @@ static PyMethodDef writer_methods[] = {
     {"_want_space", (PyCFunction)(void (*)(void))py_writer_want_space, METH_NOARGS, NULL},
     {"_await_space", (PyCFunction)(void (*)(void))py_writer_await_space, METH_VARARGS, NULL},
     {"_watch_waits", (PyCFunction)(void (*)(void))py_writer_watch_waits, METH_VARARGS, NULL},
+    {"_follow", (PyCFunction)(void (*)(void))py_writer_follow, METH_NOARGS, NULL},
+    {"_go_on", (PyCFunction)(void (*)(void))py_writer_go_on_call, METH_O, NULL},
     {"_counts", (PyCFunction)(void (*)(void))py_writer_counts, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))py_writer_close, METH_NOARGS,
      close_doc},

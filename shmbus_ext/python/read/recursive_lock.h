@@ -10,6 +10,7 @@ typedef struct {
     unsigned long owner; /* a thread, while depth is not 0 */
     unsigned int depth;
     unsigned int waiting;
+    uint32_t generation; /* of this process's forks, when it was made or made new */
 } RecursiveLockObject;
 extern PyTypeObject RecursiveLockType;
 

@@ -2,7 +2,8 @@
  *
  * Invariants: a trajectory holds its record's space until it is released; each array that it hands
  * out holds the pin, so the space outlives the release until the last such array is gone. Arrays
- * are read-only, and cannot be made writable: the pin exports no buffer. */
+ * are read-only, and cannot be made writable: the pin exports no buffer, and the memory that they
+ * point into is mapped read-only. */
 #include "python/record/trajectory.h"
 
 #include "python/hooks.h"
@@ -170,8 +171,9 @@ static PyObject *view_of(TrajectoryObject *self, int field) {
         dims[d] = (npy_intp)shape[1 + d];
     }
     Py_INCREF(dtype);
-    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL,
-                                           (void *)(py_trajectory_bytes(self) + shape[0]),
+    const struct segment *segment = &self->holder->segment->c;
+    uint8_t *data = segment->view_base + (py_trajectory_bytes(self) - segment->base) + shape[0];
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL, data,
                                            NPY_ARRAY_CARRAY_RO, NULL);
     if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array,
                                                Py_NewRef((PyObject *)self->pin)) < 0) {

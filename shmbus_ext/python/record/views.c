@@ -1,7 +1,8 @@
 /* What stands behind arrays of the ring (see views.h).
  *
  * Invariants: a record's space is kept while a view of it is out. When the segment's handle is
- * closed each view gets a private copy, and nothing is asked of a holder or a lane any more. */
+ * closed each view gets a private copy, and nothing is asked of a holder or a lane any more. A view
+ * that is read lies in the segment's mapping for views. */
 #include "python/record/views.h"
 
 /* ---- Keeper: behind writable views ---- */
@@ -21,6 +22,7 @@ KeeperObject *py_keeper_new(SegmentObject *segment, const struct reservation *at
         self->at = *at;
         self->pinned = false;
         self->view.ref = (struct record_ref){at->place, at->bytes};
+        self->view.writable = true;
         self->view.handle_closed = keeper_handle_closed;
         py_segment_add_view(segment, &self->view);
     }
@@ -52,6 +54,9 @@ static void pin_handle_closed(struct view *view, bool detached) {
 }
 
 PinObject *py_pin_new(HolderObject *holder, const struct record_ref *ref) {
+    if (holder->segment->c.view_base == NULL && !py_segment_map_views(holder->segment)) {
+        return NULL;
+    }
     if (!holder->kind->counts && !holder->kind->hold(holder, ref, 1)) {
         return NULL;
     }
@@ -60,6 +65,7 @@ PinObject *py_pin_new(HolderObject *holder, const struct record_ref *ref) {
         self->segment = (SegmentObject *)Py_NewRef((PyObject *)holder->segment);
         self->holder = holder;
         self->view.ref = *ref;
+        self->view.writable = false;
         self->view.handle_closed = pin_handle_closed;
         py_segment_add_view(self->segment, &self->view);
     } else if (!holder->kind->counts) {

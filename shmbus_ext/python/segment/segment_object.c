@@ -1,7 +1,6 @@
 /* Segment: one mapping of a bus, and what happens to it at fork and at close. */
 #include "python/segment/segment_object.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -15,6 +14,34 @@
 uint32_t fork_generation;
 static struct list_link all_segments = {&all_segments, &all_segments};
 
+/* ---- Fork ---- */
+
+/* Whether this thread has made copies for the fork that it is in. */
+static _Thread_local bool ready_to_fork;
+
+static void before_fork(void) {
+    /* Without the interpreter lock the lists may change; nor can such a child run Python. */
+    ready_to_fork = PyGILState_Check() != 0;
+    for (struct list_link *l = all_segments.next; ready_to_fork && l != &all_segments;
+         l = l->next) {
+        SegmentObject *s = LIST_ENTRY(l, SegmentObject, of_all);
+        if (s->c.fd >= 0) {
+            (void)py_copies_make(&s->read_at_fork, &s->c, &s->views, false);
+            (void)py_copies_make(&s->written_at_fork, &s->c, &s->views, true);
+        }
+    }
+}
+
+static void after_fork_in_parent(void) {
+    for (struct list_link *l = all_segments.next; ready_to_fork && l != &all_segments;
+         l = l->next) {
+        SegmentObject *s = LIST_ENTRY(l, SegmentObject, of_all);
+        segment_copies_drop(&s->read_at_fork);
+        segment_copies_drop(&s->written_at_fork);
+    }
+    ready_to_fork = false;
+}
+
 /* In the child: a copy of a file description keeps its locks, and with them the parent's proof of
  * life, after the parent has died. So the child closes what it inherited. */
 static void after_fork_in_child(void) {
@@ -22,16 +49,20 @@ static void after_fork_in_child(void) {
     for (struct list_link *l = all_segments.next; l != &all_segments; l = l->next) {
         SegmentObject *s = LIST_ENTRY(l, SegmentObject, of_all);
         if (s->c.fd >= 0) {
-            /* Inherited views can still be read; what is written through them stays here. */
             segment_isolate(&s->c);
+            if (ready_to_fork) {
+                (void)py_copies_replace(&s->read_at_fork, &s->c, false);
+                (void)py_copies_replace(&s->written_at_fork, &s->c, true);
+            }
             close(s->c.fd);
             s->c.fd = -1;
         }
     }
+    ready_to_fork = false;
 }
 
 bool py_segment_init_fork(void) {
-    return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
+    return pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child) == 0;
 }
 
 bool py_segment_usable(SegmentObject *self, const char *what) {
@@ -54,12 +85,11 @@ void py_segment_add_view(SegmentObject *self, struct view *view) {
     list_insert_before(&self->views, &view->link);
 }
 
-static bool privatise_record(SegmentObject *self, const struct record_ref *ref) {
-    uint64_t start =
-        self->c.data_offset + ref->place.extent * self->c.extent_bytes + ref->place.offset;
-    uint64_t first = start / SHMBUS_PAGE * SHMBUS_PAGE;
-    uint64_t end = shmbus_align_up(start + ref->bytes, SHMBUS_PAGE);
-    return segment_privatise(&self->c, first, end - first);
+/* Copies the records under writable views, or under all others, and puts the copies in place. */
+static bool detach_views(SegmentObject *self, bool writable) {
+    struct segment_copies copies;
+    return py_copies_make(&copies, &self->c, &self->views, writable) &&
+           py_copies_replace(&copies, &self->c, writable);
 }
 
 void py_segment_release_handle(SegmentObject *self) {
@@ -68,17 +98,18 @@ void py_segment_release_handle(SegmentObject *self) {
     }
     self->handle_closed = true;
     bool own = self->generation == fork_generation;
-    bool detached = own;
-    for (struct list_link *l = self->views.next; own && l != &self->views; l = l->next) {
-        detached = privatise_record(self, &LIST_ENTRY(l, struct view, link)->ref) && detached;
+    bool written = own && detach_views(self, true);
+    bool read = own && detach_views(self, false);
+    if (own && !read) {
+        py_copies_lock_instead(&self->c, &self->views);
     }
     for (struct list_link *l = self->views.next; l != &self->views; l = l->next) {
         struct view *view = LIST_ENTRY(l, struct view, link);
-        view->handle_closed(view, detached);
+        view->handle_closed(view, view->writable ? written : read);
     }
-    /* With no memory for private copies the description stays open, and its locks keep the space
-     * until the last view is gone. */
-    if (detached) {
+    /* With no memory for copies the description stays open, and its locks keep the space until the
+     * last view is gone. */
+    if (written && read) {
         close(self->c.fd);
         self->c.fd = -1;
     }
@@ -109,12 +140,15 @@ static SegmentObject *py_segment_alloc(PyTypeObject *type, PyObject *name) {
 
 static void raise_status(SegmentObject *self, enum segment_status status, uint64_t wanted) {
     static const char *const names[] = {"ok",          "system",      "space",
-                                        "unfinished",  "magic",       "version",
+                                        "memory",      "unfinished",  "magic",       "version",
                                         "hash",        "geometry",    "truncated"};
     if (status == SEGMENT_SYSTEM_ERROR) {
         PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
     } else if (status == SEGMENT_NO_SPACE) {
         py_raise_hook(hooks.space_error, Py_BuildValue("(OK)", self->name, wanted));
+    } else if (status == SEGMENT_NO_MEMORY) {
+        py_raise_hook(hooks.memory_error,
+                      Py_BuildValue("(OK)", self->name, wanted > 0 ? wanted : self->c.bytes));
     } else {
         unsigned long long found =
             status == SEGMENT_BAD_HASH    ? self->c.found_hash
@@ -125,6 +159,14 @@ static void raise_status(SegmentObject *self, enum segment_status status, uint64
         py_raise_hook(hooks.layout_error,
                       Py_BuildValue("(OsKK)", self->name, names[status], found, expected));
     }
+}
+
+bool py_segment_map_views(SegmentObject *self) {
+    enum segment_status status = segment_map_views(&self->c);
+    if (status != SEGMENT_OK) {
+        raise_status(self, status, 0);
+    }
+    return status == SEGMENT_OK;
 }
 
 /* create(fd, name, capacity, max_producers, extent_bytes): takes the descriptor over on success. */
@@ -337,14 +379,6 @@ void py_segment_raise_removed(SegmentObject *self) {
     py_raise_hook(hooks.removed_error, Py_BuildValue("(OK)", self, (unsigned long long)removed_ns));
 }
 
-bool py_segment_exists(SegmentObject *self) {
-    if (removal_note(&self->c)) {
-        py_segment_raise_removed(self);
-        return false;
-    }
-    return true;
-}
-
 /* note_removal() -> bool: whether the bus has lost its name; then whoever holds it is told. */
 static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
@@ -354,7 +388,8 @@ static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *ignored)
 /* require_name(): BusRemovedError where the bus has no name any more. A system call. */
 static PyObject *py_segment_require_name(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!py_segment_exists(self)) {
+    if (removal_note(&self->c)) {
+        py_segment_raise_removed(self);
         return NULL;
     }
     Py_RETURN_NONE;
@@ -485,6 +520,11 @@ static PyObject *py_segment_get_capacity(SegmentObject *self, void *ignored) {
     return PyLong_FromUnsignedLongLong(self->c.extent_bytes * self->c.extent_count);
 }
 
+static PyObject *py_segment_get_removed(SegmentObject *self, void *ignored) {
+    (void)ignored;
+    return PyBool_FromLong(removal_happened(&self->c));
+}
+
 static PyObject *py_segment_get_closed(SegmentObject *self, void *ignored) {
     (void)ignored;
     return PyBool_FromLong(self->handle_closed || self->generation != fork_generation);
@@ -514,6 +554,7 @@ static PyGetSetDef segment_getset[] = {
     {"policy_version", (getter)py_segment_get_policy_version, (setter)py_segment_set_policy_version,
      NULL, NULL},
     {"capacity", (getter)py_segment_get_capacity, NULL, NULL, NULL},
+    {"removed", (getter)py_segment_get_removed, NULL, NULL, NULL},
     {"closed", (getter)py_segment_get_closed, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
