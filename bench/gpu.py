@@ -37,7 +37,7 @@ from torch import Tensor
 import shmbus
 from bench import machine
 from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE
-from trainer_adapter.attention.varlen import attention_backend, varlen_attention
+from trainer_adapter.attention import attention_backend, varlen_attention
 from trainer_adapter.batches.pack import pack
 from trainer_adapter.gpu.memory import Staging
 from trainer_adapter.gpu.packer import GpuPacker, Pending, begin_gather

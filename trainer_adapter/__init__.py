@@ -2,8 +2,8 @@
 
 Invariants:
 
-- Only what is used is loaded: a name is imported when it is first asked for, so that a rollout
-  worker can use parts of this package without paying for torch.
+- A name is imported on its first use, so that a rollout worker can use parts of this package
+  without loading torch.
 - Every public name is in `__all__`, sorted.
 """
 
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainer_adapter.advantages import group_advantages
     from trainer_adapter.attention.varlen import varlen_attention
-    from trainer_adapter.batches.pack import Batch, FieldNames, pack
+    from trainer_adapter.batches.batch import Batch
+    from trainer_adapter.batches.pack import FieldNames, pack
     from trainer_adapter.compat import pad_input, unpad_input
     from trainer_adapter.handler.handler import OnlineDataHandler
 
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batch": "batches.pack",
+    "Batch": "batches.batch",
     "FieldNames": "batches.pack",
     "OnlineDataHandler": "handler.handler",
     "group_advantages": "advantages",

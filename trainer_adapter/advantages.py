@@ -2,7 +2,7 @@
 
 Invariants:
 
-- Float64 inside, whatever comes in; one pass over all groups, no Python work a sample.
+- Float64 inside, for any dtype of the scores; one pass over all groups, no Python work a sample.
 - A group of one and a group whose scores are all equal give exactly 0 (kind "none" excepted, which
   compares nothing). Finite scores never give nan or an infinity.
 - Groups never touch: a group's advantages depend on its own scores only, unless the kind is named
@@ -95,7 +95,7 @@ def group_advantages(
         "grpo": ``(score - mean) / (std + eps)`` (Shao et al. 2024, arXiv:2402.03300). "dr_grpo":
         ``score - mean`` (Liu et al. 2025, arXiv:2503.20783). "rloo": the score minus the mean of
         the *others* (Ahmadian et al. 2024, arXiv:2402.14740). "batch": as "grpo", with mean and
-        deviation of all samples given, whatever their group (REINFORCE++, Hu 2025,
+        deviation of all samples given, across groups (REINFORCE++, Hu 2025,
         arXiv:2501.03262). "batch_std": the mean of the group, the deviation of all samples given
         (Lite PPO, Liu et al. 2025, arXiv:2508.08221). "none": the score itself. A callable gets
         each group's scores, float64 [n], and returns as many advantages: array, tensor or list.
@@ -185,7 +185,7 @@ def advantages_for_groups(
 
 
 def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Baseline | None:
-    """Return what the bus's core makes of each group by itself.
+    """Return the baseline that the C core can compute for each group.
 
     Parameters
     ----------
@@ -195,7 +195,8 @@ def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Ba
     Returns
     -------
     Baseline or None
-        None where advantages take more than the core knows.
+        None where the C core cannot: a callable, "batch" and "batch_std", which compare samples of
+        several groups, and values that `group_advantages` refuses.
     """
     relative = _RULES.get(kind) if isinstance(kind, str) else None
     if relative is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
@@ -204,12 +205,12 @@ def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Ba
 
 
 def check_kind(name: str, kind: object) -> None:
-    """Raise ValueError for what is no kind of advantages.
+    """Raise ValueError unless it is a kind of advantages.
 
     Parameters
     ----------
     name : str
-        What the caller calls it, for the message.
+        Name of the argument, for the message.
     kind : object
         One of the names of `group_advantages`, or a callable, which is not called.
 
@@ -392,7 +393,7 @@ def _by_callable(
 
 
 def _as_real(given: Any) -> FloatArray | None:
-    """Return what a callable gave as float64 on the host; None for what is not real."""
+    """Return a callable's result as float64 on the host; None if it is not real."""
     if isinstance(given, Tensor):
         # numpy knows neither bfloat16 nor a tensor that has a graph or lies on a device.
         given = None if given.is_complex() else given.detach().to("cpu", torch.float64)

@@ -2,9 +2,9 @@
 
 Invariants:
 
-- Filler, where `loss_mask` is False, is never exponentiated and never counted, whatever it holds:
-  it is replaced by 0 before any arithmetic whose result or gradient could be nan.
-- At least float32 inside, whatever comes in.
+- Filler, where `loss_mask` is False, is never exponentiated and never counted, nan included: it
+  is replaced by 0 before any arithmetic whose result or gradient could be nan.
+- At least float32 inside, for any dtype of the operands.
 - Nothing makes the host wait for the device.
 - A mask without tokens gives a loss of 0 with gradients of 0, never nan.
 """
@@ -33,14 +33,14 @@ Normalisation = Literal["token", "sequence", "constant"]
 
 
 class PolicyLoss(NamedTuple):
-    """A policy loss, and what to watch beside it.
+    """A policy loss, and two figures to monitor.
 
     Attributes
     ----------
     loss : Tensor []
         To call ``backward`` on.
     clip_fraction : Tensor []
-        Share of the tokens whose gradient the clip took away, in [0, 1]; no graph.
+        Share of the tokens whose gradient was clipped to 0, in [0, 1]; no graph.
     mean_ratio : Tensor []
         Mean of new over old probability; no graph. Far from 1 means stale samples, or logprobs
         that are not aligned with their tokens.

@@ -16,7 +16,7 @@ from conftest import keys_of, wait_until
 import shmbus
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
-from trainer_adapter.batches.pack import BLOCK_BYTES, BatchMemory
+from trainer_adapter.batches.memory import BLOCK_BYTES, BatchMemory
 
 Sample = dict[str, Any]
 

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 import shmbus
-from trainer_adapter.batches.pack import Batch
+from trainer_adapter.batches.batch import Batch
 from trainer_adapter.demo.evaluate import Evaluation, evaluate
 from trainer_adapter.demo.learner import Learner
 from trainer_adapter.demo.policy import Policy

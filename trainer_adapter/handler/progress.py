@@ -1,6 +1,6 @@
-"""One line that says what the trainer is doing.
+"""Lines of text for people: the trainer's progress, and the state of the bus while it waits.
 
-Invariant: the ledger is read only when a line is due, so counting a batch costs next to nothing.
+Invariant: the ledger is read only to write a line, so counting a batch costs next to nothing.
 """
 
 from __future__ import annotations
@@ -11,25 +11,33 @@ from collections import deque
 from typing import Final, TextIO
 
 import shmbus
-from trainer_adapter.batches.pack import Batch
+from trainer_adapter.batches.batch import Batch
+from trainer_adapter.handler.planner import BatchPlanner
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "describe_wait"]
 
-#: Seconds between two looks at the ledger, each of which is a system call a producer.
-LOOK_PERIOD_S: Final = 1.0
-#: Seconds between two lines where a line cannot be written over, as in a log file.
+#: Seconds between two lines on a terminal. Each reads the ledger, a system call a producer.
+TERMINAL_PERIOD_S: Final = 1.0
+#: Seconds between two lines in a log file, where a line cannot be overwritten.
 LOG_PERIOD_S: Final = 10.0
 #: Batches that a rate is taken over.
 RECENT: Final = 20
 
 
 class Progress:
-    """Counts what a handler yields and puts it into one line.
+    """Counts the batches of a handler, and describes them in one line.
 
     Parameters
     ----------
     stream : file or None
-        Where lines go: written over where it is a terminal. None writes nothing.
+        Target of the lines; on a terminal each overwrites the last. None writes nothing.
+
+    Attributes
+    ----------
+    line : str
+        The last line.
+    waited_s : float
+        Seconds for which the trainer has waited for batches, in total.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -41,7 +49,21 @@ class Progress:
 
     @classmethod
     def of(cls, wanted: bool | TextIO) -> Progress:
-        """Make one for True (stderr), False (nowhere) or a stream."""
+        """Make one for True (stderr), False (no output) or a stream.
+
+        Parameters
+        ----------
+        wanted : bool or file
+
+        Returns
+        -------
+        Progress
+
+        Raises
+        ------
+        TypeError
+            It is neither.
+        """
         if isinstance(wanted, bool):
             return cls(sys.stderr if wanted else None)
         if not (hasattr(wanted, "write") and hasattr(wanted, "isatty")):
@@ -49,13 +71,13 @@ class Progress:
         return cls(wanted)
 
     def note(self, batch: Batch, waited_s: float, consumer: shmbus.Consumer) -> None:
-        """Count a batch that is about to be yielded; writes a line when one is due.
+        """Count a batch that is about to be yielded; write a line if the period is over.
 
         Parameters
         ----------
         batch : Batch
         waited_s : float
-            How long it was waited for.
+            Seconds for which the trainer waited for it.
         consumer : shmbus.Consumer
         """
         self.waited_s += waited_s
@@ -64,13 +86,24 @@ class Progress:
         if self._stream is None or now_s < self._next_s:
             return
         terminal = self._stream.isatty()
-        self._next_s = now_s + (LOOK_PERIOD_S if terminal else LOG_PERIOD_S)
+        self._next_s = now_s + (TERMINAL_PERIOD_S if terminal else LOG_PERIOD_S)
         self.line = self.text(batch, waited_s, consumer.stats())
         self._stream.write(f"\r{self.line}\x1b[K" if terminal else f"{self.line}\n")
         self._stream.flush()
 
     def text(self, batch: Batch, waited_s: float, ledger: shmbus.Ledger) -> str:
-        """Put a batch and the bus behind it into one line."""
+        """Describe a batch and its bus in one line.
+
+        Parameters
+        ----------
+        batch : Batch
+        waited_s : float
+        ledger : shmbus.Ledger
+
+        Returns
+        -------
+        str
+        """
         versions = [t.policy_version for group in batch.groups for t in group]
         lag = ledger.policy_version - sum(versions) / max(1, len(versions))
         span_s = self._recent[-1][0] - self._recent[0][0]
@@ -86,12 +119,35 @@ class Progress:
         )
 
     def end(self) -> None:
-        """Leave the line for whatever is printed next."""
+        """End the line on a terminal, so that other output begins on a new one."""
         if self._stream is not None and self._stream.isatty() and self._recent:
             self._stream.write("\n")
             self._stream.flush()
 
 
+def describe_wait(name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch]) -> str:
+    """Describe for a message what the bus holds while no batch is due.
+
+    Parameters
+    ----------
+    name : str
+        Of the bus.
+    ledger : shmbus.Ledger
+    planner : BatchPlanner
+
+    Returns
+    -------
+    str
+    """
+    text = (
+        f"bus {name!r} has {ledger.groups_open} incomplete groups with {ledger.stashed} "
+        f"trajectories, {ledger.in_ring} unread, {ledger.producers} producers attached, "
+        f"{len(planner.waiting)} groups held for the next batch"
+    )
+    requirement = planner.step_requirement(ledger.leased)
+    return f"{text}; {requirement}" if requirement else text
+
+
 def _tokens(batch: Batch) -> int:
-    """Tokens of a batch, without waiting for a device where that can be."""
+    """Return the tokens of a batch, without waiting for its device if it is packed."""
     return len(batch.tokens) if batch.layout == "packed" else batch.total_tokens

@@ -1,0 +1,159 @@
+"""Admission of groups that the bus delivered: which may go into a batch, and how the others end.
+
+Invariants:
+
+- A group that a checkpoint had trained is acknowledged; a truncated one (under "drop") and a
+  malformed one are dropped. Each costs itself only: all others wait for their batches.
+- Every group ends here, or waits in the planner, even if an error is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from itertools import islice
+from typing import Literal
+
+import shmbus
+from shmbus.batch.gather import FieldNames, sequence_lengths
+from trainer_adapter._arguments import check_lengths, check_scores
+from trainer_adapter.batches.batch import Batch
+from trainer_adapter.batches.sample_flags import Truncated, is_truncated
+from trainer_adapter.handler.checkpoint import identities
+from trainer_adapter.handler.planner import BatchPlanner
+
+__all__ = ["Admission"]
+
+logger = logging.getLogger(__name__)
+
+
+class Admission:
+    """Passes groups that were taken from the bus to the planner, or ends them.
+
+    Parameters
+    ----------
+    consumer : shmbus.Consumer
+        The reader that leased the groups.
+    planner : BatchPlanner
+    fields : FieldNames
+    tokens_per_batch : int or None
+        A group with a longer sequence is malformed.
+    malformed : "raise" | "drop"
+    truncated : "keep" | "mask" | "drop"
+    max_policy_lag : int or None
+        A group with a sample more versions than this behind the Consumer's is too old.
+
+    Attributes
+    ----------
+    trained : set of (int, int)
+        Identities of trajectories that a checkpoint had trained, and that were not delivered since.
+    truncated_groups : int
+        Groups that were dropped because a sample of theirs is truncated.
+    """
+
+    def __init__(
+        self,
+        consumer: shmbus.Consumer,
+        planner: BatchPlanner[Batch],
+        fields: FieldNames,
+        *,
+        tokens_per_batch: int | None,
+        malformed: Literal["raise", "drop"],
+        truncated: Truncated,
+        max_policy_lag: int | None,
+    ) -> None:
+        self._consumer = consumer
+        self._planner = planner
+        self._fields = fields
+        self._tokens_per_batch = tokens_per_batch
+        self._malformed = malformed
+        self._truncated = truncated
+        self._max_policy_lag = max_policy_lag
+        self.trained: set[tuple[int, int]] = set()
+        self.truncated_groups = 0
+
+    def admit(self, groups: list[shmbus.Group]) -> None:
+        """Have groups wait for their batches, or end them.
+
+        Parameters
+        ----------
+        groups : list[shmbus.Group]
+            Leased.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For the first malformed group, under ``malformed="raise"``, after all were admitted.
+        """
+        groups = self.without_trained(groups)
+        if self._truncated == "drop":
+            cut = [group for group in groups if is_truncated(group)]
+            self._consumer.drop(cut)
+            self.truncated_groups += len(cut)
+            groups = [group for group in groups if group.state == "leased"]
+        if not groups:
+            return
+        try:
+            self._planner.add(self._measure(groups), time.monotonic())
+        except (TypeError, ValueError):
+            self._admit_each(groups)
+
+    def _admit_each(self, groups: list[shmbus.Group]) -> None:
+        wrong: Exception | None = None
+        good: list[tuple[shmbus.Group, int]] = []
+        try:
+            for group in groups:
+                try:
+                    good += self._measure([group])
+                except (TypeError, ValueError) as error:
+                    self.drop(group, error)
+                    wrong = wrong or error
+        finally:
+            self._planner.add(good, time.monotonic())
+        if wrong is not None and self._malformed == "raise":
+            raise wrong
+
+    def drop(self, group: shmbus.Group, error: Exception) -> None:
+        """End a malformed group, with a note in the log."""
+        group.drop()
+        logger.warning("dropped group %r: %s", group.instance_id, error)
+
+    def stale(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
+        """Return the groups among these that are too old now."""
+        if self._max_policy_lag is None:
+            return []
+        bound = self._consumer.policy_version - self._max_policy_lag
+        return [g for g in groups if min(t.policy_version for t in g.trajectories) < bound]
+
+    def return_stale(self) -> None:
+        """Give waiting groups that are too old to the Consumer, which drops and counts them."""
+        if self._max_policy_lag is None:
+            return
+        stale = self.stale(self._planner.groups)
+        if stale:
+            self._planner.keep(lambda group: group not in stale)
+            for group in stale:
+                group.give_back()
+
+    def without_trained(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
+        """Acknowledge groups that a checkpoint had trained; return the others."""
+        if self.trained:
+            self._consumer.ack([group for group in groups if self._was_trained(group)])
+        return [group for group in groups if group.state == "leased"]
+
+    def _was_trained(self, group: shmbus.Group) -> bool:
+        samples = identities([group])
+        trained = samples <= self.trained
+        if trained:
+            self.trained -= samples
+        return trained
+
+    def _measure(self, groups: list[shmbus.Group]) -> list[tuple[shmbus.Group, int]]:
+        """Pair each group with its tokens; raises if one of them is malformed."""
+        trajectories = [t for group in groups for t in group.trajectories]
+        lengths = sequence_lengths(trajectories, self._fields)
+        check_scores(trajectories)
+        if self._tokens_per_batch is not None and max(lengths) > self._tokens_per_batch:
+            check_lengths(trajectories, lengths, self._tokens_per_batch)
+        left = iter(lengths)
+        return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]
