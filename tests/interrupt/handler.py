@@ -1,7 +1,7 @@
 """Interrupts every step of an OnlineDataHandler, and audits after each.
 
-Usage: ``python tests/interrupt/handler.py NAME [OPERATION...]``; as `embedded.py`, whose promises it
-checks: the groups of batches here.
+Usage: ``python tests/interrupt/handler.py NAME [OPERATION...]``; as `embedded.py`, whose
+promises it checks: the groups of batches here.
 """
 
 from __future__ import annotations

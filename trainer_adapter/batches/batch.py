@@ -42,8 +42,9 @@ class Batch:
     max_seqlen : int
         L.
     loss_mask : bool [T] or [S, L]
-    logprobs : float32 [T] or [S, L]
-        The producer's, aligned to their own token; 0 where loss_mask is False.
+    logprobs : float32 [T] or [S, L], or None
+        The producer's, aligned to their own token; 0 where loss_mask is False. None where the
+        groups have none, or where ``FieldNames(logprobs=None)`` says that none are read.
     advantages : float32 [T] or [S, L]
         Broadcast from the group, or the producer's own.
     scores : float32 [S]
@@ -65,7 +66,7 @@ class Batch:
     cu_seqlens: Tensor
     max_seqlen: int
     loss_mask: Tensor
-    logprobs: Tensor
+    logprobs: Tensor | None
     advantages: Tensor
     scores: Tensor
     instance_ids: list[str]
@@ -103,7 +104,9 @@ def pad_batch(batch: Batch) -> None:
     )
     columns = torch.arange(total, device=device) - borders[rows]
     for name in PER_TOKEN:
-        packed: Tensor = getattr(batch, name)
+        packed: Tensor | None = getattr(batch, name)
+        if packed is None:
+            continue
         padded = packed.new_zeros((batch.sequences, batch.max_seqlen))
         padded[rows, columns] = packed
         setattr(batch, name, padded)
@@ -125,5 +128,6 @@ def copy_to_device(batch: Batch, device: torch.device) -> Batch:
     """
     values: dict[str, Any] = {}
     for name in PER_TOKEN + PER_SEQUENCE:
-        values[name] = getattr(batch, name).to(device)
+        value: Tensor | None = getattr(batch, name)
+        values[name] = None if value is None else value.to(device)
     return Batch(**{**batch.__dict__, **values, "transport": "copy"})

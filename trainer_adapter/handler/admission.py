@@ -5,6 +5,9 @@ Invariants:
 - A group that a checkpoint had trained is acknowledged; a truncated one (under "drop") and a
   malformed one are dropped. Each costs itself only: all others wait for their batches.
 - Every group ends here, or waits in the planner, even if an error is raised.
+- Once a group with logprobs was admitted, one without them is malformed. A batch of both kinds has
+  no ratio for a part of its tokens; one of the few without them would come at an odd step, and stop
+  a loss that needs them. The other way round nothing that is good would be left.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from itertools import islice
 from typing import Literal
 
 import shmbus
-from shmbus.batch.gather import FieldNames, sequence_lengths
+from shmbus.batch.field_presence import MixedLogprobsError
+from shmbus.batch.gather import FieldNames, measure
 from trainer_adapter._arguments import check_lengths, check_scores
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.sample_flags import Truncated, is_truncated
 from trainer_adapter.handler.checkpoint import identities
 from trainer_adapter.handler.planner import BatchPlanner
+from trainer_adapter.handler.unread_fields import UnreadFields
 
 __all__ = ["Admission"]
 
@@ -69,6 +74,8 @@ class Admission:
         self._malformed = malformed
         self._truncated = truncated
         self._max_policy_lag = max_policy_lag
+        self._unread = UnreadFields(fields)
+        self._with_logprobs = False
         self.trained: set[tuple[int, int]] = set()
         self.truncated_groups = 0
 
@@ -118,6 +125,18 @@ class Admission:
         group.drop()
         logger.warning("dropped group %r: %s", group.instance_id, error)
 
+    def drop_without_logprobs(self, groups: list[shmbus.Group]) -> None:
+        """End groups that were admitted before the first one that has logprobs."""
+        for group in groups:
+            self.drop(group, self._lacks_logprobs(group))
+
+    def _lacks_logprobs(self, group: shmbus.Group) -> ValueError:
+        return ValueError(
+            f"group {group.instance_id!r} of producer {group.trajectories[0].producer_id}: field "
+            f"{self._fields.logprobs!r}: expected in every group, since others have it, got none; "
+            "put it in all, or read none by fields=FieldNames(logprobs=None)"
+        )
+
     def stale(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
         """Return the groups among these that are too old now."""
         if self._max_policy_lag is None:
@@ -150,8 +169,16 @@ class Admission:
 
     def _measure(self, groups: list[shmbus.Group]) -> list[tuple[shmbus.Group, int]]:
         """Pair each group with its tokens; raises if one of them is malformed."""
-        trajectories = [t for group in groups for t in group.trajectories]
-        lengths = sequence_lengths(trajectories, self._fields)
+        try:
+            measured = measure(groups, self._fields)
+        except MixedLogprobsError:
+            self._with_logprobs = True
+            raise
+        if not measured.has_logprobs and self._with_logprobs:
+            raise self._lacks_logprobs(groups[0])
+        self._with_logprobs = measured.has_logprobs
+        self._unread.note(measured)
+        trajectories, lengths = measured.trajectories, measured.lengths
         check_scores(trajectories)
         if self._tokens_per_batch is not None and max(lengths) > self._tokens_per_batch:
             check_lengths(trajectories, lengths, self._tokens_per_batch)

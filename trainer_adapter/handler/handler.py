@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
+from shmbus.batch.field_presence import MixedLogprobsError
 from trainer_adapter._arguments import (
     check_choices,
     check_consumer_options,
@@ -291,6 +292,12 @@ class OnlineDataHandler(IterableDataset[Batch]):
             group = groups[group_of_sample(groups, error.sample)]
             self._planner.keep(lambda waiting: waiting is not group)
             self._admission.drop(group, error)
+            if self._malformed == "raise":
+                raise
+        except MixedLogprobsError as error:
+            without = [groups[position] for position in error.lacking]
+            self._planner.keep(lambda waiting: waiting not in without)
+            self._admission.drop_without_logprobs(without)
             if self._malformed == "raise":
                 raise
         else:

@@ -111,7 +111,8 @@ static PyObject *py_pack(PyObject *module, PyObject *args) {
     if (!good) {
         PyErr_NoMemory();
     }
-    good = good && py_find_sources(items, names, sources);
+    struct lookup lookup = {.schema = NULL};
+    good = good && py_find_sources(&lookup, items, names, sources);
     for (Py_ssize_t i = 0; good && i < count; i++) {
         total += sources[i].length;
         refs[i] = sources[i].trajectory->ref;
@@ -138,7 +139,8 @@ static PyObject *py_pack(PyObject *module, PyObject *args) {
     return good ? PyBool_FromLong(finite) : NULL;
 }
 
-/* measure(trajectories, names) -> list[int]: tokens of each, after the checks that pack makes. */
+/* measure(trajectories, names) -> (tokens of each, fields that one has, fields that one lacks, names
+ * of all fields of each schema that was met), after the checks that pack makes. */
 static PyObject *py_measure(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *items, *names[FIELDS];
@@ -151,7 +153,11 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
     if (sources == NULL) {
         return PyErr_NoMemory();
     }
-    PyObject *lengths = py_find_sources(items, names, sources) ? PyList_New(count) : NULL;
+    struct lookup lookup = {.schema = NULL, .field_names = PyList_New(0)};
+    PyObject *lengths = lookup.field_names != NULL &&
+                                py_find_sources(&lookup, items, names, sources)
+                            ? PyList_New(count)
+                            : NULL;
     for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
         PyObject *length = PyLong_FromUnsignedLongLong(sources[i].length);
         if (length == NULL) {
@@ -161,7 +167,12 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
         }
     }
     PyMem_Free(sources);
-    return lengths;
+    PyObject *result = lengths == NULL ? NULL
+                                       : Py_BuildValue("OiiO", lengths, lookup.has, lookup.lacks,
+                                                       lookup.field_names);
+    Py_XDECREF(lengths);
+    Py_XDECREF(lookup.field_names);
+    return result;
 }
 
 /* One element of an array that this file has just made. */
@@ -277,5 +288,6 @@ static PyMethodDef functions[] = {
 };
 
 bool py_pack_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
+    return PyModule_AddFunctions(module, functions) == 0 &&
+           PyModule_AddIntConstant(module, "HAS_LOGPROBS", 1 << FIELD_LOGPROBS) == 0;
 }
