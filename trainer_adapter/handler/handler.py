@@ -44,6 +44,7 @@ from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.handler.admission import Admission
 from trainer_adapter.handler.checkpoint import HandlerState, identities
 from trainer_adapter.handler.consumer_options import ConsumerOptions
+from trainer_adapter.handler.drops import DropNotes
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import Progress, describe_wait
@@ -185,6 +186,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             if prefetch
             else None
         )
+        self._drops = DropNotes(self._consumer.stats(), consumer_options.get("max_policy_lag"))
         with shmbus.Bus.open(bus) as handle:
             self._created_unix_ns = handle.created_unix_ns
 
@@ -229,7 +231,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Raises
         ------
         TimeoutError
-            No complete group was delivered; the message tells what the stash holds.
+            No complete group was delivered. The message tells what the stash holds, what was
+            dropped since the last such message and why, and how many batches are out.
         ValueError
             A group is malformed, under ``malformed="raise"``. It has been dropped.
         BusClosedError
@@ -310,7 +313,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
         logger.warning("still waiting for a %s; %s", self._awaited, self._what_is_there())
 
     def _what_is_there(self) -> str:
-        return describe_wait(self._consumer.name, self._consumer.stats(), self._planner)
+        ledger = self._consumer.stats()
+        dropped = self._drops.news(ledger, self.step)
+        return describe_wait(self._consumer.name, ledger, self._planner, dropped)
 
     # -- the end of a batch ---------------------------------------------------------------------
 
@@ -384,7 +389,12 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Parameters
         ----------
         version : int
-            0 or more.
+            0 or more, and not less than before.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no int, negative, or goes back. `load_state_dict` may set it back.
         """
         self._consumer.policy_version = version
 
@@ -408,7 +418,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         ).as_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from a checkpoint.
+        """Continue from a checkpoint. Its policy version is set, even if it is a lower one.
 
         Parameters
         ----------
@@ -421,7 +431,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             It is not a handler's state, or of another version.
         """
         saved = HandlerState.parse(state)
-        self.set_policy_version(saved.policy_version)
+        self._consumer.reset_policy_version(saved.policy_version)
         with self._guard():
             self._planner.recall(time.monotonic())
             if self._prefetcher is not None:

@@ -125,7 +125,9 @@ class Progress:
             self._stream.flush()
 
 
-def describe_wait(name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch]) -> str:
+def describe_wait(
+    name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch], dropped: str = ""
+) -> str:
     """Describe for a message what the bus holds while no batch is due.
 
     Parameters
@@ -134,6 +136,8 @@ def describe_wait(name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch]
         Of the bus.
     ledger : shmbus.Ledger
     planner : BatchPlanner
+    dropped : str
+        What was dropped lately.
 
     Returns
     -------
@@ -144,8 +148,14 @@ def describe_wait(name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch]
         f"trajectories, {ledger.in_ring} unread, {ledger.producers} producers attached, "
         f"{len(planner.waiting)} groups held for the next batch"
     )
-    requirement = planner.step_requirement(ledger.leased)
-    return f"{text}; {requirement}" if requirement else text
+    out = len(planner.out)
+    parts = [
+        text,
+        dropped,
+        out and f"{out} batch{'es are' if out > 1 else ' is'} out and not acknowledged",
+        planner.step_requirement(ledger.leased),
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def _tokens(batch: Batch) -> int:
