@@ -43,7 +43,7 @@ Kind = (
 )
 Std = Literal["bessel", "biased"]
 _KINDS: Final = ("grpo", "dr_grpo", "rloo", "batch", "batch_std", "none")
-_RULES: Final = {"grpo": DEVIATION, "dr_grpo": MEAN, "rloo": LEAVE_ONE_OUT}
+_BASELINES: Final = {"grpo": DEVIATION, "dr_grpo": MEAN, "rloo": LEAVE_ONE_OUT}
 
 
 @overload
@@ -173,9 +173,9 @@ def advantages_for_groups(
     TypeError, ValueError
         As `group_advantages`.
     """
-    rule = baseline_of(kind, std, eps)
-    if rule is not None and _is_row(scores, np.float64) and _is_row(sizes, np.int64):
-        compared = relative_scores(scores, sizes, rule)
+    baseline = baseline_of(kind, std, eps)
+    if baseline is not None and _is_row(scores, np.float64) and _is_row(sizes, np.int64):
+        compared = relative_scores(scores, sizes, baseline)
         if compared is not None:
             return compared.astype(np.float32)
     values, _ = _as_float64(np.asarray(scores))
@@ -198,10 +198,10 @@ def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Ba
         None where the C core cannot: a callable, "batch" and "batch_std", which compare samples of
         several groups, and values that `group_advantages` refuses.
     """
-    relative = _RULES.get(kind) if isinstance(kind, str) else None
-    if relative is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
+    formula = _BASELINES.get(kind) if isinstance(kind, str) else None
+    if formula is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
         return None
-    return Baseline(relative, std == "bessel", eps) if 0 <= eps < math.inf else None
+    return Baseline(formula, std == "bessel", eps) if 0 <= eps < math.inf else None
 
 
 def check_kind(name: str, kind: object) -> None:
@@ -329,7 +329,7 @@ def _by_sizes(
         return _over_batch_std(values, counts, std, eps)
     if kind == "batch":
         counts = np.array([len(values)])
-    return _compare(values, counts, Baseline(_RULES.get(kind, DEVIATION), std == "bessel", eps))
+    return _compare(values, counts, Baseline(_BASELINES.get(kind, DEVIATION), std == "bessel", eps))
 
 
 def _over_batch_std(
@@ -349,8 +349,8 @@ def _over_batch_std(
     return normalised
 
 
-def _compare(values: FloatArray, counts: npt.NDArray[np.int64], rule: Baseline) -> FloatArray:
-    compared = relative_scores(np.ascontiguousarray(values), counts, rule)
+def _compare(values: FloatArray, counts: npt.NDArray[np.int64], baseline: Baseline) -> FloatArray:
+    compared = relative_scores(np.ascontiguousarray(values), counts, baseline)
     assert compared is not None, "scores and sizes were checked"
     return compared
 

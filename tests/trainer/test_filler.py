@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_handler import assert_batch, put, sample
+from numpy_batches import assert_batch, put, sample
 
 import shmbus
 from shmbus import Bus, Consumer, Producer

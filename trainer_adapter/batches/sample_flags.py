@@ -19,7 +19,7 @@ import shmbus
 from shmbus.batch.gather import PackedArrays
 from shmbus.batch.gather_plan import mentioning
 
-__all__ = ["Truncated", "asking_words", "is_truncated", "sample_flags"]
+__all__ = ["Truncated", "apply_flags", "is_truncated", "request_words", "sample_flags"]
 
 Truncated = Literal["keep", "mask", "drop"]
 
@@ -45,7 +45,7 @@ def is_truncated(group: shmbus.Group) -> bool:
     )
 
 
-def asking_words(truncated: Truncated) -> tuple[bytes, ...]:
+def request_words(truncated: Truncated) -> tuple[bytes, ...]:
     """Return the words of which each flagged sample's meta contains one.
 
     Parameters
@@ -76,11 +76,11 @@ def sample_flags(
     uint8 [S] or None
         `MASKED` and `ZEROED`, ored; None if no sample requests anything.
     """
-    asked = _asking(trajectories, ZEROING_WORDS, "set_advantage_to_zero", bool)
+    asked = _requesting(trajectories, ZEROING_WORDS, "set_advantage_to_zero", bool)
     cut = []
     if truncated == "mask":
         # By the value: servers that set the key set it in every sample.
-        cut = _asking(
+        cut = _requesting(
             trajectories, TRUNCATED_WORDS, "finish_reason", TRUNCATED_REASONS.__contains__
         )
     if not asked and not cut:
@@ -113,7 +113,7 @@ def _meta(trajectory: shmbus.Trajectory, key: str) -> Any:
     return value if isinstance(value, (str, bool, int)) else None
 
 
-def _asking(
+def _requesting(
     trajectories: list[shmbus.Trajectory],
     words: tuple[bytes, ...],
     key: str,

@@ -28,7 +28,7 @@ from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
 from trainer_adapter.batches.batch import Batch, Layout, pad_batch
 from trainer_adapter.batches.finite import not_finite
-from trainer_adapter.batches.sample_flags import Truncated, asking_words, sample_flags
+from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
 from trainer_adapter.gpu.memory import Staging, StagingBlock
 
 __all__ = ["Pending", "begin_gather"]
@@ -152,7 +152,7 @@ def begin_gather(
     told["advantages"] = baseline_of(advantages)
     if told["advantages"] is None:
         told["advantages"] = _compared(groups, advantages)
-    block, table = _plan(groups, staging, told, asking_words(truncated))
+    block, table = _plan(groups, staging, told, request_words(truncated))
     if not table.scores_fit:
         # Raises, with the score and its sample.
         _compared(groups, advantages)

@@ -221,8 +221,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for its first group, 0 to ask the bus just once; None waits for ever,
-            with a note in the log every half minute that names what is missing.
+            Seconds to wait for its first group; None waits for ever, with a note in the log every
+            half minute that names what is missing.
 
         Returns
         -------
@@ -246,16 +246,14 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 batch = self._next_made(timeout)
             else:
                 batch = self._next_ready(self._prefetcher, timeout)
-        step = self.step
         try:
             if self._gpu is not None:
                 self._gpu.deliver(batch)
-            batch.step = step
             self.progress.note(batch, time.monotonic() - began, self._consumer)
-            self.step = step + 1
         except BaseException:
             # A Ctrl-C, for instance: the caller does not get the batch.
-            self._return(step)
+            self.step = batch.step
+            self._return(batch.step)
             raise
         return batch
 
@@ -267,7 +265,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             if not take_until_due(planner, self._take, admission.admit, timeout, self._note_quiet):
                 raise self._timeout_error(timeout)
             self._make()
-        return planner.hand_out(self.step) if planner.ready else None
+        return self._hand_out() if planner.ready else None
 
     def _next_ready(self, prefetcher: Prefetcher, timeout: float | None) -> Batch | None:
         """Return the batch that the thread has ready; None for one that has become too old."""
@@ -280,10 +278,18 @@ class OnlineDataHandler(IterableDataset[Batch]):
                         self._planner.recall(time.monotonic())
                         self._admission.return_stale()
                         return None
-                    return self._planner.hand_out(self.step)
+                    return self._hand_out()
                 finally:
                     prefetcher.wake()
         raise self._timeout_error(timeout)
+
+    def _hand_out(self) -> Batch:
+        """Count the first batch that is ready as a step, and return it."""
+        step = self.step
+        batch = self._planner.hand_out(step)
+        batch.step = step
+        self.step = step + 1
+        return batch
 
     def _make(self) -> None:
         """Pack the next batch of the planner; after a failure its groups still wait."""
@@ -360,12 +366,12 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     def _return(self, step: int) -> None:
         """Have the groups of a batch that is out wait again, before all others."""
-        with self._guard():
+        with self._locked():
             self._planner.give_back(step, time.monotonic())
             if self._prefetcher is not None:
                 self._prefetcher.wake()
 
-    def _guard(self) -> AbstractContextManager[Any]:
+    def _locked(self) -> AbstractContextManager[Any]:
         """Return the lock of waiting groups and ready batches, if a thread works with them too."""
         if self._prefetcher is None:
             return nullcontext()
@@ -409,7 +415,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         dict
             Plain ints, strs and lists, for any serialiser.
         """
-        with self._guard():
+        with self._locked():
             trained = set(self._admission.trained)
         for made in self._planner.out.values():
             trained |= identities(made.batch.groups)
@@ -432,7 +438,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         """
         saved = HandlerState.parse(state)
         self._consumer.reset_policy_version(saved.policy_version)
-        with self._guard():
+        with self._locked():
             self._planner.recall(time.monotonic())
             if self._prefetcher is not None:
                 self._prefetcher.wake()
