@@ -81,6 +81,8 @@ class Injection:
             raise Injected(self.where)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        # What a function returns: a real handler is not told, so it does not keep it alive.
+        del argument
         if not self._is_ours(frame):
             return None
         if event != "exception":

@@ -122,7 +122,8 @@ def test_a_late_first_group_with_logprobs_ends_those_that_wait_without(
 ) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2, max_wait=None) as handler:
         producer.put("without", group_size=1, index=0, tokens=TOKENS)
-        handler._admission.admit(handler._take(10, True))
+        handler._planner.inbox.extend(handler._take(10, True))
+        handler._admission.admit()
         for key in ("with", "more"):
             producer.put(key, group_size=1, index=0, tokens=TOKENS, logprobs=FULL["logprobs"])
         with pytest.raises(ValueError, match=r"'without'.*'logprobs'"):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shmbus
 
-__all__ = ["Batch", "Layout", "copy_to_device", "pad_batch"]
+__all__ = ["Batch", "Layout", "UnseenBatch", "copy_to_device", "pad_batch"]
 
 Layout = Literal["packed", "padded"]
 
@@ -86,6 +86,14 @@ class Batch:
     def total_tokens(self) -> int:
         """T, the tokens of all sequences, padding not counted."""
         return int(self.cu_seqlens[-1])
+
+
+class UnseenBatch(Batch):
+    """A batch on its way to the trainer, at which nobody has looked; then it is a `Batch`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        self.__class__ = Batch  # type: ignore[assignment]
+        return object.__getattribute__(self, name)
 
 
 def pad_batch(batch: Batch) -> None:

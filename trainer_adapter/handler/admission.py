@@ -4,7 +4,8 @@ Invariants:
 
 - A group that a checkpoint had trained is acknowledged; a truncated one (under "drop") and a
   malformed one are dropped. Each costs itself only: all others wait for their batches.
-- Every group ends here, or waits in the planner, even if an error is raised.
+- Every group ends here, or waits in the planner, even if an error is raised. Where a signal's
+  handler raises, it stays in the inbox, and is admitted by the next call.
 - Once a group with logprobs was admitted, one without them is malformed. A batch of both kinds has
   no ratio for a part of its tokens; one of the few without them would come at an odd step, and stop
   a loss that needs them. The other way round nothing that is good would be left.
@@ -79,51 +80,53 @@ class Admission:
         self.trained: set[tuple[int, int]] = set()
         self.truncated_groups = 0
 
-    def admit(self, groups: list[shmbus.Group]) -> None:
-        """Have groups wait for their batches, or end them.
+    def admit(self) -> None:
+        """Have the groups of the inbox wait for their batches, or end them.
 
-        Parameters
-        ----------
-        groups : list[shmbus.Group]
-            Leased.
+        Where it is interrupted, the groups stay in the inbox until it is called again; those that
+        have ended are passed over then.
 
         Raises
         ------
         TypeError, ValueError
             For the first malformed group, under ``malformed="raise"``, after all were admitted.
         """
-        groups = self.without_trained(groups)
+        groups = self._without_trained(_leased(self._planner.inbox))
         if self._truncated == "drop":
             cut = [group for group in groups if is_truncated(group)]
             self._consumer.drop(cut)
             self.truncated_groups += len(cut)
-            groups = [group for group in groups if group.state == "leased"]
-        if not groups:
-            return
-        try:
-            self._planner.add(self._measure(groups), time.monotonic())
-        except (TypeError, ValueError):
-            self._admit_each(groups)
-
-    def _admit_each(self, groups: list[shmbus.Group]) -> None:
-        wrong: Exception | None = None
+            groups = _leased(groups)
         good: list[tuple[shmbus.Group, int]] = []
-        try:
-            for group in groups:
-                try:
-                    good += self._measure([group])
-                except (TypeError, ValueError) as error:
-                    self.drop(group, error)
-                    wrong = wrong or error
-        finally:
-            self._planner.add(good, time.monotonic())
+        wrong: Exception | None = None
+        if groups:
+            try:
+                good = self._measure(groups)
+            except (TypeError, ValueError):
+                good, wrong = self._measure_each(groups)
+        self._planner.add(good, time.monotonic())
         if wrong is not None and self._malformed == "raise":
             raise wrong
 
+    def _measure_each(
+        self, groups: list[shmbus.Group]
+    ) -> tuple[list[tuple[shmbus.Group, int]], Exception | None]:
+        wrong: Exception | None = None
+        good: list[tuple[shmbus.Group, int]] = []
+        for group in groups:
+            try:
+                good += self._measure([group])
+            except (TypeError, ValueError) as error:
+                self.drop(group, error)
+                wrong = wrong or error
+        return good, wrong
+
     def drop(self, group: shmbus.Group, error: Exception) -> None:
         """End a malformed group, with a note in the log."""
-        group.drop()
         logger.warning("dropped group %r: %s", group.instance_id, error)
+        self._planner.unsettled = True
+        group.drop()
+        self._planner.keep_leased()
 
     def drop_without_logprobs(self, groups: list[shmbus.Group]) -> None:
         """End groups that were admitted before the first one that has logprobs."""
@@ -150,22 +153,26 @@ class Admission:
             return
         stale = self.stale(self._planner.groups)
         if stale:
-            self._planner.keep(lambda group: group not in stale)
+            self._planner.unsettled = True
             for group in stale:
                 group.give_back()
+            self._planner.keep_leased()
 
-    def without_trained(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
+    def end_trained(self) -> None:
+        """Acknowledge waiting groups that a checkpoint had trained."""
+        self._planner.unsettled = True
+        self._without_trained(_leased(self._planner.groups))
+        self._planner.keep_leased()
+
+    def _without_trained(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
         """Acknowledge groups that a checkpoint had trained; return the others."""
-        if self.trained:
-            self._consumer.ack([group for group in groups if self._was_trained(group)])
-        return [group for group in groups if group.state == "leased"]
-
-    def _was_trained(self, group: shmbus.Group) -> bool:
-        samples = identities([group])
-        trained = samples <= self.trained
-        if trained:
-            self.trained -= samples
-        return trained
+        if not self.trained:
+            return groups
+        trained = [group for group in groups if identities([group]) <= self.trained]
+        samples = identities(trained)
+        self._consumer.ack(trained)
+        self.trained -= samples
+        return _leased(groups)
 
     def _measure(self, groups: list[shmbus.Group]) -> list[tuple[shmbus.Group, int]]:
         """Pair each group with its tokens; raises if one of them is malformed."""
@@ -184,3 +191,7 @@ class Admission:
             check_lengths(trajectories, lengths, self._tokens_per_batch)
         left = iter(lengths)
         return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]
+
+
+def _leased(groups: list[shmbus.Group]) -> list[shmbus.Group]:
+    return [group for group in groups if group.state == "leased"]
