@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import shmbus
-from shmbus.interrupts import call_uninterrupted
+from shmbus.batch.uninterrupted import call_uninterrupted
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
 from trainer_adapter.handler.take import Take
