@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -25,7 +25,7 @@ PER_TOKEN: Final = ("tokens", "position_ids", "loss_mask", "logprobs", "advantag
 PER_SEQUENCE: Final = ("cu_seqlens", "scores", "policy_versions", "group_sizes")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Batch:
     """One batch of whole groups. T tokens in S sequences, the longest of L tokens.
 
@@ -72,7 +72,7 @@ class Batch:
     instance_ids: list[str]
     policy_versions: Tensor
     group_sizes: Tensor
-    groups: list[shmbus.Group] = field(repr=False)
+    groups: list[shmbus.Group]
     layout: Layout = "packed"
     step: int = -1
     transport: str = "cpu"
@@ -86,6 +86,14 @@ class Batch:
     def total_tokens(self) -> int:
         """T, the tokens of all sequences, padding not counted."""
         return int(self.cu_seqlens[-1])
+
+    def __repr__(self) -> str:
+        step = "" if self.step < 0 else f" step {self.step}"
+        return (
+            f"<Batch{step}: {len(self.groups)} groups, {self.sequences} sequences, "
+            f"{self.total_tokens} tokens, {self.layout} on {self.tokens.device}"
+            f"{', without logprobs' if self.logprobs is None else ''}>"
+        )
 
 
 class UnseenBatch(Batch):

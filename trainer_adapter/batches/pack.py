@@ -43,10 +43,13 @@ def pack(
     ----------
     groups : shmbus.Group or iterable of them
         Leased, of one Consumer.
-    advantages : "grpo" | "dr_grpo" | "rloo" | "none" or callable
+    advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
         As for `group_advantages`; token-level advantages that a producer sent win.
     layout : "packed" | "padded"
+        All sequences in one row, with `Batch.cu_seqlens` for their borders; or a row for each,
+        padded to the longest.
     device : torch.device or str
+        Where the batch's tensors are.
     fields : FieldNames, optional
         How producers call the arrays.
     memory : BatchMemory, optional

@@ -32,6 +32,7 @@ from trainer_adapter._arguments import (
     check_device,
     check_fields,
     check_for_ranks,
+    check_loader,
     check_prefetch,
     check_wait,
     checked_budget,
@@ -77,10 +78,13 @@ class OnlineDataHandler(IterableDataset[Batch]):
         *sequence* is malformed.
     groups_per_batch : int, optional
         Instead: exactly so many groups a batch.
-    advantages : "grpo" | "dr_grpo" | "rloo" | "none" or callable
+    advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
         As for `group_advantages`.
     layout : "packed" | "padded"
+        All sequences in one row, with `Batch.cu_seqlens` for their borders; or a row for each,
+        padded to the longest.
     device : torch.device or str
+        Where the batch's tensors are. With "cuda" the GPU reads the ring itself where it can.
     rank, world_size : int
         This rank gets its shard of each step: disjoint from those of other ranks, balanced by
         tokens, and formed as soon as each rank gets a group. More than one rank need the daemon
@@ -107,7 +111,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         `max_wait` is over. A ready batch that is too old after `set_policy_version` is recalled and
         made from newer groups; a shard is not.
     progress : bool or file
-        Write a line of progress to stderr, or to a file; also as ``handler.progress.line``.
+        Write a line of progress to stderr, or to a file, now and then. ``handler.progress.line`` is
+        the present one in any case.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
@@ -212,6 +217,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 "OnlineDataHandler: expected to be iterated by the process that made it, got a "
                 "DataLoader's worker; pass num_workers=0, and prefetch=1 to have batches ready"
             )
+        check_loader(sys._getframe(1))
         return self
 
     def __next__(self) -> Batch:
@@ -526,6 +532,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
             "OnlineDataHandler: expected to stay in its process, got pickled; one process reads a "
             "bus: give a DataLoader num_workers=0"
         )
+
+    def __repr__(self) -> str:
+        out = len(self._planner.out)
+        more = " closed" if self._closed else f" {out} out" if out else ""
+        return f"<OnlineDataHandler {self._consumer.name!r} step {self.step}{more}>"
 
     def __enter__(self) -> OnlineDataHandler:
         return self
