@@ -1,10 +1,10 @@
 """Raises an exception at a chosen event of this thread: a line, a call, a return, or a call into C.
 
 A signal's handler may raise wherever the interpreter looks for signals: when a function begins,
-when a call returns, when a loop goes back. This is a superset of that, but for one step: between
-the body of a ``with`` and the call of C that leaves it the interpreter never looks. `Injection(k)`
-raises at the k-th event inside the packages, once; counting the events first tells how many there
-are.
+when a call returns, when a loop goes back. This is a superset of that, but for places at which it
+does nothing, and the step between the body of a ``with`` and the call of C that leaves it.
+`Injection(k)` raises at the k-th event inside the packages, once; counting the events first tells
+how many there are.
 
 Invariant: an injection changes nothing but that; where it has raised, or its block is over, tracing
 is off.
@@ -12,6 +12,7 @@ is off.
 
 from __future__ import annotations
 
+import dis
 import linecache
 import sys
 from collections.abc import Callable
@@ -88,7 +89,7 @@ class Injection:
         del argument
         if not self._is_ours(frame):
             return None
-        if event != "exception" and not (event == "line" and _is_with(frame)):
+        if event != "exception" and not (event == "line" and _cannot_raise(frame)):
             self._meet(frame, event)
         return self._trace
 
@@ -103,10 +104,15 @@ class Injection:
                 self._meet(frame, f"{event} {name}")
 
 
-def _is_with(frame: FrameType) -> bool:
-    """Whether its line begins a ``with``: the interpreter is there again when it leaves it."""
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return line.lstrip().startswith("with ")
+def _cannot_raise(frame: FrameType) -> bool:
+    """Whether the interpreter does nothing there, so that a compiler need not guard it.
+
+    That is a NOP, such as a ``try:``; and a line that begins a ``with``, since the interpreter is
+    there again when it leaves it.
+    """
+    code = frame.f_code
+    line = linecache.getline(code.co_filename, frame.f_lineno)
+    return code.co_code[frame.f_lasti] == dis.opmap["NOP"] or line.lstrip().startswith("with ")
 
 
 def count_events(operate: Callable[[], object], caller: str) -> int:
