@@ -336,6 +336,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     def _make(self) -> None:
         """Pack the next batch of the planner; after a failure its groups still wait."""
+        if self._planner.unsettled:
+            # Of the groups that are left a batch may not be due.
+            self._planner.keep_leased()
+            return
         planned = self._planner.next_groups()
         groups = [one.group for one in planned]
         try:
