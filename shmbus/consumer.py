@@ -183,6 +183,8 @@ class Consumer(_core.ConsumerBase[Group]):
     def _begin(self) -> None:
         self._lock = _core.RecursiveLock()
         self._source: Collector | DaemonClient | None = None
+        # The last one that this handle set.
+        self._policy_version = 0
         self._closed = False
 
     def _require_source(self) -> Collector | DaemonClient:
@@ -436,12 +438,14 @@ class Consumer(_core.ConsumerBase[Group]):
         """The current policy version, as producers see it: an int, 0 or more; settable.
 
         Reading never blocks. Setting it returns when producers see the new value; with a daemon
-        that takes a round trip, and CLIENT_WAIT_S (30 s) at most.
+        that takes a round trip, and CLIENT_WAIT_S (30 s) at most. It never goes back, but by
+        `reset_policy_version`. A rank that is behind the others may set its own, which changes
+        nothing.
 
         Raises
         ------
         TypeError, ValueError
-            When set: it is no int, or negative.
+            When set: it is no int, negative, or less than before.
         DaemonUnavailableError
             When set: the daemon does not answer.
         BusClosedError
@@ -452,7 +456,34 @@ class Consumer(_core.ConsumerBase[Group]):
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         source = self._require_source()
-        source.policy_version = check_policy_version(version)
+        version = check_policy_version(version)
+        current = source.policy_version
+        if version < current:
+            if self._options.world_size > 1 and version >= self._policy_version:
+                self._policy_version = version
+                return
+            raise ValueError(
+                f"policy_version: expected {current} or more, which it is now, got {version}; "
+                "count on from there, or, to return to a checkpoint, call reset_policy_version (a "
+                "handler's load_state_dict does)"
+            )
+        source.policy_version = self._policy_version = version
+
+    def reset_policy_version(self, version: int) -> None:
+        """Set the policy version, also to a lower one: the trainer returns to a checkpoint.
+
+        Parameters
+        ----------
+        version : int
+            0 or more. Samples of higher versions are delivered still.
+
+        Raises
+        ------
+        TypeError, ValueError, DaemonUnavailableError, BusClosedError
+            As for `policy_version`.
+        """
+        source = self._require_source()
+        source.policy_version = self._policy_version = check_policy_version(version)
 
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now.
