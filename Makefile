@@ -1,9 +1,9 @@
-# Each target sets itself up: it makes .venv, installs the project into it with what the target
-# needs, and does so again only when the metadata, the pins, the C sources or the switches changed.
+# Each target sets itself up: it makes .venv and installs the project with the extras of the target.
+# It installs again only when the metadata, the pins, the C sources or the switches have changed.
 #
-#   PYTHON   the interpreter that .venv is made with (after a change: make clean)
-#   ARGS     passed on to what demo, test and bench run
-#   WORKERS  processes that share the test files; 0 for none beside pytest's own, as --pdb needs
+#   PYTHON   the interpreter of .venv (after a change: make clean)
+#   ARGS     arguments of the command that demo, test, bench and others run
+#   WORKERS  processes that share the test files; 0 runs them in pytest's own, as --pdb needs
 #   CC, SHMBUS_DEBUG, SHMBUS_SANITIZE, SHMBUS_WERROR   how the extension is compiled; see setup.py
 
 PYTHON ?= python3
@@ -15,26 +15,26 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
-# Whole files, so that what a file sets up is set up once and its tests have an order; those of
-# processes come first, since they take longest.
+# Tests are shared out by file, so that a file's fixtures are set up once and its tests keep their
+# order. The files of tests/process run first, since they take longest.
 DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:benchmark
 
 C_SOURCES := $(sort $(shell find shmbus_ext -name "*.c"))
 C_HEADERS := $(sort $(shell find shmbus_ext -name "*.h"))
-# The ring alone, as the C tests, the fuzzers and the explorer link it.
+# The ring without Python; the C tests, the fuzzers and the explorer link it.
 RING_SOURCES := $(sort $(wildcard shmbus_ext/ring/*.c))
-# A C test is one file with a main of its own, linked with the ring; exit status 0 is success.
+# A C test is one file with its own main, linked with the ring; exit status 0 means success.
 C_TESTS := $(patsubst tests/c/%.c,%,$(sort $(wildcard tests/c/*.c)))
 C_STRICT := -std=c11 -Wall -Wextra -Wconversion -Werror -pthread -Ishmbus_ext
 C_TEST_SECONDS := 300
-# Stepping needs ptrace, which qemu-user has not, would take hours under valgrind, and is of one
-# thread, in which TSan finds nothing.
+# step_kill uses ptrace, which qemu-user lacks; it would take hours under valgrind; and it has one
+# thread, so TSan would find nothing.
 UNSTEPPED_TESTS := $(filter-out step_kill,$(C_TESTS))
 comma := ,
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# Two targets that install into one environment must not do it at once.
+# Two targets must not install into one environment at the same time.
 .NOTPARALLEL:
 .PHONY: help demo test check bench bench-calls bench-contenders bench-report explore fuzz soak
 .PHONY: kills points versions leaks valgrind cross sanitize clean FORCE
@@ -49,55 +49,55 @@ demo: $(VENV)/.demo ## Train a small policy over the bus, workers and trainer on
 test: $(VENV)/.dev ## Run the whole test suite
 	$(BIN)/pytest $(DISTRIBUTED) $(ARGS)
 
-check: $(VENV)/.dev check-c ## Lint, formatting, strict types, warnings-as-errors C, C tests
+check: $(VENV)/.dev check-c ## Check lint, formatting and types; compile C with warnings as errors; run the C tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.bench ## Measure, and compare with other ways to move a trajectory; make bench ARGS=--full
+bench: $(VENV)/.bench ## Measure shmbus and other ways to move a trajectory (five minutes; ARGS=--full: 25)
 	@$(BIN)/shmbus bench $(ARGS)
 
-bench-calls: $(VENV)/.bench ## Time the hot calls, comparable over commits; count the C core's instructions
+bench-calls: $(VENV)/.bench ## Time the hot calls, and check the instruction counts of the C core
 	$(BIN)/pytest -o addopts= --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name bench/calls.py $(ARGS)
 	$(BIN)/python -m bench.instructions check
 
-bench-report: $(VENV)/.bench ## Measure everything anew, and put report, plots and README in order
+bench-report: $(VENV)/.bench ## Measure everything; write the report, the plots and the tables of both READMEs
 	$(BIN)/shmbus bench --full --output bench/results/two-cores $(ARGS)
-	$(BIN)/python -m bench.report bench/results/two-cores --readme README.md
+	$(BIN)/python -m bench.report bench/results/two-cores --readme README.md bench/README.md
 
-explore: build/explore/plain/explore ## Search the ring's interleavings, deaths included, as deep as stated (half an hour)
+explore: build/explore/plain/explore ## Search the interleavings of the ring, with deaths, and find the planted bugs (half an hour)
 	build/explore/plain/explore --deep $(ARGS)
 	@for seed in $(EXPLORE_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
 
-fuzz: fuzz-c fuzz-python ## Fuzz what reads segment, messages, snapshots, MINUTES in all (needs clang)
+fuzz: fuzz-c fuzz-python ## Fuzz the readers of segments, messages and snapshots for MINUTES (needs clang)
 
-# SOAK=soak is the embedded form: no daemon, no ranks. RESTARTS=1000 kills the daemon so often.
+# SOAK=soak runs without daemon and ranks. RESTARTS=1000 kills the daemon 1,000 times.
 SOAK ?= daemon_soak
-soak: $(VENV)/.dev ## Daemon, two ranks, eight producers under random faults for MINUTES, then an audit
+soak: $(VENV)/.dev ## Run daemon, two ranks and eight producers under random faults for MINUTES, then audit
 	$(BIN)/python tests/process/$(SOAK).py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$) $(RESTARTS)
 
 KILLS ?= 10000
-kills: $(VENV)/.dev ## SIGKILL of KILLS producers at random instants
+kills: $(VENV)/.dev ## Kill KILLS producers with SIGKILL at random instants
 	SHMBUS_TEST_KILLS=$(KILLS) $(BIN)/pytest tests/process/test_death.py -k killed_writers $(ARGS)
 
-points: $(VENV)/.dev ## A death and a stop at every named point of every process, first and later passes
+points: $(VENV)/.dev ## Kill and stop every process at each of its failpoints, at first and later passes
 	SHMBUS_TEST_POINTS=all $(BIN)/pytest tests/process/test_failpoints.py $(ARGS)
 
-versions: $(VENV)/.dev ## The trainer side with other torch, transformers, flash-attn (half an hour)
+versions: $(VENV)/.dev ## Test the trainer side with other versions of torch, transformers, flash-attn (half an hour)
 	$(BIN)/python tests/versions.py $(ARGS)
 
-leaks: $(VENV)/.dev ## Count what 10,000 cycles of everything leave behind
+leaks: $(VENV)/.dev ## Count the resources that 10,000 cycles of everything leave behind
 	$(BIN)/python tests/process/leaks.py leaks-$$$$ 10000
 
-valgrind: $(addprefix build/c/valgrind/,$(UNSTEPPED_TESTS)) ## Run C tests under valgrind
+valgrind: $(addprefix build/c/valgrind/,$(UNSTEPPED_TESTS)) ## Run the C tests under valgrind
 	@for test in $^; do valgrind -q --error-exitcode=1 --leak-check=full $$test || exit 1; done
 
-cross: $(addprefix build/c/aarch64/,$(UNSTEPPED_TESTS)) ## Build for aarch64 and run C tests under qemu-user
+cross: $(addprefix build/c/aarch64/,$(UNSTEPPED_TESTS)) ## Build the C tests for aarch64 and run them under qemu-user
 	@for test in $^; do qemu-aarch64 $$test || exit 1; done
 
-sanitize: $(VENV)/.dev sanitize-c sanitize-python ## C and Python tests under ASan, UBSan and TSan
+sanitize: $(VENV)/.dev sanitize-c sanitize-python ## Run the C tests under ASan, UBSan and TSan, the suite under ASan and UBSan
 
-clean: ## Remove the environment and everything that was built
+clean: ## Remove the environments and everything that was built
 	rm -rf $(VENV) $(CONTENDERS) build dist *.egg-info shmbus_ext/*.so
 	rm -rf .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -110,7 +110,7 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-# Rewritten only where the switches differ from those of the last build.
+# Rewritten only if the switches differ from those of the last build.
 $(VENV)/.switches: $(VENV)/.created FORCE
 	@echo '$(CC) $(SHMBUS_DEBUG) $(SHMBUS_SANITIZE) $(SHMBUS_WERROR)' | cmp -s - $@ || \
 	    echo '$(CC) $(SHMBUS_DEBUG) $(SHMBUS_SANITIZE) $(SHMBUS_WERROR)' > $@
@@ -123,15 +123,15 @@ $(VENV)/.dev: EXTRAS := dev,train
 $(VENV)/.bench: EXTRAS := bench-all,train
 $(VENV)/.fuzz: EXTRAS := dev,fuzz
 
-# Editable, so that the sources here are what runs. The build requirements go into the environment
-# first, and not into a throwaway one, so that a changed C file needs no network.
+# Editable, so that the sources of the checkout run. The build requirements are installed into the
+# environment itself and not into a temporary one, so that a changed C file needs no network.
 $(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.fuzz: $(INSTALL_INPUTS)
 	@echo 'installing shmbus[$(EXTRAS)] into $(VENV) (the first time downloads PyTorch: minutes)'
 	@$(PIP) 'setuptools>=77' 'numpy>=2.0'
 	@$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
-# --- contenders of the benchmark whose packages would change the environment of everybody else
+# --- contenders of the benchmark whose packages would change other pins; one environment each
 
 CONTENDERS := .venv-contenders
 CONTENDER_LISTS := $(wildcard bench/contenders/environments/*.txt)
@@ -143,13 +143,12 @@ $(CONTENDERS)/%/.done: bench/contenders/environments/%.txt constraints.txt
 	@$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt -r $<
 	@touch $@
 
-# --- the C sources, and the ring's own tests
+# --- strict builds of the C sources, and the C tests of the ring
 
 .PHONY: check-c sanitize-c sanitize-python strict-c
 check-c: strict-c
 
-# Through setup.py, which owns the flags, with every compiler that is here and with the debug code
-# in and out.
+# Through setup.py, which owns the flags, with each installed compiler, with and without debug code.
 strict-c: $(VENV)/.dev
 	@for cc in $(or $(strip $(foreach cc,gcc clang,$(if $(shell command -v $(cc)),$(cc)))),$(CC)); do \
 	    for debug in 0 1; do \
@@ -160,7 +159,7 @@ strict-c: $(VENV)/.dev
 	    done; \
 	done
 
-# $(1): the name of a variant; $(2): its flags; $(3): the target that runs its tests; $(4): those.
+# $(1): name of a variant; $(2): its flags; $(3): target that runs its tests; $(4): the tests.
 define c_test_rules
 build/c/$(1)/%: tests/c/%.c $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
 	@mkdir -p $$(@D)
@@ -182,9 +181,9 @@ $(eval $(call c_test_rules,asan,-O1 -g -DSHMBUS_DEBUG=1 -fno-omit-frame-pointer 
     -fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined,sanitize-c,$(C_TESTS)))
 $(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,sanitize-c,$(UNSTEPPED_TESTS)))
 
-# Fuzzing (tests/fuzz): libFuzzer and atheris find cases, and any compiler replays those that are
-# kept. What a run finds lies in build/fuzz/found; a case worth keeping goes to tests/fuzz/corpus.
-FUZZ_TARGETS := header record segment wanted
+# Fuzzing (tests/fuzz): libFuzzer and atheris find cases; any compiler can replay the kept ones.
+# Findings of a run lie in build/fuzz/found; a case worth keeping goes to tests/fuzz/corpus.
+FUZZ_TARGETS := header record segment retry_table
 FUZZ_PYTHON := decoders control snapshot
 FUZZERS := $(patsubst %,build/fuzz/fuzz_%,$(FUZZ_TARGETS))
 MINUTES ?= 4
@@ -219,8 +218,8 @@ build/fuzz/replay_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(RING_SOURCES) $(C_H
 	$(CC) $(C_STRICT) -D_GNU_SOURCE= -DFUZZ_REPLAY -O1 -g -fsanitize=address,undefined \
 	    -fno-sanitize-recover=undefined -o $@ $< $(RING_SOURCES) -Wl,--as-needed -lrt
 
-# The explorer (tests/model): the ring's own sources, their shared accesses routed through a
-# scheduler. Its short form, and the bugs of the kinds that rings are known for, are checks.
+# The explorer (tests/model) compiles the ring's own sources with their shared accesses routed
+# through a scheduler. `make check` runs its short form and finds four planted bugs.
 EXPLORE_SEEDS := $(sort $(wildcard tests/model/seeds/*.sed))
 EXPLORE_SHORT_SEEDS := $(patsubst %,tests/model/seeds/%.sed,\
     timeout_reclaim missing_release link_at_wrap unchecked_claim)
@@ -240,11 +239,10 @@ build/c/aarch64/%: tests/c/%.c $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/c/*
 	@mkdir -p $(@D)
 	aarch64-linux-gnu-gcc $(C_STRICT) -O2 -static -o $@ $< $(RING_SOURCES)
 
-# The suite in a copy of the tree, so that the extension in use here stays a plain one. The
-# sanitizer's library has to be the first one in a process, and libstdc++ there when it starts;
-# leaks are not looked for, since the interpreter leaves much to the end of the process. ASan
-# reports to files, so that what a child process did counts too; UBSan knows stderr only, which
-# pytest therefore leaves alone.
+# Runs the suite in a copy of the tree, so that the extension of the checkout stays a plain one. The
+# sanitizer's library has to be loaded first, with libstdc++. Leaks are not reported, since the
+# interpreter frees much only at the end of the process. ASan reports to files, so that reports of
+# child processes count too. UBSan reports to stderr only, so pytest does not capture it.
 SANITIZED := build/sanitized
 SANITIZED_TREE := $(wildcard shmbus shmbus_ext trainer_adapter bench tests examples docs .ci \
     setup.py pyproject.toml MANIFEST.in Makefile constraints.txt LICENSE *.md)

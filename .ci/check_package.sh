@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the sdist and the wheel, looks at what they carry, installs each one into an empty
-# environment without PyTorch, and runs smoke.py there, outside the checkout. Run by `.ci/run`,
-# after `make test` has made .venv.
+# Builds the sdist and the wheel, checks their contents, installs each one into an empty environment
+# without PyTorch, and runs smoke.py there, outside the checkout. `.ci/run` calls it after the suite
+# has made .venv.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
@@ -14,7 +14,7 @@ fail() {
     exit 1
 }
 
-# Both are built from a copy, so that nothing an earlier build left in the checkout gets in.
+# Both are built from a copy, so that leftovers of an earlier build in the checkout stay out.
 mkdir "$work/source"
 tar -C "$root" -cf - --exclude=./.venv --exclude=./.git --exclude=./build --exclude=./dist \
     --exclude='*.egg-info' --exclude='*.so' --exclude=__pycache__ . | tar -C "$work/source" -xf -
@@ -58,8 +58,9 @@ for package in "$wheel" "$sdist"; do
     if "$environment/bin/python" -c 'import torch' 2> /dev/null; then
         fail "$name: its plain install brought PyTorch along"
     fi
-    # Isolated from this directory and from PYTHONPATH: only what was installed is there.
+    # Isolated from this directory and from PYTHONPATH: only the installed package is importable.
     (cd "$work" && "$environment/bin/python" -I "$root/.ci/smoke.py")
     (cd "$work" && "$environment/bin/shmbus" --help > /dev/null) || fail "$name: shmbus --help failed"
+    (cd "$work" && "$environment/bin/shmbus" demo --help > /dev/null) || fail "$name: no shmbus demo"
     echo "$name: installs, imports and works without PyTorch"
 done

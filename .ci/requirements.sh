@@ -1,10 +1,10 @@
 #!/bin/sh
-# Names every system requirement that is missing, all at once, with what to do about each.
+# Names all missing system requirements together, with a hint for each.
 # Usage: requirements.sh [PYTHON]. Exit status 0 if nothing is missing, 1 otherwise.
 set -u
 
 python=${1:-python3}
-# The largest bus that the tests and the demo create, with room for what runs beside it.
+# The largest bus of the tests and the demo, with room for the buses of tests that run beside it.
 shm_needed_mib=512
 missing=0
 
@@ -28,7 +28,7 @@ else
     [ -f "$header" ] ||
         lacks "the C headers of '$python' ($header)" \
             "On Debian and Ubuntu: apt install python3-dev; on Fedora: dnf install python3-devel"
-    # What setuptools takes where CC is not set.
+    # The compiler that setuptools uses if CC is not set.
     [ -n "$cc" ] || cc=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("CC") or "cc")')
 fi
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Short forms of the long runs of which the test suite and `make check` have none: sanitizers,
-# valgrind, another processor, fuzzing that looks for new cases. Run by `.ci/run`. What needs a tool
-# that is not here is skipped, by name and with what to install; nothing else is.
+# Short forms of the long runs that neither the test suite nor `make check` has: sanitizers,
+# valgrind, another processor, fuzzing for new cases. `.ci/run` calls it. A run whose tool is missing
+# is skipped, with its name and the package to install; no other run is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# What reads and writes segments from Python; the whole suite is `make sanitize`.
+# Tests that read and write segments from Python; `make sanitize` runs the whole suite.
 SANITIZED_TESTS='tests/ring/test_bus.py tests/stash/test_consumer.py tests/stash/test_group.py
     tests/stash/test_group_table.py tests/stash/test_retries.py tests/client/test_borrower.py'
 
@@ -18,11 +18,11 @@ sanitizes() { # KIND: whether this compiler can build with it
     echo 'int main(void) { return 0; }' |
         ${CC:-cc} "-fsanitize=$1" -x c -o /dev/null - 2> /dev/null
 }
-fuzzes() { # whether clang is here, and its libFuzzer
+fuzzes() { # whether clang and its libFuzzer are installed
     echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' |
         clang -fsanitize=fuzzer,address,undefined -x c -o /dev/null - 2> /dev/null
 }
-short() { # WHAT HINT CONDITION -- COMMAND...: runs the command where the condition holds
+short() { # WHAT HINT CONDITION -- COMMAND...: runs the command if the condition holds
     local what=$1 hint=$2
     shift 2
     local condition=()
@@ -52,7 +52,7 @@ short 'C tests for aarch64' \
     has aarch64-linux-gnu-gcc qemu-aarch64 -- make cross
 short 'fuzzing in C' 'there is no clang with libFuzzer (apt install clang libclang-rt-dev)' \
     fuzzes -- make fuzz-c FUZZ_SECONDS=4
-# By plain mutations: atheris takes longer to begin than this takes.
+# By plain mutations: atheris takes longer to start than this takes in all.
 for target in decoders control snapshot; do
     short "fuzzing of $target" '' true -- .venv/bin/python "tests/fuzz/fuzz_$target.py" \
         --random 4 "$RANDOM" "tests/fuzz/corpus/$target/"*

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Installs what some checks need beside a compiler and pip: on Debian and Ubuntu, as root. Nowhere
-# else, and where it fails, nothing is lost but those checks: they are skipped by name. Starts no
-# service.
+# Installs the tools of some checks, on Debian and Ubuntu, as root. It does nothing elsewhere. If it
+# fails, only the checks that need the tools are skipped, by name. It starts no service.
 set -uo pipefail
 
 export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
-lists= # whether the lists of packages are fresh
-# For all of it; on a usual line it takes one.
+lists= # "fresh" once the package lists are updated
+# Limit of all installations; they usually take one minute.
 MINUTES=4
 
 in_time() { # COMMAND...
@@ -14,7 +13,7 @@ in_time() { # COMMAND...
     [ "$left" -gt 0 ] && timeout "$left" "$@" > /dev/null
 }
 
-install() { # PACKAGES...: those of them that this system knows; their names differ a little
+install() { # PACKAGES...: installs those that this system has; names differ between systems
     local known=() package
     [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null || return 1
     [ -n "$lists" ] || in_time apt-get -qq update || return 1
@@ -36,6 +35,6 @@ need valgrind valgrind
 need redis-server redis-server
 need qemu-aarch64 qemu-user
 need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross
-# Where libFuzzer is a package of its own, it comes with the last of these.
+# On systems with a package of its own for libFuzzer, that is the last one.
 need clang clang libclang-rt-dev
 exit 0

@@ -1,1 +1,1 @@
-"""Measurements of shmbus on the machine that they run on; ``python -m bench.run`` runs them all."""
+"""Measurements of shmbus and of other ways to move a trajectory; `bench.suite` runs them all."""

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import shmbus
-from bench.stash import Sample
+from bench.rows.stash import Sample
 from bench.workload import GROUP_SIZE
 from shmbus.stash.stash import Stash
 

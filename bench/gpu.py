@@ -37,7 +37,7 @@ from torch import Tensor
 import shmbus
 from bench import machine
 from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE
-from trainer_adapter.attention.varlen import attention_backend, varlen_attention
+from trainer_adapter.attention import attention_backend, varlen_attention
 from trainer_adapter.batches.pack import pack
 from trainer_adapter.gpu.memory import Staging
 from trainer_adapter.gpu.packer import GpuPacker, Pending, begin_gather
@@ -222,7 +222,7 @@ def _one_transport(
 
 
 def _paced(groups: list[shmbus.Group], transport: Any) -> dict[str, Any]:
-    """Bring a batch every `PACE_S`; its processor time is all that the process spends meanwhile."""
+    """Bring a batch every `PACE_S`; its processor time is all time of the process."""
     per_batch = min(PACED_GROUPS, len(groups))
     cuts = range(0, len(groups) - per_batch + 1, per_batch)
     batches = itertools.cycle([groups[at : at + per_batch] for at in cuts])
@@ -254,7 +254,7 @@ def _wall_seconds(work: Callable[[], object]) -> float:
 
 
 def _kernel_seconds(packer: GpuPacker, batch: list[shmbus.Group], repetitions: int) -> float:
-    """Time that the device needs for a batch when the host is not what it waits for."""
+    """Time that the device needs for a batch when it never waits for the host."""
     assert packer._registration is not None
     staging, shift = Staging(packer.device), packer._registration.device_shift
     stream = torch.cuda.current_stream()
@@ -388,7 +388,7 @@ def _log_normal(sequences: int, tokens: int) -> NDArray[np.int64]:
 
 
 def _operands(tokens: int) -> list[Tensor]:
-    """Make queries, keys, values, and the gradient of what comes out."""
+    """Make queries, keys, values, and the gradient of the output."""
     generator = torch.Generator("cuda").manual_seed(0)
     return [
         torch.randn(

@@ -1,4 +1,4 @@
-"""Instructions of the C core's hot path, counted by callgrind: they don't move with the machine.
+"""Instructions of the C core's hot path, counted by callgrind, whatever the machine's load.
 
 ``python -m bench.instructions check`` compiles ``c/hot_path.c`` with the core, counts, and compares
 with ``baselines.json``: exit status 1, and the operation's name, if one takes more than `TOLERANCE`
@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.native import CannotRun, compile_program, compiler, run
+from bench.native import PROGRAMS, CannotRun, compile_program, compiler, run
 
 __all__ = ["OPERATIONS", "compare", "count", "main"]
 
-SOURCE: Final = Path(__file__).with_name("c") / "hot_path.c"
+SOURCE: Final = PROGRAMS / "hot_path.c"
 BASELINES: Final = Path(__file__).with_name("baselines.json")
 #: Functions of hot_path.c, and how often a round calls each.
 OPERATIONS: Final = {

@@ -1,4 +1,4 @@
-"""What the figures were measured on: versions, processor, load."""
+"""The machine of a run: versions, processor, load."""
 
 from __future__ import annotations
 

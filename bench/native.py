@@ -1,4 +1,4 @@
-"""C programs of the benchmark: compiled where they are needed, by what ``CC`` names or ``cc``."""
+"""C programs of the benchmark: compiled when needed, by the compiler in ``CC`` or ``cc``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ROOT", "CannotRun", "compile_program", "compiler", "run"]
+__all__ = ["PROGRAMS", "ROOT", "CannotRun", "compile_program", "compiler", "run"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+#: Where the C programs of the benchmark lie.
+PROGRAMS: Final = Path(__file__).with_name("c")
 #: As setup.py compiles the extension.
 RING_FLAGS: Final = ("-O3", "-Ishmbus_ext", "-DNDEBUG")
 #: Rooms of shmbus_ext that know no Python.
@@ -33,7 +35,7 @@ def compiler() -> list[str]:
 
 
 def compile_program(source: Path, program: Path, *, ring: bool = False) -> None:
-    """Compile one file, with the ring if it calls that: what knows neither Python nor its headers.
+    """Compile one file, with the core (the sources without Python) if it calls the ring.
 
     Raises
     ------
@@ -52,7 +54,7 @@ def compile_program(source: Path, program: Path, *, ring: bool = False) -> None:
 def run(argv: list[str], given: str = "") -> tuple[str, str]:
     """Run a program in the checkout; return what it said on stdout and on stderr.
 
-    Without what this process had preloaded: that is no part of the program.
+    Libraries that are preloaded into this process are not preloaded into the program.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Processes of a measurement: spawned, let go together, and never waited for without a deadline.
+"""Processes of a measurement: spawned, started together, each wait with a deadline.
 
 Invariants:
 
@@ -36,7 +36,7 @@ __all__ = [
 DEADLINE_S: Final = 300.0
 #: Seconds that one call in a process may wait for another process, which may still import torch.
 STALL_S: Final = 60.0
-#: Seconds between two looks at processes that are watched, and at whether they are ready.
+#: Seconds between two checks of watched processes, and of whether they are ready.
 WATCH_S: Final = 0.02
 READY_POLL_S: Final = 0.01
 
@@ -105,7 +105,7 @@ def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Started:
-    """A process by itself, begun at once, that runs until it is ended."""
+    """A process that starts immediately and runs until it is ended."""
 
     def __init__(self, process: SpawnProcess, pipe: Connection) -> None:
         self._process = process
@@ -172,7 +172,7 @@ def _watch(
     barrier: Barrier,
     deadline: float,
 ) -> None:
-    """Wait until all are ready, look, let them begin, and look again until the first has ended."""
+    """Wait until all are ready, watch, let them begin, and watch until the first has ended."""
     pids = [process.pid for process in processes if process.pid is not None]
     while barrier.n_waiting < len(processes):
         if wait(pipes, READY_POLL_S) or time.monotonic() > deadline:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench import daemon, idle, machine, memcpy, polled, stash, stash_memory, throughput, wake
+from bench import machine
 from bench.processes import MeasurementError
-from bench.rows import Row, table
+from bench.rows import daemon, idle, memcpy, polled, stash, stash_memory, throughput, wake
+from bench.rows.row import Row, table
 from bench.sending import temporary_bus
 from bench.sizes import FULL, QUICK, TINY, Sizes
 from shmbus import ShmbusError
@@ -108,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_capacity(parser: argparse.ArgumentParser, capacity: str) -> None:
-    """Make a bus of this capacity now, and not only after the first measurement."""
+    """Create a bus of this capacity now, so that a wrong one fails before the first measurement."""
     try:
         with temporary_bus(capacity):
             return
@@ -188,7 +189,7 @@ def _others(
 
 
 def notes(rows: Sequence[Row], *, tiny: bool) -> list[str]:
-    """Say what a reader of the table should know before believing it."""
+    """Return notes that a reader needs before trusting the table."""
     if tiny:
         return ["NOTE: --tiny shows that each row can be measured; its figures mean nothing.\n"]
     for row in rows:

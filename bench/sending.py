@@ -1,4 +1,4 @@
-"""The sending side of all rows over shmbus: a bus for one measurement, and its producer process."""
+"""The sending side of all rows over shmbus: the bus of a measurement, and its producers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much each row measures: for figures to keep, for a quick look, and to see that it runs."""
+"""How much each row measures: to keep figures, for a quick check, or to see that it runs."""
 
 from __future__ import annotations
 

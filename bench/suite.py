@@ -1,4 +1,4 @@
-"""The whole benchmark: ``shmbus bench``, ``make bench`` and ``python -m bench.suite`` are this.
+"""The whole benchmark: ``shmbus bench``, ``make bench`` and ``python -m bench.suite`` run it.
 
 It measures shmbus by itself (`bench.run`), then every contender that is installed here
 (`bench.contest`), judges what was measured, and writes a directory: ``results.json`` with every
@@ -20,14 +20,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench import curves, machine, memcpy, report, verdicts
+from bench import machine
 from bench import run as core
 from bench import sizes as core_sizes
 from bench.contenders import contenders
 from bench.contest import plan
 from bench.contest import run as contest
 from bench.processes import MeasurementError
-from bench.rows import Row, table
+from bench.report import report, verdicts
+from bench.rows import curves, memcpy
+from bench.rows.row import Row, table
 from shmbus import ShmbusError
 
 __all__ = ["FORMAT", "main"]

@@ -33,7 +33,8 @@ import shmbus
 from bench import machine
 from bench.workload import GROUP_SIZE
 from trainer_adapter import OnlineDataHandler
-from trainer_adapter.batches.pack import BatchMemory, pack
+from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.batches.pack import pack
 
 __all__ = ["main"]
 

@@ -1,4 +1,4 @@
-"""What a system that moves trajectories is measured with: a Workload in, a Timed run out.
+"""Workloads for every system that moves trajectories: a Workload in, a Timed run out.
 
 Each system has a file of its own with one function of the form ``Measure``. It starts a consumer
 and the workload's producers as processes (`bench.processes`), lets them begin together, and returns

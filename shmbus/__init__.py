@@ -2,9 +2,9 @@
 
 Invariants:
 
-- Importing this loads no torch; what a trainer needs of it is in ``trainer_adapter``.
-- Only what is used is loaded: a handle is imported when it is first asked for, so that a rollout
-  worker does not pay for the trainer's side, nor for the daemon.
+- Importing this loads no torch; the parts that need it are in ``trainer_adapter``.
+- A handle is imported when it is first used, so that a rollout worker does not pay for the
+  trainer's side, nor for the daemon.
 - Every public name is in `__all__`, sorted.
 """
 

@@ -1,4 +1,7 @@
-"""What the arguments of the public names may be; TypeError and ValueError say what is wrong."""
+"""Checks of arguments: each returns the value as shmbus uses it, or raises TypeError or ValueError.
+
+Invariant: a message names the argument, says what was expected, and what was given.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from shmbus import limits
 from shmbus._format import show_size
 from shmbus_ext import _core
 
-#: Bytes; more than any machine has, and little enough for all sums of the core.
+#: Bytes of the largest size: more than any machine has, and the sums of the core cannot overflow.
 LARGEST_SIZE = 1 << 46
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -23,32 +26,32 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[_letter] = 1024**_power
 
 
-# What a timeout may be. Named here, since a reader that polls has its timeout checked each time.
+# Types of a timeout. Named here, since each poll of a reader checks one.
 SECONDS = (int, float, np.integer, np.floating)
 _LONGEST_S = sys.float_info.max
 
 
 def check_int(name: str, value: object) -> int:
-    """Return it as an int: NumPy's integers count too, a bool does not."""
+    """Return an int. NumPy's integers are ints, a bool is not."""
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     return operator.index(value)
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return it as a bool; any text would be true, "no" as well."""
+    """Return a bool. Text is refused: "no" would be true."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
     return bool(value)
 
 
 def clamp_request(name: str, value: object) -> int:
-    """Return how much is asked for, as C can count it and a daemon hears it."""
+    """Return a count of 1 or more, at most `limits.MAX_REQUESTED`."""
     return min(check_count(name, value, 1), limits.MAX_REQUESTED)
 
 
 def check_label(label: object) -> str:
-    """Return the label as it fits the segment, cut between two characters; None is the process."""
+    """Return a label, cut between characters to its room in the segment; None names the process."""
     if label is None or label == "":
         label = process_label()
     if not isinstance(label, str):
@@ -59,17 +62,17 @@ def check_label(label: object) -> str:
 
 
 def check_rank(rank: object, world_size: object) -> tuple[int, int]:
-    """Return both as int."""
-    place, size = check_int("rank", rank), check_int("world_size", world_size)
+    """Return rank and world size as ints, with 0 <= rank < world size."""
+    which, size = check_int("rank", rank), check_int("world_size", world_size)
     if not 1 <= size <= limits.MAX_CLIENTS:
         raise ValueError(f"world_size: expected 1 to {limits.MAX_CLIENTS}, got {size}")
-    if not 0 <= place < size:
-        raise ValueError(f"rank: expected 0 to {size - 1}, got {place}")
-    return place, size
+    if not 0 <= which < size:
+        raise ValueError(f"rank: expected 0 to {size - 1}, got {which}")
+    return which, size
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """One of several words."""
+    """Check that a value is one of several words."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected one of {choices}, got {type(value).__name__}")
     if value not in choices:
@@ -77,7 +80,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_count(name: str, value: object, least: int) -> int:
-    """Return a whole number from `least` on."""
+    """Return an int of `least` or more."""
     number = check_int(name, value)
     if number < least:
         raise ValueError(f"{name}: expected {least} or more, got {number}")
@@ -85,7 +88,7 @@ def check_count(name: str, value: object, least: int) -> int:
 
 
 def check_seconds(name: str, value: object) -> float:
-    """Return a period above 0 seconds."""
+    """Return a period of more than 0 seconds."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: expected seconds, got {type(value).__name__}")
     if not value > 0:
@@ -94,7 +97,7 @@ def check_seconds(name: str, value: object) -> float:
 
 
 def parse_size(size: int | str, what: str = "size") -> int:
-    """Bytes of a size such as 1048576, "256MiB" or "1GB"; errors call it `what`."""
+    """Return the bytes of a size such as 1048576, "256MiB" or "1GB"; errors call it `what`."""
     given = size
     if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise TypeError(
@@ -118,7 +121,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
 
 
 def check_policy_version(version: object) -> int:
-    """Return the version as an int; TypeError or ValueError say what is wrong with it."""
+    """Return a policy version as an int, 0 to 2**63 - 1."""
     if isinstance(version, bool) or not hasattr(version, "__index__"):
         raise TypeError(f"policy_version: expected an int, got {type(version).__name__}")
     number = operator.index(version)
@@ -128,13 +131,13 @@ def check_policy_version(version: object) -> int:
 
 
 def process_label() -> str:
-    """Name this process for the messages of others: the script and the host."""
+    """Return the name of this process for messages of others: its script and its host."""
     script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
     return f"{script}@{os.uname().nodename}"
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise TypeError or ValueError unless it is None or a number of seconds from 0 on."""
+    """Check a timeout: None, or 0 or more seconds."""
     if timeout is None:
         return
     if not isinstance(timeout, SECONDS):

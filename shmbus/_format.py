@@ -1,10 +1,19 @@
-"""Figures and tables as text, for people: the commands' output and the reports of a stall."""
+"""Figures, tables and foreign texts for people: output of commands, reports of a stall, errors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["bar", "show_count", "show_duration", "show_size", "show_wait", "table"]
+__all__ = [
+    "bar",
+    "label_text",
+    "printable",
+    "show_count",
+    "show_duration",
+    "show_size",
+    "show_wait",
+    "table",
+]
 
 
 def show_size(size: float) -> str:
@@ -64,3 +73,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  "
         ]
         lines.append((indent + "  ".join(cells)).rstrip())
     return "\n".join(lines)
+
+
+def printable(value: str) -> str:
+    r"""Text for a terminal: what does not print is escaped, as in ``\\x1b``."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+
+
+def label_text(label: bytes) -> str:
+    """Decode a label of a segment, which ends at its first NUL; nothing in it steers a terminal."""
+    return printable(label.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"))

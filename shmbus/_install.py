@@ -1,6 +1,6 @@
-"""Gives the C extension what it needs of Python: exception types, error texts, encodings.
+"""Gives the C extension its exception types, error texts and encodings.
 
-Importing this once is enough; `shmbus` does, so that every module of it finds the extension ready.
+`shmbus` imports this, so that each of its modules finds the extension ready.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _core.install(
     removed_error=explain.removed_error,
     layout_error=explain.layout_error,
     space_error=explain.space_error,
+    memory_error=explain.memory_error,
     encode_meta=_encoding.encode_meta,
     decode_meta=_encoding.decode_meta,
     encode_dtype=_encoding.encode_dtype,

@@ -7,7 +7,6 @@ daemon, is checked in the same call that ends them (`DaemonClient.end_groups`).
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -45,7 +44,12 @@ class Consumer(_core.ConsumerBase[Group]):
 
     Without a daemon a bus has one consumer, and a second one gets BusBusyError. With a daemon
     (`shmbus serve NAME`) there may be many: each group goes to one of them, or, with ranks, each
-    step is shared out among them. The daemon's options of the stash apply then.
+    step is shared out among them. The daemon's options of the stash apply then. Consumers with a
+    rank and without one cannot be attached together: who comes later gets BusBusyError.
+
+    With ranks, `take(max_groups)` is `take_step(groups=max_groups, max_wait=0)`: this rank's shard
+    of the next step, which has at most `max_groups` groups for each rank and is formed as soon as
+    each gets one. All ranks have to call it with the same number.
 
     A group is leased until it is acknowledged, dropped or given back. Groups that an earlier
     consumer had not acknowledged are delivered again. A handle pickles by name and options, and
@@ -101,7 +105,8 @@ class Consumer(_core.ConsumerBase[Group]):
     BusNotFoundError, LayoutMismatchError
         There is no such bus, or it has another layout.
     BusBusyError
-        Another process reads this bus without a daemon, or has this rank.
+        Another process reads this bus without a daemon, or has this rank; or ranks are attached and
+        this Consumer has none, or the reverse.
     DaemonUnavailableError
         A daemon is needed and none answers, or the daemon of this bus died and was not restarted.
     ProtocolError
@@ -111,17 +116,17 @@ class Consumer(_core.ConsumerBase[Group]):
 
     Examples
     --------
-    Groups one after the other; ``with group`` acknowledges, or gives back after an exception:
+    Groups one after the other; ``with group`` acknowledges, or gives back after an exception::
 
-    >>> with shmbus.Consumer("run1") as consumer:
-    ...     for group in consumer:
-    ...         with group:
-    ...             train([t["tokens"] for t in group], [t.score for t in group])
+        with shmbus.Consumer("run1") as consumer:
+            for group in consumer:
+                with group:
+                    train([t["tokens"] for t in group], [t.score for t in group])
 
-    Many at a time, acknowledged together after the optimizer step:
+    Many at a time, acknowledged together after the optimizer step::
 
-    >>> groups = consumer.take(max_groups=64, timeout=1.0)
-    >>> consumer.ack(groups)
+        groups = consumer.take(max_groups=64, timeout=1.0)
+        consumer.ack(groups)
     """
 
     def __init__(
@@ -182,8 +187,10 @@ class Consumer(_core.ConsumerBase[Group]):
             raise
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = _core.RecursiveLock()
         self._source: Collector | DaemonClient | None = None
+        # The last one that this handle set.
+        self._policy_version = 0
         self._closed = False
 
     def _require_source(self) -> Collector | DaemonClient:
@@ -309,15 +316,13 @@ class Consumer(_core.ConsumerBase[Group]):
         if self._options.world_size == 1 or not isinstance(source, DaemonClient):
             raise ValueError("take_step: expected a Consumer of world_size 2 or more; use take")
 
+        step: dict[str, Any] = {
+            "groups": groups, "tokens": tokens, "max_wait": max_wait, "field": field,
+            "only_full": only_full,
+        }  # fmt: skip
+
         def wait(slice_s: float | None) -> bool:
-            return source.receive_step(
-                groups=groups,
-                tokens=tokens,
-                max_wait=max_wait,
-                field=field,
-                timeout=slice_s,
-                only_full=only_full,
-            )
+            return source.receive_step(timeout=slice_s, **step)
 
         watch = self._watch
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -326,14 +331,7 @@ class Consumer(_core.ConsumerBase[Group]):
         ):
             return []
         # As in `_take`.
-        return source.hand_out(Group, self, -1) or self.take_step(
-            groups=groups,
-            tokens=tokens,
-            max_wait=max_wait,
-            field=field,
-            timeout=_left(deadline),
-            only_full=only_full,
-        )
+        return source.hand_out(Group, self, -1) or self.take_step(timeout=_left(deadline), **step)
 
     def __iter__(self) -> Iterator[Group]:
         """Yield complete groups one by one; blocks for the next, and ends when it is closed.
@@ -383,9 +381,11 @@ class Consumer(_core.ConsumerBase[Group]):
 
         Examples
         --------
-        >>> groups = consumer.take(64, timeout=1.0)
-        >>> consumer.ack(groups[0])
-        >>> consumer.ack(groups[1:])
+        One group, or several::
+
+            groups = consumer.take(64, timeout=1.0)
+            consumer.ack(groups[0])
+            consumer.ack(groups[1:])
         """
         self._end("ack", groups, _core.ACKED, "acknowledged")
 
@@ -421,7 +421,7 @@ class Consumer(_core.ConsumerBase[Group]):
     def give_back(self, group: Group) -> None:
         """End a lease without acknowledging; the group is the next to be delivered.
 
-        With a daemon this may wait up to TAKE_GRACE_S (1 s), for groups that were asked ahead and
+        With a daemon this may wait up to REPLY_GRACE_S (1 s), for groups that were asked ahead and
         are given back, too.
 
         Parameters
@@ -462,12 +462,14 @@ class Consumer(_core.ConsumerBase[Group]):
         """The current policy version, as producers see it: an int, 0 or more; settable.
 
         Reading never blocks. Setting it returns when producers see the new value; with a daemon
-        that takes a round trip, and CLIENT_WAIT_S (30 s) at most.
+        that takes a round trip, and CLIENT_WAIT_S (30 s) at most. It never goes back, but by
+        `reset_policy_version`. A rank that is behind the others may set its own, which changes
+        nothing.
 
         Raises
         ------
         TypeError, ValueError
-            When set: it is no int, or negative.
+            When set: it is no int, negative, or less than before.
         DaemonUnavailableError
             When set: the daemon does not answer.
         BusClosedError
@@ -478,7 +480,34 @@ class Consumer(_core.ConsumerBase[Group]):
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         source = self._require_source()
-        source.policy_version = check_policy_version(version)
+        version = check_policy_version(version)
+        current = source.policy_version
+        if version < current:
+            if self._options.world_size > 1 and version >= self._policy_version:
+                self._policy_version = version
+                return
+            raise ValueError(
+                f"policy_version: expected {current} or more, which it is now, got {version}; "
+                "count on from there, or, to return to a checkpoint, call reset_policy_version (a "
+                "handler's load_state_dict does)"
+            )
+        source.policy_version = self._policy_version = version
+
+    def reset_policy_version(self, version: int) -> None:
+        """Set the policy version, also to a lower one: the trainer returns to a checkpoint.
+
+        Parameters
+        ----------
+        version : int
+            0 or more. Samples of higher versions are delivered still.
+
+        Raises
+        ------
+        TypeError, ValueError, DaemonUnavailableError, BusClosedError
+            As for `policy_version`.
+        """
+        source = self._require_source()
+        source.policy_version = self._policy_version = check_policy_version(version)
 
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now.

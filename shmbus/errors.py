@@ -5,7 +5,7 @@
     ShmbusError
      +-- BusNotFoundError        no segment of that name
      +-- BusExistsError          create() found one
-     +-- BusFullError            no space within the timeout; says who holds it
+     +-- BusFullError            no space within the timeout; names the processes that hold it
      +-- BusRemovedError         the bus was removed; says when, and whether it has a successor
      +-- BusBusyError            a second collector, or no producer slot left; names the holder
      +-- BusClosedError          a closed handle, one from before a fork, a released trajectory
@@ -14,10 +14,10 @@
      +-- RecordTooLargeError     larger than any record of this bus (also a ValueError)
      +-- ProtocolError           a producer broke the rules, as by a duplicate
      +-- DaemonUnavailableError  the daemon that serves the bus does not answer
-     +-- StallError              nothing moves on the bus; its report names who holds what
+     +-- StallError              nothing moves on the bus; its report has leases and producers
 
 Wrong argument types and values are ``TypeError`` and ``ValueError``. Each message says what failed,
-what was expected, what came, and what to do next.
+what was expected, what was given, and what to do next.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BusExistsError(ShmbusError):
 
 
 class BusFullError(ShmbusError):
-    """The ring had no space for the record within the timeout; the message says who holds it.
+    """The ring had no space for the record within the timeout; the message names the holders.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class BusFullError(ShmbusError):
 
 
 class BusBusyError(ShmbusError):
-    """Another process is what this one wants to be: the collector, or the owner of a slot."""
+    """Another process is the collector, or all producer slots are taken."""
 
 
 class BusClosedError(ShmbusError):
@@ -90,7 +90,7 @@ class CapacityError(ShmbusError, ValueError):
 
 
 class RecordTooLargeError(ShmbusError, ValueError):
-    """The trajectory is larger than any record of this bus may be."""
+    """The trajectory is larger than the largest record of this bus."""
 
 
 class ProtocolError(ShmbusError):
@@ -102,7 +102,7 @@ class DaemonUnavailableError(ShmbusError):
 
 
 class Report(Protocol):
-    """What StallError says of its report; `shmbus.StallReport` is one."""
+    """What StallError needs of its report; `shmbus.StallReport` is one."""
 
     @property
     def bus(self) -> str:
@@ -118,22 +118,22 @@ class Report(Protocol):
 
     @property
     def status(self) -> Any:
-        """What `shmbus status` says of the bus (BusStatus); None where it could not be read."""
+        """The status of the bus (BusStatus); None where it could not be read."""
 
     @property
     def problem(self) -> str:
-        """Why there is no status."""
+        """Why the status could not be read."""
 
 
 class StallError(ShmbusError):
-    """Somebody waited and nothing moved for `stall_timeout` seconds, under ``on_stall="raise"``.
+    """A wait in which nothing moved for `stall_timeout` seconds, under ``on_stall="raise"``.
 
-    The wait can be begun again; nothing is lost by it.
+    Nothing is lost: the caller can wait again.
 
     Attributes
     ----------
     report : StallReport
-        Who holds what and who is missing; also the text of this error.
+        Leases, producers and missing samples; also the text of this error.
     """
 
     def __init__(self, report: Report) -> None:

@@ -39,10 +39,12 @@ class Group(GroupBase):
 
     Examples
     --------
-    >>> (group,) = consumer.take(1, timeout=None)
-    >>> with group:                                       # ack, or give back after an exception
-    ...     rewards = [t.score for t in group]
-    ...     tokens = [t["tokens"] for t in group]         # read-only views of the ring
+    A block acknowledges its group, or gives it back after an exception::
+
+        (group,) = consumer.take(1, timeout=None)
+        with group:
+            rewards = [t.score for t in group]
+            tokens = [t["tokens"] for t in group]  # read-only views of the ring
     """
 
     __slots__ = ()

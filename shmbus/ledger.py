@@ -13,7 +13,7 @@ import msgspec
 
 from shmbus_ext import _core
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "TrajectoryCounts"]
 
 #: Names of the ways out of the bus, by their number in the segment.
 REASONS: tuple[str, ...] = (
@@ -32,8 +32,29 @@ REASONS: tuple[str, ...] = (
 assert REASONS[_core.DROP_DUPLICATE] == "duplicate" and REASONS[_core.DROP_FAILED] == "failed"
 
 
-class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """Trajectories by where they are, and the numbers that go with them.
+class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The two sides of the ledger's equation, as `Ledger` explains them."""
+
+    committed: int
+    acknowledged: int
+    leased: int
+    stashed: int
+    in_ring: int
+    dropped: dict[str, int]
+
+    @property
+    def undelivered(self) -> int:
+        """Committed, and neither acknowledged nor dropped."""
+        return self.leased + self.stashed + self.in_ring
+
+    @property
+    def accounted(self) -> int:
+        """The sum of the right-hand side: what `committed` must be."""
+        return self.acknowledged + self.undelivered + sum(self.dropped.values())
+
+
+class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
+    """Trajectories by where they are, and the counts that go with them.
 
     Attributes
     ----------
@@ -44,35 +65,32 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     leased : int
         Delivered, and not acknowledged yet.
     stashed : int
-        Read, and in an incomplete group or in a complete one that nobody has taken.
+        Read, and in an incomplete group or in a complete one that waits to be taken.
     in_ring : int
         Committed, and not read yet.
+    ready : int
+        Those of `stashed` that are in complete groups.
     dropped : dict[str, int]
-        Gone for another reason, by reason.
+        Released without acknowledgement, by reason.
     groups_open, groups_ready, groups_leased : int
-        Incomplete groups; complete ones that nobody has taken; delivered ones.
+        Incomplete groups; complete ones that wait to be taken; leased ones.
     groups_timed_out, stash_overflows : int
         How often a deadline or the stash's bound took effect, in this consumer.
     groups_given_up : int
-        Groups of which a sample failed for good, in this consumer.
+        Groups that this consumer gave up for a failed sample.
     samples_wanted : int
-        Samples that are asked for again now.
+        Open retry requests.
     moved : int
-        Stragglers that this consumer wrote again, to free the space around them.
+        Stragglers that this consumer moved, to free the space around them.
     producers : int
         Attached now.
     policy_version : int
         The trainer's current one.
     capacity, free : int
-        Bytes for records, and how many of them are in extents that nobody holds.
+        Bytes for records, and bytes in free extents.
     """
 
-    committed: int
-    acknowledged: int
-    leased: int
-    stashed: int
-    in_ring: int
-    dropped: dict[str, int]
+    ready: int = 0
     groups_open: int = 0
     groups_ready: int = 0
     groups_leased: int = 0
@@ -104,17 +122,6 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         """
         dropped = {name: n for name, n in zip(REASONS[1:], released[1:], strict=True) if n}
         return cls(acknowledged=released[0], dropped=dropped, **counts)
-
-    @property
-    def accounted(self) -> int:
-        """The sum of the right-hand side: what `committed` must be."""
-        return (
-            self.acknowledged
-            + self.leased
-            + self.stashed
-            + self.in_ring
-            + sum(self.dropped.values())
-        )
 
     @property
     def balanced(self) -> bool:

@@ -7,27 +7,27 @@ speed: attaching, reservations by field names, and waiting without blocking an e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Literal
 
 import msgspec
-import numpy as np
-from numpy.typing import DTypeLike
 
 from shmbus import errors, limits
 from shmbus._arguments import (
     SECONDS,
+    check_choice,
     check_count,
     check_flag,
     check_int,
     check_label,
     check_timeout,
 )
+from shmbus._fields import FieldSpec, check_sizes, parse_field
+from shmbus._space import SpaceWaits
 from shmbus.segment import lifecycle
 from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
@@ -35,17 +35,11 @@ from shmbus_ext import _core
 
 __all__ = ["Producer", "ProducerStats", "WantedSample"]
 
-FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]]"
-
 #: What a producer waits for, in a report of a stall.
 _SPACE = "space in the ring"
 
-_RESERVED = frozenset(
-    {"instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout"}
-)
-
-# Above it C could not count: 2^48 bytes are more than a field of any record can have.
-_MOST_BYTES = 1 << 48
+#: Seconds between two polls of `aput` for the successor of a removed bus.
+_SUCCESSOR_POLL_S = 0.02
 
 
 class ProducerStats(msgspec.Struct, frozen=True):
@@ -122,6 +116,11 @@ class Producer(_core.Writer):
         `put`, `put_many`, `reserve`, `aput` or `wait_ready` waits for space, as for `Consumer`.
     stall_timeout : float
         Those seconds.
+    attach : "same" | "successor"
+        What happens once the bus was removed: every put raises BusRemovedError; or `put`,
+        `put_many`, `reserve`, `fail` and `aput` wait, up to their timeout, for a new bus of that
+        name, and go on in it. Open reservations are aborted then; what was committed into the old
+        bus stays there, for the Consumer that holds it.
 
     Raises
     ------
@@ -141,25 +140,48 @@ class Producer(_core.Writer):
         label: str | None = None,
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
+        attach: Literal["same", "successor"] = "same",
     ) -> None:
         self.name = check_name(name)
+        check_choice("attach", attach, ("same", "successor"))
+        self._attach: Literal["same", "successor"] = attach
         self._watch = Watch(name, on_stall, stall_timeout)
         self._taken: dict[tuple[str, int | None, int], WantedSample] = {}
-        self._taking = threading.Lock()
+        self._taking = _core.RecursiveLock()
         self._checksum = check_flag("checksum", checksum)
         self._label = label
         shown = check_label(label)
-        self._space: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
+        self._space = SpaceWaits()
         segment = lifecycle.open_segment(name)
         try:
             super().__init__(segment, shown, self._checksum)
         except BaseException:
             segment.close()
             raise
+        self._watch_space(segment)
+        if self._attach == "successor":
+            self._follow()
+
+    def _watch_space(self, segment: _core.Segment) -> None:
         if self._watch.slice_s is not None:
             # Nothing here refers to this Producer, which so ends with its last reference.
-            look = functools.partial(self._watch.look, segment, _SPACE)
+            look = functools.partial(self._watch.check, segment, _SPACE)
             self._watch_waits(look, self._watch.slice_s)
+
+    def _successor(self) -> _core.Segment | None:
+        """Open the bus that has taken the place of the removed one; C moves there."""
+        segment = lifecycle.open_if_there(self.name)
+        if segment is not None:
+            self._watch_space(segment)
+            self._taken.clear()  # of the removed bus
+        return segment
+
+    def _here(self) -> _core.Segment:
+        """Return the segment to read: the successor's, where there is one and this may follow."""
+        if self._attach == "successor" and self._segment.removed:
+            with contextlib.suppress(errors.BusRemovedError):
+                self._go_on(0)
+        return self._segment
 
     def reserve(
         self,
@@ -218,7 +240,7 @@ class Producer(_core.Writer):
             A size is negative, a field has the name of an argument, or as for `put`.
         RecordTooLargeError
             The fields need more than `record_limit`.
-        BusFullError, BusClosedError, StallError
+        BusFullError, BusClosedError, BusRemovedError, StallError
             As for `put`.
 
         Notes
@@ -244,8 +266,8 @@ class Producer(_core.Writer):
         meta_room = check_int("meta_room", meta_room)
         if not 0 <= meta_room < 2**31:
             raise ValueError(f"meta_room: expected 0 to 2 GiB, got {meta_room}")
-        parsed = [_parse_field(field, spec) for field, spec in fields.items()]
-        self._check_sizes(dict(zip(fields, parsed, strict=True)))
+        parsed = [parse_field(field, spec) for field, spec in fields.items()]
+        check_sizes(self.name, self.record_limit, dict(zip(fields, parsed, strict=True)))
         return self._reserve(
             head,
             tuple(fields),
@@ -253,28 +275,6 @@ class Producer(_core.Writer):
             tuple(shape for _, shape in parsed),
             meta_room,
         )
-
-    def _check_sizes(self, fields: dict[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Say what would be needed, in Python's integers, which no product overflows."""
-        total = longest = 0
-        for dtype, shape in fields.values():
-            total += dtype.itemsize * math.prod(shape)
-            # A shape with a 0 in it needs nothing, whatever its other dimensions are.
-            longest = max((longest, *shape))
-        if total > self.record_limit or longest > _MOST_BYTES:
-            largest = max(
-                fields,
-                key=lambda name: (
-                    fields[name][0].itemsize * math.prod(fields[name][1]),
-                    max(fields[name][1], default=0),
-                ),
-            )
-            raise errors.RecordTooLargeError(
-                f"bus {self.name!r}: a record takes at most {self.record_limit} bytes, this one "
-                f"needs {total} for its fields alone, most of them for {largest!r} of shape "
-                f"{fields[largest][1]}; create the bus with a larger capacity (a record may take a "
-                "quarter of it) or reserve less"
-            )
 
     def fail(
         self,
@@ -315,7 +315,7 @@ class Producer(_core.Writer):
         ------
         TypeError, ValueError
             The reason is no str, the index is no int of 0 or more, or as for `put`.
-        BusFullError, BusClosedError, StallError
+        BusFullError, BusClosedError, BusRemovedError, StallError
             As for `put`, which also says when this blocks.
         """
         if not isinstance(reason, str):
@@ -356,14 +356,14 @@ class Producer(_core.Writer):
         """
         if limit is not None:
             limit = check_count("limit", limit, 1)
-        segment = self._segment
+        segment = self._here()
         found: list[WantedSample] = []
-        if not _core.noted_wanted(segment)[0]:
+        if not _core.retry_noted(segment)[0]:
             return found
         mine = set()
         with self._taking:
             for row, number, claimant, id_, epoch, size, index, attempt, reason, _ in sorted(
-                _core.wanted(segment), key=lambda row: row[1]
+                _core.retry_requests(segment), key=lambda row: row[1]
             ):
                 at = (id_, epoch, index)
                 if claimant == self.producer_id + 1:
@@ -371,7 +371,7 @@ class Producer(_core.Writer):
                 elif (
                     not claimant
                     and (limit is None or len(found) < limit)
-                    and _core.claim_wanted(segment, row, number, self.producer_id)
+                    and _core.retry_claim(segment, row, number, self.producer_id)
                 ):
                     found.append(WantedSample(id_, epoch, index, size or None, attempt, reason))
                     self._taken[at] = found[-1]
@@ -384,9 +384,9 @@ class Producer(_core.Writer):
         """Abort open reservations and leave the bus; what was committed stays."""
         if not self.closed:
             # What it was asked for and has not done is for others now.
-            for row, _, claimant, *_ in _core.wanted(self._segment) if self._taken else ():
+            for row, _, claimant, *_ in _core.retry_requests(self._segment) if self._taken else ():
                 if claimant == self.producer_id + 1:
-                    _core.unclaim_wanted(self._segment, row, self.producer_id)
+                    _core.retry_unclaim(self._segment, row, self.producer_id)
         super().close()
 
     def __del__(self) -> None:
@@ -411,7 +411,7 @@ class Producer(_core.Writer):
         ------
         TypeError, ValueError
             As for `put`.
-        RecordTooLargeError, BusFullError, BusClosedError, StallError
+        RecordTooLargeError, BusFullError, BusClosedError, BusRemovedError, StallError
             As for `put`.
         asyncio.CancelledError
             The task was cancelled during the wait; nothing was put.
@@ -430,6 +430,11 @@ class Producer(_core.Writer):
             except errors.BusFullError:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
+            except errors.BusRemovedError:
+                if self._attach == "same" or (deadline is not None and time.monotonic() > deadline):
+                    raise
+                await asyncio.sleep(_SUCCESSOR_POLL_S)
+                continue
             if ticket is None:
                 # Announced first and tried again: what is freed in between is not slept through.
                 ticket = self._want_space()
@@ -443,17 +448,12 @@ class Producer(_core.Writer):
         wait_s = limits.SPACE_WAIT_S
         if deadline is not None:
             wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
-        loop = asyncio.get_running_loop()
-        waiting = self._space.get(loop)
-        if waiting is None or waiting.done():
-            waiting = loop.run_in_executor(None, self._await_space, ticket, wait_s)
-            self._space[loop] = waiting
-        await asyncio.wait([waiting], timeout=wait_s)
+        await self._space.wait(self._await_space, ticket, wait_s)
 
     async def _look(self, began: float) -> None:
         """Let the watchdog look, in a thread: a report takes longer than a loop may stand still."""
         waited_s = time.monotonic() - began
-        await asyncio.to_thread(self._watch.look, self._segment, _SPACE, waited_s)
+        await asyncio.to_thread(self._watch.check, self._segment, _SPACE, waited_s)
 
     def pressure(self) -> float:
         """How near the bus is to making producers wait: 0 for empty, 1 for full or paused.
@@ -465,7 +465,7 @@ class Producer(_core.Writer):
         float
             The part of the bus's extents that somebody holds, or 1.0 while the bus is paused.
         """
-        segment = self._segment
+        segment = self._here()
         if segment.paused() is not None:
             return 1.0
         return 1.0 - segment.free_extents() / segment.extent_count
@@ -515,18 +515,18 @@ class Producer(_core.Writer):
     @property
     def paused(self) -> str | None:
         """Why producers shall wait, maybe empty; None where the bus is not paused."""
-        pause = self._segment.paused()
+        pause = self._here().paused()
         return None if pause is None else pause[0]
 
     @property
     def policy_version(self) -> int:
         """The trainer's current policy version; a read of shared memory, no call to anybody."""
-        return self._segment.policy_version
+        return self._here().policy_version
 
     @property
     def record_limit(self) -> int:
         """Bytes of the largest record that this bus takes, header and padding included."""
-        return self._segment.record_limit
+        return self._here().record_limit
 
     def stats(self) -> ProducerStats:
         """Return what this Producer has done since it attached.
@@ -534,7 +534,8 @@ class Producer(_core.Writer):
         Returns
         -------
         ProducerStats
-            Its own counts; `Bus.stats` has those of all producers.
+            Its own counts; `Bus.stats` has those of all producers. Where it went on in a successor
+            they go on, and `producer_id` is that of the present bus.
         """
         return ProducerStats(self.producer_id, *self._counts())
 
@@ -551,7 +552,7 @@ class Producer(_core.Writer):
 
     def __reduce__(self) -> tuple[Callable[..., Producer], tuple[Any, ...]]:
         return _rebuild, (
-            type(self), self.name, self._checksum, self._label, self._watch.options,
+            type(self), self.name, self._checksum, self._label, self._watch.options, self._attach,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -565,30 +566,13 @@ def _rebuild(
     checksum: bool,
     label: str | None,
     stall: tuple[OnStall, float],
+    attach: Literal["same", "successor"],
 ) -> Producer:
-    return cls(name, checksum=checksum, label=label, on_stall=stall[0], stall_timeout=stall[1])
-
-
-def _parse_field(name: str, spec: FieldSpec) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    if not isinstance(name, str):
-        raise TypeError(f"fields: expected str names, got {type(name).__name__}")
-    if name in _RESERVED:
-        raise ValueError(f"fields: {name!r} is an argument's name; call the array something else")
-    pair: object = spec
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"field {name!r}: expected (dtype, shape), got {spec!r}")
-    try:
-        if spec[0] is None:
-            raise TypeError("NumPy takes it for float64")
-        dtype = np.dtype(spec[0])
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"field {name!r}: expected a dtype, got {spec[0]!r}: {error}") from error
-    sizes = spec[1] if isinstance(spec[1], (tuple, list)) else (spec[1],)
-    shape = []
-    for size in sizes:
-        if isinstance(size, bool) or not hasattr(size, "__index__"):
-            raise TypeError(f"field {name!r}: expected sizes as int, got {size!r}")
-        if size < 0:
-            raise ValueError(f"field {name!r}: expected sizes of 0 or more, got {size}")
-        shape.append(size.__index__())
-    return dtype, tuple(shape)
+    return cls(
+        name,
+        checksum=checksum,
+        label=label,
+        on_stall=stall[0],
+        stall_timeout=stall[1],
+        attach=attach,
+    )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
@@ -14,13 +15,20 @@ import msgspec
 from shmbus import errors, limits
 from shmbus._arguments import process_label
 from shmbus.client.daemon_client import DaemonClient
-from shmbus.control.wire import DaemonUnreachable, stale
+from shmbus.control.socket_path import obstacle
+from shmbus.control.wire import DaemonUnreachable, socket_exists
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 __all__ = ["AttachOptions", "Source", "attach", "stash_options"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a new Consumer waits for the daemon of a bus that has had one: a supervisor restarts
+#: it in less.
+DAEMON_WAIT_S = 5.0
 
 
 class Source(Protocol):
@@ -119,7 +127,8 @@ def attach(
 ) -> Collector | DaemonClient:
     """Connect to the daemon where there is one; become the bus's collector where there is none.
 
-    A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S.
+    A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S. What is
+    in its place and cannot be one is not: another user's socket, or a file.
 
     Parameters
     ----------
@@ -137,14 +146,24 @@ def attach(
     """
     if options.daemon is False:
         return _collector(options, opened)
-    deadline = time.monotonic() + limits.DAEMON_WAIT_S
+    deadline = time.monotonic() + DAEMON_WAIT_S
+    warned = False
     while True:
         try:
             return _daemon_client(options, opened)
         except DaemonUnreachable as error:
             unreachable = error
             opened.clear()
-        if not stale(options.name) and options.daemon is None:
+        what = obstacle(options.name)
+        if what is not None and options.daemon:
+            raise errors.DaemonUnavailableError(
+                f"bus {options.name!r}: no daemon can answer: {what}; have it removed, or choose "
+                f"another name for the bus{_daemon_hint(options)}"
+            ) from unreachable
+        if what is not None and not warned:
+            warned = True
+            logger.warning("bus %r: %s; this process reads the bus itself", options.name, what)
+        if not socket_exists(options.name) and options.daemon is None:
             try:
                 return _collector(options, opened)
             except errors.BusBusyError as error:

@@ -1,14 +1,14 @@
-"""The watchdog: what happens when somebody waits on a bus where nothing moves any more.
+"""The watchdog: reports when a process waits on a bus on which nothing moves.
 
-Nothing moves when no trajectory was committed, aborted, acknowledged or dropped, by anybody. The
-counters of the segment tell, with no call to another process, and only when a slice of a wait is
-over: a wait that ends sooner pays for a comparison.
+Nothing moves when no trajectory was committed, aborted, acknowledged or dropped, by any process.
+The counters of the segment show that, without a call to another process. They are checked after
+each slice of a wait, so a short wait pays for one comparison.
 
 Invariants:
 
-- A stall is reported once a period, for as long as it lasts, by whoever waits.
-- What a report says comes from `inspect.status`, which disturbs nobody and waits for nobody longer
-  than a second; it is gathered only when there is something to report.
+- Each process that waits reports a stall once a period, for as long as it lasts.
+- A report comes from `inspect.status`, which disturbs no process and waits at most a second for a
+  daemon. It is gathered only when there is something to report.
 """
 
 from __future__ import annotations
@@ -20,34 +20,40 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from shmbus import errors, limits
+from shmbus import errors
 from shmbus._format import show_duration
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.inspect.status import BusStatus
+    from shmbus.inspect.types import BusStatus
 
 __all__ = ["OnStall", "StallReport", "Watch", "check_stall"]
 
 logger = logging.getLogger(__name__)
 
 
+#: The longest period: a watchdog that is silent for more than a day watches nothing.
+_TIMEOUT_MAX_S = 86_400.0
+#: Checks per period, of some microseconds each; a stall is reported at most 25% late.
+_CHECKS = 4
+
+
 class StallReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Who waits, for what, and what the bus looked like then; ``str(report)`` is for people.
+    """A wait without movement, and the state of the bus then; ``str(report)`` is for people.
 
     Attributes
     ----------
     bus : str
         The bus.
     waits_for : str
-        What the one who reports waits for: "a complete group", "this rank's step", "space".
+        "a complete group", "this rank's step" or "space".
     stalled_s : float
-        Seconds for which it has waited and nothing has moved.
+        Seconds for which this process has waited and nothing has moved.
     status : BusStatus | None
-        All that `shmbus status` says: the ledger, the oldest incomplete groups with what they miss,
-        who holds what, the producers, a pause.
+        As `shmbus status` shows it: the ledger, the oldest incomplete groups with their missing
+        samples, leases, producers, a pause. None where it could not be read.
     problem : str
-        Why there is no status.
+        Why it could not be read.
     """
 
     bus: str
@@ -72,7 +78,7 @@ OnStall: TypeAlias = 'Literal["log", "raise"] | Callable[[StallReport], object] 
 
 
 def check_stall(on_stall: object, timeout_s: object) -> None:
-    """Raise TypeError or ValueError unless these are what a Watch takes."""
+    """Check the arguments of a Watch."""
     if isinstance(on_stall, str) and on_stall not in ("log", "raise"):
         raise ValueError(f"on_stall: expected 'log', 'raise', a callable or None, got {on_stall!r}")
     if not (on_stall is None or isinstance(on_stall, str) or callable(on_stall)):
@@ -81,9 +87,9 @@ def check_stall(on_stall: object, timeout_s: object) -> None:
         )
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
         raise TypeError(f"stall_timeout: expected seconds, got {type(timeout_s).__name__}")
-    if not 0 < timeout_s <= limits.STALL_TIMEOUT_MAX_S:
+    if not 0 < timeout_s <= _TIMEOUT_MAX_S:
         raise ValueError(
-            f"stall_timeout: expected more than 0, at most {limits.STALL_TIMEOUT_MAX_S:g} seconds, "
+            f"stall_timeout: expected more than 0, at most {_TIMEOUT_MAX_S:g} seconds, "
             f"got {timeout_s!r}"
         )
 
@@ -96,10 +102,10 @@ class Watch:
     bus : str
         The bus.
     on_stall : "log" | "raise" | callable | None
-        What to do: a warning of the logger ``shmbus.stall``, StallError, or a call with the
-        StallReport, in the thread that waits; what it raises ends the wait. None for nothing.
+        Log a warning (``shmbus.stall``), raise StallError, or call it with the StallReport, in the
+        thread that waits; an exception ends the wait. None disables the watch.
     timeout_s : float
-        Seconds without any movement that are a stall.
+        Seconds without movement that make a stall.
     """
 
     def __init__(self, bus: str, on_stall: OnStall, timeout_s: float) -> None:
@@ -107,20 +113,20 @@ class Watch:
         self._bus = bus
         self._on_stall: OnStall = on_stall
         self._timeout_s = timeout_s
-        self.slice_s: float | None = None if on_stall is None else timeout_s / limits.STALL_LOOKS
+        self.slice_s: float | None = None if on_stall is None else timeout_s / _CHECKS
         self._seen: tuple[int, ...] = ()
-        self._since_s = 0.0  # since when the counters are as seen, and somebody waits
+        self._since_s = 0.0  # since when the counters are unchanged under a wait
         self._fired_s = 0.0
-        self._looked_s = 0.0
-        self._left_s = 0.0  # when the last wait, or part of one, was over
+        self._checked_s = 0.0
+        self._waited_until_s = 0.0  # when the last wait, or slice of one, was over
 
     @property
     def options(self) -> tuple[OnStall, float]:
-        """What it was made with, for a handle that travels."""
+        """The arguments on_stall and timeout_s, for a handle that is pickled."""
         return self._on_stall, self._timeout_s
 
     def first_s(self, timeout: float | None) -> float | None:
-        """Seconds that the first part of a wait of `timeout` seconds may last."""
+        """Seconds of the first slice of a wait of `timeout` seconds."""
         if self.slice_s is None or (timeout is not None and timeout <= self.slice_s):
             return timeout
         return self.slice_s
@@ -132,22 +138,22 @@ class Watch:
         waits_for: str,
         timeout: float | None,
     ) -> bool:
-        """Wait on after a first part that brought nothing, and look at the bus in between.
+        """Go on waiting after a first slice without a result, with a check after each slice.
 
-        `wait` says whether what is waited for is there; this says the same of the whole wait.
+        `wait` says whether there is a result now; this says the same of the whole wait.
         """
         began_s = time.monotonic() - (self.first_s(timeout) or 0.0)
         while True:
             now = time.monotonic()
-            self.look(segment, waits_for, now - began_s)
-            left = None if timeout is None else began_s + timeout - now
-            if left is not None and left <= 0:
+            self.check(segment, waits_for, now - began_s)
+            remaining_s = None if timeout is None else began_s + timeout - now
+            if remaining_s is not None and remaining_s <= 0:
                 return False
-            if wait(self.first_s(left)):
+            if wait(self.first_s(remaining_s)):
                 return True
 
-    def look(self, segment: _core.Segment, waits_for: str, waited_s: float) -> None:
-        """Act where nothing has moved for too long; `waited_s` is how long this wait lasts.
+    def check(self, segment: _core.Segment, waits_for: str, waited_s: float) -> None:
+        """Report if nothing has moved for too long; `waited_s` is how long this wait lasts.
 
         Raises
         ------
@@ -158,14 +164,14 @@ class Watch:
         if slice_s is None:
             return
         now = time.monotonic()
-        # Between two waits that are further apart nobody waited, so nothing stalled.
-        anew = now - waited_s - self._left_s > slice_s
-        self._left_s = now
-        if not anew and now - self._looked_s < slice_s:
+        # After a pause between two waits the watch starts again: nobody waited, so nothing stalled.
+        restarts = now - waited_s - self._waited_until_s > slice_s
+        self._waited_until_s = now
+        if not restarts and now - self._checked_s < slice_s:
             return
-        self._looked_s = now
+        self._checked_s = now
         seen = _movements(segment)
-        if anew or seen != self._seen:
+        if restarts or seen != self._seen:
             self._seen = seen
             self._since_s = self._fired_s = now
         elif now - self._fired_s >= self._timeout_s:
@@ -183,14 +189,14 @@ class Watch:
 
 
 def _movements(segment: _core.Segment) -> tuple[int, ...]:
-    """Counters that change with whatever anybody does."""
+    """Counters of which one changes with every movement."""
     counts = [(row[5], row[6]) for row in segment.producers()]
     return sum(c for c, _ in counts), sum(a for _, a in counts), *segment.released()
 
 
 def gather(bus: str, waits_for: str, stalled_s: float) -> StallReport:
-    """Make a report now; a bus that cannot be read is one, too."""
-    # Here, so that a worker that never stalls loads nothing of it.
+    """Make a report now, also of a bus that cannot be read."""
+    # Imported here, so that a worker that never stalls does not load it.
     from shmbus.inspect.status import read_status
 
     try:

@@ -44,6 +44,7 @@ DROP_OVERFLOW: int
 DROP_MALFORMED: int
 DROP_CORRUPT: int
 DROP_FAILED: int
+LEASE_HELD: int
 REFUSED_DUPLICATE: int
 REFUSED_GROUP_SIZE: int
 REFUSED_SURPLUS: int
@@ -52,6 +53,7 @@ REFUSED_FAILING: int
 ELEMENT_KINDS: tuple[str, ...]
 CHUNK_WORDS: int
 BASELINE_MEAN: int
+HAS_LOGPROBS: int
 BASELINE_LEAVE_ONE_OUT: int
 BASELINE_DEVIATION: int
 BASELINE_MAX_SCORE: float
@@ -70,9 +72,9 @@ FLAG_MOVED: int
 FLAG_FAILED: int
 FLAG_NO_SIZE: int
 FLAGS_KEPT: int
-WANTED_ROWS: int
-WANTED_REASON_BYTES: int
-WANTED_BUSY: int
+RETRY_ENTRIES: int
+RETRY_REASON_BYTES: int
+RETRY_BUSY: int
 
 _Names = tuple[str, str | None, str | None, str | None]
 
@@ -102,6 +104,7 @@ class Segment:
     created_unix_ns: int
     policy_version: int
     closed: bool
+    removed: bool
     @classmethod
     def create(
         cls, fd: int, name: str, capacity: int, max_producers: int, extent_bytes: int, /
@@ -134,7 +137,7 @@ class Reader:
     def poll(self, limit: int, /) -> list[Trajectory]: ...
     def poll_into(
         self,
-        rows: GroupTable[Trajectory],
+        table: GroupTable[Trajectory],
         limit: int,
         now_s: float,
         left: list[GroupEntry[Trajectory] | tuple[int, Trajectory]],
@@ -143,25 +146,13 @@ class Reader:
     def wait(self, timeout_s: float | None, /) -> bool: ...
     def wake(self) -> None: ...
     def release(self, trajectories: list[Trajectory], reason: int, /) -> None: ...
-    def end_groups(
-        self,
-        table: GroupTable[Trajectory],
-        consumer: object,
-        groups: list[GroupBase],
-        reason: int,
-        state: str,
-        /,
-    ) -> int: ...
-    def give_back_group(
-        self, table: GroupTable[Trajectory], consumer: object, group: GroupBase, state: str, /
-    ) -> bool: ...
     def evacuate(self, trajectories: list[Trajectory], /) -> int: ...
     def sweep(self) -> int: ...
     def tidy(self) -> None: ...
     def lend(self) -> None: ...
-    def note_gathering(self) -> None: ...
+    def note_packing(self) -> None: ...
     def count_unread(self) -> tuple[int, int]: ...
-    def note(self, rows: GroupTable[Trajectory], /) -> None: ...
+    def note(self, table: GroupTable[Trajectory], /) -> None: ...
     def close(self) -> None: ...
 
 _S = TypeVar("_S")
@@ -169,7 +160,7 @@ _G = TypeVar("_G", bound="GroupBase")
 _R = TypeVar("_R")
 
 class GroupEntry(Generic[_S]):
-    """A row that left its table, or a copy of one that is in it."""
+    """A group that left its table, or a copy of one that is in it."""
 
     key: Hashable
     samples: list[_S]
@@ -179,7 +170,7 @@ class GroupEntry(Generic[_S]):
     nbytes: int
 
 class GroupTable(Generic[_S]):
-    """Samples in the cells of rows by key, and the rows that are full: ready, then leased."""
+    """Samples in cells by key, and the groups that are complete: ready, then leased."""
 
     cells: int
     nbytes: int
@@ -190,8 +181,10 @@ class GroupTable(Generic[_S]):
     leased_groups: int
     leased_cells: int
     recent: dict[Hashable, None]
-    apart: dict[Hashable, Any]
+    failing: dict[Hashable, Any]
     failing_cells: int
+    unheld_groups: int
+    unheld_cells: int
     def __init__(self, *, count_bytes: bool = ..., judged: bool = ...) -> None: ...
     def __len__(self) -> int: ...
     def put(
@@ -201,11 +194,11 @@ class GroupTable(Generic[_S]):
     def take_oldest(self) -> GroupEntry[_S]: ...
     def oldest(self, count: int, /) -> list[GroupEntry[_S]]: ...
     def samples(self) -> list[_S]: ...
-    def push(self, row: GroupEntry[_S], /) -> None: ...
+    def push(self, entry: GroupEntry[_S], /) -> None: ...
     def lease(self, limit: int, /) -> list[GroupEntry[_S]]: ...
-    def end_lease(self, row: GroupEntry[_S], /) -> None: ...
-    def give_back(self, row: GroupEntry[_S], /) -> None: ...
-    def is_leased(self, row: object, /) -> bool: ...
+    def end_lease(self, entry: GroupEntry[_S], /) -> None: ...
+    def give_back(self, entry: GroupEntry[_S], /) -> None: ...
+    def is_leased(self, entry: object, /) -> bool: ...
     def ready_samples(self) -> list[_S]: ...
     def full(self, key: Hashable, /) -> list[GroupEntry[_S]]: ...
 
@@ -231,11 +224,11 @@ class Intake:
     def __init__(
         self,
         reader: Reader,
-        rows: GroupTable[Trajectory],
-        guard: RecursiveLock,
+        table: GroupTable[Trajectory],
+        lock: RecursiveLock,
         kind: type[GroupBase],
         *,
-        attend: Callable[
+        on_due: Callable[
             [Intake, list[GroupEntry[Trajectory] | tuple[int, Trajectory]], int, float], bool
         ],
         lease: Callable[[int], list[GroupEntry[Trajectory]]] | None,
@@ -264,22 +257,22 @@ class Borrower:
     segment: Segment
     client: int
     attached: bool
-    gathers: bool
+    packs: bool
     ready: list[ClientLease]
     unconfirmed: int
     def __init__(self, segment: Segment) -> None: ...
     def set_client(self, client: int, /) -> None: ...
     def borrow(self, granted: list[Any], step: int, /) -> tuple[list[ClientLease], list[int]]: ...
     def receive(
-        self, granted: list[Any], step: int, leases: dict[int, ClientLease], fd: int, /
+        self, granted: list[Any], step: int, all: dict[int, ClientLease], fd: int, /
     ) -> tuple[list[ClientLease], list[int]]: ...
     def hand_out(self, kind: type[_G], consumer: object, limit: int, /) -> list[_G]: ...
     def give_back_group(
-        self, consumer: object, group: GroupBase, state: str, leases: dict[int, ClientLease], /
+        self, consumer: object, group: GroupBase, state: str, all: dict[int, ClientLease], /
     ) -> int | None: ...
-    def give_back_ready(self, leases: dict[int, ClientLease], /) -> list[int]: ...
-    def confirm(self, leases: dict[int, ClientLease], numbers: list[int], /) -> None: ...
-    def end(self, loan: ClientLease, reason: int, /) -> None: ...
+    def give_back_ready(self, all: dict[int, ClientLease], /) -> list[int]: ...
+    def confirm(self, all: dict[int, ClientLease], numbers: list[int], /) -> None: ...
+    def end(self, lease: ClientLease, reason: int, /) -> None: ...
     def end_groups(
         self,
         consumer: object,
@@ -289,7 +282,7 @@ class Borrower:
         numbers: list[int],
         /,
     ) -> int: ...
-    def forget(self, loans: list[ClientLease], /) -> None: ...
+    def forget(self, leases: list[ClientLease], /) -> None: ...
     def locks(self) -> tuple[int, int]: ...
     def close(self) -> None: ...
 
@@ -313,6 +306,7 @@ class Restorer:
         shape: bytes,
         meta: bytes,
         fields: list[Any],
+        run: int,
         /,
     ) -> bool: ...
     def finish(
@@ -324,9 +318,9 @@ class Restorer:
         /,
     ) -> None: ...
 
-def want(
+def retry_publish(
     segment: Segment,
-    row: int,
+    entry: int,
     number: int,
     id: str,
     epoch: int,
@@ -336,14 +330,14 @@ def want(
     reason: bytes,
     /,
 ) -> None: ...
-def unwant(segment: Segment, row: int, /) -> None: ...
-def wanted(
+def retry_withdraw(segment: Segment, entry: int, /) -> None: ...
+def retry_requests(
     segment: Segment, /
 ) -> list[tuple[int, int, int, str, int | None, int, int, int, str, int]]: ...
-def claim_wanted(segment: Segment, row: int, number: int, producer_id: int, /) -> bool: ...
-def unclaim_wanted(segment: Segment, row: int, producer_id: int, /) -> bool: ...
-def note_wanted(segment: Segment, open: int, groups_failed: int, /) -> None: ...
-def noted_wanted(segment: Segment, /) -> tuple[int, int]: ...
+def retry_claim(segment: Segment, entry: int, number: int, producer_id: int, /) -> bool: ...
+def retry_unclaim(segment: Segment, entry: int, producer_id: int, /) -> bool: ...
+def retry_note(segment: Segment, open: int, groups_failed: int, /) -> None: ...
+def retry_noted(segment: Segment, /) -> tuple[int, int]: ...
 def install(
     *,
     closed_error: type[BaseException],
@@ -353,12 +347,30 @@ def install(
     removed_error: Callable[[Segment, int], BaseException],
     layout_error: Callable[[str, str, int, int], BaseException],
     space_error: Callable[[str, int], BaseException],
+    memory_error: Callable[[str, int], BaseException],
     encode_meta: Callable[[object], bytes],
     decode_meta: Callable[[bytes], Any],
     encode_dtype: Callable[[str, np.dtype[Any]], bytes],
     decode_dtype: Callable[[str, bytes], np.dtype[Any]],
     as_array: Callable[[str, object], NDArray[Any]],
 ) -> None: ...
+def end_groups(
+    reader: Reader,
+    table: GroupTable[Trajectory],
+    consumer: object,
+    groups: list[GroupBase],
+    reason: int,
+    state: str,
+    /,
+) -> int: ...
+def give_back_group(
+    reader: Reader,
+    table: GroupTable[Trajectory],
+    consumer: object,
+    group: GroupBase,
+    state: str,
+    /,
+) -> bool: ...
 def uninterrupted(callable: Callable[..., _R], /, *arguments: Any) -> _R: ...
 def crc32c(data: bytes, reference: bool = ..., /) -> int: ...
 def monotonic_ns() -> int: ...
@@ -388,7 +400,9 @@ def packed_bytes(total: int, sequences: int, /) -> int: ...
 def lay_out(
     memory: NDArray[np.uint8], total: int, sequences: int, /
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]: ...
-def measure(trajectories: list[Trajectory], names: _Names, /) -> list[int]: ...
+def measure(
+    trajectories: list[Trajectory], names: _Names, /
+) -> tuple[list[int], int, int, list[tuple[str, ...]]]: ...
 def pack(
     trajectories: list[Trajectory],
     names: _Names,
@@ -425,6 +439,8 @@ def plan_gather(
     list[str],
     list[int],
     bool,
+    int,
+    int,
 ]: ...
 def relative_scores(
     scores: NDArray[np.float64], sizes: NDArray[np.int64], rule: tuple[int, bool, float], /

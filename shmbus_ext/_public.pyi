@@ -177,6 +177,8 @@ class Writer:
             There was no space within the timeout; the message names who holds it.
         BusClosedError
             The producer is closed, was made before a fork, or was closed during the wait.
+        BusRemovedError
+            The bus was removed, and under ``attach="successor"`` there was no new one in time.
         StallError
             Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall="raise"``.
 
@@ -231,7 +233,7 @@ class Writer:
         BusFullError
             There was no space for all within the timeout. Its `accepted` says how many items were
             committed, from the first on; the others can be put again.
-        BusClosedError, StallError
+        BusClosedError, BusRemovedError, StallError
             As for `put`.
 
         Notes
@@ -287,6 +289,8 @@ class Writer:
     _fail_unsized = _fail
     def _watch_waits(self, call: Callable[[float], object], seconds: float, /) -> None: ...
     def _counts(self) -> tuple[int, int, int, int]: ...
+    def _follow(self) -> None: ...
+    def _go_on(self, timeout: float | None, /) -> None: ...
 
 class Trajectory:
     """One trajectory, read from the ring; ``trajectory[name]`` is a read-only view of a field.
@@ -459,7 +463,8 @@ class ConsumerBase(Generic[_G]):
         Parameters
         ----------
         max_groups : int
-            How many at the most.
+            How many at the most. With ranks, how many each rank gets at the most of the next step;
+            this rank's shard of it is taken, and all ranks have to ask for the same number.
         timeout : float, optional
             Seconds to wait for the first: None waits for ever, 0 does not wait.
 
@@ -474,6 +479,8 @@ class ConsumerBase(Generic[_G]):
             A duplicate came, under ``duplicate="error"``; once for each, with nothing lost.
         StallError
             Nothing has moved for too long, under ``on_stall="raise"``.
+        BusBusyError
+            This Consumer has no rank, and ranks came back to a restarted daemon.
         BusClosedError
             The consumer is closed, or was made before a fork.
         """

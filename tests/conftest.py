@@ -84,10 +84,9 @@ _bus_numbers = itertools.count()
 
 
 def segments_named(prefix: str) -> list[Path]:
-    """The files of all buses whose name begins with `prefix`, and the sockets of their daemons."""
-    return sorted(
-        [*SHM_DIR.glob(f"{SEGMENT_PREFIX}{prefix}*"), *SHM_DIR.glob(f"shmbus-{prefix}*.sock")]
-    )
+    """The files of all buses whose name begins with `prefix`: segments, sockets, companions."""
+    patterns = (f"{SEGMENT_PREFIX}{prefix}*", f"shmbus-{prefix}*.sock", f"shmbus-*.{prefix}*")
+    return sorted({path for pattern in patterns for path in SHM_DIR.glob(pattern)})
 
 
 @pytest.fixture
@@ -97,9 +96,8 @@ def bus_name() -> Iterator[str]:
     yield name
     # A test that kills a bus's owner can't remove the bus the regular way.
     for path in segments_named(name):
-        if path.name in (SEGMENT_PREFIX + name, f"shmbus-{name}.sock") or path.name.startswith(
-            f"{SEGMENT_PREFIX}{name}."
-        ):
+        bus = path.name.removeprefix("shmbus-").removesuffix(".sock")
+        if name in (bus, bus.partition(".")[2]) or path.name.startswith(f"{SEGMENT_PREFIX}{name}."):
             path.unlink(missing_ok=True)
 
 

@@ -2,8 +2,8 @@
 
 Invariants:
 
-- Only what is used is loaded: a name is imported when it is first asked for, so that a rollout
-  worker can use parts of this package without paying for torch.
+- A name is imported on its first use, so that a rollout worker can use parts of this package
+  without loading torch.
 - Every public name is in `__all__`, sorted.
 """
 
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainer_adapter.advantages import group_advantages
     from trainer_adapter.attention.varlen import varlen_attention
-    from trainer_adapter.batches.pack import Batch, FieldNames, pack
+    from trainer_adapter.batches.batch import Batch
+    from trainer_adapter.batches.pack import FieldNames, pack
     from trainer_adapter.compat import pad_input, unpad_input
     from trainer_adapter.handler.handler import OnlineDataHandler
 
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batch": "batches.pack",
+    "Batch": "batches.batch",
     "FieldNames": "batches.pack",
     "OnlineDataHandler": "handler.handler",
     "group_advantages": "advantages",
@@ -46,7 +47,16 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"{__name__}.{name} needs torch, which is not installed here; install it with "
+            "`pip install torch`, or as https://pytorch.org says for this machine's GPU",
+            name="torch",
+        ) from error
     # Python asks here only for names that the module lacks: once for each.
     globals()[name] = value
     return value

@@ -1,25 +1,25 @@
-"""What OnlineDataHandler refuses: its own arguments, and groups that no batch can be made of.
+"""Checks of the arguments of `OnlineDataHandler` and `pack`, and of groups before packing.
 
-Invariant: an error names what it is about, what was expected, and what came.
+Invariant: an error names the argument or the sample, the expected value, and the given one.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import itertools
-import threading
+from collections.abc import Mapping
 from numbers import Real
+from types import FrameType
 from typing import Final
 
 import torch
+from torch.utils.data import default_collate
 
 import shmbus
 from shmbus.batch.gather import FieldNames
 from trainer_adapter.advantages import MAX_SCORE
 
 __all__ = [
-    "OneThread",
     "check_choices",
     "check_consumer_options",
     "check_count",
@@ -27,61 +27,24 @@ __all__ = [
     "check_fields",
     "check_for_ranks",
     "check_lengths",
+    "check_loader",
     "check_prefetch",
     "check_scores",
     "check_wait",
-    "group_of_sample",
-    "what_a_step_needs",
+    "checked_budget",
+    "checked_max_wait",
 ]
 
 #: Most batches that may be ready ahead: more would only be staler, and hold more of the ring.
 MAX_PREFETCH: Final = 8
-
-
-class OneThread:
-    """What one thread at a time may be in; to enter by ``with``.
-
-    Parameters
-    ----------
-    name, remedy : str
-        What it is, and what to do instead, for the message.
-
-    Raises
-    ------
-    RuntimeError
-        When it is entered: another thread is in it, or this one already.
-    """
-
-    def __init__(self, name: str, remedy: str) -> None:
-        self._name = name
-        self._remedy = remedy
-        self._lock = threading.Lock()
-        self._inside = ""
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                f"{self._name}: expected one thread at a time, got {_this_thread()} while "
-                f"{self._inside} is in it; {self._remedy}, or let them take turns"
-            )
-        self._inside = _this_thread()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-
-def _this_thread() -> str:
-    return f"thread {threading.current_thread().name!r}"
-
-
-def group_of_sample(groups: list[shmbus.Group], sample: int) -> int:
-    """Find the group that has a sample of the packed batch, by the sample's position."""
-    ends = itertools.accumulate(len(group) for group in groups)
-    return next(number for number, end in enumerate(ends) if sample < end)
+#: Tokens of a batch if neither a number of tokens nor one of groups is given.
+DEFAULT_TOKENS_PER_BATCH: Final = 65_536
+#: Seconds that a batch with a token budget waits to be filled, once it has a group.
+DEFAULT_MAX_WAIT_S: Final = 1.0
 
 
 def check_lengths(trajectories: list[shmbus.Trajectory], lengths: list[int], budget: int) -> None:
-    """Raise ValueError for a sequence that no batch has room for."""
+    """Raise ValueError for a sequence of more tokens than the budget of a batch."""
     for trajectory, length in zip(trajectories, lengths, strict=True):
         if length > budget:
             raise ValueError(
@@ -105,7 +68,7 @@ def check_scores(trajectories: list[shmbus.Trajectory]) -> None:
 
 
 def check_wait(name: str, value: object) -> None:
-    """Raise TypeError or ValueError for what is neither None nor a number of seconds."""
+    """Raise TypeError or ValueError unless it is None or a number of seconds."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -133,13 +96,13 @@ def check_device(device: object) -> torch.device:
 
 
 def check_fields(fields: object) -> None:
-    """Raise TypeError for what is neither None nor FieldNames."""
+    """Raise TypeError unless it is None or FieldNames."""
     if fields is not None and not isinstance(fields, FieldNames):
         raise TypeError(f"fields: expected FieldNames, got {type(fields).__name__}")
 
 
 def check_prefetch(value: object) -> None:
-    """Raise TypeError or ValueError for what is no number of batches."""
+    """Raise TypeError or ValueError unless it is a number of batches, 0 to `MAX_PREFETCH`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"prefetch: expected an int, got {type(value).__name__}")
     if not 0 <= value <= MAX_PREFETCH:
@@ -147,7 +110,7 @@ def check_prefetch(value: object) -> None:
 
 
 def check_count(name: str, value: int | None) -> None:
-    """Raise TypeError or ValueError for what is neither None nor a number from 1 on."""
+    """Raise TypeError or ValueError unless it is None or an int of 1 or more."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -156,8 +119,29 @@ def check_count(name: str, value: int | None) -> None:
         raise ValueError(f"{name}: expected 1 or more, got {value}")
 
 
+def checked_budget(tokens_per_batch: int | None, groups_per_batch: int | None) -> int | None:
+    """Return the tokens of a batch, None for a number of groups; raises as `check_count`."""
+    if tokens_per_batch is not None and groups_per_batch is not None:
+        raise ValueError(
+            "expected one of tokens_per_batch and groups_per_batch, got both; drop one"
+        )
+    check_count("tokens_per_batch", tokens_per_batch)
+    check_count("groups_per_batch", groups_per_batch)
+    if groups_per_batch is None and tokens_per_batch is None:
+        return DEFAULT_TOKENS_PER_BATCH
+    return tokens_per_batch
+
+
+def checked_max_wait(max_wait: float | str | None, tokens_per_batch: int | None) -> float | None:
+    """Return `max_wait` with "auto" resolved: a number of groups is waited for; as `check_wait`."""
+    if max_wait == "auto":
+        return None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
+    check_wait("max_wait", max_wait)
+    return None if max_wait is None else float(max_wait)
+
+
 def check_choices(**given: object) -> None:
-    """Raise ValueError for what is not among the values of its argument."""
+    """Raise ValueError unless each argument has one of its values."""
     for name, value in given.items():
         if value not in _CHOICES[name]:
             *first, last = map(repr, _CHOICES[name])
@@ -171,8 +155,8 @@ _CHOICES: Final = {
 }
 
 
-def check_consumer_options(options: dict[str, object]) -> None:
-    """Raise TypeError for an option that no Consumer takes, with the names of those it does."""
+def check_consumer_options(options: Mapping[str, object]) -> None:
+    """Raise TypeError for an option that Consumer lacks; the message names a similar one."""
     known = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
     for name in options.keys() - known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -182,31 +166,30 @@ def check_consumer_options(options: dict[str, object]) -> None:
         )
 
 
-def check_for_ranks(truncated: str) -> None:
-    """Raise ValueError for what would let the steps of several ranks drift apart."""
-    if truncated == "drop":
+def check_for_ranks(world_size: int, truncated: str) -> None:
+    """Raise ValueError for an option that would give several ranks different numbers of steps."""
+    if world_size != 1 and truncated == "drop":
         raise ValueError(
             "truncated: expected 'keep' or 'mask' with several ranks, got 'drop'; a rank whose "
             "groups are all dropped would have no step"
         )
 
 
-def what_a_step_needs(
-    world_size: int,
-    groups: int | None,
-    tokens: int | None,
-    max_wait: float | None,
-    trajectories: int,
-) -> str:
-    """Say for a message what a step of several ranks waits for, and what is there."""
-    if max_wait is not None:
-        least = f"{world_size} complete groups or more, one for each rank"
-    elif groups is not None:
-        least = f"{groups * world_size} complete groups, groups_per_batch={groups} for each rank"
-    else:
-        least = f"complete groups of tokens_per_batch={tokens} tokens for each rank"
-    return (
-        f"a step of world_size={world_size}: expected {least}, got {trajectories} trajectories in "
-        "complete groups that are not acknowledged; put more groups, or lower one of these, or set "
-        "max_wait"
-    )
+def check_loader(caller: FrameType) -> None:
+    """Raise TypeError if a torch DataLoader that would collate batches is about to iterate.
+
+    Parameters
+    ----------
+    caller : frame
+        That asks for the iterator.
+    """
+    fetcher = caller.f_locals.get("self")
+    if (
+        getattr(fetcher, "auto_collation", False)
+        and getattr(fetcher, "collate_fn", None) is default_collate
+    ):
+        raise TypeError(
+            "OnlineDataHandler: expected a DataLoader with batch_size=None, since its items are "
+            "batches already, got one that collates items; pass DataLoader(handler, "
+            "batch_size=None)"
+        )

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- Float64 inside, whatever comes in; one pass over all groups, no Python work a sample.
+- Float64 inside, for any dtype of the scores; one pass over all groups, no Python work a sample.
 - A group of one and a group whose scores are all equal give exactly 0 (kind "none" excepted, which
   compares nothing). Finite scores never give nan or an infinity.
 - Groups never touch: a group's advantages depend on its own scores only, unless the kind is named
@@ -43,7 +43,7 @@ Kind = (
 )
 Std = Literal["bessel", "biased"]
 _KINDS: Final = ("grpo", "dr_grpo", "rloo", "batch", "batch_std", "none")
-_RULES: Final = {"grpo": DEVIATION, "dr_grpo": MEAN, "rloo": LEAVE_ONE_OUT}
+_BASELINES: Final = {"grpo": DEVIATION, "dr_grpo": MEAN, "rloo": LEAVE_ONE_OUT}
 
 
 @overload
@@ -95,7 +95,7 @@ def group_advantages(
         "grpo": ``(score - mean) / (std + eps)`` (Shao et al. 2024, arXiv:2402.03300). "dr_grpo":
         ``score - mean`` (Liu et al. 2025, arXiv:2503.20783). "rloo": the score minus the mean of
         the *others* (Ahmadian et al. 2024, arXiv:2402.14740). "batch": as "grpo", with mean and
-        deviation of all samples given, whatever their group (REINFORCE++, Hu 2025,
+        deviation of all samples given, across groups (REINFORCE++, Hu 2025,
         arXiv:2501.03262). "batch_std": the mean of the group, the deviation of all samples given
         (Lite PPO, Liu et al. 2025, arXiv:2508.08221). "none": the score itself. A callable gets
         each group's scores, float64 [n], and returns as many advantages: array, tensor or list.
@@ -173,9 +173,9 @@ def advantages_for_groups(
     TypeError, ValueError
         As `group_advantages`.
     """
-    rule = baseline_of(kind, std, eps)
-    if rule is not None and _is_row(scores, np.float64) and _is_row(sizes, np.int64):
-        compared = relative_scores(scores, sizes, rule)
+    baseline = baseline_of(kind, std, eps)
+    if baseline is not None and _is_row(scores, np.float64) and _is_row(sizes, np.int64):
+        compared = relative_scores(scores, sizes, baseline)
         if compared is not None:
             return compared.astype(np.float32)
     values, _ = _as_float64(np.asarray(scores))
@@ -185,7 +185,7 @@ def advantages_for_groups(
 
 
 def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Baseline | None:
-    """Return what the bus's core makes of each group by itself.
+    """Return the baseline that the C core can compute for each group.
 
     Parameters
     ----------
@@ -195,21 +195,22 @@ def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Ba
     Returns
     -------
     Baseline or None
-        None where advantages take more than the core knows.
+        None where the C core cannot: a callable, "batch" and "batch_std", which compare samples of
+        several groups, and values that `group_advantages` refuses.
     """
-    relative = _RULES.get(kind) if isinstance(kind, str) else None
-    if relative is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
+    formula = _BASELINES.get(kind) if isinstance(kind, str) else None
+    if formula is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
         return None
-    return Baseline(relative, std == "bessel", eps) if 0 <= eps < math.inf else None
+    return Baseline(formula, std == "bessel", eps) if 0 <= eps < math.inf else None
 
 
 def check_kind(name: str, kind: object) -> None:
-    """Raise ValueError for what is no kind of advantages.
+    """Raise ValueError unless it is a kind of advantages.
 
     Parameters
     ----------
     name : str
-        What the caller calls it, for the message.
+        Name of the argument, for the message.
     kind : object
         One of the names of `group_advantages`, or a callable, which is not called.
 
@@ -328,7 +329,7 @@ def _by_sizes(
         return _over_batch_std(values, counts, std, eps)
     if kind == "batch":
         counts = np.array([len(values)])
-    return _compare(values, counts, Baseline(_RULES.get(kind, DEVIATION), std == "bessel", eps))
+    return _compare(values, counts, Baseline(_BASELINES.get(kind, DEVIATION), std == "bessel", eps))
 
 
 def _over_batch_std(
@@ -348,8 +349,8 @@ def _over_batch_std(
     return normalised
 
 
-def _compare(values: FloatArray, counts: npt.NDArray[np.int64], rule: Baseline) -> FloatArray:
-    compared = relative_scores(np.ascontiguousarray(values), counts, rule)
+def _compare(values: FloatArray, counts: npt.NDArray[np.int64], baseline: Baseline) -> FloatArray:
+    compared = relative_scores(np.ascontiguousarray(values), counts, baseline)
     assert compared is not None, "scores and sizes were checked"
     return compared
 
@@ -392,7 +393,7 @@ def _by_callable(
 
 
 def _as_real(given: Any) -> FloatArray | None:
-    """Return what a callable gave as float64 on the host; None for what is not real."""
+    """Return a callable's result as float64 on the host; None if it is not real."""
     if isinstance(given, Tensor):
         # numpy knows neither bfloat16 nor a tensor that has a graph or lies on a device.
         given = None if given.is_complex() else given.detach().to("cpu", torch.float64)

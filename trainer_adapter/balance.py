@@ -1,14 +1,14 @@
-"""Sequences, or whole groups, shared out so that each part has about as many tokens.
+"""Division of sequences, or whole groups, into parts of about equal tokens.
 
 Pure functions: equal lengths give equal parts, on every rank and every machine.
 
 Invariants:
 
 - Every item is in exactly one part, and the items of a part are in ascending order.
-- The bound of `balance` is that of longest-first greedy, which it starts from and never leaves for
-  something worse: the fullest part has at most ``4/3 - 1/(3 * parts)`` times the tokens of the best
-  division there is (Graham 1969, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math.
-  17(2)), and no two parts differ by more than the longest item.
+- `balance` keeps the bound of longest-first greedy, with which it starts; a second method replaces
+  the result only if it is better. The fullest part has at most ``4/3 - 1/(3 * parts)`` times the
+  tokens of the best division (Graham 1969, "Bounds on Multiprocessing Timing Anomalies", SIAM J.
+  Appl. Math. 17(2)), and no two parts differ by more than the longest item.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Parts = list[list[int]]
 
 
 def balance(lengths: Sequence[int], parts: int, *, fill_all: bool = True) -> Parts:
-    """Share items out over a number of parts.
+    """Divide items into a number of parts with about equal sums.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def balance(lengths: Sequence[int], parts: int, *, fill_all: bool = True) -> Par
 
 
 def by_budget(lengths: Sequence[int], budget: int) -> Parts:
-    """Share items out over as few parts as it can, none above a budget.
+    """Divide items into few parts, none with a sum above a budget.
 
     Parameters
     ----------

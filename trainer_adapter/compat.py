@@ -1,4 +1,4 @@
-"""Names that other packages moved or changed, with one meaning whatever is installed.
+"""Names that other packages moved or changed, with one meaning for all their versions.
 
 - `unpad_input`, `pad_input`: padded to packed and back, as `flash_attn.bert_padding` has it, and
   without flash-attn. There `unpad_input` returned four values up to 2.6.3 and five from 2.7.0; here
@@ -10,7 +10,7 @@ docs/compat.md has which versions each was run with.
 
 Invariants:
 
-- `pad_input` undoes `unpad_input`; what was padding comes back as zeros.
+- `pad_input` undoes `unpad_input`; padding becomes zeros.
 - Both are differentiable in the hidden states, and padding gets no gradient.
 """
 
@@ -189,11 +189,11 @@ def HuggingFaceStorageReader(path: str, *, token: str | None = None, **options: 
     Parameters
     ----------
     path : str
-        Folder with the checkpoint, or what fsspec takes for one.
+        Folder with the checkpoint, or an fsspec URL of one.
     token : str, optional
         For torch 2.7 and 2.8, which pass it to the hub.
     **options
-        What this torch's class takes besides, for instance ``thread_count`` in 2.13.
+        Other arguments of this torch's class, for instance ``thread_count`` in 2.13.
 
     Returns
     -------
@@ -202,8 +202,8 @@ def HuggingFaceStorageReader(path: str, *, token: str | None = None, **options: 
     Raises
     ------
     ImportError
-        This torch has none (2.6), or what its own imports is not here (huggingface_hub, for 2.7);
-        the message says what to do.
+        This torch has no reader (2.6), or its reader needs a package that is not installed
+        (huggingface_hub, for 2.7); the message names the next step.
     TypeError
         A token or an option that this torch's class does not take.
     """

@@ -4,7 +4,7 @@ Invariants:
 
 - Every sequence is in exactly one micro-batch; its tokens, advantages and all else are unchanged.
 - Losses that are divided by the whole batch's counts add up to the loss of the whole batch.
-- Groups may be split: their advantages are there already. What is acknowledged is the batch.
+- Groups may be split, since their advantages were computed before. The whole batch is acknowledged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer_adapter._arguments import check_count
 from trainer_adapter.balance import balance, by_budget
-from trainer_adapter.batches.pack import Batch, Layout
+from trainer_adapter.batches.batch import Batch, Layout
 
 __all__ = ["MicroBatch", "micro_batches"]
 
@@ -28,7 +28,9 @@ class MicroBatch:
 
     Attributes
     ----------
-    tokens, position_ids, loss_mask, logprobs, advantages : Tensor [T] or [S, L]
+    tokens, position_ids, loss_mask, advantages : Tensor [T] or [S, L]
+    logprobs : Tensor [T] or [S, L], or None
+        None as in the batch.
     cu_seqlens : int32 [S + 1]
     max_seqlen : int
     scores, policy_versions : Tensor [S]
@@ -47,7 +49,7 @@ class MicroBatch:
     cu_seqlens: Tensor
     max_seqlen: int
     loss_mask: Tensor
-    logprobs: Tensor
+    logprobs: Tensor | None
     advantages: Tensor
     scores: Tensor
     instance_ids: list[str]
@@ -85,13 +87,13 @@ def micro_batches(
     Raises
     ------
     TypeError, ValueError
-        Both or neither was given; what is no number from 1 on; a sequence of more than
-        `max_tokens`; fewer than `count` sequences.
+        Both or neither was given; a value that is not an int of 1 or more; a sequence of more
+        than `max_tokens`; fewer than `count` sequences.
 
     Notes
     -----
-    For a loss that is that of the whole batch, give each micro-batch's loss the whole batch's
-    denominator, and add up the gradients::
+    To get the gradient of the whole batch's loss, divide each micro-batch's loss by the whole
+    batch's denominator, and add up the gradients::
 
         for part in micro_batches(batch, max_tokens=16_384):
             loss = policy_loss(..., denominator=part.batch_loss_tokens).loss
@@ -178,7 +180,7 @@ def _take(
         cu_seqlens=torch.from_numpy(borders).to(device),
         max_seqlen=longest,
         loss_mask=rows(batch.loss_mask),
-        logprobs=rows(batch.logprobs),
+        logprobs=None if batch.logprobs is None else rows(batch.logprobs),
         advantages=rows(batch.advantages),
         scores=batch.scores.index_select(0, sequences),
         instance_ids=[batch.instance_ids[position] for position in part],

@@ -1,8 +1,8 @@
 /* The C core's hot path, call by call, for instructions to be counted: ring and stash, no Python.
  *
- * usage: hot_path ROUNDS. Each round sends, reads and releases a window of records over one mapping;
- * what is counted is what happens within the functions named op_*, one for each operation. A
- * record's payload is small, since copying it is not what is measured. Exit status 1 if a call
+ * usage: hot_path ROUNDS. Each round sends, reads and releases a window of records over one
+ * mapping. Counted are the instructions within the functions named op_*, one for each operation. A
+ * record's payload is small, since copying it is not measured here. Exit status 1 if a call
  * fails. */
 #define _GNU_SOURCE
 #include "batch/convert.h"
@@ -48,33 +48,34 @@ OPERATION op_release_a_group(struct reader *reader, struct record_ref *refs) {
     }
 }
 
-/* As the stash does it: what a sample belongs to, its cell, and the end of a row that is full. */
-OPERATION op_stash(struct rows *rows, const struct row_key *key, uint32_t cell, void *sample) {
-    rows_expect_entry(rows, key->hash);
-    rows_expect_row(rows, key->hash, cell);
-    struct row *row = rows_find(rows, key);
-    if (row == NULL) {
-        row = rows_insert(rows, key, GROUP, 0.0);
-        require(row != NULL, "rows_insert");
+/* As the stash does it: a sample's group, its cell, and the end of a group that is complete. */
+OPERATION op_stash(struct group_table *groups, const struct group_key *key, uint32_t cell,
+                   void *sample) {
+    group_table_expect_bucket(groups, key->hash);
+    group_table_expect_entry(groups, key->hash, cell);
+    struct group_entry *entry = group_table_find(groups, key);
+    if (entry == NULL) {
+        entry = group_table_insert(groups, key, GROUP, 0.0);
+        require(entry != NULL, "group_table_insert");
     }
-    row_cells(row)[cell] = sample;
-    if (--row->missing == 0) {
-        rows_remove(rows, row, key->hash);
+    group_entry_cells(entry)[cell] = sample;
+    if (--entry->missing == 0) {
+        group_table_remove(groups, entry, key->hash);
     }
 }
 
-/* Samples of groups that stay open for long: each comes to another one than the sample before. */
-static void stash_some(struct rows *rows, uint64_t *number, void *sample) {
+/* Samples of groups that stay open for long: each belongs to another group than the one before. */
+static void stash_some(struct group_table *groups, uint64_t *number, void *sample) {
     for (uint32_t i = 0; i < WINDOW; i++) {
         uint64_t at = (*number)++;
         uint64_t group = at / (GROUP * OPEN_GROUPS) * OPEN_GROUPS + at % OPEN_GROUPS;
-        char name[ROW_INLINE_KEY];
+        char name[ENTRY_INLINE_KEY];
         int length = snprintf(name, sizeof name, "p-%llu", (unsigned long long)group);
-        struct row_key key = {.bytes = (const uint8_t *)name,
+        struct group_key key = {.bytes = (const uint8_t *)name,
                               .hash = (group + 1) * UINT64_C(0x9E3779B97F4A7C15) >> 7,
                               .length = (uint16_t)length,
                               .kind = 1};
-        op_stash(rows, &key, (uint32_t)(at / OPEN_GROUPS % GROUP), sample);
+        op_stash(groups, &key, (uint32_t)(at / OPEN_GROUPS % GROUP), sample);
     }
 }
 
@@ -105,9 +106,9 @@ int main(int argc, char **argv) {
     static struct sample sample;
     static struct record_ref refs[WINDOW];
     static struct batch batch;
-    struct rows rows;
+    struct group_table groups;
     uint64_t stashed = 0;
-    require(rows_begin(&rows), "rows_begin");
+    require(group_table_begin(&groups), "group_table_begin");
     make_segments(&segment, &own, CAPACITY);
     require(reader_attach(&reader, &segment), "reader_attach");
     require(writer_attach(&writer, &own, "hot path") == WRITER_OK, "writer_attach");
@@ -128,12 +129,12 @@ int main(int argc, char **argv) {
             struct record_ref none;
             op_look_in_vain(&reader, &none);
         }
-        stash_some(&rows, &stashed, refs);
+        stash_some(&groups, &stashed, refs);
         for (uint32_t i = 0; i < WINDOW; i += GROUP) {
             op_release_a_group(&reader, &refs[i]);
         }
         op_gather(&batch);
     }
-    rows_end(&rows);
+    group_table_end(&groups);
     return 0;
 }

@@ -3,7 +3,7 @@
  *
  * stdin: pauses in nanoseconds, one a line. stdout: for each pause the nanoseconds until the reader
  * had the record, from the stamp before the put, and from the one that the writer leaves in the
- * record's header right before it publishes it, by CLOCK_MONOTONIC. Exit status 1 and a word on
+ * record's header right before it publishes it, by CLOCK_MONOTONIC. Exit status 1 and a message on
  * stderr if anything failed. */
 #define _GNU_SOURCE
 #include "sample.h"
@@ -17,8 +17,8 @@
 
 enum { MAX_PUTS = 1000000, CAPACITY = 16 << 20, STALL_S = 300 };
 
-/* Each of both on a core of its own, where there are two: a writer that wakes up on the poller's
- * core has to wait for it, or the other way round. */
+/* Pins each of the two to a core of its own, where there are two: a writer that wakes up on the
+ * poller's core has to wait for it, or the other way round. */
 static void keep_to_core(bool first) {
     cpu_set_t may, one;
     size_t chosen = CPU_SETSIZE;

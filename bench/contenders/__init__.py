@@ -1,6 +1,6 @@
 """The contenders: every way to move a trajectory that is measured, one module each.
 
-A module of this package can be imported where its contender is not installed: what it needs is
+A module of this package can be imported where its contender is not installed: its packages are
 imported by its ends. `bench.contenders.base` says what a module has to have.
 """
 

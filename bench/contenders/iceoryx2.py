@@ -154,7 +154,7 @@ class _Receiver:
 
     def _wait(self, timeout_s: float | None) -> None:
         if self._listener is None:
-            # It polls; where producers outnumber the cores, one of them has this one meanwhile.
+            # It polls; if producers outnumber the cores, one of them can have this core now.
             os.sched_yield()
         elif timeout_s is None:
             self._listener.blocking_wait()

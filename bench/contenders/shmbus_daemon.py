@@ -43,5 +43,5 @@ def link(workload: Workload) -> Iterator[str]:
 def measure_packed(workload: Workload) -> Timed:
     """Move a workload into the batches of ``OnlineDataHandler``."""
     with link(workload) as name:
-        timed: Timed = importlib.import_module("bench.packed").measure_over(name, workload)
+        timed: Timed = importlib.import_module("bench.rows.packed").measure_over(name, workload)
     return timed

@@ -109,12 +109,12 @@ def receiver(address: str, workload: Workload) -> Iterator[_Receiver]:
 def measure(workload: Workload) -> Timed:
     """Move a workload over a bus of its own, by the loop of ``hop`` where that covers it."""
     if workload.plain:
-        timed: Timed = importlib.import_module("bench.hop").measure(workload)
+        timed: Timed = importlib.import_module("bench.rows.hop").measure(workload)
         return timed
     return moving.measure(__name__, workload)
 
 
 def measure_packed(workload: Workload) -> Timed:
     """Move a workload into the batches of ``OnlineDataHandler``."""
-    timed: Timed = importlib.import_module("bench.packed").measure(workload)
+    timed: Timed = importlib.import_module("bench.rows.packed").measure(workload)
     return timed

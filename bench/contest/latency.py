@@ -115,7 +115,7 @@ def _load(
     over: Any,
     gone: Any,
 ) -> None:
-    """Send at an even rate until all is over; what is late is sent at once."""
+    """Send at an even rate until the end; a late sample is sent immediately."""
     try:
         with importlib.import_module(module).sender(address, link, 1) as sender:
             source = link.source()

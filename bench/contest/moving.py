@@ -104,7 +104,7 @@ def _produce(
 def _consume(
     start: Callable[[], None], module: str, address: Any, workload: Workload, pack: bool
 ) -> tuple[int, float, usage.Spent]:
-    """Receive all; return what came after the first delivery, in how long, and at what cost."""
+    """Receive everything; count what follows the first delivery, its time and its cost."""
     wanted, done, first = workload.trajectories, 0, 0
     contender = importlib.import_module(module)
     look: _Sink = _Reading(workload) if workload.read else _look
@@ -112,7 +112,7 @@ def _consume(
         look = _Counting(look)
     sink = Packing(workload, lasting=contender.CONTENDER.lasting) if pack else look
     began = before = None
-    # A polling reader asks again at once; the deadline of the processes ends what stalls.
+    # A polling reader asks again immediately; the deadline of the processes ends a stall.
     timeout_s = 0.0 if workload.reader == "busy" else None
     with contender.receiver(address, workload) as receiver:
         start()

@@ -1,4 +1,4 @@
-"""What is asked of each contender, at each level: the workloads of the field, and how many.
+"""The requests to each contender at each level: workloads of the field, and their sizes.
 
 A run takes about as long for every contender: how many trajectories it moves follows from the rate
 that its `Contender.per_second` lets expect, which decides nothing else.
@@ -205,7 +205,7 @@ def sizes(contender: Contender, level: Level) -> list[Planned]:
 def plan(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
     """List what is asked of a contender beside its sizes, what claims rest on first.
 
-    Who runs out of time loses what comes last.
+    A contender that runs out of time loses the last ones.
     """
     clustered = bool(contender.environment)
     if not clustered or level.everything:

@@ -1,4 +1,4 @@
-"""Runs the contest: every contender that is here, every series that the level asks for.
+"""Runs the contest: every installed contender, every series of the level.
 
 What comes out is plain data, for JSON: ``contenders`` says what each one is and which versions
 were measured, or why it was skipped; each series is a list of points, each with its contender.
@@ -136,7 +136,7 @@ def _describe(contender: Contender) -> tuple[dict[str, Any], bool]:
 
 
 def _ask(turn: _Turn, share_s: float, patience_s: float) -> list[dict[str, Any]]:
-    """Ask for all in one process; after one that came to no end, go on with the next."""
+    """Send all requests to one process; after one that does not end, continue with the next."""
     points: list[dict[str, Any]] = []
     deadline = time.monotonic() + share_s
     while len(points) < len(turn.wanted):

@@ -214,7 +214,7 @@ def _send(module: str, address: Any, workload: Workload, number: int, counters: 
 
 
 def _read(module: str, address: Any, workload: Workload, counters: Any) -> None:
-    """Receive for ever, and look at every value."""
+    """Receive for ever, and check every value."""
     received = _Part(counters, 0)
     latest, torn, doubled = range(len(counters) - 3, len(counters))
     seen: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""How far each score of a group lies from its siblings', for all groups of a batch in one call.
+"""The difference of each score from its group's baseline, for all groups of a batch in one call.
 
 Invariants:
 
@@ -35,7 +35,7 @@ MAX_SCORE_MAGNITUDE: Final[float] = _core.BASELINE_MAX_SCORE
 
 
 class Baseline(NamedTuple):
-    """What is made of the scores of a group.
+    """What each score of a group is compared with.
 
     Attributes
     ----------

@@ -1,20 +1,28 @@
 """The command line, ``shmbus COMMAND``: one file a command, each with ``add_parser`` and ``run``.
 
-Exit status: 0 success, 1 failure, 2 usage. A known failure prints its message, not a traceback.
+Other packages add commands by the entry-point group ``shmbus.commands``: the entry's name is the
+command, its object a module with ``add_parser``. So nothing here imports upwards.
+
+Invariants:
+
+- Exit status: 0 success, 1 failure, 2 usage. A known failure prints its message, not a traceback.
+- A plug-in that cannot be loaded harms no other command: help lists it with the reason. For a
+  built-in command no plug-in is loaded, nor can one replace it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import shmbus
 from shmbus.cli import (
     bench,
-    demo,
     doctor,
     gc,
     inspect,
@@ -27,6 +35,9 @@ from shmbus.cli import (
     top,
 )
 from shmbus.cli import list as list_
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["main"]
 
@@ -42,9 +53,9 @@ _COMMANDS = (
     pause,
     snapshot,
     record,
-    demo,
     bench,
 )
+_PLUGINS = "shmbus.commands"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or words[0] not in commands.choices:
+        _add_plugins(commands)
     parsed = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -79,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit_status: int = parsed.run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who read the output has gone; what Python flushes at its end must have a place to go.
+        # The reader of the output has gone; the flush at exit must have a place to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (shmbus.ShmbusError, OSError, RuntimeError) as error:
@@ -89,3 +103,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"shmbus {parsed.command}: interrupted", file=sys.stderr)
         return 1
     return exit_status
+
+
+def _add_plugins(commands: Commands) -> None:
+    for entry in sorted(importlib.metadata.entry_points(group=_PLUGINS), key=lambda e: e.name):
+        if entry.name in commands.choices:
+            continue
+        try:
+            plugin = entry.load()
+            # A trial first: what raises half way must not leave half a command.
+            plugin.add_parser(argparse.ArgumentParser().add_subparsers())
+            plugin.add_parser(commands)
+        except Exception as error:  # code of others: it may raise anything
+            _add_broken(commands, entry, error)
+
+
+def _add_broken(commands: Commands, entry: importlib.metadata.EntryPoint, error: Exception) -> None:
+    """Add a command that says why it cannot be loaded, and nothing else."""
+    reason = f"{entry.value}: {type(error).__name__}: {error}"
+    parser = commands.add_parser(
+        entry.name,
+        help=f"cannot be loaded: {reason}".replace("%", "%%"),
+        # Whatever the command would have taken, its help too, gets the reason.
+        add_help=False,
+        prefix_chars="\0",
+    )
+    parser.add_argument("options", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=_raiser(entry.name, reason))
+
+
+def _raiser(name: str, reason: str) -> Callable[[argparse.Namespace], int]:
+    def run(arguments: argparse.Namespace) -> int:
+        raise RuntimeError(
+            f"the package that adds this command cannot be loaded ({reason}); install it again, or "
+            "remove it"
+        )
+
+    return run

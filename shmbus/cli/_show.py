@@ -1,6 +1,6 @@
-"""What the commands share: how a command is added, and what it prints with.
+"""Helpers that commands share: adding a command, and printing.
 
-Invariant: nothing that a segment says reaches the terminal unescaped (`printable`).
+Invariant: text of a segment reaches the terminal escaped (`printable`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from shmbus._format import bar, show_count, show_duration, show_size, table
-from shmbus.inspect.segment_file import printable
+from shmbus._format import bar, printable, show_count, show_duration, show_size, table
 from shmbus.segment.names import check_name
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def add_command(
 
 
 def bus_name(text: str) -> str:
-    """Take a bus name from the command line; one that can name no bus is a usage error."""
+    """Take a bus name from the command line; an impossible name is a usage error."""
     try:
         return check_name(text)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""What ``shmbus top`` draws, with rich: a pure function of what a Watcher has seen.
+"""The frames of ``shmbus top``, drawn with rich: a pure function of a Watcher.
 
-Invariants: a frame fits its width and height from 60 x 16 on; what does not fit is counted, not
-cut in silence; text of the segment is drawn as text, never as markup.
+Invariants: a frame fits its width and height from 60 x 16 on; lines that do not fit are counted,
+not cut silently; text of the segment is drawn as text, never as markup.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shmbus.cli._show import show_count, show_duration, show_size
 from shmbus.inspect.rates import Watcher
-from shmbus.inspect.status import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
+from shmbus.inspect.types import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _STATE_STYLES = {"alive": "green", "dead": "bold red", "closed": "dim", "gone": "dim"}
@@ -48,15 +48,15 @@ def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
     status = watcher.status
     ledger = _ledger(status)
     middle_rows = max(len(ledger), 6) + 2
-    left = height - _TITLE_ROWS - (_CHART_ROWS + 3) - middle_rows
+    free_rows = height - _TITLE_ROWS - (_CHART_ROWS + 3) - middle_rows
     leases = [] if status.daemon is None else status.daemon.leases
-    lease_rows = min(len(leases), max(2, left // 4 - 2)) if leases else 0
-    left -= lease_rows + 3 if lease_rows else 0
-    group_rows = min(len(status.oldest_incomplete), max(0, left // 3 - 2), 5)
-    # What the lists below do not need makes the chart higher.
+    lease_rows = min(len(leases), max(2, free_rows // 4 - 2)) if leases else 0
+    free_rows -= lease_rows + 3 if lease_rows else 0
+    group_rows = min(len(status.oldest_incomplete), max(0, free_rows // 3 - 2), 5)
+    # Rows that the lists below do not need go to the chart.
     needed = (group_rows + 3 if group_rows else 0) + max(4, len(status.producers) + 3)
-    chart_rows = _CHART_ROWS + min(_CHART_MORE_ROWS, max(0, left - needed))
-    left -= chart_rows - _CHART_ROWS
+    chart_rows = _CHART_ROWS + min(_CHART_MORE_ROWS, max(0, free_rows - needed))
+    free_rows -= chart_rows - _CHART_ROWS
     parts: list[RenderableType] = [
         _title(watcher, width),
         _fill(status, width),
@@ -67,9 +67,9 @@ def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
         parts.append(_leases(leases, lease_rows))
     if group_rows > 0:
         parts.append(_groups(status, group_rows))
-        left -= group_rows + 3
-    if left >= 4:
-        parts.append(_producers(watcher, left, width))
+        free_rows -= group_rows + 3
+    if free_rows >= 4:
+        parts.append(_producers(watcher, free_rows, width))
     return Group(*parts)
 
 
@@ -211,13 +211,13 @@ def _collector(status: BusStatus) -> RenderableType:
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     if collector.seen_ago_s is None:
-        grid.add_row("who", Text("none ever read this bus", style="yellow"))
+        grid.add_row("who", Text("none has ever read this bus", style="yellow"))
     else:
         style = "green" if collector.alive else "bold red"
         state = "alive" if collector.alive else "gone"
         grid.add_row("who", Text.assemble((f"{state} ", style), collector.label))
         grid.add_row("pid", Text(str(collector.pid)))
-        grid.add_row("looked", Text(f"{show_duration(collector.seen_ago_s)} ago"))
+        grid.add_row("polled", Text(f"{show_duration(collector.seen_ago_s)} ago"))
     grid.add_row(
         "holds",
         Text(
@@ -237,7 +237,7 @@ def _collector(status: BusStatus) -> RenderableType:
         grid.add_row(
             "failed",
             Text(
-                f"{show_count(len(status.wanted))} wanted again, "
+                f"{show_count(len(status.wanted))} asked for again, "
                 f"{show_count(status.groups_given_up)} given up"
             ),
         )
@@ -268,7 +268,7 @@ def _leases(leases: list[LeaseStatus], rows: int) -> Panel:
     table.add_column("now", no_wrap=True)
     shown = leases if len(leases) <= rows else leases[: rows - 1]
     for lease in shown:
-        now = ("away", "bold red")
+        now = ("disconnected", "bold red")
         if lease.connected:
             now = ("waits", "dim") if lease.waiting else ("works", "green")
         table.add_row(

@@ -1,8 +1,8 @@
 """``shmbus bench``: measure this machine; the code is in ``bench/`` of the source checkout.
 
-The benchmark is no part of the installed package: it needs the sources of the contenders' small
-programs, and what it compares with. So this command runs it where it lies beside the package, in
-an interpreter of its own, and says what to do where it does not.
+The benchmark is not installed with the package: it needs the sources of small C programs, and the
+contenders. In a checkout this command runs it in an interpreter of its own; elsewhere it says what
+to do. It imports nothing of the benchmark.
 """
 
 from __future__ import annotations
@@ -61,5 +61,5 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            # It reaches both: the benchmark ends its processes, and this waits for that.
+            # Ctrl-C reaches both processes: the benchmark ends its children, and this one waits.
             continue

@@ -1,4 +1,4 @@
-"""``shmbus doctor``: what this machine offers a bus, and what to do about the rest."""
+"""``shmbus doctor``: checks this machine for what a bus needs, with a hint for each problem."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def add_parser(commands: Commands) -> None:
         run,
         help="check this machine for what a bus needs",
         description="Checks shared memory, limits, kernel, processor, Python and packages, and "
-        "puts one trajectory through a bus of its own. Each finding that is not as good as it "
-        "could be comes with a hint. Exit status 1 where something fails.",
+        "puts one trajectory through a bus of its own. A finding that can be improved comes with a "
+        "hint. Exit status 1 where a check fails.",
         examples=[
             "shmbus doctor",
             "shmbus doctor --quick   # without importing torch",
@@ -38,7 +38,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings as they come; 1 where one is a failure."""
+    """Print each finding when it is there; 1 where one is a failure."""
     findings: list[Finding] = []
     for finding in diagnose(torch=not arguments.quick):
         findings.append(finding)

@@ -1,9 +1,9 @@
-"""What this machine offers a bus: one check a concern, each with what to do about it.
+"""The checks of ``shmbus doctor``: one a concern, each with a hint.
 
 Invariants:
 
-- A check reports and changes nothing; those that try something out leave nothing behind.
-- torch is never imported here: a child process does, and is ended when it takes too long.
+- A check changes nothing; one that tries something out leaves nothing behind.
+- torch is imported in a child process only, which is ended when that takes too long.
 - "fail" means that shmbus cannot work; "warn" that it will work worse than it could.
 """
 
@@ -27,7 +27,6 @@ from typing import Final, Literal
 import msgspec
 
 import shmbus
-from shmbus import limits
 from shmbus._format import show_size
 from shmbus.inspect import leftovers
 from shmbus_ext import _core
@@ -37,9 +36,18 @@ __all__ = ["Finding", "diagnose"]
 _SHM: Final = Path("/dev/shm")
 _GIB: Final = 1 << 30
 
+#: Free bytes of /dev/shm below which no useful bus fits: its tables and a few records.
+_SHM_FAIL_BYTES: Final = 8 << 20
+#: Free bytes below which two buses of the default size don't fit; Docker gives 64 MiB.
+_SHM_WARN_BYTES: Final = 512 << 20
+#: Open files per process below which a daemon with a few hundred clients runs out of them.
+_FILES: Final = 1024
+#: Seconds that importing torch may take: tens from a cold disk, for ever with a hanging driver.
+_TORCH_S: Final = 120.0
+
 
 class Finding(msgspec.Struct, frozen=True):
-    """What one check has found.
+    """The result of one check.
 
     Attributes
     ----------
@@ -48,9 +56,9 @@ class Finding(msgspec.Struct, frozen=True):
     level : "ok" | "warn" | "fail"
         Whether shmbus works well, worse than it could, or not at all.
     found : str
-        What there is.
+        What was found.
     hint : str
-        What to do, or ""; an "ok" may carry one, for what could be better still.
+        What to do, or "". An "ok" may have one too, for a further improvement.
     """
 
     check: str
@@ -76,7 +84,7 @@ def diagnose(*, torch: bool = True) -> Iterator[Finding]:
         try:
             yield from check()
         except (OSError, ValueError, shmbus.ShmbusError) as error:
-            # One thing that cannot be told must not hide the others.
+            # A check that fails must not hide the others.
             yield Finding(name, "warn", f"cannot tell: {error}")
     yield _check_torch(torch)
     yield _check_flash_attention()
@@ -117,9 +125,9 @@ def _check_shm() -> Iterator[Finding]:
     if kind not in ("tmpfs", "ramfs"):
         hint = "mount a tmpfs there: a bus on a disk is slow, and its pages are written out"
         yield Finding("shm", "warn", found, hint)
-    elif free < limits.DOCTOR_SHM_FAIL_BYTES:
+    elif free < _SHM_FAIL_BYTES:
         yield Finding("shm", "fail", found, f"enlarge it ({larger}), or see `shmbus gc`")
-    elif free < limits.DOCTOR_SHM_WARN_BYTES:
+    elif free < _SHM_WARN_BYTES:
         hint = f"little for long trajectories; enlarge it ({larger}), or see `shmbus gc`"
         yield Finding("shm", "warn", found, hint)
     else:
@@ -134,10 +142,10 @@ def _check_memory() -> Iterator[Finding]:
     if limit is None or limit == "max" or current is None:
         yield Finding("memory", "ok", found)
         return
-    left = int(limit) - int(current)
-    found += f", {show_size(max(0, left))} left under the limit of this container"
+    unused = int(limit) - int(current)
+    found += f", {show_size(max(0, unused))} left under the limit of this container"
     room = os.statvfs(_SHM)
-    if left < room.f_bavail * room.f_frsize:
+    if unused < room.f_bavail * room.f_frsize:
         hint = (
             "shared memory counts against that limit, which is tighter than /dev/shm: a bus that "
             "fits /dev/shm may still get this container killed; raise the limit (docker -m)"
@@ -149,7 +157,7 @@ def _check_memory() -> Iterator[Finding]:
 
 def _check_limits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    level: Literal["ok", "warn"] = "ok" if files >= limits.DOCTOR_FILES else "warn"
+    level: Literal["ok", "warn"] = "ok" if files >= _FILES else "warn"
     yield Finding(
         "open_files",
         level,
@@ -169,7 +177,7 @@ def _check_limits() -> Iterator[Finding]:
 
 
 def _check_huge_pages() -> Iterator[Finding]:
-    """Whether the pages of a bus made here are huge: a tried-out fact, since much decides it."""
+    """Whether a bus has huge pages here; tried out, since many settings decide that."""
     name = f"doctor-pages-{os.getpid()}"
     try:
         with shmbus.Bus.create(name, "8MiB"):
@@ -204,7 +212,7 @@ def _check_kernel() -> Iterator[Finding]:
 
 
 def _check_locks() -> Iterator[Finding]:
-    """Whether the kernel keeps locks by description, on which every proof of death rests."""
+    """Whether the kernel has open-file-description locks, which every proof of death needs."""
     with tempfile.TemporaryFile(dir=_SHM, prefix="shmbus-doctor-") as file:
         holder = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -287,7 +295,7 @@ _OPTIONAL: Final = (
 
 
 def _check_round_trip() -> Iterator[Finding]:
-    """Whether a trajectory goes through a bus here; the bus is gone again afterwards."""
+    """Whether a trajectory goes through a bus here; the bus is removed afterwards."""
     name = f"doctor-{os.getpid()}"
     try:
         with shmbus.Bus.create(name, "1MiB"), shmbus.Producer(name) as producer:
@@ -359,11 +367,11 @@ def _check_torch(ask: bool) -> Finding:
             [sys.executable, "-c", _ASK_TORCH],
             capture_output=True,
             text=True,
-            timeout=limits.DOCTOR_TORCH_S,
+            timeout=_TORCH_S,
         )
     except subprocess.TimeoutExpired:
         hint = "a driver that hangs? try: python -c 'import torch'; --quick leaves this out"
-        found = f"{version}, not imported within {limits.DOCTOR_TORCH_S:.0f} s"
+        found = f"{version}, not imported within {_TORCH_S:.0f} s"
         return Finding("torch", "warn", found, hint)
     answer = None
     with contextlib.suppress(json.JSONDecodeError, IndexError):

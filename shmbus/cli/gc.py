@@ -1,4 +1,4 @@
-"""``shmbus gc``: what nobody alive uses any more, named first, and removed only with ``--yes``."""
+"""``shmbus gc``: lists files that no living process uses, and removes them only with ``--yes``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def add_parser(commands: Commands) -> None:
         commands,
         "gc",
         run,
-        help="find and remove segments and sockets that nobody alive uses",
-        description="Looks at every segment and daemon socket in /dev/shm. One is abandoned when "
-        "no living process has it open, which file locks prove, in whatever container; age and "
-        "pids count for nothing. Says what would be lost, and removes only with --yes.",
+        help="find and remove segments and sockets that no living process uses",
+        description="Checks every segment and daemon socket in /dev/shm. One is abandoned when no "
+        "living process has it open, in any container; file locks prove that, not age or pids. "
+        "Says what would be lost, and removes only with --yes.",
         examples=[
-            "shmbus gc                    # look only",
+            "shmbus gc                    # list only",
             "shmbus gc --yes              # remove everything that is abandoned",
             "shmbus gc --yes --keep-data  # but no bus that holds undelivered trajectories",
             "shmbus gc --yes run1 run2    # only these",
@@ -40,21 +40,21 @@ def add_parser(commands: Commands) -> None:
         json=True,
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="only these buses")
-    parser.add_argument("--yes", action="store_true", help="remove what is abandoned")
+    parser.add_argument("--yes", action="store_true", help="remove abandoned files")
     parser.add_argument(
         "--keep-data",
         action="store_true",
-        help="leave segments that hold undelivered trajectories, or whose content cannot be told",
+        help="leave segments that hold undelivered trajectories, or whose content cannot be read",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show, and with --yes remove; 1 where something named is not there or could not be removed."""
+    """List, and with --yes remove; 1 where a named bus has no file, or one could not be removed."""
     found = leftovers.survey()
-    wanted = set(arguments.names)
-    unknown = wanted - {leftover.name for leftover in found}
-    if wanted:
-        found = [leftover for leftover in found if leftover.name in wanted]
+    names = set(arguments.names)
+    unknown = names - {leftover.name for leftover in found}
+    if names:
+        found = [leftover for leftover in found if leftover.name in names]
     chosen = [leftover for leftover in found if _chosen(leftover, arguments.keep_data)]
     if arguments.json:
         print_json([_for_json(leftover) for leftover in found])
@@ -120,7 +120,7 @@ def _things(count: int) -> str:
 
 
 def _remove(chosen: list[leftovers.Leftover], *, quiet: bool) -> bool:
-    """Remove each by itself; whether all of it worked."""
+    """Remove one after the other; True if all of it worked."""
     removed = []
     failures = 0
     for leftover in chosen:
@@ -128,7 +128,7 @@ def _remove(chosen: list[leftovers.Leftover], *, quiet: bool) -> bool:
             leftovers.remove(leftover)
             removed.append(leftover)
         except FileNotFoundError:
-            continue  # somebody else has removed it: what was wanted is so
+            continue  # another process has removed it
         except (errors.BusBusyError, OSError) as error:
             failures += 1
             print(f"shmbus gc: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``shmbus inspect``: a segment laid open, for a bus that is stuck, damaged or foreign."""
+"""``shmbus inspect``: a segment record by record, for a bus that is stuck, damaged or foreign."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _limit(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found; 1 where it is damaged."""
+    """Print the segment; 1 where it is damaged."""
     found = inspect(
         arguments.name,
         producer=arguments.producer,

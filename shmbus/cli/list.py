@@ -9,8 +9,8 @@ import msgspec
 
 from shmbus import errors
 from shmbus.cli._show import add_command, print_json, printable, show_count, show_size, table
-from shmbus.inspect.segment_file import bus_names
 from shmbus.inspect.status import read_status
+from shmbus.segment.names import bus_names
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -32,7 +32,7 @@ class BusLine(msgspec.Struct, frozen=True):
     producers : int | None
         Living ones.
     collector : str | None
-        Who reads, "" where nobody does.
+        The reader, "" where there is none.
     problem : str | None
         Why it cannot be read.
     """
@@ -53,7 +53,7 @@ def add_parser(commands: Commands) -> None:
         "list",
         run,
         help="list the buses of this machine",
-        description="Lists every bus in /dev/shm: how large and how full it is, and who uses it.",
+        description="Lists every bus in /dev/shm with its size, fill, producers and collector.",
         examples=["shmbus list", "shmbus list --json | jq -r '.[].name'"],
         json=True,
     )
@@ -63,16 +63,15 @@ def _line(name: str) -> BusLine | None:
     try:
         status = read_status(name, walk=False)
     except errors.BusNotFoundError:
-        return None  # it went away meanwhile
+        return None  # it was removed after the listing
     except (errors.LayoutMismatchError, PermissionError, ValueError) as error:
         return BusLine(printable(name), problem=printable(str(error)))
-    ledger = status.ledger
     collector = status.collector
     return BusLine(
         name=status.name,
         capacity=status.capacity,
         fill=status.fill,
-        undelivered=ledger.leased + ledger.stashed + ledger.in_ring,
+        undelivered=status.ledger.undelivered,
         producers=sum(producer.state == "alive" for producer in status.producers),
         collector=f"{collector.label} (pid {collector.pid})" if collector.alive else "",
     )

@@ -23,7 +23,7 @@ def add_parser(commands: Commands) -> None:
         run,
         help="serve Prometheus metrics of a bus",
         description="Serves /metrics and /healthz of a bus until SIGTERM or SIGINT. The bus need "
-        "not be there yet, and may come and go. docs/grafana.json is a dashboard for them.",
+        "not exist yet, and may be removed and created again. docs/grafana.json is a dashboard.",
         examples=[
             "shmbus metrics run1",
             "shmbus metrics run1 --port 9500 & curl -s localhost:9500/metrics",
@@ -47,7 +47,7 @@ def _port(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal."""
     if importlib.util.find_spec("prometheus_client") is None:
         print(
             "shmbus metrics needs prometheus_client; install the extra: "

@@ -1,4 +1,4 @@
-"""``shmbus pause NAME`` and ``shmbus resume NAME``: producers wait, as where the bus is full."""
+"""``shmbus pause NAME`` and ``shmbus resume NAME``: producers wait, as if the bus were full."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add both commands."""
     pause = commands.add_parser(
         "pause",
-        help="let the producers of a bus wait",
-        description="Let every put and reserve wait, up to its timeout, until the bus is resumed. "
-        "What is in the bus is delivered all the same.",
+        help="make the producers of a bus wait",
+        description="Makes each put and reserve wait, up to its timeout, until the bus is resumed. "
+        "Groups are still delivered.",
         epilog='example:\n  shmbus pause run1 --reason "weights are being loaded"',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -25,13 +25,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--reason",
         type=_reason,
         default="",
-        help=f"what producers are told, up to {_core.PAUSE_REASON_BYTES} bytes",
+        help=f"the reason that producers see, up to {_core.PAUSE_REASON_BYTES} bytes",
     )
     pause.set_defaults(run=run_pause)
     resume = commands.add_parser(
         "resume",
         help="let the producers of a bus go on",
-        description="End a pause, whoever began it.",
+        description="Ends a pause, whichever process began it.",
         epilog="example:\n  shmbus resume run1",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -31,8 +31,8 @@ def add_parser(commands: Commands) -> None:
         run_record,
         help="record live traffic of a bus to disk",
         description="Records what producers commit from now on, until Ctrl-C, SIGTERM or a limit. "
-        "It only looks: nobody waits for it, and what a fast consumer has acknowledged before it "
-        "was read is missed, and counted.",
+        "It only reads: no process waits for it. Trajectories that a fast consumer acknowledges "
+        "before they are read are missed, and counted.",
         examples=[
             "shmbus record run1 /data/traffic --seconds 60",
             "shmbus record run1 /data/traffic --records 10000",
@@ -90,7 +90,7 @@ def _speed(text: str) -> float | None:
 
 
 def run_record(arguments: argparse.Namespace) -> int:
-    """Record until a limit or a signal; what was recorded is kept either way."""
+    """Record until a limit or a signal; the recording is kept either way."""
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -116,9 +116,7 @@ def run_record(arguments: argparse.Namespace) -> int:
         f"{show_duration(found.seconds)} are in {printable(arguments.directory)}"
     )
     if found.missed:
-        print(
-            f"{show_count(found.missed)} more were acknowledged and gone before they could be read"
-        )
+        print(f"{show_count(found.missed)} more were released before they could be read")
     return 0
 
 
@@ -136,5 +134,5 @@ def run_replay(arguments: argparse.Namespace) -> int:
         f"({show_count(rate)}/s)"
     )
     if arguments.speed is not None and done.late_s > 1:
-        print(f"at the worst {show_duration(done.late_s)} behind: the bus was full, or too slow")
+        print(f"up to {show_duration(done.late_s)} late: the bus was full, or too slow")
     return 0

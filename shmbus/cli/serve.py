@@ -10,6 +10,7 @@ import os
 import sys
 
 from shmbus import errors
+from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
 from shmbus.inspect import leftovers
 from shmbus.segment import lifecycle
@@ -59,8 +60,9 @@ def run(parsed: argparse.Namespace) -> int:
         return 2
     logs.set_up(settings.log_format, settings.log_level)
     policy = settings.policy()
+    require_place(parsed.name)
     with contextlib.ExitStack() as stack:
-        # First, since it may find its port taken: nothing has been made then.
+        # First, since its port may be taken: nothing has been created then.
         if settings.metrics_port is not None:
             stack.enter_context(_metrics(parsed.name, settings.metrics_port, settings.metrics_host))
         if settings.restore is not None:
@@ -85,7 +87,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _restore(name: str, directory: str) -> None:
-    """Make the bus of a snapshot, once: one that is started again with the same flags goes on."""
+    """Restore a snapshot once: a daemon that restarts with the same flags keeps its bus."""
     before = snapshot.restored_as(directory)
     if before is not None:
         logger.info("%s was restored before, as bus %r; not again", directory, before)

@@ -26,9 +26,9 @@ def add_parser(commands: Commands) -> None:
         help="write everything undelivered on a bus to disk",
         description="Writes every trajectory that is committed and not acknowledged to a new "
         "directory of safetensors files, with the ledger and the producers' numbers. The bus "
-        "stays as it is. Where a daemon serves the bus it writes them, and trainers wait "
-        "meanwhile; one that reads the bus itself has to be stopped. Producers may go on; "
-        "what they commit after the beginning is not in it.",
+        "stays as it is. A daemon writes the snapshot by itself, and its trainers wait for that "
+        "long; a consumer that reads the bus itself must be stopped first. Producers may go on; "
+        "trajectories that they commit after the beginning are not included.",
         examples=["shmbus snapshot run1 /data/run1-before-reboot"],
         json=True,
     )
@@ -38,9 +38,9 @@ def add_parser(commands: Commands) -> None:
         commands,
         "restore",
         run_restore,
-        help="make a bus of a snapshot",
-        description="Makes a new bus of a snapshot: its records with their producers' numbers, and "
-        "its ledger. The bus appears whole or not at all.",
+        help="make a bus from a snapshot",
+        description="Makes a new bus from a snapshot: its records with their producers' numbers, "
+        "and its ledger. The bus appears complete or not at all.",
         examples=[
             "shmbus restore /data/run1-before-reboot",
             "shmbus restore /data/run1-before-reboot run2 --capacity 1GiB",
@@ -70,7 +70,7 @@ def _capacity(text: str) -> int:
 
 
 def run_snapshot(arguments: argparse.Namespace) -> int:
-    """Take a snapshot, and say what is in it."""
+    """Take a snapshot, and print its content."""
     written = ask_snapshot(arguments.name, arguments.directory)
     if written is None:
         manifest = snapshot.take(arguments.name, arguments.directory)
@@ -89,7 +89,7 @@ def run_snapshot(arguments: argparse.Namespace) -> int:
 
 
 def run_restore(arguments: argparse.Namespace) -> int:
-    """Restore, and say what is there now."""
+    """Restore, and print the content of the bus."""
     try:
         manifest = snapshot.restore(
             arguments.directory,

@@ -48,7 +48,7 @@ def add_parser(commands: Commands) -> None:
         metavar="S",
         type=_interval,
         default=1.0,
-        help="seconds between two looks (default 1)",
+        help="seconds between two polls (default 1)",
     )
     parser.add_argument("--once", action="store_true", help="print one frame and end")
 
@@ -72,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     watcher = Watcher(arguments.name)
-    watcher.look()  # an unknown bus is a message on a terminal that nobody has touched yet
+    watcher.poll()  # an unknown bus is reported before the terminal is changed
     if arguments.once:
         time.sleep(min(arguments.interval, 1.0))
-        watcher.look()
+        watcher.poll()
         _print_once(Console(), watcher)
         return 0
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -99,7 +99,7 @@ def _print_once(console: object, watcher: Watcher) -> None:
 
 
 class _Ended(Exception):
-    """SIGTERM or SIGHUP: leave as for q, so that the terminal is whole again."""
+    """SIGTERM or SIGHUP: leave as for q, so that the terminal is restored."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -108,7 +108,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int]:
-    """Single key presses from the terminal, which is as it was afterwards, whatever happens."""
+    """Read single key presses from the terminal, and restore it in any case."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     handlers = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -122,7 +122,7 @@ def _keys() -> Iterator[int]:
 
 
 def _pressed(fd: int, wait_s: float) -> bool:
-    """Whether a key that quits came within the time."""
+    """Whether a key that quits was pressed within the time."""
     deadline = time.monotonic() + wait_s
     while True:
         left = deadline - time.monotonic()
@@ -130,7 +130,7 @@ def _pressed(fd: int, wait_s: float) -> bool:
             return False
         if select.select([fd], [], [], left)[0]:
             data = os.read(fd, 64)
-            # An escape alone is a key; with more behind it, it is an arrow or the like.
+            # A lone escape is a key; with more bytes behind it, it is an arrow or the like.
             if not data or (data[0] in _QUIT_KEYS and (data[0] != 0x1B or len(data) == 1)):
                 return True
 
@@ -150,7 +150,7 @@ def _live(console: object, watcher: Watcher, interval_s: float) -> int:
         )
         while True:
             try:
-                watcher.look()
+                watcher.poll()
             except errors.BusNotFoundError as error:
                 stack.close()
                 print(f"shmbus top: {error}", file=sys.stderr)

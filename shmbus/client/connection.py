@@ -33,6 +33,13 @@ from shmbus_ext import _core
 
 __all__ = ["Connection"]
 
+#: Seconds that a reply may be late before the client gives up on it.
+REPLY_GRACE_S = 1.0
+#: Seconds after which a thread that waits for the one that reads checks that it still does: an
+#: exception may have ended it.
+_READER_CHECK_S = 0.5
+_GIVEN_UP = "it was given up after an interrupt"
+
 
 class Connection:
     """Attaches to the daemon that serves a bus (`attach`), and stays attached.
@@ -109,14 +116,12 @@ class Connection:
         """Connect, and claim all leases. The lock is held."""
         wire = Wire(self._hello.bus)
         try:
-            returns = self._leases.client >= 0
-            wire.send(
-                msgspec.structs.replace(
-                    self._hello, client=self._leases.client, next_step=self._leases.next_step
-                )
-            )
+            leases = self._leases
+            returns = leases.client >= 0
+            hello = {"client": leases.client, "next_step": leases.next_step}
+            wire.send(msgspec.structs.replace(self._hello, **hello))
             welcome = self._receive_welcome(wire)
-            self._leases.set_client(welcome.client)
+            leases.set_client(welcome.client)
             self._daemon_pid = welcome.pid if welcome.pid else wire.pid
             if returns:
                 self._claim(wire)
@@ -178,7 +183,7 @@ class Connection:
             except Exception as error:
                 # The next request raises it; until then the daemon may return.
                 self._problem, self._refused = str(error), error
-                return limits.TAKE_GRACE_S
+                return REPLY_GRACE_S
             finally:
                 self._dialled = True
 
@@ -195,7 +200,7 @@ class Connection:
                 if wire is not None and not wire.ended and not self.doubtful:
                     return wire
                 if wire is not None:
-                    self._lose(wire, "it was given up after an interrupt")
+                    self._lose(wire, _GIVEN_UP)
                 refused, dialled = self._refused, self._dialled
             if refused is not None:
                 raise refused.with_traceback(None)
@@ -204,7 +209,7 @@ class Connection:
             now = time.monotonic()
             if now > self._unreachable_since_s + limits.CLIENT_WAIT_S:
                 raise self.unavailable(now - self._unreachable_since_s)
-            if deadline is not None and now >= deadline + (not dialled) * limits.TAKE_GRACE_S:
+            if deadline is not None and now >= deadline + (not dialled) * REPLY_GRACE_S:
                 return None
             time.sleep(rest_s)
             rest_s = min(2 * rest_s, limits.REDIAL_INTERVAL_S)
@@ -333,7 +338,7 @@ class Connection:
                 raise self.unavailable(time.monotonic() - self._unreachable_since_s)
             return
         if self.doubtful:
-            self._lose(wire, "it was given up after an interrupt")
+            self._lose(wire, _GIVEN_UP)
             return
         try:
             wire.send(*requests)
@@ -408,7 +413,7 @@ class Connection:
                 pending.wake = wake
                 return
         # A reader that an exception ended may have woken nobody.
-        wake.acquire(timeout=min(left, limits.READER_CHECK_S))
+        wake.acquire(timeout=min(left, _READER_CHECK_S))
 
     def _pass_on(self) -> None:
         """Wake another thread to read, since this one reads no more. The lock is held."""

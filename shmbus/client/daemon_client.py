@@ -7,7 +7,7 @@ Invariants:
 
 - Groups that were asked ahead are handed out before any newer ones, or given back before an older
   group is.
-- No call lasts longer than its timeout and TAKE_GRACE_S.
+- No call lasts longer than its timeout and REPLY_GRACE_S.
 - Whatever happens between a request and the leases that its reply grants, or between the end of a
   lease here and the message that says so, ends the connection, unless it is the daemon's own word.
   The next connection's claim says what is true.
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shmbus import errors, limits
-from shmbus.client.connection import Connection
+from shmbus.client.connection import REPLY_GRACE_S, Connection
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
 from shmbus.control.wire import Wire, refusal
@@ -30,6 +30,9 @@ from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 __all__ = ["DaemonClient"]
+
+#: Groups of a take from which on the next portion is requested ahead: a smaller take wants few.
+_AHEAD_GROUPS = 16
 
 _G = TypeVar("_G", bound=_core.GroupBase)
 
@@ -119,7 +122,7 @@ class DaemonClient:
                 timeout_s=slice_s,
                 gathers=self.leases.gathers,
             ),
-            max_groups if max_groups >= limits.AHEAD_GROUPS else 0,
+            max_groups if max_groups >= _AHEAD_GROUPS else 0,
         )
 
     def receive_step(
@@ -178,7 +181,7 @@ class DaemonClient:
             reply = self._ask_for_groups(
                 lambda id_, left=left: make(id_, left),  # type: ignore[misc]
                 deadline,
-                left + limits.TAKE_GRACE_S,
+                left + REPLY_GRACE_S,
                 ahead,
             )
             if isinstance(reply, messages.Refused):
@@ -269,7 +272,7 @@ class DaemonClient:
                 id_, self.state.open_take = self.state.open_take, None
                 wire = self.connection.wire
             if id_ is not None and wire is not None:
-                reply = self.connection.late_reply(wire, id_, limits.TAKE_GRACE_S)
+                reply = self.connection.late_reply(wire, id_, REPLY_GRACE_S)
                 if isinstance(reply, messages.Leases):
                     self.borrow(reply, wire)
                 elif reply is None and wire is self.connection.wire:

@@ -135,7 +135,7 @@ class Leases:
     @property
     def gathers(self) -> bool:
         """Whether this process packs payload of the bus into batches; each take says so."""
-        return self._borrower.gathers
+        return self._borrower.packs
 
     @property
     def ready(self) -> list[ClientLease]:
@@ -184,7 +184,7 @@ class Leases:
     def is_leased(self, lease: ClientLease) -> bool:
         """Whether the daemon leased this to this client, and the lease has not ended."""
         known = self._state.leases.get(lease.number) is lease
-        return bool(lease.lost or (known and lease.reason < 0))
+        return bool(lease.lost or (known and lease.reason == _core.LEASE_HELD))
 
     def end(self, lease: ClientLease, reason: int) -> None:
         """End one lease.
@@ -280,7 +280,7 @@ class Leases:
             kept[number] = tokens.pop(token)
         over = [tokens.pop(token) for token in [*claimed.ended, *claimed.lost]]
         for lease in over:
-            lease.lost = lease.reason < 0
+            lease.lost = lease.reason == _core.LEASE_HELD
         self._borrower.forget(over)
 
     def reclaimed(self, kept: dict[int, ClientLease]) -> None:

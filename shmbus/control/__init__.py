@@ -1,1 +1,1 @@
-"""What a daemon and its clients share: messages, the socket, and one question to a daemon."""
+"""What a daemon and its clients share: messages, the socket, and asking a daemon once."""

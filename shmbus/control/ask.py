@@ -1,7 +1,7 @@
-"""Asking a daemon: one connection, one question, one answer.
+"""Asking a daemon once: one connection, one request, one reply.
 
-Invariant: an observer leases nothing and waits for nothing; a daemon that is stopped, away or of
-another version costs who asks for its status a second, and is an answer too.
+Invariant: an observer holds no lease. A status request to an unresponsive or incompatible daemon
+times out after one second, and reports that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 
 __all__ = ["ask_snapshot", "ask_status"]
+
+#: Seconds that a daemon has for its status: a healthy one answers within milliseconds.
+_STATUS_WAIT_S = 1.0
 
 
 def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.StatusReply | str | None:
@@ -29,7 +32,7 @@ def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.Status
     Returns
     -------
     StatusReply, str or None
-        None where no daemon serves the bus; a str says why one that does gave no status.
+        None where no daemon serves the bus; a str says why a daemon gave no status.
     """
     try:
         wire = Wire(name)
@@ -37,16 +40,16 @@ def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.Status
         return None
     except OSError as error:
         return f"its daemon cannot be asked: {error}"
-    question = messages.GetStatus(id=1, oldest=oldest)
+    request = messages.GetStatus(id=1, oldest=oldest)
     try:
-        reply = _ask(wire, name, question, "shmbus status", limits.OBSERVE_WAIT_S)
+        reply = _ask(wire, name, request, "shmbus status", _STATUS_WAIT_S)
     except (DaemonUnreachable, errors.ProtocolError) as error:
-        return f"its daemon (pid {wire.pid}) was asked, and gave no status: {error}"
+        return f"its daemon (pid {wire.pid}) gave no status: {error}"
     if isinstance(reply, messages.Refused):
         return f"its daemon (pid {wire.pid}) refuses: {reply.message}"
     if isinstance(reply, messages.StatusReply):
         return reply
-    return f"its daemon (pid {wire.pid}) does not answer within {limits.OBSERVE_WAIT_S:g} s"
+    return f"its daemon (pid {wire.pid}) does not answer within {_STATUS_WAIT_S:g} s"
 
 
 def ask_snapshot(name: str, directory: str) -> bytes | None:
@@ -57,7 +60,7 @@ def ask_snapshot(name: str, directory: str) -> bytes | None:
     name : str
         The bus.
     directory : str
-        As `shmbus.store.snapshot.take` takes it; the daemon writes it.
+        As for `shmbus.store.snapshot.take`; the daemon writes it.
 
     Returns
     -------
@@ -67,21 +70,21 @@ def ask_snapshot(name: str, directory: str) -> bytes | None:
     Raises
     ------
     RuntimeError
-        It could not be written, or the daemon went away; nothing is left behind.
+        It could not be written, or the daemon ended; nothing is left behind.
     BusBusyError
-        The daemon takes one already, or has just begun.
+        The daemon is taking one already, or is still recovering.
     """
     try:
         wire = Wire(name)
     except (DaemonUnreachable, ValueError, PermissionError):
-        return None  # where it is another user's, so is the bus, and who reads that says so
-    question = messages.TakeSnapshot(id=1, directory=os.path.abspath(directory))
+        return None  # the bus of another user: reading it raises the right error
+    request = messages.TakeSnapshot(id=1, directory=os.path.abspath(directory))
     try:
-        reply = _ask(wire, name, question, "shmbus snapshot", None)
+        reply = _ask(wire, name, request, "shmbus snapshot", None)
     except DaemonUnreachable as error:
         raise RuntimeError(
-            f"bus {name!r}: its daemon (pid {wire.pid}) went away before the snapshot was whole "
-            f"({error}); there is none: see the daemon's log, and try again"
+            f"bus {name!r}: its daemon (pid {wire.pid}) ended before the snapshot was complete "
+            f"({error}), and nothing of it is left; see the daemon's log, and try again"
         ) from None
     if isinstance(reply, messages.Refused):
         raise refusal(reply)
@@ -90,20 +93,20 @@ def ask_snapshot(name: str, directory: str) -> bytes | None:
 
 
 def _ask(
-    wire: Wire, name: str, question: messages.Request, label: str, wait_s: float | None
+    wire: Wire, name: str, request: messages.Request, label: str, wait_s: float | None
 ) -> messages.Reply | None:
-    """Ask, and wait for the answer; None where it does not come in time. Ends the connection."""
+    """Send a request and wait for its reply, None on timeout; closes the connection."""
     hello = messages.Hello(
         version=messages.VERSION, bus=name, pid=os.getpid(), label=label, observer=True
     )
     try:
-        wire.send(hello, question)
+        wire.send(hello, request)
         deadline = None if wait_s is None else time.monotonic() + wait_s
         while True:
-            left = limits.TAKE_SLICE_S if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            slice_s = limits.TAKE_SLICE_S if deadline is None else deadline - time.monotonic()
+            if slice_s <= 0:
                 return None
-            for reply in wire.receive(left):
+            for reply in wire.receive(slice_s):
                 if not isinstance(reply, messages.Welcome):
                     wire.send(messages.Bye())
                     return reply

@@ -2,11 +2,11 @@
 
 Invariants:
 
-- No payload: a group travels as places in the segment (24 bytes a trajectory), an identity as
-  (producer_id, sequence), 16 bytes; both are packed by the core.
-- Whatever comes from a socket is bounded before it is decoded and validated by its struct's types;
-  a frame that is not exactly one message of its direction is a ProtocolError.
-- A field that is added has a default, so that neighbours of one VERSION understand each other.
+- Messages carry no payload. A group travels as the locations of its records in the segment (24
+  bytes each), an identity as (producer_id, sequence), 16 bytes; the core packs both.
+- Input from a socket is bounded before it is decoded, and validated by the types of its struct. A
+  frame that is not exactly one message of its direction is a ProtocolError.
+- A new field has a default, so that two builds of one VERSION understand each other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from shmbus import errors, limits
+from shmbus.inspect.types import Count, LeaseStatus, OpenGroup
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
@@ -27,7 +28,6 @@ VERSION = 1
 
 _HEAD = struct.Struct("<I")
 
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Asked: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_REQUESTED)]
 Step: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=limits.MAX_REQUESTED)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -38,14 +38,14 @@ class _Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     pass
 
 
-# --- what clients say
+# --- from clients
 
 
 class Hello(_Message):
-    """The first message. `policy` holds the options that the client insists on, by name.
+    """The first message. `policy` holds the options that the client requires, by name.
 
-    `client` is its number of an earlier connection, -1 for none; `next_step` what its rank takes
-    next. An observer leases nothing, and only asks.
+    `client` is its number of an earlier connection, -1 for none; `next_step` its rank's next step.
+    An observer takes no leases.
     """
 
     version: int
@@ -62,26 +62,26 @@ class Hello(_Message):
 
 
 class Held(_Message):
-    """A group that the client took from an earlier daemon: `reason` -1, or how it ended it."""
+    """A lease of an earlier daemon: `reason` is -1 while the client holds it, or how it ended."""
 
     token: Count
     identities: bytes
-    reason: Annotated[int, msgspec.Meta(ge=-1, lt=_core.REASONS)] = -1
+    reason: Annotated[int, msgspec.Meta(ge=_core.LEASE_HELD, lt=_core.REASONS)] = _core.LEASE_HELD
     step: Step = -1
 
 
 class Claim(_Message):
-    """After a Hello with a client number: all that it holds, in one or more of these."""
+    """After a Hello with a client number: all of its earlier leases, in one or more of these."""
 
     groups: list[Held]
     last: bool = True
 
 
 class Take(_Message):
-    """Lease up to `max_groups`, waiting for the first as long as `timeout_s` says (None: ever).
+    """Lease up to `max_groups`; wait `timeout_s` for the first (None: for ever).
 
-    One that asks `ahead`, while it still works on what it took before, gets none where others ask.
-    One that `gathers` has packed payload of this bus into batches.
+    A request `ahead`, by a client that still works on earlier groups, gets none that others wait
+    for. `gathers` says that the client packs batches (`consumer_packs` in the header).
     """
 
     id: Count
@@ -92,11 +92,11 @@ class Take(_Message):
 
 
 class TakeStep(_Message):
-    """Lease this rank's shard of its next step; each rank asks for a step with the same numbers.
+    """Lease this rank's shard of its next step; all ranks request a step with the same numbers.
 
-    `groups` a rank, or as many as fit into `tokens` a rank; the length of `field` is what a
-    trajectory weighs. `max_wait_s` after its first group a step is formed though it is not full,
-    but not for one that wants it `only_full`. `gathers` is as for Take.
+    A shard has `groups` groups, or as many as fit into `tokens`, where a trajectory counts with the
+    length of `field`. `max_wait_s` after its first group a step is formed though it is not full,
+    except for a rank that wants it `only_full`. `gathers` is as for Take.
     """
 
     id: Count
@@ -110,14 +110,14 @@ class TakeStep(_Message):
 
 
 class End(_Message):
-    """Release these leases for a reason of the core. Answered by Ended, in order."""
+    """Release these leases, for one of the core's reasons. Answered by Ended, in order."""
 
     numbers: list[Count]
     reason: Annotated[int, msgspec.Meta(ge=0, lt=_core.REASONS)]
 
 
 class GiveBack(_Message):
-    """End these leases without releasing: they are the next to be delivered."""
+    """End these leases without releasing: their groups are the next to be delivered."""
 
     numbers: list[Count]
 
@@ -136,7 +136,7 @@ class GetLedger(_Message):
 
 
 class GetStatus(_Message):
-    """Ask for what an operator wants to see."""
+    """Ask for a status, with up to `oldest` incomplete groups."""
 
     id: Count
     oldest: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 10
@@ -145,7 +145,7 @@ class GetStatus(_Message):
 class TakeSnapshot(_Message):
     """Write everything undelivered to a new directory. Answered by SnapshotTaken, or Refused.
 
-    Until then no group is granted, and what clients end is kept, and confirmed afterwards.
+    Until then the daemon gives no leases, and keeps ended ones to confirm them afterwards.
     """
 
     id: Count
@@ -153,7 +153,7 @@ class TakeSnapshot(_Message):
 
 
 class Bye(_Message):
-    """Leave: what is still leased is given back at once."""
+    """Leave: the daemon takes back all leases of this client immediately."""
 
 
 Request: TypeAlias = (
@@ -162,7 +162,7 @@ Request: TypeAlias = (
 )  # fmt: skip
 
 
-# --- what the daemon says
+# --- from the daemon
 
 
 class Welcome(_Message):
@@ -175,7 +175,7 @@ class Welcome(_Message):
 
 
 class Granted(_Message):
-    """One leased group of `size`; `places` has PLACE_BYTES for each trajectory that is there."""
+    """One leased group of `size`; `places` has PLACE_BYTES for each of its trajectories."""
 
     number: int
     size: int
@@ -191,7 +191,7 @@ class Leases(_Message):
 
 
 class Claimed(_Message):
-    """The answer to the last Claim: what is leased again, as (token, new number), and the rest."""
+    """The answer to the last Claim: leases kept, as (token, new number), and the others."""
 
     kept: list[tuple[int, int]] = []
     ended: list[int] = []
@@ -199,7 +199,7 @@ class Claimed(_Message):
 
 
 class Ended(_Message):
-    """Leases that have ended for good, in the ledger too; `unknown` were not this client's."""
+    """Leases that have ended and are in the ledger; `unknown` were not this client's."""
 
     numbers: list[int]
     unknown: list[int] = []
@@ -218,50 +218,11 @@ class LedgerReply(_Message):
     ledger: Ledger
 
 
-class FailedStatus(msgspec.Struct, frozen=True):
-    """A sample of an incomplete group that failed: how often, and why the last time."""
-
-    index: int
-    attempts: int
-    reason: str
-
-
-class OpenGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An incomplete group: which indices are missing, and for how long it has waited."""
-
-    instance_id: str
-    epoch: int | None
-    size: int
-    present: int
-    missing: list[int]
-    age_s: float
-    failed: list[FailedStatus] = []
-
-
-class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that is attached: what it holds, and whether it waits for more.
-
-    `rank` is -1 without ranks. `connected` is False for one that has not come back yet and still
-    holds leases.
-    """
-
-    client: int
-    pid: int
-    label: str
-    rank: int = -1
-    world_size: int = 1
-    groups: int = 0
-    trajectories: int = 0
-    oldest_lease_s: float = 0.0
-    waiting: bool = False
-    connected: bool = True
-
-
 class StatusReply(_Message):
     """The answer to GetStatus.
 
-    `recovering` while the daemon waits for clients of an earlier one. `next_steps` is what each
-    rank takes next; `in_doubt` counts groups that a client which has not come back may hold.
+    `recovering` while the daemon waits for clients of its predecessor. `next_steps` has each rank's
+    next step; `in_doubt` counts groups that a client which has not come back may hold.
     """
 
     id: int
@@ -271,8 +232,8 @@ class StatusReply(_Message):
     uptime_s: float
     ledger: Ledger
     policy: dict[str, Any]
-    clients: list[ClientStatus] = []
-    oldest: list[OpenGroupStatus] = []
+    clients: list[LeaseStatus] = []
+    oldest: list[OpenGroup] = []
     recovering: bool = False
     draining: bool = False
     in_doubt: int = 0
@@ -289,7 +250,7 @@ class SnapshotTaken(_Message):
 
 
 class Refused(_Message):
-    """The request `id` failed, or with -1 the connection, which is closed behind this."""
+    """The request `id` failed, or with -1 the connection, which the daemon then closes."""
 
     kind: Literal["protocol", "value", "busy", "closed", "version", "not_found", "failed"]
     message: str
@@ -323,13 +284,13 @@ def frame(message: _Message) -> bytes:
 
 
 def decode_request(body: bytes) -> Request:
-    """Decode what a client said; ProtocolError where it is no message."""
+    """Decode a client's message; ProtocolError where it is none."""
     request: Request = _decode(_request_decoder, body)
     return request
 
 
 def decode_reply(body: bytes) -> Reply:
-    """Decode what the daemon said; ProtocolError where it is no message."""
+    """Decode a daemon's message; ProtocolError where it is none."""
     reply: Reply = _decode(_reply_decoder, body)
     return reply
 
@@ -344,13 +305,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
 
 
 class FrameBuffer:
-    """Bytes in, frames out. It never holds more than one frame's worth beyond what was fed."""
+    """Bytes in, frames out. It never keeps more than one incomplete frame."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add what was received; return the bodies that are complete.
+        """Add received bytes; return the bodies that are complete.
 
         Raises
         ------

@@ -1,11 +1,11 @@
-"""The client's end of the socket: connecting, whole frames out, frames in, each with a deadline.
+"""The client's end of the socket: it connects, sends and receives whole frames, with deadlines.
 
 Invariants:
 
-- A wait ends at its deadline, or with a connection that is given up; signals are handled meanwhile,
+- A wait ends at its deadline, or with the end of the connection. Signals are handled during a wait,
   since every system call here returns to Python.
-- A signal's handler that raises may leave half a frame sent, or received ones unread. Who called
-  then ends the connection: one that goes on has neither.
+- A signal's handler that raises may leave half a frame sent, or received ones unread. The caller
+  then ends the connection; one that goes on has neither.
 - The descriptor is closed with the last reference, so that a thread which sleeps on it never sleeps
   on another file of that number.
 """
@@ -22,22 +22,23 @@ import time
 from shmbus import errors, limits
 from shmbus.control import messages, socket_path
 
-__all__ = ["DaemonUnreachable", "Wire", "refusal", "stale"]
+__all__ = ["DaemonUnreachable", "Wire", "refusal", "socket_exists"]
 
 _CHUNK_BYTES = 1 << 18
 
 
 class DaemonUnreachable(Exception):
-    """Nobody answers at the socket, or no more; trying again may help."""
+    """The daemon does not answer, or not any more; trying again may help."""
 
 
-def stale(name: str) -> bool:
-    """Whether there is a socket of this bus at all: a daemon that ended in order removes it."""
-    return os.path.exists(socket_path.socket_path(name))
+def socket_exists(name: str) -> bool:
+    """Whether a daemon runs or has crashed: one that ends properly removes its socket."""
+    path = socket_path.socket_path(name)
+    return os.path.lexists(path) and socket_path.obstacle(name) is None
 
 
 def refusal(reply: messages.Refused) -> Exception:
-    """Return the exception that a Refused stands for."""
+    """Return the exception that a Refused carries."""
     kinds: dict[str, type[Exception]] = {
         "value": ValueError,
         "busy": errors.BusBusyError,
@@ -69,12 +70,15 @@ class Wire:
     Raises
     ------
     DaemonUnreachable
-        There is no socket, or nobody listens at it.
+        There is no socket, no daemon listens at it, or something else is in its place.
     PermissionError
-        It is another user's.
+        The process that listens belongs to another user.
     """
 
     def __init__(self, name: str) -> None:
+        what = socket_path.obstacle(name)
+        if what is not None:
+            raise DaemonUnreachable(what)
         self._name = name
         self._frames = messages.FrameBuffer()
         #: Whether this end has given the connection up.
@@ -136,17 +140,17 @@ class Wire:
         return self._socket.fileno()
 
     def await_end(self) -> None:
-        """Sleep until the other end, or this one, has ended the connection."""
+        """Sleep until either end has closed the connection."""
         poll = select.poll()
         poll.register(self._socket, 0)
         poll.poll()
 
     def end(self) -> None:
-        """Give the connection up: nothing is sent or received any more, and who waits wakes."""
+        """End the connection: nothing is sent or received any more, and all threads here wake."""
         self.ended = True
-        with contextlib.suppress(OSError):  # the other end was first
+        with contextlib.suppress(OSError):  # the other end has closed it
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Close this process's descriptor, and leave the connection to the other process."""
+        """Close this process's descriptor; the connection stays with the parent of a fork."""
         self._socket.close()

@@ -18,10 +18,12 @@ import logging
 import os
 import select
 import socket
+import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
 from shmbus import errors, limits
+from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon.leases import Session
 from shmbus.daemon.service import Service
@@ -30,12 +32,24 @@ __all__ = ["Connection"]
 
 logger = logging.getLogger(__name__)
 
+#: Bytes queued for a client that does not read; above this its connection is closed.
+_MAX_UNSENT_BYTES = 8 << 20
+#: Seconds that the daemon does not read from a client that has just spoken and holds many groups:
+#: its acknowledgements accumulate, and it does not need more groups sooner.
+_LISTEN_REST_S = 0.001
+#: Groups that count as many in this sense.
+_PLENTY_GROUPS = 16
+#: Seconds after which a refused client is judged again: the client in its way may have left, and
+#: its last message may be unread for _LISTEN_REST_S.
+_BUSY_GRACE_S = 0.02
+
 
 class Host(Protocol):
     """What a connection needs of its server."""
 
     service: Service
     connections: set[Connection]
+    limited_log: LimitedLog
 
     def guard(self, work: Callable[[], None]) -> None: ...
     def changed(self) -> None: ...
@@ -52,6 +66,8 @@ class Connection(asyncio.Protocol):
         self._session: Session | None = None
         self._left_orderly = False
         self._refused = False
+        #: Whether its Hello is judged a second time, after BUSY_GRACE_S.
+        self._judged_again = False
         #: Whether it does not read its replies.
         self._choked = False
         #: Whether its acknowledgements gather for a moment.
@@ -74,13 +90,13 @@ class Connection(asyncio.Protocol):
         try:
             self._peer_pid = socket_path.check_peer(name, connection)
         except PermissionError as error:
-            logger.warning("refused a connection: %s", error)
+            self._warn("refused connections of other users", f"refused a connection: {error}")
             self._transport.abort()
             return
         if len(self._server.connections) > 2 * limits.MAX_CLIENTS:
-            self.refuse("busy", f"bus {name!r}: too many connections; close some")
+            self.refuse("busy", f"bus {name!r}: too many connections; close some", "too many")
             return
-        self._transport.set_write_buffer_limits(high=limits.MAX_UNSENT_BYTES // 2)
+        self._transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES // 2)
         loop = asyncio.get_running_loop()
         self._hello_timer = loop.call_later(limits.HELLO_WAIT_S, self._require_hello)
 
@@ -98,10 +114,10 @@ class Connection(asyncio.Protocol):
 
     def _pause_reading(self) -> None:
         """Let the requests of a busy client gather: one wake-up for many acknowledgements."""
-        if self._session is not None and len(self._session.leases) >= limits.PLENTY_GROUPS:
+        if self._session is not None and len(self._session.leases) >= _PLENTY_GROUPS:
             self._paused = True
             self._update_reading()
-            asyncio.get_running_loop().call_later(limits.LISTEN_REST_S, self._end_pause)
+            asyncio.get_running_loop().call_later(_LISTEN_REST_S, self._end_pause)
 
     def _end_pause(self) -> None:
         self._paused = False
@@ -170,9 +186,10 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.close()
         elif session is None:
-            if not isinstance(request, messages.Hello):
+            if not isinstance(request, messages.Hello) or self._judged_again:
+                when = "before the answer to its Hello" if self._judged_again else "first"
                 raise errors.ProtocolError(
-                    f"expected Hello as the first message, got {type(request).__name__}"
+                    f"expected Hello as the first message, got {type(request).__name__} {when}"
                 )
             self._greet(request)
         elif isinstance(request, messages.TakeSnapshot):
@@ -180,12 +197,22 @@ class Connection(asyncio.Protocol):
         else:
             self._server.guard(lambda: self._server.service.handle(session, request))
 
-    def _greet(self, hello: messages.Hello) -> None:
+    def _greet(self, hello: messages.Hello, *, again: bool = False) -> None:
         self._cancel_timer()
+        if self._transport is None or self._transport.is_closing():
+            return
         service = self._server.service
         self._end_hung_up()
         found = service.hello(hello, self.send)
         if isinstance(found, messages.Refused):
+            in_the_way = found.kind in ("busy", "value") and not hello.observer
+            if in_the_way and not again and hello.client < 0:
+                # Who is in its way may have left, and not been read since.
+                self._judged_again = True
+                asyncio.get_running_loop().call_later(
+                    _BUSY_GRACE_S, lambda: self._greet(hello, again=True)
+                )
+                return
             self.refuse(found.kind, found.message)
             return
         self._session = found
@@ -230,15 +257,19 @@ class Connection(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         transport.write(messages.frame(reply))
-        if transport.get_write_buffer_size() > limits.MAX_UNSENT_BYTES:
-            logger.warning("closed a client that does not read", extra={"pid": self._peer_pid})
+        if transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            self._warn("clients that do not read", "closed a client that does not read")
             self._refused = True
             transport.abort()
 
-    def refuse(self, kind: str, message: str) -> None:
-        """Send the reason, and close."""
+    def _warn(self, cause: str, message: str) -> None:
+        """Log what a client has caused; clients decide how often, so lines of a cause are few."""
+        self._server.limited_log.warning(cause, time.monotonic(), message, pid=self._peer_pid)
+
+    def refuse(self, kind: str, message: str, cause: str = "") -> None:
+        """Send the reason, and close; the log tells one `cause`, or kind, from another."""
         self._refused = True
-        logger.warning("refused a client: %s", message, extra={"pid": self._peer_pid})
+        self._warn(f"refused clients ({cause or kind})", f"refused a client: {message}")
         self.send(messages.Refused(kind=kind, message=message))  # type: ignore[arg-type]
         if self._transport is not None:
             self._transport.close()
@@ -250,7 +281,7 @@ class Connection(asyncio.Protocol):
 
     def _require_hello(self) -> None:
         if self._session is None:
-            self.refuse("protocol", f"no Hello within {limits.HELLO_WAIT_S:g} s")
+            self.refuse("protocol", f"no Hello within {limits.HELLO_WAIT_S:g} s", "no Hello")
 
     def _cancel_timer(self) -> None:
         if self._hello_timer is not None:

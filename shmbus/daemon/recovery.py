@@ -29,6 +29,8 @@ from shmbus_ext import _core
 __all__ = ["Claims", "InDoubt", "Withheld", "extents_of_client", "extents_of_clients"]
 
 Trajectory = _core.Trajectory
+#: In place of a reason: the client had not ended this lease.
+LEASE_HELD = _core.LEASE_HELD
 
 
 def extents_of_client(segment: _core.Segment, client: int) -> set[int]:
@@ -74,7 +76,7 @@ class Claims:
 
         The groups of a dead client are for others. One that lives claims its groups again.
         """
-        held = [c for c in self._claims if c.session is session and c.held.reason < 0]
+        held = [c for c in self._claims if c.session is session and c.held.reason == LEASE_HELD]
         for claim in held:
             claim.session = None
         if not dead:
@@ -109,10 +111,11 @@ class Claims:
             if not claim.samples:
                 # Released by the previous daemon, which died before it confirmed that.
                 if session is not None:
-                    (ended if held.reason >= 0 else lost).setdefault(session, []).append(held.token)
+                    answers = lost if held.reason == LEASE_HELD else ended
+                    answers.setdefault(session, []).append(held.token)
                 continue
             lease = table.claimed(sorted(claim.samples, key=lambda t: t.index))
-            if held.reason >= 0:
+            if held.reason != LEASE_HELD:
                 table.end(lease, held.reason)
                 if session is not None:
                     ended.setdefault(session, []).append(held.token)
@@ -254,8 +257,8 @@ class InDoubt:
                 lease = table.claimed(withheld[held.token])
             if lease is None:
                 # Released before: a group that was acknowledged is done, one that was held is lost.
-                (ended if held.reason >= 0 else lost).append(held.token)
-            elif held.reason >= 0:
+                (ended if held.reason != LEASE_HELD else lost).append(held.token)
+            elif held.reason != LEASE_HELD:
                 table.end(lease, held.reason)
                 ended.append(held.token)
             else:

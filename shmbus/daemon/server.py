@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ import msgspec
 import uvloop
 
 from shmbus import errors, limits
+from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon import notify
 from shmbus.daemon.connection import Connection
@@ -41,6 +43,12 @@ from shmbus.store import snapshot
 __all__ = ["Server", "serve"]
 
 logger = logging.getLogger(__name__)
+
+#: Seconds that the daemon lets records accumulate after a poll that completed no group for a
+#: waiting client: bounds its wake-ups, and delays a group by no more than this.
+_COALESCE_S = 0.0002
+#: The same while no client waits: nothing is late then, and the ring keeps the records.
+_REST_S = 0.01
 
 
 class Server:
@@ -61,6 +69,8 @@ class Server:
     ) -> None:
         self.service = Service(collector, policy)
         self.connections: set[Connection] = set()
+        #: For warnings whose number clients decide.
+        self.limited_log = LimitedLog(logger, limits.LOG_INTERVAL_S)
         self.path = socket_path.socket_path(collector.segment.name)
         self._collector = collector
         self._drain_timeout_s = drain_timeout_s
@@ -115,11 +125,13 @@ class Server:
             if self._timer is not None:
                 self._timer.cancel()
             self._collector.close()
+            self.limited_log.sum_up(math.inf)
         if self._failure is not None:
             raise self._failure
 
     def _listen(self) -> socket.socket:
         """Bind the socket under a temporary name, and rename it once it listens."""
+        socket_path.require_place(self._collector.segment.name)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         fresh = f"/dev/shm/shmbus-new-{os.getpid()}-{time.monotonic_ns()}.sock"
         before = os.umask(0o177)
@@ -228,9 +240,9 @@ class Server:
             self._loop.call_soon_threadsafe(self._ring)
             self._ring_read.wait()
             if self.service.has_waiting:
-                time.sleep(limits.COALESCE_S)
+                time.sleep(_COALESCE_S)
             else:
-                self._hurry.wait(limits.REST_S)
+                self._hurry.wait(_REST_S)
 
     def _ring(self) -> None:
         if self._stopping:
@@ -254,7 +266,9 @@ class Server:
         self._timer = None
         if self._stopping:
             return
-        self.guard(lambda: self.service.tick(time.monotonic()))
+        now = time.monotonic()
+        self.guard(lambda: self.service.tick(now))
+        self.limited_log.sum_up(now)
         self._note_removal()
         self.changed()
 

@@ -22,9 +22,10 @@ from shmbus import errors, limits
 from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.daemon import admission
-from shmbus.daemon.leases import Lease, LeaseTable, Session
+from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.steps import StepPlanner
+from shmbus.inspect.types import FailedSample, OpenGroup
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailingGroup
@@ -32,6 +33,12 @@ from shmbus.stash.retries import split_key
 from shmbus_ext import _core
 
 __all__ = ["Service"]
+
+#: Takes of one client that may wait at once: the threads of one Consumer.
+MAX_WAITING = 64
+#: Seconds between checks whether a disconnected client still holds the locks of its leases; a dying
+#: process closes socket and segment within much less.
+_REAP_INTERVAL_S = 0.02
 
 Trajectory = _core.Trajectory
 
@@ -131,7 +138,7 @@ class Service:
             self._finish_recovery(now)
             return
         if len(self._in_doubt) and now >= self._next_reap_s:
-            self._next_reap_s = now + limits.REAP_INTERVAL_S
+            self._next_reap_s = now + _REAP_INTERVAL_S
             self._put_back(self._in_doubt.reap(set(self.sessions)))
         self.collector.expire(now)
         for session in self.sessions.values():
@@ -244,7 +251,12 @@ class Service:
 
     def _admit_rank(self, hello: messages.Hello) -> messages.Refused | None:
         """Make room for a rank among the steps, or return why not; others are admitted."""
-        ranked = [s for s in self.sessions.values() if s.rank >= 0]
+        ranked = self._ranked()
+        if hello.client < 0:
+            # One that returns after a restart was here before those that it meets now.
+            mixed = admission.mixed_refusal(hello, self.sessions.values())
+            if mixed is not None:
+                return mixed
         if self._planner is not None and not ranked and hello.world_size != self._planner.size:
             # The job of that size is over; its groups go to the next clients.
             leases, self._planner = self._planner.dissolve(), None
@@ -254,8 +266,11 @@ class Service:
         size = None if self._planner is None else self._planner.size
         refused = admission.rank_refusal(hello, size, ranked)
         if refused is None and self._planner is None:
-            self._planner = StepPlanner(hello.world_size, self._lease_all_ready)
+            self._planner = StepPlanner(hello.world_size, self._table)
         return refused
+
+    def _ranked(self) -> list[Session]:
+        return [session for session in self.sessions.values() if session.rank >= 0]
 
     def _free_number(self) -> int:
         taken = self._in_doubt.clients() | set(self._expected) | set(self.sessions)
@@ -283,6 +298,9 @@ class Service:
         else:
             out += leases
         self._put_back(out)
+        if self._planner is not None and not self._ranked():
+            # Shards stay for their ranks; what is in none is anybody's again.
+            self._table.give_back(self._planner.empty_pool())
         self.serve(time.monotonic())
 
     def _put_back(self, leases: list[Lease]) -> None:
@@ -346,9 +364,9 @@ class Service:
         ):
             raise errors.ProtocolError("TakeStep: expected one of groups and tokens")
         if request.gathers:
-            self.collector.reader.note_gathering()
-        if session.waiting >= limits.MAX_WAITING:
-            raise errors.ProtocolError(f"more than {limits.MAX_WAITING} requests wait already")
+            self.collector.reader.note_packing()
+        if session.waiting >= MAX_WAITING:
+            raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
         session.waiting += 1
         waiting = _Waiting(session, request, now)
         self._waiting.append(waiting)
@@ -403,6 +421,10 @@ class Service:
         self._waiting = still
         if self.collector.stash.discards and not self.frozen:
             self.collector.release_discards()
+        table, unheld = self.collector.stash.table, self._unheld()
+        if (table.unheld_groups, table.unheld_cells) != unheld:
+            table.unheld_groups, table.unheld_cells = unheld
+            self.collector.flush()
 
     def _answer(self, waiting: _Waiting, now: float) -> bool:
         session, request = waiting.session, waiting.request
@@ -413,6 +435,11 @@ class Service:
                 session.send(messages.Refused(kind="protocol", message=str(error), id=request.id))
                 return True
             if isinstance(request, messages.Take):
+                ranked = self._ranked() if self._planner is not None else []
+                if ranked and not request.ahead:
+                    message = admission.taken_by_ranks(self.collector.segment.name, ranked, session)
+                    session.send(messages.Refused(kind="busy", message=message, id=request.id))
+                    return True
                 if not request.ahead or sum(not s.observer for s in self.sessions.values()) == 1:
                     leases = self._lease(request.max_groups)
             elif session.rank not in self._in_doubt.ranks():
@@ -438,10 +465,7 @@ class Service:
     def _lease(self, max_groups: int) -> list[Lease]:
         if not self._table.returned and not self.collector.stash.ready_groups:
             return []
-        return self._table.take(max_groups, limits.MAX_GRANT_TRAJECTORIES)
-
-    def _lease_all_ready(self) -> list[Lease]:
-        return self._lease(limits.POLL_RECORDS)
+        return self._table.take(max_groups, MAX_GRANT_TRAJECTORIES)
 
     # -- for operators --------------------------------------------------------------------------
 
@@ -457,14 +481,27 @@ class Service:
         held = sum(len(s.leases) for s in self.sessions.values())
         return held + len(self._in_doubt) + len(self._deferred_ends)
 
+    def _unheld(self) -> tuple[int, int]:
+        """Return how many groups and trajectories wait here for their rank."""
+        planner = self._planner
+        return (0, 0) if planner is None else (planner.waiting_groups, planner.waiting_records)
+
     def ledger(self) -> Ledger:
-        """Return the ledger; claimed groups count as leased, returned ones as stashed."""
+        """Return the ledger: leased is what clients hold, also as claimed, or may hold.
+
+        What was given back, or waits for its rank, is stashed.
+        """
         ledger = self.collector.stats()
         table = self._table
+        groups, records = self._unheld()
+        claimed = table.claimed_records + self._in_doubt.withheld.records()
         return msgspec.structs.replace(
             ledger,
-            leased=ledger.leased + table.claimed_records + self._in_doubt.withheld.records(),
-            stashed=ledger.stashed + table.returned_records,
+            leased=ledger.leased + claimed - records,
+            stashed=ledger.stashed + table.returned_records + records,
+            ready=ledger.ready + table.returned_records + records,
+            groups_ready=table.ready_groups + groups,
+            groups_leased=self.leased_groups,
         )
 
     def status(self, request: messages.GetStatus) -> messages.StatusReply:
@@ -489,15 +526,15 @@ class Service:
             paused=None if paused is None else paused[0] or "no reason given",
         )
 
-    def _oldest_groups(self, count: int, now: float) -> list[messages.OpenGroupStatus]:
+    def _oldest_groups(self, count: int, now: float) -> list[OpenGroup]:
         """Return the oldest incomplete groups: which samples are missing, and which failed."""
         oldest = []
         for group in self.collector.stash.oldest(count):
             key, epoch = split_key(group.key)
-            failed = group.misses if isinstance(group, FailingGroup) else {}
+            failed = group.failed if isinstance(group, FailingGroup) else {}
             present = {sample.index for sample in group.samples}
             oldest.append(
-                messages.OpenGroupStatus(
+                OpenGroup(
                     instance_id=key,
                     epoch=epoch,
                     size=group.size,
@@ -505,7 +542,7 @@ class Service:
                     missing=[index for index in range(group.size) if index not in present],
                     age_s=max(0.0, now - group.born_s),
                     failed=[
-                        messages.FailedStatus(index, sample.attempts, sample.reason)
+                        FailedSample(index, sample.attempts, sample.reason)
                         for index, sample in sorted(failed.items())
                     ],
                 )

@@ -1,1 +1,1 @@
-"""Looking at a bus from outside: its bytes, its status, and what was left behind; never writes."""
+"""A bus seen from outside, read-only: its bytes, its status, and leftovers of dead processes."""

@@ -1,7 +1,7 @@
 """A segment laid open: header, slots, runs, records, and what keeps each run from being reused.
 
-It is what is left to ask when a bus is stuck, damaged or of another layout; like all of the
-operators' view it reads the file and maps nothing (`shmbus.inspect.segment_file`).
+For a bus that is stuck, damaged or of another layout. It reads the file and maps nothing
+(`shmbus.inspect.segment_file`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmbus.inspect.segment_file import RecordRow, Run, Scan, SegmentFile, printable, text
+from shmbus._format import label_text, printable
+from shmbus.inspect.records import RecordRow, Run, Scan
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import ProducerSlot
 from shmbus_ext import _core
 
 __all__ = ["Inspection", "RecordView", "RunView", "SlotView", "inspect"]
@@ -19,49 +22,37 @@ __all__ = ["Inspection", "RecordView", "RunView", "SlotView", "inspect"]
 _SLOT_STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT_CLOSED: "closed"}
 
 
-class SlotView(msgspec.Struct, frozen=True):
-    """A slot as it lies in the segment.
+class SlotView(ProducerSlot, frozen=True, kw_only=True):
+    """A slot as the segment has it; the collector's own comes last.
 
     Attributes
     ----------
-    slot, producer_id, pid : int
-        Its place, and who owned it last; the collector's own slot comes last.
-    label : str
-        How that one calls itself.
     state : str
         "free", "active", "closed", or "damaged" for any other value.
     locked : bool
         Whether a living process holds its lock.
-    committed, aborted : int
-        Counts of the lane.
     commit_under_way : bool
-        Whether the owner stopped, or died, between a commit's beginning and its count.
+        Whether the owner stopped or died between the beginning of a commit and its count.
     """
 
-    slot: int
-    producer_id: int
-    pid: int
-    label: str
     state: str
     locked: bool
-    committed: int
-    aborted: int
     commit_under_way: bool
 
 
 class RunView(msgspec.Struct, frozen=True):
-    """Neighbouring extents of one lane, with what is in them.
+    """A run: neighbouring extents of one lane, with the records in them.
 
     Attributes
     ----------
     extent, span, generation, order : int
-        The first extent, how many, of which lease, and the place in the lane.
+        First extent, number of extents, generation of their lease, and position in the lane.
     slot, producer_id : int
-        Whose lane, and who leased it.
+        The lane, and the producer that leased the run.
     collector : bool
         Whether it is the collector's lane of stragglers.
     used, room : int
-        Bytes with records in them, and bytes that there are.
+        Bytes that hold records, and bytes in all.
     sealed : bool
         Whether nothing more will be written there.
     reserved, committed, aborted, released, unknown : int
@@ -92,30 +83,30 @@ class RunView(msgspec.Struct, frozen=True):
 
 
 class RecordView(msgspec.Struct, frozen=True):
-    """One record.
+    """A record.
 
     Attributes
     ----------
     extent, offset : int
         Where it lies.
     producer_id, sequence : int
-        Its number.
+        Its identity.
     instance_id, epoch, index, group_size : str, int | None, int, int
         Its place in its group; "" and 0 while it is reserved.
     state : str
         "reserved", "committed", "aborted", "released", "unknown" or "unreadable".
     verdict : str
-        "ok", or which checksum does not hold: "frame", "header", "payload".
+        "ok", or the checksum that does not hold: "frame", "header", "payload".
     nbytes : int
         Header and padding included.
     age_s : float | None
         Seconds since the commit.
-    score, policy_version : float, int
-        As its producer gave them.
+    score, policy_version : float | None, int
+        As its producer gave them; None for a score that is not finite.
     moved : bool
-        Whether the collector wrote it again.
+        Whether the collector moved it.
     fields : list[str]
-        Arrays, as in "tokens <i4 (2048,)".
+        Its arrays, as in "tokens <i4 (2048,)".
     """
 
     extent: int
@@ -137,7 +128,7 @@ class RecordView(msgspec.Struct, frozen=True):
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """All of it.
+    """A segment laid open.
 
     Attributes
     ----------
@@ -146,11 +137,11 @@ class Inspection(msgspec.Struct, frozen=True):
     file_bytes : int
         Size of the file.
     problem : str | None
-        Why no process of this version can use it.
+        Why no process of this version can use the segment.
     in_use, collector_alive : bool
-        Whether anybody has it open, and whether somebody collects.
+        Whether a living process has it open, and whether one collects.
     header : dict[str, int | str]
-        The header's fields as they lie there; of another layout, as this version reads them.
+        The header's fields; those of another layout are read as if they were of this one.
     slots, runs, records : list
         What was asked for; empty where the header makes no sense.
     records_omitted : int
@@ -189,7 +180,7 @@ def inspect(
     Returns
     -------
     Inspection
-        Also of a segment that nobody can use; `problem` says why.
+        Also of a segment that no process can use; `problem` says why.
 
     Raises
     ------
@@ -207,10 +198,14 @@ def inspect(
         omitted = 0
         if file.walkable:
             slots = [s for s in _slots(file) if producer in (None, s.producer_id)]
-            leased = [r for r in file.runs() if producer is None or _concerns(file, r, producer)]
+            leased = [
+                r
+                for r in file.runs()
+                if producer is None or _may_hold_records_of(file, r, producer)
+            ]
             collects = file.collector_alive()
             for run in leased:
-                # Whatever is committed, whether or not its owner has counted it.
+                # All committed records, whether or not their lane has counted them.
                 scan = file.scan(run, 2**64 - 1)
                 if not scan.changed:
                     runs.append(_run(file, run, scan, collects))
@@ -230,14 +225,14 @@ def inspect(
         )
 
 
-def _concerns(file: SegmentFile, run: Run, producer: int) -> bool:
-    # The collector's lane holds stragglers of anybody.
+def _may_hold_records_of(file: SegmentFile, run: Run, producer: int) -> bool:
+    # The collector's lane has stragglers of any producer.
     return run.producer_id == producer or run.slot == file.max_producers
 
 
 def _header(file: SegmentFile) -> dict[str, Any]:
     return {
-        name: text(value) if isinstance(value, bytes) else int(value)
+        name: label_text(value) if isinstance(value, bytes) else int(value)
         for name in file.header.dtype.names
         for value in [file.header[name]]
     }
@@ -255,7 +250,7 @@ def _slots(file: SegmentFile) -> list[SlotView]:
                 slot=slot,
                 producer_id=int(row["producer_id"]),
                 pid=int(row["pid"]),
-                label=text(row["label"]),
+                label=label_text(row["label"]),
                 state=_SLOT_STATES.get(int(row["state"]), "damaged"),
                 locked=file.collector_alive() if own else file.slot_alive(slot),
                 committed=committed,
@@ -276,7 +271,7 @@ def _run(file: SegmentFile, run: Run, scan: Scan, collects: bool) -> RunView:
     pins = []
     if not run.sealed:
         pins.append(
-            "its owner still writes there" if alive else "its dead owner, until the next look"
+            "its owner still writes there" if alive else "its dead owner, until the next sweep"
         )
     if scan.reserved:
         pins.append(_several(scan.reserved, "open reservation"))
@@ -288,7 +283,7 @@ def _run(file: SegmentFile, run: Run, scan: Scan, collects: bool) -> RunView:
         pins.append("views in a process that the daemon serves")
     if not pins:
         pins.append(
-            "views in the collector's process, or its next look" if collects else "no collector"
+            "views in the collector's process, or its next poll" if collects else "no collector"
         )
     return RunView(
         extent=run.extent,
@@ -347,7 +342,7 @@ def _record(row: RecordRow, now_ns: int) -> RecordView:
         verdict=row.verdict,
         nbytes=row.nbytes,
         age_s=max(0.0, (now_ns - row.committed_ns) / 1e9) if has_body else None,
-        # JSON has no word for what is not finite.
+        # JSON has no nan and no infinity.
         score=row.score if has_body and np.isfinite(row.score) else None,
         policy_version=row.policy_version if has_body else 0,
         moved=row.moved,

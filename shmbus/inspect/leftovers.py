@@ -1,69 +1,83 @@
-"""What is left in /dev/shm when everybody who used it has died, and how to remove it safely.
+"""Files that dead processes left in /dev/shm, and how to remove them safely.
 
 Invariants:
 
-- In use is what a living process holds a file lock on (segments) or listens on (sockets). Neither
-  age nor a pid ever counts.
-- A segment is removed under all of its locks at once: who opens it in that moment waits, looks
-  again, and finds that it is gone.
-- What is not this user's, or not recognisably shmbus's, is only named.
+- A segment or companion is in use while a living process holds a file lock on it, a socket while
+  one listens on it. Neither age nor a pid ever counts.
+- A segment is removed under all of its locks at once: a process that opens it in that moment waits,
+  checks the name again, and finds that the segment is gone.
+- Files of other users, and files that are not recognisably shmbus's, are only named.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import pwd
 import socket
 import stat
 import time
-from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from shmbus import errors, limits
-from shmbus.inspect.segment_file import SegmentFile, printable
+from shmbus import errors
+from shmbus._format import printable
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import status_of
-from shmbus.segment.names import shm_path
+from shmbus.segment.names import (
+    PREFIX,
+    SHM_DIRECTORY,
+    SOCKET_SUFFIX,
+    parse_companion,
+    shm_path,
+)
 from shmbus_ext import _core
 
 __all__ = ["Leftover", "remove", "remove_unfinished", "survey"]
 
-Verdict = Literal["removable", "in_use", "not_ours", "unknown"]
+Kind: TypeAlias = Literal["segment", "socket", "companion", "other"]
+Verdict: TypeAlias = Literal["removable", "in_use", "not_ours", "unknown"]
+_SEGMENT_PREFIX: Final = PREFIX.removeprefix("/")
 _SOCKET_PREFIXES: Final = ("shmbus-", "shmbus+")
-_SOCKET_SUFFIX: Final = ".sock"
-_LOST_UNKNOWN: Final = "what it holds cannot be told"
+#: Seconds between two checks of a segment without magic and lock: a living creator locks it within
+#: microseconds.
+_UNFINISHED_WAIT_S: Final = 0.2
+_DEAD: Final = "no living process has it open"
+_UNREADABLE: Final = "its mode does not let us read it"
+_LOST_UNKNOWN: Final = "its content cannot be read"
 
 
 class Leftover(msgspec.Struct, frozen=True, kw_only=True):
-    """A file in /dev/shm that is called like one of ours.
+    """A file in /dev/shm with a name like ours.
 
     Attributes
     ----------
     path, name : str
-        The file, and what follows the prefix.
-    kind : "segment" | "socket" | "other"
-        By the file's type.
+        The file, and the bus that it belongs to.
+    kind : "segment" | "socket" | "companion" | "other"
+        By its name and type; "other" where the two do not agree. A companion is a segment that goes
+        with a bus, such as the weights of the demo.
     owner : str
         Its user.
     size : int
-        Bytes that it takes.
+        Bytes that it occupies.
     verdict : "removable" | "in_use" | "not_ours" | "unknown"
-        Removable: ours, and nobody alive uses it. Unknown: not recognisably shmbus's.
+        Removable: ours, and no living process uses it. Unknown: not recognisably shmbus's.
     reason : str
         Why.
     undelivered, undelivered_groups : int | None
-        Trajectories, and complete groups of them, that go with a removable segment; None where
-        that cannot be told.
+        Trajectories, and complete groups of them, that are lost with a removable segment; None
+        where they cannot be counted.
     device, inode : int
-        Which file was looked at: another one of the same name is never removed instead.
+        The file that was checked: another one of the same name is never removed instead.
     """
 
     path: str
     name: str
-    kind: Literal["segment", "socket", "other"]
+    kind: Kind
     owner: str
     size: int
     verdict: Verdict
@@ -75,34 +89,34 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def survey() -> list[Leftover]:
-    """Look at every file in /dev/shm that is called like one of ours.
+    """Check every file in /dev/shm with a name like ours.
 
     Returns
     -------
     list[Leftover]
         By name.
     """
-    prefix = Path(shm_path(""))
     found = []
-    for entry in sorted(os.scandir(prefix.parent), key=lambda entry: entry.name):
-        name = _name_of(entry.name, prefix.name)
+    for entry in sorted(os.scandir(SHM_DIRECTORY), key=lambda entry: entry.name):
+        kind, name = _classify(entry.name)
         if not name:
             continue
         try:
-            found.append(_look(entry.path, name, os.lstat(entry.path)))
+            found.append(_check(entry.path, kind, name, os.lstat(entry.path)))
         except (FileNotFoundError, errors.BusNotFoundError):
-            continue  # it went away meanwhile
+            continue  # it was removed after the listing
     return found
 
 
-def _name_of(file: str, prefix: str) -> str:
-    """Name the bus that a file belongs to; "" for a file of somebody else's."""
-    if file.startswith(prefix):
-        return file[len(prefix) :]
-    if file.startswith(_SOCKET_PREFIXES) and file.endswith(_SOCKET_SUFFIX):
-        # One whose bus has too long a name for a socket is called by a digest of it.
-        return file[len(_SOCKET_PREFIXES[0]) : -len(_SOCKET_SUFFIX)]
-    return ""
+def _classify(file: str) -> tuple[Kind, str]:
+    """Tell by a file's name what it is and which bus it belongs to; "" where it is not ours."""
+    if file.startswith(_SEGMENT_PREFIX):
+        return "segment", file[len(_SEGMENT_PREFIX) :]
+    if file.startswith(_SOCKET_PREFIXES) and file.endswith(SOCKET_SUFFIX):
+        # The socket of a bus with a long name is called by a digest of that name.
+        return "socket", file[len(_SOCKET_PREFIXES[0]) : -len(SOCKET_SUFFIX)]
+    companion = parse_companion(file)
+    return "companion", companion[1] if companion else ""
 
 
 def _owner(uid: int) -> str:
@@ -112,12 +126,9 @@ def _owner(uid: int) -> str:
         return f"uid {uid}"
 
 
-def _look(path: str, name: str, info: os.stat_result) -> Leftover:
-    kind: Literal["segment", "socket", "other"] = "other"
-    if stat.S_ISREG(info.st_mode):
-        kind = "segment"
-    elif stat.S_ISSOCK(info.st_mode):
-        kind = "socket"
+def _check(path: str, kind: Kind, name: str, info: os.stat_result) -> Leftover:
+    if not (stat.S_ISSOCK if kind == "socket" else stat.S_ISREG)(info.st_mode):
+        kind = "other"
     found = Leftover(
         path=path,
         name=name,
@@ -133,13 +144,15 @@ def _look(path: str, name: str, info: os.stat_result) -> Leftover:
         reason = f"it belongs to {found.owner}"
         return msgspec.structs.replace(found, verdict="not_ours", reason=reason)
     if kind == "segment":
-        return _look_at_segment(found)
+        return _check_segment(found)
     if kind == "socket":
-        return _look_at_socket(found)
+        return _check_socket(found)
+    if kind == "companion":
+        return _check_companion(found)
     return found
 
 
-def _look_at_socket(found: Leftover) -> Leftover:
+def _check_socket(found: Leftover) -> Leftover:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -153,32 +166,58 @@ def _look_at_socket(found: Leftover) -> Leftover:
     if status in (0, errno.EAGAIN, errno.EINPROGRESS, errno.EPROTOTYPE):
         return msgspec.structs.replace(found, verdict="in_use", reason="a daemon listens on it")
     return msgspec.structs.replace(
-        found, reason=f"whether somebody listens cannot be told: {os.strerror(status)}"
+        found, reason=f"cannot tell whether a daemon listens on it: {os.strerror(status)}"
     )
 
 
-def _look_at_segment(found: Leftover) -> Leftover:
+def _check_companion(found: Leftover) -> Leftover:
+    try:
+        fd = _open_again(found)
+    except PermissionError:
+        return msgspec.structs.replace(found, reason=_UNREADABLE)
+    try:
+        if not _lock_companion(fd):
+            return msgspec.structs.replace(
+                found, verdict="in_use", reason="a living process has it open"
+            )
+    finally:
+        os.close(fd)
+    return msgspec.structs.replace(found, verdict="removable", reason=_DEAD, undelivered=0)
+
+
+def _open_again(found: Leftover, flags: int = os.O_RDONLY) -> int:
+    return os.open(found.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _lock_companion(fd: int) -> bool:
+    """Lock a companion against new users, if it has none now; closing the file ends that."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _check_segment(found: Leftover) -> Leftover:
     try:
         file = SegmentFile(found.name)
     except PermissionError:
-        return msgspec.structs.replace(found, reason="its mode does not let us read it")
+        return msgspec.structs.replace(found, reason=_UNREADABLE)
     with file:
         if file.in_use():
             return msgspec.structs.replace(found, verdict="in_use", reason=_users(file))
-        dead = "no living process has it open"
         if file.problem is None:
             status = status_of(file)
-            ledger = status.ledger
             return msgspec.structs.replace(
                 found,
                 verdict="removable",
-                reason=dead,
-                undelivered=ledger.leased + ledger.stashed + ledger.in_ring,
+                reason=_DEAD,
+                undelivered=status.ledger.undelivered,
                 undelivered_groups=status.groups_complete,
             )
         magic = int(file.header["magic"])
         if magic == 0:
-            reason = f"{dead}; its creator never finished it"
+            reason = f"{_DEAD}; its creator never finished it"
             return msgspec.structs.replace(
                 found, verdict="removable", reason=reason, undelivered=0, undelivered_groups=0
             )
@@ -186,7 +225,7 @@ def _look_at_segment(found: Leftover) -> Leftover:
             return msgspec.structs.replace(found, reason="it is no segment of shmbus")
         why = str(file.problem).split("; ", 1)[0].removeprefix(f"bus {found.name!r}: ")
         return msgspec.structs.replace(
-            found, verdict="removable", reason=f"{dead}; {_LOST_UNKNOWN}: {why}"
+            found, verdict="removable", reason=f"{_DEAD}; {_LOST_UNKNOWN}: {why}"
         )
 
 
@@ -204,7 +243,7 @@ def _users(file: SegmentFile) -> str:
 
 
 def remove(found: Leftover) -> None:
-    """Remove a leftover, if nobody has begun to use it since it was looked at.
+    """Remove a leftover, unless a process has begun to use it since it was checked.
 
     Parameters
     ----------
@@ -214,7 +253,7 @@ def remove(found: Leftover) -> None:
     Raises
     ------
     BusBusyError
-        Somebody uses it now, or the name means another file now.
+        A process uses it now, or the name leads to another file now.
     FileNotFoundError
         It is gone already.
     PermissionError
@@ -225,16 +264,17 @@ def remove(found: Leftover) -> None:
     if found.verdict != "removable":
         raise ValueError(f"{printable(found.path)}: expected a removable file; {found.reason}")
     if found.kind == "socket":
-        again = _look_at_socket(found)
+        again = _check_socket(found)
         if again.verdict != "removable":
             raise errors.BusBusyError(f"{printable(found.path)}: {again.reason} now; left alone")
         _unlink(found)
         return
-    fd = os.open(found.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = _open_again(found, os.O_RDWR)
+    lock = _lock_companion if found.kind == "companion" else _core.lock_all
     try:
-        if not _same(found, os.fstat(fd)) or not _core.lock_all(fd):
+        if not _same(found, os.fstat(fd)) or not lock(fd):
             raise errors.BusBusyError(
-                f"{printable(found.path)}: somebody has begun to use it; left alone"
+                f"{printable(found.path)}: a process has begun to use it; left alone"
             )
         _unlink(found)
     finally:
@@ -242,10 +282,10 @@ def remove(found: Leftover) -> None:
 
 
 def remove_unfinished(name: str) -> bool:
-    """Remove what a creator that died has left of a bus.
+    """Remove an unfinished segment whose creator died.
 
-    A creator that is merely slow holds a lock on the file, but for its first instant, which two
-    looks are enough to pass; one that was stopped there finds the file gone, and says so.
+    A slow creator holds a lock on the file, except for its first instant; so this checks twice. A
+    creator that was stopped in that instant finds the file gone, and reports it.
 
     Parameters
     ----------
@@ -260,7 +300,7 @@ def remove_unfinished(name: str) -> bool:
     found = _unfinished(name)
     if found is None:
         return False
-    time.sleep(limits.UNFINISHED_WAIT_S)
+    time.sleep(_UNFINISHED_WAIT_S)
     again = _unfinished(name)
     if again is None or (again.device, again.inode) != (found.device, found.inode):
         return False
@@ -271,11 +311,11 @@ def remove_unfinished(name: str) -> bool:
 
 
 def _unfinished(name: str) -> Leftover | None:
-    """Look whether it has no magic yet, and nobody who would store it."""
+    """Return the segment if it has no magic, and no living process that would store it."""
     path = shm_path(name)
     with contextlib.suppress(errors.BusNotFoundError, OSError), SegmentFile(name) as file:
         if int(file.header["magic"]) == 0 and not file.in_use():
-            return _look(path, name, os.lstat(path))
+            return _check(path, "segment", name, os.lstat(path))
     return None
 
 
@@ -286,6 +326,6 @@ def _same(found: Leftover, info: os.stat_result) -> bool:
 def _unlink(found: Leftover) -> None:
     if not _same(found, os.lstat(found.path)):
         raise errors.BusBusyError(
-            f"{printable(found.path)}: the name means another file now; left alone"
+            f"{printable(found.path)}: the name leads to another file now; left alone"
         )
     os.unlink(found.path)

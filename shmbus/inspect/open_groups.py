@@ -7,71 +7,30 @@ import itertools
 import msgspec
 
 from shmbus import _encoding, limits
-from shmbus.inspect.segment_file import RecordRow, SegmentFile, printable
+from shmbus._format import printable
+from shmbus.inspect.records import RecordRow
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import FailedSample, GroupStatus
 from shmbus.inspect.undelivered import undelivered_records
 from shmbus_ext import _core
 
-__all__ = ["FailedSample", "GroupStatus", "OpenGroups"]
+__all__ = ["MISSING_NAMED", "OpenGroups"]
 
-
-class FailedSample(msgspec.Struct, frozen=True):
-    """A sample of an incomplete group that failed.
-
-    Attributes
-    ----------
-    index : int
-        Which one.
-    attempts : int
-        How often it has failed, as far as anybody said so.
-    reason : str
-        What the last one who tried said.
-    """
-
-    index: int
-    attempts: int
-    reason: str
-
-
-class GroupStatus(msgspec.Struct, frozen=True):
-    """An incomplete group.
-
-    Attributes
-    ----------
-    instance_id : str
-        The prompt's key.
-    epoch : int | None
-        Where its producers gave one.
-    size, present : int
-        Samples that make it complete, 0 where nobody has said it, and how many are in.
-    missing : list[int]
-        The first missing indices.
-    age_s : float
-        Seconds since its first sample was committed.
-    producers : list[int]
-        Who sent what is there.
-    failed : list[FailedSample]
-        Those of the missing that failed; the first of them.
-    """
-
-    instance_id: str
-    epoch: int | None
-    size: int
-    present: int
-    missing: list[int]
-    age_s: float
-    producers: list[int]
-    failed: list[FailedSample] = []
+#: Missing indices of a group that a status names; their number is always exact.
+MISSING_NAMED = 16
+#: Records that are sorted into groups: about two seconds of work. Beyond that no group is named.
+MAX_RECORDS = 200_000
 
 
 class _Open(msgspec.Struct):
-    """An incomplete group on its way; `size` is 0 until anybody says it."""
+    """A group while records are sorted; `size` is 0 while it is unknown."""
 
     size: int
     rows: dict[int, RecordRow]
     failed: dict[int, RecordRow]
 
-    def take_in(self, row: RecordRow) -> None:
-        """Take in a record as the stash does."""
+    def add(self, row: RecordRow) -> None:
+        """Add a record as the stash does."""
         size = row.group_size if row.sized else 0
         self.size = self.size or size
         if row.failed:
@@ -85,19 +44,19 @@ class _Open(msgspec.Struct):
 class OpenGroups:
     """Undelivered records, grouped as the stash does it, in the order of commits.
 
-    A sample that the stash will discard (a duplicate, another size) joins no group here either.
+    A sample that the stash would discard (a duplicate, another size) is in no group here either.
 
     Parameters
     ----------
     file : SegmentFile
         Open and readable.
     undelivered : int
-        How many there are; more than `limits.STATUS_RECORDS` are not looked at.
+        How many there are; more than `MAX_RECORDS` are not sorted.
 
     Attributes
     ----------
     incomplete, complete : int | None
-        How many groups; None where they were not looked at.
+        How many groups; None where records were not sorted.
     oldest : list[GroupStatus]
         The incomplete ones that have waited longest.
     """
@@ -106,13 +65,13 @@ class OpenGroups:
         self.incomplete: int | None = None
         self.complete: int | None = None
         self.oldest: list[GroupStatus] = []
-        if undelivered > limits.STATUS_RECORDS:
+        if undelivered > MAX_RECORDS:
             return
         groups: dict[object, _Open] = {}
         self.complete = 0
         for row in undelivered_records(file):
             group = groups.setdefault(row.key, _Open(0, {}, {}))
-            group.take_in(row)
+            group.add(row)
             if len(group.rows) == group.size > 0:
                 del groups[row.key]
                 self.complete += 1
@@ -141,11 +100,11 @@ def _group(file: SegmentFile, group: _Open, now_ns: int) -> GroupStatus:
         epoch=first.epoch,
         size=group.size,
         present=len(group.rows),
-        missing=list(itertools.islice(missing, limits.STATUS_MISSING)),
+        missing=list(itertools.islice(missing, MISSING_NAMED)),
         age_s=max(0.0, (now_ns - first.committed_ns) / 1e9),
         producers=sorted({row.producer_id for row in rows}),
         failed=[
             FailedSample(row.index, int(row.score) + 1, _reason(file, row))
-            for row in failed[: limits.STATUS_MISSING]
+            for row in failed[:MISSING_NAMED]
         ],
     )

@@ -1,7 +1,7 @@
-"""How a bus moves: two looks and the time between them, kept as a short history.
+"""Rates of a bus: the difference of two polls over the time between them, with a short history.
 
-Invariants: a look costs little however full the bus is (no walk over many records); a bus that was
-removed and created again under its name begins a new history.
+Invariants: a poll is cheap however full the bus is (no walk over many records); a bus that was
+removed and created again under its name starts a new history.
 """
 
 from __future__ import annotations
@@ -12,23 +12,31 @@ from collections import deque
 
 import msgspec
 
-from shmbus import limits
 from shmbus.control.ask import ask_status
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.status import BusStatus, join, status_of
+from shmbus.inspect.status import join, status_of
+from shmbus.inspect.types import BusStatus
 
 __all__ = ["Rates", "Watcher"]
 
+#: Values that the history keeps: wider than any terminal.
+_HISTORY = 512
+#: Undelivered trajectories up to which a poll also walks and groups them: some 0.2 s of work.
+_WALK_RECORDS = 20_000
+#: Runs, and records of each, from which a poll takes the mean size of a trajectory.
+_SAMPLE_RUNS = 8
+_SAMPLE_RECORDS = 8
+
 
 class Rates(msgspec.Struct, frozen=True):
-    """What happened between two looks, a second.
+    """Rates between two polls.
 
     Attributes
     ----------
     committed, acknowledged, dropped : float
         Trajectories a second.
     bytes, tokens : float
-        Of the committed ones, by the mean of recent records; 0 where none could be read.
+        Committed per second, by the mean of recent records; 0 where none could be read.
     """
 
     committed: float = 0.0
@@ -39,7 +47,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Watcher:
-    """Looks at a bus again and again.
+    """Polls a bus repeatedly.
 
     Parameters
     ----------
@@ -49,11 +57,11 @@ class Watcher:
     Attributes
     ----------
     status : BusStatus
-        From the last look.
+        Of the last poll.
     rates : Rates
-        Between the last two.
+        Between the last two polls.
     producer_rates : dict[int, float]
-        Trajectories a second of each producer number.
+        Trajectories a second, by producer number.
     history : deque[float]
         Committed trajectories a second, the newest last.
     """
@@ -70,10 +78,10 @@ class Watcher:
         self._mean = (0.0, 0.0)
         self.rates = Rates()
         self.producer_rates: dict[int, float] = {}
-        self.history: deque[float] = deque(maxlen=limits.TOP_HISTORY)
+        self.history: deque[float] = deque(maxlen=_HISTORY)
 
-    def look(self) -> None:
-        """Look once.
+    def poll(self) -> None:
+        """Poll once.
 
         Raises
         ------
@@ -86,8 +94,7 @@ class Watcher:
             if created != self._created:
                 self._forget(created)
             status = status_of(file, walk=False)
-            undelivered = status.ledger.leased + status.ledger.stashed + status.ledger.in_ring
-            if undelivered <= limits.TOP_WALK_RECORDS:
+            if status.ledger.undelivered <= _WALK_RECORDS:
                 status = status_of(file)
             now = time.monotonic()
             self._sample(file)
@@ -96,11 +103,11 @@ class Watcher:
         self._before, self._at_s = status, now
 
     def _sample(self, file: SegmentFile) -> None:
-        """Mean bytes and tokens of some recent records, whether or not they are delivered."""
+        """Take mean bytes and tokens of some recent records, delivered or not."""
         sizes = []
         tokens = []
-        for run in file.runs()[-limits.TOP_SAMPLE_RUNS :]:
-            for row in itertools.islice(file.read_records(run), limits.TOP_SAMPLE_RECORDS):
+        for run in file.runs()[-_SAMPLE_RUNS:]:
+            for row in itertools.islice(file.read_records(run), _SAMPLE_RECORDS):
                 if row.state not in ("committed", "released") or row.verdict != "ok":
                     continue
                 fields = {field.name: field for field in row.fields()}
@@ -127,7 +134,7 @@ class Watcher:
             bytes=committed * self._mean[0],
             tokens=committed * self._mean[1],
         )
-        # A slot's count goes on under its next owner.
+        # A slot keeps its count when its next owner attaches.
         earlier = {producer.slot: producer.committed for producer in before.producers}
         self.producer_rates = {
             producer.producer_id: rate(producer.committed, earlier.get(producer.slot, 0))

@@ -1,58 +1,34 @@
-"""The table of wanted samples as it lies in a segment's file, for operators.
+"""The retry table of a segment's file, for operators.
 
-Invariant: a row counts only with its checksum, so one that changes while it is read is left out.
+Invariant: a row counts only if its checksum holds, so a row that changes while it is read is left
+out.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
-from shmbus.inspect.segment_file import SegmentFile, printable
+from shmbus._format import printable
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import WantedStatus
 from shmbus_ext import _core
 
-__all__ = ["WantedStatus", "read_wanted"]
+__all__ = ["read_wanted"]
 
-_LAYOUT: Final = _core.layout()["wanted_row"]
+_LAYOUT: Final = _core.layout()["retry_entry"]
 _ROW: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT))  # type: ignore[call-overload]
 _CRC_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("crc")]
 _NUMBER_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("number")]
 _TEXT_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("id")]
 
 
-class WantedStatus(msgspec.Struct, frozen=True):
-    """A sample that is asked for again.
-
-    Attributes
-    ----------
-    instance_id, epoch, index : str, int | None, int
-        Which one.
-    attempt : int
-        1 for the first time that it is asked for.
-    reason : str
-        Why it is.
-    asked_s : float
-        Seconds since it was asked for.
-    taken_by : int | None
-        The producer that has taken it.
-    """
-
-    instance_id: str
-    epoch: int | None
-    index: int
-    attempt: int
-    reason: str
-    asked_s: float
-    taken_by: int | None
-
-
 def read_wanted(file: SegmentFile) -> list[WantedStatus]:
-    """Read what is asked for, in the order of asking."""
-    if not int(file.header["wanted_open"]):
+    """Read the open retry requests, in the order in which they were published."""
+    if not int(file.header["retries_open"]):
         return []
-    raw = file.wanted_table()
+    raw = file.retry_table()
     now_ns = _core.monotonic_ns()
     found = []
     for at in range(0, len(raw), _ROW.itemsize):
@@ -61,7 +37,7 @@ def read_wanted(file: SegmentFile) -> list[WantedStatus]:
         claim = int(row["claim"])
         covered = entry[_NUMBER_AT:_CRC_AT] + entry[_TEXT_AT:]
         if (
-            claim == _core.WANTED_BUSY
+            claim == _core.RETRY_BUSY
             or not int(row["number"])
             or _core.crc32c(covered) != int(row["crc"])
         ):

@@ -1,12 +1,12 @@
-"""A bus's status as text: what ``shmbus status`` prints, and what a report of a stall says.
+"""A bus's status as text, for ``shmbus status`` and for reports of a stall.
 
-Invariant: nothing that a segment says is here unescaped; `shmbus.inspect.status` has seen to that.
+Invariant: texts of a segment are printed escaped; `shmbus.inspect.status` has escaped them.
 """
 
 from __future__ import annotations
 
 from shmbus._format import bar, show_count, show_duration, show_size, table
-from shmbus.inspect.status import BusStatus, DaemonStatus
+from shmbus.inspect.types import BusStatus, DaemonStatus
 
 __all__ = ["status_text"]
 
@@ -15,7 +15,7 @@ _WANTED_SHOWN = 8
 
 
 def status_text(status: BusStatus) -> str:
-    """Lay out a status in blocks, one a concern: what `shmbus status` prints."""
+    """Lay out a status in blocks, as `shmbus status` prints it."""
     blocks = [_head(status), _ledger(status), _groups(status)]
     if status.wanted or status.groups_given_up or status.ledger.dropped.get("failed"):
         blocks.append(_wanted(status))
@@ -34,8 +34,8 @@ def _head(status: BusStatus) -> str:
     ]
     if status.paused is not None:
         lines.append(
-            f"  producers are paused since {show_duration(status.paused.age_s)}, at policy version "
-            f"{status.paused.policy_version}: {status.paused.reason or 'no reason given'}"
+            f"  producers are paused since policy version {status.paused.policy_version}, for "
+            f"{show_duration(status.paused.age_s)}: {status.paused.reason or 'no reason given'}"
         )
     if status.space_wanted:
         lines.append("  a producer waits for space")
@@ -123,13 +123,13 @@ def _wanted(status: BusStatus) -> str:
 def _collector(status: BusStatus) -> str:
     collector = status.collector
     if collector.seen_ago_s is None:
-        return "collector  none ever read this bus"
+        return "collector  none has ever read this bus"
     who = f"{collector.label} (pid {collector.pid})"
     if not collector.alive:
         return f"collector  none; the last was {who}"
     held = f" (for {show_duration(collector.oldest_lease_s)})" if collector.leased_groups else ""
     return (
-        f"collector  {who}, looked {show_duration(collector.seen_ago_s)} ago; holds "
+        f"collector  {who}, polled {show_duration(collector.seen_ago_s)} ago; holds "
         f"{show_count(collector.leased_groups)} leased{held} and "
         f"{show_count(collector.stashed_groups)} stashed groups"
     )
@@ -145,11 +145,11 @@ def _daemon(daemon: DaemonStatus) -> str:
     ]
     if daemon.recovering:
         lines.append(
-            "  recovering: it waits for clients of an earlier daemon, who may hold "
+            "  recovering: it waits for clients of an earlier daemon, which may hold "
             f"{show_count(daemon.in_doubt)} groups"
         )
     if daemon.draining:
-        lines.append("  draining: it ends when all leases have")
+        lines.append("  draining: it stops when all leases have ended")
     rows = [
         (
             str(lease.client),
@@ -160,7 +160,11 @@ def _daemon(daemon: DaemonStatus) -> str:
             show_count(lease.groups),
             show_count(lease.trajectories),
             show_duration(lease.oldest_lease_s) if lease.groups else "-",
-            "away" if not lease.connected else "waits for groups" if lease.waiting else "works",
+            "disconnected"
+            if not lease.connected
+            else "waits for groups"
+            if lease.waiting
+            else "works",
         )
         for lease in daemon.leases
     ]
@@ -172,7 +176,7 @@ def _daemon(daemon: DaemonStatus) -> str:
 
 def _producers(status: BusStatus) -> str:
     if not status.producers:
-        return "producers  none ever attached"
+        return "producers  none has ever attached"
     counts = {
         state: sum(producer.state == state for producer in status.producers)
         for state in ("alive", "dead", "closed", "gone")

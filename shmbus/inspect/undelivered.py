@@ -1,32 +1,33 @@
-"""Counting a segment's records from outside, so that nothing counts twice or not at all.
+"""Counting a segment's undelivered records from outside, each exactly once.
 
-Invariants: a release that is in force counts as done, whoever ends it; a commit counts when its
-lane has counted it; of the two copies that a dead mover left, one counts.
+Invariants: a release that has taken effect counts as done, whichever process finishes it; a commit
+counts once its lane has counted it; of the two copies that an interrupted move leaves, one counts.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from shmbus.inspect.segment_file import RecordRow, SegmentFile
+from shmbus.inspect.records import RecordRow
+from shmbus.inspect.segment_file import SegmentFile
 
 __all__ = ["count_undelivered", "counters", "undelivered_records"]
 
 
 def counters(file: SegmentFile) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(released by reason, committed by slot, the intent): releases first, never more of them."""
+    """Return (released by reason, committed by slot, intent); releases never exceed commits."""
     file.refresh()
     released = list(file.released())
     reason, count, _ = file.intent()
     if count:
-        # A release that is in force counts as done, whoever ends it.
+        # A release that has taken effect counts as done, whichever process finishes it.
         released[reason] = int(file.header["intent_base"]) + count
     committed = tuple(file.slots()["committed"][:-1].tolist())
     return tuple(released), committed, (reason, count)
 
 
 def count_undelivered(file: SegmentFile) -> int | None:
-    """Count committed records that nobody has released, each once; None where a run changed."""
+    """Count committed records that are not released, each once; None where a run changed."""
     _, _, ended = file.intent()
     below = [*file.slots()["committed"][:-1].tolist(), 0]
     moved = False
@@ -40,14 +41,14 @@ def count_undelivered(file: SegmentFile) -> int | None:
         total += scan.committed
         keys.append(scan.keys)
     if moved:
-        # A mover that died half way leaves both copies, with one number.
+        # An interrupted move leaves two copies, with one identity.
         pairs = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
         total = len(np.unique(pairs, axis=0))
     return total - _still_committed(file, ended)
 
 
 def _still_committed(file: SegmentFile, ended: frozenset[tuple[int, int]]) -> int:
-    """How many records of a release that is in force have not been marked yet."""
+    """How many records of a release that has taken effect are not marked yet."""
     if not ended:
         return 0
     return sum(
@@ -58,7 +59,7 @@ def _still_committed(file: SegmentFile, ended: frozenset[tuple[int, int]]) -> in
 
 
 def undelivered_records(file: SegmentFile, *, payload: bool = False) -> list[RecordRow]:
-    """Find every readable committed record, each number once, in the order of commits."""
+    """Find every readable committed record, each identity once, in the order of commits."""
     _, _, ended = file.intent()
     below = file.slots()["committed"].tolist()
     found: dict[tuple[int, int], RecordRow] = {}
@@ -70,6 +71,6 @@ def undelivered_records(file: SegmentFile, *, payload: bool = False) -> list[Rec
                 continue
             if row.lane_number >= below[run.slot] and not row.moved:
                 continue
-            # Lanes come in order, the collector's last: its copy is the one that counts.
+            # The collector's lane is the last: of two copies the moved one counts.
             found[row.producer_id, row.sequence] = row
     return sorted(found.values(), key=lambda row: row.committed_ns)

@@ -1,4 +1,4 @@
-"""Bus: the segment itself, for whoever creates, inspects or removes it.
+"""Bus: the segment itself, to create, inspect or remove it.
 
 Producers and consumers need only its name; they open handles of their own.
 """
@@ -31,11 +31,11 @@ class ProducerInfo(msgspec.Struct, frozen=True):
     producer_id, pid : int
         Its number on the bus, and its process, as numbered in its own pid namespace.
     label : str
-        How it calls itself.
+        The name that it gave itself.
     state : "free" | "active" | "closed"
-        "active" also for one that died and was not noticed yet.
+        Also "active" for one that died and was not reaped yet.
     committed, aborted : int
-        By all that ever owned the slot.
+        By all producers that ever owned the slot.
     """
 
     producer_id: int
@@ -47,22 +47,22 @@ class ProducerInfo(msgspec.Struct, frozen=True):
 
 
 class BusStats(msgspec.Struct, frozen=True):
-    """What anybody can read of a bus without disturbing it.
+    """The counters of a bus, read without disturbing it.
 
     Attributes
     ----------
     committed, acknowledged : int
         Trajectories committed by producers, and acknowledged by trainers.
     dropped : dict[str, int]
-        Trajectories that left otherwise, by reason.
+        Trajectories released without acknowledgement, by reason.
     undelivered : int
         Committed and neither acknowledged nor dropped.
     capacity, free : int
-        Bytes for records, and how many of them nobody holds.
+        Bytes for records, and bytes in free extents.
     producers : list[ProducerInfo]
         Slots that have been used.
     collector_pid : int
-        Who reads the bus; 0 where nobody does.
+        The process that reads the bus; 0 where none does.
     policy_version : int
         The trainer's current one.
     """
@@ -206,12 +206,12 @@ class Bus:
             raise errors.BusClosedError(f"bus {self.name!r}: this handle is closed; open a new one")
 
     def pause(self, reason: str = "") -> None:
-        """Let producers wait, as where the bus is full, until `resume`; consumers go on.
+        """Make producers wait until `resume`, as if the bus were full; consumers go on.
 
         Parameters
         ----------
         reason : str
-            What producers are told, up to 119 bytes of UTF-8.
+            The reason that producers see, up to 119 bytes of UTF-8.
 
         Raises
         ------
@@ -232,13 +232,13 @@ class Bus:
         self._segment.pause(reason, self._segment.policy_version)
 
     def resume(self) -> None:
-        """End a pause, whoever began it."""
+        """End a pause, whichever process began it."""
         self._require_open()
         self._segment.resume()
 
     @property
     def paused(self) -> str | None:
-        """The reason of the pause, maybe empty; None where producers need not wait."""
+        """The reason of the pause, which may be empty; None without a pause."""
         pause = self._segment.paused()
         return None if pause is None else pause[0]
 
@@ -271,7 +271,7 @@ class Bus:
         )
 
     def unlink(self) -> None:
-        """Remove the name; the memory goes with the last handle and the last view.
+        """Remove the name; the memory is freed with the last handle and the last view.
 
         Raises
         ------
@@ -295,13 +295,13 @@ class Bus:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # A child after a fork leaves this block too, and has made no bus of its own.
+        # A forked child leaves this block too, and did not create the bus.
         if self._owner_pid == os.getpid():
             self._remove_own()
         self.close()
 
     def _remove_own(self) -> None:
-        """Remove the bus, unless somebody did, and maybe made another of that name."""
+        """Remove the bus, unless the name is gone or leads to another one now."""
         self._owner_pid = 0
         with contextlib.suppress(errors.BusNotFoundError):
             if self._made is not None and is_named(self.name, self._made):

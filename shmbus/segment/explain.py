@@ -1,12 +1,16 @@
-"""Why a segment cannot be used, in words: full, busy, of another layout, too large for /dev/shm."""
+"""Error texts that need a look at a segment: full, busy, of another layout, too large.
+
+Invariant: no message has a text of a segment, a label or the reason of a pause, unescaped.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from shmbus import errors
-from shmbus._format import show_duration, show_size, show_wait
+from shmbus._format import printable, show_duration, show_size, show_wait
 from shmbus.segment.names import SHM_DIRECTORY, shm_path
 from shmbus_ext import _core
 
@@ -15,6 +19,8 @@ __all__ = [
     "busy_error",
     "full_error",
     "layout_error",
+    "memory_error",
+    "not_found_error",
     "removed_error",
     "space_error",
 ]
@@ -24,15 +30,29 @@ class UnfinishedError(errors.LayoutMismatchError):
     """The segment's creator has not stored the magic yet."""
 
 
+def not_found_error(name: str, others: Sequence[str] | None = None) -> errors.BusNotFoundError:
+    """Say that there is no such bus, and name the others, where they are given."""
+    there = ""
+    if others is not None:
+        there = "there is none at all; "
+        if others:
+            there = f"there are: {', '.join(map(repr, others[:8]))}; "
+    return errors.BusNotFoundError(
+        f"there is no bus {name!r} ({shm_path(name)} does not exist); {there}create it with "
+        f"shmbus.Bus.create({name!r}), or check the name and that both sides see the same "
+        f"{SHM_DIRECTORY} (containers: --ipc or a shared mount)"
+    )
+
+
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
-    """Say who holds the space that a record of `size` bytes did not get."""
+    """Say which processes hold the space that a record of `size` bytes did not get."""
     extent = segment.extent_bytes
     paused = segment.paused()
     if paused is not None:
         reason, version, _ = paused
         return errors.BusFullError(
             f"bus {segment.name!r} is paused at policy version {version} "
-            f"({reason or 'no reason'}): producers wait, and this one did for "
+            f"({printable(reason) or 'no reason'}): producers wait, and this one did for "
             f"{show_wait(waited_s)}; resume it with `shmbus resume {segment.name}`, or wait longer"
         )
     held: dict[int, int] = segment.holders()
@@ -43,7 +63,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     attached = segment.has_collector()
     if attached and collector["leased_groups"]:
         parts.append(
-            f"consumer pid {collector['pid']} ({collector['label']}) holds "
+            f"consumer pid {collector['pid']} ({printable(collector['label'])}) holds "
             f"{collector['leased_groups']} unacknowledged groups "
             f"({collector['leased_records']} trajectories): ack() or give_back() them"
         )
@@ -58,8 +78,11 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     elif not attached:
         parts.append("no consumer is attached now: start one")
     elif lag_s > 1:
-        parts.append(f"consumer pid {collector['pid']} last looked {lag_s:.1f} s ago")
-    names = {slot: f"{label} (pid {pid})" for slot, _, _, pid, label, _, _ in segment.producers()}
+        parts.append(f"consumer pid {collector['pid']} last polled {lag_s:.1f} s ago")
+    names = {
+        slot: f"{printable(label)} (pid {pid})"
+        for slot, _, _, pid, label, _, _ in segment.producers()
+    }
     names[segment.max_producers] = "the collector, for stragglers"
     top = sorted(held.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{show_size(n * extent)} by {names.get(s, s)}" for s, n in top)
@@ -72,12 +95,12 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
 
 
 def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
-    """Name who is in the way."""
+    """Name the process that holds what this one wants."""
     if what == "collector":
         holder = segment.collector()
         return errors.BusBusyError(
-            f"bus {segment.name!r} is read by pid {holder['pid']} ({holder['label']}) already; "
-            "a bus has one collector: close that one first, or use another bus"
+            f"bus {segment.name!r} is read by pid {holder['pid']} ({printable(holder['label'])}) "
+            "already; a bus has one collector: close that one first, or use another bus"
         )
     rows = segment.producers()
     alive = sum(state == _core.SLOT_ACTIVE for _, state, *_ in rows)
@@ -118,6 +141,25 @@ def space_error(name: str, size: int) -> errors.CapacityError:
         f"{show_size(free)} free of {show_size(total)}; choose a smaller capacity, remove old "
         "segments, or enlarge it (docker run --shm-size=..., mount -o remount,size=...)"
     )
+
+
+def memory_error(name: str, size: int) -> errors.CapacityError:
+    """Say that the kernel gave this process no mapping, and where it counts them."""
+    return errors.CapacityError(
+        f"bus {name!r}: this process cannot map {show_size(size)}: the kernel gives it no more "
+        f"memory or mappings ({_mappings()}). Let go of arrays and of Consumers that are closed, "
+        "raise vm.max_map_count (sysctl -w vm.max_map_count=1048576) or the process's limit of "
+        "address space (ulimit -v), or give its container more memory; what is on the bus stays"
+    )
+
+
+def _mappings() -> str:
+    """How many mappings this process has, of how many."""
+    try:
+        with open("/proc/self/maps", "rb") as maps, open("/proc/sys/vm/max_map_count") as most:
+            return f"it has {sum(1 for _ in maps)} of vm.max_map_count = {int(most.read())}"
+    except (OSError, ValueError):
+        return "vm.max_map_count bounds their number"
 
 
 def removed_error(segment: _core.Segment, removed_unix_ns: int) -> errors.BusRemovedError:

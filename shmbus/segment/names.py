@@ -1,25 +1,54 @@
-"""Names of buses, and the files in /dev/shm that they stand for."""
+"""Names of buses, and the files in /dev/shm that they stand for.
+
+::
+
+    shmbus.NAME          the segment of a bus
+    shmbus-NAME.sock     the socket of its daemon (`shmbus.control.socket_path`)
+    shmbus-KIND.NAME     a companion: a segment that goes with the bus and is none, such as weights
+
+Invariant: no bus, socket or companion can have the file name of another.
+
+A process that uses a companion holds a shared ``flock`` on it, so that `shmbus gc` can tell an
+abandoned one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 
-from shmbus import limits
-
-__all__ = ["PREFIX", "SHM_DIRECTORY", "check_name", "identity", "is_named", "shm_path"]
+__all__ = [
+    "PREFIX",
+    "SHM_DIRECTORY",
+    "SOCKET_SUFFIX",
+    "bus_names",
+    "check_name",
+    "companion_name",
+    "identity",
+    "is_named",
+    "parse_companion",
+    "shm_path",
+]
 
 PREFIX = "/shmbus."
 SHM_DIRECTORY = "/dev/shm"
+SOCKET_SUFFIX = ".sock"
+
+#: Bytes of a bus name: with the longest prefix it is a file name, and those end at 255 bytes.
+MAX_NAME_BYTES = 200
+
+_COMPANION = re.compile(r"shmbus-([a-z]+)\.(.+)", re.DOTALL)
 
 
 def check_name(name: object) -> str:
-    """Return the name if it can name a bus; TypeError or ValueError say what is wrong with it."""
+    """Return the name if it can name a bus; if not, raise TypeError or ValueError."""
     if not isinstance(name, str):
         raise TypeError(f"bus name: expected a str, got {type(name).__name__}")
     encoded = name.encode("utf-8", "replace")
-    if not encoded or len(encoded) > limits.MAX_NAME_BYTES or not {"/", "\0"}.isdisjoint(name):
+    if not encoded or len(encoded) > MAX_NAME_BYTES or not {"/", "\0"}.isdisjoint(name):
         raise ValueError(
-            f"bus name: expected 1 to {limits.MAX_NAME_BYTES} bytes without '/' and NUL, got "
+            f"bus name: expected 1 to {MAX_NAME_BYTES} bytes without '/' and NUL, got "
             f"{name!r}; it becomes the file {SHM_DIRECTORY}{PREFIX}NAME"
         )
     if encoded != name.encode("utf-8", "surrogatepass"):
@@ -32,8 +61,51 @@ def shm_path(name: str) -> str:
     return f"{SHM_DIRECTORY}{PREFIX}{name}"
 
 
+def bus_names() -> list[str]:
+    """Return the names of all regular files that are called like the segment of a bus, sorted."""
+    prefix = PREFIX.removeprefix("/")
+    names = []
+    for entry in os.scandir(SHM_DIRECTORY):
+        with contextlib.suppress(FileNotFoundError):  # it was removed after the listing
+            if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False):
+                names.append(entry.name[len(prefix) :])
+    return sorted(name for name in names if name)
+
+
+def companion_name(kind: str, bus: str) -> str:
+    """Name a companion of a bus as ``shm_open`` takes it.
+
+    Parameters
+    ----------
+    kind : str
+        What it holds, in lower-case letters, such as "weights".
+    bus : str
+        The bus.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No bus can be called so, or its companion would be called like another bus's socket.
+    """
+    name = f"/shmbus-{kind}.{check_name(bus)}"
+    if parse_companion(name[1:]) != (kind, bus):
+        raise ValueError(
+            f"companion {kind!r} of bus {bus!r}: expected a kind of lower-case letters, and a bus "
+            f"name that does not end in {SOCKET_SUFFIX!r}; choose another name"
+        )
+    return name
+
+
+def parse_companion(file: str) -> tuple[str, str] | None:
+    """Return kind and bus of a file that is called like a companion; None for another file."""
+    found = _COMPANION.fullmatch(file)
+    if found is None or file.endswith(SOCKET_SUFFIX):
+        return None
+    return found[1], found[2]
+
+
 def identity(name: str) -> os.stat_result | None:
-    """Tell the file that the name leads to; None where there is none."""
+    """Return the stat of the file of a bus; None where there is none."""
     try:
         return os.stat(shm_path(name))
     except FileNotFoundError:

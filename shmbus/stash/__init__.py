@@ -1,1 +1,1 @@
-"""Grouping: which samples make a group, which groups fail, and who collects them from the ring."""
+"""Grouping: the stash makes groups of samples, failing ones included; the collector feeds it."""

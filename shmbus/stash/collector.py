@@ -1,19 +1,20 @@
-"""Collector: reads the ring and stashes. One a bus, in a Consumer's process or in the daemon.
+"""The collector: reads the ring into the stash. A bus has one, in a Consumer or in the daemon.
 
 It joins three parts that do not know each other: the Reader (C: bytes and space), the Stash (pure:
-which group is complete) and the clock. A lock serialises them; it is not held while sleeping, so
-groups can be acknowledged from another thread while one waits for the next.
+which group is complete) and the clock. A lock serialises them. It is not held while sleeping, so
+one thread can acknowledge groups while another waits for the next.
 
 Invariants
 ----------
 - A sample that the Reader handed out is in the stash, under lease, or released.
-- What raises comes before a lease: nobody would know of a group leased then.
+- Everything that can raise runs before a lease is given: a group leased then would be lost.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -22,15 +23,24 @@ from shmbus._arguments import process_label
 from shmbus.ledger import REASONS, Ledger
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
+from shmbus.stash.drops import DropLog
 from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Discard, Stash, StashPolicy
 from shmbus_ext import _core
 
 __all__ = ["Collector"]
 
+#: Portions of `limits.POLL_RECORDS` that one `take` reads at the most, so that it returns under any
+#: load.
+_TAKE_POLLS = 16
+#: Stragglers are moved when less than this fraction of the extents is free ...
+_EVACUATE_FREE_FRACTION = 0.125
+#: ... and at most this often, in seconds, since each attempt walks all stashed trajectories.
+_EVACUATE_INTERVAL_S = 0.05
+
 Trajectory = _core.Trajectory
-#: What came, and is in no group: refused samples, and groups to be judged.
-Left: TypeAlias = "list[_core.GroupEntry[Trajectory] | tuple[int, Trajectory]]"
+#: Samples that the group table refused, and complete groups that wait for a policy decision.
+Undecided: TypeAlias = "list[_core.GroupEntry[Trajectory] | tuple[int, Trajectory]]"
 
 
 class Collector:
@@ -41,16 +51,16 @@ class Collector:
     name : str
         The bus.
     policy : StashPolicy
-        What becomes of groups that are late, stale, useless or too many.
+        What happens to groups that are late, stale, useless or too many.
     duplicate : "drop" | "error"
         Whether a second sample of an index is also raised, by the next `take`.
     label : str, optional
-        How messages of other processes name this one.
+        The name of this process in messages of others.
 
     Raises
     ------
     BusNotFoundError, BusBusyError, LayoutMismatchError
-        There is no such bus, somebody reads it already, or it is of another layout.
+        There is no such bus, another process reads it already, or its layout differs.
     """
 
     def __init__(
@@ -68,7 +78,7 @@ class Collector:
         self._errors: list[errors.ProtocolError] = []
         self._next_sweep_s = 0.0
         self._next_evacuation_s = 0.0
-        #: Keeps some of what was read from the stash, and returns the rest; None keeps nothing.
+        #: Withholds samples from the stash, and returns the others; None withholds nothing.
         self.divert: Callable[[list[Trajectory]], list[Trajectory]] | None = None
         self.segment = lifecycle.open_segment(name)
         try:
@@ -76,7 +86,9 @@ class Collector:
         except BaseException:
             self.segment.close()
             raise
-        self._asking = Retries(self.segment, self.stash)
+        self.drops = DropLog(self.segment)
+        self._corrupt = self.segment.released()[_core.DROP_CORRUPT]
+        self._retries = Retries(self.segment, self.stash)
 
     def require(self) -> None:
         """Raise BusClosedError in a child of the process that attached."""
@@ -89,50 +101,50 @@ class Collector:
     # -- from the ring to a lease ---------------------------------------------------------------
 
     def intake(self, kind: type[_core.GroupBase], watch: Watch) -> _core.Intake:
-        """Return what leases complete groups as they come, in C but for what `attend` does.
+        """Return the loop that takes complete groups: in C, except for `on_due`.
 
         Parameters
         ----------
         kind : type
-            What a group under lease is.
+            The class of a leased group.
         watch : Watch
-            Looks at the bus while somebody waits.
+            Checks for a stall while a caller waits.
         """
         policy = self.stash.policy
         timeout_s = math.inf if policy.on_timeout == "wait" else policy.group_timeout_s
-        # Nothing that it keeps refers to it, so the last reference to its Consumer ends all.
-        look = functools.partial(watch.look, self.segment, "a complete group")
+        # The watch must not refer to the intake: the last reference to a Consumer ends everything.
+        check = functools.partial(watch.check, self.segment, "a complete group")
         return _core.Intake(
             self.reader,
-            self.stash.rows,
+            self.stash.table,
             self.lock,
             kind,
-            attend=self.attend,
+            on_due=self.on_due,
             lease=None if policy.max_policy_lag is None else self.lease,
-            watch=None if watch.slice_s is None else look,
+            watch=None if watch.slice_s is None else check,
             portion=limits.POLL_RECORDS,
-            portions=limits.TAKE_POLLS,
+            portions=_TAKE_POLLS,
             watch_s=watch.slice_s or math.inf,
             group_timeout_s=math.inf if timeout_s is None else timeout_s,
         )
 
-    def attend(self, intake: _core.Intake, left: Left, wanted: int, now: float) -> bool:
-        """Do what is due, decide on what the intake has left, and say when to be called next.
+    def on_due(self, intake: _core.Intake, undecided: Undecided, wanted: int, now: float) -> bool:
+        """Decide on undecided samples, run maintenance, poll, and set when to be called next.
 
         Returns
         -------
         bool
-            Whether the ring may have more at once.
+            Whether the ring may have more now.
 
         Raises
         ------
         ProtocolError
-            A duplicate came, under ``duplicate="error"``; once for each, with nothing lost.
+            For each duplicate, under ``duplicate="error"``; nothing is lost by it.
         """
         stash = self.stash
-        stash.apply_policy(left, now)
+        stash.apply_policy(undecided, now)
         self.run_maintenance(now)
-        more = self.pump(wanted, now)
+        more = stash.ready_groups >= wanted or self.pump_once(now)
         if stash.discards or self._errors:
             self.release_discarded()
         failures = stash.failures
@@ -144,22 +156,13 @@ class Collector:
         intake.wake_s = self._next_sweep_s if due_s is None else min(self._next_sweep_s, due_s)
         return more
 
-    def pump(self, wanted: int, now: float) -> bool:
-        """Move what the ring has into the stash; True if there may be more at once."""
-        for _ in range(limits.TAKE_POLLS):
-            if self.stash.ready_groups >= wanted:
-                return True
-            if not self.pump_once(now):
-                return False
-        return True
-
     def pump_once(self, now: float) -> bool:
-        """Move one portion of the ring into the stash; True if there may be more."""
+        """Move one portion of records into the stash; True if the ring may have more."""
         stash = self.stash
         if self.divert is None:
-            left: Left = []
-            count = self.reader.poll_into(stash.rows, limits.POLL_RECORDS, now, left)
-            stash.apply_policy(left, now)
+            undecided: Undecided = []
+            count = self.reader.poll_into(stash.table, limits.POLL_RECORDS, now, undecided)
+            stash.apply_policy(undecided, now)
         else:
             samples = self.reader.poll(limits.POLL_RECORDS)
             count = len(samples)
@@ -168,26 +171,26 @@ class Collector:
             stash.expire(now)
         more = count == limits.POLL_RECORDS
         if stash.failures.groups or stash.failures.dirty:
-            self._attend(now, drained=not more)
+            self._update_failing(now, drained=not more)
         return more
 
     def expire(self, now: float) -> None:
-        """Do what is due for groups that wait, where nothing may come that would have it done."""
+        """End groups and requests whose deadline has passed, also when no record arrives."""
         self.stash.expire(now)
         failures = self.stash.failures
         due_s = failures.next_deadline_s()
         if failures.dirty or (due_s is not None and now >= due_s):
             self.pump_once(now)
 
-    def _attend(self, now: float, *, drained: bool) -> None:
-        """Look after groups in which a sample failed, and ask for what is wanted."""
+    def _update_failing(self, now: float, *, drained: bool) -> None:
+        """Expire failing groups, and update the retry table."""
         if drained:
-            self.stash.expire_apart(now)
+            self.stash.expire_failing(now)
         if self.stash.failures.dirty:
-            self._asking.update(now, drained=drained)
+            self._retries.update(now, drained=drained)
 
     def lease(self, max_groups: int) -> list[_core.GroupEntry[Trajectory]]:
-        """Lease what is ready; ProtocolError as for `take`."""
+        """Lease ready groups; ProtocolError as for `take`."""
         stash = self.stash
         if stash.discards or self._errors:
             self.release_discarded()
@@ -195,63 +198,83 @@ class Collector:
         if stash.discards:
             self.release_discarded()
         if leased:
-            # The caller may not come back before a producer asks who holds the space.
+            # Now, since a producer may need it for a message before the caller comes back.
             self.flush()
         return leased
 
-    def wait_s(self, now: float, left: float | None) -> float:
-        """Until the caller's deadline, the stash's, or the next look for dead producers."""
+    def wait_s(self, now: float, remaining_s: float | None) -> float:
+        """Seconds until the caller's deadline, the stash's, or the next sweep."""
         candidates = [self._next_sweep_s - now]
-        if left is not None:
-            candidates.append(left)
+        if remaining_s is not None:
+            candidates.append(remaining_s)
         group_deadline = self.stash.next_deadline_s()
         if group_deadline is not None:
             candidates.append(group_deadline - now)
         return max(1e-4, min(candidates))
 
-    # -- house-keeping --------------------------------------------------------------------------
+    # -- maintenance ---------------------------------------------------------------------------
 
     def run_maintenance(self, now: float) -> None:
-        """Look for the dead, and for space that can be won back, each at its interval."""
+        """Sweep for dead producers and free space, each at its interval."""
         self.flush()
         if now >= self._next_sweep_s:
             self._next_sweep_s = now + limits.SWEEP_INTERVAL_S
             self.reader.sweep()
-            self._asking.look_for_dead()
+            self._retries.check_claimants()
+            self._log_drops(now)
         if now >= self._next_evacuation_s:
-            self._next_evacuation_s = now + limits.EVACUATE_INTERVAL_S
+            self._next_evacuation_s = now + _EVACUATE_INTERVAL_S
             self._free_space()
 
+    def _log_drops(self, now: float) -> None:
+        """Log what the reader has quarantined, and the sums of recent drops."""
+        corrupt = self.segment.released()[_core.DROP_CORRUPT]
+        if corrupt > self._corrupt:
+            self.drops.note_corrupt(corrupt - self._corrupt, now)
+            self._corrupt = corrupt
+        self.drops.flush()
+        self.drops.sum_up(now)
+
     def _free_space(self) -> None:
-        """Housekeeping under pressure: make room where records that wait keep it."""
+        """Free space: reuse empty runs, and move stragglers where space is short."""
         reader = self.reader
         segment = self.segment
         reader.tidy()
-        few = segment.extent_count * limits.EVACUATE_FREE_FRACTION
+        few = segment.extent_count * _EVACUATE_FREE_FRACTION
         if segment.space_wanted() or segment.free_extents() < few:
             reader.sweep()
             reader.evacuate(self.stash.waiting_samples())
 
     def flush(self) -> None:
-        """Tell other processes what is held here, for their messages."""
-        self.reader.note(self.stash.rows)
+        """Publish what this process holds, for messages of others."""
+        self.reader.note(self.stash.table)
+
+    def is_stale(self, samples: list[Trajectory]) -> bool:
+        """Whether a group of these samples is too old now."""
+        return self.stash.is_stale(samples, self.segment.policy_version)
 
     def release_discarded(self) -> None:
-        """Release what the stash discarded; raise the next duplicate that is to be raised."""
+        """Release discarded samples, and raise the next pending duplicate."""
         self.release_discards()
         if self._errors:
             raise self._errors.pop(0)
 
     def next_error(self) -> errors.ProtocolError | None:
-        """Hand out a duplicate that is to be raised, once."""
+        """Return the next pending duplicate, once."""
         return self._errors.pop(0) if self._errors else None
 
     def release_discards(self) -> None:
-        """Release what the stash discarded, each with its reason."""
-        for discard in self.stash.take_discards():
+        """Release discarded samples, each with its reason."""
+        discards = self.stash.take_discards()
+        if not discards:
+            return
+        now = time.monotonic()
+        for discard in discards:
+            self.drops.note(discard.reason, discard.samples, now, superseded=discard.superseded)
             self.reader.release(discard.samples, REASONS.index(discard.reason))
             if discard.reason == "duplicate" and self._duplicate == "error":
                 self._errors.append(_duplicate_error(discard))
+        self.drops.flush()
 
     # -- ending leases --------------------------------------------------------------------------
 
@@ -266,16 +289,21 @@ class Collector:
 
         Ring, table and group change in one call of C: no exception comes between.
         """
-        if self.stash.reports:
-            return _core.uninterrupted(self._end_reported, consumer, groups, reason, state)
-        return self.reader.end_groups(self.stash.rows, consumer, groups, reason, state)
+        if not reason and not self.stash.reports:
+            return _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
+        ended = _core.uninterrupted(self._end_noted, consumer, groups, reason, state)
+        self.drops.flush()
+        return ended
 
-    def _end_reported(
+    def _end_noted(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """Do so where reports of failures belong to some of the groups."""
-        ended = self.reader.end_groups(self.stash.rows, consumer, groups, reason, state)
+        """Do so where a drop must be logged, or reports of failures belong to some groups."""
+        ended = _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
+        now = time.monotonic()
         for group in groups[:ended]:
+            if reason:
+                self.drops.note(REASONS[reason], group._lease.samples, now)
             self.stash.end_reports(group._lease)
         self.release_discards()
         return ended
@@ -285,17 +313,28 @@ class Collector:
 
     def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
         """Make a leased group the next to be delivered; False where it is not held here."""
-        return self.reader.give_back_group(self.stash.rows, consumer, group, state)
+        return _core.give_back_group(self.reader, self.stash.table, consumer, group, state)
 
     def end(self, group: _core.GroupEntry[Trajectory], reason: int) -> None:
-        """Release a leased group: all of its samples, or, if this process dies now, none."""
+        """Release a leased group: if this process dies now, all of its samples or none."""
+        if reason:
+            self.drops.note(REASONS[reason], group.samples, time.monotonic())
         self.reader.release(group.samples, reason)
         self.stash.end_lease(group)
+        if reason:
+            self.drops.flush()
         if self.stash.discards:
             self.release_discards()
 
+    def end_unknown(self, samples: list[Trajectory], reason: int) -> None:
+        """Release a group that an earlier collector had leased, and this stash does not know."""
+        if reason:
+            self.drops.note(REASONS[reason], samples, time.monotonic())
+        self.reader.release(samples, reason)
+        self.drops.flush()
+
     def give_back(self, group: _core.GroupEntry[Trajectory]) -> None:
-        """Make a leased group the next to be delivered, also to who waits in `take`."""
+        """Make a leased group the next to be delivered, also to a thread that waits in `take`."""
         self.stash.give_back(group)
         self.reader.wake()
 
@@ -323,6 +362,7 @@ class Collector:
                 in_ring=in_ring,
                 leased=stash.leased_records,
                 stashed=stash.open_records + stash.ready_records,
+                ready=stash.ready_records,
                 groups_open=stash.open_groups,
                 groups_ready=stash.ready_groups,
                 groups_leased=stash.leased_groups,
@@ -338,9 +378,11 @@ class Collector:
             )
 
     def close(self) -> None:
-        """Leave the bus. What is not acknowledged stays in the ring for the next collector."""
+        """Leave the bus. Groups that are not acknowledged stay for the next collector."""
         self.reader.wake()
         with self.lock:
+            if not self.segment.closed:
+                self.drops.sum_up()
             self.reader.close()
 
 

@@ -2,22 +2,22 @@
 
 No clock, no lock, no socket, no payload: time and the policy version are arguments, and a sample is
 anything with ``key``, ``group_size``, ``index`` (and ``score``, ``policy_version``, ``nbytes``
-where a policy asks for them). Which cell of which group a sample belongs to is the business of a
-table in C (`_core.GroupTable`), made for a million open groups, which also keeps the complete ones
-in their order; what follows from it is decided here.
+where a policy asks for them). A table in C (`_core.GroupTable`), made for a million open groups,
+finds the place of a sample in its group, and keeps the complete groups in their order. The
+decisions are made here.
 
 Invariants
 ----------
 - A sample is in exactly one place: an open group, a ready group, a leased group, or `discards`.
-- A group that is complete, or that its deadline ended, has left the table of open ones.
-- A group leaves whole: nothing here ever delivers or discards part of a group that was complete.
+- A group that is complete, or whose deadline has passed, has left the open groups.
+- A complete group stays whole: no part of it is ever delivered or discarded alone.
 
-The rules where a producer is unclear
--------------------------------------
+Ambiguous samples
+-----------------
 - A key is an instance id, or (instance id, epoch) where producers give epochs. When its group is
   complete, the next sample of a key begins a new group; with an epoch it is surplus instead.
-- A duplicate index keeps the first sample. A sample whose group_size disagrees with its open group
-  is discarded; the group goes on.
+- Of two samples with one index the first is kept. A sample whose group_size differs from that of
+  its open group is discarded, and the group is kept.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ class Sample(Protocol):
 
 S = TypeVar("S", bound=Sample)
 
+#: Keys of completed groups that are remembered, where epochs are given, to recognise surplus
+#: samples: some MiB of keys, and many steps' worth of groups.
+RECENT_KEYS = 65_536
+
 _REFUSALS: dict[int, Reason] = {
     REFUSED_DUPLICATE: "duplicate",
     REFUSED_GROUP_SIZE: "size_mismatch",
@@ -92,21 +96,22 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     group_timeout_s : float | None
         Seconds that a group may stay incomplete; None for ever.
     on_timeout : "wait" | "drop" | "partial"
-        Keep it, discard it, or deliver what there is.
+        Keep it, discard it, or deliver the samples that are there.
     max_policy_lag : int | None
         A group is stale if its oldest sample is more than this many versions behind.
     skip_zero_variance : bool
-        Discard complete groups whose scores are all the same: they have no gradient.
+        Discard complete groups whose scores are all equal: they give no gradient.
     max_stash_bytes : int | None
         Ring bytes that incomplete groups may hold.
     on_overflow : "wait" | "drop" | "partial"
-        What becomes of the oldest incomplete groups above that.
+        What happens to the oldest incomplete groups above that.
     sample_retries : int
-        How often a sample that failed, or is missing at its group's deadline, is asked for again.
+        Retry requests for a sample that failed, or is missing at its group's deadline.
     retry_timeout_s : float
-        Seconds for an answer; and that a group of which a sample failed for good waits for others.
+        Seconds that a request may stay unanswered, and that a group with a finally failed sample
+        waits for its others.
     on_failure : "drop" | "partial"
-        What becomes of a group of which a sample failed for good, when the others are there.
+        What happens to a group with a finally failed sample, once its others are there.
     """
 
     group_timeout_s: float | None = None
@@ -121,14 +126,20 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Discard(Generic[S]):
-    """Samples that left for a reason other than acknowledgement."""
+    """Samples that leave for another reason than acknowledgement.
 
-    __slots__ = ("key", "reason", "samples")
+    `superseded`: reports of failures that have served, and cost their group nothing more.
+    """
 
-    def __init__(self, reason: Reason, key: Hashable, samples: list[S]) -> None:
+    __slots__ = ("key", "reason", "samples", "superseded")
+
+    def __init__(
+        self, reason: Reason, key: Hashable, samples: list[S], *, superseded: bool = False
+    ) -> None:
         self.reason: Reason = reason
         self.key = key
         self.samples = samples
+        self.superseded = superseded
 
 
 class Stash(Generic[S]):
@@ -149,110 +160,115 @@ class Stash(Generic[S]):
         #: Reports of failures in groups that are delivered without those samples.
         self.reports: dict[GroupEntry[S], list[S]] = {}
         self._limit = self.policy.max_stash_bytes
-        #: Whoever puts samples straight into it passes what `put` returns to `apply_policy`.
-        self.rows: GroupTable[S] = GroupTable(
+        #: A caller that puts samples straight into it passes the result of `put` to `apply_policy`.
+        self.table: GroupTable[S] = GroupTable(
             count_bytes=self._limit is not None, judged=self.policy.skip_zero_variance
         )
         self.failures: Failures[S] = Failures(
             policy.sample_retries,
             policy.retry_timeout_s,
             None if policy.on_timeout == "wait" else policy.group_timeout_s,
-            self.rows.apart,
+            self.table.failing,
         )
 
     def add(self, samples: Iterable[S], now_s: float) -> None:
-        """Take samples in. Costs O(1) each, however many groups are open."""
-        self.apply_policy(self.rows.put(samples, now_s), now_s)
+        """Add samples. Costs O(1) each, however many groups are open."""
+        self.apply_policy(self.table.put(samples, now_s), now_s)
 
-    def apply_policy(self, left: list[GroupEntry[S] | tuple[int, S]], now_s: float) -> None:
-        """Decide on what came and is in no group: refused samples, and groups to be judged."""
-        for each in left:
+    def apply_policy(self, undecided: list[GroupEntry[S] | tuple[int, S]], now_s: float) -> None:
+        """Decide on samples that the table refused, and on complete groups that wait for it."""
+        for each in undecided:
             if isinstance(each, tuple):
                 why, sample = each
                 if why == REFUSED_FAILING:
-                    self._take_apart(sample, now_s)
+                    self._add_to_failing(sample, now_s)
                 else:
                     self.discards.append(Discard(_REFUSALS[why], sample.key, [sample]))
             elif _scores_equal(each.samples):
                 self.discards.append(Discard("zero_variance", each.key, each.samples))
             else:
-                self.rows.push(each)
-        recent = self.rows.recent
-        while len(recent) > limits.RECENT_KEYS:
+                self.table.push(each)
+        recent = self.table.recent
+        while len(recent) > RECENT_KEYS:
             del recent[next(iter(recent))]
         if self._limit is not None:
             self._overflow(self._limit, now_s)
 
     def _end_oldest(self, policy: str, reason: Reason, now_s: float) -> None:
-        """End an incomplete group: it is discarded, or delivered as it is."""
-        apart = self.failures.oldest()
-        born_s = self.rows.oldest_born_s
-        if apart is not None and (born_s is None or apart.born_s < born_s):
-            self._end_apart(apart, now_s, policy, reason)
+        """End the oldest incomplete group: discard it, or deliver it as it is."""
+        failing = self.failures.oldest()
+        born_s = self.table.oldest_born_s
+        if failing is not None and (born_s is None or failing.born_s < born_s):
+            self._end_failing(failing, now_s, policy, reason)
             return
-        self._end_row(self.rows.take_oldest(), policy, reason)
+        self._end_entry(self.table.take_oldest(), policy, reason)
 
-    def _end_row(self, group: GroupEntry[S], policy: str, reason: Reason) -> None:
+    def _end_entry(self, group: GroupEntry[S], policy: str, reason: Reason) -> None:
         if policy == "partial":
-            self.rows.push(group)
+            self.table.push(group)
         else:
             self.discards.append(Discard(reason, group.key, group.samples))
 
     def _overflow(self, limit: int, now_s: float) -> None:
-        if self.rows.nbytes + self.failures.nbytes <= limit:
+        if self.table.nbytes + self.failures.nbytes <= limit:
             return
         self.overflows += 1
-        while self.policy.on_overflow != "wait" and self.rows.nbytes + self.failures.nbytes > limit:
-            self._end_oldest(self.policy.on_overflow, "overflow", now_s)
+        policy = self.policy.on_overflow
+        while policy != "wait" and self.table.nbytes + self.failures.nbytes > limit:
+            self._end_oldest(policy, "overflow", now_s)
 
     # -- failures -------------------------------------------------------------------------------
 
-    def _take_apart(self, sample: S, now_s: float) -> None:
-        """Take in a failure, or a sample of a group in which one failed."""
+    def _add_to_failing(self, sample: S, now_s: float) -> None:
+        """Add a sample of a failing group, or the report of a failure, which makes a group fail."""
         failures, key = self.failures, sample.key
         group = failures.groups.get(key)
         if group is None:
             failures.groups.pop(key, None)
             if not sample.failed:
-                # Its group has ended since the table refused it: this one begins the next.
+                # Its group has ended since the table refused the sample, which begins the next one.
                 self.add((sample,), now_s)
                 return
-            row = self.rows.take(key)
-            if row is not None:
-                group = failures.begin(key, row.size, row.samples, row.born_s, now_s)
+            entry = self.table.take(key)
+            if entry is not None:
+                group = self._begin_failing(entry, now_s)
             elif not self._is_late(sample):
                 group = failures.begin(key, sample.group_size, (), now_s, now_s)
             else:
-                self.discards.append(Discard("failed", key, [sample]))
+                self.discards.append(Discard("failed", key, [sample], superseded=True))
                 return
-        failures.take_in(group, sample, now_s)
-        self._settle(group, now_s)
+        failures.add(group, sample, now_s)
+        self._apply_failures(group, now_s)
+
+    def _begin_failing(self, entry: GroupEntry[S], now_s: float) -> FailingGroup[S]:
+        return self.failures.begin(entry.key, entry.size, entry.samples, entry.born_s, now_s)
 
     def _is_late(self, report: S) -> bool:
-        """Whether the sample came after all, in a group that is complete, and the report later."""
-        return report.key in self.rows.recent or any(
+        """Whether the report is older than its sample, which is in a complete group."""
+        return report.key in self.table.recent or any(
             sample.index == report.index and sample.committed_ns >= report.committed_ns
-            for group in self.rows.full(report.key)
+            for group in self.table.full(report.key)
             for sample in group.samples
         )
 
-    def _settle(self, group: FailingGroup[S], now_s: float) -> None:
-        left, self.failures.left = self.failures.left, []
-        for reason, sample in left:
-            self.discards.append(Discard(reason, sample.key, [sample]))
-        self._count_apart()
+    def _apply_failures(self, group: FailingGroup[S], now_s: float) -> None:
+        discarded, self.failures.discarded = self.failures.discarded, []
+        for reason, sample in discarded:
+            superseded = reason == "failed"
+            self.discards.append(Discard(reason, sample.key, [sample], superseded=superseded))
+        self._note_failing()
         if group.decided:
-            self._end_apart(group, now_s)
+            self._end_failing(group, now_s)
 
-    def _end_apart(
+    def _end_failing(
         self, group: FailingGroup[S], now_s: float, policy: str = "", reason: Reason = "failed"
     ) -> None:
-        """End a group in which a sample failed: it is whole, or given up."""
+        """End a failing group, which is complete or given up."""
         key, samples, reports = group.key, group.samples, group.reports
         reported = group.reported
         self.failures.end(group)
         if group.size and len(samples) == group.size:
-            self._count_apart()
+            self._note_failing()
             self.add(samples, now_s)
             return
         if not policy:
@@ -262,64 +278,64 @@ class Stash(Generic[S]):
         self.timeouts += reason == "timeout"
         self.failures.dirty = True
         if policy == "partial" and samples:
-            self.rows.put(samples, now_s)
-            row = self.rows.take(key)
-            assert row is not None
-            self.rows.push(row)
+            self.table.put(samples, now_s)
+            entry = self.table.take(key)
+            assert entry is not None
+            self.table.push(entry)
             if reports:
-                self.reports[row] = reports
+                self.reports[entry] = reports
         elif reason == "failed":
             self.discards.append(Discard(reason, key, samples + reports))
         else:
             self._discard(reason, key, samples)
             self._discard("failed", key, reports)
         if isinstance(key, tuple):
-            self.rows.recent[key] = None
-        self._count_apart()
+            self.table.recent[key] = None
+        self._note_failing()
 
-    def _count_apart(self) -> None:
-        """Tell the table what is kept here, for messages."""
+    def _note_failing(self) -> None:
+        """Tell the table what is kept outside of it, for messages of other processes."""
         reports = sum(map(len, self.reports.values()))
-        self.rows.failing_cells = self.failures.records + reports
+        self.table.failing_cells = self.failures.records + reports
 
     def _discard(self, reason: Reason, key: Hashable, samples: list[S]) -> None:
         if samples:
             self.discards.append(Discard(reason, key, samples))
 
-    def lost(self, request: Request, reason: str, now_s: float) -> None:
-        """Note that a sample which is asked for will not come of this attempt."""
+    def fail_request(self, request: Request, reason: str, now_s: float) -> None:
+        """Fail a request whose producer died or whose time is over."""
         group = self.failures.groups.get(request.key)
         self.failures.fail(request, reason, now_s)
         if group is not None:
-            self._settle(group, now_s)
+            self._apply_failures(group, now_s)
 
     # -- time -----------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
         """End the incomplete groups whose deadline has passed, as the policy says.
 
-        Where samples are asked for again, those that are missing are asked for instead.
+        With retries, their missing samples are requested instead.
         """
         while (deadline_s := self._open_deadline_s()) is not None and now_s >= deadline_s:
             if self.policy.sample_retries:
-                row = self.rows.take_oldest()
-                group = self.failures.begin(row.key, row.size, row.samples, row.born_s, now_s)
-                waited = f"not there {now_s - row.born_s:.3g} s after the first of its group"
-                self.failures.miss_all(group, waited, now_s)
-                self._count_apart()
+                entry = self.table.take_oldest()
+                group = self._begin_failing(entry, now_s)
+                waited = f"not there {now_s - entry.born_s:.3g} s after the first of its group"
+                self.failures.fail_missing(group, waited, now_s)
+                self._note_failing()
             else:
                 self.timeouts += 1
-                self._end_row(self.rows.take_oldest(), self.policy.on_timeout, "timeout")
+                self._end_entry(self.table.take_oldest(), self.policy.on_timeout, "timeout")
 
-    def expire_apart(self, now_s: float) -> None:
-        """Do so for requests and groups with failures, once all that came has been read."""
+    def expire_failing(self, now_s: float) -> None:
+        """Do so for failing groups and their requests, once the ring has been read to its end."""
         for group in self.failures.expire(now_s):
-            # The end of one may have made too much of the stash, and that the end of another.
+            # Ending one may overflow the stash, which may have ended another.
             if self.failures.groups.get(group.key) is group:
-                self._end_apart(group, now_s)
+                self._end_failing(group, now_s)
 
     def next_deadline_s(self) -> float | None:
-        """When either has something to do next, on the clock of the caller; None if never."""
+        """When `expire` or `expire_failing` must run next, on the caller's clock; None if never."""
         dues = (self._open_deadline_s(), self.failures.next_deadline_s())
         return min((due_s for due_s in dues if due_s is not None), default=None)
 
@@ -327,42 +343,55 @@ class Stash(Generic[S]):
         timeout_s = self.policy.group_timeout_s
         if timeout_s is None or self.policy.on_timeout == "wait":
             return None
-        born_s = self.rows.oldest_born_s
+        born_s = self.table.oldest_born_s
         return None if born_s is None else born_s + timeout_s
 
     def lease(self, max_groups: int, policy_version: int = 0) -> list[GroupEntry[S]]:
         """Hand out ready groups, in the order of completion; stale ones are discarded instead."""
         lag = self.policy.max_policy_lag
         if lag is None:
-            return self.rows.lease(max_groups)
+            return self.table.lease(max_groups)
         fresh: list[GroupEntry[S]] = []
-        while len(fresh) < max_groups and (leased := self.rows.lease(max_groups - len(fresh))):
+        while len(fresh) < max_groups and (leased := self.table.lease(max_groups - len(fresh))):
             for group in leased:
-                if min(s.policy_version for s in group.samples) < policy_version - lag:
-                    self.discards.append(Discard("stale", group.key, group.samples))
-                    self.end_lease(group)
+                if self.is_stale(group.samples, policy_version):
+                    self.discard_leased("stale", group)
                 else:
                     fresh.append(group)
         return fresh
 
+    def is_stale(self, samples: Iterable[S], policy_version: int) -> bool:
+        """Whether a group of these samples is too old for the policy."""
+        lag = self.policy.max_policy_lag
+        return lag is not None and min(s.policy_version for s in samples) < policy_version - lag
+
+    def discard_leased(self, reason: Reason, group: GroupEntry[S]) -> None:
+        """End a lease by discarding the group."""
+        self._discard(reason, group.key, group.samples)
+        self.end_lease(group)
+
+    def discard(self, reason: Reason, samples: list[S]) -> None:
+        """Discard a group that the stash never had."""
+        self._discard(reason, samples[0].key, samples)
+
     def end_lease(self, group: GroupEntry[S]) -> None:
-        """Forget a leased group: its samples were acknowledged or dropped."""
-        self.rows.end_lease(group)
+        """Forget a leased group, whose samples were acknowledged or dropped."""
+        self.table.end_lease(group)
         self.end_reports(group)
 
     def end_reports(self, group: GroupEntry[S]) -> None:
         """Discard the reports of failures that belong to a group whose lease has ended."""
         if self.reports:
             self._discard("failed", group.key, self.reports.pop(group, []))
-            self._count_apart()
+            self._note_failing()
 
     def give_back(self, group: GroupEntry[S]) -> None:
         """Make a leased group the next to be delivered."""
-        self.rows.give_back(group)
+        self.table.give_back(group)
 
     def is_leased(self, group: GroupEntry[S]) -> bool:
         """Whether the group is under lease now."""
-        return self.rows.is_leased(group)
+        return self.table.is_leased(group)
 
     def take_discards(self) -> list[Discard[S]]:
         """Return the discards and forget them."""
@@ -370,17 +399,17 @@ class Stash(Generic[S]):
         return discards
 
     def oldest(self, count: int) -> list[GroupEntry[S] | FailingGroup[S]]:
-        """Return copies of the incomplete groups that have waited longest, oldest first.
+        """Return the incomplete groups that have waited longest, oldest first.
 
-        Those in which a sample failed are the groups themselves.
+        They are copies, except for failing groups.
         """
-        found: list[GroupEntry[S] | FailingGroup[S]] = [*self.rows.oldest(count)]
+        found: list[GroupEntry[S] | FailingGroup[S]] = [*self.table.oldest(count)]
         found += [group for group in self.failures.groups.values() if group is not None]
         return sorted(found, key=lambda group: group.born_s)[:count]
 
     def waiting_samples(self) -> list[S]:
-        """Every sample that is not leased: of open groups by age, of ready ones, and failures."""
-        found = self.rows.samples() + self.rows.ready_samples() + self.failures.samples()
+        """Return every sample that is not leased: of open, ready and failing groups, in order."""
+        found = self.table.samples() + self.table.ready_samples() + self.failures.samples()
         for reports in self.reports.values():
             found += reports
         return found
@@ -388,32 +417,32 @@ class Stash(Generic[S]):
     @property
     def open_groups(self) -> int:
         """Incomplete groups."""
-        return len(self.rows) + len(self.failures.groups)
+        return len(self.table) + len(self.failures.groups)
 
     @property
     def open_records(self) -> int:
-        """Their samples, and the reports of failures."""
-        return self.rows.cells + self.rows.failing_cells
+        """Their samples, and reports of failures."""
+        return self.table.cells + self.table.failing_cells
 
     @property
     def ready_groups(self) -> int:
-        """Complete groups that nobody has taken."""
-        return self.rows.ready_groups
+        """Complete groups that wait to be taken."""
+        return self.table.ready_groups
 
     @property
     def ready_records(self) -> int:
         """Their samples."""
-        return self.rows.ready_cells
+        return self.table.ready_cells
 
     @property
     def leased_groups(self) -> int:
-        """Groups that were taken and not acknowledged."""
-        return self.rows.leased_groups
+        """Groups that were taken, and not acknowledged yet."""
+        return self.table.leased_groups
 
     @property
     def leased_records(self) -> int:
         """Their samples."""
-        return self.rows.leased_cells
+        return self.table.leased_cells
 
 
 def _scores_equal(samples: Sequence[Sample]) -> bool:

@@ -1,1 +1,1 @@
-"""A bus on disk: snapshots of what was not delivered, and captures of what passed."""
+"""A bus on disk: snapshots of undelivered trajectories, and captures of live traffic."""

@@ -1,11 +1,11 @@
-"""Live traffic to disk, and back onto a bus at a chosen speed: for debugging and benchmarks.
+"""Live traffic to disk, and back onto a bus at a chosen speed, for debugging and benchmarks.
 
 Invariants:
 
-- Recording reads the segment from outside and holds nothing: it can miss what a fast consumer has
-  acknowledged before it was read, never slow anybody down, and says how much it missed.
-- A record is kept only if its run was the same lease before and after it was copied: none is torn.
-- A capture's directory appears whole or not at all, as a snapshot's does.
+- Recording reads the segment from outside and holds nothing. It slows no process down; it can miss
+  records that a fast consumer acknowledges before they are read, and counts them.
+- A record is kept only if its run was under the same lease before and after the copy: none is torn.
+- The directory of a capture appears complete or not at all, as that of a snapshot.
 """
 
 from __future__ import annotations
@@ -14,43 +14,49 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from shmbus import _encoding, errors, limits
+from shmbus import _encoding, errors
 from shmbus._version import VERSION
-from shmbus.inspect.segment_file import Run, SegmentFile, parse_fields
+from shmbus.inspect.records import Run, parse_fields
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import Count
 from shmbus.producer import Producer
 from shmbus.segment.names import check_name
 from shmbus.store import snapshot
+from shmbus.store.directory import MANIFEST, write_directory
 from shmbus.store.parts import NO_EPOCH, Part, PartWriter, Record, damaged, read_parts, read_record
 from shmbus_ext import _core
 
 __all__ = ["Capture", "Replayed", "record", "replay"]
 
+#: Seconds between two polls of a recording that found nothing new: what is acknowledged between
+#: two polls is missed, and a poll costs microseconds.
+_POLL_S = 0.001
+
 _FORMAT: Final = "shmbus-capture"
 _VERSION: Final = 1
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture holds.
+    """The content of a capture.
 
     Attributes
     ----------
     format, version, written_by : str, int, str
         "shmbus-capture", 1, and the version of shmbus that wrote it.
     bus : str
-        What was recorded.
+        The bus that was recorded.
     taken_unix_ns : int
         When recording began.
     seconds : float
         How long it lasted.
     records, missed : int
-        Trajectories in the parts, and those that were committed meanwhile and gone before they
-        could be read.
+        Trajectories in the parts, and those that were committed during the recording and released
+        before they could be read.
     parts : list[Part]
         The files.
     """
@@ -59,24 +65,24 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     written_by: str
     bus: str
-    taken_unix_ns: _Count
+    taken_unix_ns: Count
     seconds: float
-    records: _Count
-    missed: _Count
+    records: Count
+    missed: Count
     parts: list[Part]
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """What a replay did.
+    """The result of a replay.
 
     Attributes
     ----------
     records : int
         Trajectories put.
     seconds : float
-        How long that took.
+        Duration.
     late_s : float
-        How far behind its times it was at the worst: the bus was full, or the speed too high.
+        Largest delay against the recorded times: the bus was full, or the speed too high.
     """
 
     records: int
@@ -85,12 +91,12 @@ class Replayed(msgspec.Struct, frozen=True):
 
 
 class _Tap:
-    """Finds what was committed since the last look."""
+    """Finds the records that were committed since the last poll."""
 
     def __init__(self, file: SegmentFile) -> None:
         self._file = file
         self._start: list[int] = file.slots()["committed"].tolist()
-        self._looked: list[int] = []
+        self._polled: list[int] = []
         self._at: dict[tuple[int, int], int] = {}
         self._ahead: set[tuple[int, int]] = set()
         self.records = 0
@@ -100,12 +106,12 @@ class _Tap:
         now: list[int] = self._file.slots()["committed"].tolist()
         return sum(now[:-1]) - sum(self._start[:-1])
 
-    def look(self, writer: PartWriter) -> bool:
-        """Read what is new; whether anything had happened."""
+    def poll(self, writer: PartWriter) -> bool:
+        """Copy new records; True if there was any commit."""
         now = self._file.slots()["committed"].tolist()
-        if now == self._looked:
+        if now == self._polled:
             return False
-        self._looked = now
+        self._polled = now
         known, self._at = self._at, {}
         for run in self._file.runs():
             # Stragglers in the collector's lane were there before, under the same numbers.
@@ -115,19 +121,19 @@ class _Tap:
         return True
 
     def _read(self, run: Run, at: int, writer: PartWriter) -> int:
-        """Take a run's new records; return where the next look begins: at the first open one."""
-        whole = True
+        """Copy a run's new records; return where the next poll begins: at the first open one."""
+        complete = True
         for row in self._file.read_records(run, start=at):
             if row.state == "reserved" or row.state == "unreadable":
-                whole = False
+                complete = False
                 continue
-            if whole:
+            if complete:
                 at = row.offset + row.nbytes
             number = (row.producer_id, row.sequence)
             if row.state not in ("committed", "released") or row.verdict != "ok":
                 continue
             if number in self._ahead:
-                if whole:
+                if complete:
                     self._ahead.discard(number)
                 continue
             if row.lane_number < self._start[run.slot]:
@@ -135,7 +141,7 @@ class _Tap:
             found = read_record(self._file, row, self.records)
             if not self._file.still(run):
                 break
-            if not whole:
+            if not complete:
                 self._ahead.add(number)
             writer.add(found)
             self.records += 1
@@ -150,7 +156,7 @@ def record(
     records: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Capture:
-    """Record what producers commit from now on.
+    """Record the trajectories that producers commit from now on.
 
     Parameters
     ----------
@@ -163,7 +169,7 @@ def record(
     records : int, optional
         How many trajectories at the least, then it ends.
     stop : callable
-        Asked several times a second; true ends the recording.
+        Called several times a second; True ends the recording.
 
     Returns
     -------
@@ -187,12 +193,12 @@ def record(
             elapsed = time.monotonic() - began
             if seconds is not None and elapsed >= seconds:
                 break
-            if not tap.look(writer):
-                time.sleep(limits.CAPTURE_POLL_S)
+            if not tap.poll(writer):
+                time.sleep(_POLL_S)
             if records is not None and tap.records >= records:
                 break
         committed = tap.committed()
-        tap.look(writer)
+        tap.poll(writer)
         return Capture(
             format=_FORMAT,
             version=_VERSION,
@@ -207,9 +213,9 @@ def record(
 
     with SegmentFile(name) as file:
         file.require()
-        # From here on nothing is missed in silence; the directory is there for all to see after.
+        # From here on each missed record is counted; the directory appears when all is written.
         tap = _Tap(file)
-        return snapshot.write_directory(Path(directory), write)
+        return write_directory(Path(directory), write)
 
 
 def read_capture(directory: str | os.PathLike[str]) -> list[Part]:
@@ -231,7 +237,7 @@ def read_capture(directory: str | os.PathLike[str]) -> list[Part]:
     LayoutMismatchError
         It is damaged, or of another version.
     """
-    path = Path(directory) / snapshot.MANIFEST
+    path = Path(directory) / MANIFEST
     try:
         capture = msgspec.json.decode(path.read_bytes(), type=Capture)
     except (msgspec.MsgspecError, UnicodeDecodeError, FileNotFoundError, NotADirectoryError):
@@ -265,7 +271,7 @@ def replay(
     speed: float | None = 1.0,
     timeout: float | None = None,
 ) -> Replayed:
-    """Put what a capture or a snapshot holds onto a bus, in its order and at its pace.
+    """Put the trajectories of a capture or snapshot onto a bus, in their order and at their pace.
 
     Parameters
     ----------

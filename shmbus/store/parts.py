@@ -1,19 +1,21 @@
-"""Records as columns in safetensors files: what snapshots and captures are made of.
+"""Records as columns in safetensors files, of which snapshots and captures are made.
 
 A part holds records of one schema (field names, dtypes, dimensions). Its tensors:
 
 - ``producer_id``, ``sequence``, ``order``, ``committed_ns`` (u64), ``policy_version``, ``epoch``
   (i64; the lowest one where there is none), ``score`` (f64), ``group_size``, ``index``, ``slot``
   (u32), ``checksum`` (u8: the record's flags), one element a record;
-- ``id.bytes`` and ``id.ends``, ``meta.bytes`` and ``meta.ends``: texts and MessagePack, one behind
-  the other;
+- ``run`` (u64), where it lay in its bus: extents of the run << 32 | the run's first extent + 1; 0,
+  or no such tensor, where that is not known;
+- ``id.bytes`` and ``id.ends``, ``meta.bytes`` and ``meta.ends``: concatenated texts and
+  MessagePack, and where each ends;
 - ``schema``: the fields as the segment describes them;
-- ``field.NAME.values`` and ``field.NAME.shapes``: the arrays one behind the other, and their sizes
+- ``field.NAME.values`` and ``field.NAME.shapes``: the concatenated arrays, and their sizes
   [records, dimensions]. A dtype that safetensors does not know is stored as bytes; the metadata
   has every dtype by name.
 
-Invariants: a file is complete, on the disk and under its digest before anything names it; what is
-read is checked against digest and bounds before a byte of it is used. Nothing is ever unpickled.
+Invariants: a file is complete, on the disk and digested before a manifest names it; input is
+checked against digest and bounds before a byte of it is used. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -29,11 +31,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus import _encoding, errors, limits
-from shmbus.inspect.segment_file import Field, RecordRow, SegmentFile, parse_fields
+from shmbus import _encoding, errors
+from shmbus.inspect.records import Field, RecordRow, parse_fields
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus_ext import _core
 
 NO_EPOCH: Final = _core.NO_EPOCH
+#: Bytes of records above which a part is written: few enough to hold in memory several times,
+#: enough for one long write.
+_PART_BYTES: Final = 64 << 20
+#: Parts' worth of records that wait in memory, where there are many schemas.
+_PARTS_WAITING: Final = 4
 _SCALARS: Final = {
     "producer_id": "<u8",
     "sequence": "<u8",
@@ -47,6 +55,8 @@ _SCALARS: Final = {
     "slot": "<u4",
     "checksum": "u1",
 }
+#: What older parts do not have is 0.
+_LATER: Final = {"run": "<u8"}
 #: What the torch-free side of safetensors writes as it is.
 _KNOWN: Final = frozenset("?bBhHiIlLqQefd")
 
@@ -65,7 +75,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One record, in whole: head, tables, meta, and the bytes of each field."""
+    """One record with its content: head, tables, meta, and the bytes of each field."""
 
     producer_id: int
     sequence: int
@@ -83,6 +93,7 @@ class Record(msgspec.Struct, frozen=True):
     shape: bytes
     meta: bytes
     fields: list[Any]
+    run: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -90,8 +101,8 @@ class Record(msgspec.Struct, frozen=True):
         return len(self.meta) + sum(len(field) for field in self.fields)
 
 
-def read_record(file: SegmentFile, row: RecordRow, order: int) -> Record:
-    """Copy one record out of a segment."""
+def read_record(file: SegmentFile, row: RecordRow, order: int, run: int = 0) -> Record:
+    """Copy one record out of a segment; `run` is where it lies, as in a part."""
     image = file.read_payload(row, 0, row.nbytes)
     view = memoryview(image)
     fields = []
@@ -117,6 +128,7 @@ def read_record(file: SegmentFile, row: RecordRow, order: int) -> Record:
         shape=row.shape,
         meta=bytes(view[row.meta_offset : row.meta_offset + row.meta_bytes]),
         fields=fields,
+        run=run,
     )
 
 
@@ -132,7 +144,7 @@ def _safetensors() -> Any:
 
 
 class PartWriter:
-    """Gathers records by schema, and writes a part whenever enough of one schema are there.
+    """Collects records by schema, and writes a part whenever there are enough of one schema.
 
     Parameters
     ----------
@@ -149,17 +161,17 @@ class PartWriter:
         self._schemas: dict[bytes, int] = {}
 
     def add(self, record: Record) -> None:
-        """Take one record in."""
+        """Add one record."""
         self._waiting.setdefault(record.schema, []).append(record)
-        held = self._bytes.get(record.schema, 0) + record.nbytes
-        self._bytes[record.schema] = held
-        if held >= limits.PART_BYTES:
+        nbytes = self._bytes.get(record.schema, 0) + record.nbytes
+        self._bytes[record.schema] = nbytes
+        if nbytes >= _PART_BYTES:
             self._write(record.schema)
-        elif sum(self._bytes.values()) >= limits.PARTS_WAITING * limits.PART_BYTES:
+        elif sum(self._bytes.values()) >= _PARTS_WAITING * _PART_BYTES:
             self._write(max(self._bytes, key=self._bytes.__getitem__))
 
     def finish(self) -> list[Part]:
-        """Write what is left."""
+        """Write the remaining records."""
         for schema in list(self._waiting):
             self._write(schema)
         return self.parts
@@ -204,7 +216,7 @@ def _columns(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     tensors: dict[str, NDArray[Any]] = {
         name: np.array([getattr(record, name) for record in records], dtype)
-        for name, dtype in _SCALARS.items()
+        for name, dtype in (_SCALARS | _LATER).items()
     }
     tensors["schema"], _ = _joined([schema])
     for name, values in (
@@ -241,7 +253,7 @@ def _known_dtype(field: Field) -> np.dtype[Any] | None:
 def damaged(path: Path, what: str) -> errors.LayoutMismatchError:
     """Say that a file cannot be used, and what to do."""
     return errors.LayoutMismatchError(
-        f"{path}: {what}; it is damaged, or was never whole: use another copy"
+        f"{path}: {what}; it is damaged or incomplete: use another copy"
     )
 
 
@@ -310,6 +322,8 @@ def _slices(tensors: dict[str, NDArray[Any]], name: str) -> list[bytes]:
 
 def _records(tensors: dict[str, NDArray[Any]], part: Part) -> Iterator[Record]:
     scalars = {name: tensors[name].tolist() for name in _SCALARS}
+    for name in _LATER:
+        scalars[name] = tensors[name].tolist() if name in tensors else [0] * part.records
     schema = tensors["schema"].tobytes()
     ids, metas = _slices(tensors, "id"), _slices(tensors, "meta")
     if {len(column) for column in (*scalars.values(), ids, metas)} != {part.records}:
@@ -347,7 +361,7 @@ def _records(tensors: dict[str, NDArray[Any]], part: Part) -> Iterator[Record]:
 
 
 def parse_schema(schema: bytes) -> list[Field]:
-    """Names, dtypes and dimensions of a schema, whose bounds nobody has checked yet."""
+    """Parse names, dtypes and dimensions of a schema, whose bounds are not checked yet."""
     # Zeros for as many sizes as any schema can ask for: only the number of dimensions counts here.
     fields = parse_fields(schema, bytes(8 * _core.MAX_FIELDS * (_core.MAX_NDIM + 1)))
     if len({field.name for field in fields}) != len(fields):

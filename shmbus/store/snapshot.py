@@ -1,15 +1,15 @@
-"""Everything undelivered on disk, and back: what a bus needs to outlive a reboot.
+"""Snapshots: everything undelivered to disk, and back, so that a bus outlives a reboot.
 
 A snapshot is a directory: ``manifest.json``, and parts (`shmbus.store.parts`) with the records.
 
 Invariants:
 
-- The directory appears whole, by one rename, or not at all; every byte is on the disk before.
-- It is of one instant: nobody collects meanwhile, and what producers commit after its beginning is
-  not in it.
-- A restored bus appears whole, by one link, or not at all. Each record keeps its producer's number,
-  the ledger its counts, and no later producer gets a number again; a snapshot is restored once,
-  unless told otherwise: nothing can be doubled.
+- The directory appears complete or not at all (`shmbus.store.directory`).
+- It is of one instant: no process collects during the snapshot, and trajectories that are committed
+  after its beginning are not in it.
+- A restored bus appears complete, by one link, or not at all. Each record keeps its producer's
+  number, the ledger its counts, and no later producer gets a used number. A snapshot is restored
+  once, unless the caller insists, so no trajectory is delivered twice.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 
@@ -31,10 +30,12 @@ from shmbus._arguments import parse_size, process_label
 from shmbus._format import show_size
 from shmbus._version import VERSION
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import Count, ProducerSlot
 from shmbus.inspect.undelivered import counters, undelivered_records
 from shmbus.ledger import REASONS
 from shmbus.segment import lifecycle
 from shmbus.segment.names import check_name, shm_path
+from shmbus.store.directory import MANIFEST, sync, write_directory
 from shmbus.store.parts import (
     Part,
     PartWriter,
@@ -46,30 +47,16 @@ from shmbus.store.parts import (
 )
 from shmbus_ext import _core
 
-__all__ = ["Manifest", "SlotCounts", "read_manifest", "restore", "restored_as", "take"]
+__all__ = ["Manifest", "read_manifest", "restore", "restored_as", "take"]
 
-MANIFEST: Final = "manifest.json"
 #: Says that its records are on a bus again.
 _RESTORED: Final = "restored.json"
 _FORMAT: Final = "shmbus-snapshot"
 _VERSION: Final = 1
-ManifestType = TypeVar("ManifestType", bound=msgspec.Struct)
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class SlotCounts(msgspec.Struct, frozen=True):
-    """What a producer slot had counted: its last owner, and commits and aborts of all of them."""
-
-    slot: Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_PRODUCERS)]
-    producer_id: _Count
-    pid: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-    label: str
-    committed: _Count
-    aborted: _Count
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a snapshot holds.
+    """The content of a snapshot.
 
     Attributes
     ----------
@@ -86,12 +73,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     policy_version, next_producer_id : int
         As they were.
     released : dict[str, int]
-        The ledger's counts of what was acknowledged and dropped.
-    slots : list[SlotCounts]
-        The ledger's counts of what was committed.
+        The ledger's counts of acknowledged and dropped trajectories.
+    slots : list[ProducerSlot]
+        The ledger's counts of committed trajectories, by slot.
     records, unreadable : int
-        Undelivered trajectories in the parts, and those that the ledger knows and nobody could
-        read: the first consumer after a restore counts them as corrupt.
+        Undelivered trajectories in the parts, and those that the ledger has and no walk could read:
+        the first consumer after a restore counts them as corrupt.
     parts : list[Part]
         The files.
     """
@@ -100,16 +87,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     written_by: str
     bus: str
-    taken_unix_ns: _Count
-    capacity: _Count
-    extent_bytes: _Count
+    taken_unix_ns: Count
+    capacity: Count
+    extent_bytes: Count
     max_producers: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_PRODUCERS)]
-    policy_version: _Count
-    next_producer_id: _Count
-    released: dict[str, _Count]
-    slots: list[SlotCounts]
-    records: _Count
-    unreadable: _Count
+    policy_version: Count
+    next_producer_id: Count
+    released: dict[str, Count]
+    slots: list[ProducerSlot]
+    records: Count
+    unreadable: Count
     parts: list[Part]
 
 
@@ -128,8 +115,8 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
     directory : path
         Where to; must not exist, or be empty.
     collecting : bool
-        Whether the caller is the bus's collector, and releases nothing until this returns.
-        Otherwise this becomes the collector while it works.
+        Whether the caller is the bus's collector, and releases nothing until this returns. If not,
+        this becomes the collector while it works.
 
     Returns
     -------
@@ -140,7 +127,7 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
     BusNotFoundError, LayoutMismatchError
         There is no such bus, or it cannot be read.
     BusBusyError
-        Somebody collects.
+        Another process is the collector.
     FileExistsError
         The directory holds something.
     OSError
@@ -159,7 +146,7 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
 
 @contextlib.contextmanager
 def _collector(name: str) -> Iterator[None]:
-    """Be the collector: what a dead one left half done is finished, and nobody releases."""
+    """Be the collector: finish what a dead one left, and keep others from releasing."""
     segment = lifecycle.open_segment(name)
     try:
         reader = _core.Reader(segment, f"snapshot, {process_label()}")
@@ -172,62 +159,18 @@ def _collector(name: str) -> Iterator[None]:
         reader.close()
 
 
-def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> ManifestType:
-    """Let `write` fill a directory beside the target, and give it the target's name when whole."""
-    target = Path(os.path.abspath(target))
-    if os.path.lexists(target) and (
-        target.is_symlink() or not target.is_dir() or any(target.iterdir())
-    ):
-        what = "it becomes a new directory; choose another, or move away what is there"
-        raise FileExistsError(errno.EEXIST, what, str(target))
-    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-    try:
-        partial.mkdir(mode=0o700)
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}; choose a directory in one that is there"
-        raise type(error)(error.errno, f"{what} and writable", str(target)) from error
-    try:
-        manifest = write(partial)
-        write_file(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
-        _sync(partial)
-        os.rename(partial, target)
-    except BaseException as error:
-        written = sum(path.stat().st_size for path in partial.iterdir())
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _no_room(target, written) from error
-        raise
-    _sync(target.parent)
-    return manifest
-
-
-def _no_room(target: Path, written: int) -> OSError:
-    free = shutil.disk_usage(target.parent).free
-    what = (
-        f"no room: it needs more than {written:,} bytes, and {free:,} are free there; make room or "
-        "choose a directory on another disk (nothing is left of this attempt)"
-    )
-    return OSError(errno.ENOSPC, what, str(target))
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _write(file: SegmentFile, directory: Path) -> Manifest:
     writer = PartWriter(directory)
     released, committed, _ = counters(file)
     slots = _slots(file, committed)
     limit = {slot: count for slot, count in enumerate(committed)}
     written = 0
-    for row in undelivered_records(file, payload=True):
+    rows = undelivered_records(file, payload=True)
+    runs = {run.extent: run.span << 32 | run.extent + 1 for run in file.runs()}
+    for row in rows:
         if not row.moved and row.lane_number >= limit.get(row.slot, 0):
             continue  # committed after the beginning
-        writer.add(read_record(file, row, written))
+        writer.add(read_record(file, row, written, runs.get(row.extent, 0)))
         written += 1
     header = file.header
     return Manifest(
@@ -249,9 +192,9 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
     )
 
 
-def _slots(file: SegmentFile, committed: tuple[int, ...]) -> list[SlotCounts]:
+def _slots(file: SegmentFile, committed: tuple[int, ...]) -> list[ProducerSlot]:
     return [
-        SlotCounts(
+        ProducerSlot(
             slot=slot,
             producer_id=int(row["producer_id"]),
             pid=int(row["pid"]),
@@ -365,24 +308,18 @@ def restore(
             f"{directory} was restored already, as bus {before!r}: once more would deliver its "
             "trajectories twice; if that is what you want, say so (--again)"
         )
-    # Nobody knows the bus by this name; `shmbus gc` finds it if this process dies.
-    hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        segment = lifecycle.create_segment(hidden, size, manifest.max_producers, extent_bytes)
-    except ValueError as error:
-        raise damaged(directory / MANIFEST, f"no bus has its sizes: {error}") from error
-    try:
-        _fill(segment, manifest, directory, name)
-        try:
-            os.link(shm_path(hidden), shm_path(name))
-        except FileExistsError as error:
-            raise _exists(name) from error
-    finally:
-        lifecycle.unlink(hidden)
-        segment.close()
+    how = (size, manifest.max_producers, extent_bytes)
+    if not _restore_as(name, how, manifest, directory, by_runs=False) and not (
+        # In the order of commits they fill other runs than before, and these leave other gaps.
+        extent_bytes and _restore_as(name, how, manifest, directory, by_runs=True)
+    ):
+        raise errors.CapacityError(
+            f"bus {name!r}: {manifest.records} records of {directory} do not fit into "
+            f"{show_size(size)}; restore with a larger capacity"
+        )
     if before is None:
         write_file(directory / _RESTORED, msgspec.json.encode({"bus": name}))
-        _sync(directory)
+        sync(directory)
     return manifest
 
 
@@ -405,18 +342,48 @@ def restored_as(directory: str | os.PathLike[str]) -> str | None:
     try:
         return str(msgspec.json.decode(raw, type=dict[str, str])["bus"])
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
-        return "?"  # it died while it wrote this: the bus was there before
+        return "?"  # the process died while it wrote this, with the bus complete
 
 
 def _exists(name: str) -> errors.BusExistsError:
     return errors.BusExistsError(
         f"bus {name!r} exists already ({shm_path(name)}), and a snapshot is restored "
-        "into a new one only: choose another name, or remove it with shmbus.unlink if nobody "
-        "needs it"
+        "into a new one only: choose another name, or remove it with shmbus.unlink if it is "
+        "not needed"
     )
 
 
-def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str) -> None:
+def _restore_as(
+    name: str, how: tuple[int, int, int], manifest: Manifest, directory: Path, *, by_runs: bool
+) -> bool:
+    """Make the bus and give it its name; False, and no bus, where not all records fit."""
+    # No process uses the bus by this name; `shmbus gc` finds it if this process dies.
+    hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        segment = lifecycle.create_segment(hidden, *how)
+    except ValueError as error:
+        if isinstance(error, errors.CapacityError):
+            raise
+        raise damaged(directory / MANIFEST, f"no bus has its sizes: {error}") from error
+    try:
+        if not _fill(segment, manifest, directory, by_runs=by_runs):
+            return False
+        try:
+            os.link(shm_path(hidden), shm_path(name))
+        except FileExistsError as error:
+            raise _exists(name) from error
+    finally:
+        lifecycle.unlink(hidden)
+        segment.close()
+    return True
+
+
+def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, *, by_runs: bool) -> bool:
+    """Write all records and counts; False where there is no space.
+
+    By runs, what lay in one run lies in one of that length again, so it takes no more extents than
+    before. The order of producers' commits is kept within each producer only.
+    """
     restorer = _core.Restorer(segment)
     seen: set[tuple[int, int]] = set()
     for record in read_parts(directory, manifest.parts):
@@ -424,15 +391,14 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str
         if number in seen or record.producer_id >= manifest.next_producer_id:
             raise damaged(directory / MANIFEST, f"record {number} is there twice, or cannot be")
         seen.add(number)
+        if by_runs and not record.run:
+            return False  # a snapshot of a shmbus that did not note them
         try:
-            fits = _put(restorer, record)
+            fits = _put(restorer, record, record.run if by_runs else 0)
         except (ValueError, OverflowError, TypeError) as error:
             raise damaged(directory, f"record {number}: {error}") from error
         if not fits:
-            raise errors.CapacityError(
-                f"bus {name!r}: {manifest.records} records of {directory} do not fit into "
-                f"{show_size(segment.capacity)}; restore with a larger capacity"
-            )
+            return False
     try:
         restorer.finish(
             tuple(manifest.released.get(reason, 0) for reason in REASONS),
@@ -445,9 +411,10 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, name: str
         )
     except ValueError as error:
         raise damaged(directory / MANIFEST, f"its counts: {error}") from error
+    return True
 
 
-def _put(restorer: _core.Restorer, record: Record) -> bool:
+def _put(restorer: _core.Restorer, record: Record, run: int) -> bool:
     return restorer.put(
         record.producer_id,
         record.sequence,
@@ -462,4 +429,5 @@ def _put(restorer: _core.Restorer, record: Record) -> bool:
         record.shape,
         record.meta,
         record.fields,
+        run,
     )

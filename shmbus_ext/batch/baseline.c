@@ -1,10 +1,10 @@
-/* Scores against their siblings' (see batch/baseline.h). */
+/* The loops of batch/baseline.h. */
 #include "baseline.h"
 
 #include <math.h>
 #include <string.h>
 
-bool relative_fits(const double *scores, uint64_t n) {
+bool baseline_scores_fit(const double *scores, uint64_t n) {
     bool fits = true;
     for (uint64_t i = 0; i < n; i++) {
         /* A nan compares with nothing. */
@@ -13,7 +13,7 @@ bool relative_fits(const double *scores, uint64_t n) {
     return fits;
 }
 
-static void standardise(double *centred, uint64_t n, const struct baseline *rule,
+static void standardise(double *centred, uint64_t n, const struct baseline *baseline,
                         double unit) {
     /* In units of the largest deviation no square can under- or overflow. In a loop of its own,
      * several are divided at once. */
@@ -24,13 +24,13 @@ static void standardise(double *centred, uint64_t n, const struct baseline *rule
     for (uint64_t i = 0; i < n; i++) {
         squares += centred[i] * centred[i];
     }
-    double scale = sqrt(squares / (double)(rule->bessel ? n - 1 : n)) + rule->eps / unit;
+    double scale = sqrt(squares / (double)(baseline->bessel ? n - 1 : n)) + baseline->eps / unit;
     for (uint64_t i = 0; i < n; i++) {
         centred[i] /= scale;
     }
 }
 
-void relative_scores(const double *scores, uint64_t n, const struct baseline *rule,
+void baseline_apply(const double *scores, uint64_t n, const struct baseline *baseline,
                      double *out) {
     double sum = 0, lowest = INFINITY, highest = -INFINITY;
     for (uint64_t i = 0; i < n; i++) {
@@ -46,12 +46,12 @@ void relative_scores(const double *scores, uint64_t n, const struct baseline *ru
         return;
     }
     /* score - mean of others = (score - mean) * n / (n - 1) */
-    double factor = rule->kind == BASELINE_LEAVE_ONE_OUT ? (double)n / (double)(n - 1) : 1.0;
+    double factor = baseline->kind == BASELINE_LEAVE_ONE_OUT ? (double)n / (double)(n - 1) : 1.0;
     for (uint64_t i = 0; i < n; i++) {
         out[i] = (scores[i] - mean) * factor;
     }
-    if (rule->kind == BASELINE_DEVIATION) {
+    if (baseline->kind == BASELINE_DEVIATION) {
         double above = highest - mean, below = mean - lowest;
-        standardise(out, n, rule, above > below ? above : below);
+        standardise(out, n, baseline, above > below ? above : below);
     }
 }

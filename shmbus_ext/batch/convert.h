@@ -1,7 +1,7 @@
-/* Records into contiguous batch memory: conversions that a trainer needs, one pass each.
+/* From records into contiguous batch memory: the conversions that a trainer needs, one pass each.
  *
- * Invariant: no function here allocates, checks bounds or looks at shared control data; the caller
- * has proved that n elements lie behind src and fit behind dst. */
+ * Invariant: no function here allocates, checks bounds or reads shared control data; the caller has
+ * proved that src has n elements and dst room for them. */
 #ifndef SHMBUS_BATCH_CONVERT_H
 #define SHMBUS_BATCH_CONVERT_H
 
@@ -31,10 +31,10 @@ bool gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t
 /* 0, 1, 2, ... */
 void gather_positions(int64_t *dst, uint64_t n);
 void gather_fill_f32(float *dst, float value, uint64_t n);
-/* 0 where the mask is 0, by selection: whatever stood there, a NaN too, is gone. */
+/* 0 where the mask is 0, by selection: any value that stood there, a NaN too, is gone. */
 void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n);
 
-/* The position of the first that is more than an int64 holds; n where there is none. */
+/* The position of the first that an int64 cannot hold; n where there is none. */
 uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n);
 
 bool gather_any_not_finite(const float *values, uint64_t n);

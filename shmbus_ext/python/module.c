@@ -1,47 +1,30 @@
-/* The extension module: its types, the constants that Python shares with C, and the hooks. */
+/* The extension module: its types, its functions, and the constants that Python shares with C. */
 #define SHMBUS_IMPORTS_NUMPY
 #include "python/binding.h"
-#include "python/uninterrupted.h"
 
+#include "python/batch/arrays.h"
+#include "python/batch/baseline_functions.h"
+#include "python/batch/field_lookup.h"
+#include "python/batch/gather_plan.h"
+#include "python/batch/meta_search.h"
+#include "python/batch/pack.h"
+#include "python/group/client_lease.h"
+#include "python/group/group_object.h"
+#include "python/group/group_table_object.h"
+#include "python/hooks.h"
 #include "python/put/reservation.h"
+#include "python/put/writer_object.h"
+#include "python/read/borrower.h"
+#include "python/read/end_lease.h"
+#include "python/read/reader_object.h"
+#include "python/read/recursive_lock.h"
+#include "python/read/take.h"
+#include "python/segment/inspect.h"
+#include "python/put/restore.h"
+#include "python/segment/retry_functions.h"
+#include "python/uninterrupted.h"
 #include "ring/checksum.h"
 #include "ring/clock.h"
-
-struct hooks hooks;
-bool py_segment_init_fork(void);
-
-void py_raise_hook(PyObject *hook, PyObject *arguments) {
-    if (arguments == NULL) {
-        return;
-    }
-    PyObject *error = PyObject_CallObject(hook, arguments);
-    Py_DECREF(arguments);
-    if (error != NULL) {
-        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
-        Py_DECREF(error);
-    }
-}
-
-static PyObject *py_install(PyObject *module, PyObject *args, PyObject *kwargs) {
-    (void)module;
-    static char *names[] = {"closed_error", "too_large_error", "full_error",   "busy_error",
-                            "removed_error", "layout_error", "space_error", "encode_meta", "decode_meta",
-                            "encode_dtype", "decode_dtype",    "as_array",     NULL};
-    struct hooks got;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$OOOOOOOOOOOO", names, &got.closed_error, &got.too_large_error,
-            &got.full_error, &got.busy_error, &got.removed_error, &got.layout_error, &got.space_error,
-            &got.encode_meta, &got.decode_meta, &got.encode_dtype, &got.decode_dtype,
-            &got.as_array)) {
-        return NULL;
-    }
-    PyObject **from = (PyObject **)&got;
-    PyObject **to = (PyObject **)&hooks;
-    for (size_t i = 0; i < sizeof hooks / sizeof *to; i++) {
-        Py_XSETREF(to[i], Py_NewRef(from[i]));
-    }
-    Py_RETURN_NONE;
-}
 
 static PyObject *py_crc32c(PyObject *module, PyObject *args) {
     (void)module;
@@ -62,47 +45,7 @@ static PyObject *py_monotonic_ns(PyObject *module, PyObject *ignored) {
     return PyLong_FromUnsignedLongLong(clock_monotonic_ns());
 }
 
-PyObject *py_set_aside_error(void) {
-#if PY_VERSION_HEX >= 0x030C0000
-    return PyErr_GetRaisedException();
-#else
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback != NULL) {
-        PyException_SetTraceback(error, traceback);
-    }
-    Py_XDECREF(type);
-    Py_XDECREF(traceback);
-    return error;
-#endif
-}
-
-void py_restore_error(PyObject *error) {
-#if PY_VERSION_HEX >= 0x030C0000
-    PyErr_SetRaisedException(error);
-#else
-    PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error, PyException_GetTraceback(error));
-#endif
-}
-
-/* uninterrupted(callable, *arguments): what it returns; no signal's handler runs meanwhile. */
-static PyObject *py_uninterrupted(PyObject *module, PyObject *args) {
-    (void)module;
-    if (PyTuple_GET_SIZE(args) == 0) {
-        PyErr_SetString(PyExc_TypeError, "uninterrupted: expected a callable");
-        return NULL;
-    }
-    PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
-    PyObject *result =
-        rest == NULL ? NULL : py_call_uninterrupted(PyTuple_GET_ITEM(args, 0), rest);
-    Py_XDECREF(rest);
-    return result;
-}
-
 static PyMethodDef functions[] = {
-    {"install", (PyCFunction)(void (*)(void))py_install, METH_VARARGS | METH_KEYWORDS, NULL},
-    {"uninterrupted", py_uninterrupted, METH_VARARGS, NULL},
     {"crc32c", py_crc32c, METH_VARARGS, NULL},
     {"monotonic_ns", py_monotonic_ns, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -120,18 +63,17 @@ static bool add_types(PyObject *module) {
     struct {
         const char *name;
         PyTypeObject *type;
-    } types[] = {{"Segment", &SegmentType}, {"Writer", &WriterType},
-                 {"Reservation", &ReservationType},{"Keeper", &KeeperType},
-                 {"Reader", &ReaderType},   {"Borrower", &BorrowerType},
-                 {"ClientLease", &ClientLeaseType},
-                 {"Pin", &PinType},         {"Schema", &SchemaType},
-                 {"Trajectory", &TrajectoryType},
-                 {"GroupTable", &GroupTableType},       {"GroupEntry", &GroupEntryType},
-                 {"GroupBase", &GroupBaseType},
-                 {"RecursiveLock", &RecursiveLockType},
-                 {"LockAttempt", &LockAttemptType},     {"Intake", &IntakeType},
-                 {"ConsumerBase", &ConsumerBaseType},
-                 {"Restorer", &RestorerType}};
+    } types[] = {
+        {"Segment", &SegmentType},         {"Restorer", &RestorerType},
+        {"Schema", &SchemaType},           {"Keeper", &KeeperType},
+        {"Pin", &PinType},                 {"Trajectory", &TrajectoryType},
+        {"Writer", &WriterType},           {"Reservation", &ReservationType},
+        {"GroupTable", &GroupTableType},   {"GroupEntry", &GroupEntryType},
+        {"GroupBase", &GroupBaseType},     {"ClientLease", &ClientLeaseType},
+        {"Reader", &ReaderType},           {"Borrower", &BorrowerType},
+        {"RecursiveLock", &RecursiveLockType}, {"LockAttempt", &LockAttemptType},
+        {"Intake", &IntakeType},           {"ConsumerBase", &ConsumerBaseType},
+    };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
             PyModule_AddObjectRef(module, types[i].name, (PyObject *)types[i].type) < 0) {
@@ -160,7 +102,6 @@ static bool add_constants(PyObject *module) {
         {"LABEL_BYTES", SHMBUS_LABEL_BYTES - 1},               /* less the byte that ends it */
         {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1}, /* likewise */
         {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
-        {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1},
         {"MAX_CLIENTS", SHMBUS_MAX_CLIENTS},
         {"PLACE_BYTES", sizeof(struct wire_place)},
         {"SLOT_FREE", SHMBUS_SLOT_FREE},
@@ -177,6 +118,7 @@ static bool add_constants(PyObject *module) {
         {"DROP_MALFORMED", SHMBUS_DROP_MALFORMED},
         {"DROP_CORRUPT", SHMBUS_DROP_CORRUPT},
         {"DROP_FAILED", SHMBUS_DROP_FAILED},
+        {"LEASE_HELD", LEASE_HELD},
         {"TRAJECTORY_BYTES", sizeof(TrajectoryObject)},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
@@ -187,17 +129,35 @@ static bool add_constants(PyObject *module) {
     return true;
 }
 
+static bool add_functions(PyObject *module) {
+    bool (*const add[])(PyObject *) = {
+        py_hooks_add_functions,        py_inspect_add_functions,     py_retry_add_functions,
+        py_group_table_add_constants,  py_group_add_functions,       py_client_lease_add_functions,
+        py_arrays_add_functions,       py_field_lookup_add_functions, py_meta_search_add_functions,
+        py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
+        py_uninterrupted_add_functions, py_end_lease_add_functions,
+    };
+    for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
+        if (!add[i](module)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 PyMODINIT_FUNC PyInit__core(void) {
     import_array();
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && (!py_segment_init_fork() || !py_arguments_init() || !add_types(module) ||
-                           !add_constants(module) || !py_pack_add_functions(module) ||
-                           !py_client_lease_add_functions(module) || !py_group_table_add_constants(module) ||
-                           !py_group_add_functions(module) || !py_take_add_words() ||
-                           !py_retry_add_functions(module) ||
-                           !py_meta_search_add_functions(module) || !py_gather_plan_add_functions(module) ||
-                           !py_baseline_add_functions(module) || !py_inspect_add_functions(module))) {
+    if (module != NULL &&
+        (!py_segment_init_fork() || !py_arguments_init() || !py_take_add_words() ||
+         !add_types(module) || !add_constants(module) || !add_functions(module))) {
         Py_CLEAR(module);
     }
+#ifdef Py_GIL_DISABLED
+    /* RecursiveLock, and all that "the interpreter lock serialises", rely on it. */
+    if (module != NULL && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED) < 0) {
+        Py_CLEAR(module);
+    }
+#endif
     return module;
 }

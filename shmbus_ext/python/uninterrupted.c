@@ -9,6 +9,8 @@
  * Invariant: the main thread waits only for code of ours that neither waits nor calls the user's. */
 #include "python/uninterrupted.h"
 
+#include "python/hooks.h"
+
 struct errand {
     PyObject *callable;
     PyObject *arguments; /* a tuple */
@@ -87,4 +89,27 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
         py_restore_error(errand.error);
     }
     return errand.result;
+}
+
+/* uninterrupted(callable, *arguments): what it returns; no signal's handler runs meanwhile. */
+static PyObject *py_uninterrupted(PyObject *module, PyObject *args) {
+    (void)module;
+    if (PyTuple_GET_SIZE(args) == 0) {
+        PyErr_SetString(PyExc_TypeError, "uninterrupted: expected a callable");
+        return NULL;
+    }
+    PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
+    PyObject *result =
+        rest == NULL ? NULL : py_call_uninterrupted(PyTuple_GET_ITEM(args, 0), rest);
+    Py_XDECREF(rest);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"uninterrupted", py_uninterrupted, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_uninterrupted_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
 }

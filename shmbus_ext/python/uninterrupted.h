@@ -8,4 +8,6 @@
  * not ask for a lock that the caller holds. Steals nothing. */
 PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
 
+bool py_uninterrupted_add_functions(PyObject *module);
+
 #endif

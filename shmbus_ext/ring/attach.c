@@ -22,13 +22,13 @@ static int by_order(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The runs of one lane that are surely linked, oldest first. Later ones follow by their links. */
+/* Finds the runs of one lane that are surely linked, oldest first. The links lead to later ones. */
 static bool find_backlog(struct reader *self, uint32_t slot, struct head *heads) {
     struct segment *segment = self->segment;
     struct lane *lane = &self->lanes[slot];
     struct run run, current;
-    /* SYNC: run-noted. Looked at first: the owner may fill a run and seal the one behind it while
-     * this looks at the extents, and a run that is not noted yet must not hide the one before. */
+    /* SYNC: run-noted. Read first: while this goes through the extents the owner may fill a run and
+     * seal the one behind it, and a run that is not noted yet must not hide the one before it. */
     uint64_t limit =
         atomic_load_explicit(&segment->slots[slot].next_order, memory_order_acquire);
     uint64_t link =
@@ -80,8 +80,8 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     memset(self, 0, sizeof *self);
     self->segment = segment;
     intent_log_replay(segment);
-    /* The one before is gone; this one says itself how it reads. */
-    atomic_store_explicit(&segment->header->gathered, 0, memory_order_relaxed);
+    /* The last consumer's word ended with it; this one says itself when it packs. */
+    atomic_store_explicit(&segment->header->consumer_packs, 0, memory_order_relaxed);
     self->lanes = calloc((size_t)segment->max_producers + 1, sizeof *self->lanes);
     self->runs = calloc(segment->extent_count, sizeof *self->runs);
     self->active = calloc(segment->max_producers, sizeof *self->active);
@@ -95,7 +95,8 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     }
     FAILPOINT("collector-replayed");
     writer_attach_collector(&self->mover, segment);
-    /* The dead first: their last commit is counted before the count is taken as a base. */
+    /* Dead producers first: their last commits belong to the counts that this reader begins
+     * with. */
     reader_sweep(self);
     if (!build_lanes(self)) {
         reader_detach(self);
@@ -134,14 +135,14 @@ uint32_t reader_sweep(struct reader *self) {
         struct producer_slot *slot = &segment->slots[i];
         uint32_t state = atomic_load_explicit(&slot->state, memory_order_acquire);
         if (state == SHMBUS_SLOT_FREE ||
-            segment_lock(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
+            file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
             continue;
         }
         /* The lock was free: the owner has closed, or its process has ended. */
         dead += state == SHMBUS_SLOT_ACTIVE;
         FAILPOINT("sweep-locked");
         recover_producer(segment, i);
-        segment_unlock(segment->fd, SHMBUS_LOCK_SLOT + i);
+        file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + i);
         self->lanes[i].dirty = true;
     }
     reader_tidy(self);

@@ -14,8 +14,8 @@
 bool reader_attach(struct reader *self, struct segment *segment);
 void reader_detach(struct reader *self);
 
-/* Takes over the lanes of producers that are proved dead, and tidies. Returns how many producers
- * were found dead. */
+/* Reaps: takes over the lanes of producers that are proved dead, and tidies. Returns how many were
+ * found dead. */
 uint32_t reader_sweep(struct reader *self);
 
 #endif

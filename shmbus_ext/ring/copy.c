@@ -8,7 +8,7 @@
 #include <emmintrin.h>
 
 #define LINE ((size_t)64)
-/* A copy of less lies in the cache of its reader soon enough, and ends in two lines that are not
+/* A smaller copy reaches the reader's cache soon enough, and begins and ends in lines that are not
  * whole. */
 #define WORTH_STREAMING_BYTES ((size_t)2048)
 
@@ -22,7 +22,7 @@ static void stream_line(uint8_t *to, const uint8_t *from) {
     }
 }
 
-void copy_past_caches(void *to, const void *from, size_t bytes) {
+void copy_non_temporal(void *to, const void *from, size_t bytes) {
     if (bytes < WORTH_STREAMING_BYTES) {
         memcpy(to, from, bytes);
         return;
@@ -39,13 +39,13 @@ void copy_past_caches(void *to, const void *from, size_t bytes) {
 }
 
 void copy_fence(void) {
-    /* SYNC: record-published. A release store orders stores that pass the caches only behind this. */
+    /* SYNC: record-published. A release store does not order non-temporal stores without this. */
     _mm_sfence();
 }
 
 #else
 
-void copy_past_caches(void *to, const void *from, size_t bytes) {
+void copy_non_temporal(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
 }
 

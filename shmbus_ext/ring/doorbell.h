@@ -29,7 +29,7 @@ enum doorbell_wait doorbell_await_space(struct bus_header *header, uint32_t tick
 
 /* After so many extents were freed: wakes as many waiters, since one more would find nothing. */
 void doorbell_space_freed(struct bus_header *header, uint32_t extents);
-/* Wakes everybody who waits for space, whether they said so or not. */
+/* Wakes every process that waits for space, announced or not. */
 void doorbell_space_all(struct bus_header *header);
 
 #endif

@@ -46,7 +46,7 @@ static uint32_t lease_single(struct segment *segment, uint32_t slot) {
     uint64_t until =
         atomic_load_explicit(&segment->header->jumbo_until_ns, memory_order_relaxed);
     if (until != 0) {
-        /* A claim that lasts longer than any is not one: scribbled, or of another clock. */
+        /* A claim beyond the longest one is scribbled, or of another clock. */
         uint64_t now = clock_monotonic_ns();
         if (until > now && until - now <= JUMBO_CLAIM_NS) {
             end = (end + 1) / 2;
@@ -66,7 +66,7 @@ static bool lease_window(struct segment *segment, uint32_t slot, uint32_t first,
             while (i-- > 0) {
                 extent_unlease(segment, first + i, word_of(segment, first + i));
             }
-            /* Somebody may have found the bus full while this held the window. */
+            /* A producer may have found the bus full while this held the window. */
             doorbell_space_freed(segment->header, span);
             return false;
         }
@@ -97,7 +97,7 @@ uint32_t extent_lease(struct segment *segment, uint32_t slot, uint32_t span,
     if (extent != NO_EXTENT) {
         *generation = extent_generation(segment, extent);
     } else if (span > 1) {
-        /* Advisory, and it ends by itself: a producer that stops here delays nobody for long. */
+        /* Advisory, and it expires: a producer that stops here delays nobody for long. */
         atomic_store_explicit(&segment->header->jumbo_until_ns,
                               clock_monotonic_ns() + JUMBO_CLAIM_NS, memory_order_relaxed);
     }

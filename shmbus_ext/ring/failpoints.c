@@ -12,9 +12,9 @@ typedef int failpoints_are_for_tests;
 #include <string.h>
 #include <unistd.h>
 
-static char wanted[64];
-static long wanted_hit;
-static int wanted_signal;
+static char target[64];
+static long target_hit;
+static int target_signal;
 static atomic_long hits;
 static atomic_int parsed_in; /* the process; a child of it has a variable of its own */
 
@@ -22,23 +22,24 @@ static void parse(void) {
     const char *text = getenv("SHMBUS_FAILPOINT");
     const char *hit = text == NULL ? NULL : strchr(text, ':');
     const char *action = hit == NULL ? NULL : strchr(hit + 1, ':');
-    wanted_hit = 0;
+    target_hit = 0;
     atomic_store(&hits, 0);
-    if (action == NULL || (size_t)(hit - text) >= sizeof wanted) {
+    if (action == NULL || (size_t)(hit - text) >= sizeof target) {
         return;
     }
-    memset(wanted, 0, sizeof wanted);
-    memcpy(wanted, text, (size_t)(hit - text));
-    wanted_hit = strtol(hit + 1, NULL, 10);
-    wanted_signal = strcmp(action + 1, "stop") == 0 ? SIGSTOP : SIGKILL;
+    memset(target, 0, sizeof target);
+    memcpy(target, text, (size_t)(hit - text));
+    target_hit = strtol(hit + 1, NULL, 10);
+    target_signal = strcmp(action + 1, "stop") == 0 ? SIGSTOP : SIGKILL;
 }
 
 void failpoint_passed(const char *name) {
     if (atomic_exchange(&parsed_in, getpid()) != getpid()) {
         parse();
     }
-    if (wanted_hit > 0 && strcmp(name, wanted) == 0 && atomic_fetch_add(&hits, 1) + 1 == wanted_hit) {
-        kill(getpid(), wanted_signal);
+    if (target_hit > 0 && strcmp(name, target) == 0 &&
+        atomic_fetch_add(&hits, 1) + 1 == target_hit) {
+        kill(getpid(), target_signal);
     }
 }
 #endif

@@ -30,32 +30,32 @@ static enum lock_status probe_lock(int fd, struct flock range) {
     return range.l_type == F_UNLCK ? LOCK_TAKEN : LOCK_HELD_ELSEWHERE;
 }
 
-enum lock_status segment_lock(int fd, int64_t byte) {
+enum lock_status file_lock_take(int fd, int64_t byte) {
     return take_lock(fd, lock_range(byte, 1, F_WRLCK));
 }
 
-void segment_unlock_range(int fd, int64_t start, int64_t bytes) {
+void file_lock_drop_range(int fd, int64_t start, int64_t bytes) {
     struct flock range = lock_range(start, bytes, F_UNLCK);
     (void)fcntl(fd, F_OFD_SETLK, &range);
 }
 
-void segment_unlock(int fd, int64_t byte) {
-    segment_unlock_range(fd, byte, 1);
+void file_lock_drop(int fd, int64_t byte) {
+    file_lock_drop_range(fd, byte, 1);
 }
 
-enum lock_status segment_lock_probe(int fd, int64_t byte) {
+enum lock_status file_lock_probe(int fd, int64_t byte) {
     return probe_lock(fd, lock_range(byte, 1, F_WRLCK));
 }
 
-enum lock_status segment_lock_shared_range(int fd, int64_t start, int64_t bytes) {
+enum lock_status file_lock_share_range(int fd, int64_t start, int64_t bytes) {
     return take_lock(fd, lock_range(start, bytes, F_RDLCK));
 }
 
-enum lock_status segment_lock_shared(int fd, int64_t byte) {
-    return segment_lock_shared_range(fd, byte, 1);
+enum lock_status file_lock_share(int fd, int64_t byte) {
+    return file_lock_share_range(fd, byte, 1);
 }
 
-enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes) {
+enum lock_status file_lock_find(int fd, int64_t *start, int64_t *bytes) {
     struct flock range = lock_range(*start, *bytes, F_WRLCK);
     if (fcntl(fd, F_OFD_GETLK, &range) != 0) {
         return LOCK_ERROR;
@@ -69,10 +69,10 @@ enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes) {
 }
 
 /* A length of 0 reaches to the last byte that a file can have. */
-enum lock_status segment_lock_all(int fd) {
+enum lock_status file_lock_take_all(int fd) {
     return take_lock(fd, lock_range(0, 0, F_WRLCK));
 }
 
-enum lock_status segment_lock_probe_all(int fd) {
+enum lock_status file_lock_probe_all(int fd) {
     return probe_lock(fd, lock_range(0, 0, F_WRLCK));
 }

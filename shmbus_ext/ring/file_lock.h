@@ -9,20 +9,20 @@
 #include <stdint.h>
 
 enum lock_status { LOCK_TAKEN = 0, LOCK_HELD_ELSEWHERE, LOCK_ERROR };
-enum lock_status segment_lock(int fd, int64_t byte);
-void segment_unlock(int fd, int64_t byte);
+enum lock_status file_lock_take(int fd, int64_t byte);
+void file_lock_drop(int fd, int64_t byte);
 /* Whether somebody else's description holds the lock. */
-enum lock_status segment_lock_probe(int fd, int64_t byte);
+enum lock_status file_lock_probe(int fd, int64_t byte);
 /* A lock that several may hold; a read-only description is enough for it. */
-enum lock_status segment_lock_shared(int fd, int64_t byte);
+enum lock_status file_lock_share(int fd, int64_t byte);
 /* The same for neighbours, in one system call: all of them, or none. */
-enum lock_status segment_lock_shared_range(int fd, int64_t start, int64_t bytes);
-void segment_unlock_range(int fd, int64_t start, int64_t bytes);
+enum lock_status file_lock_share_range(int fd, int64_t start, int64_t bytes);
+void file_lock_drop_range(int fd, int64_t start, int64_t bytes);
 /* The first lock of somebody else's found in [*start, *start + *bytes): LOCK_HELD_ELSEWHERE, with
  * its range. */
-enum lock_status segment_lock_find(int fd, int64_t *start, int64_t *bytes);
+enum lock_status file_lock_find(int fd, int64_t *start, int64_t *bytes);
 /* Every byte at once: taken only where no description but this one holds any lock. */
-enum lock_status segment_lock_all(int fd);
-enum lock_status segment_lock_probe_all(int fd);
+enum lock_status file_lock_take_all(int fd);
+enum lock_status file_lock_probe_all(int fd);
 
 #endif

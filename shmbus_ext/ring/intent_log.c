@@ -34,7 +34,7 @@ void intent_log_release(struct segment *segment, const struct record_ref *const 
     header->intent_base = base;
     header->intent_crc = intent_crc(segment, n, (uint32_t)reason, base);
     FAILPOINT("release-logged");
-    /* SYNC: release-intended. From here on all of them are released, whoever finishes it. */
+    /* SYNC: release-intended. From here on all of them are released, by this reader or the next. */
     atomic_store_explicit(&header->intent_count, n, memory_order_release);
     FAILPOINT("release-intended");
     for (uint32_t i = 0; i < n; i++) {
@@ -73,8 +73,8 @@ static void replay_release(struct segment *segment) {
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);
 }
 
-/* Frees a run of several extents so that a death half way leaves none behind: the words that it is
- * freed from are in the log, and freeing from an exact word succeeds once only. */
+/* A death half way through leaves no extent behind: the words are in the log, and freeing from an
+ * exact word succeeds once only. */
 static void free_words(struct segment *segment, uint32_t first, uint32_t span) {
     for (uint32_t i = span; i-- > 0;) {
         extent_unlease(segment, first + i,
@@ -89,17 +89,19 @@ void intent_log_free(struct segment *segment, uint32_t first, uint32_t span, uin
     for (uint32_t i = 1; i < span; i++) {
         uint64_t tail =
             atomic_load_explicit(&segment->extents[first + i].word, memory_order_relaxed);
-        /* A tail that is not this slot's is none of ours: its word cannot match 0. */
+        /* An extent that is another slot's is not freed: no word matches 0. */
         tail = link_low(tail) == link_low(word) ? tail : 0;
         atomic_store_explicit(&segment->intent_log[i], tail, memory_order_relaxed);
     }
     segment->header->free_first = first;
+    /* SYNC: free-intended. The words are in the log before the span says that they count. */
     atomic_store_explicit(&segment->header->free_span, span, memory_order_release);
     free_words(segment, first, span);
 }
 
 static void replay_free(struct segment *segment) {
     struct bus_header *header = segment->header;
+    /* SYNC: free-intended. */
     uint32_t span = atomic_load_explicit(&header->free_span, memory_order_acquire);
     uint32_t first = header->free_first;
     if (span > SHMBUS_MAX_GROUP_SIZE || span > segment->extent_count ||
@@ -114,7 +116,7 @@ void intent_log_begin_move(struct segment *segment, const struct record_place *f
     struct bus_header *header = segment->header;
     header->move_to = place_pack(to);
     header->move_generation = to->generation;
-    /* SYNC: move-intended. From the publication on it is the other copy that counts. */
+    /* SYNC: move-intended. Once the other copy is published, it is the one that counts. */
     atomic_store_explicit(&header->move_from, place_pack(from) + 1, memory_order_release);
     FAILPOINT("move-intended");
 }
@@ -123,8 +125,8 @@ void intent_log_end_move(struct segment *segment) {
     atomic_store_explicit(&segment->header->move_from, 0, memory_order_release);
 }
 
-/* A mover that died left one copy, or two: of two the first one ends here, before anybody is given
- * the other, which may be acknowledged and gone when the first is come across. */
+/* A mover that died left one copy, or two. Of two, the first one ends here, before the other can be
+ * handed out: that one may be acknowledged and gone when a walk comes to the first. */
 static void replay_move(struct segment *segment) {
     struct bus_header *header = segment->header;
     struct record_place from, to;

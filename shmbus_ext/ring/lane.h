@@ -1,7 +1,7 @@
 /* A lane's cursor: on which run it stands, and who owns what lies there.
  *
- * Invariant: orders grow along a lane, so no forged link can make a loop; and a run is entered once,
- * whatever links to it. */
+ * Invariant: orders grow along a lane, so no forged link can make a loop; and a run is entered
+ * once, whatever links to it. */
 #ifndef SHMBUS_RING_LANE_H
 #define SHMBUS_RING_LANE_H
 

@@ -1,11 +1,11 @@
 /* Every byte that processes share: structs, constants, and the assertions that pin them.
  *
- * LAYOUT.md tells the same in prose, with the ordering argument and a worked hex dump.
- * Rules: fixed-width types only, no pointers, no size_t; a field that two processes touch at
- * once is _Atomic; an offset or a size that moves needs a new SHMBUS_LAYOUT_VERSION.
+ * LAYOUT.md says the same in prose, with the ordering argument and a worked hex dump.
+ * Rules: fixed-width types only, no pointers, no size_t; a field that two processes touch
+ * concurrently is _Atomic; an offset or a size that moves needs a new SHMBUS_LAYOUT_VERSION.
  *
  * Segment:  | bus_header | producer_slot[max_producers + 1] | extent_desc[extent_count]
- *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | wanted_row[SHMBUS_WANTED_ROWS]
+ *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | retry_entry[SHMBUS_RETRY_ENTRIES]
  *           | pad to a page | extents ... |
  * The last slot belongs to the collector: the lane into which it moves stragglers.
  */
@@ -28,10 +28,11 @@
 #define SHMBUS_RECORD_ALIGN 64u
 #define SHMBUS_PAGE 4096u
 
-/* Limits that a record states in its header. */
-#define SHMBUS_MAX_ID_BYTES 255u
 /* The epoch of a record that has none. */
 #define SHMBUS_NO_EPOCH INT64_MIN
+
+/* Limits that a record states in its header. */
+#define SHMBUS_MAX_ID_BYTES 255u
 #define SHMBUS_MAX_FIELDS 64u
 #define SHMBUS_MAX_NDIM 32u
 #define SHMBUS_MAX_NAME_BYTES 255u
@@ -45,10 +46,10 @@
 #define SHMBUS_MAX_EXTENTS 65536u
 #define SHMBUS_LABEL_BYTES 48u
 #define SHMBUS_PAUSE_REASON_BYTES 120u
-/* Samples that are asked for at once: a failing fleet is not helped by more. */
-#define SHMBUS_WANTED_ROWS 128u
-#define SHMBUS_WANTED_ID_BYTES 256u
-#define SHMBUS_WANTED_REASON_BYTES 192u
+/* Open retry requests: a failing fleet is not helped by more. */
+#define SHMBUS_RETRY_ENTRIES 128u
+#define SHMBUS_RETRY_ID_BYTES 256u
+#define SHMBUS_RETRY_REASON_BYTES 192u
 
 /* Why records left the bus. Index into bus_header.released. */
 enum shmbus_reason {
@@ -82,14 +83,14 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    256     8  next_producer_id producers                fetch_add
  *    264     4  attach_epoch     producers    reader      release / acquire
  *    320     8  policy_version   trainer      producers   relaxed
- *    328     4  gathered         reader       producers   relaxed: 1 once batches are packed of payload
+ *    328     4  consumer_packs   reader      producers   relaxed: 1 once the consumer packs batches
  *    384   ...  collector        reader       all         relaxed, for messages only
  *    512    88  released[]       reader       all         relaxed; exact through the intent
  *    640    48  intents          reader       reader      counts, move_from: release / acquire
  *    704     4  paused           anybody      producers   release / acquire: enum shmbus_pause
- *    708     4  lent             reader       reader      relaxed: 1 once borrowers may hold locks
+ *    708     4  lent             reader       reader      relaxed: 1 once view locks may be held
  *    712   136  pause            anybody      producers   before paused; for messages only
- *    896     4  wanted_open      collector    producers   relaxed: rows with a request; a hint
+ *    896     4  retries_open     collector    producers   relaxed: open retry requests; a hint
  *    904     8  groups_failed    collector    all         relaxed: given up, for messages only
  */
 struct bus_header {
@@ -112,7 +113,7 @@ struct bus_header {
     alignas(64) _Atomic uint64_t next_producer_id;
     _Atomic uint32_t attach_epoch;
     alignas(64) _Atomic int64_t policy_version;
-    _Atomic uint32_t gathered;
+    _Atomic uint32_t consumer_packs;
 
     alignas(64) _Atomic uint32_t collector_pid;
     _Atomic uint32_t collector_leased_groups;
@@ -135,7 +136,8 @@ struct bus_header {
      * they are freed from; a single extent needs none of this. */
     _Atomic uint32_t free_span;
     uint32_t free_first;
-    /* A straggler's move: its first copy as a ref + 1, in force while it is not 0, and the other. */
+    /* A straggler's move: the place of its first copy, packed, + 1, in force while it is not 0; and
+     * the place of the other. */
     uint32_t move_generation;
     _Atomic uint64_t move_from;
     uint64_t move_to;
@@ -146,7 +148,7 @@ struct bus_header {
     _Atomic uint64_t pause_unix_ns;       /* when that was */
     char pause_reason[SHMBUS_PAUSE_REASON_BYTES];
 
-    alignas(64) _Atomic uint32_t wanted_open;
+    alignas(64) _Atomic uint32_t retries_open;
     _Atomic uint64_t groups_failed;
 };
 
@@ -161,7 +163,7 @@ _Static_assert(offsetof(struct bus_header, bell) == 128, "layout");
 _Static_assert(offsetof(struct bus_header, space_bell) == 192, "layout");
 _Static_assert(offsetof(struct bus_header, next_producer_id) == 256, "layout");
 _Static_assert(offsetof(struct bus_header, policy_version) == 320, "layout");
-_Static_assert(offsetof(struct bus_header, gathered) == 328, "layout");
+_Static_assert(offsetof(struct bus_header, consumer_packs) == 328, "layout");
 _Static_assert(offsetof(struct bus_header, collector_pid) == 384, "layout");
 _Static_assert(offsetof(struct bus_header, released) == 512, "layout");
 _Static_assert(offsetof(struct bus_header, intent_count) == 640, "layout");
@@ -169,11 +171,11 @@ _Static_assert(offsetof(struct bus_header, move_from) == 672, "layout");
 _Static_assert(offsetof(struct bus_header, paused) == 704, "layout");
 _Static_assert(offsetof(struct bus_header, lent) == 708, "layout");
 _Static_assert(offsetof(struct bus_header, pause_reason) == 728, "layout");
-_Static_assert(offsetof(struct bus_header, wanted_open) == 896, "layout");
+_Static_assert(offsetof(struct bus_header, retries_open) == 896, "layout");
 _Static_assert(offsetof(struct bus_header, groups_failed) == 904, "layout");
 
-/* A slot is owned by whoever holds the file lock on byte SHMBUS_LOCK_SLOT + index of the segment;
- * the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */
+/* A slot belongs to the process that holds the file lock on byte SHMBUS_LOCK_SLOT + index of the
+ * segment; the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */
 enum shmbus_slot_state { SHMBUS_SLOT_FREE = 0, SHMBUS_SLOT_ACTIVE = 1, SHMBUS_SLOT_CLOSED = 2 };
 
 /* A link names an extent together with its generation, so that it cannot mean a later lease of
@@ -183,9 +185,9 @@ enum shmbus_slot_state { SHMBUS_SLOT_FREE = 0, SHMBUS_SLOT_ACTIVE = 1, SHMBUS_SL
 /* Offset  Size  Field        Written by  Read by  Order
  *      0     8  committed    owner       reader   release / acquire: commits of all owners so far
  *      8     8  aborted      owner       reader   release / acquire
- *     16     8  committing   owner       heir     committed + 1 while one commit is under way
- *     24     8  commit_ref   owner       heir     the record of that commit
- *     32     4  commit_generation        heir     of its extent
+ *     16     8  committing   owner       successor  committed + 1 while one commit is under way
+ *     24     8  commit_ref   owner       successor  the record of that commit
+ *     32     4  commit_generation        successor  of its extent
  *     36     4  state        owner       reader   release / acquire
  *     40     8  first        owner       reader   release / acquire: link that starts a chain
  *     48     8  current      owner, freer reader   release / acquire: link to the chain's last
@@ -214,16 +216,18 @@ _Static_assert(offsetof(struct producer_slot, state) == 36, "layout");
 _Static_assert(offsetof(struct producer_slot, producer_id) == 64, "layout");
 _Static_assert(offsetof(struct producer_slot, label) == 76, "layout");
 
-/* What holds an extent, or a run of them: the first says the span, its tail has none. A span
- * counts only with the generation of the lease it was written in, so nothing need be wiped when an
- * extent is freed.
+/* Who leases an extent, or a run of them: the first one states the span, the others have none. A
+ * span counts only with the generation of the lease it was written in, so nothing needs to be wiped
+ * when an extent is freed.
  *
  * Offset  Size  Field        Written by        Read by  Order
- *      0     8  word         leaser, freer     all      CAS: generation << 32 | slot + 1; low half 0 is free
+ *      0     8  word         leaser, freer     all      CAS: generation << 32 | slot + 1;
+ *                                                       low half 0 is free
  *      8     8  order        leaser            reader   place in the lane, growing
  *     16     8  used         owner             reader   release / acquire: bytes exposed
  *     24     8  next         owner, freer      reader   CAS: link to the run that follows
- *     32     8  span         leaser            reader   release / acquire: generation << 32 | extents
+ *     32     8  span         leaser            reader   release / acquire:
+ *                                                       generation << 32 | extents
  *     40     4  sealed       owner             reader   release / acquire: used is final
  *     44     4  writer_pins  owner             reader   writable views that outlive their commit
  *     48     8  producer_id  leaser            reader
@@ -242,8 +246,8 @@ _Static_assert(sizeof(struct extent_desc) == 64, "a cache line a descriptor");
 _Static_assert(offsetof(struct extent_desc, sealed) == 40, "layout");
 _Static_assert(offsetof(struct extent_desc, producer_id) == 48, "layout");
 
-/* A sample that is asked for again. `claim` is FREE, BUSY while the collector changes the row, or the
- * id of the producer that has taken it, plus 1.
+/* A retry request. `claim` is FREE, BUSY while the collector changes the entry, or the id of the
+ * producer that has claimed it, plus 1.
  *
  * Offset  Size  Field        Written by             Read by    Order
  *      0     8  claim        collector, producers   both       CAS; BUSY first, FREE last
@@ -251,9 +255,9 @@ _Static_assert(offsetof(struct extent_desc, producer_id) == 48, "layout");
  *     16    40  ...          collector              producers  before claim
  *     60     4  crc          collector              producers  over 8..60 and 64..512
  */
-#define SHMBUS_WANTED_FREE UINT64_C(0)
-#define SHMBUS_WANTED_BUSY UINT64_MAX
-struct wanted_row {
+#define SHMBUS_RETRY_FREE UINT64_C(0)
+#define SHMBUS_RETRY_BUSY UINT64_MAX
+struct retry_entry {
     alignas(64) _Atomic uint64_t claim;
     uint64_t number;
     int64_t epoch;
@@ -266,13 +270,13 @@ struct wanted_row {
     uint64_t reserved0;
     uint32_t reserved1;
     uint32_t crc;
-    char id[SHMBUS_WANTED_ID_BYTES];
-    char reason[SHMBUS_WANTED_REASON_BYTES];
+    char id[SHMBUS_RETRY_ID_BYTES];
+    char reason[SHMBUS_RETRY_REASON_BYTES];
 };
-_Static_assert(sizeof(struct wanted_row) == 512, "layout");
-_Static_assert(offsetof(struct wanted_row, number) == 8, "layout");
-_Static_assert(offsetof(struct wanted_row, crc) == 60, "layout");
-_Static_assert(offsetof(struct wanted_row, id) == 64, "layout");
+_Static_assert(sizeof(struct retry_entry) == 512, "layout");
+_Static_assert(offsetof(struct retry_entry, number) == 8, "layout");
+_Static_assert(offsetof(struct retry_entry, crc) == 60, "layout");
+_Static_assert(offsetof(struct retry_entry, id) == 64, "layout");
 
 /* States are spread over the word, so that a scribble is seldom one of them. */
 enum shmbus_record_state {
@@ -284,10 +288,11 @@ enum shmbus_record_state {
 
 #define SHMBUS_FLAG_PAYLOAD_CRC 1u /* payload_crc covers meta and payload */
 #define SHMBUS_FLAG_MOVED 2u       /* a straggler that the collector wrote again */
-/* Its sample failed: no fields; meta is the reason, and score counts the attempts before this one. */
+/* Its sample failed: no fields; meta is the reason, and score counts the attempts before it. */
 #define SHMBUS_FLAG_FAILED 4u
-#define SHMBUS_FLAG_NO_SIZE 8u /* of a failure: group_size says no more than that it is above index */
-/* What of its flags a record takes along into a snapshot and out of it. */
+/* Of a failure: its group's size is unknown, and group_size is only above index. */
+#define SHMBUS_FLAG_NO_SIZE 8u
+/* The flags that a record keeps in a snapshot, and back into a bus. */
 #define SHMBUS_FLAGS_KEPT (SHMBUS_FLAG_PAYLOAD_CRC | SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE)
 
 /* Record: header | shape (u64: offset, sizes... a field) | id | schema | meta | pad | payload.
@@ -356,25 +361,32 @@ struct schema_entry {
 };
 _Static_assert(sizeof(struct schema_entry) == 12, "layout");
 
-/* File locks (open file description locks) on the segment: byte offsets, all behind its end. Everybody
- * who has the segment open shares USERS, so who gets it alone knows that nobody has. */
+/* File locks (open file description locks) on the segment: byte offsets, all behind its end. Every
+ * process that has the segment open shares USERS, so one that gets it alone knows that no other has
+ * it open. */
 #define SHMBUS_LOCK_BASE (INT64_C(1) << 60)
 #define SHMBUS_LOCK_COLLECTOR (SHMBUS_LOCK_BASE + 0)
 #define SHMBUS_LOCK_USERS (SHMBUS_LOCK_BASE + 1)
 #define SHMBUS_LOCK_SLOT (SHMBUS_LOCK_BASE + 1024)
-/* Shared locks of processes that a daemon leases groups to; they outlive the daemon, and no client.
- * A view's lock, one byte an extent: somebody looks at a record there, and the run is not freed. */
+/* Shared locks of processes that a daemon leases groups to: the daemon's death leaves them, the
+ * client's ends them. A view's lock, one byte an extent: a client has an array that looks into it,
+ * and the run is not freed. */
 #define SHMBUS_LOCK_VIEW (SHMBUS_LOCK_BASE + (INT64_C(1) << 20))
 /* A lease's lock, one byte an extent a client: that client has groups there that have not ended. */
 #define SHMBUS_LOCK_LEASE (SHMBUS_LOCK_BASE + (INT64_C(1) << 32))
 #define SHMBUS_MAX_CLIENTS 1024u
+_Static_assert(SHMBUS_LOCK_SLOT + SHMBUS_MAX_PRODUCERS <= SHMBUS_LOCK_VIEW &&
+                   SHMBUS_LOCK_VIEW + SHMBUS_MAX_EXTENTS <= SHMBUS_LOCK_LEASE,
+               "no byte is the lock of two things");
 
 /* A different struct layout, whatever the cause, must not pass for this one. */
 #define SHMBUS_LAYOUT_HASH                                                                    \
     ((uint32_t)(SHMBUS_LAYOUT_VERSION * 2654435761u ^                                         \
-                (uint32_t)(sizeof(struct bus_header) * 40503u + sizeof(struct producer_slot) * 2741u + \
-                           sizeof(struct extent_desc) * 577u + sizeof(struct record_header) * 97u + \
-                           sizeof(struct wanted_row) * 31u * SHMBUS_WANTED_ROWS +               \
+                (uint32_t)(sizeof(struct bus_header) * 40503u +                               \
+                           sizeof(struct producer_slot) * 2741u +                             \
+                           sizeof(struct extent_desc) * 577u +                                \
+                           sizeof(struct record_header) * 97u +                               \
+                           sizeof(struct retry_entry) * 31u * SHMBUS_RETRY_ENTRIES +           \
                            SHMBUS_MAX_GROUP_SIZE)))
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,

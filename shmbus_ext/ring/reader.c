@@ -1,4 +1,5 @@
-/* Walking the lanes (see reader.h). */
+/* The walk of reader.h: reader_next -> visit_lane -> take_ended, and walk_lane -> walk_record; both
+ * end in deliver. */
 #include "reader.h"
 
 #include <stdlib.h>
@@ -23,13 +24,13 @@ static bool enter_backlog(struct reader *self, struct lane *lane) {
     return false;
 }
 
-/* From a run that is walked to the end to the one behind it. False when there is none yet. */
-static bool advance(struct reader *self, struct lane *lane) {
+/* From a run that is walked to its end to the one that follows. False when there is none yet. */
+static bool enter_next_run(struct reader *self, struct lane *lane) {
     struct producer_slot *slot = &self->segment->slots[lane->slot];
     if (lane->extent == NO_EXTENT) {
         return enter_backlog(self, lane) ||
                lane_enter_run(self, lane,
-                                atomic_load_explicit(&slot->first, memory_order_acquire));
+                              atomic_load_explicit(&slot->first, memory_order_acquire));
     }
     uint32_t done = lane->extent;
     struct extent_desc *desc = &self->segment->extents[done];
@@ -64,8 +65,9 @@ static void make_ref(const struct reader *self, struct record_ref *ref,
     ref->bytes = self->copy.header.record_bytes;
 }
 
-/* All lanes are read to their ends: what their counters promise and nobody met is lost. */
-static void release_discarded(struct reader *self) {
+/* All lanes are read to their ends: what their counters promise and this reader has not met is
+ * lost. */
+static void count_lost(struct reader *self) {
     if (!self->unsettled) {
         return;
     }
@@ -87,7 +89,8 @@ static void quarantine(struct reader *self, const struct record_ref *ref) {
     reader_let_go(self, ref);
 }
 
-/* A committed record under the cursor or pending: 1 when self->copy holds it. */
+/* A committed record, under the cursor or pending: 1 when it is in self->copy, 0 when it is not to
+ * be handed out, -1 when memory is short. */
 static int deliver(struct reader *self, const struct record_place *place,
                    struct record_ref *ref) {
     const struct record_header *shared = record_of(self->segment, place);
@@ -103,8 +106,8 @@ static int deliver(struct reader *self, const struct record_place *place,
     if (self->moved.count > 0 &&
         moved_set_contains(&self->moved, header->producer_id, header->sequence)) {
         /* The mover died between the two copies: this one is the spare. */
-        atomic_store_explicit(&record_of(self->segment, place)->state,
-                              SHMBUS_RELEASED, memory_order_release);
+        atomic_store_explicit(&record_of(self->segment, place)->state, SHMBUS_RELEASED,
+                              memory_order_release);
         return 0;
     }
     if (moved && !moved_set_insert(&self->moved, header->producer_id, header->sequence)) {
@@ -132,55 +135,63 @@ static bool remember_open(struct lane *lane, const struct record_place *place,
     return true;
 }
 
-enum step { STEP_RECORD, STEP_AGAIN, STEP_ENDED_FIRST, STEP_END, STEP_NO_MEMORY };
+/* What one step of the walk came to. */
+enum walk {
+    WALK_RECORD,        /* self->copy has the next record */
+    WALK_ON,            /* nothing to hand out here: walk on */
+    WALK_PENDING_FIRST, /* pending reservations come before what is under the cursor */
+    WALK_END,           /* all that the lane has for now is read */
+    WALK_NO_MEMORY,
+};
 
 /* One record of the run under the cursor. */
-static enum step step_record(struct reader *self, struct lane *lane, struct record_ref *ref) {
+static enum walk walk_record(struct reader *self, struct lane *lane, struct record_ref *ref) {
     const struct run_state *run = &self->runs[lane->extent];
     struct record_place place = {lane->extent, run->generation, lane->cursor};
     enum record_verdict verdict =
-        record_read_frame(record_of(self->segment, &place),
-                          lane->limit - lane->cursor, &place, &self->copy.header);
+        record_read_frame(record_of(self->segment, &place), lane->limit - lane->cursor, &place,
+                          &self->copy.header);
     if (verdict != RECORD_OK) {
         lane->cut = true;
-        return STEP_AGAIN;
+        return WALK_ON;
     }
     lane->cursor += self->copy.header.record_bytes;
     switch (atomic_load_explicit(&self->copy.header.state, memory_order_relaxed)) {
     case SHMBUS_COMMITTED: {
         if (lane->pending_at < lane->pending_count) {
-            /* Of a batch: those before it, seen open a moment ago, were committed before it. */
+            /* Of a batch: those before it, seen open just now, were committed before it. */
             lane->cursor = place.offset;
-            return STEP_ENDED_FIRST;
+            return WALK_PENDING_FIRST;
         }
         int delivered = deliver(self, &place, ref);
-        return delivered > 0 ? STEP_RECORD : delivered == 0 ? STEP_AGAIN : STEP_NO_MEMORY;
+        return delivered > 0 ? WALK_RECORD : delivered == 0 ? WALK_ON : WALK_NO_MEMORY;
     }
     case SHMBUS_RESERVED:
         if (!remember_open(lane, &place, self->copy.header.producer_id)) {
             lane->cursor = place.offset;
-            return STEP_NO_MEMORY;
+            return WALK_NO_MEMORY;
         }
-        /* Its end moves a counter that this visit read before, and the next visit finds it; only
-         * one whose owner is gone already moves nothing any more. */
+        /* The end of it moves a counter, which brings the next visit. That of an owner that is
+         * gone already moves none. */
         self->runs[lane->extent].open++;
         lane->dirty = lane->dirty ||
                       lane_owner_gone(self->segment, lane->slot, self->copy.header.producer_id);
-        return STEP_AGAIN;
+        return WALK_ON;
     case SHMBUS_RELEASED:
     case SHMBUS_ABORTED:
-        return STEP_AGAIN;
+        return WALK_ON;
     default:
-        /* Whether it was ever committed its state no longer says: the lanes' counters will. */
-        atomic_store_explicit(&record_of(self->segment, &place)->state,
-                              SHMBUS_RELEASED, memory_order_release);
-        return STEP_AGAIN;
+        /* A scribbled state: the lanes' counters will tell whether it was ever committed. */
+        atomic_store_explicit(&record_of(self->segment, &place)->state, SHMBUS_RELEASED,
+                              memory_order_release);
+        return WALK_ON;
     }
 }
 
-/* What is exposed by now, and then the open ones once more: whatever its owner ended before it
- * exposed a record below the limit comes before that record. True where there is more to walk. */
-static bool look(struct reader *self, struct lane *lane) {
+/* Moves the limit to what is exposed by now. All pending reservations are to be looked at after
+ * that: one that ended before a record below the limit was exposed comes before that record.
+ * Whether there is more to walk. */
+static bool look_further(struct reader *self, struct lane *lane) {
     uint64_t before = lane->limit;
     if (lane->extent != NO_EXTENT) {
         uint64_t run_bytes = self->runs[lane->extent].span * self->segment->extent_bytes;
@@ -193,28 +204,30 @@ static bool look(struct reader *self, struct lane *lane) {
     return lane->limit > before;
 }
 
-static enum step step(struct reader *self, struct lane *lane, struct record_ref *ref) {
+/* One step from where the cursor stands. */
+static enum walk walk_lane(struct reader *self, struct lane *lane, struct record_ref *ref) {
     if (lane->extent == NO_EXTENT) {
-        return advance(self, lane) ? STEP_AGAIN : STEP_END;
+        return enter_next_run(self, lane) ? WALK_ON : WALK_END;
     }
     if (lane->cursor < lane->limit && !lane->cut) {
-        return step_record(self, lane, ref);
+        return walk_record(self, lane, ref);
     }
-    /* SYNC: run-sealed. Looked at before `used`, which is final if this says so. */
+    /* SYNC: run-sealed. Read before `used`, which is final if this says so. */
     bool sealed = atomic_load_explicit(&self->segment->extents[lane->extent].sealed,
                                        memory_order_acquire) != 0;
-    if (!lane->cut && look(self, lane)) {
-        return STEP_ENDED_FIRST;
+    if (!lane->cut && look_further(self, lane)) {
+        return WALK_PENDING_FIRST;
     }
     if (!sealed && lane->backlog_at >= lane->backlog_count) {
-        return STEP_END;
+        return WALK_END;
     }
-    return advance(self, lane) ? STEP_AGAIN : STEP_END;
+    return enter_next_run(self, lane) ? WALK_ON : WALK_END;
 }
 
-/* The next reservation that has ended since it was seen open, in the order of the lane, so that a
- * batch that was seen half way comes as it was put: 1 when it is in self->copy. */
-static int next_ended(struct reader *self, struct lane *lane, struct record_ref *ref) {
+/* The next pending reservation that was committed, in the order of the lane, so that a batch that
+ * was seen half way is handed out as it was put. 1 when it is in self->copy, 0 when none is
+ * left. */
+static int take_ended(struct reader *self, struct lane *lane, struct record_ref *ref) {
     while (lane->pending_at < lane->pending_count) {
         struct pending *entry = &lane->pending[lane->pending_at];
         struct record_place place = {entry->extent, entry->generation, entry->offset};
@@ -248,32 +261,30 @@ static int next_ended(struct reader *self, struct lane *lane, struct record_ref 
 
 static void end_visit(struct reader *self, struct lane *lane) {
     if (lane->slot < self->segment->max_producers) {
-        self->promised += lane->visit_committed - lane->seen_committed;
+        self->promised += lane->visit.committed - lane->seen.committed;
         self->unsettled = true;
     }
     lane->visiting = false;
-    lane->seen_committed = lane->visit_committed;
-    lane->seen_aborted = lane->visit_aborted;
-    lane->seen_order = lane->visit_order;
+    lane->seen = lane->visit;
 }
 
-/* An owner that finds the bus full seals its run and commits nothing: no counter tells. */
+/* An owner that finds the bus full seals its run and commits nothing: no counter moves then. */
 static bool sealed_since(const struct reader *self, const struct lane *lane) {
     return lane->extent != NO_EXTENT && self->runs[lane->extent].phase == RUN_WALKING &&
            atomic_load_explicit(&self->segment->extents[lane->extent].sealed,
                                 memory_order_acquire) != 0;
 }
 
-/* SYNC: lane-advanced. Whether its owners have ended records since the last visit. */
-static bool advanced(const struct lane *lane, const struct producer_slot *slot) {
-    return atomic_load_explicit(&slot->committed, memory_order_acquire) != lane->seen_committed ||
-           atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen_aborted;
+/* SYNC: lane-advanced. Whether the lane's owners have ended records since the last visit. */
+static bool counters_moved(const struct lane *lane, const struct producer_slot *slot) {
+    return atomic_load_explicit(&slot->committed, memory_order_acquire) != lane->seen.committed ||
+           atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen.aborted;
 }
 
-/* Whether a visit could bring anything; a few loads where it could not. */
+/* Whether a visit could find nothing new; a few loads say so. */
 static bool is_quiet(const struct reader *self, const struct lane *lane) {
     return !lane->visiting && !lane->dirty &&
-           !advanced(lane, &self->segment->slots[lane->slot]) &&
+           !counters_moved(lane, &self->segment->slots[lane->slot]) &&
            !sealed_since(self, lane);
 }
 
@@ -282,30 +293,31 @@ static void begin_visit(struct reader *self, struct lane *lane) {
     lane->visiting = true;
     lane->dirty = false;
     /* SYNC: lane-advanced. */
-    lane->visit_committed = atomic_load_explicit(&slot->committed, memory_order_acquire);
-    lane->visit_aborted = atomic_load_explicit(&slot->aborted, memory_order_acquire);
-    lane->visit_order = atomic_load_explicit(&slot->next_order, memory_order_acquire);
-    (void)look(self, lane);
+    lane->visit.committed = atomic_load_explicit(&slot->committed, memory_order_acquire);
+    lane->visit.aborted = atomic_load_explicit(&slot->aborted, memory_order_acquire);
+    lane->visit.next_order = atomic_load_explicit(&slot->next_order, memory_order_acquire);
+    (void)look_further(self, lane);
 }
 
-static int lane_next(struct reader *self, struct lane *lane, struct record_ref *ref) {
+/* The lane's next record: 1, 0 or -1, as reader_next has it. */
+static int visit_lane(struct reader *self, struct lane *lane, struct record_ref *ref) {
     if (!lane->visiting) {
         begin_visit(self, lane);
     }
     for (;;) {
-        int ended = next_ended(self, lane, ref);
+        int ended = take_ended(self, lane, ref);
         if (ended != 0) {
             return ended;
         }
-        enum step next;
-        while ((next = step(self, lane, ref)) == STEP_AGAIN) {
+        enum walk next;
+        while ((next = walk_lane(self, lane, ref)) == WALK_ON) {
         }
         switch (next) {
-        case STEP_RECORD:
+        case WALK_RECORD:
             return 1;
-        case STEP_NO_MEMORY:
+        case WALK_NO_MEMORY:
             return -1;
-        case STEP_END:
+        case WALK_END:
             end_visit(self, lane);
             return 0;
         default:
@@ -314,16 +326,17 @@ static int lane_next(struct reader *self, struct lane *lane, struct record_ref *
     }
 }
 
-/* A free slot may have been freed by an heir that died then, before this reader knew its owner. */
-static bool worth_a_look(const struct lane *lane, const struct producer_slot *slot) {
+/* Whether anything is left to read in a lane. That its slot is free does not say: a successor may
+ * have freed it, and died, before this reader knew its owner. */
+static bool worth_a_visit(const struct lane *lane, const struct producer_slot *slot) {
     return atomic_load_explicit(&slot->state, memory_order_acquire) != SHMBUS_SLOT_FREE ||
            lane->extent != NO_EXTENT || lane->dirty || lane->pending_count > 0 ||
-           lane->backlog_at < lane->backlog_count || advanced(lane, slot) ||
-           atomic_load_explicit(&slot->next_order, memory_order_acquire) != lane->seen_order;
+           lane->backlog_at < lane->backlog_count || counters_moved(lane, slot) ||
+           atomic_load_explicit(&slot->next_order, memory_order_acquire) != lane->seen.next_order;
 }
 
-/* Which lanes are worth a look changes only when a producer comes or goes, and when lanes without a
- * producer have been read to their ends. */
+/* Which lanes are worth a visit changes only when a producer attaches or leaves, and when lanes
+ * without a producer have been read to their ends. */
 static void refresh_active(struct reader *self) {
     uint32_t epoch =
         atomic_load_explicit(&self->segment->header->attach_epoch, memory_order_acquire);
@@ -335,7 +348,7 @@ static void refresh_active(struct reader *self) {
     self->active_outdated = false;
     for (uint32_t i = 0; i < self->segment->max_producers; i++) {
         struct lane *lane = &self->lanes[i];
-        if (worth_a_look(lane, &self->segment->slots[i])) {
+        if (worth_a_visit(lane, &self->segment->slots[i])) {
             lane->dirty = true;
             self->active[self->active_count++] = i;
         }
@@ -348,8 +361,8 @@ static void refresh_active(struct reader *self) {
 int reader_next(struct reader *self, struct record_ref *ref) {
     struct lane *own = &self->lanes[self->segment->max_producers];
     if (own->dirty || own->visiting) {
-        /* What an earlier collector moved comes first: the copies left behind are told by it. */
-        int found = lane_next(self, own, ref);
+        /* What an earlier collector moved is read first: it tells which first copies are spare. */
+        int found = visit_lane(self, own, ref);
         if (found != 0) {
             return found;
         }
@@ -360,7 +373,7 @@ int reader_next(struct reader *self, struct record_ref *ref) {
     for (uint32_t idle = 0; idle < self->active_count;) {
         if (self->quota_left > 0) {
             struct lane *lane = &self->lanes[self->active[self->turn]];
-            int found = is_quiet(self, lane) ? 0 : lane_next(self, lane, ref);
+            int found = is_quiet(self, lane) ? 0 : visit_lane(self, lane, ref);
             if (found != 0) {
                 self->quota_left--;
                 return found;
@@ -370,9 +383,9 @@ int reader_next(struct reader *self, struct record_ref *ref) {
         self->turn = self->turn + 1 < self->active_count ? self->turn + 1 : 0;
         self->quota_left = LANE_QUOTA;
     }
-    release_discarded(self);
+    count_lost(self);
     if (!self->read_once) {
-        /* Most lanes that were looked at because this reader was new have nobody who writes. */
+        /* Most lanes were visited only because this reader was new: nobody writes there. */
         self->read_once = true;
         self->active_outdated = true;
     }

@@ -1,6 +1,9 @@
-/* What a collector knows of its bus: private memory, shared by the files that work on it.
+/* What a collector knows of its bus: private memory that the files of the collector share.
  *
- * reader.c walks, reclaim.c gives back, attach.c begins, count.c counts; lane.h has the cursor. */
+ * lane.h has the cursor, reader.h the walk, reclaim.h frees, attach.h fills this in, count.h
+ * counts.
+ *
+ * Invariant: nothing here is read from shared memory without a bound. */
 #ifndef SHMBUS_RING_READER_STATE_H
 #define SHMBUS_RING_READER_STATE_H
 
@@ -12,20 +15,23 @@
 #include "segment.h"
 #include "writer.h"
 
+/* A run is unknown until a lane's cursor enters it, and after it is freed. */
 enum run_phase { RUN_UNKNOWN = 0, RUN_WALKING, RUN_WALKED };
 
+/* One run, under the index of its first extent. */
 struct run_state {
-    uint64_t live_bytes;
+    uint64_t live_bytes; /* of the live records */
     uint32_t generation;
-    uint32_t span;
-    uint32_t slot;
+    uint32_t span; /* in extents */
+    uint32_t slot; /* whose lane it belongs to */
     uint32_t live; /* records handed out and not let go */
     uint32_t open; /* reservations seen and not ended */
-    uint8_t phase;
+    uint8_t phase; /* enum run_phase */
     bool parked;   /* in reader.parked: only views keep it, if anything does */
     bool unviewed; /* within reader_tidy: no borrower looks at it */
 };
 
+/* A reservation that was open when the cursor passed it. */
 struct pending {
     uint64_t offset;
     uint64_t producer_id;
@@ -33,54 +39,77 @@ struct pending {
     uint32_t generation;
 };
 
+/* What a producer's slot counts. */
+struct slot_counters {
+    uint64_t committed;
+    uint64_t aborted;
+    uint64_t next_order;
+};
+
 struct lane {
     uint32_t slot;   /* whose lane it is */
     uint32_t extent; /* the run under the cursor, or NO_EXTENT */
-    bool dirty;      /* must be visited whatever the counters say */
-    bool visiting;
-    bool cut; /* a bad frame: the rest of this run cannot be walked */
-    bool any_order;
-    uint64_t cursor;
-    uint64_t limit; /* of what was exposed in this run at the last look */
-    uint64_t last_order;
-    /* The slot's counters at the last visit that came to the end, and at the present one. */
-    uint64_t seen_committed, seen_aborted, seen_order;
-    uint64_t visit_committed, visit_aborted, visit_order;
-    uint32_t *backlog; /* runs found at attach, in order */
+
+    bool dirty;     /* a visit is needed although no counter has moved */
+    bool visiting;  /* a visit has begun and has not reached the lane's end */
+    bool cut;       /* a bad frame in this run: what lies behind it cannot be reached */
+    bool any_order; /* a run was entered, so last_order counts */
+
+    uint64_t cursor;     /* of the next record, within the run */
+    uint64_t limit;      /* the bytes of the run that were exposed when `used` was last read */
+    uint64_t last_order; /* of the run that was entered last: the next one's is greater */
+
+    struct slot_counters seen;  /* when the last completed visit began: equal ones mean no news */
+    struct slot_counters visit; /* when the present visit began: they become `seen` at its end */
+
+    uint32_t *backlog; /* runs found at attach, in order; entered before any link is followed */
     uint32_t backlog_count, backlog_at;
-    /* Reservations seen open, in order. In a visit: those before `kept` are still open, from `at` on
-     * they are to be looked at, and between the two there is nothing. */
+
+    /* Reservations that were seen open, in order. Within a pass over them, those before `kept` are
+     * still open, those from `at` on have not been looked at again, and those between are gone. */
     struct pending *pending;
     uint32_t pending_count, pending_room, pending_at, pending_kept;
 };
 
 struct reader {
     struct segment *segment;
-    struct lane *lanes;     /* max_producers + 1 */
+    struct lane *lanes;     /* max_producers + 1; the last is the collector's own */
     struct run_state *runs; /* extent_count */
-    uint32_t *active;       /* lanes worth a visit */
+
+    /* Round robin over the lanes that are worth a visit. */
+    uint32_t *active;
     uint32_t active_count;
-    bool active_outdated; /* to be chosen anew, whatever the epoch */
-    bool read_once;       /* every lane was read to its end since the attach */
-    bool unsettled;       /* some lane was, since the counters were compared */
-    uint32_t turn;       /* position in active of the lane that is visited */
-    uint32_t quota_left;
-    uint32_t attach_epoch;
-    struct writer mover; /* the collector's own lane */
-    uint32_t mover_run;
+    bool active_outdated;  /* to be chosen again, whatever the epoch */
+    bool read_once;        /* every lane was read to its end since the attach */
+    bool unsettled;        /* a visit was completed since the counters below were compared */
+    uint32_t turn;         /* position in active of the lane that is visited */
+    uint32_t quota_left;   /* records until the next lane has its turn */
+    uint32_t attach_epoch; /* of the header, when active was chosen */
+
+    struct writer mover;    /* the collector's own lane */
+    uint32_t mover_run;     /* the run that it fills, or NO_EXTENT */
     struct moved_set moved; /* records that an earlier collector moved */
-    uint32_t *parked;
+
+    uint32_t *parked; /* runs that have ended, and that a view may keep */
     uint32_t parked_count;
-    uint32_t parked_new; /* extents of those that reader_tidy has not looked at */
-    /* Proof that nothing is lost: what was released before this reader came, and the commits that
-     * it has met since. When all is read, they are what the lanes' counters promise. */
-    uint64_t released_before, met;
-    uint64_t promised;     /* the sum of seen_committed over the producers' lanes */
-    uint64_t delivered;    /* records handed out */
-    uint64_t corrupt;      /* records and losses quarantined by this reader */
-    uint64_t moves;        /* records written again */
-    uint64_t runs_freed;
+    uint32_t parked_new;        /* extents of those that reader_tidy has not looked at */
     uint32_t freed_unannounced; /* extents that waiting producers were not told of */
+
+    /* The proof that nothing is lost. Each commit is counted by its lane (promised). It was
+     * released before this reader attached, or is met by it. Once all lanes are read to their ends,
+     *
+     *     promised == released_before + met
+     *
+     * and what is missing on the right is lost: released as corrupt. */
+    uint64_t released_before; /* by earlier readers, for whatever reason */
+    uint64_t promised;        /* the sum of seen.committed over the producers' lanes */
+    uint64_t met;             /* commits that this reader delivered or quarantined */
+
+    uint64_t delivered; /* records handed out */
+    uint64_t corrupt;   /* records and losses quarantined by this reader */
+    uint64_t moves;     /* records written again */
+    uint64_t runs_freed;
+
     struct record_copy copy; /* of the record that reader_next handed out */
 };
 

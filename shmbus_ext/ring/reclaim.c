@@ -10,7 +10,8 @@
 #include "intent_log.h"
 #include "lane.h"
 
-/* What has ended is looked at, and producers that wait are woken, when it is this part of the bus. */
+/* Ended runs are tidied, and waiting producers woken, when there are this part of the bus of
+ * them. */
 #define NOTABLE_SHARE 32u
 
 static uint32_t notable(const struct reader *self) {
@@ -42,9 +43,9 @@ void reader_announce_space(struct reader *self) {
     }
 }
 
-/* A writable view pins its run until its producer's slot has been taken over: then the process has
- * ended, or has put private copies under its views. One that has closed its lane, and still holds
- * the slot's lock, may not have done so yet. */
+/* A writable view pins its run until its producer's slot has been taken over. Then the process has
+ * ended, or has put private copies under its views. A process that has closed its lane and still
+ * holds the slot's lock may not have done so yet. */
 static bool writer_keeps(const struct reader *self, uint32_t extent) {
     const struct extent_desc *desc = &self->segment->extents[extent];
     const struct producer_slot *owner = &self->segment->slots[self->runs[extent].slot];
@@ -62,6 +63,7 @@ static bool is_lent(const struct reader *self) {
     return atomic_load_explicit(&self->segment->header->lent, memory_order_relaxed) != 0;
 }
 
+/* For reader_tidy to free, once no view keeps it. */
 static void park(struct reader *self, uint32_t extent) {
     if (!self->runs[extent].parked) {
         self->runs[extent].parked = true;
@@ -70,8 +72,8 @@ static void park(struct reader *self, uint32_t extent) {
     }
 }
 
-/* An owner that has linked a run and not noted it yet, stopped there or dead, must not be left with
- * a note of a run that is freed: nobody could find the linked one any more. */
+/* An owner that has linked a run but not noted it, and is stopped or dead there, must not be left
+ * with a note of a freed run: the linked one could not be found any more. */
 static void note_successor(struct reader *self, uint32_t extent, uint64_t next) {
     const struct run_state *run = &self->runs[extent];
     _Atomic uint64_t *current = &self->segment->slots[run->slot].current;
@@ -85,7 +87,8 @@ static void note_successor(struct reader *self, uint32_t extent, uint64_t next) 
 
 static void unlink_and_free(struct reader *self, uint32_t extent) {
     const struct run_state *run = &self->runs[extent];
-    /* SYNC: run-linked. After this its owner cannot link to it: it has, or it will begin anew. */
+    /* SYNC: run-linked. After this its owner cannot link to it: it has, or it begins a new
+     * chain. */
     uint64_t next = link_make(run->generation, 0);
     bool ended = atomic_compare_exchange_strong_explicit(
         &self->segment->extents[extent].next, &next, link_make(run->generation, SHMBUS_LINK_END),
@@ -109,7 +112,7 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     if (!is_over(&self->runs[extent])) {
         return;
     }
-    /* On a bus that never lent nobody but its producer can have a view that this process has not. */
+    /* On a bus that never lent, only this process and the run's producer can have views of it. */
     if (is_lent(self) || writer_keeps(self, extent)) {
         park(self, extent);
     } else if (!self->runs[extent].parked) {
@@ -117,7 +120,7 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     }
 }
 
-/* The first of parked[from..to), which is in order, that is not below a lock's byte. */
+/* The first of parked[from..to), which is sorted, that is not below a lock's byte. */
 static uint32_t parked_at(const struct reader *self, uint32_t from, uint32_t to, int64_t byte) {
     while (from < to) {
         uint32_t middle = from + (to - from) / 2;
@@ -130,14 +133,14 @@ static uint32_t parked_at(const struct reader *self, uint32_t from, uint32_t to,
     return from;
 }
 
-/* Marks those of parked[from..to) that no borrower looks at. A borrower's views say so by a lock,
- * whoever leased it the group: it is taken while the record is still leased, so before its run was
- * parked. One question is enough for any number of runs, and two more for each lock between them. */
+/* Marks those of parked[from..to) that no borrower looks at. A borrower holds a lock for its views,
+ * which it took while the record was leased, so before its run was parked. One question is enough
+ * for any number of runs, and two more for each lock between them. */
 static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
     while (from < to) {
         int64_t start = SHMBUS_LOCK_VIEW + (int64_t)self->parked[from];
         int64_t bytes = (int64_t)self->parked[to - 1] - (int64_t)self->parked[from] + 1;
-        enum lock_status found = segment_lock_find(self->segment->fd, &start, &bytes);
+        enum lock_status found = file_lock_find(self->segment->fd, &start, &bytes);
         if (found == LOCK_TAKEN) {
             for (uint32_t i = from; i < to; i++) {
                 self->runs[self->parked[i]].unviewed = true;
@@ -148,7 +151,7 @@ static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
         }
         uint32_t before = parked_at(self, from, to, start);
         uint32_t behind = bytes == 0 ? to : parked_at(self, before, to, start + bytes);
-        /* The shorter side by recursion, so that it is never deep. */
+        /* Recursion takes the shorter side, so that it is never deep. */
         if (before - from < to - behind) {
             find_unviewed(self, from, before);
             from = behind;
@@ -186,7 +189,7 @@ void reader_tidy(struct reader *self) {
 }
 
 void reader_tidy_in_a_pause(struct reader *self) {
-    /* Where space is short, what a view kept a moment ago is worth another look. */
+    /* Where space is short, runs that a view kept are worth another check. */
     if (self->parked_new > 0 || atomic_load_explicit(&self->segment->header->space_wanted,
                                                      memory_order_relaxed) != 0) {
         reader_tidy(self);
@@ -211,7 +214,7 @@ void reader_let_go(struct reader *self, const struct record_ref *ref) {
     }
 }
 
-/* The mover's new run is the reader's own: nobody walks it, it is freed like any other. */
+/* The mover's new run is the reader's own: no cursor walks it, and it is freed like any other. */
 static void adopt_mover_run(struct reader *self) {
     uint32_t before = self->mover_run;
     self->mover_run = self->mover.extent;
@@ -248,7 +251,7 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
     intent_log_begin_move(segment, &ref->place, &to.place);
     writer_publish_moved(mover, &to);
     FAILPOINT("move-published");
-    /* SYNC: record-moved. */
+    /* SYNC: record-moved. After the other copy is exposed: one of the two can always be read. */
     atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);
     FAILPOINT("move-ended");
     intent_log_end_move(segment);

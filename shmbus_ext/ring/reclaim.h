@@ -20,14 +20,14 @@ void reader_let_go(struct reader *self, const struct record_ref *ref);
 /* Frees a run if nothing holds it any more. */
 void reader_try_free(struct reader *self, uint32_t extent);
 
-/* Frees the runs that have ended and that no view keeps. On a bus that has lent, each run waits for
- * this until there are a share of the bus, or until the reader has nothing better to do: one system
- * call then tells of many. */
+/* Frees the runs that have ended and that no view keeps. On a bus that has lent, runs wait for this
+ * until they are a share of the bus, or until the reader is idle: one system call then tells of
+ * many. */
 void reader_tidy(struct reader *self);
 void reader_tidy_in_a_pause(struct reader *self);
 
-/* Tells waiting producers of what was freed. Small amounts are kept back until the reader has
- * nothing better to do: waking a producer for each extent would cost both more than it moves. */
+/* Wakes waiting producers for what was freed. Small amounts are kept back until the reader is idle:
+ * waking a producer for each extent would cost both sides more than it gains. */
 void reader_announce_space(struct reader *self);
 
 /* Writes a record again in the collector's lane and ends the first copy; ref follows it. */

@@ -12,7 +12,7 @@
 #define HEADER_CRC_BYTES (offsetof(struct record_header, header_crc) - HEADER_CRC_AT)
 
 static uint32_t frame_crc(const struct record_header *record, const struct record_place *place) {
-    uint64_t salted[5] = {((uint64_t)place->extent << 32) | place->generation, place->offset, 0, 0, 0};
+    uint64_t salted[5] = {((uint64_t)place->extent << 32) | place->generation, place->offset};
     memcpy(&salted[2], (const uint8_t *)record + FRAME_AT, FRAME_BYTES);
     return shmbus_crc32c(0, salted, sizeof salted);
 }
@@ -77,7 +77,8 @@ static uint64_t tables_bytes(const struct record_header *header) {
     return (uint64_t)header->shape_words * 8 + header->id_bytes + header->schema_bytes;
 }
 
-static uint32_t payload_crc(const struct record_header *shared, const struct record_header *header) {
+static uint32_t payload_crc(const struct record_header *shared,
+                            const struct record_header *header) {
     const uint8_t *start = (const uint8_t *)shared + header->meta_offset;
     return shmbus_crc32c(0, start, header->record_bytes - header->meta_offset);
 }
@@ -104,7 +105,8 @@ enum record_verdict record_read_frame(const struct record_header *shared, uint64
     if (room < sizeof *shared) {
         return RECORD_BAD_FRAME;
     }
-    /* SYNC: record-published. What the state vouches for is read behind it. */
+    /* SYNC: record-published. What the state vouches for is read after it.
+     * SYNC: record-moved. A first copy that says RELEASED has its second one exposed. */
     uint32_t state = atomic_load_explicit(&shared->state, memory_order_acquire);
     memcpy(copy, shared, sizeof *copy);
     atomic_store_explicit(&copy->state, state, memory_order_relaxed);

@@ -1,7 +1,7 @@
 /* One record: how its parts are laid out, sealed under checksums, and checked when read back.
  *
- * Invariant: record_read hands out nothing that it has not copied and bounded; a record in shared
- * memory may change under its eyes at any time. */
+ * Invariant: what record_read_* hands out is copied and bounded; a record in shared memory may
+ * change at any time, while it is read too. */
 #ifndef SHMBUS_RING_RECORD_H
 #define SHMBUS_RING_RECORD_H
 
@@ -10,8 +10,9 @@
 
 #include "layout.h"
 
-/* What a producer says of a trajectory. shape holds, a field, an offset (filled by record_plan)
- * and then ndim sizes; schema is field_count schema_entry's with their names and dtypes. */
+/* What a producer says of a trajectory. shape holds for each field an offset (filled by
+ * record_plan) and then ndim sizes; schema is field_count schema_entry's with their names and
+ * dtypes. */
 struct record_spec {
     const char *id;
     const uint8_t *schema;
@@ -38,7 +39,8 @@ struct record_spec {
 /* False when the sum overflows what a record can say. */
 bool record_plan(struct record_spec *spec);
 
-/* Where a record lies; part of its frame's checksum, so that stale bytes never pass for a record. */
+/* Where a record lies; part of its frame's checksum, so that stale bytes never pass for a
+ * record. */
 struct record_place {
     uint32_t extent;
     uint32_t generation;
@@ -77,13 +79,13 @@ void record_write_body(struct record_header *record, const struct record_spec *s
 /* Closes the header: after this the state may say COMMITTED. */
 void record_close(struct record_header *record, uint64_t sequence, uint64_t lane_number);
 
-/* Computes the header's checksum anew, after its frame has changed. */
+/* Computes the header's checksum again, after the frame has changed. */
 void record_reseal(struct record_header *record);
 
 enum record_verdict {
     RECORD_OK = 0,
     RECORD_BAD_FRAME,  /* its length cannot be trusted: nothing behind it can be reached */
-    RECORD_BAD_HEADER, /* its length can: this record alone is lost */
+    RECORD_BAD_HEADER, /* its length holds: this record alone is lost */
     RECORD_BAD_PAYLOAD,
 };
 
@@ -99,7 +101,7 @@ struct record_copy {
     alignas(8) uint8_t scratch[RECORD_SCRATCH_BYTES];
 };
 
-/* Whether these can be one record's: only a failure may come without the size of its group. */
+/* Whether one record can have these flags: only a failure may lack the size of its group. */
 static inline bool record_flags_hold(uint32_t flags) {
     return (flags & (SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE)) != SHMBUS_FLAG_NO_SIZE;
 }

@@ -41,8 +41,8 @@ static void finish_commit(struct segment *segment, struct producer_slot *slot) {
     atomic_store_explicit(&slot->committing, 0, memory_order_release);
 }
 
-/* Seals a run of the chain unless it is: one that is sealed may be freed, and be somebody else's,
- * at any time. False if the link names no run of this slot, or none behind the last one. */
+/* Seals a run of the chain unless it is sealed: a sealed one may be freed and leased by another
+ * slot at any time. False if the link names no run of this slot, or none behind the last one. */
 static bool seal_linked(struct segment *segment, uint64_t link, uint32_t slot_index,
                         const struct run *last, struct run *run) {
     uint32_t low = link_low(link);
@@ -76,7 +76,7 @@ static void seal_chain(struct segment *segment, struct producer_slot *slot, uint
                 link = noted = now;
                 continue;
             }
-            /* Or it may have ended the chain, and the owner begun another with its newest run; any
+            /* Or it may have ended the chain, and the owner begun another with its newest run. Any
              * other first run is an old one, which a straggler keeps. */
             link = first;
             if (!seal_linked(segment, link, slot_index, &last, &run) ||
@@ -95,9 +95,10 @@ static void seal_chain(struct segment *segment, struct producer_slot *slot, uint
     }
 }
 
-/* Frees leases that never got their place in the chain; they hold no record. Heads come before
- * their tails here and are freed after them by the reader, so a tail seen without head is free. Of
- * the collector's, one stays leased: on a full bus its successor would not get another. */
+/* Frees leases that never got their place in the chain; they hold no record. The first extent of a
+ * run is met before its others here, and freed after them by the reader, so one of the others that
+ * is met without its first is free. Of the collector's leases one stays: on a full bus its
+ * successor would not get another. */
 static uint32_t free_orphans(struct segment *segment, uint32_t slot_index) {
     uint32_t covered = 0;
     uint32_t kept = NO_EXTENT;

@@ -2,7 +2,8 @@
  * its leases that never got a place in the lane freed.
  *
  * Invariants: the caller holds the lock of the slot, so nobody else writes there. A recovery that
- * is itself ended by death is begun again by the next holder of that lock, from any of its steps. */
+ * is itself ended by death is begun again by the next holder of that lock, from any of its
+ * steps. */
 #ifndef SHMBUS_RING_RECOVERY_H
 #define SHMBUS_RING_RECOVERY_H
 

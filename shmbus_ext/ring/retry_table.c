@@ -1,4 +1,4 @@
-/* Rows of wanted samples (see ring/retry_table.h). */
+/* The entries of retry_table.h. */
 #include "retry_table.h"
 
 #include <string.h>
@@ -6,19 +6,19 @@
 #include "checksum.h"
 #include "failpoints.h"
 
-#define CRC_AT offsetof(struct wanted_row, number)
-#define CRC_HEAD_BYTES (offsetof(struct wanted_row, crc) - CRC_AT)
-#define CRC_TEXT_BYTES (SHMBUS_WANTED_ID_BYTES + SHMBUS_WANTED_REASON_BYTES)
+#define CRC_AT offsetof(struct retry_entry, number)
+#define CRC_HEAD_BYTES (offsetof(struct retry_entry, crc) - CRC_AT)
+#define CRC_TEXT_BYTES (SHMBUS_RETRY_ID_BYTES + SHMBUS_RETRY_REASON_BYTES)
 
-static uint32_t row_crc(const struct wanted_row *row) {
-    uint32_t crc = shmbus_crc32c(0, (const uint8_t *)row + CRC_AT, CRC_HEAD_BYTES);
-    return shmbus_crc32c(crc, row->id, CRC_TEXT_BYTES);
+static uint32_t entry_crc(const struct retry_entry *entry) {
+    uint32_t crc = shmbus_crc32c(0, (const uint8_t *)entry + CRC_AT, CRC_HEAD_BYTES);
+    return shmbus_crc32c(crc, entry->id, CRC_TEXT_BYTES);
 }
 
-void wanted_publish(struct segment *segment, uint32_t at, const struct wanted *request) {
-    struct wanted_row *row = &segment->wanted[at];
-    wanted_withdraw(segment, at);
-    struct wanted_row fresh;
+void retry_publish(struct segment *segment, uint32_t at, const struct retry_request *request) {
+    struct retry_entry *entry = &segment->retries[at];
+    retry_withdraw(segment, at);
+    struct retry_entry fresh;
     memset(&fresh, 0, sizeof fresh);
     fresh.number = request->number;
     fresh.epoch = request->epoch;
@@ -30,36 +30,37 @@ void wanted_publish(struct segment *segment, uint32_t at, const struct wanted *r
     fresh.reason_bytes = request->reason_bytes;
     memcpy(fresh.id, request->id, request->id_bytes);
     memcpy(fresh.reason, request->reason, request->reason_bytes);
-    fresh.crc = row_crc(&fresh);
-    memcpy((uint8_t *)row + CRC_AT, (const uint8_t *)&fresh + CRC_AT, sizeof fresh - CRC_AT);
+    fresh.crc = entry_crc(&fresh);
+    memcpy((uint8_t *)entry + CRC_AT, (const uint8_t *)&fresh + CRC_AT, sizeof fresh - CRC_AT);
     FAILPOINT("want-written");
-    /* SYNC: sample-wanted. The row is whole before it can be claimed. */
-    atomic_store_explicit(&row->claim, SHMBUS_WANTED_FREE, memory_order_release);
+    /* SYNC: retry-requested. The entry is whole before it can be claimed. */
+    atomic_store_explicit(&entry->claim, SHMBUS_RETRY_FREE, memory_order_release);
     FAILPOINT("want-published");
 }
 
-void wanted_withdraw(struct segment *segment, uint32_t at) {
-    struct wanted_row *row = &segment->wanted[at];
-    atomic_store_explicit(&row->claim, SHMBUS_WANTED_BUSY, memory_order_relaxed);
+void retry_withdraw(struct segment *segment, uint32_t at) {
+    struct retry_entry *entry = &segment->retries[at];
+    atomic_store_explicit(&entry->claim, SHMBUS_RETRY_BUSY, memory_order_relaxed);
 #if !defined(__SANITIZE_THREAD__) /* which knows no fences */
-    /* SYNC: sample-wanted. Who sees anything of what is written now can no longer claim the row. */
+    /* SYNC: retry-requested. A producer that sees anything of what is written after this can no
+     * longer claim the entry. */
     atomic_thread_fence(memory_order_release);
 #endif
-    row->number = 0;
+    entry->number = 0;
     FAILPOINT("want-busy");
 }
 
-bool wanted_read(const struct segment *segment, uint32_t at, struct wanted *copy) {
-    const struct wanted_row *row = &segment->wanted[at];
-    struct wanted_row own;
-    /* SYNC: sample-wanted. */
-    uint64_t claim = atomic_load_explicit(&row->claim, memory_order_acquire);
-    if (claim == SHMBUS_WANTED_BUSY) {
+bool retry_read(const struct segment *segment, uint32_t at, struct retry_request *copy) {
+    const struct retry_entry *entry = &segment->retries[at];
+    struct retry_entry own;
+    /* SYNC: retry-requested. */
+    uint64_t claim = atomic_load_explicit(&entry->claim, memory_order_acquire);
+    if (claim == SHMBUS_RETRY_BUSY) {
         return false;
     }
-    memcpy((uint8_t *)&own + CRC_AT, (const uint8_t *)row + CRC_AT, sizeof own - CRC_AT);
-    if (own.number == 0 || own.crc != row_crc(&own) || own.id_bytes == 0 ||
-        own.id_bytes > SHMBUS_MAX_ID_BYTES || own.reason_bytes > SHMBUS_WANTED_REASON_BYTES ||
+    memcpy((uint8_t *)&own + CRC_AT, (const uint8_t *)entry + CRC_AT, sizeof own - CRC_AT);
+    if (own.number == 0 || own.crc != entry_crc(&own) || own.id_bytes == 0 ||
+        own.id_bytes > SHMBUS_MAX_ID_BYTES || own.reason_bytes > SHMBUS_RETRY_REASON_BYTES ||
         own.group_size > SHMBUS_MAX_GROUP_SIZE || own.index >= SHMBUS_MAX_GROUP_SIZE) {
         return false;
     }
@@ -77,28 +78,28 @@ bool wanted_read(const struct segment *segment, uint32_t at, struct wanted *copy
     return true;
 }
 
-bool wanted_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id) {
-    struct wanted_row *row = &segment->wanted[at];
-    uint64_t expected = SHMBUS_WANTED_FREE;
-    /* SYNC: sample-wanted. */
-    if (!atomic_compare_exchange_strong_explicit(&row->claim, &expected, producer_id + 1,
+bool retry_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id) {
+    struct retry_entry *entry = &segment->retries[at];
+    uint64_t expected = SHMBUS_RETRY_FREE;
+    /* SYNC: retry-requested. */
+    if (!atomic_compare_exchange_strong_explicit(&entry->claim, &expected, producer_id + 1,
                                                  memory_order_acq_rel, memory_order_relaxed)) {
         return false;
     }
     FAILPOINT("want-claimed");
-    struct wanted now;
-    if (wanted_read(segment, at, &now) && now.number == number) {
+    struct retry_request now;
+    if (retry_read(segment, at, &now) && now.number == number) {
         return true;
     }
-    /* Another request has the row since it was looked at. */
-    wanted_unclaim(segment, at, producer_id);
+    /* The entry has got another request since it was read. */
+    retry_unclaim(segment, at, producer_id);
     return false;
 }
 
-bool wanted_unclaim(struct segment *segment, uint32_t at, uint64_t producer_id) {
+bool retry_unclaim(struct segment *segment, uint32_t at, uint64_t producer_id) {
     uint64_t expected = producer_id + 1;
     FAILPOINT("want-leaving");
-    return atomic_compare_exchange_strong_explicit(&segment->wanted[at].claim, &expected,
-                                                   SHMBUS_WANTED_FREE, memory_order_acq_rel,
+    return atomic_compare_exchange_strong_explicit(&segment->retries[at].claim, &expected,
+                                                   SHMBUS_RETRY_FREE, memory_order_acq_rel,
                                                    memory_order_relaxed);
 }

@@ -1,4 +1,4 @@
-/* Opening, allocating and mapping the segment: the only system calls on it, the futex apart. */
+/* Allocating, opening and mapping the segment: all its system calls but futexes and file locks. */
 #define _GNU_SOURCE
 #include "segment.h"
 
@@ -31,7 +31,7 @@
 #define LARGEST_EXTENT (UINT64_C(1) << 20)
 /* One record may take a quarter of the bus, so that producers of large records still overlap. */
 #define RECORD_SHARE 4u
-/* Above this an attaching process maps pages as it touches them; below, all at once. */
+/* Above this an attaching process maps pages as it touches them; below it, all in one call. */
 #define POPULATE_ON_OPEN_BYTES (UINT64_C(1) << 30)
 #define TOUCH_THREADS 4u
 #define TOUCH_CHUNK (UINT64_C(32) << 20)
@@ -52,7 +52,7 @@ static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count) {
     return SHMBUS_HEADER_BYTES + ((uint64_t)max_producers + 1) * sizeof(struct producer_slot) +
            (uint64_t)extent_count * sizeof(struct extent_desc) +
            (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t) +
-           (uint64_t)SHMBUS_WANTED_ROWS * sizeof(struct wanted_row);
+           (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
 }
 
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
@@ -85,7 +85,8 @@ bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_byt
     plan->extent_bytes = extent_bytes;
     plan->extent_count = (uint32_t)count;
     plan->max_producers = max_producers;
-    plan->data_offset = shmbus_align_up(tables_bytes(max_producers, plan->extent_count), SHMBUS_PAGE);
+    plan->data_offset =
+        shmbus_align_up(tables_bytes(max_producers, plan->extent_count), SHMBUS_PAGE);
     plan->segment_bytes = plan->data_offset + count * extent_bytes;
     return true;
 }
@@ -98,8 +99,8 @@ struct touch_job {
 };
 
 /* Huge pages where the kernel gives them (from 6.1 on, whatever the mount says): every process maps
- * the whole bus and goes through it again and again. A refusal is an answer for all of the segment,
- * and so is memory that has to be freed up first: the rest stays in small pages then. */
+ * the whole bus and goes through it again and again. After one refusal the rest of the segment
+ * stays in small pages, and so it does where memory has to be freed up first. */
 static void collapse(struct touch_job *job, uint64_t at, uint64_t bytes) {
     if (atomic_load_explicit(&job->small_pages, memory_order_relaxed)) {
         return;
@@ -154,7 +155,7 @@ static void set_pointers(struct segment *self) {
     at += (uint64_t)self->extent_count * sizeof(struct extent_desc);
     self->intent_log = (_Atomic uint64_t *)at;
     at += (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t);
-    self->wanted = (struct wanted_row *)at;
+    self->retries = (struct retry_entry *)at;
     self->data = self->base + self->data_offset;
     self->max_span = self->extent_count / RECORD_SHARE;
     if (self->max_span < 1) {
@@ -172,17 +173,18 @@ static int protection(const struct segment *self) {
 }
 
 static int open_flags(const struct segment *self) {
-    return (self->read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC;
+    return self->read_only ? O_RDONLY : O_RDWR;
 }
 
-/* Address space for so many bytes, beginning at a multiple of a huge page; NULL where there is none,
- * and for what is smaller than one. */
+/* Address space for so many bytes, beginning at a multiple of a huge page. NULL where there is
+ * none, and for less than one huge page. */
 static void *aligned_room(uint64_t bytes) {
     if (bytes < HUGE_PAGE) {
         return NULL;
     }
     uint64_t kept = shmbus_align_up(bytes, SHMBUS_PAGE), room = kept + HUGE_PAGE;
-    uint8_t *start = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t *start =
+        mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) {
         return NULL;
     }
@@ -196,34 +198,50 @@ static void *aligned_room(uint64_t bytes) {
     return aligned;
 }
 
+/* MAP_FAILED with errno. */
+static void *map_shared(uint64_t bytes, int how, int fd) {
+    void *room = aligned_room(bytes);
+    void *base = mmap(room, bytes, how, MAP_SHARED | (room == NULL ? 0 : MAP_FIXED), fd, 0);
+    if (base == MAP_FAILED && room != NULL) {
+        int why = errno;
+        munmap(room, shmbus_align_up(bytes, SHMBUS_PAGE));
+        errno = why;
+    }
+    return base;
+}
+
 static enum segment_status map_file(struct segment *self) {
-    void *room = aligned_room(self->bytes);
-    void *base = mmap(room, self->bytes, protection(self), MAP_SHARED | (room == NULL ? 0 : MAP_FIXED),
-                      self->fd, 0);
+    void *base = map_shared(self->bytes, protection(self), self->fd);
     if (base == MAP_FAILED) {
         self->base = NULL;
-        return errno == ENOMEM ? SEGMENT_NO_SPACE : SEGMENT_SYSTEM_ERROR;
+        return errno == ENOMEM ? SEGMENT_NO_MEMORY : SEGMENT_SYSTEM_ERROR;
     }
     self->base = base;
     return SEGMENT_OK;
 }
 
+/* A description that has no locks, so that it may be mapped; -1 with errno. */
+static int open_again(const struct segment *self, int flags) {
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", self->fd);
+    return open(path, flags | O_CLOEXEC);
+}
+
 /* Locks live on a description that nothing maps: a mapping holds its description too, and a forked
  * child inherits mappings, so that the lock of a mapped one would outlive its owner. */
 static enum segment_status take_description(struct segment *self) {
-    char path[32];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", self->fd);
-    int own = open(path, open_flags(self));
+    int own = open_again(self, open_flags(self));
     if (own < 0) {
         return SEGMENT_SYSTEM_ERROR;
     }
-    enum lock_status lock = segment_lock_shared(own, SHMBUS_LOCK_USERS);
+    enum lock_status lock = file_lock_share(own, SHMBUS_LOCK_USERS);
     if (lock != LOCK_TAKEN) {
         close(own);
-        /* Who removes it holds it for a moment only; the caller looks again whether it is there. */
+        /* It is being removed, under a lock of moments; the caller looks again whether it is
+         * there. */
         return lock == LOCK_HELD_ELSEWHERE ? SEGMENT_UNFINISHED : SEGMENT_SYSTEM_ERROR;
     }
-    segment_unlock(self->fd, SHMBUS_LOCK_USERS);
+    file_lock_drop(self->fd, SHMBUS_LOCK_USERS);
     close(self->fd);
     self->fd = own;
     return SEGMENT_OK;
@@ -238,16 +256,17 @@ enum segment_status segment_create(struct segment *self, int fd,
     self->extent_bytes = plan->extent_bytes;
     self->extent_count = plan->extent_count;
     self->max_producers = plan->max_producers;
-    /* From the first moment on, so that nobody takes a segment in the making for a forgotten one. */
-    if (segment_lock_shared(fd, SHMBUS_LOCK_USERS) != LOCK_TAKEN) {
+    /* First of all, so that no cleanup takes an unfinished segment for a forgotten one. */
+    if (file_lock_share(fd, SHMBUS_LOCK_USERS) != LOCK_TAKEN) {
         errno = EBUSY;
         return SEGMENT_SYSTEM_ERROR;
     }
     int error = posix_fallocate(fd, 0, (off_t)plan->segment_bytes);
     if (error != 0) {
         errno = error;
-        return error == ENOSPC || error == EFBIG || error == ENOMEM ? SEGMENT_NO_SPACE
-                                                                    : SEGMENT_SYSTEM_ERROR;
+        return error == ENOSPC || error == EFBIG ? SEGMENT_NO_SPACE
+               : error == ENOMEM                 ? SEGMENT_NO_MEMORY
+                                                 : SEGMENT_SYSTEM_ERROR;
     }
     enum segment_status status = map_file(self);
     if (status != SEGMENT_OK) {
@@ -369,31 +388,73 @@ void segment_unmap(struct segment *self) {
         munmap(self->base, self->bytes);
         self->base = NULL;
     }
+    if (self->view_base != NULL) {
+        munmap(self->view_base, self->bytes);
+        self->view_base = NULL;
+    }
 }
 
-bool segment_privatise(struct segment *self, uint64_t offset, uint64_t bytes) {
-    void *copy =
-        mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (copy == MAP_FAILED) {
-        return false;
+enum segment_status segment_map_views(struct segment *self) {
+    int fd = open_again(self, O_RDONLY);
+    if (fd < 0) {
+        return SEGMENT_SYSTEM_ERROR;
     }
-    memcpy(copy, self->base + offset, bytes);
+    void *views = map_shared(self->bytes, PROT_READ, fd);
+    int why = errno;
+    close(fd);
+    errno = why;
+    if (views == MAP_FAILED) {
+        return errno == ENOMEM ? SEGMENT_NO_MEMORY : SEGMENT_SYSTEM_ERROR;
+    }
+    self->view_base = views;
+    return SEGMENT_OK;
+}
+
+bool segment_copies_begin(struct segment_copies *self, uint64_t first, uint64_t end,
+                          uint64_t bytes) {
+    self->offset = first / SHMBUS_PAGE * SHMBUS_PAGE;
+    self->bytes = shmbus_align_up(end, SHMBUS_PAGE) - self->offset;
+    void *at = mmap(NULL, self->bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    self->at = at == MAP_FAILED ? NULL : at;
+    if (self->at != NULL && bytes < self->bytes / 2) {
+        /* Few and far between: a huge page for each would be many times what they are. */
+        (void)madvise(self->at, self->bytes, MADV_NOHUGEPAGE);
+    }
+    return self->at != NULL;
+}
+
+void segment_copies_add(struct segment_copies *self, const uint8_t *mapping, uint64_t offset,
+                        uint64_t bytes) {
+    memcpy(self->at + (offset - self->offset), mapping + offset, bytes);
+}
+
+bool segment_copies_replace(struct segment_copies *self, uint8_t *mapping) {
     /* One atomic replacement: a reader of the old pages sees the same bytes before and after. */
-    if (mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, self->base + offset) ==
-        MAP_FAILED) {
-        munmap(copy, bytes);
+    if (mremap(self->at, self->bytes, self->bytes, MREMAP_MAYMOVE | MREMAP_FIXED,
+               mapping + self->offset) == MAP_FAILED) {
         return false;
     }
+    self->at = NULL;
     return true;
+}
+
+void segment_copies_drop(struct segment_copies *self) {
+    if (self->at != NULL) {
+        munmap(self->at, self->bytes);
+        self->at = NULL;
+    }
 }
 
 void segment_isolate(struct segment *self) {
     /* Through a description of its own: a mapping of the locked one would keep the lock. */
-    char path[32];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", self->fd);
-    int fd = self->base == NULL ? -1 : open(path, open_flags(self));
+    int fd = self->base == NULL ? -1 : open_again(self, open_flags(self));
     if (fd >= 0) {
         (void)mmap(self->base, self->bytes, protection(self), MAP_PRIVATE | MAP_FIXED, fd, 0);
         close(fd);
+    }
+    if (self->view_base != NULL) {
+        (void)mmap(self->view_base, self->bytes, PROT_NONE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     }
 }

@@ -14,6 +14,7 @@ enum segment_status {
     SEGMENT_OK = 0,
     SEGMENT_SYSTEM_ERROR,  /* errno says which */
     SEGMENT_NO_SPACE,      /* /dev/shm cannot hold it */
+    SEGMENT_NO_MEMORY,     /* the kernel gives this process no mapping of it, or no memory */
     SEGMENT_UNFINISHED,    /* its creator has not stored the magic (yet) */
     SEGMENT_BAD_MAGIC,
     SEGMENT_BAD_VERSION,   /* found_version says which */
@@ -25,6 +26,7 @@ enum segment_status {
 struct segment {
     int fd; /* a description of its own, for locks; not the one that is mapped */
     uint8_t *base;
+    uint8_t *view_base; /* the same bytes, mapped read-only for views; NULL before the first */
     bool read_only; /* mapped and opened so: a borrower's */
     uint64_t bytes;
     uint64_t data_offset;
@@ -32,13 +34,13 @@ struct segment {
     uint32_t extent_count;
     uint32_t max_producers;
     uint32_t max_span;     /* extents that one record may take */
-    uint64_t record_limit; /* bytes, header included */
+    uint64_t record_limit; /* bytes of the largest record, header included */
     uint64_t created_unix_ns;
     struct bus_header *header;
     struct producer_slot *slots; /* max_producers + 1; the last is the collector's */
     struct extent_desc *extents;
     _Atomic uint64_t *intent_log;
-    struct wanted_row *wanted;
+    struct retry_entry *retries; /* SHMBUS_RETRY_ENTRIES */
     uint8_t *data;
     uint32_t found_version; /* after SEGMENT_BAD_VERSION */
     uint32_t found_hash;
@@ -58,24 +60,46 @@ struct segment_geometry {
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
                   struct segment_geometry *plan);
 
-/* Extents of a new segment that are leased to its collector, which is yet to come: producers may fill
- * the bus before it does, and what it then has to move out of the way needs a place. */
+/* Extents of a new segment that are leased to its future collector: producers may fill the bus
+ * before it attaches, and what it then has to move out of the way needs a place. */
 static inline uint32_t segment_reserved(const struct segment *self) {
     return self->extent_count > 1 ? 1 : 0;
 }
 
-/* Both take fd over when they succeed. fd is of a new, empty file. Allocates and touches all of it, writes the tables, magic last. */
+/* Makes a segment of a new, empty file: allocates and touches all of it, and writes the tables, the
+ * magic last. Takes fd over when it succeeds. */
 enum segment_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);
-/* read_only: fd was opened so, and nothing is ever written through the mapping. */
+/* Maps a segment and checks it. read_only: fd was opened so, and nothing is ever written through
+ * the mapping. Takes fd over when it succeeds. */
 enum segment_status segment_open(struct segment *self, int fd, bool read_only);
 void segment_unmap(struct segment *self);
 
-/* Replaces [offset, offset + bytes) of the mapping by a private copy of what it holds now, so that
- * views into it outlive this process's claim on the space. Offsets on page boundaries. */
-bool segment_privatise(struct segment *self, uint64_t offset, uint64_t bytes);
+/* Maps the file once more, for views: nothing writes through it, neither shmbus nor code that
+ * ignores that a view is read-only. */
+enum segment_status segment_map_views(struct segment *self);
 
-/* Makes the whole mapping private, copied on writing: for a forked child. */
+/* Copies of records, at the distances that these have in a mapping. One piece of address space,
+ * however many they are; what lies between them takes no memory. */
+struct segment_copies {
+    uint8_t *at;     /* NULL for none */
+    uint64_t offset; /* of `at` in the mapping */
+    uint64_t bytes;
+};
+/* Room for copies of `bytes` that lie within [first, end) of a mapping; false without address
+ * space. */
+bool segment_copies_begin(struct segment_copies *self, uint64_t first, uint64_t end,
+                          uint64_t bytes);
+void segment_copies_add(struct segment_copies *self, const uint8_t *mapping, uint64_t offset,
+                        uint64_t bytes);
+/* Replaces that part of the mapping by the copies, and by nothing where there is none, so that
+ * views into it outlive this process's claim on the space. `self` has no copies then. False, and
+ * nothing has changed, where the kernel cannot. */
+bool segment_copies_replace(struct segment_copies *self, uint8_t *mapping);
+void segment_copies_drop(struct segment_copies *self);
+
+/* Makes the whole mapping private, copied on writing: for a forked child. Views cannot be read any
+ * more: what is in the file may be another record by now. */
 void segment_isolate(struct segment *self);
 
 static inline uint8_t *segment_extent(const struct segment *self, uint32_t extent) {

@@ -11,13 +11,13 @@
 #include "file_lock.h"
 #include "recovery.h"
 
-/* Slots are tried this often, since a reader that recovers a slot holds its lock for a moment. */
+/* Passes over the slots: a reader that recovers a slot holds its lock for a moment. */
 #define ATTACH_PASSES 4
-/* Or for longer, where it is not run: then it is worth waiting. */
+/* Or for longer, while it is not scheduled: worth waiting for. */
 #define SLOT_PATIENCE_NS UINT64_C(500000000)
 #define SLOT_POLL_US 1000
-/* A writer looks back for the reader at the end of a run, and no sooner than after this: a reader at
- * work on another processor looks less often than a run of a few records is filled. */
+/* How often a writer, at the end of a run, checks that the reader is at work. A run of a few
+ * records is filled sooner than a busy reader on another processor looks at the bus. */
 #define LOOK_BACK_NS UINT64_C(100000)
 
 static void set_label(struct producer_slot *slot, const char *label) {
@@ -59,7 +59,7 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
             if (pass == 0 && state != SHMBUS_SLOT_FREE) {
                 continue;
             }
-            enum lock_status lock = segment_lock(segment->fd, SHMBUS_LOCK_SLOT + i);
+            enum lock_status lock = file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + i);
             if (lock == LOCK_ERROR) {
                 return WRITER_SYSTEM_ERROR;
             }
@@ -79,8 +79,8 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
     return WRITER_NO_SLOT;
 }
 
-/* Whether a slot that nobody is active in was not to be had all the same. */
-static bool slot_in_passing(const struct segment *segment) {
+/* Whether there is a slot that is not active, though its lock was not free. */
+static bool any_slot_in_passing(const struct segment *segment) {
     for (uint32_t i = 0; i < segment->max_producers; i++) {
         if (atomic_load_explicit(&segment->slots[i].state, memory_order_acquire) !=
             SHMBUS_SLOT_ACTIVE) {
@@ -95,7 +95,7 @@ enum writer_status writer_attach_in_time(struct writer *self, struct segment *se
     uint64_t began_ns = clock_monotonic_ns();
     enum writer_status status;
     while ((status = writer_attach(self, segment, label)) == WRITER_NO_SLOT &&
-           slot_in_passing(segment) && clock_monotonic_ns() - began_ns < SLOT_PATIENCE_NS) {
+           any_slot_in_passing(segment) && clock_monotonic_ns() - began_ns < SLOT_PATIENCE_NS) {
         usleep(SLOT_POLL_US);
     }
     return status;
@@ -118,7 +118,8 @@ void writer_seal(struct writer *self) {
     self->extent = NO_EXTENT;
 }
 
-/* Behind the lane's last run, or, where the reader has ended that chain, as a new first one. */
+/* Links a run behind the lane's last one; or as a new first, where the reader has ended the
+ * chain. */
 static void link_run(struct writer *self, uint64_t link) {
     bool linked = false;
     if (link_low(self->last_link) != 0 &&
@@ -139,7 +140,7 @@ static void link_run(struct writer *self, uint64_t link) {
     self->last_link = link;
 }
 
-/* Whether the reader, where there is one, has looked at the bus since this was last asked. */
+/* Finds out whether the reader, if there is one, has looked at the bus since the last call. */
 static void look_back(struct writer *self) {
     const struct bus_header *header = self->segment->header;
     uint64_t now_ns = clock_monotonic_ns();
@@ -168,7 +169,7 @@ static enum writer_status next_run(struct writer *self, uint64_t bytes) {
     FAILPOINT("run-leased");
     look_back(self);
     writer_seal(self);
-    /* SYNC: run-noted. Whoever sees this order has the note of the run before it. */
+    /* SYNC: run-noted. A process that sees this order sees the note of the run before it. */
     uint64_t order =
         atomic_fetch_add_explicit(&self->slot->next_order, 1, memory_order_release);
     extent_enter(segment, extent, generation, span, order, self->producer_id);
@@ -200,7 +201,7 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
     return WRITER_OK;
 }
 
-/* Until `committed` has grown, an heir decides by this intent whether the commit happened. */
+/* Until `committed` has grown, a successor decides by this intent whether the commit happened. */
 static void intend_commit(struct writer *self, const struct reservation *at) {
     atomic_store_explicit(&self->slot->commit_ref, place_pack(&at->place), memory_order_relaxed);
     atomic_store_explicit(&self->slot->commit_generation, at->place.generation,
@@ -269,7 +270,7 @@ void writer_abort(struct writer *self, const struct reservation *at) {
 }
 
 void writer_pin(struct writer *self, const struct reservation *at) {
-    /* Before the record ends: a run is not freed while it holds an open record. */
+    /* Called before the record ends: a run is not freed while it holds an open record. */
     atomic_fetch_add_explicit(&self->segment->extents[at->place.extent].writer_pins, 1,
                               memory_order_relaxed);
 }

@@ -1,8 +1,10 @@
 /* A lane as its owner writes it: claim room, fill it, publish or commit it.
  *
- * Invariants: only the holder of the slot's file lock writes a lane; within one process the caller
- * serialises the calls on a writer (in Python, the interpreter lock), though not the filling of
- * what they claimed. Nothing here waits: a full bus is an answer. */
+ * Invariants:
+ *  - Only the holder of the slot's file lock writes a lane.
+ *  - Within one process the caller serialises the calls on a writer (in Python, the interpreter
+ *    lock), though not the filling of what they claimed.
+ *  - Nothing here waits for space: a full bus is an answer. */
 #ifndef SHMBUS_RING_WRITER_H
 #define SHMBUS_RING_WRITER_H
 
@@ -20,17 +22,20 @@ struct writer {
     uint32_t slot_index;
     uint64_t producer_id;
     uint64_t sequence;  /* commits of this producer */
-    uint64_t committed; /* commits of the lane, whoever owned it */
-    uint64_t aborted;
+    uint64_t committed; /* commits of the lane, of all its owners */
+    uint64_t aborted;   /* the same of aborts */
+
     uint32_t extent; /* the run that takes new records, or NO_EXTENT */
     uint32_t generation;
-    uint64_t used;
+    uint64_t used; /* bytes of the run that are exposed */
     uint64_t run_bytes;
     uint64_t last_link; /* the lane's last run: what a new one is linked to, or 0 */
-    uint32_t spare;     /* leased ahead for when the bus is full, or NO_EXTENT */
+
+    uint32_t spare; /* leased ahead for when the bus is full, or NO_EXTENT */
     uint32_t spare_generation;
-    uint64_t looked_back_ns;
-    bool ahead; /* the reader has not looked at the bus while this writer filled runs for a while */
+
+    uint64_t looked_back_ns; /* when `ahead` was last found out */
+    bool ahead; /* the reader has not looked at the bus while this writer filled its last runs */
 };
 
 struct reservation {
@@ -47,9 +52,9 @@ enum writer_status {
     WRITER_SYSTEM_ERROR,
 };
 
-/* Takes a slot whose lock is free, and takes over the lane of whoever died in it. */
+/* Takes a slot whose lock is free, and ends what its last owner left there. */
 enum writer_status writer_attach(struct writer *self, struct segment *segment, const char *label);
-/* The same, with patience for who holds the lock of a slot in passing: half a second at most. */
+/* The same, but waits up to half a second for a slot whose lock is held for a moment only. */
 enum writer_status writer_attach_in_time(struct writer *self, struct segment *segment,
                                          const char *label);
 /* The collector's own lane; its lock is the collector's. */
@@ -71,11 +76,11 @@ void writer_reserve(struct writer *self, const struct reservation *at);
 void writer_commit(struct writer *self, const struct reservation *at);
 void writer_abort(struct writer *self, const struct reservation *at);
 
-/* A writable view of a record outlives its end: its run is kept until it is gone. */
+/* For a writable view of a record: its run is kept until the view is gone too. */
 void writer_pin(struct writer *self, const struct reservation *at);
 void writer_unpin(struct segment *segment, const struct reservation *at);
 
-/* Leases one extent ahead, where none is. */
+/* Leases one extent ahead, unless one is. */
 void writer_keep_spare(struct writer *self);
 
 /* Seals the current run, so that the reader can free it while the owner waits for another. */

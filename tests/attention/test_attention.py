@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer_adapter.attention import attention_backend, dispatch, native, varlen_attention
 from trainer_adapter.attention import plan as planning
-from trainer_adapter.attention import varlen
-from trainer_adapter.attention.varlen import attention_backend, varlen_attention
 
 HEAD_DIM = 16
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (2, 0), (-1, 2), (2, -1), (3, 1), (40, 40)]
@@ -457,8 +456,8 @@ def test_native_is_taken_only_where_it_can_run_and_is_right(
     capability = facts.pop("capability", (9, 0)) if facts else (9, 0)
     longest = options.get("longest", (8, 8))
     options = {name: value for name, value in options.items() if name != "longest"}
-    entry = None if parameters is None else varlen._NativeEntry(print, None, parameters)
-    monkeypatch.setattr(varlen, "_native_entry", lambda: entry)
+    entry = None if parameters is None else native.NativeEntry(print, None, parameters)
+    monkeypatch.setattr(native, "native_entry", lambda: entry)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     q = on_gpu(**facts)
     assert attention_backend(q, q, *longest, **options) == ("sdpa" if obstacle else "native")
@@ -485,9 +484,9 @@ def test_the_native_function_is_called_as_its_version_wants(
         # As FlashAttention-2 marks rows that see nothing.
         return out, lse.masked_fill(lse == -math.inf, math.inf)
 
-    entry = varlen._NativeEntry(varlen_attn, "lse, please", parameters)
-    monkeypatch.setattr(varlen, "_native_entry", lambda: entry)
-    monkeypatch.setattr(varlen, "_native_obstacle", lambda *args: None)
+    entry = native.NativeEntry(varlen_attn, "lse, please", parameters)
+    monkeypatch.setattr(native, "native_entry", lambda: entry)
+    monkeypatch.setattr(dispatch, "native_obstacle", lambda *args: None)
     case = make_case([(5, 5), (7, 3)], (4, 2), seed)
     for window in ((-1, -1), (-1, 0)):
         out, lse = packed(case, window, return_lse=True)

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_adapter.attention import flash, varlen
-from trainer_adapter.attention.varlen import (
+from trainer_adapter.attention import (
     attention_backend,
+    dispatch,
+    flash,
     register_with_transformers,
     transformers_inputs,
     varlen_attention,
 )
-from trainer_adapter.batches.pack import Batch
+from trainer_adapter.batches.batch import Batch
 
 LENGTHS = [5, 1, 9, 9, 0, 30]
 WINDOWS = [(-1, 0), (3, 1), (-1, -1)]
@@ -181,7 +182,7 @@ def test_flash_attn_is_called_as_it_wants_and_gives_the_same(
 ) -> None:
     given = operands(seed, LENGTHS)
     cu = borders(LENGTHS)
-    monkeypatch.setattr(varlen, "flash_obstacle", lambda *facts: None)
+    monkeypatch.setattr(dispatch, "flash_obstacle", lambda *facts: None)
     assert attention_backend(*given[:2], 30, 30) == "flash"
     for window in WINDOWS:
         results = [

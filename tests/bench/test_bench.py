@@ -11,7 +11,7 @@ import pytest
 from conftest import Spawner
 
 from bench import machine
-from bench.rows import Row, Target, table
+from bench.rows.row import Row, Target, table
 from bench.workload import GROUP_SIZE, Timed, Workload
 
 ROOT = Path(__file__).resolve().parents[2]

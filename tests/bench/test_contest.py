@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -18,11 +19,12 @@ import numpy as np
 import pytest
 from conftest import Spawner
 
-from bench import instructions, native, report, verdicts
+from bench import instructions, native
 from bench.contenders import MODULES, contenders, module
 from bench.contest import child, environments, latency, moving, plan, survival
 from bench.contest.run import run
 from bench.processes import MeasurementError
+from bench.report import report, verdicts
 from bench.workload import OPEN_GROUPS, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,13 +201,58 @@ def test_one_command_measures_and_writes_report_and_plots(spawn: Spawner, tmp_pa
     for name in ("report.md", "throughput.svg", "latency.svg", "scaling.svg"):
         assert (output / name).stat().st_size > 0
     assert "multiprocessing.Queue" in printed
-    readme = tmp_path / "README.md"
-    blocks = [f"{begin}\nold\n{report.END}\n" for begin in (report.BEGIN_ROWS, report.BEGIN)]
-    readme.write_text(f"before\n{blocks[0]}between\n{blocks[1]}after\n")
-    assert report.main([str(output), "--readme", str(readme)]) == 0
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "report/throughput.svg" in text and f"{report.END}\nbetween\n" in text
+    page = tmp_path / "README.md"
+    page.write_text(
+        "\n".join(f"{report.BEGIN.format(n)}\nobsolete\n{report.END}" for n in report.BLOCKS)
+    )
+    report.replace_blocks(result, output, page)
+    assert "report/throughput.svg" in page.read_text() and "obsolete" not in page.read_text()
+
+
+def test_a_report_replaces_the_blocks_that_a_page_has_marks_for(tmp_path: Path) -> None:
+    directory = tmp_path / "report"
+    directory.mkdir()
+    shutil.copy(ROOT / "bench" / "results" / "two-cores" / "results.json", directory)
+    blocks = {
+        name: f"{report.BEGIN.format(name)}\nobsolete\n{report.END}\n" for name in report.BLOCKS
+    }
+    pages = [tmp_path / "README.md", tmp_path / "TABLES.md"]
+    pages[0].write_text(f"before\n{blocks['short']}after\n")
+    pages[1].write_text(f"before\n{blocks['rows']}between\n{blocks['contest']}after\n")
+    assert report.main([str(directory), "--readme", *map(str, pages)]) == 0
+    short, long = (page.read_text() for page in pages)
+    for text in (short, long):
+        assert text.startswith("before\n") and text.endswith("after\n") and "obsolete" not in text
+        assert "report/throughput.svg" in text and "report/report.md" in text
+    assert f"{report.END}\nbetween\n" in long
+    assert "put to views, 2,048 tokens" in short and "put to views, 16,384 tokens" in long
+    assert "Redis streams" in long and "Redis streams" not in short
+    measured = [line for line in short.splitlines() if line.startswith("| ")][2:]
+    assert len(measured) == len(report.SHORT_ROWS) <= 8
+
+
+def test_a_page_without_marks_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    results = ROOT / "bench" / "results" / "two-cores" / "results.json"
+    page = tmp_path / "README.md"
+    for text in ("no mark\n", f"{report.BEGIN.format('short')}\nobsolete\n"):
+        page.write_text(text)
+        with pytest.raises(SystemExit, match="expected the line"):
+            report.replace_blocks(json.loads(results.read_text()), tmp_path, page)
+        assert page.read_text() == text
+
+
+@pytest.mark.parametrize("page", ["README.md", "bench/README.md"])
+def test_the_figures_of_a_page_are_those_of_the_run_that_is_kept(page: str, tmp_path: Path) -> None:
+    directory = ROOT / "bench" / "results" / "two-cores"
+    copy = ROOT / page
+    blocks = re.findall(
+        r"<!-- bench (\w+): .*?-->\n(.*?)<!-- bench: end -->", copy.read_text(), re.S
+    )
+    assert blocks
+    result = json.loads((directory / "results.json").read_text())
+    where = os.path.relpath(directory, copy.parent)
+    for name, text in blocks:
+        assert text == f"{report.BLOCKS[name](result, where)}\n"
 
 
 def test_a_bad_command_line_is_refused_before_anything_is_measured(spawn: Spawner) -> None:

@@ -1,6 +1,7 @@
-/* Records whose bytes are not what they were: never read outside, never taken for whole.
+/* Records whose bytes were changed: never read out of bounds, never taken for whole.
  *
- * Each record lies in a block of exactly its size, so that AddressSanitizer sees one byte too many. */
+ * Each record lies in a block of exactly its size, so that AddressSanitizer sees a read of one byte
+ * more. */
 #define _GNU_SOURCE
 #include "ring/checksum.h"
 #include "support.h"
@@ -71,7 +72,7 @@ static void every_flipped_bit_is_found(struct record_copy *copy) {
     free(record);
 }
 
-/* Checksums are no defence against whoever computes them too: bounds must hold by themselves. */
+/* Checksums are no defence against a writer that computes them too: bounds must hold alone. */
 static void forged_records_with_right_checksums_stay_in_bounds(uint64_t *random,
                                                                struct record_copy *copy) {
     struct record_place place = {0, 1, 0};

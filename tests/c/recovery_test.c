@@ -1,4 +1,4 @@
-/* What deaths leave behind, set up by hand, and what the next owner or reader makes of it.
+/* What deaths leave behind, set up by hand, and how the next owner or reader ends it.
  *
  * Each case is a run that the explorer found (tests/model), cut down to the state that matters. */
 #define _GNU_SOURCE
@@ -7,7 +7,7 @@
 #include "ring/recovery.h"
 #include "support.h"
 
-/* A segment of small extents, a description of its own for each process that would be there. */
+/* A segment of small extents, with a description for each process of the story. */
 struct bus {
     struct segment segment;
     struct segment other;
@@ -53,7 +53,7 @@ static void end(struct reader *reader, struct record_ref *ref) {
     reader_let_go(reader, ref);
 }
 
-/* An owner dies after it has said which commit comes, and before that took effect. Its slot's next
+/* An owner dies after it has noted its next commit, and before that took effect. Its slot's next
  * owner dies without a commit, when the extent of the first has long been freed. */
 static void an_intent_ends_with_its_owner(struct bus *bus) {
     struct writer writer;
@@ -81,7 +81,7 @@ static void an_intent_ends_with_its_owner(struct bus *bus) {
 }
 
 /* A collector dies between the two copies of a straggler; its successor acknowledges the moved one
- * and dies before it has come across the first. */
+ * and dies before it has met the first. */
 static void a_moved_record_is_not_delivered_after_its_acknowledgement(struct bus *bus) {
     struct writer writer;
     struct reader reader;
@@ -97,7 +97,7 @@ static void a_moved_record_is_not_delivered_after_its_acknowledgement(struct bus
     /* As a death right after the second copy's publication leaves it. */
     atomic_store(&first->state, SHMBUS_COMMITTED);
     struct bus_header *header = bus->segment.header;
-    atomic_store(&header->move_from, ((uint64_t)ref.place.extent << 40 | ref.place.offset / 64) + 1);
+    atomic_store(&header->move_from, place_pack(&ref.place) + 1);
     reader_detach(&reader);
     CHECK(reader_attach(&reader, &bus->segment));
     CHECK(reader_next(&reader, &moved) == 1 && reader.copy.header.sequence == 0);
@@ -138,7 +138,7 @@ static void a_linked_run_is_found_though_its_owner_has_not_noted_it(struct bus *
     reader_detach(&reader);
 }
 
-/* A producer that finds the bus full seals the run it has, so that it can be freed for it. */
+/* A producer that finds the bus full seals its run, so that the reader can free it. */
 static void a_run_sealed_for_want_of_space_is_freed(struct bus *bus) {
     struct writer writer;
     struct reader reader;
@@ -156,7 +156,7 @@ static void a_run_sealed_for_want_of_space_is_freed(struct bus *bus) {
     reader_detach(&reader);
 }
 
-/* A producer closes: first its lane, then its views get copies of their own, then its lock goes. */
+/* A producer closes: its lane first, then its views get private copies, then its lock goes. */
 static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(struct bus *bus) {
     struct writer writer;
     struct reader reader;
@@ -182,8 +182,8 @@ static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(struc
     reader_detach(&reader);
 }
 
-/* Records of a closed producer wait in its first run and in one behind a gap. Whoever takes its slot
- * over must not note the first run as the last, or the next collector looks no further. */
+/* Records of a closed producer wait in its first run and in one behind a gap. A process that takes
+ * its slot over must not note the first run as the last, or the next collector stops there. */
 static void stragglers_on_both_sides_of_a_gap_are_found_again(struct bus *bus) {
     struct writer writer;
     struct reader reader;
@@ -208,7 +208,7 @@ static void stragglers_on_both_sides_of_a_gap_are_found_again(struct bus *bus) {
     reader_detach(&reader);
 }
 
-/* What says that somebody wants neighbouring extents may be scribbled, or of another clock. */
+/* The claim on neighbouring extents may be scribbled, or of another clock. */
 static void a_claim_that_lasts_too_long_keeps_nobody_out(struct bus *bus) {
     uint32_t generation;
     atomic_store(&bus->segment.header->jumbo_until_ns, UINT64_MAX);
@@ -217,7 +217,7 @@ static void a_claim_that_lasts_too_long_keeps_nobody_out(struct bus *bus) {
     }
 }
 
-/* Producers fill a bus that no collector has read, and go on beside its first, and its second. */
+/* Producers fill a bus that has had no collector yet, and go on beside the first and the second. */
 static void a_full_bus_keeps_a_place_for_what_is_moved(struct bus *bus) {
     struct writer writer;
     struct reader reader;
@@ -241,7 +241,7 @@ static void a_full_bus_keeps_a_place_for_what_is_moved(struct bus *bus) {
     }
 }
 
-/* Only a failure may come without its group's size: any other would be a sample of no group. */
+/* Only a failure may lack its group's size: any other record would be a sample of no group. */
 static void a_sample_without_the_size_of_its_group_is_corrupt(struct bus *bus) {
     struct writer writer;
     struct reader reader;
@@ -259,9 +259,9 @@ static void a_sample_without_the_size_of_its_group_is_corrupt(struct bus *bus) {
     reader_detach(&reader);
 }
 
-/* An owner attaches, commits a record or only reserves one, and dies; its heir dies when it has freed
- * the slot, and before it has said that it is there. The reader looked neither before nor between. */
-static void what_a_dead_heir_freed_is_read(struct bus *bus, bool committed) {
+/* An owner attaches, commits a record or only reserves one, and dies. Its successor dies when it
+ * has freed the slot, before it is active there. The reader looked neither before nor between. */
+static void what_a_dead_successor_freed_is_read(struct bus *bus, bool committed) {
     struct writer writer;
     struct reader reader;
     struct record_ref ref;
@@ -287,18 +287,18 @@ static void what_a_dead_heir_freed_is_read(struct bus *bus, bool committed) {
     reader_detach(&reader);
 }
 
-static void what_a_dead_heir_freed_of_a_commit_is_read(struct bus *bus) {
-    what_a_dead_heir_freed_is_read(bus, true);
+static void what_a_dead_successor_freed_of_a_commit_is_read(struct bus *bus) {
+    what_a_dead_successor_freed_is_read(bus, true);
 }
 
-static void what_a_dead_heir_freed_of_a_reservation_is_read(struct bus *bus) {
-    what_a_dead_heir_freed_is_read(bus, false);
+static void what_a_dead_successor_freed_of_a_reservation_is_read(struct bus *bus) {
+    what_a_dead_successor_freed_is_read(bus, false);
 }
 
 int main(void) {
     in_a_bus(4, 1, a_sample_without_the_size_of_its_group_is_corrupt);
-    in_a_bus(8, 2, what_a_dead_heir_freed_of_a_commit_is_read);
-    in_a_bus(8, 2, what_a_dead_heir_freed_of_a_reservation_is_read);
+    in_a_bus(8, 2, what_a_dead_successor_freed_of_a_commit_is_read);
+    in_a_bus(8, 2, what_a_dead_successor_freed_of_a_reservation_is_read);
     in_a_bus(4, 1, a_full_bus_keeps_a_place_for_what_is_moved);
     in_a_bus(8, 1, a_claim_that_lasts_too_long_keeps_nobody_out);
     in_a_bus(8, 1, stragglers_on_both_sides_of_a_gap_are_found_again);

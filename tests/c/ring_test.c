@@ -1,4 +1,4 @@
-/* The ring between threads over one mapping: order, wrap, reservations, recovery, hostile tables. */
+/* The ring between threads over one mapping: order, wrap, reservations, recovery, bad tables. */
 #define _GNU_SOURCE
 #include <pthread.h>
 
@@ -220,7 +220,7 @@ static void an_interrupted_move_delivers_one_copy(void) {
 }
 
 /* A commit that death interrupted counts if, and only if, the record shows it. */
-static void an_interrupted_commit_is_counted_by_its_heir(void) {
+static void an_interrupted_commit_is_counted_by_its_successor(void) {
     struct segment segment;
     struct writer writer;
     int fd = memory_file();
@@ -248,7 +248,7 @@ static void an_interrupted_commit_is_counted_by_its_heir(void) {
     close(segment.fd);
 }
 
-/* What a look at an idle bus costs follows from the producers that are there, not from the slots. */
+/* The cost of polling an idle bus follows from the producers on it, not from its slots. */
 static void lanes_without_a_producer_are_not_looked_at(void) {
     struct segment segment;
     struct writer writers[2];
@@ -328,7 +328,7 @@ int main(void) {
     every_record_arrives_once_in_order(&random);
     an_interrupted_release_is_finished();
     an_interrupted_move_delivers_one_copy();
-    an_interrupted_commit_is_counted_by_its_heir();
+    an_interrupted_commit_is_counted_by_its_successor();
     lanes_without_a_producer_are_not_looked_at();
     scribbled_tables_neither_crash_nor_stall(&random);
     puts("ring_test: passed");

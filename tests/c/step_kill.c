@@ -1,5 +1,5 @@
 /* SIGKILL after any instruction: a child is stepped through its work one instruction at a time, and
- * ended somewhere on the way; what it leaves is audited.
+ * killed somewhere on the way; what it leaves is audited.
  *
  * SHMBUS_STEP_KILLS says how many deaths of each kind; the default is for a check. */
 #define _GNU_SOURCE
@@ -78,7 +78,7 @@ static void collect(void) {
     struct reader reader;
     struct record_ref refs[RECORDS];
     own.fd = reopen(segment.fd);
-    CHECK(segment_lock(own.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
+    CHECK(file_lock_take(own.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
     CHECK(reader_attach(&reader, &own));
     for (uint32_t i = 0; i < RECORDS; i++) {
         CHECK(reader_next(&reader, &refs[i]) == 1);
@@ -170,14 +170,14 @@ static void a_producer_may_die_after_any_instruction(uint64_t *random, unsigned 
         uint64_t steps = step(produce, i == 0 ? UINT64_MAX : random_below(random, whole));
         whole = i == 0 ? steps : whole;
         uint32_t done = atomic_load(&witness->done), begun = atomic_load(&witness->begun);
-        CHECK(segment_lock(segment.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
+        CHECK(file_lock_take(segment.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
         CHECK(reader_attach(&reader, &segment));
         uint32_t n = drain(&reader, life, true);
         CHECK(n == done || n == begun);
         total += n;
         audit(&reader, 0);
         reader_detach(&reader);
-        segment_unlock(segment.fd, SHMBUS_LOCK_COLLECTOR);
+        file_lock_drop(segment.fd, SHMBUS_LOCK_COLLECTOR);
     }
     printf("%u producers ended within %llu instructions\n", kills, (unsigned long long)whole);
 }
@@ -194,7 +194,7 @@ static void a_collector_may_die_after_any_instruction(uint64_t *random, unsigned
         uint64_t steps = step(collect, i == 0 ? UINT64_MAX : random_below(random, whole));
         whole = i == 0 ? steps : whole;
         uint32_t done = atomic_load(&witness->done), begun = atomic_load(&witness->begun);
-        CHECK(segment_lock(segment.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
+        CHECK(file_lock_take(segment.fd, SHMBUS_LOCK_COLLECTOR) == LOCK_TAKEN);
         CHECK(reader_attach(&reader, &segment));
         uint32_t n = drain(&reader, 0, false);
         CHECK(n == RECORDS - done * RECORDS / 2 || n == RECORDS - begun * RECORDS / 2);
@@ -203,16 +203,16 @@ static void a_collector_may_die_after_any_instruction(uint64_t *random, unsigned
         CHECK(drain(&reader, 0, false) == 0);
         audit(&reader, 1);
         reader_detach(&reader);
-        segment_unlock(segment.fd, SHMBUS_LOCK_COLLECTOR);
+        file_lock_drop(segment.fd, SHMBUS_LOCK_COLLECTOR);
     }
     printf("%u collectors ended within %llu instructions\n", kills, (unsigned long long)whole);
 }
 
-/* ---- samples that are asked for again ---- */
+/* ---- retry requests ---- */
 
 enum { ASKED_ROW = 0, OTHER_ROW = 1, TAKER = 5, SUCCESSOR = 6 };
 
-static void make_request(struct wanted *request, uint64_t number) {
+static void make_request(struct retry_request *request, uint64_t number) {
     memset(request, 0, sizeof *request);
     request->number = number;
     request->epoch = (int64_t)number;
@@ -220,21 +220,21 @@ static void make_request(struct wanted *request, uint64_t number) {
     request->index = (uint32_t)(number % 16);
     request->attempt = (uint32_t)number;
     request->id_bytes = (uint16_t)(number % SHMBUS_MAX_ID_BYTES + 1);
-    request->reason_bytes = (uint16_t)(number % SHMBUS_WANTED_REASON_BYTES);
+    request->reason_bytes = (uint16_t)(number % SHMBUS_RETRY_REASON_BYTES);
     memset(request->id, 'a' + (int)(number % 26), request->id_bytes);
     memset(request->reason, 'A' + (int)(number % 26), request->reason_bytes);
 }
 
 static void publish(uint32_t row, uint64_t number) {
-    struct wanted request;
+    struct retry_request request;
     make_request(&request, number);
-    wanted_publish(&segment, row, &request);
+    retry_publish(&segment, row, &request);
 }
 
-/* The number of the row's request, which is whole; 0 where there is none. */
+/* The number of the entry's request, which is whole; 0 where there is none. */
 static uint64_t asked(uint32_t row, uint64_t *claimant) {
-    struct wanted found, expected;
-    if (!wanted_read(&segment, row, &found)) {
+    struct retry_request found, expected;
+    if (!retry_read(&segment, row, &found)) {
         return 0;
     }
     make_request(&expected, found.number);
@@ -243,39 +243,39 @@ static uint64_t asked(uint32_t row, uint64_t *claimant) {
     return found.number;
 }
 
-/* Requests 1 to RECORDS, each in place of the one before, some withdrawn between. */
+/* Requests 1 to RECORDS, each in place of the last one, some withdrawn between. */
 static void ask(void) {
     for (uint32_t number = 1; number <= RECORDS; number++) {
         atomic_store(&witness->begun, number);
         publish(ASKED_ROW, number);
         atomic_store(&witness->done, number);
         if (number % 3 == 0) {
-            wanted_withdraw(&segment, ASKED_ROW);
+            retry_withdraw(&segment, ASKED_ROW);
             publish(OTHER_ROW, number);
         }
     }
 }
 
-/* Takes one, gives it back, takes it for good. */
+/* Claims a request, gives it back, claims it for good. */
 static void take(void) {
     uint64_t claimant;
     for (uint32_t turn = 1; turn <= 2; turn++) {
         uint64_t number = asked(ASKED_ROW, &claimant);
         atomic_store(&witness->begun, turn);
-        CHECK(wanted_claim(&segment, ASKED_ROW, number, TAKER));
+        CHECK(retry_claim(&segment, ASKED_ROW, number, TAKER));
         atomic_store(&witness->done, turn);
-        CHECK(turn == 2 || wanted_unclaim(&segment, ASKED_ROW, TAKER));
+        CHECK(turn == 2 || retry_unclaim(&segment, ASKED_ROW, TAKER));
     }
 }
 
-/* Whatever was left there, the next collector asks in this row, and a producer takes it. */
+/* Whatever was left there, the next collector publishes in this entry, and a producer claims it. */
 static void check_row_serves(uint32_t row, uint64_t number) {
     uint64_t claimant;
     publish(row, number);
-    CHECK(asked(row, &claimant) == number && claimant == SHMBUS_WANTED_FREE);
-    CHECK(wanted_claim(&segment, row, number, SUCCESSOR));
-    CHECK(!wanted_claim(&segment, row, number, TAKER));
-    wanted_withdraw(&segment, row);
+    CHECK(asked(row, &claimant) == number && claimant == SHMBUS_RETRY_FREE);
+    CHECK(retry_claim(&segment, row, number, SUCCESSOR));
+    CHECK(!retry_claim(&segment, row, number, TAKER));
+    retry_withdraw(&segment, row);
 }
 
 static void who_asks_or_takes_may_die_after_any_instruction(uint64_t *random, unsigned kills) {
@@ -286,7 +286,7 @@ static void who_asks_or_takes_may_die_after_any_instruction(uint64_t *random, un
         uint64_t number = asked(ASKED_ROW, &claimant);
         CHECK(number == 0 || number == atomic_load(&witness->begun) ||
               number == atomic_load(&witness->done));
-        CHECK(number == 0 || claimant == SHMBUS_WANTED_FREE);
+        CHECK(number == 0 || claimant == SHMBUS_RETRY_FREE);
         CHECK(asked(OTHER_ROW, &claimant) % 3 == 0);
         check_row_serves(ASKED_ROW, 100 + i);
         check_row_serves(OTHER_ROW, 100 + i);
@@ -298,7 +298,7 @@ static void who_asks_or_takes_may_die_after_any_instruction(uint64_t *random, un
         whole = i == 0 ? steps : whole;
         uint32_t begun = atomic_load(&witness->begun), done = atomic_load(&witness->done);
         CHECK(asked(ASKED_ROW, &claimant) == 1 + i);
-        CHECK(claimant == SHMBUS_WANTED_FREE ? done < 2 : claimant == TAKER + 1 && begun > 0);
+        CHECK(claimant == SHMBUS_RETRY_FREE ? done < 2 : claimant == TAKER + 1 && begun > 0);
         check_row_serves(ASKED_ROW, 2 + i);
     }
     printf("%u that took ended within %llu instructions\n", kills, (unsigned long long)whole);
@@ -309,7 +309,8 @@ int main(void) {
     const char *given = getenv("SHMBUS_STEP_KILLS");
     unsigned kills = given ? (unsigned)strtoul(given, NULL, 10) : DEFAULT_KILLS;
     struct segment_geometry plan;
-    witness = mmap(NULL, sizeof *witness, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    witness =
+        mmap(NULL, sizeof *witness, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(witness != MAP_FAILED);
     CHECK(segment_plan(EXTENTS * SHMBUS_PAGE, PRODUCERS, SHMBUS_PAGE, &plan));
     CHECK(segment_create(&segment, memory_file(), &plan) == SEGMENT_OK);

@@ -1,4 +1,4 @@
-/* What the C tests share: checks that say where, a seed, a segment of one's own, records. */
+/* What the C tests share: checks that name their line, a seed, an anonymous segment, records. */
 #ifndef SHMBUS_TESTS_C_SUPPORT_H
 #define SHMBUS_TESTS_C_SUPPORT_H
 

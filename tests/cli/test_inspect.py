@@ -131,7 +131,7 @@ def test_a_dead_owners_open_reservation_is_shown_as_what_it_is(
     assert [r.state for r in found.records] == ["reserved"]
     assert not found.slots[0].locked
     assert found.runs[0].pinned_by[:2] == [
-        "its dead owner, until the next look",
+        "its dead owner, until the next sweep",
         "1 open reservation",
     ]
 

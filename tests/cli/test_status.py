@@ -20,7 +20,8 @@ from operators import (
 )
 
 import shmbus
-from shmbus.inspect.status import BusStatus, read_status
+from shmbus.inspect.status import read_status
+from shmbus.inspect.types import BusStatus
 from shmbus_ext import _core
 
 

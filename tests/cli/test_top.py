@@ -166,17 +166,17 @@ def test_without_rich_there_is_a_message_that_names_the_extra(bus_name: str) -> 
 def test_rates_come_from_counts_and_time(bus_name: str, spawn: Spawner) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"):
         watcher = Watcher(bus_name)
-        watcher.look()
+        watcher.poll()
         assert watcher.rates.committed == 0 and not watcher.history
         spawn.script(WORKER, bus_name, 5, "w").expect("ready")
-        watcher.look()
+        watcher.poll()
         assert watcher.rates.committed > 0
         assert watcher.rates.tokens == pytest.approx(64 * watcher.rates.committed)
         assert watcher.rates.bytes == pytest.approx(256 * watcher.rates.committed)
         assert watcher.producer_rates == {1: watcher.rates.committed}
         assert list(watcher.history) == [watcher.rates.committed]
     with shmbus.Bus.create(bus_name, "1MiB"):
-        watcher.look()
+        watcher.poll()
         assert watcher.rates.committed == 0 and not watcher.history
 
 
@@ -191,8 +191,8 @@ def test_a_frame_fits_every_terminal_and_draws_text_as_text(bus_name: str, produ
             producer = stack.enter_context(shmbus.Producer(bus_name, label=label))
             put_group(producer, f"[link=x]{number}", skip=0)
         watcher = Watcher(bus_name)
-        watcher.look()
-        watcher.look()
+        watcher.poll()
+        watcher.poll()
         for width in (60, 80, 100, 140, 200):
             for height in (16, 24, 30, 45, 60):
                 console = Console(width=width, height=height, file=io.StringIO(), color_system=None)

@@ -51,10 +51,10 @@ def put(bus: Bus, count: int, tokens: int = 100) -> None:
 def borrow(borrower: _core.Borrower, places: bytes) -> _core.ClientLease:
     """Borrow what is at these places, as one group."""
     granted = messages.Granted(number=7, size=len(places) // _core.PLACE_BYTES, places=places)
-    loans, refused = borrower.borrow([granted], -1)
+    leases, refused = borrower.borrow([granted], -1)
     assert not refused
-    (loan,) = loans
-    return loan
+    (lease,) = leases
+    return lease
 
 
 def view_locks(bus: Bus) -> int:
@@ -76,9 +76,9 @@ def test_a_borrowed_trajectory_is_what_the_reader_has(
 ) -> None:
     put(bus, 5)
     theirs = reader.poll(10)
-    loan = borrow(borrower, _core.places(theirs))
-    ours = loan.samples
-    assert len(ours) == 5 and (loan.number, loan.size, loan.key) == (7, 5, "prompt")
+    lease = borrow(borrower, _core.places(theirs))
+    ours = lease.samples
+    assert len(ours) == 5 and (lease.number, lease.size, lease.key) == (7, 5, "prompt")
     for their, our in zip(theirs, ours, strict=True):
         assert our.key == their.key and our.index == their.index and our.score == their.score
         assert our.meta == their.meta and our.policy_version == their.policy_version
@@ -93,8 +93,8 @@ def test_a_borrowed_trajectory_is_what_the_reader_has(
 
 def refusals(borrower: _core.Borrower, places: bytes) -> list[int]:
     """Borrow what is no group of this bus; return what it refuses."""
-    loans, refused = borrower.borrow([messages.Granted(number=3, size=1, places=places)], -1)
-    assert not loans
+    leases, refused = borrower.borrow([messages.Granted(number=3, size=1, places=places)], -1)
+    assert not leases
     return refused
 
 
@@ -132,13 +132,13 @@ def test_space_under_a_borrowed_view_is_not_used_again_until_the_view_is_gone(
 ) -> None:
     put(bus, 4, tokens=40_000)
     found = reader.poll(4)
-    loan = borrow(borrower, _core.places(found))
-    ours = loan.samples
+    lease = borrow(borrower, _core.places(found))
+    ours = lease.samples
     view = ours[2]["tokens"]
     copy = view.copy()
     assert view_locks(bus) == 1
     reader.release(found, _core.ACKED)
-    borrower.end(loan, _core.ACKED)
+    borrower.end(lease, _core.ACKED)
     with pytest.raises(BusClosedError, match="acknowledged"):
         ours[0]["tokens"]
     # Every byte of the bus is written again, but for the run that the view lies in.
@@ -211,10 +211,10 @@ def test_views_that_end_after_their_lease_leave_no_producer_waiting(
             looks += 1
             continue
         taken += len(found)
-        loan = borrow(borrower, _core.places(found))
-        views = [t["tokens"] for t in loan.samples]
+        lease = borrow(borrower, _core.places(found))
+        views = [t["tokens"] for t in lease.samples]
         reader.release(found, _core.ACKED)
-        borrower.forget([loan])
+        borrower.forget([lease])
     sending.join()
     assert len(views) and looks < taken
 
@@ -249,13 +249,13 @@ def test_leases_move_with_the_client_number(
 ) -> None:
     put(bus, 3)
     places = _core.places(reader.poll(3))
-    loans = [borrow(borrower, places) for _ in range(2)]
+    leases = [borrow(borrower, places) for _ in range(2)]
     assert lease_locks(bus, 0) == 1
     borrower.set_client(7)
     assert lease_locks(bus, 0) == 0 and lease_locks(bus, 7) == 1
-    borrower.forget(loans[:1])
+    borrower.forget(leases[:1])
     assert lease_locks(bus, 7) == 1
-    borrower.forget(loans)
+    borrower.forget(leases)
     assert lease_locks(bus, 7) == 0
     with pytest.raises(ValueError, match="client"):
         borrower.set_client(_core.MAX_CLIENTS)
@@ -265,7 +265,7 @@ def locked(segment: _core.Segment, which: int) -> set[int]:
     return {e for first, count in segment.locks_held(which) for e in range(first, first + count)}
 
 
-def test_exactly_the_extents_of_loans_and_of_views_are_locked(
+def test_exactly_the_extents_of_leases_and_of_views_are_locked(
     bus: Bus, reader: _core.Reader, borrower: _core.Borrower, seed: int
 ) -> None:
     draw = random.Random(seed)
@@ -277,7 +277,7 @@ def test_exactly_the_extents_of_loans_and_of_views_are_locked(
     found = reader.poll(120)
     extents = [place[0] for place in struct.iter_unpack("=IIQQ", _core.places(found))]
     other = lifecycle.open_segment(bus.name)
-    loans: dict[int, tuple[set[int], _core.ClientLease]] = {}
+    leases: dict[int, tuple[set[int], _core.ClientLease]] = {}
     views: dict[int, tuple[int, np.ndarray]] = {}
     client = number = 0
     for _ in range(150):
@@ -293,26 +293,26 @@ def test_exactly_the_extents_of_loans_and_of_views_are_locked(
             grants.insert(0, messages.Granted(number=0, size=1, places=grants[-1].places[:24] * 2))
             grants[0].places = grants[0].places[:28] + b"\xff" + grants[0].places[29:]
             fresh, refused = borrower.borrow(grants, -1)
-            assert refused == [0] and [loan.number for loan in fresh] == list(at)
-            for loan in fresh:
-                loans[loan.number] = ({extents[i] for i in at[loan.number]}, loan)
-        elif step in (1, 3) and loans:
-            count = draw.randrange(1, len(loans) + 1)
-            over = [loans.pop(n)[1] for n in draw.sample(sorted(loans), count)]
-            for loan in over:
-                borrower.end(loan, _core.ACKED)
+            assert refused == [0] and [lease.number for lease in fresh] == list(at)
+            for lease in fresh:
+                leases[lease.number] = ({extents[i] for i in at[lease.number]}, lease)
+        elif step in (1, 3) and leases:
+            count = draw.randrange(1, len(leases) + 1)
+            over = [leases.pop(n)[1] for n in draw.sample(sorted(leases), count)]
+            for lease in over:
+                borrower.end(lease, _core.ACKED)
             borrower.forget(over)
-        elif step == 2 and loans:
-            sample = draw.choice(loans[draw.choice(list(loans))][1].samples)
+        elif step == 2 and leases:
+            sample = draw.choice(leases[draw.choice(list(leases))][1].samples)
             views[len(views)] = (extents[int(sample.instance_id)], sample["tokens"])
         elif step == 4:
             client = draw.randrange(4)
             borrower.set_client(client)
-        if not loans:
+        if not leases:
             # A trajectory that is held keeps what it has shown.
             views.clear()
         assert locked(other, 0) == {extent for extent, _ in views.values()}
-        held = {extent for at, _ in loans.values() for extent in at}
+        held = {extent for at, _ in leases.values() for extent in at}
         assert locked(other, 1 + client) == held
         assert borrower.locks() == (len(held), len(locked(other, 0)))
     other.close()
@@ -325,8 +325,8 @@ from shmbus.segment import lifecycle
 from shmbus_ext import _core
 borrower = _core.Borrower(lifecycle.open_segment(sys.argv[1], read_only=True))
 granted = messages.Granted(number=1, size=2, places=bytes.fromhex(sys.argv[2]))
-loans, _ = borrower.borrow([granted], -1)
-view = loans[0].samples[0]["tokens"]
+leases, _ = borrower.borrow([granted], -1)
+view = leases[0].samples[0]["tokens"]
 print("looking")
 time.sleep(60)
 """

@@ -28,9 +28,12 @@ from shmbus import (
     Producer,
     ProtocolError,
     limits,
+    source,
 )
 from shmbus.control import messages
 from shmbus.control.socket_path import socket_path
+from shmbus.daemon.service import MAX_WAITING
+from shmbus.segment.names import MAX_NAME_BYTES
 
 Served = Callable[..., Daemon]
 
@@ -95,7 +98,7 @@ def test_the_socket_is_for_its_user_only_and_gone_after_an_orderly_end(
 def test_a_name_too_long_for_a_socket_is_served_under_a_shorter_one(
     daemon: Served, bus_name: str
 ) -> None:
-    name = bus_name + "x" * (limits.MAX_NAME_BYTES - len(bus_name))
+    name = bus_name + "x" * (MAX_NAME_BYTES - len(bus_name))
     served = daemon("--capacity", "8MiB", "--unlink-on-exit", name=name)
     put(name, "a")
     with Consumer(name) as consumer:
@@ -275,7 +278,7 @@ def test_sigterm_waits_for_leases(daemon: Served, bus_name: str) -> None:
 def test_a_stale_socket_is_no_daemon_and_says_what_to_do(
     daemon: Served, bus_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "DAEMON_WAIT_S", 0.2)
+    monkeypatch.setattr(source, "DAEMON_WAIT_S", 0.2)
     served = daemon("--capacity", "8MiB")
     served.kill()
     with pytest.raises(DaemonUnavailableError, match=f"shmbus serve {bus_name}.*daemon=False"):
@@ -438,7 +441,7 @@ def test_bad_clients_are_answered_or_closed_and_nobody_else_notices(
         "another bus": messages.frame(messages.Hello(version=1, bus="other")),
         "not what a client says": hello(bus_name) * 2,
         "observer": hello(bus_name, observer=True) + take,
-        "wait already": hello(bus_name) + take * (limits.MAX_WAITING + 1),
+        "wait already": hello(bus_name) + take * (MAX_WAITING + 1),
         "after the last one": hello(bus_name) + messages.frame(messages.Claim(groups=[])),
     }
     for expected, data in cases.items():

@@ -10,6 +10,7 @@ import pytest
 
 from shmbus import Ledger, ProtocolError, limits
 from shmbus.control import messages
+from shmbus.inspect.types import LeaseStatus
 
 LEDGER = Ledger(committed=1, acknowledged=1, leased=0, stashed=0, in_ring=0, dropped={})
 REQUESTS: list[messages.Request] = [
@@ -33,7 +34,7 @@ REPLIES: list[messages.Reply] = [
     messages.LedgerReply(id=4, ledger=LEDGER),
     messages.StatusReply(
         id=5, bus="b", pid=1, version="0", uptime_s=1.0, ledger=LEDGER, policy={},
-        clients=[messages.ClientStatus(client=0, pid=1, label="x")],
+        clients=[LeaseStatus(client=0, pid=1, label="x")],
         next_steps={0: 4},
     ),
     messages.Refused(kind="busy", message="no"),

@@ -1,5 +1,5 @@
-/* What the fuzz targets share. A target is one file with fuzz_one(), and main for what a fuzzer
- * found: with -DFUZZ_REPLAY it runs each file that it is given; without, libFuzzer brings main. */
+/* What the fuzz targets share. A target is one file with LLVMFuzzerTestOneInput(). With
+ * -DFUZZ_REPLAY it has a main() that runs each file that it is given; without, libFuzzer has it. */
 #ifndef SHMBUS_TESTS_FUZZ_H
 #define SHMBUS_TESTS_FUZZ_H
 

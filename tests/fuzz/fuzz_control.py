@@ -6,6 +6,7 @@ goes. After it all clients go, and every trajectory must be where the ledger say
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import time
@@ -29,13 +30,13 @@ _MOST_ACTS = 200
 
 
 class FuzzedService:
-    """A service over a small bus; its bus has no name, since a fuzzer ends without a word."""
+    """A service over a small bus, which is removed when the fuzzer ends."""
 
     def __init__(self) -> None:
-        with shmbus.Bus.create(_NAME, "256KiB", max_producers=2, extent_bytes=4096) as bus:
-            self.producer = shmbus.Producer(_NAME)
-            self.collector = Collector(_NAME, StashPolicy())
-            bus.unlink()
+        shmbus.Bus.create(_NAME, "256KiB", max_producers=2, extent_bytes=4096).close()
+        atexit.register(shmbus.unlink, _NAME)
+        self.producer = shmbus.Producer(_NAME)
+        self.collector = Collector(_NAME, StashPolicy())
         self.numbers = itertools.count()
         self.service = Service(self.collector, {})
 

@@ -6,6 +6,7 @@ Consumer.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import struct
@@ -40,11 +41,11 @@ class FuzzedBus:
     """A bus whose records are overwritten before they are read; made when first needed."""
 
     def __init__(self) -> None:
-        # The name goes at once: a fuzzer ends its process without a word.
-        with shmbus.Bus.create(_NAME, "256KiB", max_producers=2, extent_bytes=4096):
-            self.file = Path(f"/dev/shm/shmbus.{_NAME}").open("r+b", buffering=0)  # noqa: SIM115
-            self.producer = shmbus.Producer(_NAME)
-            self.consumer = shmbus.Consumer(_NAME)
+        shmbus.Bus.create(_NAME, "256KiB", max_producers=2, extent_bytes=4096).close()
+        atexit.register(shmbus.unlink, _NAME)
+        self.file = Path(f"/dev/shm/shmbus.{_NAME}").open("r+b", buffering=0)  # noqa: SIM115
+        self.producer = shmbus.Producer(_NAME)
+        self.consumer = shmbus.Consumer(_NAME)
         self.number = 0
 
     def run(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-/* A file whose first page is anybody's: segment_open refuses it, or its numbers hold.
+/* A file with any bytes as its first page: segment_open refuses it, or its numbers hold.
  *
  * Input: the header's bytes. An even first byte of the input's last eight has its checksum made
  * right, so that the bounds are reached. */

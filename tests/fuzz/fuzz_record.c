@@ -1,4 +1,4 @@
-/* One record whose bytes are anybody's: read to the end, never outside, never beyond its limits.
+/* One record of any bytes: read to its end, never out of bounds, never beyond its limits.
  *
  * Input: the record. A first byte below 192 has both checksums made right. */
 #include "fuzz.h"

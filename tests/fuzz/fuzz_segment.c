@@ -1,4 +1,4 @@
-/* A collector over a segment into which anybody writes between its steps: it ends, stays inside,
+/* A collector over a segment that is scribbled over between its steps: it ends, stays in bounds,
  * and attaches again.
  *
  * Input: edits of 6 bytes: where (4), what (1), and what is done afterwards (1): nothing, a read,

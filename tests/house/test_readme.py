@@ -1,4 +1,4 @@
-"""The README's first example is run as it stands."""
+"""The README's first example is run as it stands, and its figures are those of the kept run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from conftest import Spawner
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 
 
 def test_the_ten_lines_of_the_readme_run(spawn: Spawner, bus_name: str) -> None:
@@ -16,3 +17,11 @@ def test_the_ten_lines_of_the_readme_run(spawn: Spawner, bus_name: str) -> None:
     output = spawn.script(code.replace('"readme"', repr(bus_name))).finish()
     scores = [0.0, 1.0] * 4
     assert f"gsm8k-17 {scores} {2047 * 1024}" in output
+
+
+def test_the_rates_of_what_it_replaces_were_measured_in_the_run_that_is_kept() -> None:
+    bullets = README.read_text().partition("## What it replaces")[2].partition("\nFigures of")[0]
+    rates = re.findall(r"\d[\d,]*\d\d", bullets)
+    report = (ROOT / "bench" / "results" / "two-cores" / "report.md").read_text()
+    assert len(rates) >= 3
+    assert [rate for rate in rates if f"| {rate} |" not in report] == []

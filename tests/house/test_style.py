@@ -17,7 +17,26 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MAX_FILE_LINES = 600
+MAX_FILE_LINES = 500
+# A file that is one idea may have so many, with its reason in this table: "path": reason.
+MAX_LONG_FILE_LINES = 600
+LONG_FILES_ALLOWED: dict[str, str] = {
+    "shmbus/client/connection.py": "one state machine: dialling, reading, giving up",
+    "shmbus/consumer.py": "one handle; a third of it is documentation for users",
+    "shmbus/daemon/service.py": "one state machine: all that changes a lease is in sight",
+    "shmbus/producer.py": "one handle; half of it is documentation for users",
+    "shmbus_ext/python/group/group_table_object.c": "one Python type",
+    "shmbus_ext/python/put/reservation.c": "one Python type, with its documentation for users",
+    "shmbus_ext/python/read/reader_object.c": "one Python type",
+    "shmbus_ext/python/segment/segment_object.c": "one Python type, and what a fork does to it",
+    "tests/attention/test_attention.py": "one operator against one reference",
+    "tests/daemon/test_daemon.py": "the daemon as a client sees it",
+    "tests/house/test_errors.py": "tables of messages",
+    "tests/ring/test_bus.py": "the bus from its creation to its end",
+    "tests/ring/test_producer.py": "one handle",
+    "tests/stash/test_consumer.py": "one handle",
+    "tests/stash/test_stash.py": "one state machine",
+}
 MAX_FUNCTION_LINES = 70
 # "path:function": reason. Nothing else may be longer.
 LONG_FUNCTIONS_ALLOWED: dict[str, str] = {}
@@ -134,12 +153,24 @@ def test_every_file_opens_with_what_it_is_for() -> None:
 
 
 def test_no_file_outgrows_one_room() -> None:
+    long = {
+        relative(path): lines
+        for path in files(".py", ".pyi", ".c", ".h")
+        if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES
+    }
+    unused = LONG_FILES_ALLOWED.keys() - long.keys()
     report(
         [
-            f"{relative(path)}: {lines} lines, at most {MAX_FILE_LINES} are allowed"
-            for path in files(".py", ".pyi", ".c", ".h")
-            if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES
+            f"{name}: {lines} lines; cut it by ideas to {MAX_FILE_LINES}, or give a reason for more"
+            for name, lines in long.items()
+            if name not in LONG_FILES_ALLOWED
         ]
+        + [
+            f"{name}: {lines} lines, at most {MAX_LONG_FILE_LINES} are ever allowed"
+            for name, lines in long.items()
+            if lines > MAX_LONG_FILE_LINES
+        ]
+        + [f"{name}: allowed to be long, but is short or gone" for name in sorted(unused)]
     )
 
 

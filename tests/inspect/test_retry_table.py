@@ -24,12 +24,13 @@ segment, me = open_segment(sys.argv[1]), int(sys.argv[2])
 print("ready", flush=True)
 mine, over = [], False
 while not over:
-    for row, number, claimant, id_, epoch, size, index, attempt, reason, _ in _core.wanted(segment):
+    requests = _core.retry_requests(segment)
+    for row, number, claimant, id_, epoch, size, index, attempt, reason, _ in requests:
         assert (id_, epoch, size) == (f"p{number}", number, 8), (number, id_, epoch, size)
         assert reason == "x" * (number % 190) and index == number % 8 and attempt == number % 5
         over = over or number == 20_000
         if not claimant and number < 20_000:
-            if _core.claim_wanted(segment, row, number, me):
+            if _core.retry_claim(segment, row, number, me):
                 mine.append(number)
 print(*mine, flush=True)
 """
@@ -37,7 +38,7 @@ print(*mine, flush=True)
 
 def want(segment: _core.Segment, row: int, number: int) -> None:
     reason = b"x" * (number % 190)
-    _core.want(
+    _core.retry_publish(
         segment, row, number, f"p{number}", number, 8, number % 8, number % 5, reason
     )  # fmt: skip
 
@@ -55,7 +56,7 @@ def test_no_request_is_torn_or_handed_to_two_while_rows_change(
             row = rng.randrange(4)
             want(segment, row, number)
             if rng.random() < 0.2:
-                _core.unwant(segment, row)
+                _core.retry_withdraw(segment, row)
         want(segment, 5, 20_000)
         got = [int(n) for c in claimers for n in c.finish().split("\n", 1)[1].split()]
         assert got and len(set(got)) == len(got)
@@ -66,19 +67,19 @@ def test_a_claim_is_of_the_request_that_was_seen(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"):
         segment = open_segment(bus_name)
         want(segment, 0, 7)
-        assert not _core.claim_wanted(segment, 0, 6, 1)
-        assert _core.wanted(segment)[0][2] == 0  # put back
-        assert _core.claim_wanted(segment, 0, 7, 1)
-        assert not _core.claim_wanted(segment, 0, 7, 2)
-        assert not _core.unclaim_wanted(segment, 0, 2)
-        assert _core.unclaim_wanted(segment, 0, 1)
-        assert _core.claim_wanted(segment, 0, 7, 2)
+        assert not _core.retry_claim(segment, 0, 6, 1)
+        assert _core.retry_requests(segment)[0][2] == 0  # put back
+        assert _core.retry_claim(segment, 0, 7, 1)
+        assert not _core.retry_claim(segment, 0, 7, 2)
+        assert not _core.retry_unclaim(segment, 0, 2)
+        assert _core.retry_unclaim(segment, 0, 1)
+        assert _core.retry_claim(segment, 0, 7, 2)
         want(segment, 0, 8)
-        assert not _core.unclaim_wanted(segment, 0, 2)
-        _core.unwant(segment, 0)
-        assert _core.wanted(segment) == [] and not _core.claim_wanted(segment, 0, 8, 1)
+        assert not _core.retry_unclaim(segment, 0, 2)
+        _core.retry_withdraw(segment, 0)
+        assert _core.retry_requests(segment) == [] and not _core.retry_claim(segment, 0, 8, 1)
         with pytest.raises(IndexError):
-            _core.unwant(segment, _core.WANTED_ROWS)
+            _core.retry_withdraw(segment, _core.RETRY_ENTRIES)
         segment.close()
 
 
@@ -86,7 +87,7 @@ def test_a_scribbled_table_is_not_believed(bus_name: str, seed: int) -> None:
     rng = random.Random(seed)
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         with SegmentFile(bus_name) as file:
-            table = file.wanted_table()
+            table = file.retry_table()
             path = Path(shm_path(bus_name))
             end = file.data_offset
         assert not any(table)
@@ -95,7 +96,7 @@ def test_a_scribbled_table_is_not_believed(bus_name: str, seed: int) -> None:
                 raw.seek(end - 4096 - len(table))
                 raw.write(rng.randbytes(len(table) + 4096))
             segment = open_segment(bus_name)
-            _core.note_wanted(segment, 5, 0)
+            _core.retry_note(segment, 5, 0)
             segment.close()
             assert producer.wanted() == []
             with SegmentFile(bus_name) as file:

@@ -1,11 +1,12 @@
 """Raises an exception at a chosen event of this thread: a line, a call, a return, or a call into C.
 
 A signal's handler may raise wherever the interpreter looks for signals: when a function begins,
-when a call returns, when a loop goes back. This is a superset of that, with two exceptions. Between
-the end of a `with` block and the call of its `__exit__` the interpreter never looks. And what a
-constructor made is nobody's when it returns: an exception there would keep it by its own frame,
-where a real one finds it on the stack of the caller, which drops it. `Injection(k)` raises at the
-k-th event inside the packages, once; counting the events first tells how many there are.
+when a call returns, when a loop goes back. This is a superset of that, with three exceptions.
+Between the end of a `with` block and the call of its `__exit__` the interpreter never looks, nor
+where it does nothing. And what a constructor made is nobody's when it returns: an exception there
+would keep it by its own frame, where a real one finds it on the stack of the caller, which drops
+it. `Injection(k)` raises at the k-th event inside the packages, once; counting the events first
+tells how many there are.
 
 Invariant: an injection changes nothing but that; where it has raised, or its block is over, tracing
 is off.
@@ -119,7 +120,8 @@ class Injection:
             raise Injected(self.where)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        del argument  # what is returned: a traceback would keep it
+        # What a function returns: a real handler is not told, so it does not keep it alive.
+        del argument
         if not self._is_ours(frame):
             return None
         if event != "exception":
@@ -127,6 +129,7 @@ class Injection:
         return self._trace
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        # Of another event the argument is what a function returns, at which nobody looks here.
         if event in ("c_call", "c_return") and (
             self._is_ours(frame)
             or (frame.f_code.co_filename == self._caller and frame.f_code.co_name == "operate")

@@ -1,4 +1,4 @@
-"""Interrupts every step of a Consumer that a daemon serves, alone or with another rank, and audits.
+"""Interrupts every step of a Consumer of a daemon, one or two ranks, and audits after each.
 
 Usage: ``python tests/interrupt/served.py NAME [OPERATION...]``; as `embedded.py`, whose promises
 it checks. The daemon is a process of its own, which nothing interrupts.

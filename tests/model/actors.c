@@ -32,7 +32,7 @@ void map_segment(struct segment *s) {
     s->slots = (struct producer_slot *)(void *)((uint8_t *)s->slots + shift);
     s->extents = (struct extent_desc *)(void *)((uint8_t *)s->extents + shift);
     s->intent_log = (_Atomic uint64_t *)(void *)((uint8_t *)s->intent_log + shift);
-    s->wanted = (struct wanted_row *)(void *)((uint8_t *)s->wanted + shift);
+    s->retries = (struct retry_entry *)(void *)((uint8_t *)s->retries + shift);
     s->data += shift;
 }
 
@@ -136,7 +136,7 @@ void produce_interleaved(void) {
 /* ---- collectors ---- */
 
 static void attach_collector(struct actor *self) {
-    while (segment_lock(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
+    while (file_lock_take(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
         engine_pause();
     }
     if (!reader_attach(&self->reader, &self->segment)) {
@@ -247,7 +247,7 @@ static void drain(struct actor *self) {
 
 void audit_script(void) {
     struct actor *self = begin();
-    if (segment_lock(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
+    if (file_lock_take(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
         engine_fail("a dead collector's lock is still held");
     }
     attach_collector(self);
@@ -255,7 +255,7 @@ void audit_script(void) {
     reader_sweep(&self->reader);
     drain(self);
     ghost_end(&self->reader);
-    audit_wanted(&self->segment);
+    audit_retries(&self->segment);
     if (writer_attach(&self->writer, &self->segment, "a") != WRITER_OK) {
         engine_fail("no slot is free at the end");
     }

@@ -1,4 +1,4 @@
-/* The scripts that scenarios are made of; actors.c and asking.c have them. */
+/* The scripts that scenarios are made of; actors.c and retries.c have them. */
 #ifndef SHMBUS_MODEL_ACTORS_H
 #define SHMBUS_MODEL_ACTORS_H
 
@@ -12,14 +12,14 @@ enum habit { PLAIN, SWEEPS, MOVES, KEEPS };
 
 void produce(const enum way *ways, unsigned n);
 void produce_interleaved(void);
-/* One that gives back what it has taken takes again, and answers then. A scribbler overwrites one
- * part of the row. */
+/* A producer that gives its request back takes one again, and answers it. A scribbler overwrites
+ * one part of the entry. */
 enum patience { ASKS_ONCE, ASKS_AGAIN };
 enum deed { ANSWERS, GIVES_BACK };
 enum part { A_TEXT, A_NUMBER, A_CLAIM, A_BUSY_CLAIM };
 
-void ask_for_one(enum patience patience, uint8_t takers);
-void take_wanted(enum deed deed, uint8_t askers);
+void request_one(enum patience patience, uint8_t takers);
+void take_request(enum deed deed, uint8_t askers);
 void scribble(enum part part);
 
 /* What scripts share. */

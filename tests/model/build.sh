@@ -24,13 +24,13 @@ for name in attach clock count doorbell extents intent_log lane moved_set reader
     recovery retry_table writer; do
     compile "$ring/$name.c" -include tests/model/hooks.h
 done
-kernel="-Dsegment_lock=kernel_lock -Dsegment_unlock=kernel_unlock"
+kernel="-Dfile_lock_take=kernel_take -Dfile_lock_drop=kernel_drop"
 # shellcheck disable=SC2086
 compile "$ring/segment.c" $small $kernel
 # shellcheck disable=SC2086
 compile "$ring/file_lock.c" $kernel
 compile "$ring/checksum.c"
-for name in engine memory ghost ghost_wanted actors asking explore; do
+for name in engine memory ghost ghost_retry actors retries explore; do
     # shellcheck disable=SC2086
     compile "tests/model/$name.c" $small
 done

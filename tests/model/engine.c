@@ -198,7 +198,8 @@ static uint64_t hash_world(void) {
             continue;
         }
         hash = mix_hash(hash, p->state == P_DONE || p->state == P_DEAD ? 0 : p->history);
-        hash = mix_hash(hash, (uint64_t)p->state | (uint64_t)p->op << 8 | (uint64_t)p->started << 16 |
+        hash = mix_hash(hash, (uint64_t)p->state | (uint64_t)p->op << 8 |
+                                  (uint64_t)p->started << 16 |
                                   (uint64_t)p->wait_result << 24);
         if (bounds.weak && (p->state == P_READY || p->state == P_BLOCKED)) {
             hash = hash_bytes(hash, p->buffered, p->buffered_count * sizeof p->buffered[0]);
@@ -389,7 +390,8 @@ static void visit(void) {
     unsigned n = list_choices(choices);
     bool alive = false;
     for (int i = 0; i < AUDITOR; i++) {
-        alive = alive || world.processes[i].state == P_READY || world.processes[i].state == P_BLOCKED;
+        alive = alive || world.processes[i].state == P_READY ||
+                world.processes[i].state == P_BLOCKED;
     }
     if (!alive) {
         audit();

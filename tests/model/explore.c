@@ -53,14 +53,14 @@ ROLE(sweeps_over_two, collect(1, 3, SWEEPS))
 ROLE(moves_from_one, collect(2, 1, MOVES))
 ROLE(keeps_from_one, collect(1, 1, KEEPS))
 
-ROLE(asks_two, ask_for_one(ASKS_ONCE, 3))
-ROLE(asks_two_again, ask_for_one(ASKS_AGAIN, 3))
-ROLE(asks_one, ask_for_one(ASKS_ONCE, 1))
+ROLE(asks_two, request_one(ASKS_ONCE, 3))
+ROLE(asks_two_again, request_one(ASKS_AGAIN, 3))
+ROLE(asks_one, request_one(ASKS_ONCE, 1))
 
-ROLE(answers_one, take_wanted(ANSWERS, 4))
-ROLE(gives_back, take_wanted(GIVES_BACK, 4))
-ROLE(answers_either, take_wanted(ANSWERS, 12))
-ROLE(answers_beside, take_wanted(ANSWERS, 2))
+ROLE(answers_one, take_request(ANSWERS, 4))
+ROLE(gives_back, take_request(GIVES_BACK, 4))
+ROLE(answers_either, take_request(ANSWERS, 12))
+ROLE(answers_beside, take_request(ANSWERS, 2))
 
 ROLE(scribbles_text, scribble(A_TEXT))
 ROLE(scribbles_number, scribble(A_NUMBER))
@@ -68,42 +68,158 @@ ROLE(scribbles_claim, scribble(A_CLAIM))
 ROLE(scribbles_busy, scribble(A_BUSY_CLAIM))
 
 static const struct scenario scenarios[] = {
-    {"put", "one producer that puts now and then", {puts_now_and_then, collects_from_one}, 4, 1, 3, 1,
-     NO_BOUND},
-    {"wrap", "one lane through two extents, over and over", {puts_five, collects_from_one}, 3, 1, 3,
-     1, NO_BOUND},
-    {"tight", "one extent for a lane that needs two", {puts_five, collects_from_one}, 2, 1, 3, 1,
-     NO_BOUND},
-    {"reserve", "reservations that end in another order", {produce_interleaved, collects_from_one},
-     3, 1, 3, 1, NO_BOUND},
-    {"abort", "one that is given up", {aborts_and_reserves, collects_from_one}, 3, 1, 3, 1,
-     NO_BOUND},
-    {"two", "two producers, groups of two", {puts_two, reserves_two, collects_pairs_from_two}, 4, 2,
-     7, 1, 2},
-    {"full", "two producers wait for two extents", {puts_three, puts_three, collects_from_two}, 3, 2,
-     3, 1, 2},
-    {"heir", "a slot that is taken over twice while the collector sweeps",
-     {puts_one, reserves_two, sweeps_over_two}, 4, 1, 3, 2, 2},
-    {"successor", "a collector takes over from one that died, twice",
-     {puts_three, collects_pairs_from_one, collects_from_one}, 3, 1, 7, 2, 1},
-    {"move", "stragglers are moved, by collectors that die",
-     {puts_three, moves_from_one, collects_from_one}, 5, 1, 7, 2, 1},
-    {"keep", "a collector that keeps stragglers, and its successor",
-     {fills_four, keeps_from_one, collects_from_one}, 6, 1, 7, 1, 1},
-    {"large", "runs of two extents, leased and freed", {puts_large, puts_two, collects_from_two}, 8,
-     2, 7, 1, 1},
-    {"asking", "two take what is asked for, and again when its time is over",
-     {answers_one, answers_one, asks_two_again}, 2, 2, 7, 2, NO_BOUND},
-    {"leaving", "who has taken it gives it back", {gives_back, answers_one, asks_two_again}, 2, 2, 7,
-     2, NO_BOUND},
-    {"inherit", "a collector takes over what one that died had asked for",
-     {answers_either, answers_either, asks_two, asks_two}, 2, 2, 15, 2, 1},
-    {"text", "a request is scribbled over", {answers_beside, asks_one, scribbles_text}, 2, 1, 3, 1,
-     NO_BOUND},
-    {"number", "its number is", {answers_beside, asks_one, scribbles_number}, 2, 1, 3, 1, NO_BOUND},
-    {"claim", "who has it is", {answers_beside, asks_one, scribbles_claim}, 2, 1, 3, 1, NO_BOUND},
-    {"busy", "its row is said to change", {answers_beside, asks_one, scribbles_busy}, 2, 1, 3, 1,
-     NO_BOUND},
+    {.name = "put",
+     .about = "one producer that puts now and then",
+     .scripts = {puts_now_and_then, collects_from_one},
+     .extents = 4,
+     .producers = 1,
+     .mortal = 3,
+     .deaths = 1,
+     .preemptions = NO_BOUND},
+    {.name = "wrap",
+     .about = "one lane through two extents, over and over",
+     .scripts = {puts_five, collects_from_one},
+     .extents = 3,
+     .producers = 1,
+     .mortal = 3,
+     .deaths = 1,
+     .preemptions = NO_BOUND},
+    {.name = "tight",
+     .about = "one extent for a lane that needs two",
+     .scripts = {puts_five, collects_from_one},
+     .extents = 2,
+     .producers = 1,
+     .mortal = 3,
+     .deaths = 1,
+     .preemptions = NO_BOUND},
+    {.name = "reserve",
+     .about = "reservations that end in another order",
+     .scripts = {produce_interleaved, collects_from_one},
+     .extents = 3,
+     .producers = 1,
+     .mortal = 3,
+     .deaths = 1,
+     .preemptions = NO_BOUND},
+    {.name = "abort",
+     .about = "a reservation that is aborted",
+     .scripts = {aborts_and_reserves, collects_from_one},
+     .extents = 3,
+     .producers = 1,
+     .mortal = 3,
+     .deaths = 1,
+     .preemptions = NO_BOUND},
+    {.name = "two",
+     .about = "two producers, groups of two",
+     .scripts = {puts_two, reserves_two, collects_pairs_from_two},
+     .extents = 4,
+     .producers = 2,
+     .mortal = 7,
+     .deaths = 1,
+     .preemptions = 2},
+    {.name = "full",
+     .about = "two producers wait for two extents",
+     .scripts = {puts_three, puts_three, collects_from_two},
+     .extents = 3,
+     .producers = 2,
+     .mortal = 3,
+     .deaths = 1,
+     .preemptions = 2},
+    {.name = "reap",
+     .about = "a slot that is taken over twice while the collector sweeps",
+     .scripts = {puts_one, reserves_two, sweeps_over_two},
+     .extents = 4,
+     .producers = 1,
+     .mortal = 3,
+     .deaths = 2,
+     .preemptions = 2},
+    {.name = "successor",
+     .about = "a collector takes over from one that died, twice",
+     .scripts = {puts_three, collects_pairs_from_one, collects_from_one},
+     .extents = 3,
+     .producers = 1,
+     .mortal = 7,
+     .deaths = 2,
+     .preemptions = 1},
+    {.name = "move",
+     .about = "stragglers are moved, by collectors that die",
+     .scripts = {puts_three, moves_from_one, collects_from_one},
+     .extents = 5,
+     .producers = 1,
+     .mortal = 7,
+     .deaths = 2,
+     .preemptions = 1},
+    {.name = "keep",
+     .about = "a collector that keeps stragglers, and its successor",
+     .scripts = {fills_four, keeps_from_one, collects_from_one},
+     .extents = 6,
+     .producers = 1,
+     .mortal = 7,
+     .deaths = 1,
+     .preemptions = 1},
+    {.name = "large",
+     .about = "runs of two extents, leased and freed",
+     .scripts = {puts_large, puts_two, collects_from_two},
+     .extents = 8,
+     .producers = 2,
+     .mortal = 7,
+     .deaths = 1,
+     .preemptions = 1},
+    {.name = "retry",
+     .about = "two producers answer a retry request, and again after its time",
+     .scripts = {answers_one, answers_one, asks_two_again},
+     .extents = 2,
+     .producers = 2,
+     .mortal = 7,
+     .deaths = 2,
+     .preemptions = NO_BOUND},
+    {.name = "leaving",
+     .about = "a producer gives back the request that it has claimed",
+     .scripts = {gives_back, answers_one, asks_two_again},
+     .extents = 2,
+     .producers = 2,
+     .mortal = 7,
+     .deaths = 2,
+     .preemptions = NO_BOUND},
+    {.name = "inherit",
+     .about = "a collector takes over the requests of one that died",
+     .scripts = {answers_either, answers_either, asks_two, asks_two},
+     .extents = 2,
+     .producers = 2,
+     .mortal = 15,
+     .deaths = 2,
+     .preemptions = 1},
+    {.name = "text",
+     .about = "a request is scribbled over",
+     .scripts = {answers_beside, asks_one, scribbles_text},
+     .extents = 2,
+     .producers = 1,
+     .mortal = 3,
+     .deaths = 1,
+     .preemptions = NO_BOUND},
+    {.name = "number",
+     .about = "its number is scribbled over",
+     .scripts = {answers_beside, asks_one, scribbles_number},
+     .extents = 2,
+     .producers = 1,
+     .mortal = 3,
+     .deaths = 1,
+     .preemptions = NO_BOUND},
+    {.name = "claim",
+     .about = "its claim is scribbled over",
+     .scripts = {answers_beside, asks_one, scribbles_claim},
+     .extents = 2,
+     .producers = 1,
+     .mortal = 3,
+     .deaths = 1,
+     .preemptions = NO_BOUND},
+    {.name = "busy",
+     .about = "its claim says that it is being changed",
+     .scripts = {answers_beside, asks_one, scribbles_busy},
+     .extents = 2,
+     .producers = 1,
+     .mortal = 3,
+     .deaths = 1,
+     .preemptions = NO_BOUND},
 };
 #define SCENARIOS (sizeof scenarios / sizeof scenarios[0])
 
@@ -158,9 +274,15 @@ static void explore_one(const struct scenario *scenario, const struct options *o
         bounds.preemptions = 1;
         bounds.deaths = weak ? 0 : 1;
     }
-    bounds.preemptions = options->preemptions >= 0 ? (unsigned)options->preemptions : bounds.preemptions;
-    bounds.deaths = options->deaths >= 0 ? (unsigned)options->deaths : bounds.deaths;
-    bounds.delays = options->delays >= 0 ? (unsigned)options->delays : bounds.delays;
+    if (options->preemptions >= 0) {
+        bounds.preemptions = (unsigned)options->preemptions;
+    }
+    if (options->deaths >= 0) {
+        bounds.deaths = (unsigned)options->deaths;
+    }
+    if (options->delays >= 0) {
+        bounds.delays = (unsigned)options->delays;
+    }
     bool complete = engine_search(scenario);
     clock_gettime(CLOCK_MONOTONIC, &to);
     double seconds = (double)(to.tv_sec - from.tv_sec) + (double)(to.tv_nsec - from.tv_nsec) / 1e9;

@@ -5,11 +5,11 @@
  * - What a producer committed before it claimed another, or before it began to commit another that
  *   lies behind it, is delivered before that, unless one of them was moved.
  * - An acknowledgement happens for all of its records, or for none.
- * - A byte of an extent is written by whoever holds the lease, or is a record's state.
+ * - A byte of an extent is written by the holder of its lease, or is a record's state.
  * - An extent is freed when no living producer has an open record in it, and no record there is
  *   committed and not acknowledged.
- * - Nobody waits for somebody stopped or dead: whoever lives goes on, no wake-up is lost while there
- *   is work for a sleeper, and no run is without end (engine.c).
+ * - No process waits for a stopped or dead one: those that live go on, no wake-up is lost while a
+ *   sleeper has work, and no run is without end (engine.c).
  * - At the end the numbers agree: commits counted by the lanes, acknowledgements counted by the
  *   segment, records that the ghost saw; nothing is corrupt, nothing unread, no extent is lost. */
 #include "model.h"
@@ -211,7 +211,8 @@ void ghost_moving(uint64_t life, uint64_t number, const struct record_ref *to) {
 }
 
 void ghost_extent_freed(uint32_t extent, uint64_t word) {
-    uint32_t from = (uint32_t)(template_segment.data_offset + extent * template_segment.extent_bytes);
+    uint32_t from =
+        (uint32_t)(template_segment.data_offset + extent * template_segment.extent_bytes);
     const struct ghost_record *record =
         find_in_use(from, from + (uint32_t)template_segment.extent_bytes, NULL);
     if (record != NULL) {

@@ -65,13 +65,13 @@ static uint32_t offset_of(const volatile void *at) {
     return address >= base && address < base + segment_bytes ? (uint32_t)(address - base) : NOWHERE;
 }
 
-/* From here on there are plain stores: the table of wanted samples, and the extents behind it. */
+/* From here on there are plain stores: the retry table, and the extents behind it. */
 static uint32_t plain_from(void) {
-    return (uint32_t)((uint8_t *)template_segment.wanted - template_segment.base);
+    return (uint32_t)((uint8_t *)template_segment.retries - template_segment.base);
 }
 
 static uint32_t claim_at(void) {
-    return plain_from() + (uint32_t)offsetof(struct wanted_row, claim);
+    return plain_from() + (uint32_t)offsetof(struct retry_entry, claim);
 }
 
 /* ---- memory ---- */
@@ -403,9 +403,9 @@ static uint8_t *lock_place(int64_t byte) {
                                                                    : byte - SHMBUS_LOCK_SLOT];
 }
 
-enum lock_status segment_lock(int fd, int64_t byte) {
+enum lock_status file_lock_take(int fd, int64_t byte) {
     (void)fd;
-    engine_yield(OP_LOCK, NOWHERE, memory_order_seq_cst, "segment_lock");
+    engine_yield(OP_LOCK, NOWHERE, memory_order_seq_cst, "file_lock_take");
     before_operation(&world.processes[running], NOWHERE, memory_order_seq_cst, true);
     after_operation(memory_order_seq_cst);
     uint8_t *owner = lock_place(byte);
@@ -417,9 +417,9 @@ enum lock_status segment_lock(int fd, int64_t byte) {
     return taken ? LOCK_TAKEN : LOCK_HELD_ELSEWHERE;
 }
 
-void segment_unlock(int fd, int64_t byte) {
+void file_lock_drop(int fd, int64_t byte) {
     (void)fd;
-    engine_yield(OP_UNLOCK, NOWHERE, memory_order_seq_cst, "segment_unlock");
+    engine_yield(OP_UNLOCK, NOWHERE, memory_order_seq_cst, "file_lock_drop");
     before_operation(&world.processes[running], NOWHERE, memory_order_seq_cst, true);
     uint8_t *owner = lock_place(byte);
     if (*owner == running + 1) {
@@ -477,10 +477,10 @@ static void stop_in_copy(uint32_t offset) {
 static bool is_in_table(const void *at) {
     uint32_t offset = offset_of(at);
     return offset != NOWHERE && offset >= plain_from() &&
-           offset < plain_from() + SHMBUS_WANTED_ROWS * sizeof(struct wanted_row);
+           offset < plain_from() + SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
 }
 
-/* Of a wanted row one half at a time, since either side may change it meanwhile. */
+/* Of a retry entry one half at a time, since either side may change it in between. */
 void *model_memcpy(void *to, const void *from, size_t bytes) {
     size_t half = bytes / 16 * 8;
     bool written = is_in_table(to);

@@ -3,9 +3,9 @@
  * engine.c   processes as coroutines, choices, snapshots, the search
  * memory.c   what a load sees and when a store arrives; futexes, locks, the clock
  * ghost.c    what must hold: told by the scripts, checked at each step and at each end
- * ghost_wanted.c  the same of samples that are asked for again
+ * ghost_retry.c  the same, of retry requests
  * actors.c   what a producer, a collector and the auditor do
- * asking.c   what those do who ask for samples, and who take what is asked for
+ * retries.c  what the collector and the producers of retry requests do
  * explore.c  the scenarios, the command line
  *
  * Invariant: all state of a run is in `world` and in the stacks; a snapshot of those, put back at
@@ -103,7 +103,7 @@ struct ghost_record {
 };
 
 /* A request is a number from 1, 0 for none; a process counts from 1 here. */
-struct ghost_wanted {
+struct ghost_retry {
     uint8_t asked;     /* requests so far */
     uint8_t published; /* the last that arrived in the table */
     uint8_t current;   /* what the row asks for, for whoever claims it */
@@ -114,7 +114,7 @@ struct ghost_wanted {
 };
 
 struct ghost {
-    struct ghost_wanted wanted;
+    struct ghost_retry retry;
     struct ghost_record records[MAX_LIVES][MAX_RECORDS];
     uint8_t ack_set_undone[MAX_ACK_SETS];
     uint8_t ack_set_owner[MAX_ACK_SETS]; /* process */
@@ -196,7 +196,8 @@ void ghost_begin_commit(uint64_t life, uint64_t number);
 void ghost_committed(uint64_t life, uint64_t number);
 void ghost_aborted(uint64_t life, uint64_t number);
 unsigned ghost_new_reader(void);
-void ghost_delivered(const struct reader *reader, const struct record_ref *ref, unsigned reader_life);
+void ghost_delivered(const struct reader *reader, const struct record_ref *ref,
+                     unsigned reader_life);
 void ghost_begin_ack(const uint64_t (*keys)[2], unsigned n);
 void ghost_acked(const uint64_t (*keys)[2], unsigned n);
 void ghost_moving(uint64_t life, uint64_t number, const struct record_ref *to);
@@ -207,7 +208,7 @@ void ghost_end(struct reader *reader);
 uint8_t ghost_pattern(uint64_t life, uint64_t number);
 bool ghost_is_alive(int process);
 
-/* ghost_wanted.c */
+/* ghost_retry.c */
 uint64_t ghost_asks(void); /* the number of a new request */
 void ghost_takes(void);
 void ghost_claim_word(uint64_t before, uint64_t after);
@@ -220,7 +221,7 @@ bool ghost_wants_in_vain(void);
 
 /* actors.c */
 void audit_script(void);
-/* asking.c */
-void audit_wanted(const struct segment *segment);
+/* retries.c */
+void audit_retries(const struct segment *segment);
 
 #endif

@@ -27,7 +27,7 @@ from failpoints import DEADLINE_S, SPAN_TWO, Child, deadline, pattern, ruin
 from points import arm
 
 import shmbus
-from shmbus import errors, limits
+from shmbus import errors, limits, source
 from shmbus.cli import main as shmbus_main
 from shmbus.inspect.status import read_status
 from shmbus.stash.collector import Collector
@@ -169,7 +169,7 @@ def train(name: str, rank: int, failpoint: str, log: Path, told: mmap.mmap) -> N
     """Be a rank: check each group, and log it before and after it is acknowledged."""
     speak_into(log.with_name(f"rank-{rank}.log"))
     # On a busy machine the next daemon may start later than a trainer would wait for it.
-    limits.DAEMON_WAIT_S = DEADLINE_S
+    source.DAEMON_WAIT_S = DEADLINE_S
     arm(failpoint)
     with log.open("ab", buffering=0) as out, join(name, rank) as consumer:
         while not told[OVER]:

@@ -22,9 +22,10 @@ import numpy as np
 import pytest
 from conftest import Child, Daemon, Spawner, wait_until
 
-from shmbus import Bus, Consumer, Producer, limits
+from shmbus import Bus, Consumer, Producer
 from shmbus.control import messages
 from shmbus.control.socket_path import socket_path
+from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
@@ -329,7 +330,7 @@ def test_the_daemon_answers_or_closes_whatever_it_is_told(
             connections += 1
             if connections % 50 == 0:
                 with Consumer(bus_name) as consumer:
-                    consumer.ack(consumer.take(limits.MAX_GRANT_TRAJECTORIES, timeout=0.1))
+                    consumer.ack(consumer.take(MAX_GRANT_TRAJECTORIES, timeout=0.1))
     print(f"{heard} messages in {connections} connections, {answered} of them answered")
     assert served.child.running and answered > connections // 2
     with Consumer(bus_name) as consumer:

@@ -23,7 +23,8 @@ def has_stepped(child: Child) -> bool:
 
 
 def segments_of(child: Child) -> list[Path]:
-    return sorted(SHM_DIR.glob(f"shmbus.demo-{child.pid}-*"))
+    """The bus of the demo and its weights."""
+    return sorted(SHM_DIR.glob(f"shmbus*.demo-{child.pid}-*"))
 
 
 def workers_of(child: Child) -> list[int]:

@@ -22,7 +22,7 @@ import pytest
 from conftest import Spawner, wait_until
 
 import shmbus
-from shmbus import Bus, Consumer, Producer, limits
+from shmbus import Bus, Consumer, Producer
 from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
@@ -112,21 +112,6 @@ def test_the_block_of_its_creator_removes_a_bus_and_no_other_block_does(bus_name
     Bus.open(bus_name).unlink()
     with pytest.raises(shmbus.BusNotFoundError):
         bus.unlink()
-
-
-def test_handles_of_a_removed_bus_and_of_the_new_one_never_meet(bus_name: str) -> None:
-    with ExitStack() as stack:
-        ends = []
-        for number in range(2):
-            bus = Bus.create(bus_name, capacity="1MiB")
-            ends.append([stack.enter_context(end(bus_name)) for end in (Producer, Consumer)])
-            put(ends[-1][0], f"k{number}")
-            bus.unlink()
-            bus.close()
-        assert [names_taken(consumer) for _, consumer in ends] == [["k0"], ["k1"]]
-        for producer, _ in ends:
-            with pytest.raises(shmbus.BusRemovedError):
-                put(producer, "late")
 
 
 def test_the_counters_of_a_bus_can_be_read_without_being_its_consumer(bus: Bus) -> None:
@@ -393,7 +378,7 @@ def test_a_truncated_segment_is_refused(bus: Bus, missing: int) -> None:
 def test_a_file_that_is_no_segment_is_refused_and_can_be_removed(
     bus_name: str, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "ATTACH_WAIT_S", 0.02)
+    monkeypatch.setattr("shmbus.segment.lifecycle.ATTACH_WAIT_S", 0.02)
     path_of(bus_name).write_bytes(content)
     assert_refused(bus_name, "was never finished|is not a shmbus segment")
     shmbus.unlink(bus_name)

@@ -1,4 +1,4 @@
-"""Payload on its way into the ring: past the caches for who packs batches, and whole either way."""
+"""Payload into the ring: by non-temporal stores for a consumer that packs, and whole either way."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shmbus.inspect.segment_file import SegmentFile
 from trainer_adapter import OnlineDataHandler
 
 
-def is_gathered(name: str) -> bool:
+def consumer_packs(name: str) -> bool:
     """Whether the segment tells producers that its payload is packed into batches."""
     segment = SegmentFile(name)
     segment.refresh()
-    return bool(segment.header["gathered"])
+    return bool(segment.header["consumer_packs"])
 
 
 def put_one(producer: Producer, key: str) -> None:
@@ -33,10 +33,10 @@ def pack(name: str, producer: Producer, batches: int) -> None:
             handler.ack(batch)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("checksum", [False, True])
 def test_every_byte_arrives_whatever_the_size_and_alignment(
-    bus_name: str, checksum: bool, gathered: bool
+    bus_name: str, checksum: bool, packs: bool
 ) -> None:
     # Large arrays take another way into the ring than small ones, by whole cache lines.
     noise = np.random.default_rng(1).integers(0, 256, 20_000, np.uint8)
@@ -46,9 +46,9 @@ def test_every_byte_arrives_whatever_the_size_and_alignment(
         Producer(bus_name, checksum=checksum) as producer,
         Consumer(bus_name) as consumer,
     ):
-        if gathered:
-            consumer._require_source().reader.note_gathering()
-        assert is_gathered(bus_name) == gathered
+        if packs:
+            consumer._require_source().reader.note_packing()
+        assert consumer_packs(bus_name) == packs
         for size in sizes:
             for skip in (0, 1, 8, 17):
                 sent = noise[skip : skip + size]
@@ -68,11 +68,11 @@ def test_producers_hear_that_batches_are_packed_and_each_consumer_says_so_anew(
             for group in consumer.take(timeout=9):
                 with group:
                     assert group[0]["tokens"][-1] == 2999
-            assert not is_gathered(bus_name)
+            assert not consumer_packs(bus_name)
         pack(bus_name, producer, 1)
-        assert is_gathered(bus_name)
+        assert consumer_packs(bus_name)
         with Consumer(bus_name):
-            assert not is_gathered(bus_name)
+            assert not consumer_packs(bus_name)
 
 
 def test_producers_hear_it_through_a_daemon_too(
@@ -82,4 +82,4 @@ def test_producers_hear_it_through_a_daemon_too(
     with Producer(bus_name) as producer:
         # What a client has done it says with the next that it asks for.
         pack(bus_name, producer, 2)
-        assert is_gathered(bus_name)
+        assert consumer_packs(bus_name)

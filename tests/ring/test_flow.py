@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -244,3 +246,18 @@ def test_a_slot_whose_lock_is_held_in_passing_is_waited_for(bus_name: str, spawn
         wait_until(lambda: "held" in child.output())
         Producer(bus_name).close()
         child.finish()
+
+
+def test_a_producer_keeps_no_event_loop_alive(producer: Producer) -> None:
+    fill(producer)
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
+    async def put() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        with pytest.raises(BusFullError):
+            await producer.aput("a", group_size=1, index=0, tokens=TOKENS, timeout=0.02)
+
+    for _ in range(30):
+        asyncio.run(put())
+    gc.collect()
+    assert [loop() for loop in loops if loop() is not None] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -107,3 +108,21 @@ def test_every_call_of_a_handle_of_a_removed_bus_answers(bus_name: str) -> None:
         ]  # fmt: skip
         for call in calls:
             call()
+
+
+def test_handles_of_a_removed_bus_and_of_the_new_one_never_meet(bus_name: str) -> None:
+    with ExitStack() as stack:
+        ends: list[tuple[Producer, Consumer]] = []
+        for number in range(2):
+            bus = Bus.create(bus_name, capacity="1MiB")
+            ends.append(
+                (stack.enter_context(Producer(bus_name)), stack.enter_context(Consumer(bus_name)))
+            )
+            put(ends[-1][0], f"k{number}")
+            bus.unlink()
+            bus.close()
+        for number, (producer, consumer) in enumerate(ends):
+            (group,) = consumer.take(timeout=1)
+            assert group.instance_id == f"k{number}"
+            with pytest.raises(shmbus.BusRemovedError):
+                put(producer, "late")

@@ -52,7 +52,7 @@ class Bench:
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.stash.expire(self.now)
-        self.stash.expire_apart(self.now)
+        self.stash.expire_failing(self.now)
         self.release_discarded()
 
     def release_discarded(self) -> None:
@@ -171,11 +171,11 @@ def test_who_takes_it_and_dies_uses_up_an_attempt() -> None:
     bench = Bench(sample_retries=2)
     bench.add(sample(0), failure(1), sample(2), sample(3))
     first = bench.requests[0]
-    bench.stash.lost(first, "producer 7 died", bench.now)
+    bench.stash.fail_request(first, "producer 7 died", bench.now)
     assert bench.wanted == [(1, 2)] and bench.requests[0].reason == "producer 7 died"
-    bench.stash.lost(first, "again", bench.now)  # of a request that is over
+    bench.stash.fail_request(first, "again", bench.now)  # of a request that is over
     assert bench.wanted == [(1, 2)]
-    bench.stash.lost(bench.requests[0], "producer 8 died", bench.now)
+    bench.stash.fail_request(bench.requests[0], "producer 8 died", bench.now)
     assert bench.wanted == [] and bench.stash.given_up == 1 and bench.stash.open_groups == 0
 
 
@@ -305,7 +305,7 @@ def test_every_sample_is_in_one_place_whatever_fails(seed: int) -> None:
             if rng.random() < 0.3:
                 bench.wait(rng.choice([1.0, 7.0, 30.0]))
             if bench.requests and rng.random() < 0.2:
-                bench.stash.lost(rng.choice(bench.requests), "died", bench.now)
+                bench.stash.fail_request(rng.choice(bench.requests), "died", bench.now)
                 bench.release_discarded()
             held += bench.stash.lease(rng.randrange(3))
             if held and rng.random() < 0.5:
@@ -327,11 +327,11 @@ def test_every_sample_is_in_one_place_whatever_fails(seed: int) -> None:
             assert len(stash.waiting_samples()) == stash.open_records + stash.ready_records
             for group in stash.failures.groups.values():
                 assert group is not None and not group.decided
-                for_good = [m for m in group.misses.values() if m.request is None]
+                for_good = [m for m in group.failed.values() if m.request is None]
                 assert not for_good or stash.next_deadline_s() is not None
         for _ in range(20):
             assert bench.wanted is not None
             bench.wait(60.0)
         assert all(
-            group is not None and not group.misses for group in bench.stash.failures.groups.values()
+            group is not None and not group.failed for group in bench.stash.failures.groups.values()
         )

@@ -191,11 +191,11 @@ def test_a_row_ends_once_and_where_it_was_leased() -> None:
     put(rows, Sample("a", 1, 0))
     [row] = rows.lease(1)
     for wrong in (others.end_lease, others.give_back, rows.push):
-        with pytest.raises(ValueError, match="expected a row"):
+        with pytest.raises(ValueError, match="expected an entry"):
             wrong(row)
     rows.end_lease(row)
     for wrong in (rows.end_lease, rows.give_back):
-        with pytest.raises(ValueError, match="expected a row under lease here"):
+        with pytest.raises(ValueError, match="expected an entry under lease here"):
             wrong(row)
     rows.push(row)
     assert rows.lease(1) == [row]

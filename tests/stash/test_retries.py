@@ -45,7 +45,7 @@ def collector(bus_name: str) -> Iterator[Collector]:
 def sweep(collector: Collector) -> None:
     """What a collector does once a second."""
     collector.reader.sweep()
-    collector._asking.look_for_dead()
+    collector._retries.check_claimants()
 
 
 def test_an_answer_that_comes_after_the_last_look_at_the_ring_is_no_failed_attempt(
@@ -59,9 +59,9 @@ def test_an_answer_that_comes_after_the_last_look_at_the_ring_is_no_failed_attem
     taker.expect("answered")
     taker.kill()
     with Producer(bus_name), Producer(bus_name):
-        collector._asking.update(1.0, drained=True)
+        collector._retries.update(1.0, drained=True)
         assert len(collector.stash.failures.requests) == 1
-        collector.pump(1, 2.0)
+        collector.pump_once(2.0)
         (group,) = collector.lease(1)
         assert [sample.index for sample in group.samples] == [0, 1]
         assert collector.stash.given_up == 0
@@ -76,9 +76,9 @@ def test_a_death_counts_once_all_that_the_dead_committed_is_read(
 
     def given_up() -> bool:
         sweep(collector)
-        collector._asking.update(1.0, drained=False)
+        collector._retries.update(1.0, drained=False)
         assert len(collector.stash.failures.requests) == 1
-        collector._asking.update(1.0, drained=True)
+        collector._retries.update(1.0, drained=True)
         return collector.stash.given_up == 1
 
     # The kernel may take a moment to drop a dead process's locks.

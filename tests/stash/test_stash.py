@@ -23,8 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from shmbus import limits
-from shmbus.stash.stash import Discard, Stash, StashPolicy
+from shmbus.stash.stash import RECENT_KEYS, Discard, Stash, StashPolicy
 from shmbus_ext._core import GroupEntry
 
 
@@ -167,11 +166,11 @@ def test_with_an_epoch_a_sample_of_a_complete_group_is_surplus() -> None:
 
 def test_as_many_finished_epochs_are_remembered_as_the_limit_says() -> None:
     stash = stash_with()
-    for epoch in range(limits.RECENT_KEYS + 1):
+    for epoch in range(RECENT_KEYS + 1):
         stash.add([Sample(("a", epoch), 1)], 0.0)
     stash.add([Sample(("a", 1), 1), Sample(("a", 0), 1)], 0.0)
     assert discarded(stash) == [("surplus", ("a", 1), 1)]
-    assert stash.ready_groups == limits.RECENT_KEYS + 2
+    assert stash.ready_groups == RECENT_KEYS + 2
 
 
 # --- deadlines

@@ -17,7 +17,7 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import Spawner, wait_until
 
 from shmbus import Bus, BusClosedError, Consumer, Producer, StallReport, limits
 from shmbus_ext._core import RecursiveLock
@@ -68,14 +68,14 @@ def interrupt_the_main_thread() -> threading.Thread:
 
 
 def test_a_guard_is_one_threads_at_a_time_however_often() -> None:
-    guard = RecursiveLock()
+    lock = RecursiveLock()
     inside = 0
     most = 0
 
     def work(_: int) -> None:
         nonlocal inside, most
         for _ in range(200):
-            with guard, guard:
+            with lock, lock:
                 inside += 1
                 most = max(most, inside)
                 time.sleep(0)
@@ -87,21 +87,21 @@ def test_a_guard_is_one_threads_at_a_time_however_often() -> None:
 
 
 def test_a_guard_is_left_by_its_owner_alone() -> None:
-    guard = RecursiveLock()
+    lock = RecursiveLock()
     with pytest.raises(RuntimeError, match="does not hold"):
-        guard.__exit__(None, None, None)
-    with guard, ThreadPoolExecutor(1) as pool:
-        other = pool.submit(guard.__exit__, None, None, None)
+        lock.__exit__(None, None, None)
+    with lock, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lock.__exit__, None, None, None)
         with pytest.raises(RuntimeError, match="does not hold"):
             other.result()
 
 
 def test_a_signals_handler_ends_the_wait_for_a_guard(interrupts: None) -> None:
-    guard = RecursiveLock()
+    lock = RecursiveLock()
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with guard:
+        with lock:
             held.set()
             over.wait(30)
 
@@ -109,12 +109,12 @@ def test_a_signals_handler_ends_the_wait_for_a_guard(interrupts: None) -> None:
     holder.start()
     assert held.wait(30)
     killer = interrupt_the_main_thread()
-    with pytest.raises(Interrupted), guard:
+    with pytest.raises(Interrupted), lock:
         raise AssertionError("two threads have it")
     over.set()
     holder.join()
     killer.join()
-    with guard:
+    with lock:
         pass
 
 
@@ -260,3 +260,40 @@ def test_what_is_no_number_is_refused_by_name(bus: str, attached: bool) -> None:
         ]:
             with pytest.raises(kind, match=said):
                 consumer.take(**arguments)  # type: ignore[arg-type]
+
+
+WITHOUT_MEMORY = """
+import sys, _testcapi, numpy as np
+from shmbus import Consumer, Producer
+
+GROUPS = 4
+# One that is refused each allocation of a take in turn: the list's, each group's, none.
+failures = 0
+with Producer(sys.argv[1]) as producer, Consumer(sys.argv[1]) as consumer:
+    for refused in range(1, 40):
+        keys = [f"{refused}-{i}" for i in range(GROUPS + 1)]
+        for key in keys:
+            producer.put(key, group_size=1, index=0, x=np.ones(4))
+        # With the first all are read: to take the others needs no look at the ring.
+        [first] = consumer.take(1, 10.0)
+        first.ack()
+        groups = []
+        _testcapi.set_nomemory(refused, refused + 1)
+        try:
+            groups = consumer.take(GROUPS, 0)
+        except MemoryError:
+            failures += 1
+        finally:
+            _testcapi.remove_mem_hooks()
+        leased = consumer.stats().groups_leased
+        assert leased == len(groups), f"{leased} under lease, {len(groups)} delivered"
+        groups += consumer.take(GROUPS, 0)
+        assert [group.instance_id for group in groups] == keys[1:]
+        consumer.ack(groups)
+print(failures)
+"""
+
+
+def test_a_take_without_memory_leases_nothing_and_keeps_the_order(bus: str, spawn: Spawner) -> None:
+    pytest.importorskip("_testcapi")
+    assert int(spawn.script(WITHOUT_MEMORY, bus).finish()) > 1

@@ -230,12 +230,49 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot_or_none(
             child = spawn.module("shmbus.cli", "snapshot", bus_name, target)
             time.sleep(rng.uniform(0.1, 0.6))
             child.kill()
+            # At most what this one has left: it removed what those before it had.
+            assert len(list(tmp_path.glob(".*.partial-*"))) <= 1
             if target.exists():
                 whole += 1
                 snapshot.restore(target, bus_name + ".back")
                 assert read_status(bus_name + ".back").ledger.in_ring == 200
                 shmbus.unlink(bus_name + ".back")
         assert read_status(bus_name).ledger.in_ring == 200
+
+
+STOPPED = """
+import os, signal, sys
+from shmbus.store import directory, snapshot
+write = directory.write_file
+def stopped(path, data):
+    write(path, data)
+    print("written", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+directory.write_file = stopped
+snapshot.take(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_the_next_snapshot_removes_what_a_killed_one_left_and_nothing_else(
+    bus_name: str, spawn: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / ".s.partial-notours"
+    kept.mkdir()
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
+        put_group(producer, "g")
+        other = bus_name + ".other"
+        with shmbus.Bus.create(other, "1MiB"):
+            child = spawn.script(STOPPED, bus_name, tmp_path / "s")
+            child.expect("written")
+            (partial,) = tmp_path.glob(".s.partial-????????")
+            # Its writer is stopped, not dead.
+            assert snapshot.take(other, tmp_path / "first").records == 0
+            assert partial.is_dir() and not caplog.messages
+            child.kill()
+            assert snapshot.take(other, tmp_path / "second").records == 0
+    assert not partial.exists() and kept.is_dir()
+    assert f"removed {partial}" in caplog.text and "its writer was killed" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [kept.name, "first", "second"]
 
 
 @pytest.fixture
@@ -391,3 +428,52 @@ def test_without_safetensors_there_is_a_message_that_names_the_extra(
         assert done.returncode == 1
         assert "pip install 'shmbus[snapshot]'" in done.stderr
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_full_bus_is_restored_into_its_own_capacity_however_its_lanes_lay(
+    bus_name: str, tmp_path: Path, seed: int, mixed: bool
+) -> None:
+    rng = random.Random(seed)
+    sizes = {"small": 700, "two extents": 7500, **({"any": 0} if mixed else {})}
+    put = {}
+    with shmbus.Bus.create(bus_name, "256KiB", max_producers=4) as bus:
+        producers = {kind: shmbus.Producer(bus_name, label=kind) for kind in sizes}
+        number = 0
+        full = set()
+        while len(full) < len(sizes):
+            # By turns, so that in the order of commits they lie beside each other.
+            for kind, producer in producers.items():
+                size = sizes[kind] or rng.randrange(1, 30_000)
+                data = np.full(size, number % 251, np.uint8)
+                try:
+                    producer.put(f"g{number}", group_size=1, index=0, x=data, timeout=0)
+                except shmbus.BusFullError:
+                    full.add(kind)
+                else:
+                    put[f"g{number}"] = data
+                number += 1
+        assert bus.stats().free < bus.capacity / 8
+        for producer in producers.values():
+            producer.close()
+        snapshot.take(bus_name, tmp_path / "s")
+    snapshot.restore(tmp_path / "s")
+    with shmbus.Consumer(bus_name) as consumer:
+        assert consumer.stats().in_ring == len(put)
+        assert consumer.stats().capacity == bus.capacity
+        last: dict[int, int] = {}
+        while put:
+            for group in consumer.take(64, timeout=10):
+                sample = group[0]
+                assert (sample["x"] == put.pop(group.instance_id)).all()
+                assert sample.sequence > last.get(sample.producer_id, -1)
+                last[sample.producer_id] = sample.sequence
+                group.ack()
+        assert consumer.stats().balanced
+        # And the bus is one like any other.
+        with shmbus.Producer(bus_name) as producer:
+            for i in range(200):
+                producer.put(f"n{i}", group_size=1, index=0, x=np.full(5000, 1, np.uint8))
+                (group,) = consumer.take(timeout=10)
+                group.ack()
+    shmbus.unlink(bus_name)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer_adapter import pad_input, unpad_input
-from trainer_adapter.attention import varlen
+from trainer_adapter.attention.native import native_entry
 from trainer_adapter.compat import HuggingFaceStorageReader
 
 
@@ -184,7 +184,7 @@ def test_a_reader_for_want_of_a_package_says_so(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_torch_offers_here_is_recognised_by_its_signature(record_property: Any) -> None:
-    entry = varlen._native_entry()
+    entry = native_entry()
     record_property("native", "recognised by its signature" if entry else "torch has none")
     # Varlen attention came with 2.10.
     assert (entry is not None) == (TORCH >= (2, 10))

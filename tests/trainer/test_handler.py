@@ -1,4 +1,4 @@
-"""Batches: what `pack` and OnlineDataHandler make of groups, against numpy over what was put."""
+"""OnlineDataHandler: budgets, malformed groups, ends of batches, resuming and closing."""
 
 from __future__ import annotations
 
@@ -12,237 +12,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import keys_of, wait_until
+from numpy_batches import PER_TOKEN, Sample, assert_batch, put, put_random, sample
 
 import shmbus
-from shmbus import Bus, Consumer, Producer
-from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
-from trainer_adapter.batches.pack import BLOCK_BYTES, BatchMemory
-
-Sample = dict[str, Any]
-
-DTYPES = {
-    "tokens": torch.int64, "position_ids": torch.int64, "cu_seqlens": torch.int32,
-    "loss_mask": torch.bool, "logprobs": torch.float32, "advantages": torch.float32,
-    "scores": torch.float32, "policy_versions": torch.int64, "group_sizes": torch.int64,
-}  # fmt: skip
-PER_TOKEN = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
-
-
-def sample(rng: np.random.Generator, length: int, **more: Any) -> Sample:
-    return {
-        "tokens": rng.integers(0, 150_000, length, np.int32),
-        "loss_mask": rng.integers(0, 2, length, np.uint8),
-        "logprobs": -rng.random(length, np.float32),
-        "score": float(rng.random()),
-        "policy_version": int(rng.integers(0, 9)),
-        **more,
-    }
-
-
-def put(producer: Producer, key: str, group: list[Sample]) -> None:
-    for index, arguments in enumerate(group):
-        producer.put(key, group_size=len(group), index=index, timeout=10, **arguments)
-
-
-def put_random(producer: Producer, seed: int, count: int, longest: int = 50) -> dict[str, Any]:
-    """Put groups of random sizes and lengths; return what was put, by instance id."""
-    rng = np.random.default_rng(seed)
-    groups = {
-        f"k{n}": [sample(rng, int(rng.integers(1, longest))) for _ in range(rng.integers(1, 9))]
-        for n in range(count)
-    }
-    for key, group in groups.items():
-        put(producer, key, group)
-    return groups
-
-
-def by_kind(scores: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
-    """Advantages of one group, by their definitions."""
-    if kind == "none":
-        return scores
-    if kind not in ("grpo", "dr_grpo", "rloo"):
-        return np.asarray(kind(scores))
-    n = len(scores)
-    if n == 1 or np.all(scores == scores[0]):
-        return np.zeros(n)
-    if kind == "rloo":
-        return np.array([scores[i] - np.delete(scores, i).mean() for i in range(n)])
-    centred = scores - scores.mean()
-    return centred / (scores.std(ddof=1) + 1e-6) if kind == "grpo" else centred
-
-
-def expected(groups: list[list[Sample]], kind: Any = "grpo") -> dict[str, np.ndarray[Any, Any]]:
-    """A packed batch of these groups, one field after the other."""
-    samples = [s for group in groups for s in group]
-    lengths = [len(s["tokens"]) for s in samples]
-    advantages = np.concatenate([by_kind(np.array([s["score"] for s in g]), kind) for g in groups])
-    masks = [np.asarray(s.get("loss_mask", np.ones(len(s["tokens"])))) != 0 for s in samples]
-    columns = list(zip(samples, lengths, masks, advantages, strict=True))
-    return {
-        "tokens": np.concatenate([s["tokens"] for s in samples]),
-        "position_ids": np.concatenate([np.arange(n) for n in lengths]),
-        "cu_seqlens": np.cumsum([0, *lengths]),
-        "loss_mask": np.concatenate(masks),
-        "logprobs": np.concatenate(
-            [np.where(m, s.get("logprobs", np.zeros(n)), 0) for s, n, m, _ in columns]
-        ),
-        "advantages": np.concatenate(
-            [s.get("advantages", np.full(n, a)) for s, n, _, a in columns]
-        ),
-        "scores": np.array([s["score"] for s in samples]),
-        "policy_versions": np.array([s.get("policy_version", 0) for s in samples]),
-        "group_sizes": np.array([len(group) for group in groups]),
-    }  # fmt: skip
-
-
-def assert_batch(batch: Batch, groups: dict[str, Any], kind: Any = "grpo") -> None:
-    """Every tensor is what numpy makes of the same groups, with the dtype that it should have."""
-    chosen = [groups[key] for key in keys_of(batch)]
-    want = expected(chosen, kind)
-    for name, dtype in DTYPES.items():
-        tensor = getattr(batch, name)
-        assert tensor.dtype == dtype, name
-        assert tensor.is_contiguous() and tensor.device.type == "cpu", name
-        got = tensor.numpy()
-        if batch.layout == "padded" and name in PER_TOKEN:
-            inside = np.arange(batch.max_seqlen) < np.diff(want["cu_seqlens"])[:, None]
-            assert got.shape == inside.shape
-            assert not got[~inside].any(), f"{name}: filler is not 0"
-            got = got[inside]
-        assert got.shape == want[name].shape, name
-        exact = want[name].astype(got.dtype)
-        tolerance = 2e-6 if name == "advantages" else 0
-        assert np.allclose(got, exact, rtol=tolerance, atol=tolerance, equal_nan=True), name
-    ids = [key for key in keys_of(batch) for _ in groups[key]]
-    assert batch.instance_ids == ids
-    assert batch.max_seqlen == max(np.diff(want["cu_seqlens"]))
-    assert (batch.sequences, batch.total_tokens) == (len(ids), len(want["tokens"]))
-
-
-# --- layouts and values
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "none", lambda s: s * 2 - s.max()])
-def test_a_batch_is_what_numpy_makes_of_the_same_groups(
-    bus: Bus, producer: Producer, seed: int, layout: Any, kind: Any
-) -> None:
-    groups = put_random(producer, seed, 40)
-    groups["level"] = [sample(np.random.default_rng(seed), 5, score=0.7) for _ in range(4)]
-    put(producer, "level", groups["level"])
-    with OnlineDataHandler(
-        bus.name, groups_per_batch=41, layout=layout, advantages=kind
-    ) as handler:
-        batch = handler.next_batch(10)
-        assert batch.layout == layout
-        assert keys_of(batch) == list(groups)
-        assert_batch(batch, groups, kind)
-
-
-INTEGERS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "?"]
-
-
-@pytest.mark.parametrize("dtype", INTEGERS)
-def test_tokens_of_every_integer_type_become_int64(
-    bus: Bus, producer: Producer, dtype: str
-) -> None:
-    kind = np.dtype(dtype)
-    info = np.iinfo(kind) if kind.kind in "iu" else np.iinfo("u1")
-    top = min(int(info.max), 2**63 - 1) if kind.kind in "iu" else 1
-    low = int(info.min) if kind.kind == "i" else 0
-    groups = {"a": [{"tokens": np.array([low, 0, 1, top], kind), "score": 0.0}]}
-    put(producer, "a", groups["a"])
-    with Consumer(bus.name) as consumer:
-        assert_batch(pack(consumer.take(1, 10)), groups)
-
-
-@pytest.mark.parametrize("dtype", [*INTEGERS, "f4", "f8"])
-def test_a_mask_of_every_numeric_type_is_true_where_it_is_not_zero(
-    bus: Bus, producer: Producer, dtype: str
-) -> None:
-    mask = np.array([0, 1, 0, 2, 127], dtype)
-    if dtype[0] == "f":
-        mask = np.append(mask, [-0.0, 1e-30, -1]).astype(dtype)
-    tokens = np.arange(len(mask))
-    for precision in ("f4", "f8"):
-        logprobs = (-np.arange(len(mask)) / 7).astype(precision)
-        group = [{"tokens": tokens, "loss_mask": mask, "logprobs": logprobs, "score": 1.0}]
-        put(producer, precision, group)
-        with Consumer(bus.name) as consumer, consumer.take(1, 10)[0] as taken:
-            batch = pack(taken)
-            assert_batch(batch, {precision: group})
-            assert np.array_equal(batch.loss_mask.numpy(), mask != 0)
-
-
-def test_logprobs_are_zero_outside_the_mask_whatever_stands_there(
-    bus: Bus, producer: Producer
-) -> None:
-    logprobs = np.array([np.nan, -1.0, np.inf, -2.0, -np.inf], np.float32)
-    mask = np.array([0, 1, 0, 1, 0], np.uint8)
-    put(producer, "a", [{"tokens": np.arange(5), "loss_mask": mask, "logprobs": logprobs}])
-    with Consumer(bus.name) as consumer:
-        batch = pack(consumer.take(1, 10))
-        assert batch.logprobs.tolist() == [0.0, -1.0, 0.0, -2.0, 0.0]
-        assert not torch.signbit(batch.logprobs[[0, 2, 4]]).any()
-
-
-def test_optional_fields_may_be_missing_in_any_sample(bus: Bus, producer: Producer) -> None:
-    rng = np.random.default_rng(1)
-    group = [sample(rng, 6), sample(rng, 6), sample(rng, 6), sample(rng, 6)]
-    del group[1]["loss_mask"], group[2]["logprobs"], group[3]["loss_mask"], group[3]["logprobs"]
-    put(producer, "a", group)
-    with Consumer(bus.name) as consumer:
-        assert_batch(pack(consumer.take(1, 10)), {"a": group})
-
-
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_advantages_that_a_producer_sent_win_for_its_own_sample(
-    bus: Bus, producer: Producer, dtype: str, layout: Any
-) -> None:
-    rng = np.random.default_rng(2)
-    group = [sample(rng, 5), sample(rng, 9, advantages=rng.random(9).astype(dtype)), sample(rng, 2)]
-    put(producer, "a", group)
-    with Consumer(bus.name) as consumer:
-        assert_batch(pack(consumer.take(1, 10), layout=layout), {"a": group})
-
-
-def test_fields_go_by_the_names_that_they_were_given(bus: Bus, producer: Producer) -> None:
-    group = sample(np.random.default_rng(3), 7)
-    renamed = {"input ids": group["tokens"], "m": group["loss_mask"], "logprobs": np.ones((2, 2))}
-    put(producer, "a", [{**renamed, "score": group["score"]}])
-    names = FieldNames(tokens="input ids", loss_mask="m", logprobs=None, advantages=None)
-    with OnlineDataHandler(bus.name, groups_per_batch=1, fields=names) as handler:
-        batch = handler.next_batch(10)
-        assert np.array_equal(batch.tokens.numpy(), group["tokens"])
-        assert np.array_equal(batch.loss_mask.numpy(), group["loss_mask"] != 0)
-        assert not batch.logprobs.any()
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 3], [3, 0, 0, 2], [1]])
-def test_sequences_without_tokens_are_sequences(
-    bus: Bus, producer: Producer, lengths: list[int], layout: Any
-) -> None:
-    groups = {"a": [sample(np.random.default_rng(4), n) for n in lengths]}
-    put(producer, "a", groups["a"])
-    with Consumer(bus.name) as consumer:
-        assert_batch(pack(consumer.take(1, 10), layout=layout), groups)
-
-
-def test_pack_wants_groups_under_lease(bus: Bus, producer: Producer) -> None:
-    put(producer, "a", [sample(np.random.default_rng(5), 3)])
-    with Consumer(bus.name) as consumer:
-        [group] = consumer.take(1, 10)
-        assert pack(group).step == -1
-        with pytest.raises(ValueError, match="at least one group, got none"):
-            pack([])
-        with pytest.raises(ValueError, match="layout: expected 'packed' or 'padded', got 'ragged'"):
-            pack(group, layout="ragged")  # type: ignore[arg-type]
-        group.ack()
-        with pytest.raises(shmbus.BusClosedError, match="acknowledged"):
-            pack(group)
-
+from shmbus import Bus, Producer
+from trainer_adapter import Batch, OnlineDataHandler, pack
 
 # --- budgets
 
@@ -294,6 +68,14 @@ def test_a_number_of_groups_is_exact_and_a_wait_cuts_it_short(
         assert len(waiting.result(30).groups) == 8
 
 
+def test_a_timeout_of_0_takes_what_the_bus_has(bus: Bus, producer: Producer, seed: int) -> None:
+    groups = put_random(producer, seed, 2)
+    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
+        assert keys_of(handler.next_batch(0)) == list(groups)
+        with pytest.raises(TimeoutError):
+            handler.next_batch(0)
+
+
 def test_a_timeout_says_what_is_missing(bus: Bus, producer: Producer) -> None:
     producer.put("a", group_size=2, index=0, tokens=np.arange(3))
     with OnlineDataHandler(bus.name) as handler:
@@ -304,32 +86,6 @@ def test_a_timeout_says_what_is_missing(bus: Bus, producer: Producer) -> None:
             assert words in str(caught.value)
         producer.put("a", group_size=2, index=1, tokens=np.arange(3))
         assert handler.next_batch(10).instance_ids == ["a", "a"]
-
-
-def test_memory_that_a_kept_tensor_looks_at_is_not_packed_into(
-    bus: Bus, producer: Producer, seed: int
-) -> None:
-    put_random(producer, seed, 8)
-    memory = BatchMemory()
-    with Consumer(bus.name) as consumer:
-        groups = consumer.take(8, 10)
-        while len(groups) < 8:
-            groups += consumer.take(8, 10)
-        kept, wanted, places = [], [], set()
-        for group in groups:
-            batch = pack(group, memory=memory)
-            places.add(batch.tokens.data_ptr() // BLOCK_BYTES)
-            # One small view of a batch keeps its block.
-            kept.append(batch.logprobs[1:])
-            wanted.append(kept[-1].clone())
-            del batch
-        assert len(places) == len(groups)
-        for view, right in zip(kept, wanted, strict=True):
-            assert torch.equal(view, right)
-        kept.clear()
-        del view
-        # With nobody looking, one block is enough.
-        assert len({pack(group, memory=memory).tokens.data_ptr() for group in groups}) == 1
 
 
 # --- what is malformed
@@ -361,7 +117,16 @@ MALFORMED: dict[str, tuple[Sample, str]] = {
         {"tokens": np.arange(3), "advantages": np.ones(0)},
         "'advantages'.*tokens.*0",
     ),
-    "a huge score": ({"tokens": np.arange(3), "score": 1e39}, "'bad'.*score.*1e.?38.*1e.?39"),
+    "a huge score": (
+        {
+            "tokens": np.arange(3),
+            "score": 1e39,
+            "loss_mask": np.ones(3),
+            "logprobs": np.zeros(3),
+        },
+        "'bad'.*score.*1e.?38.*1e.?39",
+    ),
+    "a field that its sibling has": ({"tokens": np.arange(3)}, r"'loss_mask'.*\[0\].*has it"),
 }
 
 

@@ -120,7 +120,7 @@ handler.ack(handler.next_batch(20))
 batch = handler.next_batch(20)
 while handler._prefetcher.ready < 2:
     time.sleep(0.01)
-shards = [batch, *handler._prefetcher._ready]
+shards = [batch, *(made.batch for made in handler._planner.ready)]
 print("|".join(",".join(group.instance_id for group in shard.groups) for shard in shards))
 time.sleep(60)
 """

@@ -1,11 +1,8 @@
-"""Attention over packed rows that keeps sequences apart, on every device, forward and gradient."""
+"""Attention over packed rows: each sequence by itself, on every device, forward and gradient."""
 
-from trainer_adapter.attention.varlen import (
-    attention_backend,
-    register_with_transformers,
-    transformers_inputs,
-    varlen_attention,
-)
+from trainer_adapter.attention.dispatch import attention_backend
+from trainer_adapter.attention.transformers import register_with_transformers, transformers_inputs
+from trainer_adapter.attention.varlen import varlen_attention
 
 __all__ = [
     "attention_backend",

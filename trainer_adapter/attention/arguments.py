@@ -1,12 +1,13 @@
-"""The arguments of `varlen_attention`: what is refused, and what autocast makes of operands.
+"""The arguments of `varlen_attention`: their checks, and the cast of operands under autocast.
 
-Invariant: nothing here looks at the data, so no host waits for its device.
+Invariant: nothing here reads a tensor's data, so the host never waits for the device.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from trainer_adapter.attention.plan import UNLIMITED, Window
 
 __all__ = [
+    "Call",
     "as_autocast",
     "check_borders",
     "check_operands",
@@ -23,8 +25,41 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call, but for its operands.
+
+    Attributes
+    ----------
+    cu_seqlens_q, cu_seqlens_k : Tensor [S + 1], int32 or int64
+    max_q, max_k : int
+    scale : float
+    window : (int, int)
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_q: int
+    max_k: int
+    scale: float
+    window: Window
+
+    def borders_on(self, device: torch.device) -> list[Tensor]:
+        """Return both borders as the kernels need them: int32, contiguous, on the device."""
+        return [
+            x.to(device, torch.int32).contiguous() for x in (self.cu_seqlens_q, self.cu_seqlens_k)
+        ]
+
+    def sides(self, q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor, int, str]]:
+        """Return borders, packed rows, longest length and the borders' name, of either side."""
+        return [
+            (self.cu_seqlens_q, q, self.max_q, "cu_seqlens_q"),
+            (self.cu_seqlens_k, k, self.max_k, "cu_seqlens_k"),
+        ]
+
+
 def check_operands(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """Check what needs no look at the data."""
+    """Raise TypeError or ValueError for operands that do not fit together."""
     is_cast = _autocast_dtype(q) is not None
     for name, operand in (("q", q), ("k", k), ("v", v)):
         if not isinstance(operand, Tensor):
@@ -73,7 +108,7 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as autocast does: here, so that backends, compiled and eager calls see the same."""
+    """Cast as autocast does; here, so that all backends, compiled or eager, get the same."""
     dtype = _autocast_dtype(q)
     if dtype is None or q.dtype == torch.float64:
         return q, k, v
@@ -81,7 +116,7 @@ def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _autocast_dtype(q: object) -> torch.dtype | None:
-    """Return what autocast takes attention down to, where it is on."""
+    """Return the dtype of autocast, None while it is off."""
     if not isinstance(q, Tensor) or q.device.type not in ("cpu", "cuda"):
         return None
     kind = q.device.type
@@ -89,7 +124,7 @@ def _autocast_dtype(q: object) -> torch.dtype | None:
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    """Return the scale in force."""
+    """Return the scale as a float, ``head_dim ** -0.5`` for None."""
     if scale is None:
         default: float = float(head_dim) ** -0.5
         return default
@@ -137,7 +172,7 @@ def checked_max(value: int, name: str) -> int:
 
 
 def check_borders(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """Check what borders are; what they say is checked where they are read."""
+    """Raise TypeError or ValueError for the wrong dtype or shape; values are checked when read."""
     for name, borders in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         got = getattr(borders, "dtype", type(borders).__name__)
         if got not in (torch.int32, torch.int64):

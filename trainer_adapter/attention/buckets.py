@@ -1,12 +1,12 @@
-"""Tokens between a packed row and the buckets of a plan, forward and backward.
+"""Copies of tokens from a packed row to the buckets of a plan and back, forward and backward.
 
 Invariants:
 
-- Buckets come and go as SDPA has its operands: [sequences, heads, slots, head dimension].
-- Where the tokens of a bucket lie together in the packed row, its operands are views of that.
-- Each token is copied once on the way in, if at all, and once on the way out; as many as possible
-  in one kernel, since the host's time a kernel is what short calls wait for.
-- Padding is zeros on the way in, and goes nowhere on the way out.
+- Buckets have the layout of SDPA's operands: [sequences, heads, slots, head dimension].
+- Where the tokens of a bucket are contiguous in the packed row, its operands are views of the row.
+- Each token is copied to its bucket at most once, and back once; as many as possible in one kernel,
+  since short calls wait for the host to launch kernels.
+- Padding is zeros in a bucket, and is not copied back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["collect", "gather_packed", "spread"]
 
 
 class _Rows(NamedTuple):
-    """Moves as a device wants them; the slots are those of all buckets that move, in order."""
+    """Moves as index tensors on a device; slots are those of all buckets that move, in order."""
 
     of_slots: Tensor  # packed row of each slot, 0 for padding
     padding: Tensor | None  # the slots of padding, if there are any
@@ -33,7 +33,7 @@ class _Rows(NamedTuple):
     places: Tensor  # slot of each packed row among those of all buckets, 0 where absent
 
 
-# A model asks for the same moves in each of its layers, so they go to the device once.
+# All layers of a model use the same moves, so they are copied to the device once.
 _rows: weakref.WeakKeyDictionary[Moves, dict[torch.device, _Rows]] = weakref.WeakKeyDictionary()
 
 
@@ -66,8 +66,18 @@ def _made_on(moves: Moves, device: torch.device) -> _Rows:
 
 
 def spread(x: Tensor, moves: Moves) -> list[Tensor]:
-    """Bring packed rows [T, H, D] into one [B, H, n, D] a bucket."""
-    # Operators of torch's own where nothing moves: their graph is lighter.
+    """Copy packed rows to the buckets.
+
+    Parameters
+    ----------
+    x : Tensor [T, H, D]
+    moves : Moves
+
+    Returns
+    -------
+    list[Tensor], one a bucket, [B, H, n, D]
+    """
+    # torch's own operators where nothing moves: their graph is lighter.
     if moves.starts == (0,) and moves.sizes == (len(x),):
         return [x.unflatten(0, (moves.counts[0], -1)).transpose(1, 2)]  # type: ignore[no-untyped-call]
     parts: tuple[Tensor, ...] = _Spread.apply(x, moves)  # type: ignore[no-untyped-call]
@@ -75,7 +85,18 @@ def spread(x: Tensor, moves: Moves) -> list[Tensor]:
 
 
 def collect(parts: list[Tensor], moves: Moves) -> Tensor:
-    """Bring one [B, H, n, D] a bucket back into packed rows [T, H, D]; 0 in rows of no bucket."""
+    """Copy buckets back to packed rows.
+
+    Parameters
+    ----------
+    parts : list[Tensor], one a bucket, [B, H, n, D]
+    moves : Moves
+
+    Returns
+    -------
+    Tensor [T, H, D]
+        0 in rows of no bucket.
+    """
     if moves.starts == (0,) and moves.sizes == (len(moves.places),):
         return _by_slots(parts[0])
     packed: Tensor = _Collect.apply(moves, *parts)  # type: ignore[no-untyped-call]
@@ -143,11 +164,11 @@ def _by_slots(part: Tensor) -> Tensor:
 
 
 def gather_packed(parts: list[Tensor], moves: Moves, fill: float) -> Tensor:
-    """Bring one [B, H, n, D] a bucket into packed rows, `fill` in rows of no bucket; no graph."""
+    """As `collect`, without a graph, and with `fill` in rows of no bucket."""
     slots = [_by_slots(part) for part in parts]
     if moves.identity:
         return torch.cat(slots)
-    # A CPU takes rows faster than it puts them, even with one pass more to get them together.
+    # A CPU gathers rows faster than it scatters them, even with one more pass to concatenate them.
     way = _taken if parts[0].device.type == "cpu" else _put
     packed = way(slots, moves)
     absent = _rows_on(moves, packed.device).absent
@@ -160,7 +181,7 @@ def _taken(slots: list[Tensor], moves: Moves) -> Tensor:
 
 
 def _put(slots: list[Tensor], moves: Moves) -> Tensor:
-    # One row more, where all padding goes.
+    # One more row, as the target of all padding.
     packed = slots[0].new_empty((len(moves.places) + 1, *slots[0].shape[1:]))
     placed = list(zip(slots, moves.starts, strict=True))
     staying = [(part, start) for part, start in placed if start >= 0]
@@ -174,7 +195,7 @@ def _put(slots: list[Tensor], moves: Moves) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """View rows as words of 8 bytes where they are such: kernels move one element a thread."""
+    """View rows as words of 8 bytes if possible: kernels move one element a thread."""
     a_word = 8 // x.element_size()
     steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
     fits = x.stride(-1) == 1 and not any(step % a_word for step in steps)

@@ -1,13 +1,13 @@
 """`varlen_attention` as one operator of torch, which compiled models run without a graph break.
 
 The SDPA path decides by the values of the borders, which no tracer can follow. As an operator it
-is opaque: in the graph there are a node forward and a node backward.
+is opaque: the graph has one node for forward and one for backward.
 
 Invariants:
 
 - Values and gradients are those of the eager call.
-- What backward needs it computes again, from the operands alone: an operator's own graph does not
-  outlive its call. That is one more forward; eager calls do without.
+- Backward computes forward again, from the operands alone: an operator's own graph does not outlive
+  its call. Eager calls do not need this second forward.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_adapter.attention.arguments import Call
+from trainer_adapter.attention.dispatch import run_backend
+
 __all__ = ["varlen_operator"]
 
 
@@ -26,18 +29,9 @@ def _eager(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,
     max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from trainer_adapter.attention.varlen import varlen_attention
-
-    chosen: Any = backend
-    result: Any = varlen_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k,
-        scale=scale, window_size=(left, right), enable_gqa=True, return_lse=return_lse,
-        backend=chosen,
-    )  # fmt: skip
-    if return_lse:
-        out, lse = result
-        return out, lse
-    return result, _no_lse(q)
+    call = Call(cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale, (left, right))
+    result = run_backend(backend, q, k, v, call, return_lse)
+    return (result, _no_lse(q)) if isinstance(result, Tensor) else result
 
 
 def _no_lse(q: Tensor) -> Tensor:
@@ -49,7 +43,13 @@ def varlen_operator(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,
     max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend; the log-sum-exp has no columns where it was not asked for."""
+    """Attend, as `run_backend`.
+
+    Returns
+    -------
+    out : Tensor [T_q, H_q, D]
+    lse : Tensor [H_q, T_q], or [H_q, 0] without `return_lse`
+    """
     with torch.no_grad():
         out, lse = _eager(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale, left, right, return_lse,

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["flash_function", "flash_obstacle"]
+__all__ = ["call_flash", "flash_function", "flash_obstacle"]
 
 FLASH_FROM: Final = (2, 6)
 FLASH_MAX_HEAD_DIM: Final = 256
@@ -21,7 +21,13 @@ FLASH_MAX_HEAD_DIM: Final = 256
 
 @functools.cache
 def flash_function() -> tuple[Callable[..., Any] | None, str]:
-    """Find the package's function; None with the reason where it cannot be used."""
+    """Find the package's function.
+
+    Returns
+    -------
+    (callable or None, str)
+        None with the reason if it cannot be used.
+    """
     try:
         import flash_attn
         from flash_attn import flash_attn_varlen_func
@@ -36,7 +42,20 @@ def flash_function() -> tuple[Callable[..., Any] | None, str]:
 def flash_obstacle(
     q: Tensor, k: Tensor, max_q: int, max_k: int, window: tuple[int, ...]
 ) -> str | None:
-    """Say what keeps flash-attn from running, or from being right; None if nothing does."""
+    """Say why flash-attn cannot run this call, or would be wrong; None if it can.
+
+    Parameters
+    ----------
+    q : Tensor [T_q, H_q, D]
+    k : Tensor [T_k, H_kv, D]
+    max_q, max_k : int
+        Tokens of the longest sequence.
+    window : (int, int)
+
+    Returns
+    -------
+    str or None
+    """
     if not q.is_cuda or torch.version.hip is not None:
         return f"it needs a CUDA device, got {q.device}"
     function, reason = flash_function()
@@ -52,8 +71,8 @@ def flash_obstacle(
         return f"it needs a head dimension that is a multiple of 8 up to 256, got {head_dim}"
     if q.numel() == 0 or k.numel() == 0:
         return "it needs at least one query and one key token"
-    # As for torch's kernel, which is the same: a limit that is measured from a row far above its
-    # first key is another one.
+    # As in torch's kernel, which is the same: for a row far above its first key, the limits would
+    # have another meaning.
     left, right = window
     if max_q > max_k and (right >= max_k or (left != -1 and right == -1)):
         return f"window {window} with max_q {max_q} above max_k {max_k} is not what it computes"
@@ -64,7 +83,25 @@ def call_flash(
     q: Tensor, k: Tensor, v: Tensor, borders: list[Tensor], longest: tuple[int, int],
     scale: float, window: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output, and the log-sum-exp [H_q, T_q] cut off from the graph."""
+    """Run flash-attn.
+
+    Parameters
+    ----------
+    q : Tensor [T_q, H_q, D]
+    k, v : Tensor [T_k, H_kv, D]
+    borders : list[Tensor], two of int32 [S + 1]
+        Of queries and keys, on the device.
+    longest : (int, int)
+        Tokens of the longest sequence, of queries and keys.
+    scale : float
+    window : (int, int)
+
+    Returns
+    -------
+    out : Tensor [T_q, H_q, D]
+    lse : Tensor [H_q, T_q], float32
+        Without a graph; -inf in rows that may see nothing.
+    """
     function, reason = flash_function()
     assert function is not None, reason
     out, lse, _ = function(

@@ -1,13 +1,13 @@
-"""Who shares an SDPA call with whom: the plan of a packed batch, from lengths and window alone.
+"""The plan of a packed batch for SDPA: which sequences share a call, by lengths and window alone.
 
 A *bucket* is one call: one sequence, or several of like shape padded to one.
 
 Invariants:
 
 - Pure numpy: no tensor, no device, no clock. Equal lengths give equal plans.
-- A plan holds only rows and keys that meet somebody, and each of them in one slot of one bucket.
-  So no row in it is blind, which SDPA kernels disagree on.
-- Padding never costs more than as many calls again as there are buckets.
+- A plan holds only rows that see a key and keys that a row sees, each in one slot of one bucket.
+  So no row in it is blind; SDPA kernels disagree on blind rows.
+- Padding never costs more than one further call for each bucket.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 CALL_WORK: Final = {"cpu": 2**19, "cuda": 2**31}
-"""What one more SDPA call costs, forward and backward, as multiply-adds of the score matrix
-(rows x keys x heads x head dimension) that the device does in that time: 0.1 ms on one CPU core
-at 5e9 a second; on a GPU, 0.1 ms at 2e13 a second. There the host needs 0.3 ms a call, but it is
-ahead of the device as long as calls are large, and padding costs memory too."""
+"""Cost of one more SDPA call, forward and backward, in multiply-adds of the score matrix (rows x
+keys x heads x head dimension) that the device does in that time: 0.1 ms on one CPU core at 5e9 a
+second; on a GPU, 0.1 ms at 2e13 a second. There the host needs 0.3 ms a call, but it is ahead of
+the device as long as calls are large, and padding costs memory too."""
 
 MOVE_KEYS: Final = {"cpu": 32, "cuda": 160}
-"""What it costs to bring a slot to its bucket and back, with its gradients, as keys that its row
-could see in that time: some 16 passes over its bytes at 10 GB/s on one CPU core, at 4 TB/s on a
-GPU. A sequence that goes alone need not move; padding is moved as tokens are."""
+"""Cost of copying a slot to its bucket and back, with its gradients, in keys that its row could see
+in that time: some 16 passes over its bytes at 10 GB/s on one CPU core, at 4 TB/s on a GPU. A
+sequence alone in its bucket is not copied; padding is copied as tokens are."""
 
 MASK_ELEMENTS: Final = 2**23
 """Most elements of one mask: 8 MiB of bool, and 32 MiB where SDPA turns it into float32."""
@@ -46,7 +46,7 @@ Kind = Literal["full", "causal", "band"]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences that share one SDPA call, without the rows and keys that meet nobody.
+    """Sequences that share one SDPA call, without blind rows and unseen keys.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Where the tokens of one side go: packed rows to the slots of all buckets, and back.
+    """The moves of queries, or of keys: packed rows to the slots of all buckets, and back.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that follows from lengths and window: the buckets, and the moves to and from them."""
+    """The buckets of a packed batch, and the moves of its tokens to them and back."""
 
     buckets: tuple[Bucket, ...]
     queries: Moves
@@ -104,10 +104,21 @@ class Plan:
 
 @functools.lru_cache(maxsize=8)
 def make_plan(lengths_q: bytes, lengths_k: bytes, window: Window, work: int, device: str) -> Plan:
-    """Trim each sequence to what meets anybody, and share the calls out.
+    """Trim blind rows and unseen keys off each sequence, and assign sequences to calls.
 
-    The lengths are the bytes of int64 arrays, so that the layers of a model, which all ask for
-    the same plan, find it in the cache. `work` is heads x head dimension.
+    Parameters
+    ----------
+    lengths_q, lengths_k : bytes
+        Of int64 arrays [S]. Bytes can be hashed, so all layers of a model find the plan in a cache.
+    window : (int, int)
+    work : int
+        Heads times head dimension.
+    device : str
+        Its type.
+
+    Returns
+    -------
+    Plan
     """
     n_q = np.frombuffer(lengths_q, np.int64)
     n_k = np.frombuffer(lengths_k, np.int64)
@@ -145,9 +156,9 @@ def make_plan(lengths_q: bytes, lengths_k: bytes, window: Window, work: int, dev
 
 
 def _worth_sharing(rows: IntArray, keys: IntArray, costs: tuple[int, int], together: bool) -> bool:
-    """Whether one call for all of them costs less than one for each, with the way there.
+    """Whether one call for all costs less than one for each, with the copies that it needs.
 
-    Those that lie together in the packed row, and are of one shape, need not move.
+    Sequences that are neighbours in the packed row, and of one shape, need no copy.
     """
     call_work, move_keys = costs
     slots = int(rows.max()) * len(rows), int(keys.max()) * len(rows)
@@ -215,7 +226,7 @@ def _grouped(
 
 
 def block_rows(keys: int, window: Window) -> int:
-    """Rows of a band that go in one call: a narrow window is not worth the keys between rows."""
+    """Return how many rows of a band share a call; few under a narrow window, to hide few keys."""
     width = keys if UNLIMITED in window else min(keys, sum(window) + 1)
     return max(MIN_BLOCK_ROWS, min(width, MASK_ELEMENTS // (2 * width)))
 

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- Tokens come to their buckets and back as `_attention_moves.py` has it.
+- `buckets.py` moves tokens to their buckets and back.
 - A mask holds at most `MASK_ELEMENTS`, or `MIN_BLOCK_ROWS` rows of one sequence's keys.
 """
 
@@ -32,9 +32,23 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
-    """Run the plan."""
+    """Attend by a plan.
+
+    Parameters
+    ----------
+    q : Tensor [T_q, H_q, D]
+    k, v : Tensor [T_k, H_kv, D]
+    plan : Plan
+        From `make_plan`, for these lengths.
+    scale : float
+
+    Returns
+    -------
+    Tensor [T_q, H_q, D]
+        0 in rows that may see nothing.
+    """
     if not plan.buckets:
-        # Zeros, but connected: all gradients are there, and 0.
+        # Connected to the operands, so that their gradients exist, and are 0.
         return q.new_zeros(q.shape) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
     outs = [
         _attend_bucket(*operands, plan.window, scale)
@@ -59,8 +73,8 @@ def _attend_bucket(
     if len(q) > 1:
         keys, values = (x.repeat_interleave(shared, dim=1) for x in (k, v))
         return _attend(bucket, q, keys, values, window, scale)
-    # Key heads take the place of the batch, and each is a view for all its query heads.
-    # SDPA's own enable_gqa may leave the fused kernels, and then needs rows x keys memory.
+    # Key heads become the batch dimension, and each is a view for all its query heads. SDPA's own
+    # enable_gqa may not use the fused kernels, and then needs rows x keys memory.
     rows = q.squeeze(0).unflatten(0, (-1, shared))  # type: ignore[no-untyped-call]
     keys, values = (x.squeeze(0).unsqueeze(1).expand(-1, shared, -1, -1) for x in (k, v))
     return _attend(bucket, rows, keys, values, window, scale).flatten(0, 1).unsqueeze(0)
@@ -122,17 +136,30 @@ def _visible(
         visible = visible & (distance <= right)
     if left != UNLIMITED:
         visible = visible & (distance >= -left)
-    # A row of padding sees everything: blind, it could come out as nan and spoil the gradients.
+    # A row of padding sees all keys: if it saw none, its nan could spoil the gradients.
     return visible | (row >= row_counts)
 
 
 def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
-    """Compute the log-sum-exp [H_q, T_q] by blocks of rows, outside of any graph."""
+    """Compute the log-sum-exp by blocks of rows, without a graph.
+
+    Parameters
+    ----------
+    q : Tensor [T_q, H_q, D]
+    k : Tensor [T_k, H_kv, D]
+    plan : Plan
+    scale : float
+
+    Returns
+    -------
+    Tensor [H_q, T_q], float32 or float64
+        -inf in rows that may see nothing.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     if not plan.buckets:
         return q.new_full((q.shape[1], len(q)), -math.inf, dtype=dtype)
     found = []
-    # Autocast would take the products down to half precision.
+    # Autocast would compute the products in half precision.
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for bucket, *operands in zip(
             plan.buckets, spread(q, plan.queries), spread(k, plan.keys), strict=True
@@ -154,7 +181,7 @@ def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
 
 
 class _DifferentiableLse(torch.autograd.Function):
-    """Give a log-sum-exp its gradient, which no backend does.
+    """Give a log-sum-exp its gradient, which the backends leave out.
 
     Its gradient to a row's query is the key that attention expects there, that is attention with
     the keys for values; its gradient to the keys is the one that those values get where each
@@ -182,7 +209,22 @@ class _DifferentiableLse(torch.autograd.Function):
 
 
 def differentiable_lse(q: Tensor, k: Tensor, lse: Tensor, scale: float, attend: Attend) -> Tensor:
-    """Connect a log-sum-exp to the queries and keys that it comes from."""
+    """Connect a log-sum-exp to its queries and keys, so that it has a gradient.
+
+    Parameters
+    ----------
+    q : Tensor [T_q, H_q, D]
+    k : Tensor [T_k, H_kv, D]
+    lse : Tensor [H_q, T_q]
+        Without a graph.
+    scale : float
+    attend : callable
+        Attention of q, k and v by the backend of `lse`.
+
+    Returns
+    -------
+    Tensor [H_q, T_q]
+    """
     connected: Tensor = _DifferentiableLse.apply(  # type: ignore[no-untyped-call]
         q, k, lse, scale, attend
     )

@@ -1,12 +1,12 @@
-"""`varlen_attention` as transformers calls an attention function.
+"""`varlen_attention` as an attention function of Hugging Face's transformers.
 
 Written for transformers 4.53 (the first with `AttentionMaskInterface`) to 5; docs/compat.md has
 which versions it was run with.
 
 Invariants:
 
-- No row of the result depends on another sequence of a packed batch, whatever the mask says.
-- What cannot be computed here is refused, never left out.
+- No row of the result depends on another sequence of a packed batch, for any mask.
+- An option that cannot be computed here is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -16,13 +16,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_adapter.attention.dispatch import Backend
+from trainer_adapter.attention.varlen import varlen_attention
 from trainer_adapter.compat import pad_input, unpad_input
 
-__all__ = ["register"]
+__all__ = ["register_with_transformers", "transformers_inputs"]
 
 
-def register(name: str, backend: Any) -> str:
-    """Add the function, and the mask that goes with it, under a name."""
+def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend = "auto") -> str:
+    """Add `varlen_attention` to the attention functions of Hugging Face's transformers.
+
+    Then a stock model trains on packed batches::
+
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=register_with_transformers()
+        )
+        logits = model(**transformers_inputs(batch)).logits[0]
+
+    Parameters
+    ----------
+    name : str
+        Its name for ``attn_implementation``.
+    backend : {"auto", "native", "flash", "sdpa"}
+        As for `varlen_attention`.
+
+    Returns
+    -------
+    str
+        `name`.
+
+    Raises
+    ------
+    ImportError
+        There is no transformers 4.53 or later here.
+
+    Notes
+    -----
+    The borders of sequences are taken from ``cu_seq_lens_q`` and the like, as transformers' own
+    flash attention takes them. Without them, a single row is split at each 0 of ``position_ids``;
+    without those, a mask marks padding; otherwise each row is a sequence. Causal attention, sliding
+    windows and a cache of keys are supported; dropout, soft caps and attention sinks are refused.
+    """
     try:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
@@ -47,6 +81,37 @@ def register(name: str, backend: Any) -> str:
     return name
 
 
+def transformers_inputs(batch: Any) -> dict[str, Any]:
+    """Return the arguments of a transformers model for a packed batch.
+
+    Parameters
+    ----------
+    batch : Batch or MicroBatch
+        Packed.
+
+    Returns
+    -------
+    dict
+        Keyword arguments for the model's call; ``logits[0]`` of its output is [T, vocabulary].
+
+    Raises
+    ------
+    ValueError
+        The batch is padded.
+    """
+    if batch.layout != "packed":
+        raise ValueError(f"batch: expected layout 'packed', got {batch.layout!r}; pack it so")
+    return {
+        "input_ids": batch.tokens[None],
+        "position_ids": batch.position_ids[None],
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
+        "use_cache": False,
+    }
+
+
 def _mask(*arguments: Any, attention_mask: Tensor | None = None, **facts: Any) -> Tensor | None:
     """Pass on a mask of padding [B, K], and nothing where there is no padding."""
     kv_length = facts.get("kv_length")
@@ -63,12 +128,10 @@ def _forward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    backend: Any,
+    backend: Backend,
     options: dict[str, Any],
 ) -> Tensor:
     """Attend: query [B, H, L, D], key and value [B, H_kv, K, D]; the result is [B, L, H, D]."""
-    from trainer_adapter.attention.varlen import varlen_attention
-
     _refuse(options)
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -82,7 +145,7 @@ def _forward(
         k_packed, _, cu_k, max_k, _ = unpad_input(k, mask)
         v_packed, *_ = unpad_input(v, mask)
         q_packed, places, cu_q, max_q, _ = unpad_input(q, mask[:, -length:])
-        # A row that is all padding has no queries, and keys that nobody asks.
+        # A row of padding alone has no queries, so its keys are never seen.
     else:
         (cu_q, max_q), (cu_k, max_k) = _borders(query, key, options)
         q_packed, k_packed, v_packed = (x.flatten(0, 1) for x in (q, k, v))
@@ -146,14 +209,14 @@ def _even(rows: int, length: int, like: Tensor) -> Tensor:
 
 def _from_positions(positions: Tensor) -> tuple[Tensor, int]:
     """Find the borders of one packed row, in which a sequence begins at each position 0."""
-    # Kept with the tensor, since every layer asks.
+    # Cached on the tensor, since every layer needs it.
     kept: tuple[int, Tensor, int] | None = getattr(positions, "_shmbus_borders", None)
     version = -1 if positions.is_inference() else positions._version
     if kept is None or kept[0] != version or version < 0:
         flat = positions.flatten()
         starts = (flat == 0).nonzero().flatten()
         if len(starts) == 0 or int(starts[0]) != 0:
-            # Not the beginning of anything: one sequence, as a model without packing has it.
+            # No sequence begins here: one sequence, as in a model without packing.
             starts = flat.new_zeros(1)
         borders = torch.cat([starts, starts.new_tensor([len(flat)])]).int()
         kept = (version, borders, int(borders.diff().max()))

@@ -1,1 +1,1 @@
-"""Groups become a batch: packing, padding, flags of samples, and what is not finite."""
+"""From groups to a batch: packing, padding, flags of samples, and the check for finite values."""

@@ -1,4 +1,4 @@
-"""What is not finite never reaches a loss: logprobs and advantages of a batch, checked once.
+"""The check that no nan or infinity among logprobs and advantages reaches a loss.
 
 Invariant: the error names the sample, so that its group alone can be dropped.
 """
@@ -6,6 +6,7 @@ Invariant: the error names the sample, so that its group alone can be dropped.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,11 +16,11 @@ import shmbus
 from shmbus.batch.gather import FieldNames, PackedArrays
 from shmbus.batch.gather_plan import find_not_finite
 
-__all__ = ["NotFiniteError", "require_finite"]
+__all__ = ["NotFiniteError", "group_of_sample", "not_finite", "require_finite"]
 
 
 class NotFiniteError(ValueError):
-    """A sample brought a nan or an infinity where its tokens are trained.
+    """A sample has a nan or an infinity at a token that is trained.
 
     Attributes
     ----------
@@ -35,9 +36,16 @@ class NotFiniteError(ValueError):
 def require_finite(
     arrays: PackedArrays, trajectories: list[shmbus.Trajectory], names: FieldNames
 ) -> None:
-    """Raise NotFiniteError for the first logprob or advantage of packed arrays that is not finite.
+    """Raise NotFiniteError for the first logprob or advantage that is not finite.
 
-    Logprobs outside the loss mask are 0 by then, whatever stood there.
+    Parameters
+    ----------
+    arrays : PackedArrays
+        Of one batch. Logprobs outside the loss mask are 0 already.
+    trajectories : list[Trajectory]
+        The samples, in the batch's order.
+    names : FieldNames
+        For the message.
     """
     for name, values in ((names.logprobs, arrays.logprobs), (names.advantages, arrays.advantages)):
         token = find_not_finite(values)
@@ -52,7 +60,25 @@ def not_finite(
     borders: Sequence[int] | NDArray[np.int32],
     trajectories: list[shmbus.Trajectory],
 ) -> NotFiniteError:
-    """Say which sample, field and token it is, from the token's position in the packed row."""
+    """Make the error for one token of the packed row.
+
+    Parameters
+    ----------
+    name : str or None
+        Of the field.
+    token : int
+        Position in the packed row.
+    value : float
+        What was found there.
+    borders : sequence of int, [S + 1]
+        Where each sequence begins in the packed row.
+    trajectories : list[Trajectory]
+        The S samples.
+
+    Returns
+    -------
+    NotFiniteError
+    """
     sample = bisect.bisect_right(borders, token) - 1
     trajectory = trajectories[sample]
     return NotFiniteError(
@@ -61,3 +87,21 @@ def not_finite(
         f"{token - int(borders[sample])}; mask the token, or correct what computes it",
         sample,
     )
+
+
+def group_of_sample(groups: list[shmbus.Group], sample: int) -> int:
+    """Return the position of the group that has a sample.
+
+    Parameters
+    ----------
+    groups : list[shmbus.Group]
+        Of one batch, in its order.
+    sample : int
+        Position of the sample in the batch.
+
+    Returns
+    -------
+    int
+    """
+    ends = itertools.accumulate(len(group) for group in groups)
+    return next(number for number, end in enumerate(ends) if sample < end)

@@ -1,10 +1,10 @@
-"""What single samples ask of their batch: an advantage of zero, or to be left out of the loss.
+"""Requests of single samples, in their meta: an advantage of zero, or no part in the loss.
 
 Invariants:
 
 - A sample never leaves its group: its score counts for the others' baseline, and it is
   acknowledged with them.
-- Only meta that mentions what is looked for is decoded.
+- Only meta that contains one of the words is decoded.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import shmbus
 from shmbus.batch.gather import PackedArrays
 from shmbus.batch.gather_plan import mentioning
 
-__all__ = ["Truncated", "asking_words", "is_truncated", "sample_flags"]
+__all__ = ["Truncated", "apply_flags", "is_truncated", "request_words", "sample_flags"]
 
 Truncated = Literal["keep", "mask", "drop"]
 
 TRUNCATED_REASONS: Final = frozenset({"length", "max_tokens", "abort"})
-"""Values of ``meta["finish_reason"]`` that say that a sample did not come to its own end:
-servers call a limit that was reached "length" or "max_tokens", and a request cut short "abort"."""
+"""Values of ``meta["finish_reason"]`` of a truncated sample: servers say "length" or "max_tokens"
+where a limit was reached, and "abort" where a request was cancelled."""
 
-#: Words of a meta that may ask for something, as they are encoded.
+#: Words in an encoded meta that may be a request.
 ZEROING_WORDS: Final = (b"set_advantage_to_zero",)
 TRUNCATED_WORDS: Final = tuple(reason.encode() for reason in sorted(TRUNCATED_REASONS))
 
@@ -37,7 +37,7 @@ ZEROED: Final = 2
 
 
 def is_truncated(group: shmbus.Group) -> bool:
-    """Whether a sample of a leased group was cut off, as its ``meta["finish_reason"]`` says."""
+    """Whether a sample of a leased group was truncated, by its ``meta["finish_reason"]``."""
     trajectories = group.trajectories
     return any(
         _meta(trajectories[position], "finish_reason") in TRUNCATED_REASONS
@@ -45,33 +45,42 @@ def is_truncated(group: shmbus.Group) -> bool:
     )
 
 
-def asking_words(truncated: Truncated) -> tuple[bytes, ...]:
-    """Return the words one of which is in the meta of each sample that `sample_flags` flags."""
+def request_words(truncated: Truncated) -> tuple[bytes, ...]:
+    """Return the words of which each flagged sample's meta contains one.
+
+    Parameters
+    ----------
+    truncated : {"keep", "mask", "drop"}
+
+    Returns
+    -------
+    tuple of bytes
+    """
     return ZEROING_WORDS + TRUNCATED_WORDS if truncated == "mask" else ZEROING_WORDS
 
 
 def sample_flags(
     trajectories: list[shmbus.Trajectory], truncated: Truncated = "keep"
 ) -> NDArray[np.uint8] | None:
-    """Collect what the samples ask for.
+    """Collect the requests of samples.
 
     Parameters
     ----------
     trajectories : list[Trajectory]
         Leased; S of them.
     truncated : {"keep", "mask", "drop"}
-        With "mask", samples that were cut off are left out of the loss.
+        With "mask", truncated samples are left out of the loss.
 
     Returns
     -------
     uint8 [S] or None
-        `MASKED` and `ZEROED`, ored; None where no sample asks for anything.
+        `MASKED` and `ZEROED`, ored; None if no sample requests anything.
     """
-    asked = _asking(trajectories, ZEROING_WORDS, "set_advantage_to_zero", bool)
+    asked = _requesting(trajectories, ZEROING_WORDS, "set_advantage_to_zero", bool)
     cut = []
     if truncated == "mask":
-        # By the value: the key is in every sample's meta, of servers that say it at all.
-        cut = _asking(
+        # By the value: servers that set the key set it in every sample.
+        cut = _requesting(
             trajectories, TRUNCATED_WORDS, "finish_reason", TRUNCATED_REASONS.__contains__
         )
     if not asked and not cut:
@@ -83,7 +92,7 @@ def sample_flags(
 
 
 def apply_flags(flags: NDArray[np.uint8], arrays: PackedArrays) -> None:
-    """Do to packed arrays on the host what `sample_flags` found."""
+    """Apply the flags of `sample_flags` to packed arrays on the host."""
     borders = arrays.cu_seqlens
     for position in np.flatnonzero(flags).tolist():
         tokens = slice(borders[position], borders[position + 1])
@@ -95,7 +104,7 @@ def apply_flags(flags: NDArray[np.uint8], arrays: PackedArrays) -> None:
 
 
 def _meta(trajectory: shmbus.Trajectory, key: str) -> Any:
-    """Look up what can be hashed; None for all else."""
+    """Return a value of the meta; None if it is missing or cannot be hashed."""
     meta = trajectory.meta
     value = meta.get(key) if isinstance(meta, dict) else None
     if isinstance(value, dict):
@@ -104,7 +113,7 @@ def _meta(trajectory: shmbus.Trajectory, key: str) -> Any:
     return value if isinstance(value, (str, bool, int)) else None
 
 
-def _asking(
+def _requesting(
     trajectories: list[shmbus.Trajectory],
     words: tuple[bytes, ...],
     key: str,

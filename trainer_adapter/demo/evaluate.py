@@ -1,8 +1,8 @@
-"""How good the policy is on prompts that training never drew.
+"""Quality of the policy on prompts that training never drew.
 
-Two figures, because they say different things: the mean reward pays partial credit, the solved
-share doesn't. And two ways to ask: sampled at temperature 1, as the rollout workers do, or greedy.
-The demo's target is the harder one of the two ways: the mean reward of *sampled* completions.
+There are two figures: the mean reward gives partial credit, the solved share does not. And there
+are two ways to sample: at temperature 1, as the rollout workers do, or greedily. The demo's target
+is the harder one: the mean reward of completions sampled at temperature 1.
 
 Invariants:
 

@@ -2,8 +2,8 @@
 
 Invariants:
 
-- The ratio is taken against the logprobs that came with the tokens, from the very policy version
-  that sampled them, so batches a few versions old are corrected for and then clipped.
+- The ratio is taken against the logprobs of the tokens, by the policy version that sampled them, so
+  batches a few versions old are corrected for and then clipped.
 - Every completion token weighs the same, whatever the length of its sequence.
 - A batch whose loss or gradient is not finite changes no weight.
 """
@@ -21,7 +21,7 @@ from trainer_adapter.losses import kl_estimate, policy_loss
 
 
 class PackedBatch(Protocol):
-    """What a step reads of a batch; the handler's batches have it."""
+    """The attributes of a batch that a step reads; the handler's batches have them."""
 
     @property
     def tokens(self) -> Tensor:
@@ -44,8 +44,8 @@ class PackedBatch(Protocol):
         """True on completion tokens, bool [T]."""
 
     @property
-    def logprobs(self) -> Tensor:
-        """Logprob of each token when it was sampled, float32 [T]."""
+    def logprobs(self) -> Tensor | None:
+        """Logprob of each token when it was sampled, float32 [T]; None where none was sent."""
 
     @property
     def advantages(self) -> Tensor:
@@ -152,6 +152,8 @@ class Learner:
         config = self.config
         logprobs, entropies = token_logprobs(self.policy, batch)
         where = batch.loss_mask
+        if batch.logprobs is None:
+            raise ValueError("expected logprobs in the batch, got None; workers have to put them")
         advantages, old = batch.advantages[where], batch.logprobs[where]
         counted = torch.ones_like(logprobs, dtype=torch.bool)
         loss, clip_fraction, _ = policy_loss(
@@ -172,7 +174,7 @@ class Learner:
             for group in self._optimizer.param_groups:
                 group["lr"] = config.lr * min(1.0, self.steps / max(1, config.warmup_steps))
             self._optimizer.step()
-        # The tokens come from the old policy, so it is the divergence of the old from the new.
+        # The tokens are of the old policy, so it is the divergence of the old from the new.
         moved = kl_estimate(old, logprobs.detach(), counted)
         return StepMetrics(
             mean_score=float(batch.scores.mean()),

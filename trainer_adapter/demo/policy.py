@@ -6,7 +6,7 @@ computed. `sampler.py` runs the same weights in numpy; `PolicyConfig` fixes the 
 
 Invariants:
 
-- A sequence's output depends on that sequence alone, whatever it is packed with.
+- A sequence's output depends on that sequence alone, not on its neighbours in the row.
 - ``export_weights`` and ``load_weights`` are inverse to each other, bit for bit.
 """
 

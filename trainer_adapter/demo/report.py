@@ -1,4 +1,4 @@
-"""What a demo run leaves: a summary as JSON, the reward over time as PNG, the ledger as text."""
+"""Results of a demo run: a summary as JSON, the reward over time as PNG, the ledger as text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The run in numbers; what ``summary.json`` holds."""
+    """The run in numbers, as in ``summary.json``."""
 
     version: str
     task: str

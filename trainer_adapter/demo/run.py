@@ -1,8 +1,8 @@
 """The demo itself: one trainer, several workers, one bus, and a policy that learns through them.
 
 Order of an iteration: take a batch of whole groups, step, publish the new weights, announce their
-version on the bus, acknowledge the batch. Whatever ends the run (the last step, Ctrl-C, an error),
-the workers are stopped, the ledger is read, and both segments are removed, in this order.
+version on the bus, acknowledge the batch. At the end of the run (after the last step, Ctrl-C or an
+error), the workers are stopped, the ledger is read, and both segments are removed, in this order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 import shmbus
-from trainer_adapter.batches.pack import Batch
+from trainer_adapter.batches.batch import Batch
 from trainer_adapter.demo.evaluate import Evaluation, evaluate
 from trainer_adapter.demo.learner import Learner
 from trainer_adapter.demo.policy import Policy
@@ -104,7 +104,7 @@ class Demo:
         self._next_look_s = 0.0
 
     def run(self) -> Summary:
-        """Train; returns the summary of what happened."""
+        """Train; returns the summary of the run."""
         config = self.config
         torch.manual_seed(config.seed)
         # The workers need the other cores; batches this small gain nothing from threads.
@@ -203,7 +203,7 @@ class Demo:
                 return handler.next_batch(timeout=LOOK_PERIOD_S)
             self._look(handler, supervisor, view)
             if time.monotonic() > deadline:
-                # The message of this one says what is missing.
+                # The message of this error says what is missing.
                 return handler.next_batch(timeout=0)
 
     def _evaluate(self, policy: Policy) -> None:
@@ -288,7 +288,7 @@ class Demo:
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """End on SIGTERM as on Ctrl-C: with everything put away."""
+    """End on SIGTERM as on Ctrl-C: stop the workers, and remove the segments."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

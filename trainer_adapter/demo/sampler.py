@@ -1,16 +1,16 @@
 """The policy's inference side: the same transformer as `policy.py`, in numpy, for rollout workers.
 
 A worker that samples with numpy starts in a tenth of a second where one that imports torch takes
-a second or two of CPU time, so a killed worker is back at once and four of them leave a two-core
-machine to the trainer. The weights are one flat float32 vector whose layout is defined here once
-(`PolicyConfig.parameters`) and used by both sides.
+a second or two of CPU time. So a killed worker is soon replaced, and four workers leave most of a
+two-core machine to the trainer. The weights are one flat float32 vector, whose layout is defined
+here once (`PolicyConfig.parameters`) and used by both sides.
 
 Invariants:
 
 - Nothing here imports torch.
 - `logprobs[i]` is the logprob under the *sampling* distribution of `tokens[i]`, given the tokens
   before it; it agrees with the packed torch forward to float32 rounding.
-- Rows of a batch never influence one another, whatever their lengths.
+- Rows of a batch never influence one another, at any lengths.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from trainer_adapter.demo.worker import WorkerConfig
 #: Seconds between two kills in chaos mode, on average; each is drawn between half and one and a
 #: half of it.
 CHAOS_PERIOD_S: Final = 3.0
-#: Deaths that nobody asked for, of one worker in a row, before the demo gives up.
+#: Unplanned deaths of one worker in a row before the demo gives up.
 MAX_UNEXPECTED_DEATHS: Final = 5
 
 
@@ -84,7 +84,7 @@ class Supervisor:
         return sum(self._lives)
 
     def tend(self) -> None:
-        """Restart who died; in chaos mode, kill somebody now and then. Cheap: call it often.
+        """Restart dead workers; in chaos mode, sometimes kill one. Cheap: call it often.
 
         Raises
         ------

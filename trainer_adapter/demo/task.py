@@ -119,7 +119,7 @@ class SortTask:
 
 
 def split_of(digits: IntArray) -> Split:
-    """Return the split that a row of digits belongs to, whatever its order.
+    """Return the split that a row of digits belongs to, in any order of the digits.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
-"""What the demo shows while it runs: a live view in a terminal, or plain lines.
+"""The demo's display while it runs: a live view in a terminal, or plain lines.
 
-Invariant: showing costs the training little: figures are handed over as they are, drawn a few
+Invariant: the display costs the training little: figures are passed on as they are, and drawn a few
 times a second.
 """
 

@@ -4,11 +4,16 @@ Two buffers, used in turn, each with a checksum of its content and version. A wo
 buffer of the version that the bus announces, and takes it if the checksum holds; if not, the
 trainer was writing it, and the next look finds the newer one. No lock, so no death can block it.
 
-Invariant: a set of weights that `read` returns is one that `publish` was given, whole.
+Invariants:
+
+- A set of weights that `read` returns is one that `publish` was given, whole.
+- Each user holds a shared lock on the file, so that `shmbus gc` removes an abandoned one only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import zlib
@@ -17,6 +22,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import posix_ipc
+
+from shmbus.segment.names import companion_name
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -29,7 +36,7 @@ class WeightsChannel:
     Parameters
     ----------
     bus : str
-        The bus that the weights belong to; the segment is called after it.
+        The bus that the weights belong to; their segment is its companion "weights".
     size : int
         Weights in one set, float32.
     create : bool
@@ -37,21 +44,26 @@ class WeightsChannel:
     """
 
     def __init__(self, bus: str, size: int, *, create: bool = False) -> None:
-        self._name = f"/shmbus.{bus}.weights"
+        self._name = companion_name("weights", bus)
         self._created = create
         stride = _HEADER.itemsize + 4 * size
         flags = posix_ipc.O_CREX if create else 0
-        shm = posix_ipc.SharedMemory(self._name, flags, mode=0o600)
+        self._fd = posix_ipc.SharedMemory(self._name, flags, mode=0o600).fd
         try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            if not os.fstat(self._fd).st_nlink:  # `shmbus gc` was faster than the lock
+                raise FileNotFoundError(
+                    f"the weights of bus {bus!r} were removed while they were opened; start again"
+                )
             if create:
-                os.posix_fallocate(shm.fd, 0, 2 * stride)
-            self._memory = mmap.mmap(shm.fd, 2 * stride)
+                os.posix_fallocate(self._fd, 0, 2 * stride)
+            self._memory = mmap.mmap(self._fd, 2 * stride)
         except BaseException:
+            os.close(self._fd)
             if create:
-                posix_ipc.unlink_shared_memory(self._name)
+                with contextlib.suppress(posix_ipc.ExistentialError):  # it is gone already
+                    posix_ipc.unlink_shared_memory(self._name)
             raise
-        finally:
-            os.close(shm.fd)
         raw = np.frombuffer(self._memory, np.uint8)
         self._headers = [
             raw[i * stride : i * stride + _HEADER.itemsize].view(_HEADER) for i in (0, 1)
@@ -100,6 +112,7 @@ class WeightsChannel:
         self._memory.close()
         if self._created:
             posix_ipc.unlink_shared_memory(self._name)
+        os.close(self._fd)
 
 
 def _checksum(weights: FloatArray, version: int) -> int:

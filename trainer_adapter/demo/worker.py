@@ -22,9 +22,9 @@ from trainer_adapter.demo.sampler import PolicyConfig, Sampler
 from trainer_adapter.demo.task import SortTask, reward, show
 from trainer_adapter.demo.weights import WeightsChannel
 
-#: Seconds between looks for a new policy version while this worker is ahead of the trainer.
+#: Seconds between checks for a new policy version while this worker is ahead of the trainer.
 AHEAD_POLL_S: Final = 0.002
-#: Seconds after which it goes on all the same: groups that died with another worker are missing.
+#: Seconds after which it continues anyway: groups may be lost with another worker.
 AHEAD_LIMIT_S: Final = 1.0
 #: Share of the samples at hand that finish a round later.
 KEPT_BACK_SHARE: Final = 0.3
@@ -33,7 +33,7 @@ PUT_TIMEOUT_S: Final = 30.0
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """What a worker is told, as JSON on its command line.
+    """Parameters of a worker, as JSON on its command line.
 
     Attributes
     ----------
@@ -103,7 +103,7 @@ class Worker:
             self.version = version
 
     def wait_for_version(self) -> None:
-        """Put what was kept back, and sleep until there are newer weights, for a while at most."""
+        """Put the samples that were kept back, and wait some time for newer weights."""
         self.send(len(self.unsent))
         deadline = time.monotonic() + AHEAD_LIMIT_S
         while self.producer.policy_version == self.version and time.monotonic() < deadline:

@@ -1,14 +1,14 @@
-"""Leased groups gathered into a packed batch by a kernel that reads the ring itself.
+"""Packing of leased groups by a kernel that reads the ring itself.
 
 A batch is one block of memory on the device, and one launch that fills it: the table is in pinned
-memory, where the kernel reads it and tells what it found. The host's time a batch is what small
-ones wait for, and each allocation, each copy and each view costs some of it.
+memory, from which the kernel reads and to which it reports. Small batches wait for the host, and
+each allocation, copy and view costs some of its time.
 
 Invariants:
 
-- Nothing here waits for the device but `Pending.finish`.
-- What the kernel reads, the ring and the tables, is kept until it is done.
-- The values are those of the host's gather, whatever dtypes the records have.
+- Only `Pending.finish` waits for the device.
+- The ring and the tables are kept until the kernel has read them.
+- The values are those of the host's gather, for records of any dtype.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ import shmbus
 from shmbus.batch.gather import FieldNames, describe, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
+from trainer_adapter.batches.batch import Batch, Layout, pad_batch
 from trainer_adapter.batches.finite import not_finite
-from trainer_adapter.batches.pack import Batch, Layout, pad_batch
-from trainer_adapter.batches.sample_flags import Truncated, asking_words, sample_flags
+from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
 from trainer_adapter.gpu.memory import Staging, StagingBlock
 
 __all__ = ["Pending", "begin_gather"]
 
-#: Bytes that parts of a block are aligned to: what vector loads want, and more.
+#: Alignment of a block's parts, in bytes: more than vector loads need.
 PART_ALIGN: Final = 64
-#: Bytes of table that a sequence of up to 4,000 tokens has; longer ones cost a second attempt.
+#: Bytes of table for a sequence of up to 4,000 tokens; longer ones need a second attempt.
 USUAL_TABLE_BYTES: Final = 160
-#: Kinds of a launch that packs nothing.
+#: Field kinds of a launch that packs no token.
 NO_FIELDS: Final = (0, -1, -1, -1)
 #: What an event is created with so that a thread that waits for it sleeps instead of spinning.
 BLOCKING: Final = True
 
 
 class Pending:
-    """A batch on its way to the device.
+    """A batch in flight to the device.
 
     Parameters
     ----------
     batch : Batch
         Its tensors are being filled.
     stream : torch.cuda.Stream or None
-        Where that happens; None where it has happened already.
+        The stream that fills them; None if they are filled already.
     keep : object
-        What must not go away before.
+        An object that must live until then.
     check : callable, optional
-        Called when it has arrived, until it returns; raises for what cannot be used.
+        Called once the batch is on the device; raises if the batch cannot be used. It is called
+        again if it raised.
     """
 
     def __init__(
@@ -80,7 +81,11 @@ class Pending:
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> Batch:
-        """Wait until it has arrived, sleeping, and return it.
+        """Wait until the batch is on the device, sleeping, and return it.
+
+        Returns
+        -------
+        Batch
 
         Raises
         ------
@@ -94,12 +99,12 @@ class Pending:
         return self._batch
 
     def _wait(self) -> None:
-        # Even where there is nothing to wait for, waiting costs ten times what asking does.
+        # If the batch has arrived already, `synchronize` still costs ten times as much as `query`.
         if not self.arrived and self._done is not None:
             self._done.synchronize()
 
     def __del__(self) -> None:
-        # What the kernel reads may not be used again before it is done.
+        # The memory that the kernel reads must not be used again before it is done.
         if not sys.is_finalizing():
             self._wait()
 
@@ -126,9 +131,9 @@ def begin_gather(
     stream : torch.cuda.Stream or None
         The current stream; None on a device that has none.
     device_shift : int
-        What an address in this process is off from the device's.
+        The device's address of the ring, minus this process's.
     staging : Staging, optional
-        Where tables are made; memory of its own without it.
+        The pool for tables; new memory without it.
     advantages, layout, fields, truncated
         As for `pack`.
 
@@ -139,7 +144,7 @@ def begin_gather(
     Raises
     ------
     ValueError
-        As for `pack`; what is not finite, only when it is finished.
+        As for `pack`; for a value that is not finite, only from `Pending.finish`.
     """
     names = fields or FieldNames()
     staging = staging or Staging(device)
@@ -147,9 +152,9 @@ def begin_gather(
     told["advantages"] = baseline_of(advantages)
     if told["advantages"] is None:
         told["advantages"] = _compared(groups, advantages)
-    block, table = _plan(groups, staging, told, asking_words(truncated))
+    block, table = _plan(groups, staging, told, request_words(truncated))
     if not table.scores_fit:
-        # Which score it is, and whose, the error tells.
+        # Raises, with the score and its sample.
         _compared(groups, advantages)
     if table.mentions:
         told["flags"] = sample_flags(members(groups)[0], truncated)
@@ -165,13 +170,15 @@ def begin_gather(
             transport="gather",
         )
         columns = batch.logprobs, batch.advantages
+        if not table.has_logprobs:
+            batch.logprobs = None
         if layout == "padded":
             pad_batch(batch)
 
         def check() -> None:
             found = block.array[table.found_at :][:8].view(np.int32).tolist()
             for wrong, column, name in zip(found, columns, names.as_tuple()[2:], strict=True):
-                if wrong:
+                if wrong and column is not None:
                     _raise_not_finite(column, name, batch.cu_seqlens, members(groups)[0])
             staging.give_back(block)
 
@@ -194,7 +201,7 @@ def _plan(
     told: dict[str, Any],
     words: tuple[bytes, ...] = (),
 ) -> tuple[StagingBlock, GatherTable]:
-    """Make the kernel's table in a block that has room for it."""
+    """Make the kernel's table in a block that is large enough."""
     from trainer_adapter.gpu.kernel import CHUNK_TOKENS
 
     told = {**told, "chunk_tokens": CHUNK_TOKENS, "words": words}
@@ -207,7 +214,7 @@ def _plan(
 
 
 def _launch(host: Tensor, table: GatherTable, groups: int, device: torch.device) -> dict[str, Any]:
-    """Have a new block on the device filled; return the views of its parts."""
+    """Launch the kernel on a new block of the device; return the views of its parts."""
     from trainer_adapter.gpu.kernel import launch
 
     facts = table.chunks_at - table.borders_at
@@ -217,7 +224,7 @@ def _launch(host: Tensor, table: GatherTable, groups: int, device: torch.device)
         places.append(end)
         end += -(-table.tokens * width // PART_ALIGN) * PART_ALIGN
     there = torch.empty(end, dtype=torch.uint8, device=device)
-    # The first launch brings the facts as well; without a token there is one for them alone.
+    # The first launch also copies the facts; a batch without tokens has a launch for them alone.
     words = facts // 4
     for first, chunks, kinds in table.launches or [(0, 0, NO_FIELDS)]:
         of_table = table.chunks_at + first * CHUNK_WORDS * 8, table.found_at, table.borders_at

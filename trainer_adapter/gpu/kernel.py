@@ -1,15 +1,15 @@
 """The kernel that turns records in registered host memory into a packed batch on the device.
 
-Needs Triton, so it is imported only where it is about to run.
+It needs Triton, so it is imported just before it runs.
 
 Invariants:
 
-- A program reads one chunk of one sequence, and writes the same chunk of every output; nobody
-  else writes there. Those behind the chunks copy what goes to the batch as it is.
+- A program reads one chunk of one sequence, and writes the same chunk of every output, which no
+  other program writes. The programs after the chunks copy words to the batch unchanged.
 - The values are those of the host's gather: integers widened, logprobs 0 where the mask is False,
   a producer's own advantages before those of its group.
-- The table is read where it was made, in host memory, and what is not finite is told there: a batch
-  is one launch, with no copy before or after it.
+- The table is read from host memory, and values that are not finite are reported there: a batch is
+  one launch, with no copy before or after it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ TYPES: Final = {
     "f4": tl.float32, "f8": tl.float64,
 }  # fmt: skip
 
-#: What the pointers of `pack_records` point to, in its order: in the table, and in the batch.
+#: Types behind the pointers of `pack_records`, in its order: in the table, and in the batch.
 OF_TABLE: Final = (torch.int64, torch.int32, torch.int32)
 OF_BATCH: Final = (
     torch.int32, torch.int64, torch.int64, torch.bool, torch.float32, torch.float32,
 )  # fmt: skip
 
-# The kernel as it was compiled, for fields of these kinds on a device. Triton finds it too, but
-# looks at each argument anew for that: most of what a launch costs.
+# The compiled kernel for fields of these kinds on a device. Triton has a cache too, but inspects
+# each argument at each launch, which is most of a launch's cost.
 _compiled: dict[tuple[tuple[int, ...], int | None], Any] = {}
 
 
@@ -79,7 +79,7 @@ def launch(
     key = (kinds, batch.device.index)
     compiled = _compiled.get(key)
     if compiled is not None:
-        # Plain addresses: of a tensor, the launcher asks the driver what it is.
+        # Plain addresses: for a tensor, the launcher would ask the driver about its memory.
         table_from, batch_from = table.data_ptr(), batch.data_ptr()
         compiled[grid](
             *[table_from + at for at in table_at], *[batch_from + at for at in batch_at], *rest
@@ -98,7 +98,7 @@ def launch(
 
 @functools.cache
 def _constants(kinds: tuple[int, int, int, int]) -> tuple[Any, ...]:
-    """Say in the kernel's terms which fields the records have; one that is missing has any type."""
+    """Return the kernel's constants for these fields; a missing field has any type."""
     types = [TYPES[KINDS[kind].str[1:]] if kind >= 0 else tl.int8 for kind in kinds]
     there = [kind >= 0 for kind in kinds[1:]]
     return (*types, *there, CHUNK_WORDS, CHUNK_TOKENS)
@@ -106,13 +106,13 @@ def _constants(kinds: tuple[int, int, int, int]) -> tuple[Any, ...]:
 
 @triton.jit
 def _word(words, position, WORDS: tl.constexpr):
-    """Return one of a chunk's words, all of which one load has brought."""
+    """Return one of a chunk's words, which were loaded together."""
     return tl.sum(tl.where(tl.arange(0, WORDS) == position, words, 0), axis=0)
 
 
 @triton.jit(do_not_specialize=["count", "fact_words"])
 def pack_records(
-    chunks,  # int64 [count, WORDS]: those of `shmbus.locate.plan_gather`, for this launch
+    chunks,  # int64 [count, WORDS]: of `shmbus.batch.gather_plan.plan_gather`, for this launch
     found,  # int32 [2]: not 0 where a logprob, and where an advantage, is not finite
     facts,  # int32 [fact_words], to be copied
     facts_there,  # int32 [fact_words]
@@ -141,7 +141,7 @@ def pack_records(
         there = word < fact_words
         tl.store(facts_there + word, tl.load(facts + word, mask=there, other=0), mask=there)
     else:
-        # One load for all of it: the way to the host's memory is long.
+        # One load for the whole chunk: host memory has a long latency.
         chunk = tl.load(chunks + program.to(tl.int64) * WORDS + tl.arange(0, WORDS))
         at = _word(chunk, 4, WORDS) + lane
         span = _word(chunk, 5, WORDS)
@@ -150,8 +150,8 @@ def pack_records(
         orders = _word(chunk, 6, WORDS)
         masked, zeroed = (orders & 1) != 0, (orders & 2) != 0
         gain = (orders >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        # All of the record's fields are asked for before the first is used. Each begins on a cache
-        # line, so whole vectors can be read.
+        # All fields of the record are loaded before the first is used. Each begins on a cache line,
+        # so whole vectors can be read.
         address = tl.multiple_of(_word(chunk, 0, WORDS).to(tl.pointer_type(TOKENS)), 16)
         ids = tl.load(address + lane, mask=inside, other=0)
         if HAS_MASK:
@@ -172,7 +172,7 @@ def pack_records(
         values = tl.zeros([CHUNK], dtype=tl.float32)
         if HAS_LOGPROBS:
             values = tl.where(trained, read.to(tl.float32), 0.0)
-            # Only a nan or an infinity differs from itself taken from itself.
+            # x - x is not 0 for a nan and for an infinity only.
             if tl.max((inside & ((values - values) != 0.0)).to(tl.int32)) != 0:
                 tl.store(found, 1)
         tl.store(logprobs + at, values, mask=inside)

@@ -1,9 +1,9 @@
-"""Host memory as CUDA reads it: pinned blocks for batches and tables, and the ring, registered.
+"""Host memory that CUDA reads directly: pinned blocks for batches and tables, and the ring.
 
 Invariants:
 
-- Memory that was registered is unregistered once, by the process that registered it.
-- An error that was handled here leaves no mark for torch to stumble over.
+- Registered memory is unregistered once, by the process that registered it.
+- An error that is handled here is cleared, so torch does not raise it at its next launch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_adapter.batches.pack import BatchMemory
+from trainer_adapter.batches.memory import BatchMemory
 
 __all__ = ["PinnedMemory", "Registration", "Staging", "StagingBlock"]
 
@@ -29,16 +29,38 @@ STAGING_BYTES: Final = 1 << 16
 
 
 class PinnedMemory(BatchMemory):
-    """Batch memory that the device reads without the driver's staging."""
+    """Batch memory that is pinned, so that the device reads it without the driver's staging."""
 
     def fresh(self, size: int) -> NDArray[np.uint8]:
-        """Return a new block; RuntimeError where the system gives no such memory."""
+        """Return a new pinned block.
+
+        Parameters
+        ----------
+        size : int
+            Bytes.
+
+        Returns
+        -------
+        uint8 [size]
+
+        Raises
+        ------
+        RuntimeError
+            The system has no pinned memory left.
+        """
         block: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         return block
 
 
 class StagingBlock:
-    """Memory of `Staging`: pinned, as a tensor and as an array."""
+    """A block of `Staging`, pinned for a CUDA device.
+
+    Attributes
+    ----------
+    host : Tensor, uint8
+    array : uint8 array
+        The same memory.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -46,10 +68,9 @@ class StagingBlock:
 
 
 class Staging:
-    """Host memory to make tables in that go to one device; used again once that was said.
+    """Pool of pinned staging blocks for one device; a block is reused after `give_back`.
 
-    Who takes a block and never gives it back just loses it: torch frees pinned memory only when
-    the copies from and to it are done.
+    A block that is never given back is freed by torch, once the copies from and to it are done.
 
     Parameters
     ----------
@@ -61,16 +82,33 @@ class Staging:
         self._idle: list[StagingBlock] = []
 
     def take(self, size: int) -> StagingBlock:
-        """Return a block of at least `size` bytes, whatever they are."""
+        """Return a block from the pool, or a new one.
+
+        Parameters
+        ----------
+        size : int
+            Bytes, at least.
+
+        Returns
+        -------
+        StagingBlock
+            Its content is arbitrary.
+        """
         while self._idle:
             block = self._idle.pop()
-            # What was too small once will be so again.
+            # A block that is too small now will be too small again.
             if block.array.nbytes >= size:
                 return block
         return StagingBlock(-(-size // STAGING_BYTES) * STAGING_BYTES, self._device)
 
     def give_back(self, block: StagingBlock) -> None:
-        """Use a block again; no copy from or to it is under way."""
+        """Return a block to the pool.
+
+        Parameters
+        ----------
+        block : StagingBlock
+            No copy from or to it is in flight.
+        """
         self._idle.append(block)
 
 
@@ -104,7 +142,7 @@ class Registration:
         self.device_shift = _device_address(address) - address
 
     def close(self) -> None:
-        """End it. In a forked child there is nothing to end: the registration is the parent's."""
+        """Unregister the memory; not in a forked child, whose parent has the registration."""
         address, self._address = self._address, 0
         if address and os.getpid() == self._pid:
             status = int(_cudart().cudaHostUnregister(address))
@@ -131,7 +169,7 @@ def _device_address(address: int) -> int:
 
 
 def _forget_last_error() -> None:
-    """Clear CUDA's note of an error that was handled: torch would meet it at its next launch."""
+    """Clear CUDA's last error, which was handled: torch would raise it at its next launch."""
     for library in _cuda_runtimes():
         library.cudaGetLastError()
 

@@ -1,4 +1,4 @@
-"""From the ring to a packed batch on a GPU, by the shortest way that this machine has.
+"""From the ring to a packed batch on a GPU, by the fastest transport that this machine supports.
 
 - ``gather``: the ring is registered with CUDA once, and one kernel reads the records over PCIe,
   straight into the packed batch on the device. The CPU makes a table of some 90 bytes a sequence,
@@ -8,9 +8,9 @@
 
 Invariants:
 
-- A batch that `pack` returns, or `Pending.finish`, has arrived: nothing reads the ring for it any
-  more, so it may be acknowledged any time. The waiting thread sleeps.
-- All of it runs on a stream of its own; training that is under way is not waited for.
+- A batch that `pack` or `Pending.finish` returns is on the device: nothing reads the ring for it
+  any more, so it may be acknowledged. The waiting thread sleeps.
+- Packing runs on a stream of its own, and does not wait for training on other streams.
 - One thread at a time makes batches; a second one gets an error.
 - The ring is unregistered before the mapping may go away.
 """
@@ -28,12 +28,14 @@ from torch import Tensor
 import shmbus
 from shmbus.batch.gather import FieldNames
 from shmbus.batch.gather_plan import mapping_of
-from trainer_adapter._arguments import OneThread
 from trainer_adapter.advantages import Kind
-from trainer_adapter.batches.pack import Batch, BatchMemory, Layout, pack, pad_batch
+from trainer_adapter.batches.batch import Batch, Layout, pad_batch
+from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.batches.pack import pack
 from trainer_adapter.batches.sample_flags import Truncated
 from trainer_adapter.gpu.gather import Pending, begin_gather
 from trainer_adapter.gpu.memory import PinnedMemory, Registration, Staging
+from trainer_adapter.gpu.one_thread import OneThread
 
 __all__ = ["GpuPacker", "Pending", "Transport", "begin_gather"]
 
@@ -58,9 +60,9 @@ class GpuPacker:
     Attributes
     ----------
     transport : "gather" | "pinned" | "copy"
-        What the next batch will take.
+        The transport of the next batch.
     reason : str
-        Why not a faster one; empty for "gather".
+        Why it is not a faster one; empty for "gather".
 
     Raises
     ------
@@ -107,7 +109,7 @@ class GpuPacker:
         self.transport: Transport = "gather" if transport == "auto" else transport
 
     def pack(self, groups: list[shmbus.Group]) -> Batch:
-        """Bring leased groups to the device as one batch, and wait until it is there.
+        """Pack leased groups into one batch on the device, and wait until it is there.
 
         Parameters
         ----------
@@ -117,7 +119,7 @@ class GpuPacker:
         Returns
         -------
         Batch
-            Its ``transport`` says how it came.
+            Its ``transport`` is the one that was used.
 
         Raises
         ------
@@ -127,7 +129,7 @@ class GpuPacker:
         return self.begin(groups).finish()
 
     def begin(self, groups: list[shmbus.Group]) -> Pending:
-        """Start bringing leased groups to the device, without waiting.
+        """Start packing leased groups into one batch on the device, without waiting.
 
         Parameters
         ----------
@@ -141,7 +143,8 @@ class GpuPacker:
         Raises
         ------
         ValueError
-            As for `trainer_adapter.pack`; what is not finite, only when it is finished.
+            As for `trainer_adapter.pack`; for a value that is not finite, only from
+            `Pending.finish`.
         """
         with self._one_thread:
             return self._begin(groups)
@@ -173,10 +176,20 @@ class GpuPacker:
             return Pending(batch, self._stream, keep=packed)
 
     def deliver(self, batch: Batch) -> Batch:
-        """Hand a batch to the calling thread's current stream; call it once, where it is used.
+        """Record that the calling thread's current stream uses a batch; call it once a batch.
 
-        The memory is of another stream: without this, it could be used again there while kernels
-        of this one still read it.
+        Its memory belongs to the packer's stream: without this, it could be used again there while
+        kernels of the current stream still read it.
+
+        Parameters
+        ----------
+        batch : Batch
+            From this packer.
+
+        Returns
+        -------
+        Batch
+            The same.
         """
         stream = torch.cuda.current_stream(self.device)
         for value in vars(batch).values():
@@ -185,7 +198,7 @@ class GpuPacker:
         return batch
 
     def close(self) -> None:
-        """Let go of the ring; call it before the Consumer closes."""
+        """Unregister the ring; call it before the Consumer closes."""
         if self._registration is not None:
             self._stream.synchronize()
             self._registration.close()
@@ -225,6 +238,6 @@ class GpuPacker:
 
 
 def _on(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
-    """Make a stream the current one: by torch's own, which is much lighter, where it has that."""
+    """Make a stream the current one, by its own context manager if it has one, which is faster."""
     itself: Any = stream
     return itself if hasattr(itself, "__enter__") else torch.cuda.stream(itself)

@@ -1,1 +1,1 @@
-"""From groups to batches to acknowledgements: the handler, its prefetching, and its checkpoint."""
+"""From groups to batches to acknowledgements: handler, planner, prefetching and checkpoint."""

@@ -1,8 +1,8 @@
-"""What a checkpoint keeps of an OnlineDataHandler, so that nothing is trained twice or skipped.
+"""The state of an OnlineDataHandler in a checkpoint, so that nothing is trained twice or skipped.
 
 Invariants:
 
-- A trajectory is known by its producer and its number there, which are unique on one bus only.
+- A trajectory is identified by its producer and its sequence number, unique on one bus only.
 - A state is plain ints, strs and lists, for any serialiser.
 """
 
@@ -23,20 +23,29 @@ Identity = tuple[int, int]
 
 
 def identities(groups: Iterable[shmbus.Group]) -> set[Identity]:
-    """Return producer and number of each trajectory."""
+    """Return the identity of each trajectory: its producer and its sequence number there.
+
+    Parameters
+    ----------
+    groups : iterable of shmbus.Group
+
+    Returns
+    -------
+    set of (int, int)
+    """
     return {(t.producer_id, t.sequence) for group in groups for t in group}
 
 
 class HandlerState(msgspec.Struct, frozen=True):
-    """Where a handler stood.
+    """Progress of a handler.
 
     Attributes
     ----------
     step, policy_version : int
     bus_created_unix_ns : int
-        When the bus was made that it read.
+        Creation time of its bus.
     trained : set of (int, int)
-        Identities of what was yielded, acknowledged or not.
+        Identities of the trajectories of all batches that were yielded, acknowledged or not.
     """
 
     step: int
@@ -45,18 +54,31 @@ class HandlerState(msgspec.Struct, frozen=True):
     trained: set[Identity]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `parse` reads."""
+        """Return the state as a dict, for `parse`.
+
+        Returns
+        -------
+        dict
+        """
         return {
             "version": STATE_VERSION,
             "step": self.step,
             "policy_version": self.policy_version,
             "bus_created_unix_ns": self.bus_created_unix_ns,
-            "trained": sorted([producer, sequence] for producer, sequence in self.trained),
+            "trained": sorted(map(list, self.trained)),
         }
 
     @classmethod
     def parse(cls, state: Any) -> HandlerState:
-        """Read what `as_dict` returned.
+        """Read a dict of `as_dict`.
+
+        Parameters
+        ----------
+        state : dict
+
+        Returns
+        -------
+        HandlerState
 
         Raises
         ------
@@ -74,7 +96,7 @@ class HandlerState(msgspec.Struct, frozen=True):
                 int(state["step"]),
                 int(state["policy_version"]),
                 int(state["bus_created_unix_ns"]),
-                {(int(producer), int(sequence)) for producer, sequence in state["trained"]},
+                _pairs(state["trained"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -85,3 +107,12 @@ class HandlerState(msgspec.Struct, frozen=True):
                 f"state_dict: expected step 0 or more, got {parsed.step}; it was never saved"
             )
         return parsed
+
+
+def _pairs(rows: Iterable[Iterable[Any]]) -> set[Identity]:
+    """Return rows of two numbers as a set of pairs; there may be very many."""
+    columns = list(zip(*rows, strict=True))
+    if not columns:
+        return set()
+    producers, sequences = columns
+    return set(zip(map(int, producers), map(int, sequences), strict=True))

@@ -1,6 +1,6 @@
-"""One line that says what the trainer is doing.
+"""Lines of text for people: the trainer's progress, and the state of the bus while it waits.
 
-Invariant: the ledger is read only when a line is due, so counting a batch costs next to nothing.
+Invariant: the ledger is read only to write a line, so counting a batch costs next to nothing.
 """
 
 from __future__ import annotations
@@ -8,40 +8,81 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from typing import Final, TextIO
+from contextlib import suppress
+from typing import Final, NamedTuple, TextIO
 
 import shmbus
-from trainer_adapter.batches.pack import Batch
+from trainer_adapter.batches.batch import Batch
+from trainer_adapter.handler.planner import BatchPlanner
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "describe_wait"]
 
-#: Seconds between two looks at the ledger, each of which is a system call a producer.
-LOOK_PERIOD_S: Final = 1.0
-#: Seconds between two lines where a line cannot be written over, as in a log file.
+#: Seconds between two lines on a terminal. Each reads the ledger, a system call a producer.
+TERMINAL_PERIOD_S: Final = 1.0
+#: Seconds between two lines in a log file, where a line cannot be overwritten.
 LOG_PERIOD_S: Final = 10.0
 #: Batches that a rate is taken over.
 RECENT: Final = 20
 
 
+class _Last(NamedTuple):
+    """What a line says of a batch, which is not kept itself: its memory is needed."""
+
+    step: int
+    groups: list[shmbus.Group]
+    sequences: int
+    tokens: int
+    waited_s: float
+    consumer: shmbus.Consumer
+
+
 class Progress:
-    """Counts what a handler yields and puts it into one line.
+    """Counts the batches of a handler, and describes them in one line.
 
     Parameters
     ----------
     stream : file or None
-        Where lines go: written over where it is a terminal. None writes nothing.
+        Target of the lines; on a terminal each overwrites the last. None writes nothing.
+
+    Attributes
+    ----------
+    waited_s : float
+        Seconds for which the trainer has waited for batches, in total.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._next_s = 0.0
-        self.line = "no batch yet"
+        self._last: _Last | None = None
+        self._line = "no batch yet"
         self.waited_s = 0.0
+
+    @property
+    def line(self) -> str:
+        """The present line; it reads the ledger. Of a closed handler it is the last one."""
+        if self._last is not None:
+            with suppress(shmbus.BusClosedError):
+                self._line = self._text(self._last, self._last.consumer.stats())
+        return self._line
 
     @classmethod
     def of(cls, wanted: bool | TextIO) -> Progress:
-        """Make one for True (stderr), False (nowhere) or a stream."""
+        """Make one for True (stderr), False (no output) or a stream.
+
+        Parameters
+        ----------
+        wanted : bool or file
+
+        Returns
+        -------
+        Progress
+
+        Raises
+        ------
+        TypeError
+            It is neither.
+        """
         if isinstance(wanted, bool):
             return cls(sys.stderr if wanted else None)
         if not (hasattr(wanted, "write") and hasattr(wanted, "isatty")):
@@ -49,29 +90,31 @@ class Progress:
         return cls(wanted)
 
     def note(self, batch: Batch, waited_s: float, consumer: shmbus.Consumer) -> None:
-        """Count a batch that is about to be yielded; writes a line when one is due.
+        """Count a batch that is about to be yielded; write a line if the period is over.
 
         Parameters
         ----------
         batch : Batch
         waited_s : float
-            How long it was waited for.
+            Seconds for which the trainer waited for it.
         consumer : shmbus.Consumer
         """
         self.waited_s += waited_s
         now_s = time.monotonic()
-        self._recent.append((now_s, _tokens(batch)))
+        tokens = _tokens(batch)
+        self._recent.append((now_s, tokens))
+        self._last = _Last(batch.step, batch.groups, batch.sequences, tokens, waited_s, consumer)
         if self._stream is None or now_s < self._next_s:
             return
         terminal = self._stream.isatty()
-        self._next_s = now_s + (LOOK_PERIOD_S if terminal else LOG_PERIOD_S)
-        self.line = self.text(batch, waited_s, consumer.stats())
-        self._stream.write(f"\r{self.line}\x1b[K" if terminal else f"{self.line}\n")
+        self._next_s = now_s + (TERMINAL_PERIOD_S if terminal else LOG_PERIOD_S)
+        line = self.line
+        self._stream.write(f"\r{line}\x1b[K" if terminal else f"{line}\n")
         self._stream.flush()
 
-    def text(self, batch: Batch, waited_s: float, ledger: shmbus.Ledger) -> str:
-        """Put a batch and the bus behind it into one line."""
-        versions = [t.policy_version for group in batch.groups for t in group]
+    def _text(self, last: _Last, ledger: shmbus.Ledger) -> str:
+        """Describe the last batch, and its bus now, in one line."""
+        versions = [t.policy_version for group in last.groups for t in group]
         lag = ledger.policy_version - sum(versions) / max(1, len(versions))
         span_s = self._recent[-1][0] - self._recent[0][0]
         tokens = sum(count for _, count in list(self._recent)[1:])
@@ -79,19 +122,53 @@ class Progress:
         full = 1 - ledger.free / ledger.capacity if ledger.capacity else 0.0
         dropped = sum(ledger.dropped.values())
         return (
-            f"step {batch.step}: {len(batch.groups)} groups, {batch.sequences} sequences, "
-            f"{_tokens(batch):,} tokens{rate}; waited {waited_s:.2f} s; lag {lag:.1f}; ring "
+            f"step {last.step}: {len(last.groups)} groups, {last.sequences} sequences, "
+            f"{last.tokens:,} tokens{rate}; waited {last.waited_s:.2f} s; lag {lag:.1f}; ring "
             f"{full:.0%} full, {ledger.groups_open} groups open, {ledger.producers} producers"
             + (f", {dropped} dropped" if dropped else "")
         )
 
     def end(self) -> None:
-        """Leave the line for whatever is printed next."""
+        """End the line on a terminal, so that other output begins on a new one."""
         if self._stream is not None and self._stream.isatty() and self._recent:
             self._stream.write("\n")
             self._stream.flush()
 
 
+def describe_wait(
+    name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch], dropped: str = ""
+) -> str:
+    """Describe for a message what the bus holds while no batch is due.
+
+    Parameters
+    ----------
+    name : str
+        Of the bus.
+    ledger : shmbus.Ledger
+    planner : BatchPlanner
+    dropped : str
+        What was dropped lately.
+
+    Returns
+    -------
+    str
+    """
+    text = (
+        f"bus {name!r} has {ledger.groups_open} incomplete groups with "
+        f"{ledger.stashed - ledger.ready} trajectories, {ledger.in_ring} unread, "
+        f"{ledger.producers} producers attached, "
+        f"{len(planner.waiting)} groups held for the next batch"
+    )
+    out = len(planner.out)
+    parts = [
+        text,
+        dropped,
+        out and f"{out} batch{'es are' if out > 1 else ' is'} out and not acknowledged",
+        planner.step_requirement(ledger.leased + ledger.ready),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
 def _tokens(batch: Batch) -> int:
-    """Tokens of a batch, without waiting for a device where that can be."""
+    """Return the tokens of a batch, without waiting for its device if it is packed."""
     return len(batch.tokens) if batch.layout == "packed" else batch.total_tokens

@@ -1,18 +1,20 @@
 /* batch/baseline.c for Python: rules as they come from there, and whole batches of groups.
  *
  * Invariant: sizes are checked against the scores before anything is read by them. */
-#include "python/batch/field_lookup.h"
+#include "python/batch/baseline_functions.h"
+
+#include "python/batch/arrays.h"
 
 bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule) {
     int kind, bessel;
     if (!PyArg_ParseTuple(tuple, "ipd", &kind, &bessel, &rule->eps)) {
         return false;
     }
-    if (kind < 0 || kind >= RELATIVE_KINDS) {
-        PyErr_Format(PyExc_ValueError, "kind: expected 0 to %d, got %d", RELATIVE_KINDS - 1, kind);
+    if (kind < 0 || kind >= BASELINE_KINDS) {
+        PyErr_Format(PyExc_ValueError, "kind: expected 0 to %d, got %d", BASELINE_KINDS - 1, kind);
         return false;
     }
-    rule->kind = (enum relative_kind)kind;
+    rule->kind = (enum baseline_kind)kind;
     rule->bessel = bessel != 0;
     return true;
 }
@@ -44,7 +46,7 @@ static PyObject *py_relative_scores(PyObject *module, PyObject *args) {
         !py_check_array(arrays[1], "sizes", NPY_INT64, groups, false, &sizes)) {
         return NULL;
     }
-    if (!sizes_fit(sizes, groups, samples) || !relative_fits(scores, samples)) {
+    if (!sizes_fit(sizes, groups, samples) || !baseline_scores_fit(scores, samples)) {
         Py_RETURN_NONE;
     }
     npy_intp length = (npy_intp)samples;
@@ -52,7 +54,7 @@ static PyObject *py_relative_scores(PyObject *module, PyObject *args) {
     if (result != NULL) {
         double *out = PyArray_DATA((PyArrayObject *)result);
         for (uint64_t i = 0, at = 0; i < groups; at += (uint64_t)sizes[i++]) {
-            relative_scores(scores + at, (uint64_t)sizes[i], &rule, out + at);
+            baseline_apply(scores + at, (uint64_t)sizes[i], &rule, out + at);
         }
     }
     return result;

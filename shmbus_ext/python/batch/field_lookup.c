@@ -60,6 +60,7 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
         int at = names[f] == Py_None ? -1 : py_schema_find(t->schema, names[f]);
         lookup->shape_at[f] = NO_FIELD;
         lookup->signature = lookup->signature << 8 | 0xff;
+        *(at < 0 ? &lookup->lacks : &lookup->has) |= (uint8_t)(1u << f);
         if (at < 0) {
             if (f == FIELD_TOKENS) {
                 return field_error(t, names[f], "an integer array of one dimension",
@@ -94,6 +95,10 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
     lookup->to_check = lookup->kinds[FIELD_TOKENS] == ELEMENT_U64 ||
                        (masked && (lookup->kinds[FIELD_MASK] == ELEMENT_F32 ||
                                    lookup->kinds[FIELD_MASK] == ELEMENT_F64));
+    if (lookup->field_names != NULL &&
+        PyList_Append(lookup->field_names, t->schema->names) < 0) {
+        return false;
+    }
     lookup->schema = t->schema;
     return true;
 }
@@ -116,15 +121,15 @@ bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *name
     bool good = py_trajectory_readable(t) &&
                 (lookup->schema == t->schema ||
                  (look_up(lookup, t, names) && py_trajectory_readable(t)));
-    if (good && lookup->reader != t->reader) {
-        py_holder_note_packing(t->reader);
+    if (good && lookup->holder != t->holder) {
+        py_holder_note_packing(t->holder);
     }
-    lookup->reader = good ? t->reader : NULL;
+    lookup->holder = good ? t->holder : NULL;
     Py_DECREF(t);
     return good;
 }
 
-/* Thousands of trajectories are in no near cache, and each is looked at for a moment. */
+/* Thousands of trajectories are in no near cache, and each is read for a moment only. */
 #define AHEAD 6
 
 void py_prefetch_trajectory(const PyObject *item) {
@@ -133,14 +138,14 @@ void py_prefetch_trajectory(const PyObject *item) {
     }
 }
 
-bool py_find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
-    struct lookup lookup = {.schema = NULL};
+bool py_find_sources(struct lookup *lookup, PyObject *items, PyObject *const *names,
+                     struct source *sources) {
     Py_ssize_t count = PyList_GET_SIZE(items);
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + AHEAD < count) {
             py_prefetch_trajectory(PyList_GET_ITEM(items, i + AHEAD));
         }
-        if (!py_find_source(&lookup, PyList_GET_ITEM(items, i), names, &sources[i])) {
+        if (!py_find_source(lookup, PyList_GET_ITEM(items, i), names, &sources[i])) {
             return false;
         }
     }
@@ -157,24 +162,23 @@ bool py_batch_fits(uint64_t tokens) {
     return tokens <= INT32_MAX;
 }
 
-uint64_t py_array_elements(PyObject *object) {
-    return PyArray_Check(object) ? (uint64_t)PyArray_SIZE((PyArrayObject *)object) : 0;
+/* mapping_of(trajectory) -> (address, bytes) of the mapping that it lies in. */
+static PyObject *py_mapping_of(PyObject *module, PyObject *item) {
+    (void)module;
+    if (!Py_IS_TYPE(item, &TrajectoryType)) {
+        return PyErr_Format(PyExc_TypeError, "expected a trajectory, got %.100s",
+                            Py_TYPE(item)->tp_name);
+    }
+    const SegmentObject *segment = ((TrajectoryObject *)item)->holder->segment;
+    return Py_BuildValue("KK", (unsigned long long)(uintptr_t)segment->c.base,
+                         (unsigned long long)segment->c.bytes);
 }
 
-bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
-                    void *data) {
-    PyArrayObject *array = (PyArrayObject *)object;
-    if (!PyArray_Check(object) || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type ||
-        !PyArray_IS_C_CONTIGUOUS(array) || (uint64_t)PyArray_SIZE(array) != length ||
-        (writeable && !PyArray_ISWRITEABLE(array))) {
-        PyArray_Descr *dtype = PyArray_DescrFromType(type);
-        PyErr_Format(PyExc_ValueError,
-                     "%s: expected a contiguous%s array of dtype %R with %llu elements, got %R",
-                     name, writeable ? " writable" : "", dtype, (unsigned long long)length,
-                     PyArray_Check(object) ? (PyObject *)PyArray_DESCR(array) : object);
-        Py_XDECREF(dtype);
-        return false;
-    }
-    *(void **)data = PyArray_DATA(array);
-    return true;
+static PyMethodDef functions[] = {
+    {"mapping_of", py_mapping_of, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_field_lookup_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
 }

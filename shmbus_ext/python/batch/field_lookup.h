@@ -1,12 +1,11 @@
 /* Where the fields of trajectories lie: found and checked in one place, for all that reads them.
  *
- * Invariant: what py_find_sources has filled in is within the segment, and stays there for as long as
- * the trajectories are leased. */
+ * Invariant: what py_find_sources has filled in is within the segment, and stays there for as long
+ * as the trajectories are leased. */
 #ifndef SHMBUS_PYTHON_FIELD_LOOKUP_H
 #define SHMBUS_PYTHON_FIELD_LOOKUP_H
 
-#include "python/binding.h"
-#include "batch/baseline.h"
+#include "python/record/trajectory.h"
 
 enum { FIELD_TOKENS, FIELD_MASK, FIELD_LOGPROBS, FIELD_ADVANTAGES, FIELDS };
 
@@ -24,29 +23,32 @@ bool py_batch_fits(uint64_t tokens);
 /* What was found out for the trajectory before; all zeros at first. */
 struct lookup {
     const SchemaObject *schema;
-    const HolderObject *reader;
+    const HolderObject *holder;
     uint16_t shape_at[FIELDS]; /* NO_FIELD where the schema has none */
     uint8_t kinds[FIELDS];
     bool to_check; /* payload of these kinds may not do */
     uint32_t signature; /* which fields there are, and their kinds; 0xff for none, tokens first */
+    /* Of all trajectories so far; a bit for each field. */
+    uint8_t has, lacks;
+    PyObject *field_names; /* NULL, or a list that gets the names of each schema, borrowed */
 };
 #define NO_FIELD UINT16_MAX
 
-/* The slow ways of py_find_source: a trajectory of another reader or schema than the one before, or
- * none; kinds whose payload has to be looked at; a field of another length than the tokens. Each is
+/* The slow ways of py_find_source: a trajectory of another holder or schema than the one before, or
+ * none; kinds whose payload has to be checked; a field of another length than the tokens. Each is
  * false with an exception that names what does not fit. */
 bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names);
 bool py_check_payload(const struct source *source, PyObject *const *names);
 bool py_length_error(const struct source *source, uint64_t length, PyObject *name);
 
 /* Where one trajectory's fields lie; false with an exception. What holds for one trajectory holds
- * for the next of the same reader and the same schema, so here is only what is left to do for each
- * of thousands. The item is not let go by the caller meanwhile. */
+ * for the next of the same holder and the same schema, so here is only what is left to do for each
+ * of thousands. The caller keeps the item alive. */
 static inline bool py_find_source(struct lookup *lookup, PyObject *item, PyObject *const *names,
                                   struct source *source) {
     TrajectoryObject *t = (TrajectoryObject *)item;
     if ((!Py_IS_TYPE(item, &TrajectoryType) || lookup->schema != t->schema ||
-         lookup->reader != t->reader || t->released) &&
+         lookup->holder != t->holder || t->released) &&
         !py_look_closer(lookup, item, names)) {
         return false;
     }
@@ -67,28 +69,11 @@ static inline bool py_find_source(struct lookup *lookup, PyObject *item, PyObjec
     return !lookup->to_check || py_check_payload(source, names);
 }
 
-/* As many sources as the list has trajectories. */
-bool py_find_sources(PyObject *items, PyObject *const *names, struct source *sources);
+/* As many sources as the list has trajectories; the lookup is new. */
+bool py_find_sources(struct lookup *lookup, PyObject *items, PyObject *const *names,
+                     struct source *sources);
 void py_prefetch_trajectory(const PyObject *item);
 
-/* The samples of a group, borrowed; NULL with an exception for what is none. */
-PyObject *py_group_samples(PyObject *group);
-
-/* Whether it is a tuple of bytes; false with an exception. */
-bool py_check_words(PyObject *words);
-/* Whether the encoded meta of a trajectory that is readable contains one of the words. */
-bool py_meta_mentions(const TrajectoryObject *t, PyObject *words);
-/* What (kind, bessel, eps) says; false with an exception. */
-bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule);
-/* False with an exception. */
-bool py_append_number(PyObject *list, Py_ssize_t number);
-
-/* Elements of an array; 0 of anything else, which py_check_array refuses. */
-uint64_t py_array_elements(PyObject *object);
-
-/* Whether it is a contiguous array of one dimension, of a numpy type and so many elements: then
- * where its data is; false with an exception that names it. */
-bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
-                    void *data);
+bool py_field_lookup_add_functions(PyObject *module);
 
 #endif

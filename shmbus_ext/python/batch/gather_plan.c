@@ -3,11 +3,17 @@
  *
  * Invariants:
  * - Nothing here copies a payload or holds space: addresses are good for as long as the
- *   trajectories are leased, and who uses them sees to that.
+ *   trajectories are leased, which the caller sees to.
  * - Nothing is written behind the end of the caller's memory. */
-#include "python/batch/field_lookup.h"
+#include "python/batch/gather_plan.h"
 
 #include <string.h>
+
+#include "python/batch/arrays.h"
+#include "python/batch/baseline_functions.h"
+#include "python/batch/field_lookup.h"
+#include "python/batch/meta_search.h"
+#include "python/group/group_object.h"
 
 /* The table, in one block of bytes; each part begins on a cache line:
  *
@@ -24,7 +30,7 @@ enum {
     CHUNK_START = FIELDS, /* in the batch */
     CHUNK_SPAN,           /* int32 [2]: first token of the sequence, and how many */
     CHUNK_ORDERS,         /* int32 flags, float32 advantage */
-    CHUNK_SIGNATURE,      /* which fields, of which kinds: for whoever puts chunks in order */
+    CHUNK_SIGNATURE,      /* which fields, of which kinds: by which chunks are ordered */
     CHUNK_WORDS,
 };
 #define CHUNK_BYTES (CHUNK_WORDS * sizeof(int64_t))
@@ -103,7 +109,8 @@ static int64_t *chunks_of(const struct plan *self) {
     return (int64_t *)(self->memory + self->table.chunks_at);
 }
 
-/* One by one: read back as a whole, two halves that were just written would have to be waited for. */
+/* One by one: read back as a whole, two halves that were just written would have to be waited
+ * for. */
 static void put_halves(int64_t *word, const void *first, const void *second) {
     memcpy(word, first, sizeof(int32_t));
     memcpy((uint8_t *)word + sizeof(int32_t), second, sizeof(int32_t));
@@ -142,7 +149,7 @@ static void cut(struct plan *self, const struct source *source, float advantage)
 
 /* Whether all lie in one mapping; the device reads no other. */
 static bool in_one_mapping(struct plan *self, const TrajectoryObject *t) {
-    const SegmentObject *segment = t->reader->segment;
+    const SegmentObject *segment = t->holder->segment;
     self->segment = self->segment == NULL ? segment : self->segment;
     if (self->segment != segment) {
         PyErr_SetString(PyExc_ValueError,
@@ -192,8 +199,8 @@ static bool compare(struct plan *self, PyObject *samples, Py_ssize_t size) {
         self->scores[i] = ((const TrajectoryObject *)item)->score;
     }
     if (self->advantages == NULL) {
-        self->scores_fit &= relative_fits(self->scores, (uint64_t)size);
-        relative_scores(self->scores, (uint64_t)size, &self->rule, self->gains);
+        self->scores_fit &= baseline_scores_fit(self->scores, (uint64_t)size);
+        baseline_apply(self->scores, (uint64_t)size, &self->rule, self->gains);
     }
     return true;
 }
@@ -332,9 +339,10 @@ static PyObject *make_result(const struct plan *self) {
     const unsigned long long facts[] = {table_bytes(self), self->tokens,   self->longest,
                                         t->found_at,       t->borders_at,  t->versions_at,
                                         t->sizes_at,       t->scores_at,   t->chunks_at};
-    return Py_BuildValue("KKKKKKKKKOOOO", facts[0], facts[1], facts[2], facts[3], facts[4],
+    return Py_BuildValue("KKKKKKKKKOOOOii", facts[0], facts[1], facts[2], facts[3], facts[4],
                          facts[5], facts[6], facts[7], facts[8], self->launches, self->ids,
-                         self->mentions, self->scores_fit ? Py_True : Py_False);
+                         self->mentions, self->scores_fit ? Py_True : Py_False,
+                         self->lookup.has, self->lookup.lacks);
 }
 
 /* All that was asked for is in self, but for what goes by sequence. */
@@ -364,8 +372,9 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
 /* plan_gather(groups, names, memory uint8 [n], shift, chunk_tokens, advantages float32 [S] or
  * (kind, bessel, eps), flags uint8 [S] or None, words) -> (bytes, tokens, longest, found_at,
  * borders_at, versions_at, sizes_at, scores_at, chunks_at, launches, instance_ids, mentions,
- * scores_fit): the table, with all addresses shifted; where the memory is less than bytes, there
- * are no launches, and what is in it is arbitrary. */
+ * scores_fit, fields that a trajectory has, fields that one lacks): the table, with all addresses
+ * shifted; where the memory is less than bytes, there are no launches, and what is in it is
+ * arbitrary. */
 static PyObject *py_plan_gather(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *groups, *memory, *advantages, *flags;

@@ -1,42 +1,11 @@
-/* For who reads records by other means than the gather here: looks at bytes that would be slow from
- * Python.
+/* Which trajectories mention a word in their encoded meta, without decoding it: apart from the
+ * lookup of fields, since it reads bytes that no schema describes.
  *
- * Invariant: nothing here copies a payload or holds space. */
+ * Invariant: only trajectories that are readable are looked into; nothing is copied or held. */
 #define _GNU_SOURCE /* memmem */
-#include "python/batch/field_lookup.h"
+#include "python/batch/meta_search.h"
 
 #include <string.h>
-
-/* mapping_of(trajectory) -> (address, bytes) of the mapping that it lies in. */
-static PyObject *py_mapping_of(PyObject *module, PyObject *item) {
-    (void)module;
-    if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        return PyErr_Format(PyExc_TypeError, "expected a trajectory, got %.100s",
-                            Py_TYPE(item)->tp_name);
-    }
-    const SegmentObject *segment = ((TrajectoryObject *)item)->reader->segment;
-    return Py_BuildValue("KK", (unsigned long long)(uintptr_t)segment->c.base,
-                         (unsigned long long)segment->c.bytes);
-}
-
-/* find_not_finite(array float32 [n]) -> position of the first nan or infinity, or -1. */
-static PyObject *py_find_not_finite(PyObject *module, PyObject *object) {
-    (void)module;
-    PyArrayObject *array = (PyArrayObject *)object;
-    if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_FLOAT32 ||
-        PyArray_NDIM(array) != 1 || !PyArray_IS_C_CONTIGUOUS(array)) {
-        PyErr_SetString(PyExc_TypeError,
-                        "find_not_finite: expected a contiguous float32 array of one dimension");
-        return NULL;
-    }
-    npy_intp n = PyArray_SIZE(array);
-    const float *values = PyArray_DATA(array);
-    uint64_t at;
-    Py_BEGIN_ALLOW_THREADS
-    at = gather_find_not_finite(values, (uint64_t)n);
-    Py_END_ALLOW_THREADS
-    return PyLong_FromSsize_t(at < (uint64_t)n ? (npy_intp)at : -1);
-}
 
 bool py_meta_mentions(const TrajectoryObject *t, PyObject *words) {
     const uint8_t *meta = NULL;
@@ -74,7 +43,8 @@ bool py_check_words(PyObject *words) {
 
 static bool append_if_mentioned(PyObject *found, Py_ssize_t position, PyObject *item,
                                 PyObject *words) {
-    return !py_meta_mentions((const TrajectoryObject *)item, words) || py_append_number(found, position);
+    return !py_meta_mentions((const TrajectoryObject *)item, words) ||
+           py_append_number(found, position);
 }
 
 /* mentioning(trajectories, words) -> positions of those whose encoded meta contains one of them. */
@@ -101,8 +71,6 @@ static PyObject *py_mentioning(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"mapping_of", py_mapping_of, METH_O, NULL},
-    {"find_not_finite", py_find_not_finite, METH_O, NULL},
     {"mentioning", py_mentioning, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

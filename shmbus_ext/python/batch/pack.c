@@ -2,6 +2,9 @@
  *
  * Invariant: every length, dtype and bound is checked before the first byte is copied; while bytes
  * are copied the trajectories' space is held, whatever another thread acknowledges. */
+#include "python/batch/pack.h"
+
+#include "python/batch/arrays.h"
 #include "python/batch/field_lookup.h"
 
 struct destination {
@@ -14,7 +17,7 @@ struct destination {
     const float *sequence_advantages;
 };
 
-/* Whether all that was copied is finite; looked at while it is still in the nearest cache. */
+/* Whether all that was copied is finite; checked while it is still in the nearest cache. */
 static bool copy_sequence(const struct source *from, const struct destination *to, int32_t at,
                           float advantage) {
     uint64_t n = from->length;
@@ -60,7 +63,7 @@ static bool copy_all(const struct source *sources, Py_ssize_t count,
 /* Where the trajectories of another holder begin: almost always all are of one. */
 static Py_ssize_t end_of_holder(const struct source *sources, Py_ssize_t from, Py_ssize_t count) {
     Py_ssize_t to = from + 1;
-    while (to < count && sources[to].trajectory->reader == sources[from].trajectory->reader) {
+    while (to < count && sources[to].trajectory->holder == sources[from].trajectory->holder) {
         to++;
     }
     return to;
@@ -69,10 +72,10 @@ static Py_ssize_t end_of_holder(const struct source *sources, Py_ssize_t from, P
 static void let_go_all(const struct source *sources, const struct record_ref *refs,
                        Py_ssize_t count) {
     for (Py_ssize_t i = 0, end; i < count; i = end) {
-        HolderObject *reader = sources[i].trajectory->reader;
+        HolderObject *holder = sources[i].trajectory->holder;
         end = end_of_holder(sources, i, count);
-        if (reader->attached) {
-            reader->kind->let_go(reader, &refs[i], end - i);
+        if (holder->attached) {
+            holder->kind->let_go(holder, &refs[i], end - i);
         }
     }
 }
@@ -80,9 +83,9 @@ static void let_go_all(const struct source *sources, const struct record_ref *re
 static bool hold_all(const struct source *sources, const struct record_ref *refs,
                      Py_ssize_t count) {
     for (Py_ssize_t i = 0, end; i < count; i = end) {
-        HolderObject *reader = sources[i].trajectory->reader;
+        HolderObject *holder = sources[i].trajectory->holder;
         end = end_of_holder(sources, i, count);
-        if (!reader->kind->hold(reader, &refs[i], end - i)) {
+        if (!holder->kind->hold(holder, &refs[i], end - i)) {
             let_go_all(sources, refs, i);
             return false;
         }
@@ -90,12 +93,25 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
     return true;
 }
 
+/* Where everything goes, after the checks of every array; false with an exception. */
+static bool read_destination(PyObject *const *arrays, uint64_t total, uint64_t count,
+                             struct destination *to) {
+    return py_check_array(arrays[0], "tokens", NPY_INT64, total, true, &to->tokens) &&
+           py_check_array(arrays[1], "position_ids", NPY_INT64, total, true, &to->positions) &&
+           py_check_array(arrays[2], "loss_mask", NPY_BOOL, total, true, &to->mask) &&
+           py_check_array(arrays[3], "logprobs", NPY_FLOAT32, total, true, &to->logprobs) &&
+           py_check_array(arrays[4], "advantages", NPY_FLOAT32, total, true, &to->advantages) &&
+           py_check_array(arrays[5], "cu_seqlens", NPY_INT32, count + 1, true, &to->offsets) &&
+           py_check_array(arrays[6], "sequence_advantages", NPY_FLOAT32, count, false,
+                          &to->sequence_advantages);
+}
+
 /* pack(trajectories, names, tokens, position_ids, loss_mask, logprobs, advantages, cu_seqlens,
  * sequence_advantages) -> bool: fills all arrays, in the trajectories' order; whether all logprobs
  * and advantages in them are finite. */
 static PyObject *py_pack(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *items, *names[FIELDS], *arrays[7];
+    PyObject *items, *names[FIELDS], *arrays[7], *result = NULL;
     if (!PyArg_ParseTuple(args, "O!(OOOO)OOOOOOO", &PyList_Type, &items, &names[0], &names[1],
                           &names[2], &names[3], &arrays[0], &arrays[1], &arrays[2], &arrays[3],
                           &arrays[4], &arrays[5], &arrays[6])) {
@@ -104,41 +120,38 @@ static PyObject *py_pack(PyObject *module, PyObject *args) {
     Py_ssize_t count = PyList_GET_SIZE(items);
     struct source *sources = PyMem_Malloc((size_t)(count + 1) * sizeof *sources);
     struct record_ref *refs = PyMem_Malloc((size_t)(count + 1) * sizeof *refs);
-    struct destination to;
-    uint64_t total = 0;
-    bool finite = true;
-    bool good = sources != NULL && refs != NULL;
-    if (!good) {
+    if (sources == NULL || refs == NULL) {
         PyErr_NoMemory();
+        goto end;
     }
-    good = good && py_find_sources(items, names, sources);
-    for (Py_ssize_t i = 0; good && i < count; i++) {
+    struct lookup lookup = {.schema = NULL};
+    if (!py_find_sources(&lookup, items, names, sources)) {
+        goto end;
+    }
+    uint64_t total = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
         total += sources[i].length;
         refs[i] = sources[i].trajectory->ref;
     }
-    good = good && py_batch_fits(total);
-    uint64_t n = (uint64_t)count;
-    good = good && py_check_array(arrays[0], "tokens", NPY_INT64, total, true, &to.tokens) &&
-           py_check_array(arrays[1], "position_ids", NPY_INT64, total, true, &to.positions) &&
-           py_check_array(arrays[2], "loss_mask", NPY_BOOL, total, true, &to.mask) &&
-           py_check_array(arrays[3], "logprobs", NPY_FLOAT32, total, true, &to.logprobs) &&
-           py_check_array(arrays[4], "advantages", NPY_FLOAT32, total, true, &to.advantages) &&
-           py_check_array(arrays[5], "cu_seqlens", NPY_INT32, n + 1, true, &to.offsets) &&
-           py_check_array(arrays[6], "sequence_advantages", NPY_FLOAT32, n, false,
-                          &to.sequence_advantages);
-    good = good && hold_all(sources, refs, count);
-    if (good) {
-        Py_BEGIN_ALLOW_THREADS
-        finite = copy_all(sources, count, &to);
-        Py_END_ALLOW_THREADS
-        let_go_all(sources, refs, count);
+    struct destination to;
+    if (!py_batch_fits(total) || !read_destination(arrays, total, (uint64_t)count, &to) ||
+        !hold_all(sources, refs, count)) {
+        goto end;
     }
+    bool finite;
+    Py_BEGIN_ALLOW_THREADS
+    finite = copy_all(sources, count, &to);
+    Py_END_ALLOW_THREADS
+    let_go_all(sources, refs, count);
+    result = PyBool_FromLong(finite);
+end:
     PyMem_Free(sources);
     PyMem_Free(refs);
-    return good ? PyBool_FromLong(finite) : NULL;
+    return result;
 }
 
-/* measure(trajectories, names) -> list[int]: tokens of each, after the checks that pack makes. */
+/* measure(trajectories, names) -> (tokens of each, fields that one has, fields that one lacks, names
+ * of all fields of each schema that was met), after the checks that pack makes. */
 static PyObject *py_measure(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *items, *names[FIELDS];
@@ -151,7 +164,11 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
     if (sources == NULL) {
         return PyErr_NoMemory();
     }
-    PyObject *lengths = py_find_sources(items, names, sources) ? PyList_New(count) : NULL;
+    struct lookup lookup = {.schema = NULL, .field_names = PyList_New(0)};
+    PyObject *lengths = lookup.field_names != NULL &&
+                                py_find_sources(&lookup, items, names, sources)
+                            ? PyList_New(count)
+                            : NULL;
     for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
         PyObject *length = PyLong_FromUnsignedLongLong(sources[i].length);
         if (length == NULL) {
@@ -161,7 +178,12 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
         }
     }
     PyMem_Free(sources);
-    return lengths;
+    PyObject *result = lengths == NULL ? NULL
+                                       : Py_BuildValue("OiiO", lengths, lookup.has, lookup.lacks,
+                                                       lookup.field_names);
+    Py_XDECREF(lengths);
+    Py_XDECREF(lookup.field_names);
+    return result;
 }
 
 /* One element of an array that this file has just made. */
@@ -247,7 +269,8 @@ static PyObject *py_lay_out(PyObject *module, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "memory: expected uint8 [%llu] or more, got %R",
                             (unsigned long long)bytes, memory);
     }
-    if (!py_check_array(memory, "memory", NPY_UINT8, (uint64_t)PyArray_SIZE((PyArrayObject *)memory),
+    if (!py_check_array(memory, "memory", NPY_UINT8,
+                        (uint64_t)PyArray_SIZE((PyArrayObject *)memory),
                         true, &data)) {
         return NULL;
     }
@@ -277,5 +300,6 @@ static PyMethodDef functions[] = {
 };
 
 bool py_pack_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
+    return PyModule_AddFunctions(module, functions) == 0 &&
+           PyModule_AddIntConstant(module, "HAS_LOGPROBS", 1 << FIELD_LOGPROBS) == 0;
 }

@@ -1,7 +1,7 @@
-/* ClientLease: one group that a daemon leased to this process. Places and identities: how trajectories are
- * named between the two, without Python work for each.
+/* ClientLease: one group that a daemon leased to this process. Places and identities: how
+ * trajectories are named between the two, without Python work for each.
  *
- * Invariant: the refs of a loan lie in its borrower's segment; what is there is another matter. */
+ * Invariant: the refs of a lease lie in its borrower's segment; what is there is another matter. */
 #include "python/group/client_lease.h"
 
 static struct {
@@ -36,7 +36,7 @@ static ClientLeaseObject *lease_of_places(HolderObject *borrower, PyObject *plac
     }
     self->borrower = (HolderObject *)Py_NewRef((PyObject *)borrower);
     self->key = self->samples = NULL;
-    self->reason = LOAN_HELD;
+    self->reason = LEASE_HELD;
     self->lost = self->locked = false;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!parse_place(&borrower->segment->c, bytes + i * each, &self->refs[i])) {
@@ -80,7 +80,8 @@ static PyMemberDef client_lease_members[] = {
     {"number", T_LONGLONG, offsetof(ClientLeaseObject, number), 0, "The daemon's."},
     {"step", T_LONGLONG, offsetof(ClientLeaseObject, step), READONLY, "Of the ranks, or -1."},
     {"size", T_UINT, offsetof(ClientLeaseObject, size), READONLY, "Samples of a complete group."},
-    {"reason", T_INT, offsetof(ClientLeaseObject, reason), READONLY, "How it was ended; -1 while held."},
+    {"reason", T_INT, offsetof(ClientLeaseObject, reason), READONLY,
+     "How it was ended; -1 while held."},
     {"lost", T_BOOL, offsetof(ClientLeaseObject, lost), 0, "Whether another may have it now."},
     {NULL, 0, 0, 0, NULL},
 };

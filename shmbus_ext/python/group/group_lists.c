@@ -1,132 +1,149 @@
-/* GroupEntry: one that left its table. It is ready to be leased, leased, or in neither list any more.
+/* Entries of complete groups, and the two lists that they are in (see group_lists.h).
  *
  * Invariants:
- * - A row is in at most one list, which owns a reference to it; so a lease outlives its holder's
- *   object, and a lease that nobody ended stays one.
+ * - An entry is in at most one list, which owns a reference to it; so a lease outlives its holder's
+ *   object, and a lease that was not ended stays one.
  * - Entries are leased in the order in which they became ready; one given back is the next. */
-#include "python/read/take.h"
+#include "python/group/group_lists.h"
 
 #include "ring/clock.h"
 
-GroupEntryObject *py_group_entry_new(const struct row *row, PyObject *key) {
+GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key) {
     GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);
     if (made == NULL) {
         return NULL;
     }
     made->key = Py_NewRef(key);
-    made->rows = NULL;
-    made->previous = made->next = NULL;
-    made->place = ROW_NOWHERE;
-    made->born_s = row->born_s;
-    made->size = row->width;
-    made->missing = row->missing;
+    made->lists = NULL;
+    made->link = (struct list_link){NULL, NULL};
+    made->place = ENTRY_NOWHERE;
+    made->born_s = entry->born_s;
+    made->size = entry->width;
+    made->missing = entry->missing;
     made->nbytes = 0;
     made->leased_ns = 0;
-    made->samples = PyList_New((Py_ssize_t)(row->width - row->missing));
+    made->samples = PyList_New((Py_ssize_t)(entry->width - entry->missing));
     if (made->samples == NULL) {
         Py_CLEAR(made);
     }
     return made;
 }
 
-static uint64_t cells_of(const GroupEntryObject *row) {
-    return (uint64_t)PyList_GET_SIZE(row->samples);
+static uint64_t samples_of(const GroupEntryObject *entry) {
+    return (uint64_t)PyList_GET_SIZE(entry->samples);
 }
 
-static struct row_list *list_of(GroupTableObject *self, enum row_place place) {
-    return place == ROW_READY ? &self->ready : &self->leased;
+static GroupEntryObject *entry_at(struct list_link *link) {
+    return LIST_ENTRY(link, GroupEntryObject, link);
 }
 
-/* Between two neighbours, one of which may be missing. The list's reference is the caller's. */
-static void link_between(GroupTableObject *self, enum row_place place, GroupEntryObject *previous,
-                         GroupEntryObject *row, GroupEntryObject *next) {
-    struct row_list *list = list_of(self, place);
-    row->rows = self;
-    row->place = place;
-    row->previous = previous;
-    row->next = next;
-    *(previous == NULL ? &list->first : &previous->next) = row;
-    *(next == NULL ? &list->last : &next->previous) = row;
-    list->rows++;
-    list->cells += cells_of(row);
+static struct entry_list *list_of(GroupListsObject *self, enum entry_place place) {
+    return place == ENTRY_READY ? &self->ready : &self->leased;
+}
+
+/* Before a neighbour, or as the last where that is the list's head. The list's reference is the
+ * caller's. */
+static void enter(GroupListsObject *self, enum entry_place place, struct list_link *at,
+                  GroupEntryObject *entry) {
+    struct entry_list *list = list_of(self, place);
+    list_insert_before(at, &entry->link);
+    entry->lists = self;
+    entry->place = place;
+    list->groups++;
+    list->samples += samples_of(entry);
 }
 
 /* Out of its list; the list's reference becomes the caller's. */
-static void unlink_row(GroupEntryObject *row) {
-    struct row_list *list = list_of(row->rows, row->place);
-    *(row->previous == NULL ? &list->first : &row->previous->next) = row->next;
-    *(row->next == NULL ? &list->last : &row->next->previous) = row->previous;
-    list->rows--;
-    list->cells -= cells_of(row);
-    row->rows = NULL;
-    row->previous = row->next = NULL;
-    row->place = ROW_NOWHERE;
+static void leave(GroupEntryObject *entry) {
+    struct entry_list *list = list_of(entry->lists, entry->place);
+    list_unlink(&entry->link);
+    list->groups--;
+    list->samples -= samples_of(entry);
+    entry->lists = NULL;
+    entry->place = ENTRY_NOWHERE;
 }
 
-void py_group_lists_push_ready(GroupTableObject *self, GroupEntryObject *row) {
-    Py_INCREF(row);
-    link_between(self, ROW_READY, self->ready.last, row, NULL);
+void py_group_lists_init(GroupListsObject *self) {
+    list_init(&self->ready.entries);
+    list_init(&self->leased.entries);
 }
 
-void py_group_lists_clear(GroupTableObject *self) {
+void py_group_lists_clear(GroupListsObject *self) {
+    struct entry_list *lists[] = {&self->ready, &self->leased};
     for (int i = 0; i < 2; i++) {
-        struct row_list *list = i == 0 ? &self->ready : &self->leased;
-        while (list->first != NULL) {
-            GroupEntryObject *row = list->first;
-            unlink_row(row);
-            Py_DECREF(row);
+        while (!list_is_empty(&lists[i]->entries)) {
+            GroupEntryObject *entry = entry_at(lists[i]->entries.next);
+            leave(entry);
+            Py_DECREF(entry);
         }
     }
 }
 
-void py_group_lists_return(GroupEntryObject *row) {
-    if (row->rows != NULL && row->place == ROW_LEASED) {
-        GroupTableObject *table = row->rows;
-        unlink_row(row);
-        link_between(table, ROW_READY, NULL, row, table->ready.first);
-    }
+void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *entry) {
+    Py_INCREF(entry);
+    enter(self, ENTRY_READY, &self->ready.entries, entry);
 }
 
-void py_group_lists_end(GroupEntryObject *row) {
-    unlink_row(row);
-    Py_DECREF(row);
-}
-
-static GroupEntryObject *leased_row(GroupTableObject *self, PyObject *row) {
-    if (!Py_IS_TYPE(row, &GroupEntryType) || ((GroupEntryObject *)row)->rows != self ||
-        ((GroupEntryObject *)row)->place != ROW_LEASED) {
-        PyErr_Format(PyExc_ValueError, "expected a row under lease here, got %R", row);
-        return NULL;
-    }
-    return (GroupEntryObject *)row;
-}
-
-/* push(row): one that is in no list becomes the last that is ready. */
-PyObject *py_group_lists_push(GroupTableObject *self, PyObject *row) {
-    if (!Py_IS_TYPE(row, &GroupEntryType) || ((GroupEntryObject *)row)->place != ROW_NOWHERE) {
-        PyErr_Format(PyExc_ValueError, "push: expected a row that is in no list, got %R", row);
-        return NULL;
-    }
-    py_group_lists_push_ready(self, (GroupEntryObject *)row);
-    Py_RETURN_NONE;
-}
-
-PyObject *py_group_lists_lease_ready(GroupTableObject *self, Py_ssize_t limit) {
-    uint64_t ready = self->ready.rows;
-    PyObject *leased = PyList_New(limit < 0 ? 0 : (uint64_t)limit < ready ? limit : (Py_ssize_t)ready);
+PyObject *py_group_lists_lease_ready(GroupListsObject *self, Py_ssize_t limit) {
+    uint64_t ready = self->ready.groups;
+    Py_ssize_t count = limit < 0 ? 0 : (uint64_t)limit < ready ? limit : (Py_ssize_t)ready;
+    PyObject *leased = PyList_New(count);
     uint64_t now_ns = ready > 0 ? clock_monotonic_ns() : 0;
-    for (Py_ssize_t i = 0; leased != NULL && i < PyList_GET_SIZE(leased); i++) {
-        GroupEntryObject *row = self->ready.first;
-        unlink_row(row);
-        row->leased_ns = now_ns;
-        link_between(self, ROW_LEASED, self->leased.last, row, NULL);
-        PyList_SET_ITEM(leased, i, Py_NewRef((PyObject *)row));
+    for (Py_ssize_t i = 0; leased != NULL && i < count; i++) {
+        GroupEntryObject *entry = entry_at(self->ready.entries.next);
+        leave(entry);
+        entry->leased_ns = now_ns;
+        enter(self, ENTRY_LEASED, &self->leased.entries, entry);
+        PyList_SET_ITEM(leased, i, Py_NewRef((PyObject *)entry));
     }
     return leased;
 }
 
+void py_group_entry_give_back(GroupEntryObject *entry) {
+    GroupListsObject *lists = entry->lists;
+    leave(entry);
+    enter(lists, ENTRY_READY, lists->ready.entries.next, entry);
+}
+
+void py_group_entry_end(GroupEntryObject *entry) {
+    leave(entry);
+    Py_DECREF(entry);
+}
+
+uint64_t py_group_lists_leased_since(const GroupListsObject *self) {
+    /* Leases are in the order in which they were given. */
+    struct list_link *first = self->leased.entries.next;
+    return first == &self->leased.entries ? 0 : entry_at(first)->leased_ns;
+}
+
+bool py_group_lists_have_leased(const GroupListsObject *self, const PyObject *object) {
+    const GroupEntryObject *entry = (const GroupEntryObject *)object;
+    return Py_IS_TYPE(object, &GroupEntryType) && entry->lists == self &&
+           entry->place == ENTRY_LEASED;
+}
+
+static GroupEntryObject *require_leased(const GroupListsObject *self, PyObject *object) {
+    if (!py_group_lists_have_leased(self, object)) {
+        PyErr_Format(PyExc_ValueError, "expected an entry under lease here, got %R", object);
+        return NULL;
+    }
+    return (GroupEntryObject *)object;
+}
+
+/* push(entry): one that is in no list becomes the last that is ready. */
+PyObject *py_group_lists_push(GroupListsObject *self, PyObject *object) {
+    if (!Py_IS_TYPE(object, &GroupEntryType) ||
+        ((GroupEntryObject *)object)->place != ENTRY_NOWHERE) {
+        PyErr_Format(PyExc_ValueError, "push: expected an entry that is in no list, got %R",
+                     object);
+        return NULL;
+    }
+    py_group_lists_push_ready(self, (GroupEntryObject *)object);
+    Py_RETURN_NONE;
+}
+
 /* lease(limit) -> list[GroupEntry]: what has been ready longest. */
-PyObject *py_group_lists_lease(GroupTableObject *self, PyObject *argument) {
+PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
     if (limit == -1 && PyErr_Occurred()) {
         return NULL;
@@ -134,53 +151,58 @@ PyObject *py_group_lists_lease(GroupTableObject *self, PyObject *argument) {
     return py_group_lists_lease_ready(self, limit);
 }
 
-/* end_lease(row): it is in no list any more. */
-PyObject *py_group_lists_end_lease(GroupTableObject *self, PyObject *argument) {
-    GroupEntryObject *row = leased_row(self, argument);
-    if (row == NULL) {
+/* end_lease(entry): it is in no list any more. */
+PyObject *py_group_lists_end_lease(GroupListsObject *self, PyObject *object) {
+    GroupEntryObject *entry = require_leased(self, object);
+    if (entry == NULL) {
         return NULL;
     }
-    py_group_lists_end(row);
+    py_group_entry_end(entry);
     Py_RETURN_NONE;
 }
 
-/* give_back(row): a leased one is the next to be leased. */
-PyObject *py_group_lists_give_back(GroupTableObject *self, PyObject *argument) {
-    GroupEntryObject *row = leased_row(self, argument);
-    if (row == NULL) {
+/* give_back(entry): a leased one is the next to be leased. */
+PyObject *py_group_lists_give_back(GroupListsObject *self, PyObject *object) {
+    GroupEntryObject *entry = require_leased(self, object);
+    if (entry == NULL) {
         return NULL;
     }
-    py_group_lists_return(row);
+    py_group_entry_give_back(entry);
     Py_RETURN_NONE;
 }
 
-/* is_leased(row) -> bool: whether this leased it, and the lease has not ended. */
-PyObject *py_group_lists_is_leased(GroupTableObject *self, PyObject *row) {
-    return PyBool_FromLong(Py_IS_TYPE(row, &GroupEntryType) && ((GroupEntryObject *)row)->rows == self &&
-                           ((GroupEntryObject *)row)->place == ROW_LEASED);
+/* is_leased(entry) -> bool: whether this leased it, and the lease has not ended. */
+PyObject *py_group_lists_is_leased(GroupListsObject *self, PyObject *object) {
+    return PyBool_FromLong(py_group_lists_have_leased(self, object));
 }
 
-/* ready_samples() -> list: those of ready rows, in their order. */
-PyObject *py_group_lists_ready_samples(GroupTableObject *self, PyObject *ignored) {
+/* ready_samples() -> list: those of ready groups, in their order. */
+PyObject *py_group_lists_ready_samples(GroupListsObject *self, PyObject *ignored) {
     (void)ignored;
-    PyObject *found = PyList_New((Py_ssize_t)self->ready.cells);
+    PyObject *found = PyList_New((Py_ssize_t)self->ready.samples);
+    if (found == NULL) {
+        return NULL;
+    }
     Py_ssize_t to = 0;
-    for (const GroupEntryObject *row = self->ready.first; found != NULL && row != NULL; row = row->next) {
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(row->samples); i++) {
-            PyList_SET_ITEM(found, to++, Py_NewRef(PyList_GET_ITEM(row->samples, i)));
+    struct list_link *head = &self->ready.entries;
+    for (struct list_link *l = head->next; l != head; l = l->next) {
+        PyObject *samples = entry_at(l)->samples;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(samples); i++) {
+            PyList_SET_ITEM(found, to++, Py_NewRef(PyList_GET_ITEM(samples, i)));
         }
     }
     return found;
 }
 
-/* full(key) -> list[GroupEntry]: the rows of that key that are ready or leased. */
-PyObject *py_group_lists_full(GroupTableObject *self, PyObject *key) {
+/* full(key) -> list[GroupEntry]: those of that key that are ready or leased. */
+PyObject *py_group_lists_full(GroupListsObject *self, PyObject *key) {
     PyObject *found = PyList_New(0);
+    struct list_link *heads[] = {&self->ready.entries, &self->leased.entries};
     for (int i = 0; i < 2; i++) {
-        GroupEntryObject *row = i == 0 ? self->ready.first : self->leased.first;
-        for (; found != NULL && row != NULL; row = row->next) {
-            int equal = PyObject_RichCompareBool(row->key, key, Py_EQ);
-            if (equal < 0 || (equal > 0 && PyList_Append(found, (PyObject *)row) < 0)) {
+        for (struct list_link *l = heads[i]->next; found != NULL && l != heads[i]; l = l->next) {
+            GroupEntryObject *entry = entry_at(l);
+            int equal = PyObject_RichCompareBool(entry->key, key, Py_EQ);
+            if (equal < 0 || (equal > 0 && PyList_Append(found, (PyObject *)entry) < 0)) {
                 Py_CLEAR(found);
             }
         }
@@ -197,10 +219,12 @@ static void py_group_entry_dealloc(GroupEntryObject *self) {
 static PyMemberDef group_entry_members[] = {
     {"key", T_OBJECT_EX, offsetof(GroupEntryObject, key), READONLY, "Its samples' key."},
     {"samples", T_OBJECT_EX, offsetof(GroupEntryObject, samples), READONLY,
-     "The samples that are in, by index. Not to be changed."},
+     "The samples that are there, by index. Not to be changed."},
     {"size", T_UINT, offsetof(GroupEntryObject, size), READONLY, "Samples of a full one."},
-    {"missing", T_UINT, offsetof(GroupEntryObject, missing), READONLY, "How many are not in."},
-    {"born_s", T_DOUBLE, offsetof(GroupEntryObject, born_s), READONLY, "When its first sample came."},
+    {"missing", T_UINT, offsetof(GroupEntryObject, missing), READONLY,
+     "How many samples are not there."},
+    {"born_s", T_DOUBLE, offsetof(GroupEntryObject, born_s), READONLY,
+     "When its first sample arrived."},
     {"nbytes", T_LONGLONG, offsetof(GroupEntryObject, nbytes), READONLY, "Under count_bytes."},
     {NULL, 0, 0, 0, NULL},
 };

@@ -2,11 +2,12 @@
  *
  * It is in C since a trainer makes one a group and reads it a sample at a time.
  *
- * Invariant: `samples` is the lease's own list, which nobody changes: what the caller does to
+ * Invariant: `samples` is the lease's own list, which is never changed: what the caller does to
  * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
-#include "python/read/take.h"
+#include "python/group/group_object.h"
+
 #include "python/group/client_lease.h"
-#include "python/batch/field_lookup.h"
+#include "python/group/group_lists.h"
 
 typedef struct {
     PyObject_HEAD
@@ -27,17 +28,17 @@ static struct {
 /* What the group says of its lease: a GroupEntry, or any object with the same attributes. */
 static bool read_lease(GroupObject *self, PyObject *lease) {
     if (Py_IS_TYPE(lease, &GroupEntryType)) {
-        const GroupEntryObject *row = (const GroupEntryObject *)lease;
-        self->key = Py_NewRef(row->key);
-        self->samples = Py_NewRef(row->samples);
-        self->size = row->size;
+        const GroupEntryObject *entry = (const GroupEntryObject *)lease;
+        self->key = Py_NewRef(entry->key);
+        self->samples = Py_NewRef(entry->samples);
+        self->size = entry->size;
         return true;
     }
     if (Py_IS_TYPE(lease, &ClientLeaseType)) {
-        const ClientLeaseObject *loan = (const ClientLeaseObject *)lease;
-        self->key = Py_XNewRef(loan->key);
-        self->samples = Py_XNewRef(loan->samples);
-        self->size = loan->size;
+        const ClientLeaseObject *own = (const ClientLeaseObject *)lease;
+        self->key = Py_XNewRef(own->key);
+        self->samples = Py_XNewRef(own->samples);
+        self->size = own->size;
         return self->samples != NULL;
     }
     self->key = PyObject_GetAttr(lease, word.key);
@@ -106,10 +107,12 @@ void py_group_set_state(PyObject *group, PyObject *state) {
  * other case a lease outlives its group, until it is ended. */
 static void give_back_unseen(GroupObject *self) {
     if (!self->seen && self->state == word.leased && self->lease != NULL && PyErr_Occurred()) {
-        if (Py_IS_TYPE(self->lease, &GroupEntryType)) {
-            py_group_lists_return((GroupEntryObject *)self->lease);
+        GroupEntryObject *entry = (GroupEntryObject *)self->lease;
+        if (Py_IS_TYPE(self->lease, &GroupEntryType) && entry->place == ENTRY_LEASED) {
+            py_group_entry_give_back(entry);
         } else if (Py_IS_TYPE(self->lease, &ClientLeaseType)) {
-            py_borrower_return((ClientLeaseObject *)self->lease);
+            HolderObject *borrower = ((ClientLeaseObject *)self->lease)->borrower;
+            borrower->kind->take_back(borrower, self->lease);
         }
     }
 }

@@ -1,11 +1,15 @@
-/* GroupTable: samples in cells of rows by key, for shmbus.stash; what leaves the table is group_lists.c's.
+/* GroupTable: samples in cells by key, for shmbus.stash, until their group is complete.
+ * group_lists.c has what leaves the table.
  *
  * It knows a sample by `key`, `group_size`, `index` and `nbytes` only, and decides nothing: what a
- * taken cell or another width mean is the stash's, and a full row's fate too where it is `judged`.
+ * taken cell or another width mean is the stash's, and a full entry's fate too where it is
+ * `judged`.
  *
- * Invariant: each cell that is not NULL owns a reference; a row's cells are emptied before the row
- * goes back to its pool. */
+ * Invariant: each cell that is not NULL owns a reference; an entry's cells are emptied before the
+ * entry goes back to its pool. */
 #include "python/group/group_table_object.h"
+
+#include "python/record/trajectory.h"
 
 static struct {
     PyObject *key, *group_size, *index, *nbytes, *failed;
@@ -15,14 +19,14 @@ static struct {
 struct arrival {
     PyObject *sample;
     PyObject *key; /* owned */
-    struct row_key at;
+    struct group_key at;
     uint32_t width;
     uint32_t cell;
     uint64_t nbytes;
     bool failed;
 };
 
-static bool hash_key(struct row_key *key, PyObject *id, long long epoch) {
+static bool hash_key(struct group_key *key, PyObject *id, long long epoch) {
     Py_ssize_t length = PyUnicode_GET_LENGTH(id) * (Py_ssize_t)PyUnicode_KIND(id);
     Py_hash_t hash = PyObject_Hash(id);
     if (length > UINT16_MAX) {
@@ -40,7 +44,7 @@ static bool hash_key(struct row_key *key, PyObject *id, long long epoch) {
 }
 
 /* A key is a str, or (str, int). */
-static bool split_key(struct row_key *at, PyObject *key) {
+static bool split_key(struct group_key *at, PyObject *key) {
     PyObject *id = key;
     long long epoch = SHMBUS_NO_EPOCH;
     if (PyTuple_CheckExact(key) && PyTuple_GET_SIZE(key) == 2) {
@@ -128,21 +132,21 @@ static bool sum_bytes(PyObject *samples, uint64_t *total) {
     return true;
 }
 
-static PyObject *first_sample(struct row *row) {
+static PyObject *first_sample(struct group_entry *entry) {
     uint32_t i = 0;
-    while (row_cells(row)[i] == NULL) {
+    while (group_entry_cells(entry)[i] == NULL) {
         i++;
     }
-    return row_cells(row)[i];
+    return group_entry_cells(entry)[i];
 }
 
-static GroupEntryObject *copy_row(const GroupTableObject *self, struct row *row) {
-    PyObject *key = key_of(first_sample(row));
-    GroupEntryObject *copy = key == NULL ? NULL : py_group_entry_new(row, key);
+static GroupEntryObject *copy_entry(const GroupTableObject *self, struct group_entry *entry) {
+    PyObject *key = key_of(first_sample(entry));
+    GroupEntryObject *copy = key == NULL ? NULL : py_group_entry_new(entry, key);
     Py_XDECREF(key);
     Py_ssize_t at = 0;
-    for (uint32_t i = 0; copy != NULL && i < row->width; i++) {
-        PyObject *sample = row_cells(row)[i];
+    for (uint32_t i = 0; copy != NULL && i < entry->width; i++) {
+        PyObject *sample = group_entry_cells(entry)[i];
         if (sample != NULL) {
             PyList_SET_ITEM(copy->samples, at++, Py_NewRef(sample));
         }
@@ -156,22 +160,23 @@ static GroupEntryObject *copy_row(const GroupTableObject *self, struct row *row)
     return copy;
 }
 
-/* Takes a row out of the table, as an object that has its references from then on. The samples,
+/* Takes an entry out of the table, as an object that has its references from then on. The samples,
  * which no cache may hold any more, are not looked at unless their bytes count. */
-static GroupEntryObject *take_row(GroupTableObject *self, struct row *row, uint64_t hash, PyObject *key) {
-    GroupEntryObject *taken = py_group_entry_new(row, key);
+static GroupEntryObject *take_entry(GroupTableObject *self, struct group_entry *entry,
+                                    uint64_t hash, PyObject *key) {
+    GroupEntryObject *taken = py_group_entry_new(entry, key);
     if (taken == NULL) {
         return NULL;
     }
     Py_ssize_t at = 0;
-    for (uint32_t i = 0; i < row->width; i++) {
-        PyObject *sample = row_cells(row)[i];
+    for (uint32_t i = 0; i < entry->width; i++) {
+        PyObject *sample = group_entry_cells(entry)[i];
         if (sample != NULL) {
             PyList_SET_ITEM(taken->samples, at++, sample);
         }
     }
-    self->cells -= row->width - row->missing;
-    rows_remove(&self->c, row, hash);
+    self->cells -= entry->width - entry->missing;
+    group_table_remove(&self->c, entry, hash);
     uint64_t nbytes = 0;
     if (self->count_bytes && !sum_bytes(taken->samples, &nbytes)) {
         Py_DECREF(taken);
@@ -192,46 +197,48 @@ enum {
     REFUSED_FAILING
 };
 
-/* Whether the sample's row is kept elsewhere; from a failure on, it is. -1 with an exception. */
-static int goes_apart(const GroupTableObject *self, const struct arrival *from) {
+/* Whether the sample's group is failing, and so kept elsewhere; from a failure on, it is. -1 with
+ * an exception. */
+static int is_failing(const GroupTableObject *self, const struct arrival *from) {
     if (from->failed) {
-        return PyDict_SetDefault(self->apart, from->key, Py_None) == NULL ? -1 : 1;
+        return PyDict_SetDefault(self->failing, from->key, Py_None) == NULL ? -1 : 1;
     }
-    return PyDict_GET_SIZE(self->apart) == 0 ? 0 : PyDict_Contains(self->apart, from->key);
+    return PyDict_GET_SIZE(self->failing) == 0 ? 0 : PyDict_Contains(self->failing, from->key);
 }
 
-/* Puts one sample into its cell; what came of it. */
-static int arrive(GroupTableObject *self, const struct arrival *from, double now_s, struct row **at) {
-    int elsewhere = goes_apart(self, from);
+/* Puts one sample into its cell; returns what became of it. */
+static int arrive(GroupTableObject *self, const struct arrival *from, double now_s,
+                  struct group_entry **at) {
+    int elsewhere = is_failing(self, from);
     if (elsewhere != 0) {
         return elsewhere < 0 ? REFUSED_MEMORY : REFUSED_FAILING;
     }
-    struct row *row = rows_find(&self->c, &from->at);
-    if (row == NULL) {
+    struct group_entry *entry = group_table_find(&self->c, &from->at);
+    if (entry == NULL) {
         if (from->at.tag != SHMBUS_NO_EPOCH) {
             int known = PyDict_Contains(self->recent, from->key);
             if (known != 0) {
                 return known < 0 ? REFUSED_MEMORY : REFUSED_SURPLUS;
             }
         }
-        row = rows_insert(&self->c, &from->at, from->width, now_s);
-        if (row == NULL) {
+        entry = group_table_insert(&self->c, &from->at, from->width, now_s);
+        if (entry == NULL) {
             PyErr_NoMemory();
             return REFUSED_MEMORY;
         }
-    } else if (row->width != from->width) {
+    } else if (entry->width != from->width) {
         return REFUSED_GROUP_SIZE;
     }
-    void **cell = &row_cells(row)[from->cell];
+    void **cell = &group_entry_cells(entry)[from->cell];
     if (*cell != NULL) {
         return REFUSED_DUPLICATE;
     }
     *cell = Py_NewRef(from->sample);
-    row->missing--;
+    entry->missing--;
     self->cells++;
     self->nbytes += self->count_bytes ? from->nbytes : 0;
-    *at = row;
-    return row->missing == 0 ? COMPLETED : TAKEN;
+    *at = entry;
+    return entry->missing == 0 ? COMPLETED : TAKEN;
 }
 
 static bool append(PyObject *list, PyObject *item) {
@@ -240,10 +247,10 @@ static bool append(PyObject *list, PyObject *item) {
     return good;
 }
 
-/* A full row is ready to be leased, or, where it is to be judged, left to the caller. */
-static bool complete(GroupTableObject *self, struct row *row, const struct arrival *last,
+/* A full entry is ready to be leased, or, where it is to be judged, left to the caller. */
+static bool complete(GroupTableObject *self, struct group_entry *entry, const struct arrival *last,
                      PyObject *left) {
-    GroupEntryObject *taken = take_row(self, row, last->at.hash, last->key);
+    GroupEntryObject *taken = take_entry(self, entry, last->at.hash, last->key);
     if (taken == NULL) {
         return false;
     }
@@ -254,34 +261,35 @@ static bool complete(GroupTableObject *self, struct row *row, const struct arriv
     if (self->judged) {
         return append(left, (PyObject *)taken);
     }
-    py_group_lists_push_ready(self, taken);
+    py_group_lists_push_ready(&self->lists, taken);
     Py_DECREF(taken);
     return true;
 }
 
 /* First the misses of all of them, then the work. */
-static bool put_batch(GroupTableObject *self, struct arrival *arrivals, Py_ssize_t count, double now_s,
-                      PyObject *left) {
+static bool put_batch(GroupTableObject *self, struct arrival *arrivals, Py_ssize_t count,
+                      double now_s, PyObject *left) {
     for (Py_ssize_t i = 0; i < count; i++) {
-        rows_expect_row(&self->c, arrivals[i].at.hash, arrivals[i].cell);
+        group_table_expect_entry(&self->c, arrivals[i].at.hash, arrivals[i].cell);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        struct row *row = NULL;
-        int status = arrive(self, &arrivals[i], now_s, &row);
+        struct group_entry *entry = NULL;
+        int status = arrive(self, &arrivals[i], now_s, &entry);
         if (status == REFUSED_MEMORY ||
-            (status == COMPLETED && !complete(self, row, &arrivals[i], left))) {
+            (status == COMPLETED && !complete(self, entry, &arrivals[i], left))) {
             return false;
         }
-        if (status > COMPLETED && !append(left, Py_BuildValue("(iO)", status, arrivals[i].sample))) {
+        if (status > COMPLETED &&
+            !append(left, Py_BuildValue("(iO)", status, arrivals[i].sample))) {
             return false;
         }
     }
     return true;
 }
 
-bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count, double now_s,
-                                PyObject *left) {
-    struct arrival arrivals[ROWS_BATCH];
+bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count,
+                                double now_s, PyObject *left) {
+    struct arrival arrivals[SAMPLES_BATCH];
     Py_ssize_t ready = 0;
     bool good = true;
     for (; good && ready < count; ready++) {
@@ -297,7 +305,7 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
             good = false;
             break;
         }
-        rows_expect_entry(&self->c, arrival->at.hash);
+        group_table_expect_bucket(&self->c, arrival->at.hash);
     }
     good = good && put_batch(self, arrivals, ready, now_s, left);
     for (Py_ssize_t i = 0; i < ready; i++) {
@@ -307,11 +315,11 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
 }
 
 /* put(samples, now_s) -> list: each sample into its cell. What it returns is what is not in the
- * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged, a
- * GroupEntry that this filled. The keys of full rows that have an epoch go into the dict `recent`, and a
- * row whose key is there is not begun again. A failure's key goes into the dict `apart`, and all that
- * has such a key is refused: so a row that `take` finds holds what came before the failure, and nothing
- * behind it. */
+ * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged,
+ * a GroupEntry that this filled. The keys of full entries that have an epoch go into the dict
+ * `recent`, and an entry whose key is there is not begun again. A failure's key goes into the dict
+ * `failing`, and all that has such a key is refused: so an entry that `take` finds holds the
+ * samples before the failure, and none after it. */
 static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     PyObject *samples;
     double now_s;
@@ -321,9 +329,10 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     PyObject *items = PySequence_Fast(samples, "put: expected an iterable of samples");
     PyObject *left = items == NULL ? NULL : PyList_New(0);
     Py_ssize_t total = left == NULL ? 0 : PySequence_Fast_GET_SIZE(items);
-    for (Py_ssize_t at = 0; left != NULL && at < total; at += ROWS_BATCH) {
-        Py_ssize_t count = total - at < ROWS_BATCH ? total - at : ROWS_BATCH;
-        if (!py_group_table_put_samples(self, PySequence_Fast_ITEMS(items) + at, count, now_s, left)) {
+    for (Py_ssize_t at = 0; left != NULL && at < total; at += SAMPLES_BATCH) {
+        Py_ssize_t count = total - at < SAMPLES_BATCH ? total - at : SAMPLES_BATCH;
+        if (!py_group_table_put_samples(self, PySequence_Fast_ITEMS(items) + at, count, now_s,
+                                        left)) {
             Py_CLEAR(left);
         }
     }
@@ -331,35 +340,35 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     return left;
 }
 
-/* take_oldest() -> GroupEntry: the row that was born first leaves as it is. */
+/* take_oldest() -> GroupEntry: the entry that was born first leaves as it is. */
 static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
-    struct row *row = rows_oldest(&self->c);
-    if (row == NULL) {
-        PyErr_SetString(PyExc_IndexError, "take_oldest: there is no row");
+    struct group_entry *entry = group_table_oldest(&self->c);
+    if (entry == NULL) {
+        PyErr_SetString(PyExc_IndexError, "take_oldest: the table is empty");
         return NULL;
     }
-    struct row_key at;
-    PyObject *key = key_of(first_sample(row));
+    struct group_key at;
+    PyObject *key = key_of(first_sample(entry));
     PyObject *taken = NULL;
     if (key != NULL && split_key(&at, key)) {
-        taken = (PyObject *)take_row(self, row, at.hash, key);
+        taken = (PyObject *)take_entry(self, entry, at.hash, key);
     }
     Py_XDECREF(key);
     return taken;
 }
 
-/* take(key) -> GroupEntry | None: the row of that key leaves as it is. */
+/* take(key) -> GroupEntry | None: the entry of that key leaves as it is. */
 static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
-    struct row_key at;
+    struct group_key at;
     if (!split_key(&at, key)) {
         return NULL;
     }
-    struct row *row = rows_find(&self->c, &at);
-    return row == NULL ? Py_NewRef(Py_None) : (PyObject *)take_row(self, row, at.hash, key);
+    struct group_entry *entry = group_table_find(&self->c, &at);
+    return entry == NULL ? Py_NewRef(Py_None) : (PyObject *)take_entry(self, entry, at.hash, key);
 }
 
-/* oldest(count) -> list[GroupEntry]: copies of the rows that were born first, oldest first. */
+/* oldest(count) -> list[GroupEntry]: copies of the entries that were born first, oldest first. */
 static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
     if (limit == -1 && PyErr_Occurred()) {
@@ -368,27 +377,27 @@ static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argumen
     PyObject *found = PyList_New(0);
     uint64_t at = 0;
     for (Py_ssize_t i = 0; found != NULL && i < limit; i++) {
-        struct row *row = rows_next(&self->c, &at);
-        if (row == NULL) {
+        struct group_entry *entry = group_table_next(&self->c, &at);
+        if (entry == NULL) {
             break;
         }
-        if (!append(found, (PyObject *)copy_row(self, row))) {
+        if (!append(found, (PyObject *)copy_entry(self, entry))) {
             Py_CLEAR(found);
         }
     }
     return found;
 }
 
-/* samples() -> list: all that are in cells, by the age of their rows. */
+/* samples() -> list: all that are in cells, by the age of their entries. */
 static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *found = PyList_New((Py_ssize_t)self->cells);
     Py_ssize_t to = 0;
     uint64_t at = 0;
-    struct row *row;
-    while (found != NULL && (row = rows_next(&self->c, &at)) != NULL) {
-        for (uint32_t i = 0; i < row->width; i++) {
-            PyObject *sample = row_cells(row)[i];
+    struct group_entry *entry;
+    while (found != NULL && (entry = group_table_next(&self->c, &at)) != NULL) {
+        for (uint32_t i = 0; i < entry->width; i++) {
+            PyObject *sample = group_entry_cells(entry)[i];
             if (sample != NULL) {
                 PyList_SET_ITEM(found, to++, Py_NewRef(sample));
             }
@@ -397,24 +406,34 @@ static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *ignore
     return found;
 }
 
+static PyObject *py_group_table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    (void)args;
+    (void)kwargs;
+    GroupTableObject *self = (GroupTableObject *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        py_group_lists_init(&self->lists);
+    }
+    return (PyObject *)self;
+}
+
 static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"count_bytes", "judged", NULL};
     int count_bytes = 0, judged = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$pp", names, &count_bytes, &judged)) {
         return -1;
     }
-    if (self->c.entries != NULL) {
+    if (self->c.buckets != NULL) {
         PyErr_SetString(PyExc_TypeError, "this table is initialised already");
         return -1;
     }
     self->count_bytes = count_bytes != 0;
     self->judged = judged != 0;
     self->recent = PyDict_New();
-    self->apart = PyDict_New();
-    if (self->recent == NULL || self->apart == NULL) {
+    self->failing = PyDict_New();
+    if (self->recent == NULL || self->failing == NULL) {
         return -1;
     }
-    if (!rows_begin(&self->c)) {
+    if (!group_table_begin(&self->c)) {
         PyErr_NoMemory();
         return -1;
     }
@@ -423,17 +442,17 @@ static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject 
 
 static void py_group_table_dealloc(GroupTableObject *self) {
     uint64_t at = 0;
-    struct row *row;
-    while (self->c.entries != NULL && (row = rows_next(&self->c, &at)) != NULL) {
-        PyObject **cells = (PyObject **)row_cells(row);
-        for (uint32_t i = 0; i < row->width; i++) {
+    struct group_entry *entry;
+    while (self->c.buckets != NULL && (entry = group_table_next(&self->c, &at)) != NULL) {
+        PyObject **cells = (PyObject **)group_entry_cells(entry);
+        for (uint32_t i = 0; i < entry->width; i++) {
             Py_CLEAR(cells[i]);
         }
     }
-    rows_end(&self->c);
-    py_group_lists_clear(self);
+    group_table_end(&self->c);
+    py_group_lists_clear(&self->lists);
     Py_XDECREF(self->recent);
-    Py_XDECREF(self->apart);
+    Py_XDECREF(self->failing);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -443,11 +462,11 @@ static Py_ssize_t py_group_table_length(GroupTableObject *self) {
 
 static PyObject *py_group_table_oldest_born(GroupTableObject *self, void *ignored) {
     (void)ignored;
-    const struct row *row = rows_oldest(&self->c);
-    if (row == NULL) {
+    const struct group_entry *entry = group_table_oldest(&self->c);
+    if (entry == NULL) {
         Py_RETURN_NONE;
     }
-    return PyFloat_FromDouble(row->born_s);
+    return PyFloat_FromDouble(entry->born_s);
 }
 
 static PyObject *py_group_table_memory(GroupTableObject *self, void *ignored) {
@@ -472,26 +491,34 @@ static PyMethodDef group_table_methods[] = {
 };
 
 static PyGetSetDef group_table_getset[] = {
-    {"oldest_born_s", (getter)py_group_table_oldest_born, NULL, "When the oldest row was born, or None.",
+    {"oldest_born_s", (getter)py_group_table_oldest_born, NULL,
+     "When the oldest group began, or None.",
      NULL},
     {"memory_bytes", (getter)py_group_table_memory, NULL, "Bytes of the table itself.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef group_table_members[] = {
-    {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all rows."},
+    {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all cells."},
     {"nbytes", T_ULONGLONG, offsetof(GroupTableObject, nbytes), READONLY,
      "Their bytes, under count_bytes."},
-    {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, ready.rows), READONLY, "Full, not leased."},
-    {"ready_cells", T_ULONGLONG, offsetof(GroupTableObject, ready.cells), READONLY, "Their samples."},
-    {"leased_groups", T_ULONGLONG, offsetof(GroupTableObject, leased.rows), READONLY, "Under lease."},
-    {"leased_cells", T_ULONGLONG, offsetof(GroupTableObject, leased.cells), READONLY, "Their samples."},
+    {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.groups), READONLY,
+     "Full, not leased."},
+    {"ready_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.samples), READONLY,
+     "Their samples."},
+    {"leased_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.groups), READONLY,
+     "Under lease."},
+    {"leased_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.samples), READONLY,
+     "Their samples."},
     {"recent", T_OBJECT_EX, offsetof(GroupTableObject, recent), READONLY,
-     "Keys with an epoch whose rows were full, oldest first; the stash bounds it."},
-    {"apart", T_OBJECT_EX, offsetof(GroupTableObject, apart), READONLY,
-     "Keys whose rows the stash keeps itself."},
+     "Keys with an epoch whose groups were complete, oldest first; the stash bounds it."},
+    {"failing", T_OBJECT_EX, offsetof(GroupTableObject, failing), READONLY,
+     "Keys of failing groups, which the stash keeps itself."},
     {"failing_cells", T_ULONGLONG, offsetof(GroupTableObject, failing_cells), 0,
      "Samples that the stash keeps itself, for messages."},
+    {"unheld_groups", T_ULONGLONG, offsetof(GroupTableObject, unheld_groups), 0,
+     "Leased groups that no client holds, for messages."},
+    {"unheld_cells", T_ULONGLONG, offsetof(GroupTableObject, unheld_cells), 0, "Their samples."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -507,7 +534,7 @@ PyTypeObject GroupTableType = {
     .tp_members = group_table_members,
     .tp_as_sequence = &group_table_sequence,
     .tp_init = (initproc)py_group_table_init,
-    .tp_new = PyType_GenericNew,
+    .tp_new = py_group_table_new,
 };
 
 bool py_group_table_add_constants(PyObject *module) {

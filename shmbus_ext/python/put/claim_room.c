@@ -8,6 +8,7 @@
 
 #include <sched.h>
 
+#include "python/hooks.h"
 #include "ring/clock.h"
 #include "ring/copy.h"
 #include "ring/doorbell.h"
@@ -15,8 +16,8 @@
 
 /* Copies above this are worth letting other threads run. */
 #define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)
-/* A waiting producer looks again after this at first, for space that it was not told of, and ever
- * more seldom, for signals and a writer that is closed under it. */
+/* A waiting producer tries again after this at first, in case it was not told of space. Each wait
+ * is twice as long as the one before, up to SPACE_SLICE_NS. */
 #define FIRST_SLICE_NS INT64_C(2000000)
 /* Since the reader last looked: so long that handing it the processor costs little beside it. */
 #define LONG_SILENCE_NS UINT64_C(100000)
@@ -34,29 +35,94 @@ static bool is_paused(const WriterObject *self) {
 }
 
 enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes,
-                                        struct reservation *at) {
+                                       struct reservation *at) {
     if (is_paused(self) && bytes <= self->segment->c.record_limit) {
         return WRITER_FULL;
     }
     return writer_claim(&self->c, bytes, at);
 }
 
-/* Lets the watchdog look at a wait that lasts; what it raises ends the wait. */
-static bool watch_wait(const WriterObject *self, double waited_s, double *next_watch_s) {
-    if (self->watch == NULL || waited_s < *next_watch_s) {
-        return true;
+bool py_writer_go_on(WriterObject *self, double timeout_s) {
+    if (self->follow == NULL) {
+        py_segment_raise_removed(self->segment);
+        return false;
     }
-    *next_watch_s = waited_s + self->watch_s;
-    PyObject *watch = Py_NewRef(self->watch);
-    PyObject *result = PyObject_CallFunction(watch, "d", waited_s);
-    Py_DECREF(watch);
-    Py_XDECREF(result);
-    return result != NULL;
+    return self->follow(self, timeout_s);
 }
 
-/* The bus was removed. False with BusRemovedError. */
-static bool go_on_elsewhere(WriterObject *self) {
-    return py_segment_exists(self->segment);
+/* A call's wait for space, in whatever bus it goes on. */
+struct wait {
+    uint64_t start_ns;
+    double timeout_s; /* negative: for ever */
+    double next_watch_s;
+    int64_t longest_ns; /* of a slice */
+};
+
+static double waited_s(const struct wait *self) {
+    return (double)(clock_monotonic_ns() - self->start_ns) / 1e9;
+}
+
+static double left_s(const struct wait *self) {
+    double left = self->timeout_s - waited_s(self);
+    return self->timeout_s < 0 ? -1.0 : left < 0 ? 0.0 : left;
+}
+
+static void raise_too_large(const WriterObject *self, uint64_t bytes) {
+    PyErr_Format(hooks.too_large_error,
+                 "bus '%U': a record takes at most %llu bytes, this one needs %llu; create the "
+                 "bus with a larger capacity (a record may take a quarter of it) or split the "
+                 "trajectory",
+                 self->segment->name, (unsigned long long)self->segment->c.record_limit,
+                 (unsigned long long)bytes);
+}
+
+/* Sleeps until this segment may have space; false with an exception. */
+static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ticket,
+                            struct wait *wait) {
+    int64_t slice_ns = wait->longest_ns;
+    wait->longest_ns =
+        wait->longest_ns * 2 < SPACE_SLICE_NS ? wait->longest_ns * 2 : SPACE_SLICE_NS;
+    double left = left_s(wait);
+    if (left >= 0 && left * 1e9 < (double)slice_ns) {
+        slice_ns = (int64_t)(left * 1e9) + 1;
+    }
+    /* During the wait the writer may be closed, by a signal handler too, or go to another bus. */
+    Py_BEGIN_ALLOW_THREADS
+    doorbell_await_space(here->c.header, ticket, slice_ns);
+    Py_END_ALLOW_THREADS
+    if (PyErr_CheckSignals() < 0) {
+        return false;
+    }
+    double waited = waited_s(wait);
+    return (waited < wait->next_watch_s ||
+            py_watch_call(&self->watch, waited, &wait->next_watch_s)) &&
+           py_writer_usable(self);
+}
+
+/* Waits for room in this segment. 1 where it has it, 0 where the bus was removed or the writer is
+ * in another by now, -1 with an exception. */
+static int await_room(WriterObject *self, SegmentObject *here, uint64_t bytes, struct wait *wait,
+                      struct reservation *at) {
+    for (;;) {
+        /* A sealed run can be freed; the reader is woken to do so. */
+        writer_seal(&self->c);
+        uint32_t ticket = doorbell_want_space(here->c.header);
+        doorbell_ring(here->c.header);
+        if (py_writer_try_claim(self, bytes, at) == WRITER_OK) {
+            return 1;
+        }
+        if (wait->timeout_s >= 0 && waited_s(wait) >= wait->timeout_s) {
+            py_raise_hook(hooks.full_error,
+                          Py_BuildValue("(OKd)", here, (unsigned long long)bytes, waited_s(wait)));
+            return -1;
+        }
+        if (!sleep_for_space(self, here, ticket, wait)) {
+            return -1;
+        }
+        if (self->segment != here || removal_note(&here->c)) {
+            return 0;
+        }
+    }
 }
 
 bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
@@ -65,54 +131,32 @@ bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
     if (status == WRITER_OK) {
         return true;
     }
-    struct segment *segment = &self->segment->c;
-    if (removal_happened(segment)) {
-        return go_on_elsewhere(self) ? py_writer_claim_room(self, bytes, timeout_s, at) : false;
-    }
-    if (status == WRITER_TOO_LARGE) {
-        PyErr_Format(hooks.too_large_error,
-                     "bus '%U': a record takes at most %llu bytes, this one needs %llu; create the "
-                     "bus with a larger capacity (a record may take a quarter of it) or split the "
-                     "trajectory",
-                     self->segment->name, (unsigned long long)segment->record_limit,
-                     (unsigned long long)bytes);
-        return false;
-    }
-    uint64_t start = clock_monotonic_ns();
-    int64_t longest_ns = FIRST_SLICE_NS;
-    double next_watch_s = self->watch_s;
-    self->full_waits++;
-    for (;;) {
-        /* What is sealed can be freed, and a sleeping reader gets the chance to. */
-        writer_seal(&self->c);
-        uint32_t ticket = doorbell_want_space(segment->header);
-        doorbell_ring(segment->header);
-        if (py_writer_try_claim(self, bytes, at) == WRITER_OK) {
+    struct wait wait = {clock_monotonic_ns(), timeout_s, py_watch_first_s(&self->watch),
+                        FIRST_SLICE_NS};
+    int found = 0;
+    while (found == 0) {
+        if (removal_happened(&self->segment->c)) {
+            if (!py_writer_go_on(self, left_s(&wait))) {
+                return false;
+            }
+            status = py_writer_try_claim(self, bytes, at);
+        }
+        if (status == WRITER_OK) {
             return true;
         }
-        double waited_s = (double)(clock_monotonic_ns() - start) / 1e9;
-        if (timeout_s >= 0 && waited_s >= timeout_s) {
-            py_raise_hook(hooks.full_error,
-                          Py_BuildValue("(OKd)", self->segment, (unsigned long long)bytes, waited_s));
+        if (status == WRITER_TOO_LARGE) {
+            raise_too_large(self, bytes);
             return false;
         }
-        int64_t slice_ns = longest_ns;
-        longest_ns = longest_ns * 2 < SPACE_SLICE_NS ? longest_ns * 2 : SPACE_SLICE_NS;
-        if (timeout_s >= 0 && (timeout_s - waited_s) * 1e9 < (double)slice_ns) {
-            slice_ns = (int64_t)((timeout_s - waited_s) * 1e9) + 1;
-        }
-        /* The writer may be closed meanwhile, by a signal handler too. */
-        Py_BEGIN_ALLOW_THREADS
-        doorbell_await_space(segment->header, ticket, slice_ns);
-        Py_END_ALLOW_THREADS
-        if (PyErr_CheckSignals() < 0 || !watch_wait(self, waited_s, &next_watch_s) ||
-            !py_writer_usable(self)) {
-            return false;
-        }
-        if (removal_note(segment)) {
-            return go_on_elsewhere(self) ? py_writer_claim_room(self, bytes, timeout_s, at) : false;
+        self->full_waits++;
+        SegmentObject *here = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
+        found = await_room(self, here, bytes, &wait, at);
+        Py_DECREF(here);
+        if (found == 0) {
+            status = py_writer_try_claim(self, bytes, at);
         }
     }
+    return found > 0;
 }
 
 /* A processor that several processes share goes on with the one that it has: a reader that was just
@@ -142,7 +186,7 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
     /* A checksum reads it all again. */
     bool non_temporal =
         (self->flags & SHMBUS_FLAG_PAYLOAD_CRC) == 0 &&
-        atomic_load_explicit(&self->segment->c.header->gathered, memory_order_relaxed) != 0;
+        atomic_load_explicit(&self->segment->c.header->consumer_packs, memory_order_relaxed) != 0;
     if (spec->meta_bytes > 0) {
         memcpy(record + spec->meta_offset, PyBytes_AS_STRING(arguments->meta_encoded),
                spec->meta_bytes);
@@ -151,7 +195,7 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
     for (uint32_t i = 0; i < arguments->array_count; i++) {
         const void *data = PyArray_DATA(arguments->arrays[i]);
         if (non_temporal) {
-            copy_past_caches(record + shape[0], data, arguments->field_bytes[i]);
+            copy_non_temporal(record + shape[0], data, arguments->field_bytes[i]);
         } else {
             memcpy(record + shape[0], data, arguments->field_bytes[i]);
         }
@@ -163,7 +207,7 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
 }
 
 void py_writer_write_head(WriterObject *self, const struct put_arguments *arguments,
-                       const struct reservation *at) {
+                          const struct reservation *at) {
     record_write_frame(at->record, &at->place, at->bytes, self->c.producer_id, self->c.slot_index,
                        self->flags | arguments->spec.flags);
     record_write_body(at->record, &arguments->spec);
@@ -199,7 +243,7 @@ bool py_writer_put_one(WriterObject *self, const struct put_arguments *arguments
         copy_payload(self, arguments, (uint8_t *)at.record);
         writer_publish(&self->c, &at);
     } else {
-        /* Reserved first, so that another thread's record can go behind it meanwhile. */
+        /* Reserved first, so that another thread's record can go behind it during the copy. */
         writer_reserve(&self->c, &at);
         copy_unlocked(self, arguments, &at);
         writer_commit(&self->c, &at);

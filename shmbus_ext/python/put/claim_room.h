@@ -1,30 +1,37 @@
-/* A producer's lane as an object, and room for a record in it: what put, put_many and reserve share. */
+/* A producer's lane, and room for a record in it: what put, put_many and reserve share. */
 #ifndef SHMBUS_PYTHON_CLAIM_ROOM_H
 #define SHMBUS_PYTHON_CLAIM_ROOM_H
 
-#include "python/binding.h"
+#include "python/put/put_arguments.h"
+#include "python/segment/segment_object.h"
+#include "python/watch.h"
+#include "ring/writer.h"
 
-/* Waiting for space is cut into slices of this, for signals and a writer that is closed under it. */
+/* A wait for space is cut into slices of this, for signals and for a close during it. */
 #define SPACE_SLICE_NS INT64_C(100000000)
 
-struct reservation_object;
 struct batch;
 
-typedef struct {
+typedef struct writer_object {
     PyObject_HEAD
     SegmentObject *segment;
     struct writer c;
     struct schema_cache schemas;
-    struct reservation_object *open; /* reservations that are not ended */
-    struct batch *batches;           /* put_many's under way, in whatever thread */
+    struct list_link reservations; /* that are not ended */
+    struct batch *batches;         /* put_many's under way, in whatever thread */
     uint64_t bytes;
     uint64_t full_waits;
     uint32_t flags;
     uint32_t busy;   /* threads that copy into this lane without the interpreter lock */
-    PyObject *watch; /* called with the seconds waited, every watch_s of a wait for space */
-    double watch_s;
+    struct watch watch; /* over a wait for space */
     bool attached;
     bool closing;
+    bool moving; /* a thread is about to take it to another bus */
+    /* Goes on in the bus that takes the place of a removed one; NULL where it does not follow. */
+    bool (*follow)(struct writer_object *self, double timeout_s);
+    /* Of the lane's counters, when this writer took it; less what it had counted elsewhere. */
+    uint64_t committed_base, aborted_base;
+    char label[SHMBUS_LABEL_BYTES];
 } WriterObject;
 
 /* Sets an exception when the writer is closed or was made before a fork. */
@@ -35,6 +42,10 @@ enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes, struc
  * false with an exception. */
 bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
                           struct reservation *at);
+/* Once the bus was removed: waits for the next one for timeout_s, for ever where that is negative,
+ * and goes on there; open reservations and batches are aborted. True where the writer may try
+ * again; false with an exception, BusRemovedError where it does not follow or none was in time. */
+bool py_writer_go_on(WriterObject *self, double timeout_s);
 /* Frame and body of a record whose arguments are finished. */
 void py_writer_write_head(WriterObject *self, const struct put_arguments *arguments,
                           const struct reservation *at);

@@ -1,9 +1,11 @@
 /* A producer's keywords and arrays, checked and planned as a record.
  *
  * Invariant: nothing is written to the segment before every argument has been found good. */
-#include "python/binding.h"
+#include "python/put/put_arguments.h"
 
 #include <math.h>
+
+#include "python/hooks.h"
 
 static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_epoch,
     *word_meta, *word_timeout, *word_instance_id;
@@ -144,7 +146,8 @@ bool py_parse_timeout(PyObject *value, double *timeout_s) {
     }
     if (!(*timeout_s >= 0.0)) {
         PyErr_Format(PyExc_ValueError,
-                     "timeout: expected 0 or more seconds, or None to wait for ever, got %R", value);
+                     "timeout: expected 0 or more seconds, or None to wait for ever, got %R",
+                     value);
         return false;
     }
     if (isinf(*timeout_s)) {
@@ -164,7 +167,8 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
     if (text == NULL) {
         PyErr_Clear();
         PyErr_Format(PyExc_ValueError,
-                     "instance_id: expected text that UTF-8 can encode, got %A; drop its surrogates",
+                     "instance_id: expected text that UTF-8 can encode, got %A; drop its "
+                     "surrogates",
                      value);
         return false;
     }
@@ -242,15 +246,14 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         return py_arguments_take_id(self, value);
     }
     if (!PyUnicode_CHECK_INTERNED(name)) {
-        /* A key that was computed: intern it, and look again by identity. */
+        /* A key that was computed: intern it, and compare again by identity. */
         PyObject *interned = Py_NewRef(name);
         PyUnicode_InternInPlace(&interned);
-        bool reserved = interned != name && (interned == word_group_size || interned == word_index ||
-                                             interned == word_score ||
-                                             interned == word_policy_version ||
-                                             interned == word_epoch || interned == word_meta ||
-                                             interned == word_timeout ||
-                                             interned == word_instance_id);
+        bool reserved =
+            interned != name &&
+            (interned == word_group_size || interned == word_index || interned == word_score ||
+             interned == word_policy_version || interned == word_epoch || interned == word_meta ||
+             interned == word_timeout || interned == word_instance_id);
         /* The interned string lives as long as one of its kind does: the reserved words do. */
         Py_DECREF(interned);
         if (reserved) {
@@ -317,7 +320,8 @@ bool py_arguments_finish_head(struct put_arguments *self) {
 static bool convert_array(struct put_arguments *self, uint32_t i) {
     PyObject *value = self->values[i];
     PyObject *array;
-    if (PyArray_Check(value)) {
+    /* The hook refuses one number under a name that is nearly an argument's. */
+    if (PyArray_Check(value) && PyArray_NDIM((PyArrayObject *)value) > 0) {
         array = Py_NewRef(value);
     } else {
         array = PyObject_CallFunctionObjArgs(hooks.as_array, self->names[i], value, NULL);
@@ -342,6 +346,23 @@ static bool convert_array(struct put_arguments *self, uint32_t i) {
     return true;
 }
 
+bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim) {
+    if (ndim > (Py_ssize_t)SHMBUS_MAX_NDIM) {
+        PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %zd", name,
+                     SHMBUS_MAX_NDIM, ndim);
+        return false;
+    }
+    if (words + 1 + (uint64_t)ndim > SHMBUS_MAX_SHAPE_WORDS) {
+        PyErr_Format(PyExc_ValueError,
+                     "%U: expected at most %u words of shapes in a record, one a field and one a "
+                     "dimension, got %zd with this field of %zd dimensions; give fewer fields, or "
+                     "flatten some",
+                     name, SHMBUS_MAX_SHAPE_WORDS, (Py_ssize_t)words + 1 + ndim, ndim);
+        return false;
+    }
+    return true;
+}
+
 bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache) {
     if (!py_arguments_finish_head(self)) {
         return false;
@@ -354,9 +375,7 @@ bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache)
         }
         PyArrayObject *array = self->arrays[i];
         int ndim = PyArray_NDIM(array);
-        if (ndim > (int)SHMBUS_MAX_NDIM || words + 1 + (uint32_t)ndim > SHMBUS_MAX_SHAPE_WORDS) {
-            PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %d",
-                         self->names[i], SHMBUS_MAX_NDIM, ndim);
+        if (!py_arguments_shape_fits(self->names[i], words, ndim)) {
             return false;
         }
         dtypes[i] = PyArray_DESCR(array);

@@ -1,13 +1,15 @@
 /* Producer.put_many: a list of records, committed together where the bus has room for all of them.
  *
- * Invariant: until the first commit, an exception leaves the bus as it was. What is reserved and not
- * committed is in `batches` of its writer, which closing aborts. */
+ * Invariant: until the first commit, an exception leaves the bus as it was. What is reserved and
+ * not committed is in `batches` of its writer, which closing aborts. */
 #include "python/put/put_many.h"
 
+#include "python/hooks.h"
 #include "ring/clock.h"
 #include "ring/doorbell.h"
+#include "ring/removal.h"
 
-/* Says on the exception that is set how many items were put before it. */
+/* Sets `accepted` of the exception that is set: how many items were committed. */
 static void note_accepted(Py_ssize_t done) {
     PyObject *error = py_set_aside_error();
     PyObject *accepted = PyLong_FromSsize_t(done);
@@ -41,7 +43,7 @@ static void batch_abort(WriterObject *self, struct batch *batch) {
     batch->open = 0;
 }
 
-/* Say which of the items it was, where the message is one of ours. */
+/* Names the item in the exception that is set, where the message is one of ours. */
 static void name_item(Py_ssize_t at) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -92,7 +94,10 @@ static double seconds_until(double deadline_s) {
  * leave the bus as it was, so the items after `at` are checked before the first commit. */
 static bool commit_and_wait(WriterObject *self, struct batch *batch, PyObject *items, Py_ssize_t at,
                             uint64_t bytes, double deadline_s) {
-    if (batch->committed == 0) {
+    if (removal_happened(&self->segment->c)) {
+        /* Nobody reads it any more: these items begin again, in the bus that takes its place. */
+        batch_abort(self, batch);
+    } else if (batch->committed == 0) {
         if (!check_items(self, items, at + 1)) {
             return false;
         }
@@ -111,9 +116,11 @@ static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, 
         goto end;
     }
     uint64_t bytes = arguments.spec.record_bytes;
-    if (py_writer_try_claim(self, bytes, &batch->at[batch->open]) != WRITER_OK &&
-        !commit_and_wait(self, batch, items, at, bytes, deadline_s)) {
-        goto end;
+    if (py_writer_try_claim(self, bytes, &batch->at[batch->open]) != WRITER_OK) {
+        added = commit_and_wait(self, batch, items, at, bytes, deadline_s);
+        if (!added || batch->committed + batch->open != at) {
+            goto end;
+        }
     }
     struct reservation *to = &batch->at[batch->open++];
     py_writer_write_head(self, &arguments, to);
@@ -161,7 +168,7 @@ const char py_writer_put_many_doc[] =
     "BusFullError\n"
     "    There was no space for all within the timeout. Its `accepted` says how many items were\n"
     "    committed, from the first on; the others can be put again.\n"
-    "BusClosedError, StallError\n"
+    "BusClosedError, BusRemovedError, StallError\n"
     "    As for `put`.\n\n"
     "Notes\n-----\n"
     "With room for all, no item can be seen before every item is written, and an exception leaves\n"
@@ -177,7 +184,8 @@ const char py_writer_put_many_doc[] =
     "...      \"tokens\": np.full(3, i, np.int32)}\n"
     "...     for i in range(2)\n"
     "... ]\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), shmbus.Producer(\"run1\") as producer:\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
+    "shmbus.Producer(\"run1\") as producer:\n"
     "...     producer.put_many(samples, timeout=10.0)\n"
     "2";
 
@@ -208,8 +216,9 @@ PyObject *py_writer_put_many(WriterObject *self, PyObject *args, PyObject *kwarg
         PyErr_NoMemory();
     }
     self->batches = &batch;
-    for (Py_ssize_t i = 0; good && i < count; i++) {
-        good = batch_add(self, &batch, items, i, deadline_s);
+    /* Items that were reserved in a bus that was removed are open no more, and come again. */
+    while (good && batch.committed + batch.open < count) {
+        good = batch_add(self, &batch, items, batch.committed + batch.open, deadline_s);
     }
     forget_batch(self, &batch);
     bool alive = self->attached && !self->segment->handle_closed;

@@ -1,23 +1,12 @@
 /* Reservation: a record whose arrays are filled in the ring itself.
  *
- * Invariants: a reservation ends once, by commit or abort, at the latest when it is collected. After that
- * nothing is written through its arrays: they are read-only, and where somebody holds views of them
- * the record's space is kept until those are gone. */
+ * Invariants: a reservation ends once, by commit or abort, at the latest when it is collected.
+ * After that nothing is written through its arrays: they are read-only, and where somebody holds
+ * views of them the record's space is kept until those are gone. */
 #include "python/put/reservation.h"
 
+#include "python/hooks.h"
 #include "ring/doorbell.h"
-
-static void py_reservation_unlink(ReservationObject *self) {
-    if (self->previous != NULL) {
-        self->previous->next = self->next;
-    } else if (self->writer->open == self) {
-        self->writer->open = self->next;
-    }
-    if (self->next != NULL) {
-        self->next->previous = self->previous;
-    }
-    self->previous = self->next = NULL;
-}
 
 /* Takes the arrays back. One that somebody still holds can no longer be written through, and its
  * record's space is kept until it is gone, for views of it that we don't know of. */
@@ -34,9 +23,9 @@ static void py_reservation_take_arrays(ReservationObject *self) {
     }
 }
 
-/* What is committed must not change: where somebody may still write into the reserved place,
+/* What is committed must not change: where a view may still write into the reserved place,
  * through a slice or a memoryview, the record is committed as a copy and the place is given up.
- * With no room for a copy it is committed where it is, and kept out of everybody else's way. */
+ * With no room for a copy it is committed where it is, and kept apart from other records. */
 static void move_from_views(ReservationObject *self) {
     struct writer *writer = &self->writer->c;
     struct reservation copy;
@@ -55,7 +44,7 @@ static void move_from_views(ReservationObject *self) {
 static void py_reservation_finish(ReservationObject *self, bool commit) {
     py_reservation_take_arrays(self);
     self->ended = true;
-    py_reservation_unlink(self);
+    list_unlink(&self->link);
     if (commit) {
         move_from_views(self);
         self->at.record->score = self->score;
@@ -95,9 +84,7 @@ static bool take_shapes(struct put_arguments *arguments, const struct field_list
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *shape = PyTuple_GET_ITEM(fields->shapes, i);
         Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
-        if (ndim > (Py_ssize_t)SHMBUS_MAX_NDIM || words + 1 + ndim > SHMBUS_MAX_SHAPE_WORDS) {
-            PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %zd",
-                         PyTuple_GET_ITEM(fields->names, i), SHMBUS_MAX_NDIM, ndim);
+        if (!py_arguments_shape_fits(PyTuple_GET_ITEM(fields->names, i), words, ndim)) {
             return false;
         }
         uint64_t bytes =
@@ -179,7 +166,8 @@ static PyObject *field_view(ReservationObject *self, PyArray_Descr *dtype, int n
 }
 
 /* The Python side of a reservation; its arrays come afterwards. */
-static ReservationObject *py_reservation_new(WriterObject *writer, const struct reservation *at, PyObject *names) {
+static ReservationObject *py_reservation_new(WriterObject *writer, const struct reservation *at,
+                                             PyObject *names) {
     ReservationObject *made = (ReservationObject *)ReservationType.tp_alloc(&ReservationType, 0);
     if (made == NULL) {
         return NULL;
@@ -196,7 +184,8 @@ static ReservationObject *py_reservation_new(WriterObject *writer, const struct 
     return made;
 }
 
-static void py_reservation_open(ReservationObject *self, struct put_arguments *arguments, uint64_t meta_bytes) {
+static void py_reservation_open(ReservationObject *self, struct put_arguments *arguments,
+                                uint64_t meta_bytes) {
     WriterObject *writer = self->writer;
     struct record_spec *spec = &arguments->spec;
     self->meta_room = (uint32_t)spec->meta_bytes;
@@ -210,15 +199,11 @@ static void py_reservation_open(ReservationObject *self, struct put_arguments *a
     }
     writer_reserve(&writer->c, &self->at);
     self->ended = false;
-    self->next = writer->open;
-    if (writer->open != NULL) {
-        writer->open->previous = self;
-    }
-    writer->open = self;
+    list_insert_before(&writer->reservations, &self->link);
 }
 
-static bool py_reservation_make_views(ReservationObject *self, const struct put_arguments *arguments,
-                            PyObject *dtypes) {
+static bool py_reservation_make_views(ReservationObject *self,
+                                      const struct put_arguments *arguments, PyObject *dtypes) {
     uint32_t words = 0;
     for (uint32_t i = 0; i < arguments->spec.field_count; i++) {
         PyObject *array = field_view(self, (PyArray_Descr *)PyTuple_GET_ITEM(dtypes, i),
@@ -248,23 +233,21 @@ PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
     struct reservation at;
     ReservationObject *made = NULL;
     py_arguments_begin(&arguments);
-    bool claimed = plan_reservation(self, &arguments, head, &fields, meta_room) &&
-                   py_writer_usable(self); /* encoding may have let another thread close it */
-    if (claimed) {
-        claimed = py_writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at);
+    if (!plan_reservation(self, &arguments, head, &fields, meta_room) ||
+        !py_writer_usable(self) || /* encoding may have let another thread close it */
+        !py_writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at)) {
+        goto end;
     }
-    if (claimed) {
-        made = py_reservation_new(self, &at, fields.names);
+    made = py_reservation_new(self, &at, fields.names);
+    if (made == NULL) {
+        goto end;
     }
-    if (made != NULL) {
-        py_reservation_open(made, &arguments,
-                  arguments.meta_encoded == NULL
-                      ? 0
-                      : (uint64_t)PyBytes_GET_SIZE(arguments.meta_encoded));
-        if (!py_reservation_make_views(made, &arguments, fields.dtypes)) {
-            Py_CLEAR(made); /* its end aborts */
-        }
+    PyObject *meta = arguments.meta_encoded;
+    py_reservation_open(made, &arguments, meta == NULL ? 0 : (uint64_t)PyBytes_GET_SIZE(meta));
+    if (!py_reservation_make_views(made, &arguments, fields.dtypes)) {
+        Py_CLEAR(made); /* its end aborts */
     }
+end:
     py_arguments_end(&arguments);
     return (PyObject *)made;
 }
@@ -374,7 +357,8 @@ static PyObject *py_reservation_get_score(ReservationObject *self, void *ignored
 
 static int py_reservation_set_score(ReservationObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    bool set = is_given(value, "score") && py_reservation_usable(self) && py_parse_score(value, &self->score);
+    bool set = py_is_given(value, "score") && py_reservation_usable(self) &&
+               py_parse_score(value, &self->score);
     return set ? 0 : -1;
 }
 
@@ -383,9 +367,10 @@ static PyObject *py_reservation_get_policy_version(ReservationObject *self, void
     return PyLong_FromLongLong(self->policy_version);
 }
 
-static int py_reservation_set_policy_version(ReservationObject *self, PyObject *value, void *ignored) {
+static int py_reservation_set_policy_version(ReservationObject *self, PyObject *value,
+                                             void *ignored) {
     (void)ignored;
-    bool set = is_given(value, "policy_version") && py_reservation_usable(self) &&
+    bool set = py_is_given(value, "policy_version") && py_reservation_usable(self) &&
                py_parse_policy_version(value, &self->policy_version);
     return set ? 0 : -1;
 }
@@ -402,6 +387,11 @@ static int py_reservation_set_meta(ReservationObject *self, PyObject *value, voi
     }
     PyObject *encoded = PyObject_CallOneArg(hooks.encode_meta, value);
     if (encoded == NULL) {
+        return -1;
+    }
+    /* Encoding runs code of others, which may have ended this, and lets other threads do so. */
+    if (!py_reservation_usable(self)) {
+        Py_DECREF(encoded);
         return -1;
     }
     Py_ssize_t bytes = PyBytes_Check(encoded) ? PyBytes_GET_SIZE(encoded) : 0;
@@ -426,7 +416,7 @@ static void py_reservation_dealloc(ReservationObject *self) {
         if (!self->ended && own) {
             py_reservation_finish(self, false);
         }
-        py_reservation_unlink(self);
+        list_unlink(&self->link);
     }
     for (uint32_t i = 0; i < self->count; i++) {
         Py_XDECREF(self->arrays[i]);
@@ -462,7 +452,8 @@ PyDoc_STRVAR(reservation_doc,
     "BusClosedError. Several threads may fill one reservation; one of them ends it.\n\n"
     "Examples\n--------\n"
     ">>> import shmbus\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), shmbus.Producer(\"run1\") as producer:\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
+    "shmbus.Producer(\"run1\") as producer:\n"
     "...     fields = {\"tokens\": (\"int32\", 2048)}\n"
     "...     with producer.reserve(\"q1\", group_size=1, index=0, fields=fields) as slot:\n"
     "...         slot[\"tokens\"][:3] = 7\n"
@@ -519,8 +510,10 @@ static PyMethodDef reservation_methods[] = {
 };
 
 static PyGetSetDef reservation_getset[] = {
-    {"score", (getter)py_reservation_get_score, (setter)py_reservation_set_score, "The reward, 0.0 unless set.", NULL},
-    {"policy_version", (getter)py_reservation_get_policy_version, (setter)py_reservation_set_policy_version,
+    {"score", (getter)py_reservation_get_score, (setter)py_reservation_set_score,
+     "The reward, 0.0 unless set.", NULL},
+    {"policy_version", (getter)py_reservation_get_policy_version,
+     (setter)py_reservation_set_policy_version,
      "The policy that sampled it, 0 unless set.", NULL},
     {"meta", NULL, (setter)py_reservation_set_meta,
      "Whatever msgspec can encode, within reserve's meta_room; it can be set, not read.", NULL},
@@ -550,7 +543,7 @@ PyTypeObject ReservationType = {
 };
 
 void py_writer_abort_open(WriterObject *self) {
-    while (self->open != NULL) {
-        py_reservation_finish(self->open, false);
+    while (!list_is_empty(&self->reservations)) {
+        py_reservation_finish(LIST_ENTRY(self->reservations.next, ReservationObject, link), false);
     }
 }

@@ -3,8 +3,9 @@
 #define SHMBUS_PYTHON_RESERVATION_H
 
 #include "python/put/claim_room.h"
+#include "python/record/views.h"
 
-typedef struct reservation_object {
+typedef struct {
     PyObject_HEAD
     WriterObject *writer;
     KeeperObject *keeper;
@@ -17,7 +18,7 @@ typedef struct reservation_object {
     double score;
     int64_t policy_version;
     bool ended;
-    struct reservation_object *previous, *next;
+    struct list_link link; /* of its writer, until it is ended */
 } ReservationObject;
 extern PyTypeObject ReservationType;
 

@@ -3,12 +3,14 @@
  * Invariant: a writer is closed only after all copies into its lane have ended. Then its open
  * reservations and batches are aborted, and only then is the lane given up. */
 #define _GNU_SOURCE
-#include "python/put/claim_room.h"
+#include "python/put/writer_object.h"
 
 #include <unistd.h>
 
+#include "python/hooks.h"
 #include "python/put/put_many.h"
 #include "python/put/reservation.h"
+#include "python/put/successor.h"
 #include "ring/doorbell.h"
 
 /* Closing waits in steps of this for copies that other threads have under way. */
@@ -28,6 +30,7 @@ static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) 
         return -1;
     }
     self->segment = (SegmentObject *)Py_NewRef(segment);
+    list_init(&self->reservations);
     if (!py_segment_usable(self->segment, "handle")) {
         return -1;
     }
@@ -44,6 +47,9 @@ static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) 
         return -1;
     }
     self->flags = checksum ? SHMBUS_FLAG_PAYLOAD_CRC : 0;
+    strncpy(self->label, label, sizeof self->label - 1);
+    self->committed_base = self->c.sequence;
+    self->aborted_base = self->c.aborted;
     self->attached = true;
     return 0;
 }
@@ -100,7 +106,7 @@ static PyObject *py_writer_fail(WriterObject *self, PyObject *const *args, Py_ss
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED);
 }
 
-/* The same where nobody knows the group's size: group_size is any above the index. */
+/* The same where the group's size is unknown: group_size is any above the index. */
 static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                         PyObject *kwnames) {
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE);
@@ -173,7 +179,7 @@ static void py_writer_dealloc(WriterObject *self) {
         py_writer_detach(self);
     }
     py_schema_cache_clear(&self->schemas);
-    Py_XDECREF(self->watch);
+    Py_XDECREF(self->watch.call);
     Py_XDECREF(self->segment);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -185,15 +191,16 @@ static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Od", &call, &seconds)) {
         return NULL;
     }
-    Py_XSETREF(self->watch, Py_NewRef(call));
-    self->watch_s = seconds;
+    Py_XSETREF(self->watch.call, Py_NewRef(call));
+    self->watch.period_s = seconds;
     Py_RETURN_NONE;
 }
 
 static PyObject *py_writer_counts(WriterObject *self, PyObject *ignored) {
     (void)ignored;
-    return Py_BuildValue("(KKKK)", (unsigned long long)self->c.sequence,
-                         (unsigned long long)self->c.aborted, (unsigned long long)self->bytes,
+    return Py_BuildValue("(KKKK)", (unsigned long long)(self->c.sequence - self->committed_base),
+                         (unsigned long long)(self->c.aborted - self->aborted_base),
+                         (unsigned long long)self->bytes,
                          (unsigned long long)self->full_waits);
 }
 
@@ -251,6 +258,8 @@ PyDoc_STRVAR(put_doc,
     "    There was no space within the timeout; the message names who holds it.\n"
     "BusClosedError\n"
     "    The producer is closed, was made before a fork, or was closed during the wait.\n"
+    "BusRemovedError\n"
+    "    The bus was removed, and under ``attach=\"successor\"`` there was no new one in time.\n"
     "StallError\n"
     "    Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall=\"raise\"``.\n\n"
     "Notes\n-----\n"
@@ -263,8 +272,10 @@ PyDoc_STRVAR(put_doc,
     "Examples\n--------\n"
     ">>> import numpy as np\n"
     ">>> import shmbus\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), shmbus.Producer(\"run1\") as producer:\n"
-    "...     producer.put(\"gsm8k-17\", group_size=1, index=0, score=1.0, meta={\"env\": \"gsm8k\"},\n"
+    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
+    "shmbus.Producer(\"run1\") as producer:\n"
+    "...     producer.put(\"gsm8k-17\", group_size=1, index=0, score=1.0, "
+    "meta={\"env\": \"gsm8k\"},\n"
     "...                  tokens=np.arange(5, dtype=np.int32))\n"
     "...     with shmbus.Consumer(\"run1\") as consumer:\n"
     "...         [group] = consumer.take(timeout=10.0)\n"
@@ -289,6 +300,8 @@ static PyMethodDef writer_methods[] = {
     {"_want_space", (PyCFunction)(void (*)(void))py_writer_want_space, METH_NOARGS, NULL},
     {"_await_space", (PyCFunction)(void (*)(void))py_writer_await_space, METH_VARARGS, NULL},
     {"_watch_waits", (PyCFunction)(void (*)(void))py_writer_watch_waits, METH_VARARGS, NULL},
+    {"_follow", (PyCFunction)(void (*)(void))py_writer_follow, METH_NOARGS, NULL},
+    {"_go_on", (PyCFunction)(void (*)(void))py_writer_go_on_call, METH_O, NULL},
     {"_counts", (PyCFunction)(void (*)(void))py_writer_counts, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))py_writer_close, METH_NOARGS,
      close_doc},

@@ -1,113 +1,23 @@
-/* Borrower: makes the trajectories of groups that a daemon leased to this process. How their leases
- * end is in lease_ends.c.
+/* Borrower: makes the trajectories of groups that a daemon leased to this process, and hands the
+ * groups out. Its locks are in borrower_state.c, the ends of its leases in lease_ends.c.
  *
  * Invariants:
  *  - The segment is mapped read-only; nothing that a message or the segment says is used before it
  *    is bounded and its frame's checksum, which is salted with its place, has been found right.
- *  - Each extent of a lease has this client's lease lock until the lease has ended for good, and
- *    each extent that an array looks into has a view lock. The kernel drops both when the process
- *    dies, and a daemon that dies does not take them with it: they are what the next one believes.
- *  - A view lock is taken while its record is leased, and found by the reader before it frees.
- *  - Locks of either kind are counted by extent; the kernel hears of the first and the last, of
- *    neighbours in one call.
- *  - A lease that was received is in `ready` until it is handed out. Each call changes the locks, the
- *    dictionary of all leases and `ready` together: no signal's handler runs in between. */
-#include <errno.h>
-#include <poll.h>
-
-#include "ring/extents.h"
-#include "ring/file_lock.h"
-#include "python/read/take.h"
+ *  - A lease that was received is in `ready` until it is handed out. Each call changes the locks,
+ *    the dictionary of all leases and `ready` together: no signal's handler runs in between. */
 #include "python/read/borrower.h"
 
-static int64_t lease_bytes(uint32_t client) {
-    return SHMBUS_LOCK_LEASE + (int64_t)client * SHMBUS_MAX_EXTENTS;
-}
+#include <poll.h>
 
-/* Behind the last of extents[from..count), which are in order, that follow each other. */
-static size_t end_of_range(const uint32_t *extents, size_t from, size_t count) {
-    size_t to = from + 1;
-    while (to < count && extents[to] == extents[to - 1] + 1) {
-        to++;
-    }
-    return to;
-}
+#include "python/group/group_object.h"
+#include "python/hooks.h"
+#include "python/read/borrower_state.h"
+#include "python/read/lease_ends.h"
 
-static void unlock_changed(BorrowerObject *self, size_t count, int64_t base) {
-    int fd = self->segment->c.fd;
-    extents_sort(self->changed, count);
-    for (size_t i = 0, end; fd >= 0 && i < count; i = end) {
-        end = end_of_range(self->changed, i, count);
-        segment_unlock_range(fd, base + self->changed[i], (int64_t)(end - i));
-    }
-}
-
-/* All, or none and false with an exception. */
-static bool lock_changed(BorrowerObject *self, size_t count, int64_t base) {
-    extents_sort(self->changed, count);
-    for (size_t i = 0, end; i < count; i = end) {
-        end = end_of_range(self->changed, i, count);
-        if (segment_lock_shared_range(self->segment->c.fd, base + self->changed[i],
-                                      (int64_t)(end - i)) != LOCK_TAKEN) {
-            int why = errno;
-            unlock_changed(self, i, base);
-            errno = why;
-            PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
-            return false;
-        }
-    }
-    return true;
-}
-
-/* How many extents have changed, with those that did before: theirs are the first records now. */
-static size_t count_up(BorrowerObject *self, uint32_t *counts, const struct record_ref *refs,
-                       Py_ssize_t records, size_t changed) {
-    for (Py_ssize_t i = 0; i < records; i++) {
-        uint32_t extent = refs[i].place.extent;
-        if (counts[extent]++ == 0) {
-            self->changed[changed++] = extent;
-        }
-    }
-    return changed;
-}
-
-/* The same for extents that have none any more. */
-static size_t count_down(BorrowerObject *self, uint32_t *counts, const struct record_ref *refs,
-                         Py_ssize_t records, size_t changed) {
-    for (Py_ssize_t i = 0; i < records; i++) {
-        uint32_t extent = refs[i].place.extent;
-        if (--counts[extent] == 0) {
-            self->changed[changed++] = extent;
-        }
-    }
-    return changed;
-}
-
-static bool hold_views(HolderObject *holder, const struct record_ref *refs, Py_ssize_t count) {
-    BorrowerObject *self = (BorrowerObject *)holder;
-    size_t changed = count_up(self, self->views, refs, count, 0);
-    if (!lock_changed(self, changed, SHMBUS_LOCK_VIEW)) {
-        (void)count_down(self, self->views, refs, count, 0);
-        return false;
-    }
-    return true;
-}
-
-static void let_go_of_views(HolderObject *holder, const struct record_ref *refs,
-                            Py_ssize_t count) {
-    BorrowerObject *self = (BorrowerObject *)holder;
-    unlock_changed(self, count_down(self, self->views, refs, count, 0), SHMBUS_LOCK_VIEW);
-}
-
-static const struct holder_kind borrower_kind = {false, hold_views, let_go_of_views};
-
-bool py_borrower_usable(BorrowerObject *self) {
-    if (!self->attached) {
-        PyErr_SetString(hooks.closed_error, "this Consumer is closed; make a new one");
-        return false;
-    }
-    return py_segment_usable(self->segment, "Consumer");
-}
+static const struct holder_kind borrower_kind = {false, py_borrower_hold_views,
+                                                 py_borrower_let_go_of_views,
+                                                 py_borrower_take_back};
 
 static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"segment", NULL};
@@ -123,10 +33,10 @@ static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwar
         !py_segment_usable(segment, "handle")) {
         return -1;
     }
-    self->leases = PyMem_Calloc(segment->c.extent_count, sizeof *self->leases);
-    self->views = PyMem_Calloc(segment->c.extent_count, sizeof *self->views);
+    self->lease_counts = PyMem_Calloc(segment->c.extent_count, sizeof *self->lease_counts);
+    self->view_counts = PyMem_Calloc(segment->c.extent_count, sizeof *self->view_counts);
     self->changed = PyMem_Calloc(segment->c.extent_count, sizeof *self->changed);
-    if (self->leases == NULL || self->views == NULL || self->changed == NULL) {
+    if (self->lease_counts == NULL || self->view_counts == NULL || self->changed == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -149,51 +59,10 @@ static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument
                      client);
         return NULL;
     }
-    size_t changed = 0;
-    for (uint32_t i = 0; client != self->client && i < self->segment->c.extent_count; i++) {
-        if (self->leases[i] > 0) {
-            self->changed[changed++] = i;
-        }
-    }
-    /* The new ones first: at no moment does a lease look like that of a dead client. */
-    if (!lock_changed(self, changed, lease_bytes((uint32_t)client))) {
+    if (!py_borrower_move_locks(self, (uint32_t)client)) {
         return NULL;
     }
-    unlock_changed(self, changed, lease_bytes(self->client));
-    self->client = (uint32_t)client;
     Py_RETURN_NONE;
-}
-
-/* The locks of all loans of a list; false with an exception, and none. */
-static bool lock_loans(BorrowerObject *self, PyObject *loans) {
-    size_t changed = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
-        changed = count_up(self, self->leases, loan->refs, py_client_lease_records(loan), changed);
-        loan->locked = true;
-    }
-    if (lock_changed(self, changed, lease_bytes(self->client))) {
-        return true;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
-        (void)count_down(self, self->leases, loan->refs, py_client_lease_records(loan), 0);
-        loan->locked = false;
-    }
-    return false;
-}
-
-void py_borrower_unlock(BorrowerObject *self, PyObject *loans) {
-    size_t changed = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
-        if (loan->locked) {
-            loan->locked = false;
-            self->unconfirmed -= loan->reason != LOAN_HELD;
-            changed = count_down(self, self->leases, loan->refs, py_client_lease_records(loan), changed);
-        }
-    }
-    unlock_changed(self, changed, lease_bytes(self->client));
 }
 
 /* NULL without an exception where the place holds no committed record. */
@@ -210,11 +79,11 @@ static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_re
     return py_trajectory_new((HolderObject *)self, copy, ref);
 }
 
-/* Reads a loan's trajectories; false with an exception, or without one as borrow_one. */
-static bool read_loan(BorrowerObject *self, ClientLeaseObject *loan) {
-    PyObject *samples = PyList_New(py_client_lease_records(loan));
-    for (Py_ssize_t i = 0; samples != NULL && i < py_client_lease_records(loan); i++) {
-        PyObject *t = (PyObject *)borrow_one(self, &loan->refs[i]);
+/* Reads a lease's trajectories; false with an exception, or without one as borrow_one. */
+static bool read_lease(BorrowerObject *self, ClientLeaseObject *lease) {
+    PyObject *samples = PyList_New(py_client_lease_records(lease));
+    for (Py_ssize_t i = 0; samples != NULL && i < py_client_lease_records(lease); i++) {
+        PyObject *t = (PyObject *)borrow_one(self, &lease->refs[i]);
         if (t == NULL) {
             Py_CLEAR(samples);
         } else {
@@ -224,54 +93,54 @@ static bool read_loan(BorrowerObject *self, ClientLeaseObject *loan) {
     if (samples == NULL) {
         return false;
     }
-    loan->samples = samples;
-    loan->key = Py_NewRef(((TrajectoryObject *)PyList_GET_ITEM(samples, 0))->key);
+    lease->samples = samples;
+    lease->key = Py_NewRef(((TrajectoryObject *)PyList_GET_ITEM(samples, 0))->key);
     return true;
 }
 
-/* A loan for each grant whose places lie in this segment; the numbers of others are refused. */
-static PyObject *loans_of(BorrowerObject *self, PyObject *granted, long long step,
+/* A lease for each grant whose places lie in this segment; the numbers of others are refused. */
+static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long step,
                           PyObject *refused) {
-    PyObject *loans = PyList_New(0);
-    for (Py_ssize_t i = 0; loans != NULL && i < PyList_GET_SIZE(granted); i++) {
+    PyObject *leases = PyList_New(0);
+    for (Py_ssize_t i = 0; leases != NULL && i < PyList_GET_SIZE(granted); i++) {
         PyObject *item = PyList_GET_ITEM(granted, i);
-        PyObject *loan = (PyObject *)py_client_lease_new((HolderObject *)self, item, step);
+        PyObject *lease = (PyObject *)py_client_lease_new((HolderObject *)self, item, step);
         PyObject *number = NULL;
-        bool good = loan != NULL ? PyList_Append(loans, loan) == 0
+        bool good = lease != NULL ? PyList_Append(leases, lease) == 0
                                  : !PyErr_Occurred() &&
                                        (number = PyObject_GetAttrString(item, "number")) != NULL &&
                                        PyList_Append(refused, number) == 0;
         Py_XDECREF(number);
-        Py_XDECREF(loan);
+        Py_XDECREF(lease);
         if (!good) {
-            Py_CLEAR(loans);
+            Py_CLEAR(leases);
         }
     }
-    return loans;
+    return leases;
 }
 
-/* Takes out of a list of locked loans those that hold no committed records; false with an
+/* Takes out of a list of locked leases those that hold no committed records; false with an
  * exception. */
-static bool read_loans(BorrowerObject *self, PyObject *loans, PyObject *refused) {
+static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refused) {
     PyObject *empty = PyList_New(0);
     bool good = empty != NULL;
-    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(loans);) {
-        ClientLeaseObject *loan = (ClientLeaseObject *)PyList_GET_ITEM(loans, i);
-        if (read_loan(self, loan)) {
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(leases);) {
+        ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
+        if (read_lease(self, lease)) {
             i++;
             continue;
         }
-        PyObject *number = PyErr_Occurred() ? NULL : PyLong_FromLongLong(loan->number);
+        PyObject *number = PyErr_Occurred() ? NULL : PyLong_FromLongLong(lease->number);
         good = number != NULL && PyList_Append(refused, number) == 0 &&
-               PyList_Append(empty, (PyObject *)loan) == 0 &&
-               PyList_SetSlice(loans, i, i + 1, NULL) == 0;
+               PyList_Append(empty, (PyObject *)lease) == 0 &&
+               PyList_SetSlice(leases, i, i + 1, NULL) == 0;
         Py_XDECREF(number);
     }
     if (good) {
         py_borrower_unlock(self, empty);
     } else {
         PyObject *error = py_set_aside_error();
-        py_borrower_unlock(self, loans);
+        py_borrower_unlock(self, leases);
         if (empty != NULL) {
             py_borrower_unlock(self, empty);
         }
@@ -281,29 +150,30 @@ static bool read_loans(BorrowerObject *self, PyObject *loans, PyObject *refused)
     return good;
 }
 
-/* Locks and reads what a message grants: a list of loans; the numbers of those whose places hold no
+/* Locks and reads what a message grants: a list of leases; the numbers of those whose places hold no
  * committed records are appended. */
 static PyObject *borrow(BorrowerObject *self, PyObject *granted, long long step,
                         PyObject *refused) {
-    PyObject *loans = loans_of(self, granted, step, refused);
+    PyObject *leases = leases_of(self, granted, step, refused);
     /* The locks first: what is read behind them cannot be delivered to another any more. */
-    if (loans != NULL && !(lock_loans(self, loans) && read_loans(self, loans, refused))) {
-        Py_CLEAR(loans);
+    if (leases != NULL && !(py_borrower_lock(self, leases) && read_leases(self, leases, refused))) {
+        Py_CLEAR(leases);
     }
-    return loans;
+    return leases;
 }
 
-/* borrow(granted, step) -> (loans, refused). */
+/* borrow(granted, step) -> (leases, refused). */
 static PyObject *py_borrower_borrow(BorrowerObject *self, PyObject *args) {
     PyObject *granted;
     long long step;
-    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) || !py_borrower_usable(self)) {
+    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) ||
+        !py_borrower_usable(self)) {
         return NULL;
     }
     PyObject *refused = PyList_New(0);
-    PyObject *loans = refused == NULL ? NULL : borrow(self, granted, step, refused);
-    PyObject *result = loans == NULL ? NULL : PyTuple_Pack(2, loans, refused);
-    Py_XDECREF(loans);
+    PyObject *leases = refused == NULL ? NULL : borrow(self, granted, step, refused);
+    PyObject *result = leases == NULL ? NULL : PyTuple_Pack(2, leases, refused);
+    Py_XDECREF(leases);
     Py_XDECREF(refused);
     return result;
 }
@@ -314,85 +184,60 @@ static bool is_over(int fd) {
     return poll(&ends, 1, 0) > 0;
 }
 
-bool py_borrower_note(PyObject *leases, ClientLeaseObject *loan, bool known) {
-    PyObject *number = PyLong_FromLongLong(loan->number);
-    bool good = number != NULL &&
-                (known ? PyDict_SetItem(leases, number, (PyObject *)loan) == 0
-                       : PyDict_GetItemWithError(leases, number) != (PyObject *)loan ||
-                             PyDict_DelItem(leases, number) == 0);
-    Py_XDECREF(number);
-    return good && !PyErr_Occurred();
-}
-
-/* Locked loans become known and ready, all or none. */
-static bool keep_loans(BorrowerObject *self, PyObject *loans, PyObject *leases) {
+/* Locked leases become known and ready, all or none. */
+static bool keep_leases(BorrowerObject *self, PyObject *leases, PyObject *all) {
     Py_ssize_t before = PyList_GET_SIZE(self->ready);
-    bool good = PyList_SetSlice(self->ready, before, before, loans) == 0;
-    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(loans); i++) {
-        good = py_borrower_note(leases, (ClientLeaseObject *)PyList_GET_ITEM(loans, i), true);
+    bool good = PyList_SetSlice(self->ready, before, before, leases) == 0;
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(leases); i++) {
+        good = py_borrower_note(all, (ClientLeaseObject *)PyList_GET_ITEM(leases, i), true);
     }
     if (!good) {
         PyObject *error = py_set_aside_error();
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(loans); i++) {
-            (void)py_borrower_note(leases, (ClientLeaseObject *)PyList_GET_ITEM(loans, i), false);
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
+            (void)py_borrower_note(all, (ClientLeaseObject *)PyList_GET_ITEM(leases, i), false);
             PyErr_Clear();
         }
         (void)PyList_SetSlice(self->ready, before, PyList_GET_SIZE(self->ready), NULL);
-        py_borrower_unlock(self, loans);
+        py_borrower_unlock(self, leases);
         PyErr_Clear();
         py_restore_error(error);
     }
     return good;
 }
 
-/* receive(granted, step, leases, fd) -> (loans, refused): as borrow; the loans are in `leases` and
- * ready then. None are where the connection `fd` is over: the next daemon may have read the locks
- * before these were there. */
+/* receive(granted, step, all, fd) -> (leases, refused): as borrow, and the leases are in the
+ * dictionary `all` and ready then. None are if the connection `fd` is over: the next daemon may have
+ * read the locks before these were there. */
 static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
-    PyObject *granted, *leases;
+    PyObject *granted, *all;
     long long step;
     int fd;
-    if (!PyArg_ParseTuple(args, "O!LO!i", &PyList_Type, &granted, &step, &PyDict_Type, &leases,
+    if (!PyArg_ParseTuple(args, "O!LO!i", &PyList_Type, &granted, &step, &PyDict_Type, &all,
                           &fd) ||
         !py_borrower_usable(self)) {
         return NULL;
     }
     PyObject *refused = PyList_New(0);
-    PyObject *loans = refused == NULL ? NULL : borrow(self, granted, step, refused);
-    if (loans != NULL && is_over(fd)) {
-        py_borrower_unlock(self, loans);
-        Py_SETREF(loans, PyList_New(0));
+    PyObject *leases = refused == NULL ? NULL : borrow(self, granted, step, refused);
+    if (leases != NULL && is_over(fd)) {
+        py_borrower_unlock(self, leases);
+        Py_SETREF(leases, PyList_New(0));
         Py_SETREF(refused, PyList_New(0));
-    } else if (loans != NULL && !keep_loans(self, loans, leases)) {
-        Py_CLEAR(loans);
+    } else if (leases != NULL && !keep_leases(self, leases, all)) {
+        Py_CLEAR(leases);
     }
-    PyObject *result = loans == NULL || refused == NULL ? NULL : PyTuple_Pack(2, loans, refused);
-    Py_XDECREF(loans);
+    PyObject *result = leases == NULL || refused == NULL ? NULL : PyTuple_Pack(2, leases, refused);
+    Py_XDECREF(leases);
     Py_XDECREF(refused);
     return result;
 }
 
-ClientLeaseObject *py_borrower_pop_ready(BorrowerObject *self) {
-    while (PyList_GET_SIZE(self->ready) > 0) {
-        PyObject *loan = Py_NewRef(PyList_GET_ITEM(self->ready, 0));
-        if (PyList_SetSlice(self->ready, 0, 1, NULL) < 0) {
-            Py_DECREF(loan);
-            return NULL;
-        }
-        if (!((ClientLeaseObject *)loan)->lost) {
-            return (ClientLeaseObject *)loan;
-        }
-        Py_DECREF(loan);
-    }
-    return NULL;
-}
-
 /* Makes a group of a lease that was ready, and appends it. */
 static bool append_group(PyObject *groups, PyTypeObject *kind, PyObject *consumer,
-                         ClientLeaseObject *loan) {
-    PyObject *group = py_group_new(kind, consumer, (PyObject *)loan);
+                         ClientLeaseObject *lease) {
+    PyObject *group = py_group_new(kind, consumer, (PyObject *)lease);
     if (group == NULL) {
-        py_borrower_return(loan);
+        py_borrower_take_back(lease->borrower, (PyObject *)lease);
         return false;
     }
     /* A group that cannot be appended returns its lease by dying here. */
@@ -417,19 +262,19 @@ static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
     PyObject *groups = PyList_New(0);
     long long step = 0;
     while (groups != NULL && (limit < 0 || PyList_GET_SIZE(groups) < limit)) {
-        ClientLeaseObject *loan = py_borrower_pop_ready(self);
-        if (loan == NULL) {
+        ClientLeaseObject *lease = py_borrower_pop_ready(self);
+        if (lease == NULL) {
             break;
         }
         bool first = PyList_GET_SIZE(groups) == 0;
-        step = first ? loan->step : step;
-        if (limit < 0 && loan->step != step) {
-            py_borrower_return(loan);
-            Py_DECREF(loan);
+        step = first ? lease->step : step;
+        if (limit < 0 && lease->step != step) {
+            py_borrower_take_back((HolderObject *)self, (PyObject *)lease);
+            Py_DECREF(lease);
             break;
         }
-        bool good = append_group(groups, (PyTypeObject *)kind, consumer, loan);
-        Py_DECREF(loan);
+        bool good = append_group(groups, (PyTypeObject *)kind, consumer, lease);
+        Py_DECREF(lease);
         if (!good) {
             Py_CLEAR(groups);
         }
@@ -445,24 +290,10 @@ static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *ignored) {
     (void)ignored;
     unsigned int leases = 0, views = 0;
     for (uint32_t i = 0; self->attached && i < self->segment->c.extent_count; i++) {
-        leases += self->leases[i] > 0;
-        views += self->views[i] > 0;
+        leases += self->lease_counts[i] > 0;
+        views += self->view_counts[i] > 0;
     }
     return Py_BuildValue("(II)", leases, views);
-}
-
-void py_borrower_return(ClientLeaseObject *loan) {
-    BorrowerObject *self = (BorrowerObject *)loan->borrower;
-    if (!self->attached || loan->lost || !loan->locked || loan->reason != LOAN_HELD) {
-        return;
-    }
-    PyObject *error = py_set_aside_error();
-    if (PyList_Insert(self->ready, 0, (PyObject *)loan) < 0) {
-        PyErr_Clear(); /* it stays leased, as if its group had been seen */
-    }
-    if (error != NULL) {
-        py_restore_error(error);
-    }
 }
 
 static void py_borrower_detach(BorrowerObject *self) {
@@ -472,9 +303,6 @@ static void py_borrower_detach(BorrowerObject *self) {
         Py_CLEAR(self->ready);
         /* Views get copies of their own; with the description, all locks go. */
         py_segment_release_handle(self->segment);
-        for (PinObject *p = self->segment->pins; p != NULL; p = p->next) {
-            p->reader = NULL;
-        }
     }
 }
 
@@ -488,8 +316,8 @@ static void py_borrower_dealloc(BorrowerObject *self) {
     if (self->segment != NULL) {
         py_borrower_detach(self);
     }
-    PyMem_Free(self->leases);
-    PyMem_Free(self->views);
+    PyMem_Free(self->lease_counts);
+    PyMem_Free(self->view_counts);
     PyMem_Free(self->changed);
     Py_XDECREF(self->ready);
     py_holder_clear((HolderObject *)self);
@@ -517,7 +345,7 @@ static PyMemberDef borrower_members[] = {
     {"segment", T_OBJECT_EX, offsetof(BorrowerObject, segment), READONLY, NULL},
     {"client", T_UINT, offsetof(BorrowerObject, client), READONLY, NULL},
     {"attached", T_BOOL, offsetof(BorrowerObject, attached), READONLY, NULL},
-    {"gathers", T_BOOL, offsetof(BorrowerObject, gathers), READONLY, NULL},
+    {"packs", T_BOOL, offsetof(BorrowerObject, packs), READONLY, NULL},
     {"ready", T_OBJECT, offsetof(BorrowerObject, ready), READONLY, NULL},
     {"unconfirmed", T_PYSSIZET, offsetof(BorrowerObject, unconfirmed), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},

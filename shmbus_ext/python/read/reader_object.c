@@ -1,13 +1,15 @@
 /* Reader: what shmbus.Consumer reads the ring with.
  *
  * Invariant: one Reader a segment, proved by the collector's file lock. The interpreter lock
- * serialises its calls; it is let go only while the reader sleeps. */
+ * serialises its calls; it is released only while the reader sleeps. */
 #define _GNU_SOURCE
-#include "python/read/take.h"
+#include "python/read/reader_object.h"
 
 #include <sched.h>
 
-#include "ring/removal.h"
+#include "python/hooks.h"
+#include "python/put/put_arguments.h"
+#include "python/record/trajectory.h"
 #include "ring/attach.h"
 #include "ring/clock.h"
 #include "ring/count.h"
@@ -15,11 +17,12 @@
 #include "ring/file_lock.h"
 #include "ring/intent_log.h"
 #include "ring/reclaim.h"
+#include "ring/removal.h"
 
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
 /* A shorter sleep costs more than it saves: falling asleep and being woken take about as long. */
-#define BRISK_NS UINT64_C(50000)
+#define WAKES_OFTEN_NS UINT64_C(50000)
 
 static bool hold_records(HolderObject *self, const struct record_ref *refs, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -35,7 +38,7 @@ static void let_go_of_records(HolderObject *self, const struct record_ref *refs,
     }
 }
 
-static const struct holder_kind reader_kind = {true, hold_records, let_go_of_records};
+static const struct holder_kind reader_kind = {true, hold_records, let_go_of_records, NULL};
 
 bool py_reader_is_open(const ReaderObject *self) {
     return self->attached && self->segment->generation == fork_generation &&
@@ -78,7 +81,7 @@ static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) 
     if (!py_segment_usable(self->segment, "handle")) {
         return -1;
     }
-    enum lock_status lock = segment_lock(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
+    enum lock_status lock = file_lock_take(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
     if (lock == LOCK_ERROR) {
         PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
         return -1;
@@ -88,7 +91,7 @@ static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) 
         return -1;
     }
     if (!reader_attach(&self->c, &self->segment->c)) {
-        segment_unlock(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
+        file_lock_drop(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
         PyErr_NoMemory();
         return -1;
     }
@@ -138,19 +141,19 @@ static PyObject *py_reader_poll(ReaderObject *self, PyObject *argument) {
     return found;
 }
 
-Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *rows, Py_ssize_t limit,
+Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, Py_ssize_t limit,
                                   double now_s, PyObject *left) {
-    PyObject *batch[ROWS_BATCH];
+    PyObject *batch[SAMPLES_BATCH];
     Py_ssize_t total = 0;
-    Py_ssize_t count = ROWS_BATCH;
+    Py_ssize_t count = SAMPLES_BATCH;
     bool good = true;
-    while (good && count == ROWS_BATCH && total < limit) {
+    while (good && count == SAMPLES_BATCH && total < limit) {
         count = 0;
-        while (count < ROWS_BATCH && total + count < limit &&
+        while (count < SAMPLES_BATCH && total + count < limit &&
                (batch[count] = next_trajectory(self)) != NULL) {
             count++;
         }
-        good = !PyErr_Occurred() && py_group_table_put_samples(rows, batch, count, now_s, left);
+        good = !PyErr_Occurred() && py_group_table_put_samples(table, batch, count, now_s, left);
         for (Py_ssize_t i = 0; i < count; i++) {
             Py_DECREF(batch[i]);
         }
@@ -159,51 +162,52 @@ Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *rows, Py
     return good ? total : -1;
 }
 
-/* poll_into(rows, limit, now_s, left) -> int: poll and GroupTable.put in one, without a list between
- * them. How many were read; what put returns is appended to `left`. */
+/* poll_into(table, limit, now_s, left) -> int: poll and GroupTable.put in one, without a list
+ * between them. How many were read; what put returns is appended to `left`. */
 static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
-    PyObject *rows, *left;
+    PyObject *table, *left;
     Py_ssize_t limit;
     double now_s;
-    if (!PyArg_ParseTuple(args, "O!ndO!", &GroupTableType, &rows, &limit, &now_s, &PyList_Type, &left) ||
+    if (!PyArg_ParseTuple(args, "O!ndO!", &GroupTableType, &table, &limit, &now_s, &PyList_Type,
+                          &left) ||
         !py_reader_usable(self)) {
         return NULL;
     }
     py_reader_note_seen(self, clock_monotonic_ns());
-    Py_ssize_t count = py_reader_poll_records(self, (GroupTableObject *)rows, limit, now_s, left);
+    Py_ssize_t count = py_reader_poll_records(self, (GroupTableObject *)table, limit, now_s, left);
     return count < 0 ? NULL : PyLong_FromSsize_t(count);
 }
 
 /* A reader that sleeps on the processor of a producer is woken by its next record, takes that one,
- * and sleeps again: two switches a record. Awake, and behind that producer in the kernel's queue, it
- * finds all that came until the producer stepped aside. Where nobody else wants the processor this is
- * one short system call. As for the sleep itself: 1 if something came, 0, or -1. */
-static int let_producers_run(ReaderObject *self) {
+ * and sleeps again: two switches a record. Awake, and behind that producer in the kernel's queue,
+ * it finds all that was committed until the producer stepped aside. Where nobody else wants the
+ * processor this is one short system call. WAIT_OVER says that there is reason to sleep. */
+static enum wait_result let_producers_run(ReaderObject *self) {
     Py_BEGIN_ALLOW_THREADS
     sched_yield();
     Py_END_ALLOW_THREADS
     if (!py_reader_usable(self)) {
-        return -1;
+        return WAIT_FAILED;
     }
     self->wakes_often = reader_has_events(&self->c);
-    return self->wakes_often;
+    return self->wakes_often ? WAIT_WOKEN : WAIT_OVER;
 }
 
-int py_reader_wait_for_events(ReaderObject *self, double timeout_s) {
+enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s) {
     struct bus_header *header = self->segment->c.header;
     reader_tidy_in_a_pause(&self->c);
     if (reader_has_events(&self->c)) {
-        return 1;
+        return WAIT_WOKEN;
     }
     if (timeout_s == 0) {
-        return 0;
+        return WAIT_OVER;
     }
     uint64_t start = clock_monotonic_ns();
     SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
-    int came = self->wakes_often ? let_producers_run(self) : 0;
-    if (came != 0) {
+    enum wait_result result = self->wakes_often ? let_producers_run(self) : WAIT_OVER;
+    if (result != WAIT_OVER) {
         Py_DECREF(segment);
-        return came;
+        return result;
     }
     uint64_t slept = clock_monotonic_ns();
     enum doorbell_wait woken = DOORBELL_TIMEOUT;
@@ -225,12 +229,12 @@ int py_reader_wait_for_events(ReaderObject *self, double timeout_s) {
         Py_END_ALLOW_THREADS
         if (PyErr_CheckSignals() < 0 || !py_reader_usable(self)) {
             Py_DECREF(segment);
-            return -1;
+            return WAIT_FAILED;
         }
     }
     Py_DECREF(segment);
-    self->wakes_often = woken == DOORBELL_WOKEN && clock_monotonic_ns() - slept < BRISK_NS;
-    return woken == DOORBELL_WOKEN;
+    self->wakes_often = woken == DOORBELL_WOKEN && clock_monotonic_ns() - slept < WAKES_OFTEN_NS;
+    return woken == DOORBELL_WOKEN ? WAIT_WOKEN : WAIT_OVER;
 }
 
 /* wait(timeout_s | None) -> bool: sleeps until something may have come. */
@@ -239,8 +243,8 @@ static PyObject *py_reader_wait(ReaderObject *self, PyObject *argument) {
     if (!py_parse_timeout(argument, &timeout_s) || !py_reader_usable(self)) {
         return NULL;
     }
-    int came = py_reader_wait_for_events(self, timeout_s);
-    return came < 0 ? NULL : PyBool_FromLong(came);
+    enum wait_result result = py_reader_wait_for_events(self, timeout_s);
+    return result == WAIT_FAILED ? NULL : PyBool_FromLong(result == WAIT_WOKEN);
 }
 
 /* Wakes a thread of this process that sleeps in wait(). */
@@ -254,12 +258,21 @@ static PyObject *py_reader_wake(ReaderObject *self, PyObject *ignored) {
 
 static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType) ||
-        ((TrajectoryObject *)item)->reader != (HolderObject *)self) {
+        ((TrajectoryObject *)item)->holder != (HolderObject *)self) {
         PyErr_Format(PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
                      Py_TYPE(item)->tp_name);
         return NULL;
     }
     return (TrajectoryObject *)item;
+}
+
+static bool is_reason(int reason) {
+    if (reason < 0 || reason >= SHMBUS_REASONS) {
+        PyErr_Format(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
+                     SHMBUS_REASONS - 1, reason);
+        return false;
+    }
+    return true;
 }
 
 /* Whether all of them are this reader's and not released; false with an exception. */
@@ -278,9 +291,11 @@ static bool can_release(ReaderObject *self, PyObject *items) {
     return true;
 }
 
-/* Ends them atomically; false with an exception, and then none. */
-static bool release(ReaderObject *self, PyObject *items, int reason) {
+bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason) {
     Py_ssize_t count = PyList_GET_SIZE(items);
+    if (!is_reason(reason) || !can_release(self, items)) {
+        return false;
+    }
     const struct record_ref *few[64];
     const struct record_ref **refs =
         count <= 64 ? few : PyMem_Malloc((size_t)count * sizeof *refs);
@@ -310,21 +325,11 @@ static bool release(ReaderObject *self, PyObject *items, int reason) {
     return true;
 }
 
-static bool is_reason(int reason) {
-    if (reason < 0 || reason >= SHMBUS_REASONS) {
-        PyErr_Format(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
-                     SHMBUS_REASONS - 1, reason);
-        return false;
-    }
-    return true;
-}
-
 /* release(trajectories, reason): ends them atomically; their space is free once no view is left. */
 static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
     PyObject *items;
     int reason;
-    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !py_reader_usable(self) ||
-        !is_reason(reason)) {
+    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !py_reader_usable(self)) {
         return NULL;
     }
     if (PyList_GET_SIZE(items) > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
@@ -332,67 +337,10 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
                      SHMBUS_MAX_GROUP_SIZE, PyList_GET_SIZE(items));
         return NULL;
     }
-    if (!can_release(self, items) || !release(self, items, reason)) {
+    if (!py_reader_release_all(self, items, reason)) {
         return NULL;
     }
     Py_RETURN_NONE;
-}
-
-/* The entry of a group that this consumer holds under lease by this table, borrowed; NULL, without
- * an exception, of anything else. */
-static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer, const GroupTableObject *table) {
-    PyObject *lease = py_group_lease(group, consumer);
-    if (lease == NULL || !Py_IS_TYPE(lease, &GroupEntryType)) {
-        return NULL;
-    }
-    GroupEntryObject *entry = (GroupEntryObject *)lease;
-    return entry->rows == table && entry->place == ROW_LEASED ? entry : NULL;
-}
-
-/* end_groups(table, consumer, groups, reason, state) -> int: ends the leases of groups from the first
- * on, until one is not this consumer's, or not held. How many. Each is ended in the ring, in the
- * table and by its own account in one step, which nothing can interrupt. */
-static PyObject *py_reader_end_groups(ReaderObject *self, PyObject *args) {
-    PyObject *table, *consumer, *groups, *state;
-    int reason;
-    if (!PyArg_ParseTuple(args, "O!OO!iU", &GroupTableType, &table, &consumer, &PyList_Type,
-                          &groups, &reason, &state) ||
-        !py_reader_usable(self) || !is_reason(reason)) {
-        return NULL;
-    }
-    Py_ssize_t done = 0;
-    for (; done < PyList_GET_SIZE(groups); done++) {
-        PyObject *group = PyList_GET_ITEM(groups, done);
-        GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
-        if (entry == NULL) {
-            break;
-        }
-        if (!can_release(self, entry->samples) || !release(self, entry->samples, reason)) {
-            return NULL;
-        }
-        py_group_lists_end(entry);
-        py_group_set_state(group, state);
-    }
-    return PyLong_FromSsize_t(done);
-}
-
-/* give_back_group(table, consumer, group, state) -> bool: makes it the next to be leased, as
- * end_groups ends it; False of one that is not this consumer's, or not held. */
-static PyObject *py_reader_give_back_group(ReaderObject *self, PyObject *args) {
-    PyObject *table, *consumer, *group, *state;
-    if (!PyArg_ParseTuple(args, "O!OOU", &GroupTableType, &table, &consumer, &group, &state) ||
-        !py_reader_usable(self)) {
-        return NULL;
-    }
-    GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
-    if (entry == NULL) {
-        Py_RETURN_FALSE;
-    }
-    py_group_lists_return(entry);
-    py_group_set_state(group, state);
-    /* Also to who sleeps in take. */
-    doorbell_ring(self->segment->c.header);
-    Py_RETURN_TRUE;
 }
 
 /* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
@@ -470,24 +418,30 @@ static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *ignored) {
     return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
 }
 
-void py_reader_note_table(ReaderObject *self, const GroupTableObject *rows) {
+void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
     struct bus_header *h = self->segment->c.header;
-    atomic_store_explicit(&h->collector_leased_groups, (uint32_t)rows->leased.rows,
+    /* A lease may have ended since the daemon has counted. */
+    uint64_t leased_groups = table->lists.leased.groups;
+    uint64_t leased_samples = table->lists.leased.samples;
+    uint64_t unheld_groups = Py_MIN(table->unheld_groups, leased_groups);
+    uint64_t unheld_cells = Py_MIN(table->unheld_cells, leased_samples);
+    atomic_store_explicit(&h->collector_leased_groups, (uint32_t)(leased_groups - unheld_groups),
                           memory_order_relaxed);
-    atomic_store_explicit(&h->collector_leased_records, rows->leased.cells, memory_order_relaxed);
+    atomic_store_explicit(&h->collector_leased_records, leased_samples - unheld_cells,
+                          memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_groups,
-                          rows->c.count + rows->ready.rows + (uint64_t)PyDict_GET_SIZE(rows->apart),
+                          table->c.count + table->lists.ready.groups +
+                          (uint64_t)PyDict_GET_SIZE(table->failing) + unheld_groups,
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_records,
-                          rows->cells + rows->ready.cells + rows->failing_cells,
+                          table->cells + table->lists.ready.samples + table->failing_cells +
+                          unheld_cells,
                           memory_order_relaxed);
-    /* Leases are in the order in which they were given. */
-    atomic_store_explicit(&h->collector_lease_ns,
-                          rows->leased.first == NULL ? 0 : rows->leased.first->leased_ns,
+    atomic_store_explicit(&h->collector_lease_ns, py_group_lists_leased_since(&table->lists),
                           memory_order_relaxed);
 }
 
-/* note(rows): what others can read of this consumer. */
+/* note(table): what others can read of this consumer. */
 static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
     if (!Py_IS_TYPE(argument, &GroupTableType)) {
         PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
@@ -513,7 +467,7 @@ static PyObject *py_reader_lend(ReaderObject *self, PyObject *ignored) {
 
 /* Says that payload is packed into batches, here or by a borrower: producers write it past their
  * caches from now on. */
-static PyObject *py_reader_note_gathering(ReaderObject *self, PyObject *ignored) {
+static PyObject *py_reader_note_packing(ReaderObject *self, PyObject *ignored) {
     (void)ignored;
     if (!py_reader_usable(self)) {
         return NULL;
@@ -536,9 +490,6 @@ static void py_reader_detach(ReaderObject *self) {
     }
     /* Views get copies of their own before the lock says that the space is the next reader's. */
     py_segment_release_handle(self->segment);
-    for (PinObject *p = self->segment->pins; p != NULL; p = p->next) {
-        p->reader = NULL;
-    }
     reader_detach(&self->c);
 }
 
@@ -562,15 +513,13 @@ static PyMethodDef reader_methods[] = {
     {"wait", (PyCFunction)(void (*)(void))py_reader_wait, METH_O, NULL},
     {"wake", (PyCFunction)(void (*)(void))py_reader_wake, METH_NOARGS, NULL},
     {"release", (PyCFunction)(void (*)(void))py_reader_release, METH_VARARGS, NULL},
-    {"end_groups", (PyCFunction)(void (*)(void))py_reader_end_groups, METH_VARARGS, NULL},
-    {"give_back_group", (PyCFunction)(void (*)(void))py_reader_give_back_group, METH_VARARGS, NULL},
     {"evacuate", (PyCFunction)(void (*)(void))py_reader_evacuate, METH_O, NULL},
     {"sweep", (PyCFunction)(void (*)(void))py_reader_sweep, METH_NOARGS, NULL},
     {"tidy", (PyCFunction)(void (*)(void))py_reader_tidy, METH_NOARGS, NULL},
     {"count_unread", (PyCFunction)(void (*)(void))py_reader_count_unread, METH_NOARGS, NULL},
     {"note", (PyCFunction)(void (*)(void))py_reader_note, METH_O, NULL},
     {"lend", (PyCFunction)(void (*)(void))py_reader_lend, METH_NOARGS, NULL},
-    {"note_gathering", (PyCFunction)(void (*)(void))py_reader_note_gathering, METH_NOARGS, NULL},
+    {"note_packing", (PyCFunction)(void (*)(void))py_reader_note_packing, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))py_reader_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -1,11 +1,37 @@
 /* RecursiveLock: a recursive lock that C takes without a call where it is free.
  *
- * Invariant: `depth` and `owner` change under the interpreter lock alone; the gate, which is closed
- * but for the moment in which somebody is let through, is where others wait for them. */
-#include "python/read/take.h"
+ * Invariant: `depth`, `owner` and `waiting` change under the interpreter lock alone: a thread that
+ * finds the lock free has it before any other can look. The gate, which is closed but for the
+ * moment in which somebody is let through, is where others wait. A module of a free-threaded
+ * Python must say that it needs that lock: module.c does. A forked child does not hold what other
+ * threads of its parent hold. */
+#include "python/read/recursive_lock.h"
+
+#include "python/segment/segment_object.h"
+
+/* In a forked child: threads other than the one that forked are not there to release it. The old
+ * gate may be in any state, and is left alone. */
+static bool make_new(RecursiveLockObject *self, unsigned long me) {
+    PyThread_type_lock gate = PyThread_allocate_lock();
+    if (gate == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    PyThread_acquire_lock(gate, NOWAIT_LOCK);
+    self->gate = gate;
+    self->waiting = 0;
+    if (self->owner != me) {
+        self->depth = 0;
+    }
+    self->generation = fork_generation;
+    return true;
+}
 
 bool py_recursive_lock_acquire(RecursiveLockObject *self) {
     unsigned long me = PyThread_get_thread_ident();
+    if (self->generation != fork_generation && !make_new(self, me)) {
+        return false;
+    }
     while (self->depth > 0 && self->owner != me) {
         PyLockStatus status;
         self->waiting++;
@@ -36,7 +62,8 @@ static PyObject *py_recursive_lock_enter(RecursiveLockObject *self, PyObject *ig
     return py_recursive_lock_acquire(self) ? Py_NewRef((PyObject *)self) : NULL;
 }
 
-static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *args,
+                                        Py_ssize_t count) {
     (void)args;
     (void)count;
     if (self->depth == 0 || self->owner != PyThread_get_thread_ident()) {
@@ -62,11 +89,12 @@ static PyObject *py_recursive_lock_new(PyTypeObject *type, PyObject *args, PyObj
         return PyErr_NoMemory();
     }
     PyThread_acquire_lock(self->gate, NOWAIT_LOCK);
+    self->generation = fork_generation;
     return (PyObject *)self;
 }
 
 static void py_recursive_lock_dealloc(RecursiveLockObject *self) {
-    if (self->gate != NULL) {
+    if (self->gate != NULL && self->generation == fork_generation) {
         PyThread_release_lock(self->gate);
         PyThread_free_lock(self->gate);
     }
@@ -92,11 +120,13 @@ static PyObject *py_recursive_lock_attempt(RecursiveLockObject *self, PyObject *
 
 static PyObject *py_attempt_enter(AttemptObject *self, PyObject *ignored) {
     (void)ignored;
-    if (self->lock->depth == 0 || self->lock->owner == PyThread_get_thread_ident()) {
-        /* It is free, or this thread's: nobody is waited for. */
+    const RecursiveLockObject *lock = self->lock;
+    if (lock->generation != fork_generation || lock->depth == 0 ||
+        lock->owner == PyThread_get_thread_ident()) {
+        /* It is free, or this thread's: there is nothing to wait for. */
         self->mine = py_recursive_lock_acquire(self->lock);
     }
-    return PyBool_FromLong(self->mine);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(self->mine);
 }
 
 static PyObject *py_attempt_exit(AttemptObject *self, PyObject *const *args, Py_ssize_t count) {

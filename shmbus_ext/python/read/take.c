@@ -1,95 +1,145 @@
-/* Intake: from the ring to a lease in one call, for as long as nothing comes up that only Python
- * decides. That, and what is due now and then, goes to `attend`.
+/* Take: from the ring to a list of groups under lease, in one call.
+ *
+ * ConsumerBase.take is what users call: in C, since a consumer that polls calls little else, and
+ * one that was just woken pays for each line of Python. It knows plain numbers and an Intake;
+ * every other call goes to `_take` of its subclass. Intake reads the ring and sleeps, for as long
+ * as nothing needs a decision. Decisions and periodic work are those of `on_due`, which is
+ * Python's.
  *
  * Invariants:
- * - All but sleeping happens under the guard, and `attend` too. Nobody sleeps with it.
- * - What raises comes before a lease: nobody would know of a group leased then.
- * - A row is under lease in its table before a group is made of it.
- * - Between a wake-up and the caller lies what there is to deliver, and nothing that can wait. */
+ * - All but sleeping happens under the lock, and `on_due` too. Nobody sleeps with it.
+ * - An exception comes before a lease, or gives back what was leased: otherwise it would have no
+ *   owner.
+ * - A group is under lease in its table before an object is made of it.
+ * - After a wake-up, deliver first; run maintenance on the next pass. */
 #include "python/read/take.h"
-#include "python/uninterrupted.h"
 
 #include <math.h>
 
+#include "python/group/group_object.h"
+#include "python/read/reader_object.h"
+#include "python/read/recursive_lock.h"
+#include "python/uninterrupted.h"
+#include "python/watch.h"
 #include "ring/clock.h"
 #include "ring/removal.h"
 
-/* A wait is never shorter: what is due in less may as well be due then. */
+/* A wait is never shorter: work that is due in less may as well run at its end. */
 #define SHORTEST_WAIT_S 1e-4
+/* What take asks for where its caller does not say. */
+#define DEFAULT_GROUPS 64
+#define DEFAULT_TIMEOUT_S 0.1
 
-enum { TIME_IS_OVER = 2 };
+struct take_request {
+    PyObject *consumer;
+    Py_ssize_t groups;
+    double timeout_s; /* infinite for ever */
+};
 
-struct intake {
+/* Whether another look at the ring may find records at once; TAKE_FAILED with an exception. */
+enum take_state { TAKE_FAILED = -1, TAKE_IDLE = 0, TAKE_MORE = 1 };
+
+typedef struct {
     PyObject_HEAD
     ReaderObject *reader;
-    GroupTableObject *rows;
-    RecursiveLockObject *guard;
+    GroupTableObject *table;
+    RecursiveLockObject *lock;
     PyTypeObject *kind; /* of groups: made of GroupBase */
-    PyObject *attend;   /* attend(intake, left, wanted, now_s) -> whether there may be more */
-    PyObject *lease;    /* lease(wanted) -> list of rows; NULL where each that is ready will do */
-    PyObject *watch;    /* watch(waited_s) every watch_s of a wait; or NULL */
-    PyObject *left;     /* list: what came, and is neither in the table nor ready */
-    double watch_s;
-    double group_timeout_s; /* after which the oldest row is due; or infinite */
-    double due_s;           /* when attend is to be called, at a look; CLOCK_MONOTONIC */
-    double wake_s;          /* the same, if need be from sleep */
-    Py_ssize_t portion;     /* records between two looks at what is ready */
-    Py_ssize_t portions;    /* in one look at the most, so that a flood ends */
-    char delegate_all;          /* each look is attend's: it reads the ring, too */
-};
+    PyObject *on_due;   /* on_due(intake, left, groups, now_s) -> whether there may be more */
+    PyObject *lease;    /* lease(groups) -> list of entries; NULL to lease whatever is ready */
+    PyObject *left;     /* list: what was read, and is neither in the table nor ready */
+    struct watch watch;     /* over a wait */
+    double group_timeout_s; /* the oldest incomplete group has so long; or infinite */
+    double due_s;           /* on_due must run then, if the caller is awake; CLOCK_MONOTONIC */
+    double wake_s;          /* the same, even if it must be woken */
+    Py_ssize_t portion;     /* records between two checks of what is ready */
+    Py_ssize_t portions;    /* in one look at most, so that a flood ends */
+    char delegate_all;      /* on_due reads each portion itself */
+} IntakeObject;
 
 static double seconds(uint64_t ns) {
     return (double)ns * 1e-9;
 }
 
-/* 1 if there may be more at once, 0 if not, -1 with an exception. */
-static int attend(IntakeObject *self, Py_ssize_t groups, double now_s) {
+static enum take_state run_due(IntakeObject *self, Py_ssize_t groups, double now_s) {
     /* A list of its own, since a signal's handler may take, too, while this goes on. */
     PyObject *fresh = PyList_New(0);
     if (fresh == NULL) {
-        return -1;
+        return TAKE_FAILED;
     }
     PyObject *left = self->left;
     self->left = fresh;
     PyObject *arguments = Py_BuildValue("(ONnd)", self, left, groups, now_s);
-    PyObject *said = arguments == NULL ? NULL : py_call_uninterrupted(self->attend, arguments);
+    PyObject *said = arguments == NULL ? NULL : py_call_uninterrupted(self->on_due, arguments);
     Py_XDECREF(arguments);
     int more = said == NULL ? -1 : PyObject_IsTrue(said);
     Py_XDECREF(said);
     if (more < 0) {
-        /* What it has not come to is due at once. */
-        self->due_s = 0;
+        self->due_s = 0; /* for what it did not get to */
+        return TAKE_FAILED;
     }
-    return more;
+    return more > 0 ? TAKE_MORE : TAKE_IDLE;
 }
 
-/* When the oldest group's time is over, where any is. */
-static double row_deadline_s(IntakeObject *self) {
+/* When the oldest incomplete group's time is over, where there is one. */
+static double group_deadline_s(IntakeObject *self) {
     if (isinf(self->group_timeout_s)) {
         return INFINITY;
     }
-    const struct row *row = rows_oldest(&self->rows->c);
-    return row == NULL ? INFINITY : row->born_s + self->group_timeout_s;
+    const struct group_entry *entry = group_table_oldest(&self->table->c);
+    return entry == NULL ? INFINITY : entry->born_s + self->group_timeout_s;
 }
 
-/* Moves what the ring has into the table, until enough is ready: 1 if there may be more at once, 0
- * if not, -1 with an exception. */
-static int pump(IntakeObject *self, Py_ssize_t groups, double now_s) {
+/* Moves a portion of the ring into the table. */
+static enum take_state read_portion(IntakeObject *self, Py_ssize_t groups, double now_s) {
+    Py_ssize_t count =
+        py_reader_poll_records(self->reader, self->table, self->portion, now_s, self->left);
+    if (count < 0 ||
+        (PyList_GET_SIZE(self->left) > 0 && run_due(self, groups, now_s) == TAKE_FAILED)) {
+        return TAKE_FAILED;
+    }
+    return count < self->portion ? TAKE_IDLE : TAKE_MORE;
+}
+
+/* Moves what the ring has into the table, until enough is ready. */
+static enum take_state pump(IntakeObject *self, Py_ssize_t groups, double now_s) {
     for (Py_ssize_t i = 0; i < self->portions; i++) {
-        if (self->rows->ready.rows >= (uint64_t)groups) {
-            return 1;
+        if (self->table->lists.ready.groups >= (uint64_t)groups) {
+            return TAKE_MORE;
         }
-        Py_ssize_t count =
-            py_reader_poll_records(self->reader, self->rows, self->portion, now_s, self->left);
-        if (count < 0 ||
-            (PyList_GET_SIZE(self->left) > 0 && attend(self, groups, now_s) < 0)) {
-            return -1;
-        }
-        if (count < self->portion) {
-            return 0;
+        enum take_state state = self->delegate_all ? run_due(self, groups, now_s)
+                                                   : read_portion(self, groups, now_s);
+        if (state != TAKE_MORE) {
+            return state;
         }
     }
-    return 1;
+    return TAKE_MORE;
+}
+
+/* These leases were not delivered. The last goes first, so that all are ready in their old
+ * order. */
+static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer) {
+    for (Py_ssize_t i = PyList_GET_SIZE(list) - 1; i >= 0; i--) {
+        PyObject *item = PyList_GET_ITEM(list, i);
+        py_group_entry_give_back(
+            (GroupEntryObject *)(i < groups ? py_group_lease(item, consumer) : item));
+    }
+}
+
+/* Makes groups of a list of leased entries, in place; false with an exception, and nothing
+ * leased. */
+static bool make_groups(IntakeObject *self, PyObject *consumer, PyObject *list) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        PyObject *entry = PyList_GET_ITEM(list, i);
+        PyObject *group = py_group_new(self->kind, consumer, entry);
+        if (group == NULL) {
+            give_back_all(list, i, consumer);
+            return false;
+        }
+        PyList_SET_ITEM(list, i, group);
+        Py_DECREF(entry);
+    }
+    return true;
 }
 
 static PyObject *call_lease(IntakeObject *self, Py_ssize_t groups) {
@@ -101,29 +151,23 @@ static PyObject *call_lease(IntakeObject *self, Py_ssize_t groups) {
 }
 
 /* A list of groups, each under lease; NULL with an exception. */
-static PyObject *lease(IntakeObject *self, const struct wanted *wanted) {
-    if (self->rows->ready.rows == 0) {
+static PyObject *lease(IntakeObject *self, const struct take_request *request) {
+    if (self->table->lists.ready.groups == 0) {
         return PyList_New(0);
     }
-    PyObject *list = self->lease == NULL ? py_group_lists_lease_ready(self->rows, wanted->groups)
-                                         : call_lease(self, wanted->groups);
-    for (Py_ssize_t i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *row = PyList_GET_ITEM(list, i);
-        PyObject *group = py_group_new(self->kind, wanted->consumer, row);
-        if (group == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, i, group);
-            Py_DECREF(row);
-        }
+    PyObject *list = self->lease == NULL
+                         ? py_group_lists_lease_ready(&self->table->lists, request->groups)
+                         : call_lease(self, request->groups);
+    if (list != NULL && !make_groups(self, request->consumer, list)) {
+        Py_CLEAR(list);
     }
     return list;
 }
 
-/* One look at the ring, under the guard; `more` says whether another may bring more at once. */
-static PyObject *look(IntakeObject *self, const struct wanted *wanted, bool just_woken,
-                      int *more) {
-    /* Another thread may have closed it before the guard was free. */
+/* One look at the ring, under the lock. */
+static PyObject *look(IntakeObject *self, const struct take_request *request, bool just_woken,
+                      enum take_state *state) {
+    /* Another thread may have closed it before the lock was free. */
     if (!py_reader_usable(self->reader)) {
         return NULL;
     }
@@ -131,119 +175,114 @@ static PyObject *look(IntakeObject *self, const struct wanted *wanted, bool just
     uint64_t now_ns = clock_monotonic_ns();
     double now_s = seconds(now_ns);
     bool due = !just_woken && (now_s >= self->due_s || now_s >= self->wake_s ||
-                               now_s >= row_deadline_s(self));
-    *more = due || self->delegate_all ? attend(self, wanted->groups, now_s) : 0;
-    if (*more >= 0 && !self->delegate_all) {
+                               now_s >= group_deadline_s(self));
+    bool calls = due || self->delegate_all;
+    *state = calls ? run_due(self, request->groups, now_s) : TAKE_IDLE;
+    if (*state == TAKE_MORE || (*state == TAKE_IDLE && !self->delegate_all)) {
         py_reader_note_seen(self->reader, now_ns);
-        *more = pump(self, wanted->groups, now_s);
+        *state = pump(self, request->groups, now_s);
     }
-    PyObject *groups = *more < 0 ? NULL : lease(self, wanted);
+    PyObject *groups = *state == TAKE_FAILED ? NULL : lease(self, request);
     if (groups != NULL &&
         (self->reader->c.delivered != delivered || PyList_GET_SIZE(groups) > 0)) {
         /* The caller may not come back before a producer asks who holds the space. */
-        py_reader_note_table(self->reader, self->rows);
+        py_reader_note_table(self->reader, self->table);
     }
     return groups;
 }
 
-static PyObject *guarded_look(IntakeObject *self, const struct wanted *wanted, bool just_woken,
-                              int *more) {
-    if (!py_recursive_lock_acquire(self->guard)) {
+static PyObject *locked_look(IntakeObject *self, const struct take_request *request,
+                             bool just_woken, enum take_state *state) {
+    if (!py_recursive_lock_acquire(self->lock)) {
         return NULL;
     }
-    PyObject *groups = look(self, wanted, just_woken, more);
-    py_recursive_lock_release(self->guard);
+    PyObject *groups = look(self, request, just_woken, state);
+    py_recursive_lock_release(self->lock);
     return groups;
 }
 
-static bool call_watch(IntakeObject *self, double waited_s, double *next_watch_s) {
-    if (self->watch == NULL) {
-        return true;
-    }
-    *next_watch_s = waited_s + self->watch_s;
-    PyObject *result = PyObject_CallFunction(self->watch, "d", waited_s);
-    Py_XDECREF(result);
-    return result != NULL;
-}
+enum wait_end { ENDED_FAILED, ENDED_WOKEN, ENDED_DUE, ENDED_TIME_OVER };
 
-/* Sleeps until records come: 1; until something is due: 0; TIME_IS_OVER, or -1 with an exception. */
-static int wait_for_more(IntakeObject *self, const struct wanted *wanted, double began_s,
-                         double *next_watch_s) {
+/* Sleeps until records arrive, until on_due must run, or until the time is over; ENDED_FAILED with
+ * an exception. */
+static enum wait_end wait_for_more(IntakeObject *self, const struct take_request *request,
+                                   double began_s, double *next_watch_s) {
     double now_s = seconds(clock_monotonic_ns());
     double waited_s = now_s - began_s;
-    bool over = waited_s >= wanted->timeout_s;
-    if ((over || waited_s >= *next_watch_s) && !call_watch(self, waited_s, next_watch_s)) {
-        return -1;
+    bool over = waited_s >= request->timeout_s;
+    if ((over || waited_s >= *next_watch_s) &&
+        !py_watch_call(&self->watch, waited_s, next_watch_s)) {
+        return ENDED_FAILED;
     }
     /* What is in the ring of a removed bus is delivered; nothing will come of waiting for more. */
     if (removal_happened(&self->reader->segment->c)) {
-        py_raise_removed(self->reader->segment);
-        return -1;
+        py_segment_raise_removed(self->reader->segment);
+        return ENDED_FAILED;
     }
     if (over) {
-        return TIME_IS_OVER;
+        return ENDED_TIME_OVER;
     }
-    /* Whoever hears of a stall may close it. */
+    /* The watchdog's report may have led to a close. */
     if (!py_reader_usable(self->reader)) {
-        return -1;
+        return ENDED_FAILED;
     }
-    double left_s = fmin(fmin(wanted->timeout_s, *next_watch_s) - waited_s,
-                         fmin(self->wake_s, row_deadline_s(self)) - now_s);
-    return py_reader_wait_for_events(self->reader, fmax(SHORTEST_WAIT_S, left_s));
+    double left_s = fmin(fmin(request->timeout_s, *next_watch_s) - waited_s,
+                         fmin(self->wake_s, group_deadline_s(self)) - now_s);
+    enum wait_result result =
+        py_reader_wait_for_events(self->reader, fmax(SHORTEST_WAIT_S, left_s));
+    return result == WAIT_FAILED ? ENDED_FAILED : result == WAIT_WOKEN ? ENDED_WOKEN : ENDED_DUE;
 }
 
-/* A flood of which nothing is complete stops neither other threads nor signals. */
+/* A flood of incomplete groups stops neither other threads nor signals. */
 static bool let_others_run(void) {
     Py_BEGIN_ALLOW_THREADS
     Py_END_ALLOW_THREADS
     return PyErr_CheckSignals() == 0;
 }
 
-PyObject *py_intake_take(IntakeObject *self, const struct wanted *wanted) {
+/* A list of groups, empty when the time is over; NULL with an exception. */
+static PyObject *take(IntakeObject *self, const struct take_request *request) {
     double began_s = seconds(clock_monotonic_ns());
-    double next_watch_s = self->watch == NULL ? INFINITY : self->watch_s;
+    double next_watch_s = py_watch_first_s(&self->watch);
     bool just_woken = false;
     for (;;) {
-        int more = 0;
-        PyObject *groups = guarded_look(self, wanted, just_woken, &more);
+        enum take_state state = TAKE_IDLE;
+        PyObject *groups = locked_look(self, request, just_woken, &state);
         if (groups == NULL || PyList_GET_SIZE(groups) > 0 ||
-            (more == 0 && wanted->timeout_s == 0)) {
+            (state == TAKE_IDLE && request->timeout_s == 0)) {
             return groups;
         }
         Py_DECREF(groups);
-        int came = 0;
-        if (more > 0) {
-            came = let_others_run() ? 0 : -1;
+        enum wait_end end = ENDED_DUE;
+        if (state == TAKE_MORE) {
+            end = let_others_run() ? ENDED_DUE : ENDED_FAILED;
         } else if (!just_woken) {
-            came = wait_for_more(self, wanted, began_s, &next_watch_s);
+            end = wait_for_more(self, request, began_s, &next_watch_s);
         }
-        if (came < 0) {
+        if (end == ENDED_FAILED) {
             return NULL;
         }
-        if (came == TIME_IS_OVER) {
+        if (end == ENDED_TIME_OVER) {
             return PyList_New(0);
         }
-        /* Where a wake-up brought nothing to deliver, what is due comes before the next sleep. */
-        just_woken = came > 0;
+        /* Where a wake-up brought nothing to deliver, maintenance runs before the next sleep. */
+        just_woken = end == ENDED_WOKEN;
     }
 }
 
-bool py_intake_is_open(const IntakeObject *self) {
-    return py_reader_is_open(self->reader);
-}
-
 static int py_intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"reader", "rows",    "guard",    "kind",    "attend",          "lease",
+    static char *names[] = {"reader", "table",   "lock",     "kind",    "on_due",          "lease",
                             "watch",  "portion", "portions", "watch_s", "group_timeout_s", NULL};
-    PyObject *reader, *rows, *guard, *kind, *call, *lease_call, *watch;
+    PyObject *reader, *table, *lock, *kind, *call, *lease_call, *watch;
     if (self->reader != NULL) {
         PyErr_SetString(PyExc_TypeError, "this intake is initialised already");
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!$OOOnndd", names, &ReaderType, &reader,
-                                     &GroupTableType, &rows, &RecursiveLockType, &guard, &PyType_Type, &kind,
-                                     &call, &lease_call, &watch, &self->portion, &self->portions,
-                                     &self->watch_s, &self->group_timeout_s)) {
+                                     &GroupTableType, &table, &RecursiveLockType, &lock,
+                                     &PyType_Type, &kind, &call, &lease_call, &watch,
+                                     &self->portion, &self->portions, &self->watch.period_s,
+                                     &self->group_timeout_s)) {
         return -1;
     }
     if (!PyType_IsSubtype((PyTypeObject *)kind, &GroupBaseType)) {
@@ -255,27 +294,27 @@ static int py_intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) 
         return -1;
     }
     self->reader = (ReaderObject *)Py_NewRef(reader);
-    self->rows = (GroupTableObject *)Py_NewRef(rows);
-    self->guard = (RecursiveLockObject *)Py_NewRef(guard);
+    self->table = (GroupTableObject *)Py_NewRef(table);
+    self->lock = (RecursiveLockObject *)Py_NewRef(lock);
     self->kind = (PyTypeObject *)Py_NewRef(kind);
-    self->attend = Py_NewRef(call);
+    self->on_due = Py_NewRef(call);
     self->lease = lease_call == Py_None ? NULL : Py_NewRef(lease_call);
-    self->watch = watch == Py_None ? NULL : Py_NewRef(watch);
+    self->watch.call = watch == Py_None ? NULL : Py_NewRef(watch);
     return 0;
 }
 
 /* A report of a stall may lead back to its Consumer. */
 static int py_intake_traverse(IntakeObject *self, visitproc visit, void *arg) {
     Py_VISIT(self->kind);
-    Py_VISIT(self->attend);
+    Py_VISIT(self->on_due);
     Py_VISIT(self->lease);
-    Py_VISIT(self->watch);
+    Py_VISIT(self->watch.call);
     Py_VISIT(self->left);
     return 0;
 }
 
 static int py_intake_clear(IntakeObject *self) {
-    Py_CLEAR(self->watch);
+    Py_CLEAR(self->watch.call);
     return 0;
 }
 
@@ -283,19 +322,22 @@ static void py_intake_dealloc(IntakeObject *self) {
     PyObject_GC_UnTrack(self);
     py_intake_clear(self);
     Py_XDECREF(self->reader);
-    Py_XDECREF(self->rows);
-    Py_XDECREF(self->guard);
+    Py_XDECREF(self->table);
+    Py_XDECREF(self->lock);
     Py_XDECREF(self->kind);
-    Py_XDECREF(self->attend);
+    Py_XDECREF(self->on_due);
     Py_XDECREF(self->lease);
     Py_XDECREF(self->left);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static PyMemberDef intake_members[] = {
-    {"due_s", T_DOUBLE, offsetof(IntakeObject, due_s), 0, "When attend is called at a look."},
-    {"wake_s", T_DOUBLE, offsetof(IntakeObject, wake_s), 0, "When a sleeper wakes for it."},
-    {"delegate_all", T_BOOL, offsetof(IntakeObject, delegate_all), 0, "Whether each look is its."},
+    {"due_s", T_DOUBLE, offsetof(IntakeObject, due_s), 0,
+     "Next time on_due must run, if the caller is awake."},
+    {"wake_s", T_DOUBLE, offsetof(IntakeObject, wake_s), 0,
+     "Next time on_due must run, even if the caller must be woken."},
+    {"delegate_all", T_BOOL, offsetof(IntakeObject, delegate_all), 0,
+     "Whether on_due runs on every poll, and reads the ring itself."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -310,3 +352,141 @@ PyTypeObject IntakeType = {
     .tp_init = (initproc)py_intake_init,
     .tp_new = PyType_GenericNew,
 };
+
+/* ---- ConsumerBase ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *intake; /* None until there is one */
+} ConsumerObject;
+
+static struct {
+    PyObject *max_groups, *timeout, *take;
+} word;
+
+static bool read_groups(PyObject *value, struct take_request *request) {
+    if (!PyLong_CheckExact(value)) {
+        return false;
+    }
+    int overflow;
+    long groups = PyLong_AsLongAndOverflow(value, &overflow);
+    request->groups = overflow > 0 ? PY_SSIZE_T_MAX : groups;
+    return request->groups >= 1;
+}
+
+static bool read_timeout(PyObject *value, struct take_request *request) {
+    if (PyFloat_CheckExact(value)) {
+        request->timeout_s = PyFloat_AS_DOUBLE(value);
+    } else if (PyLong_CheckExact(value)) {
+        int overflow;
+        long timeout_s = PyLong_AsLongAndOverflow(value, &overflow);
+        request->timeout_s = overflow != 0 ? -1.0 : (double)timeout_s;
+    } else {
+        request->timeout_s = value == Py_None ? INFINITY : -1.0;
+    }
+    return request->timeout_s >= 0;
+}
+
+/* False for a call that is left to `_take`. */
+static bool read_call(struct take_request *request, PyObject *const *args, Py_ssize_t count,
+                      PyObject *kwnames) {
+    if (count > 2 || (count > 0 && !read_groups(args[0], request)) ||
+        (count > 1 && !read_timeout(args[1], request))) {
+        return false;
+    }
+    Py_ssize_t named = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+    for (Py_ssize_t i = 0; i < named; i++) {
+        PyObject *name = PyTuple_GET_ITEM(kwnames, i);
+        PyObject *value = args[count + i];
+        /* Names in a call are interned. */
+        if (!(name == word.timeout && count < 2 && read_timeout(value, request)) &&
+            !(name == word.max_groups && count < 1 && read_groups(value, request))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static PyObject *py_consumer_take(ConsumerObject *self, PyObject *const *args, Py_ssize_t count,
+                                  PyObject *kwnames) {
+    struct take_request request = {(PyObject *)self, DEFAULT_GROUPS, DEFAULT_TIMEOUT_S};
+    if (self->intake != NULL && Py_IS_TYPE(self->intake, &IntakeType) &&
+        py_reader_is_open(((IntakeObject *)self->intake)->reader) &&
+        read_call(&request, args, count, kwnames)) {
+        PyObject *intake = Py_NewRef(self->intake);
+        PyObject *groups = take((IntakeObject *)intake, &request);
+        Py_DECREF(intake);
+        return groups;
+    }
+    PyObject *method = PyObject_GetAttr((PyObject *)self, word.take);
+    PyObject *groups =
+        method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)count, kwnames);
+    Py_XDECREF(method);
+    return groups;
+}
+
+static int py_consumer_traverse(ConsumerObject *self, visitproc visit, void *arg) {
+    Py_VISIT(self->intake);
+    return 0;
+}
+
+static int py_consumer_clear(ConsumerObject *self) {
+    Py_CLEAR(self->intake);
+    return 0;
+}
+
+static void py_consumer_dealloc(ConsumerObject *self) {
+    PyObject_GC_UnTrack(self);
+    py_consumer_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef consumer_methods[] = {
+    {"take", (PyCFunction)(void (*)(void))py_consumer_take, METH_FASTCALL | METH_KEYWORDS,
+     "take($self, max_groups=64, timeout=0.1)\n--\n\n"
+     "Take complete groups, in the order of completion, as soon as there is one.\n\n"
+     "Parameters\n----------\n"
+     "max_groups : int\n"
+     "    How many at the most. With ranks, how many each rank gets at the most of the next step;\n"
+     "    this rank's shard of it is taken, and all ranks have to ask for the same number.\n"
+     "timeout : float, optional\n"
+     "    Seconds to wait for the first: None waits for ever, 0 does not wait.\n\n"
+     "Returns\n-------\n"
+     "list[Group]\n"
+     "    Maybe empty. Each is leased to the caller until it is acknowledged or given back.\n\n"
+     "Raises\n------\n"
+     "ProtocolError\n"
+     "    A duplicate came, under ``duplicate=\"error\"``; once for each, with nothing lost.\n"
+     "StallError\n    Nothing has moved for too long, under ``on_stall=\"raise\"``.\n"
+     "BusBusyError\n    This Consumer has no rank, and ranks came back to a restarted daemon.\n"
+     "BusClosedError\n    The consumer is closed, or was made before a fork.\n"},
+    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef consumer_members[] = {
+    {"_intake", T_OBJECT, offsetof(ConsumerObject, intake), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject ConsumerBaseType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ConsumerBase",
+    .tp_basicsize = sizeof(ConsumerObject),
+    .tp_dealloc = (destructor)py_consumer_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_traverse = (traverseproc)py_consumer_traverse,
+    .tp_clear = (inquiry)py_consumer_clear,
+    .tp_doc = "``take``; what it does not know it leaves to ``_take`` of the subclass.",
+    .tp_methods = consumer_methods,
+    .tp_members = consumer_members,
+    .tp_new = PyType_GenericNew,
+};
+
+bool py_take_add_words(void) {
+    const struct word_note words[] = {
+        {&word.max_groups, "max_groups"},
+        {&word.timeout, "timeout"},
+        {&word.take, "_take"},
+    };
+    return INTERN_WORDS(words);
+}

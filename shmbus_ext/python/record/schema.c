@@ -1,8 +1,11 @@
 /* Schemas: which fields a record has, their dtypes and dimensions. Encoded once for all records of
  * one producer that look alike, parsed once for all that a consumer reads.
  *
- * Invariant: a dtype is used for a field only if its itemsize is the one whose bounds were proved. */
-#include "python/binding.h"
+ * Invariant: a dtype is used for a field only if its itemsize is the one whose bounds were
+ * proved. */
+#include "python/record/schema.h"
+
+#include "python/hooks.h"
 
 /* ---- Schemas that this process writes ---- */
 

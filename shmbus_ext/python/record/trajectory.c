@@ -1,93 +1,15 @@
-/* Trajectory: one record as the consumer sees it. Pin: what keeps its space while arrays look.
+/* Trajectory: one record as the consumer sees it (see trajectory.h).
  *
  * Invariants: a trajectory holds its record's space until it is released; each array that it hands
  * out holds the pin, so the space outlives the release until the last such array is gone. Arrays
- * are read-only, and cannot be made writable: the pin exports no buffer. */
-#include "python/binding.h"
+ * are read-only, and cannot be made writable: the pin exports no buffer, and the memory that they
+ * point into is mapped read-only. */
+#include "python/record/trajectory.h"
 
-static void py_pin_dealloc(PinObject *self) {
-    if (self->previous != NULL) {
-        self->previous->next = self->next;
-    } else {
-        self->segment->pins = self->next;
-    }
-    if (self->next != NULL) {
-        self->next->previous = self->previous;
-    }
-    if (self->reader != NULL && self->segment->generation == fork_generation) {
-        self->reader->kind->let_go(self->reader, &self->ref, 1);
-    }
-    Py_DECREF(self->segment);
-    PyObject_Free(self);
-}
+#include "python/hooks.h"
 
-PyTypeObject PinType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Pin",
-    .tp_basicsize = sizeof(PinObject),
-    .tp_dealloc = (destructor)py_pin_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-};
-
-static PinObject *py_pin_new(HolderObject *reader, const struct record_ref *ref) {
-    /* Where a trajectory holds its space from its birth, the pin takes that over. */
-    if (!reader->kind->counts && !reader->kind->hold(reader, ref, 1)) {
-        return NULL;
-    }
-    PinObject *self = PyObject_New(PinObject, &PinType);
-    if (self != NULL) {
-        SegmentObject *segment = reader->segment;
-        self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
-        self->reader = reader; /* cleared when the reader closes, before it is gone */
-        self->ref = *ref;
-        self->previous = NULL;
-        self->next = segment->pins;
-        if (segment->pins != NULL) {
-            segment->pins->previous = self;
-        }
-        segment->pins = self;
-    } else if (!reader->kind->counts) {
-        reader->kind->let_go(reader, ref, 1);
-    }
-    return self;
-}
-
-/* Groups arrive together: a small table keyed by checksum finds the string of the one before. */
-#define ID_TABLE 4096u
-
-bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind) {
-    self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
-    self->kind = kind;
-    self->schemas = PyDict_New();
-    self->ids = PyMem_Calloc(ID_TABLE, sizeof *self->ids);
-    if (self->schemas == NULL || self->ids == NULL) {
-        PyErr_NoMemory();
-        return false;
-    }
-    return true;
-}
-
-void py_holder_note_packing(HolderObject *self) {
-    if (self->gathers) {
-        return;
-    }
-    self->gathers = true;
-    if (!self->segment->c.read_only) {
-        atomic_store_explicit(&self->segment->c.header->gathered, 1, memory_order_relaxed);
-    }
-}
-
-void py_holder_clear(HolderObject *self) {
-    for (uint32_t i = 0; self->ids != NULL && i < ID_TABLE; i++) {
-        Py_XDECREF(self->ids[i]);
-    }
-    PyMem_Free(self->ids);
-    Py_XDECREF(self->schemas);
-    Py_XDECREF(self->last_schema);
-    Py_XDECREF(self->segment);
-}
-
-static PyObject *shared_id(HolderObject *reader, const char *text, uint32_t bytes, uint32_t hash) {
-    PyObject **place = &reader->ids[hash % ID_TABLE];
+static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
+    PyObject **place = &holder->ids[hash % ID_TABLE];
     if (*place != NULL) {
         Py_ssize_t length;
         const char *known = PyUnicode_AsUTF8AndSize(*place, &length);
@@ -110,9 +32,9 @@ static uint32_t hash_bytes(const char *text, uint32_t bytes) {
     return hash ^ (hash >> 15);
 }
 
-static SchemaObject *shared_schema(HolderObject *reader, const struct record_copy *copy) {
+static SchemaObject *shared_schema(HolderObject *holder, const struct record_copy *copy) {
     uint32_t bytes = copy->header.schema_bytes;
-    SchemaObject *last = reader->last_schema;
+    SchemaObject *last = holder->last_schema;
     if (last != NULL && (uint32_t)PyBytes_GET_SIZE(last->encoded) == bytes &&
         last->count == copy->header.field_count &&
         memcmp(PyBytes_AS_STRING(last->encoded), copy->schema, bytes) == 0) {
@@ -122,22 +44,22 @@ static SchemaObject *shared_schema(HolderObject *reader, const struct record_cop
     if (fresh == NULL) {
         return NULL;
     }
-    SchemaObject *known = (SchemaObject *)PyDict_GetItemWithError(reader->schemas, fresh->encoded);
+    SchemaObject *known = (SchemaObject *)PyDict_GetItemWithError(holder->schemas, fresh->encoded);
     if (known != NULL) {
         Py_INCREF(known);
         Py_SETREF(fresh, known);
     } else {
         /* Hostile producers could invent schemas without end. */
-        if (PyDict_GET_SIZE(reader->schemas) > 1024) {
-            PyDict_Clear(reader->schemas);
+        if (PyDict_GET_SIZE(holder->schemas) > 1024) {
+            PyDict_Clear(holder->schemas);
         }
         if (PyErr_Occurred() ||
-            PyDict_SetItem(reader->schemas, fresh->encoded, (PyObject *)fresh) < 0) {
+            PyDict_SetItem(holder->schemas, fresh->encoded, (PyObject *)fresh) < 0) {
             Py_DECREF(fresh);
             return NULL;
         }
     }
-    Py_XSETREF(reader->last_schema, (SchemaObject *)Py_NewRef((PyObject *)fresh));
+    Py_XSETREF(holder->last_schema, (SchemaObject *)Py_NewRef((PyObject *)fresh));
     return fresh;
 }
 
@@ -148,7 +70,7 @@ static PyObject *make_key(const TrajectoryObject *self) {
     return Py_BuildValue("(OL)", self->instance_id, (long long)self->epoch);
 }
 
-TrajectoryObject *py_trajectory_new(HolderObject *reader, const struct record_copy *copy,
+TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_copy *copy,
                                     const struct record_ref *ref) {
     const struct record_header *header = &copy->header;
     TrajectoryObject *self = PyObject_New(TrajectoryObject, &TrajectoryType);
@@ -157,8 +79,8 @@ TrajectoryObject *py_trajectory_new(HolderObject *reader, const struct record_co
     }
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->ref = *ref;
-    self->held = reader->kind->counts;
-    self->reader = (HolderObject *)Py_NewRef((PyObject *)reader);
+    self->held = holder->kind->counts;
+    self->holder = (HolderObject *)Py_NewRef((PyObject *)holder);
     self->score = header->score;
     self->policy_version = header->policy_version;
     self->epoch = header->epoch;
@@ -179,8 +101,8 @@ TrajectoryObject *py_trajectory_new(HolderObject *reader, const struct record_co
         }
     }
     memcpy(self->shape, copy->shape, (size_t)header->shape_words * 8);
-    self->schema = shared_schema(reader, copy);
-    self->instance_id = shared_id(reader, copy->id, header->id_bytes,
+    self->schema = shared_schema(holder, copy);
+    self->instance_id = shared_id(holder, copy->id, header->id_bytes,
                                   hash_bytes(copy->id, header->id_bytes));
     self->index = PyLong_FromUnsignedLong(header->index);
     self->group_size =
@@ -196,9 +118,9 @@ TrajectoryObject *py_trajectory_new(HolderObject *reader, const struct record_co
 static void py_trajectory_dealloc(TrajectoryObject *self) {
     if (self->pin != NULL) {
         Py_DECREF(self->pin);
-    } else if (self->held && self->reader != NULL && self->reader->attached &&
-               self->reader->segment->generation == fork_generation) {
-        self->reader->kind->let_go(self->reader, &self->ref, 1);
+    } else if (self->held && self->holder != NULL && self->holder->attached &&
+               self->holder->segment->generation == fork_generation) {
+        self->holder->kind->let_go(self->holder, &self->ref, 1);
     }
     if (self->shape != self->inline_shape) {
         PyMem_Free(self->shape);
@@ -209,7 +131,7 @@ static void py_trajectory_dealloc(TrajectoryObject *self) {
     Py_XDECREF(self->group_size);
     Py_XDECREF(self->key);
     Py_XDECREF(self->meta);
-    Py_XDECREF(self->reader);
+    Py_XDECREF(self->holder);
     PyObject_Free(self);
 }
 
@@ -221,14 +143,14 @@ bool py_trajectory_readable(const TrajectoryObject *self) {
                      self->instance_id, self->index);
         return false;
     }
-    if (!self->reader->attached) {
+    if (!self->holder->attached) {
         PyErr_Format(hooks.closed_error,
                      "trajectory %R[%S]: its Consumer is closed; take its arrays before that (they "
                      "stay valid)",
                      self->instance_id, self->index);
         return false;
     }
-    return py_segment_usable(self->reader->segment, "Consumer");
+    return py_segment_usable(self->holder->segment, "Consumer");
 }
 
 static PyObject *view_of(TrajectoryObject *self, int field) {
@@ -237,7 +159,7 @@ static PyObject *view_of(TrajectoryObject *self, int field) {
         return NULL;
     }
     if (self->pin == NULL) {
-        self->pin = py_pin_new(self->reader, &self->ref);
+        self->pin = py_pin_new(self->holder, &self->ref);
         if (self->pin == NULL) {
             return NULL;
         }
@@ -249,8 +171,9 @@ static PyObject *view_of(TrajectoryObject *self, int field) {
         dims[d] = (npy_intp)shape[1 + d];
     }
     Py_INCREF(dtype);
-    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL,
-                                           (void *)(py_trajectory_bytes(self) + shape[0]),
+    const struct segment *segment = &self->holder->segment->c;
+    uint8_t *data = segment->view_base + (py_trajectory_bytes(self) - segment->base) + shape[0];
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL, data,
                                            NPY_ARRAY_CARRAY_RO, NULL);
     if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array,
                                                Py_NewRef((PyObject *)self->pin)) < 0) {
@@ -353,16 +276,17 @@ static PyObject *py_trajectory_repr(TrajectoryObject *self) {
         score == NULL ? NULL
                       : PyUnicode_FromFormat(
                             "<Trajectory %R[%S/%S] score=%R policy_version=%lld fields=%R%s>",
-                            self->instance_id, self->index, self->group_size, score,
-                            (long long)self->policy_version, self->schema->names,
-                            self->released ? " released" : "");
+                          self->instance_id, self->index, self->group_size, score,
+                          (long long)self->policy_version, self->schema->names,
+                          self->released ? " released" : "");
     Py_XDECREF(score);
     return text;
 }
 
 PyDoc_STRVAR(trajectory_doc,
     "One trajectory, read from the ring; ``trajectory[name]`` is a read-only view of a field.\n\n"
-    "A view keeps the record's space for as long as the view lives, also after the acknowledgement\n"
+    "A view keeps the record's space for as long as the view lives, "
+    "also after the acknowledgement\n"
     "and after the end of the consumer. Views cannot be taken after the acknowledgement.\n\n"
     "Attributes\n----------\n"
     "instance_id : str\n"

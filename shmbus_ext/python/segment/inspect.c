@@ -4,11 +4,12 @@
  * sparse file gives a short read and never a signal, and is checked in this process's own copy; a
  * live bus does not notice. What changes while it is read shows as a bad checksum: the caller looks
  * at the run's word again before it calls that damage. */
-#include "python/binding.h"
+#include "python/segment/inspect.h"
 
 #include <errno.h>
 #include <unistd.h>
 
+#include "ring/record.h"
 #include "ring/file_lock.h"
 
 /* ---- the layout ---- */
@@ -40,7 +41,7 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, next_producer_id, 'u'),
     FIELD(bus_header, attach_epoch, 'u'),
     FIELD(bus_header, policy_version, 'i'),
-    FIELD(bus_header, gathered, 'u'),
+    FIELD(bus_header, consumer_packs, 'u'),
     FIELD(bus_header, collector_pid, 'u'),
     FIELD(bus_header, collector_leased_groups, 'u'),
     FIELD(bus_header, collector_leased_records, 'u'),
@@ -59,7 +60,7 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, pause_policy_version, 'i'),
     FIELD(bus_header, pause_unix_ns, 'u'),
     FIELD(bus_header, pause_reason, 'S'),
-    FIELD(bus_header, wanted_open, 'u'),
+    FIELD(bus_header, retries_open, 'u'),
     FIELD(bus_header, groups_failed, 'u'),
     {NULL, 0, 0, 0},
 };
@@ -88,13 +89,13 @@ static const struct field_note extent_fields[] = {
     {NULL, 0, 0, 0},
 };
 
-static const struct field_note wanted_fields[] = {
-    FIELD(wanted_row, claim, 'u'),      FIELD(wanted_row, number, 'u'),
-    FIELD(wanted_row, epoch, 'i'),      FIELD(wanted_row, asked_ns, 'u'),
-    FIELD(wanted_row, group_size, 'u'), FIELD(wanted_row, index, 'u'),
-    FIELD(wanted_row, attempt, 'u'),    FIELD(wanted_row, id_bytes, 'u'),
-    FIELD(wanted_row, reason_bytes, 'u'), FIELD(wanted_row, crc, 'u'),
-    FIELD(wanted_row, id, 'S'),         FIELD(wanted_row, reason, 'S'),
+static const struct field_note retry_fields[] = {
+    FIELD(retry_entry, claim, 'u'),      FIELD(retry_entry, number, 'u'),
+    FIELD(retry_entry, epoch, 'i'),      FIELD(retry_entry, asked_ns, 'u'),
+    FIELD(retry_entry, group_size, 'u'), FIELD(retry_entry, index, 'u'),
+    FIELD(retry_entry, attempt, 'u'),    FIELD(retry_entry, id_bytes, 'u'),
+    FIELD(retry_entry, reason_bytes, 'u'), FIELD(retry_entry, crc, 'u'),
+    FIELD(retry_entry, id, 'S'),         FIELD(retry_entry, reason, 'S'),
     {NULL, 0, 0, 0},
 };
 
@@ -114,7 +115,7 @@ static const struct {
     {"bus_header", header_fields, sizeof(struct bus_header)},
     {"producer_slot", slot_fields, sizeof(struct producer_slot)},
     {"extent_desc", extent_fields, sizeof(struct extent_desc)},
-    {"wanted_row", wanted_fields, sizeof(struct wanted_row)},
+    {"retry_entry", retry_fields, sizeof(struct retry_entry)},
     {"schema_entry", schema_fields, sizeof(struct schema_entry)},
 };
 
@@ -174,7 +175,7 @@ static PyObject *py_lock_held(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iL", &fd, &byte)) {
         return NULL;
     }
-    return lock_answer(segment_lock_probe(fd, byte));
+    return lock_answer(file_lock_probe(fd, byte));
 }
 
 /* any_lock_held(fd) -> bool: the same for every byte there is. */
@@ -184,17 +185,17 @@ static PyObject *py_any_lock_held(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "i", &fd)) {
         return NULL;
     }
-    return lock_answer(segment_lock_probe_all(fd));
+    return lock_answer(file_lock_probe_all(fd));
 }
 
-/* lock_all(fd) -> bool: whether every lock is this description's now, and nobody else's. */
+/* lock_all(fd) -> bool: whether this description now holds every lock there is. */
 static PyObject *py_lock_all(PyObject *module, PyObject *args) {
     (void)module;
     int fd;
     if (!PyArg_ParseTuple(args, "i", &fd)) {
         return NULL;
     }
-    enum lock_status status = segment_lock_all(fd);
+    enum lock_status status = file_lock_take_all(fd);
     return status == LOCK_ERROR ? PyErr_SetFromErrno(PyExc_OSError)
                                 : PyBool_FromLong(status == LOCK_TAKEN);
 }
@@ -301,11 +302,12 @@ static void scan_all(const struct run_at *start, uint64_t below, struct scan *sc
     scan->at = run.place.offset;
 }
 
-/* scan_run(fd, position, used, extent, generation, below) -> (keys, counts, bytes, newest, end, cut)
+/* scan_run(fd, position, used, extent, generation, below) -> (keys, counts, bytes, newest, end,
+ * cut)
  *
  * keys: u64 pairs (producer, sequence) of the committed records that are numbered below; counts:
- * (reserved, committed, aborted, released, other). newest: when the last commit was, in ns. cut: the
- * walk met no record at end. */
+ * (reserved, committed, aborted, released, other). newest: when the last commit was, in ns. cut:
+ * the walk met no record at end. */
 static PyObject *py_scan_run(PyObject *module, PyObject *args) {
     (void)module;
     struct run_at run = {0};
@@ -328,7 +330,8 @@ static PyObject *py_scan_run(PyObject *module, PyObject *args) {
                             (unsigned long long)scan.reserved, (unsigned long long)scan.committed,
                             (unsigned long long)scan.aborted, (unsigned long long)scan.released,
                             (unsigned long long)scan.other, (unsigned long long)scan.bytes,
-                            (unsigned long long)scan.newest_ns, (unsigned long long)scan.at, PyBool_FromLong(scan.cut));
+                            (unsigned long long)scan.newest_ns, (unsigned long long)scan.at,
+                            PyBool_FromLong(scan.cut));
     free(scan.keys);
     return result;
 }
@@ -476,7 +479,7 @@ bool py_inspect_add_functions(PyObject *module) {
         {"FLAG_FAILED", SHMBUS_FLAG_FAILED},
         {"FLAG_NO_SIZE", SHMBUS_FLAG_NO_SIZE},
         {"FLAGS_KEPT", SHMBUS_FLAGS_KEPT},
-        {"WANTED_BUSY", SHMBUS_WANTED_BUSY},
+        {"RETRY_BUSY", SHMBUS_RETRY_BUSY},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
         PyObject *value = PyLong_FromUnsignedLongLong(constants[i].value);

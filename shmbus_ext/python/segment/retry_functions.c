@@ -1,6 +1,7 @@
-/* The table of wanted samples, for shmbus.stash.retries (the collector's side) and shmbus.Producer. */
-#include "python/binding.h"
+/* The retry table for shmbus.stash.retries, the collector's side, and for shmbus.Producer. */
+#include "python/segment/retry_functions.h"
 
+#include "python/segment/segment_object.h"
 #include "ring/clock.h"
 #include "ring/retry_table.h"
 
@@ -13,42 +14,43 @@ static bool take_segment(PyObject *object, SegmentObject **segment) {
     return py_segment_usable(*segment, "handle");
 }
 
-static bool take_row(PyObject *args, const char *format, SegmentObject **segment,
-                     unsigned int *row, unsigned long long *first, unsigned long long *second) {
+static bool take_entry(PyObject *args, const char *format, SegmentObject **segment,
+                       unsigned int *entry, unsigned long long *first, unsigned long long *second) {
     PyObject *object;
-    if (!PyArg_ParseTuple(args, format, &object, row, first, second) ||
+    if (!PyArg_ParseTuple(args, format, &object, entry, first, second) ||
         !take_segment(object, segment)) {
         return false;
     }
-    if (*row >= SHMBUS_WANTED_ROWS) {
-        PyErr_SetString(PyExc_IndexError, "row: there is no such row");
+    if (*entry >= SHMBUS_RETRY_ENTRIES) {
+        PyErr_SetString(PyExc_IndexError, "entry: the retry table has no such entry");
         return false;
     }
     return true;
 }
 
-/* want(segment, row, number, id, epoch, group_size, index, attempt, reason): for the collector. */
-static PyObject *py_want(PyObject *module, PyObject *args) {
+/* retry_publish(segment, entry, number, id, epoch, group_size, index, attempt, reason): for the
+ * collector. */
+static PyObject *py_retry_publish(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object;
     SegmentObject *segment;
-    unsigned int row;
+    unsigned int entry;
     unsigned long long number;
     long long epoch;
     const char *id, *reason;
     Py_ssize_t id_bytes, reason_bytes;
-    struct wanted request;
+    struct retry_request request;
     memset(&request, 0, sizeof request);
-    if (!PyArg_ParseTuple(args, "OIKs#LIIIy#", &object, &row, &number, &id, &id_bytes, &epoch,
+    if (!PyArg_ParseTuple(args, "OIKs#LIIIy#", &object, &entry, &number, &id, &id_bytes, &epoch,
                           &request.group_size, &request.index, &request.attempt, &reason,
                           &reason_bytes) ||
         !take_segment(object, &segment)) {
         return NULL;
     }
-    if (row >= SHMBUS_WANTED_ROWS || number == 0 || id_bytes < 1 ||
+    if (entry >= SHMBUS_RETRY_ENTRIES || number == 0 || id_bytes < 1 ||
         id_bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
-        reason_bytes > (Py_ssize_t)SHMBUS_WANTED_REASON_BYTES) {
-        PyErr_SetString(PyExc_ValueError, "this request does not fit into a row");
+        reason_bytes > (Py_ssize_t)SHMBUS_RETRY_REASON_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "this request does not fit into an entry");
         return NULL;
     }
     request.number = number;
@@ -58,48 +60,48 @@ static PyObject *py_want(PyObject *module, PyObject *args) {
     request.reason_bytes = (uint16_t)reason_bytes;
     memcpy(request.id, id, (size_t)id_bytes);
     memcpy(request.reason, reason, (size_t)reason_bytes);
-    wanted_publish(&segment->c, row, &request);
+    retry_publish(&segment->c, entry, &request);
     Py_RETURN_NONE;
 }
 
-/* unwant(segment, row): for the collector; the request has ended. */
-static PyObject *py_unwant(PyObject *module, PyObject *args) {
+/* retry_withdraw(segment, entry): for the collector; the request has ended. */
+static PyObject *py_retry_withdraw(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
-    unsigned int row;
-    if (!take_row(args, "OI", &segment, &row, NULL, NULL)) {
+    unsigned int entry;
+    if (!take_entry(args, "OI", &segment, &entry, NULL, NULL)) {
         return NULL;
     }
-    wanted_withdraw(&segment->c, row);
+    retry_withdraw(&segment->c, entry);
     Py_RETURN_NONE;
 }
 
-static PyObject *describe_request(uint32_t row, const struct wanted *request) {
+static PyObject *describe_request(uint32_t entry, const struct retry_request *request) {
     PyObject *epoch = request->epoch == SHMBUS_NO_EPOCH ? Py_NewRef(Py_None)
                                                  : PyLong_FromLongLong(request->epoch);
     PyObject *id = PyUnicode_DecodeUTF8(request->id, request->id_bytes, "replace");
     PyObject *reason = PyUnicode_DecodeUTF8(request->reason, request->reason_bytes, "replace");
-    return Py_BuildValue("(IKKNNIIINK)", row, (unsigned long long)request->number,
+    return Py_BuildValue("(IKKNNIIINK)", entry, (unsigned long long)request->number,
                          (unsigned long long)request->claimant, id, epoch, request->group_size,
                          request->index, request->attempt, reason,
                          (unsigned long long)request->asked_ns);
 }
 
-/* wanted(segment) -> list of (row, number, claimant, id, epoch, group_size, index, attempt, reason,
- * asked_ns); claimant is 0 or a producer's id plus 1. */
-static PyObject *py_wanted(PyObject *module, PyObject *object) {
+/* retry_requests(segment) -> list of (entry, number, claimant, id, epoch, group_size, index,
+ * attempt, reason, asked_ns); claimant is 0 or a producer's id plus 1. */
+static PyObject *py_retry_requests(PyObject *module, PyObject *object) {
     (void)module;
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
         return NULL;
     }
     PyObject *found = PyList_New(0);
-    for (uint32_t row = 0; found != NULL && row < SHMBUS_WANTED_ROWS; row++) {
-        struct wanted request;
-        if (!wanted_read(&segment->c, row, &request)) {
+    for (uint32_t entry = 0; found != NULL && entry < SHMBUS_RETRY_ENTRIES; entry++) {
+        struct retry_request request;
+        if (!retry_read(&segment->c, entry, &request)) {
             continue;
         }
-        PyObject *described = describe_request(row, &request);
+        PyObject *described = describe_request(entry, &request);
         if (described == NULL || PyList_Append(found, described) < 0) {
             Py_CLEAR(found);
         }
@@ -108,32 +110,32 @@ static PyObject *py_wanted(PyObject *module, PyObject *object) {
     return found;
 }
 
-/* claim_wanted(segment, row, number, producer_id) -> bool */
-static PyObject *py_claim_wanted(PyObject *module, PyObject *args) {
+/* retry_claim(segment, entry, number, producer_id) -> bool */
+static PyObject *py_retry_claim(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
-    unsigned int row;
+    unsigned int entry;
     unsigned long long number, producer_id;
-    if (!take_row(args, "OIKK", &segment, &row, &number, &producer_id)) {
+    if (!take_entry(args, "OIKK", &segment, &entry, &number, &producer_id)) {
         return NULL;
     }
-    return PyBool_FromLong(wanted_claim(&segment->c, row, number, producer_id));
+    return PyBool_FromLong(retry_claim(&segment->c, entry, number, producer_id));
 }
 
-/* unclaim_wanted(segment, row, producer_id) -> bool */
-static PyObject *py_unclaim_wanted(PyObject *module, PyObject *args) {
+/* retry_unclaim(segment, entry, producer_id) -> bool */
+static PyObject *py_retry_unclaim(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
-    unsigned int row;
+    unsigned int entry;
     unsigned long long producer_id;
-    if (!take_row(args, "OIK", &segment, &row, &producer_id, NULL)) {
+    if (!take_entry(args, "OIK", &segment, &entry, &producer_id, NULL)) {
         return NULL;
     }
-    return PyBool_FromLong(wanted_unclaim(&segment->c, row, producer_id));
+    return PyBool_FromLong(retry_unclaim(&segment->c, entry, producer_id));
 }
 
-/* note_wanted(segment, open, groups_failed): for the collector; what others look at first. */
-static PyObject *py_note_wanted(PyObject *module, PyObject *args) {
+/* retry_note(segment, open, groups_failed): for the collector; what others read first. */
+static PyObject *py_retry_note(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object;
     SegmentObject *segment;
@@ -143,13 +145,13 @@ static PyObject *py_note_wanted(PyObject *module, PyObject *args) {
         !take_segment(object, &segment)) {
         return NULL;
     }
-    atomic_store_explicit(&segment->c.header->wanted_open, open, memory_order_relaxed);
+    atomic_store_explicit(&segment->c.header->retries_open, open, memory_order_relaxed);
     atomic_store_explicit(&segment->c.header->groups_failed, failed, memory_order_relaxed);
     Py_RETURN_NONE;
 }
 
-/* noted_wanted(segment) -> (open, groups_failed) */
-static PyObject *py_noted_wanted(PyObject *module, PyObject *object) {
+/* retry_noted(segment) -> (open, groups_failed) */
+static PyObject *py_retry_noted(PyObject *module, PyObject *object) {
     (void)module;
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
@@ -157,23 +159,23 @@ static PyObject *py_noted_wanted(PyObject *module, PyObject *object) {
     }
     struct bus_header *header = segment->c.header;
     return Py_BuildValue(
-        "(IK)", atomic_load_explicit(&header->wanted_open, memory_order_relaxed),
+        "(IK)", atomic_load_explicit(&header->retries_open, memory_order_relaxed),
         (unsigned long long)atomic_load_explicit(&header->groups_failed, memory_order_relaxed));
 }
 
 static PyMethodDef functions[] = {
-    {"want", py_want, METH_VARARGS, NULL},
-    {"unwant", py_unwant, METH_VARARGS, NULL},
-    {"wanted", py_wanted, METH_O, NULL},
-    {"claim_wanted", py_claim_wanted, METH_VARARGS, NULL},
-    {"unclaim_wanted", py_unclaim_wanted, METH_VARARGS, NULL},
-    {"note_wanted", py_note_wanted, METH_VARARGS, NULL},
-    {"noted_wanted", py_noted_wanted, METH_O, NULL},
+    {"retry_publish", py_retry_publish, METH_VARARGS, NULL},
+    {"retry_withdraw", py_retry_withdraw, METH_VARARGS, NULL},
+    {"retry_requests", py_retry_requests, METH_O, NULL},
+    {"retry_claim", py_retry_claim, METH_VARARGS, NULL},
+    {"retry_unclaim", py_retry_unclaim, METH_VARARGS, NULL},
+    {"retry_note", py_retry_note, METH_VARARGS, NULL},
+    {"retry_noted", py_retry_noted, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 bool py_retry_add_functions(PyObject *module) {
-    return PyModule_AddIntConstant(module, "WANTED_ROWS", SHMBUS_WANTED_ROWS) == 0 &&
-           PyModule_AddIntConstant(module, "WANTED_REASON_BYTES", SHMBUS_WANTED_REASON_BYTES) == 0 &&
+    return PyModule_AddIntConstant(module, "RETRY_ENTRIES", SHMBUS_RETRY_ENTRIES) == 0 &&
+           PyModule_AddIntConstant(module, "RETRY_REASON_BYTES", SHMBUS_RETRY_REASON_BYTES) == 0 &&
            PyModule_AddFunctions(module, functions) == 0;
 }

@@ -1,35 +1,68 @@
 /* Segment: one mapping of a bus, and what happens to it at fork and at close. */
-#include "python/binding.h"
+#include "python/segment/segment_object.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <unistd.h>
 
+#include "python/hooks.h"
 #include "ring/clock.h"
 #include "ring/doorbell.h"
+#include "ring/extents.h"
 #include "ring/file_lock.h"
 #include "ring/removal.h"
 
 uint32_t fork_generation;
-static SegmentObject *all_segments;
+static struct list_link all_segments = {&all_segments, &all_segments};
+
+/* ---- Fork ---- */
+
+/* Whether this thread has made copies for the fork that it is in. */
+static _Thread_local bool ready_to_fork;
+
+static void before_fork(void) {
+    /* Without the interpreter lock the lists may change; nor can such a child run Python. */
+    ready_to_fork = PyGILState_Check() != 0;
+    for (struct list_link *l = all_segments.next; ready_to_fork && l != &all_segments;
+         l = l->next) {
+        SegmentObject *s = LIST_ENTRY(l, SegmentObject, of_all);
+        if (s->c.fd >= 0) {
+            (void)py_copies_make(&s->read_at_fork, &s->c, &s->views, false);
+            (void)py_copies_make(&s->written_at_fork, &s->c, &s->views, true);
+        }
+    }
+}
+
+static void after_fork_in_parent(void) {
+    for (struct list_link *l = all_segments.next; ready_to_fork && l != &all_segments;
+         l = l->next) {
+        SegmentObject *s = LIST_ENTRY(l, SegmentObject, of_all);
+        segment_copies_drop(&s->read_at_fork);
+        segment_copies_drop(&s->written_at_fork);
+    }
+    ready_to_fork = false;
+}
 
 /* In the child: a copy of a file description keeps its locks, and with them the parent's proof of
  * life, after the parent has died. So the child closes what it inherited. */
 static void after_fork_in_child(void) {
     fork_generation++;
-    for (SegmentObject *s = all_segments; s != NULL; s = s->next) {
+    for (struct list_link *l = all_segments.next; l != &all_segments; l = l->next) {
+        SegmentObject *s = LIST_ENTRY(l, SegmentObject, of_all);
         if (s->c.fd >= 0) {
-            /* Views that came along can still be read; what is written through them stays here. */
             segment_isolate(&s->c);
+            if (ready_to_fork) {
+                (void)py_copies_replace(&s->read_at_fork, &s->c, false);
+                (void)py_copies_replace(&s->written_at_fork, &s->c, true);
+            }
             close(s->c.fd);
             s->c.fd = -1;
         }
     }
+    ready_to_fork = false;
 }
 
-bool py_segment_init_fork(void);
 bool py_segment_init_fork(void) {
-    return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
+    return pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child) == 0;
 }
 
 bool py_segment_usable(SegmentObject *self, const char *what) {
@@ -48,12 +81,15 @@ bool py_segment_usable(SegmentObject *self, const char *what) {
     return true;
 }
 
-static bool privatise_record(SegmentObject *self, const struct record_place *place,
-                             uint64_t bytes) {
-    uint64_t start = self->c.data_offset + place->extent * self->c.extent_bytes + place->offset;
-    uint64_t first = start / SHMBUS_PAGE * SHMBUS_PAGE;
-    uint64_t end = shmbus_align_up(start + bytes, SHMBUS_PAGE);
-    return segment_privatise(&self->c, first, end - first);
+void py_segment_add_view(SegmentObject *self, struct view *view) {
+    list_insert_before(&self->views, &view->link);
+}
+
+/* Copies the records under writable views, or under all others, and puts the copies in place. */
+static bool detach_views(SegmentObject *self, bool writable) {
+    struct segment_copies copies;
+    return py_copies_make(&copies, &self->c, &self->views, writable) &&
+           py_copies_replace(&copies, &self->c, writable);
 }
 
 void py_segment_release_handle(SegmentObject *self) {
@@ -61,44 +97,26 @@ void py_segment_release_handle(SegmentObject *self) {
         return;
     }
     self->handle_closed = true;
-    if (self->generation != fork_generation) {
-        return;
+    bool own = self->generation == fork_generation;
+    bool written = own && detach_views(self, true);
+    bool read = own && detach_views(self, false);
+    if (own && !read) {
+        py_copies_lock_instead(&self->c, &self->views);
     }
-    bool detached = true;
-    for (KeeperObject *k = self->keepers; k != NULL; k = k->next) {
-        detached = privatise_record(self, &k->at.place, k->at.bytes) && detached;
+    for (struct list_link *l = self->views.next; l != &self->views; l = l->next) {
+        struct view *view = LIST_ENTRY(l, struct view, link);
+        view->handle_closed(view, view->writable ? written : read);
     }
-    for (PinObject *p = self->pins; p != NULL; p = p->next) {
-        detached = privatise_record(self, &p->ref.place, p->ref.bytes) && detached;
-        p->reader = NULL;
-    }
-    if (detached) {
-        for (KeeperObject *k = self->keepers; k != NULL; k = k->next) {
-            if (k->pinned) {
-                k->pinned = false;
-                writer_unpin(&self->c, &k->at);
-            }
-        }
+    /* With no memory for copies the description stays open, and its locks keep the space until the
+     * last view is gone. */
+    if (written && read) {
         close(self->c.fd);
         self->c.fd = -1;
-    }
-    /* Else no memory for private copies: the description stays open, and its locks keep the space
-     * until the last view is gone. */
-}
-
-static void unlink_from_all(SegmentObject *self) {
-    if (self->previous != NULL) {
-        self->previous->next = self->next;
-    } else if (all_segments == self) {
-        all_segments = self->next;
-    }
-    if (self->next != NULL) {
-        self->next->previous = self->previous;
     }
 }
 
 static void py_segment_dealloc(SegmentObject *self) {
-    unlink_from_all(self);
+    list_unlink(&self->of_all);
     segment_unmap(&self->c);
     if (self->c.fd >= 0 && self->generation == fork_generation) {
         close(self->c.fd);
@@ -114,23 +132,23 @@ static SegmentObject *py_segment_alloc(PyTypeObject *type, PyObject *name) {
         self->name = Py_NewRef(name);
         self->generation = fork_generation;
         self->pid = (int)getpid();
-        self->next = all_segments;
-        if (all_segments != NULL) {
-            all_segments->previous = self;
-        }
-        all_segments = self;
+        list_init(&self->views);
+        list_insert_before(&all_segments, &self->of_all);
     }
     return self;
 }
 
 static void raise_status(SegmentObject *self, enum segment_status status, uint64_t wanted) {
     static const char *const names[] = {"ok",          "system",      "space",
-                                        "unfinished",  "magic",       "version",
+                                        "memory",      "unfinished",  "magic",       "version",
                                         "hash",        "geometry",    "truncated"};
     if (status == SEGMENT_SYSTEM_ERROR) {
         PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
     } else if (status == SEGMENT_NO_SPACE) {
         py_raise_hook(hooks.space_error, Py_BuildValue("(OK)", self->name, wanted));
+    } else if (status == SEGMENT_NO_MEMORY) {
+        py_raise_hook(hooks.memory_error,
+                      Py_BuildValue("(OK)", self->name, wanted > 0 ? wanted : self->c.bytes));
     } else {
         unsigned long long found =
             status == SEGMENT_BAD_HASH    ? self->c.found_hash
@@ -141,6 +159,14 @@ static void raise_status(SegmentObject *self, enum segment_status status, uint64
         py_raise_hook(hooks.layout_error,
                       Py_BuildValue("(OsKK)", self->name, names[status], found, expected));
     }
+}
+
+bool py_segment_map_views(SegmentObject *self) {
+    enum segment_status status = segment_map_views(&self->c);
+    if (status != SEGMENT_OK) {
+        raise_status(self, status, 0);
+    }
+    return status == SEGMENT_OK;
 }
 
 /* create(fd, name, capacity, max_producers, extent_bytes): takes the descriptor over on success. */
@@ -208,7 +234,8 @@ static PyObject *py_segment_close(SegmentObject *self, PyObject *ignored) {
     Py_RETURN_NONE;
 }
 
-/* Number of extents that each slot holds: {slot: extents}; the collector's slot is max_producers. */
+/* Number of extents that each slot holds: {slot: extents}; the collector's slot is
+ * max_producers. */
 static PyObject *py_segment_holders(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     PyObject *result = PyDict_New();
@@ -272,13 +299,13 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *ignored) {
     return result;
 }
 
-/* Whether somebody holds the collector's lock now. */
+/* Whether a process holds the collector's lock now. */
 static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     if (!py_segment_usable(self, "handle")) {
         return NULL;
     }
-    return PyBool_FromLong(segment_lock_probe(self->c.fd, SHMBUS_LOCK_COLLECTOR) ==
+    return PyBool_FromLong(file_lock_probe(self->c.fd, SHMBUS_LOCK_COLLECTOR) ==
                            LOCK_HELD_ELSEWHERE);
 }
 
@@ -319,7 +346,7 @@ static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
     }
     struct bus_header *h = self->c.header;
     if (removal_happened(&self->c)) {
-        py_raise_removed(self);
+        py_segment_raise_removed(self);
         return NULL;
     }
     memset(h->pause_reason, 0, sizeof h->pause_reason);
@@ -346,18 +373,10 @@ static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
     Py_RETURN_NONE;
 }
 
-void py_raise_removed(SegmentObject *self) {
+void py_segment_raise_removed(SegmentObject *self) {
     uint64_t removed_ns =
         atomic_load_explicit(&self->c.header->pause_unix_ns, memory_order_relaxed);
     py_raise_hook(hooks.removed_error, Py_BuildValue("(OK)", self, (unsigned long long)removed_ns));
-}
-
-bool py_segment_exists(SegmentObject *self) {
-    if (removal_note(&self->c)) {
-        py_raise_removed(self);
-        return false;
-    }
-    return true;
 }
 
 /* note_removal() -> bool: whether the bus has lost its name; then whoever holds it is told. */
@@ -369,7 +388,8 @@ static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *ignored)
 /* require_name(): BusRemovedError where the bus has no name any more. A system call. */
 static PyObject *py_segment_require_name(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!py_segment_exists(self)) {
+    if (removal_note(&self->c)) {
+        py_segment_raise_removed(self);
         return NULL;
     }
     Py_RETURN_NONE;
@@ -406,7 +426,7 @@ static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
                              : SHMBUS_LOCK_LEASE + (int64_t)(kind - 1) * SHMBUS_MAX_EXTENTS;
     int64_t end = base + SHMBUS_MAX_EXTENTS;
     PyObject *found = PyList_New(0);
-    /* Ranges yet to be looked at: each lock that is found splits one into two. */
+    /* Ranges that are still to be searched: each lock that is found splits one into two. */
     int64_t(*todo)[2] = PyMem_Malloc(sizeof *todo * (SHMBUS_MAX_EXTENTS + 2));
     if (found == NULL || todo == NULL) {
         PyMem_Free(todo);
@@ -419,7 +439,7 @@ static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
     while (left > 0) {
         int64_t from = todo[--left][0], to = todo[left][1];
         int64_t start = from, bytes = to - from;
-        if (bytes <= 0 || segment_lock_find(self->c.fd, &start, &bytes) != LOCK_HELD_ELSEWHERE) {
+        if (bytes <= 0 || file_lock_find(self->c.fd, &start, &bytes) != LOCK_HELD_ELSEWHERE) {
             continue;
         }
         int64_t last = bytes == 0 || start + bytes > to ? to : start + bytes;
@@ -476,7 +496,7 @@ static PyObject *py_segment_get_policy_version(SegmentObject *self, void *ignore
 
 static int py_segment_set_policy_version(SegmentObject *self, PyObject *value, void *ignored) {
     (void)ignored;
-    if (!is_given(value, "policy_version")) {
+    if (!py_is_given(value, "policy_version")) {
         return -1;
     }
     if (self->c.read_only) {
@@ -498,6 +518,11 @@ static int py_segment_set_policy_version(SegmentObject *self, PyObject *value, v
 static PyObject *py_segment_get_capacity(SegmentObject *self, void *ignored) {
     (void)ignored;
     return PyLong_FromUnsignedLongLong(self->c.extent_bytes * self->c.extent_count);
+}
+
+static PyObject *py_segment_get_removed(SegmentObject *self, void *ignored) {
+    (void)ignored;
+    return PyBool_FromLong(removal_happened(&self->c));
 }
 
 static PyObject *py_segment_get_closed(SegmentObject *self, void *ignored) {
@@ -526,8 +551,10 @@ static PyMethodDef segment_methods[] = {
 };
 
 static PyGetSetDef segment_getset[] = {
-    {"policy_version", (getter)py_segment_get_policy_version, (setter)py_segment_set_policy_version, NULL, NULL},
+    {"policy_version", (getter)py_segment_get_policy_version, (setter)py_segment_set_policy_version,
+     NULL, NULL},
     {"capacity", (getter)py_segment_get_capacity, NULL, NULL, NULL},
+    {"removed", (getter)py_segment_get_removed, NULL, NULL, NULL},
     {"closed", (getter)py_segment_get_closed, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -551,45 +578,4 @@ PyTypeObject SegmentType = {
     .tp_methods = segment_methods,
     .tp_getset = segment_getset,
     .tp_members = segment_members,
-};
-
-/* ---- Keeper: what stands behind writable views ---- */
-
-KeeperObject *py_keeper_new(SegmentObject *segment, const struct reservation *at) {
-    KeeperObject *self = PyObject_New(KeeperObject, &KeeperType);
-    if (self != NULL) {
-        self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
-        self->at = *at;
-        self->pinned = false;
-        self->previous = NULL;
-        self->next = segment->keepers;
-        if (segment->keepers != NULL) {
-            segment->keepers->previous = self;
-        }
-        segment->keepers = self;
-    }
-    return self;
-}
-
-static void py_keeper_dealloc(KeeperObject *self) {
-    if (self->previous != NULL) {
-        self->previous->next = self->next;
-    } else {
-        self->segment->keepers = self->next;
-    }
-    if (self->next != NULL) {
-        self->next->previous = self->previous;
-    }
-    if (self->pinned && self->segment->generation == fork_generation) {
-        writer_unpin(&self->segment->c, &self->at);
-    }
-    Py_DECREF(self->segment);
-    PyObject_Free(self);
-}
-
-PyTypeObject KeeperType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Keeper",
-    .tp_basicsize = sizeof(KeeperObject),
-    .tp_dealloc = (destructor)py_keeper_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
 };

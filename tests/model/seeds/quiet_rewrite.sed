@@ -1,3 +1,3 @@
-# options: --scenario asking --strong --preemptions 2 --deaths 0
+# options: --scenario retry --strong --preemptions 2 --deaths 0
 # A row changes while it can be claimed.
-/^void wanted_withdraw/,/^}/s/atomic_store_explicit(&row->claim, SHMBUS_WANTED_BUSY, memory_order_relaxed);/;/
+/^void retry_withdraw/,/^}/s/atomic_store_explicit(&entry->claim, SHMBUS_RETRY_BUSY, memory_order_relaxed);/;/

@@ -1,3 +1,3 @@
-# options: --scenario asking --strong --preemptions 2 --deaths 0
+# options: --scenario retry --strong --preemptions 2 --deaths 0
 # A claim stands although the row asks for something else by now.
-/^bool wanted_claim/,/^}/s/now.number == number/(now.number == number || now.number != 0)/
+/^bool retry_claim/,/^}/s/now.number == number/(now.number == number || now.number != 0)/

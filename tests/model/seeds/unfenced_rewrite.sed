@@ -1,3 +1,3 @@
-# options: --scenario asking --weak --preemptions 2 --deaths 0
+# options: --scenario retry --weak --preemptions 2 --deaths 0
 # A row's new content may be there before its claim says BUSY.
-/^void wanted_withdraw/,/^}/s/atomic_thread_fence(memory_order_release);/;/
+/^void retry_withdraw/,/^}/s/atomic_thread_fence(memory_order_release);/;/

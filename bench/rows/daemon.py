@@ -1,0 +1,184 @@
+"""The daemon's rows: throughput beside the embedded consumer, its processor time, and its sleep.
+
+What a trajectory costs the daemon holds wake-ups too, which go by time and not by trajectories. So
+short and long ones are compared at one rate, that both workloads reach.
+
+Embedded and daemon runs take turns, so that a slow minute of the machine falls on both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import shmbus
+from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.rows import packed
+from bench.rows.row import Row, Target
+from bench.sending import produce, temporary_bus
+from bench.workload import Workload
+from shmbus.control.socket_path import socket_path
+
+__all__ = ["measure"]
+
+#: Tokens of the second workload: four times the payload, which the daemon must not notice. Its
+#: batches have as many trajectories, since each costs the daemon a message of its own.
+LONG_TOKENS = 8192
+TRAJECTORIES_PER_BATCH = packed.TOKENS_PER_BATCH // 2048
+#: Trajectories a second at which short and long ones are compared, and for how many seconds.
+EVEN_PER_S = 20_000.0
+EVEN_S = 2.0
+
+
+@contextmanager
+def _serving(name: str) -> Iterator[int]:
+    """Run a daemon on a bus; yield its pid."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shmbus", "serve", name, "--log-level", "warning"]
+    )
+    try:
+        deadline = time.monotonic() + STALL_S
+        while not os.path.exists(socket_path(name)):
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise MeasurementError("the daemon did not begin to serve")
+            time.sleep(0.01)
+        yield process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STALL_S)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor seconds of all threads of a process, as the scheduler counts them."""
+    nanoseconds = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        nanoseconds += int((task / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
+
+
+def _run(workload: Workload, *, daemon: bool, per_s: float = 0.0) -> tuple[float, float]:
+    """Move a workload into packed batches; trajectories a second, daemon microseconds each."""
+    with temporary_bus(workload.capacity) as name:
+        if not daemon:
+            return _train(name, workload, per_s), 0.0
+        with _serving(name) as pid:
+            before = _cpu_s(pid)
+            rate = _train(name, workload, per_s)
+            return rate, (_cpu_s(pid) - before) / workload.trajectories * 1e6
+
+
+def _train(name: str, workload: Workload, per_s: float) -> float:
+    tokens_per_batch = TRAJECTORIES_PER_BATCH * workload.tokens
+    trainer = Role(packed.train, (name, workload, tokens_per_batch))
+    producers = [Role(produce, (name, workload, i, per_s)) for i in range(workload.producers)]
+    (seconds, _), *_ = run_together([trainer, *producers])
+    return workload.trajectories / float(seconds)
+
+
+def measure(
+    trajectories: int, repetitions: int, idle_s: float, capacity: str, say: Callable[[str], None]
+) -> list[Row]:
+    """Measure all of them.
+
+    Parameters
+    ----------
+    trajectories : int
+        Of one run.
+    repetitions : int
+    idle_s : float
+        Seconds that the daemon sleeps.
+    capacity : str
+    say : callable
+        Told what is under way.
+    """
+    short = Workload(trajectories=trajectories, tokens=2048, capacity=capacity)
+    long = Workload(trajectories=trajectories // 4, tokens=LONG_TOKENS, capacity=capacity)
+    even = int(min(EVEN_PER_S * EVEN_S, trajectories)) // TRAJECTORIES_PER_BATCH
+    evenly = [
+        dataclasses.replace(each, trajectories=even * TRAJECTORIES_PER_BATCH)
+        for each in (short, long)
+    ]
+    ratios, rates, cpu, cpu_long, even_cpu = [], [], [], [], []
+    for number in range(repetitions):
+        say(f"packed batches without and with a daemon ({number + 1} of {repetitions})")
+        embedded, _ = _run(short, daemon=False)
+        rate, each = _run(short, daemon=True)
+        ratios.append(rate / embedded)
+        rates.append(rate)
+        cpu.append(each)
+        cpu_long.append(_run(long, daemon=True)[1])
+        even_cpu.append([_run(each, daemon=True, per_s=EVEN_PER_S)[1] for each in evenly])
+    say("a daemon asleep")
+    return [
+        Row(
+            name="daemon-packed",
+            title="put to packed torch batches through the daemon, 2,048 tokens",
+            measured=f"{statistics.median(rates):,.0f} trajectories/s",
+            value=statistics.median(ratios),
+            spread=(min(ratios), max(ratios)),
+            target=Target("at least", 0.8, "of embedded"),
+            figures={"trajectories_per_s": rates, "of_embedded": ratios},
+        ),
+        Row(
+            name="daemon-cpu",
+            title="the daemon's processor time, 2,048 tokens",
+            measured=f"{statistics.median(cpu):.2f} us a trajectory; "
+            f"{statistics.median(cpu_long):.2f} us at {LONG_TOKENS:,} tokens",
+            value=statistics.median(cpu),
+            spread=(min(cpu), max(cpu)),
+            target=Target("at most", 3.0, "us a trajectory"),
+            figures={"us_2048": cpu, f"us_{LONG_TOKENS}": cpu_long},
+        ),
+        _payload(even_cpu),
+        _idle(idle_s, capacity),
+    ]
+
+
+def _payload(runs: list[list[float]]) -> Row:
+    """Compare microseconds a trajectory, short and long, of runs at one rate."""
+    short, long = (statistics.median(each) for each in zip(*runs, strict=True))
+    times = [each[1] / each[0] for each in runs]
+    return Row(
+        name="daemon-payload",
+        title=f"the daemon's processor time at {EVEN_PER_S:,.0f} trajectories/s, {LONG_TOKENS:,} "
+        "tokens against 2,048",
+        measured=f"{long:.2f} us a trajectory against {short:.2f}",
+        value=statistics.median(times),
+        spread=(min(times), max(times)),
+        target=Target("at most", 1.2, "times, whatever the payload"),
+        figures={"us": runs},
+    )
+
+
+def _idle(idle_s: float, capacity: str) -> Row:
+    with (
+        temporary_bus(capacity) as name,
+        _serving(name) as pid,
+        shmbus.Producer(name),
+        shmbus.Consumer(name) as consumer,
+    ):
+        consumer.take(timeout=0.0)
+        time.sleep(0.1)
+        before = _cpu_s(pid)
+        time.sleep(idle_s)
+        share = (_cpu_s(pid) - before) / idle_s
+    return Row(
+        name="daemon-idle",
+        title=f"a daemon asleep for {idle_s:.1f} s, with a producer and a consumer",
+        measured=f"{share * 100:.3f} % of a processor",
+        value=share * 100,
+        target=Target("at most", 0.1, "% of a processor"),
+        figures={"processor_share": share, "measured_s": idle_s},
+    )

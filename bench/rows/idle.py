@@ -1,0 +1,46 @@
+"""The cost of a consumer that waits on an empty bus."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+
+import shmbus
+from bench.processes import run_alone
+from bench.rows.row import Row, Target
+from bench.sending import temporary_bus
+
+__all__ = ["measure"]
+
+
+def measure(seconds: float, capacity: str) -> Row:
+    """Let a consumer sleep so long on an empty bus, and extrapolate its cost to a minute."""
+    with temporary_bus(capacity) as name:
+        cpu_s, slept_s, wakes = run_alone(_sleep, name, seconds)
+    per_minute = cpu_s * 60 / slept_s
+    return Row(
+        name="idle",
+        title=f"a consumer asleep for {slept_s:.1f} s",
+        measured=f"{per_minute * 1000:.2f} ms of CPU a minute; "
+        f"{wakes / slept_s:.1f} times a second off and on the processor",
+        value=per_minute,
+        target=Target("at most", 0.06, "CPU seconds a minute"),
+        figures={
+            "cpu_seconds_a_minute": per_minute,
+            "measured_cpu_s": cpu_s,
+            "measured_s": slept_s,
+            "voluntary_context_switches": wakes,
+        },
+    )
+
+
+def _sleep(start: Callable[[], None], name: str, seconds: float) -> tuple[float, float, int]:
+    with shmbus.Consumer(name) as consumer:
+        consumer.take(timeout=0.0)
+        start()
+        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        began, began_cpu = time.monotonic(), time.process_time()
+        consumer.take(timeout=seconds)
+        cpu_s, slept_s = time.process_time() - began_cpu, time.monotonic() - began
+        return cpu_s, slept_s, resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - switches

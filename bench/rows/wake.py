@@ -1,0 +1,135 @@
+"""Latency from put to a sleeping reader, beside a bare futex between two processes.
+
+Both sides of the comparison sleep through the same random pauses, and take the same stamps by
+CLOCK_MONOTONIC: right before the put (or the store and FUTEX_WAKE), and right after take (or
+FUTEX_WAIT) returned. They take turns, so that a slow minute of the machine falls on both; a figure
+is the median of the turns' percentiles.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import shmbus
+from bench.native import PROGRAMS, CannotRun, compile_program, run
+from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.rows.row import Row, Target
+from bench.sending import temporary_bus
+
+__all__ = ["WARM_UP", "measure", "pauses_ns", "put_after_pauses"]
+
+#: Microseconds between two puts: long enough for the reader to be asleep again.
+PAUSE_US: Final = (300.0, 1000.0)
+#: Wake-ups at the beginning of each turn that are not counted: first calls, first touches.
+WARM_UP: Final = 50
+#: The pauses are the same in every run of the benchmark.
+SEED: Final = 20240229
+SOURCE: Final = PROGRAMS / "raw_futex.c"
+
+
+def measure(wakes: int, turns: int, capacity: str) -> list[Row]:
+    """Measure so many wake-ups in each of so many turns; a row for p50 and one for p99."""
+    pauses = pauses_ns(wakes)
+    ours: list[NDArray[np.int64]] = []
+    raw: list[NDArray[np.int64]] = []
+    with tempfile.TemporaryDirectory(prefix="shmbus-bench-") as directory:
+        program = Path(directory, "raw_futex")
+        why_not = ""
+        try:
+            compile_program(SOURCE, program)
+        except CannotRun as error:
+            why_not = str(error)
+        for _ in range(turns):
+            if not why_not:
+                said, _ = run([str(program)], "\n".join(map(str, pauses)))
+                raw.append(np.array(said.split(), np.int64)[WARM_UP:])
+            ours.append(_run_shmbus(pauses, capacity)[WARM_UP:])
+    return [_row(percent, ours, raw, why_not) for percent in (50, 99)]
+
+
+def pauses_ns(wakes: int) -> list[int]:
+    """Return the nanoseconds before each put, those of the warm-up first."""
+    generator = random.Random(SEED)
+    return [int(generator.uniform(*PAUSE_US) * 1000) for _ in range(WARM_UP + wakes)]
+
+
+def _row(
+    percent: int, ours: list[NDArray[np.int64]], raw: list[NDArray[np.int64]], why_not: str
+) -> Row:
+    ours_us = [float(np.percentile(turn, percent)) / 1000 for turn in ours]
+    raw_us = [float(np.percentile(turn, percent)) / 1000 for turn in raw]
+    middle = statistics.median(ours_us)
+    measured = f"{middle:.1f} us"
+    value = spread = None
+    if raw:
+        bare = statistics.median(raw_us)
+        measured += f"; raw futex {bare:.1f} us"
+        value, spread = middle / bare, (min(ours_us) / bare, max(ours_us) / bare)
+    return Row(
+        name=f"wake-p{percent}",
+        title=f"wake-up of a sleeping reader, one way, p{percent}",
+        measured=measured,
+        value=value,
+        spread=spread,
+        target=Target("at most", 2.0, "times a raw futex"),
+        skipped=f"raw futex: {why_not}" if why_not else "",
+        figures={
+            "wakes_by_turn": [len(turn) for turn in ours],
+            "shmbus_us_by_turn": ours_us,
+            "raw_futex_us_by_turn": raw_us,
+        },
+    )
+
+
+def _run_shmbus(pauses: list[int], capacity: str) -> NDArray[np.int64]:
+    with temporary_bus(capacity) as name:
+        came, put = run_together(
+            [Role(_sleep_until_put, (name, len(pauses))), Role(put_after_pauses, (name, pauses))]
+        )
+    return np.array(came, np.int64) - np.array(put, np.int64)
+
+
+def put_after_pauses(
+    start: Callable[[], None], name: str, pauses: list[int], cores: Collection[int] = ()
+) -> list[int]:
+    """Put a group of one after each pause; return the stamps from right before each put.
+
+    They stay here: to set an item of an array takes an interpreter that just woke up as long as
+    the half of a put, and is no part of it. With `cores`, the process keeps to those.
+    """
+    if cores:
+        os.sched_setaffinity(0, cores)
+    sample = np.zeros(1, np.int64)
+    stamps = []
+    with shmbus.Producer(name) as producer:
+        start()
+        for pause_ns in pauses:
+            time.sleep(pause_ns / 1e9)
+            stamp = time.monotonic_ns()
+            producer.put("wake", group_size=1, index=0, sample=sample, timeout=STALL_S)
+            stamps.append(stamp)
+    return stamps
+
+
+def _sleep_until_put(start: Callable[[], None], name: str, wakes: int) -> list[int]:
+    stamps = []
+    with shmbus.Consumer(name) as consumer:
+        start()
+        for _ in range(wakes):
+            groups = consumer.take(1, STALL_S)
+            stamp = time.monotonic_ns()
+            if not groups:
+                raise MeasurementError(f"no group within {STALL_S:g} s: {consumer.stats()}")
+            stamps.append(stamp)
+            consumer.ack(groups)
+    return stamps

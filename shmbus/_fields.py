@@ -1,0 +1,72 @@
+"""The arrays of a reservation, as `Producer.reserve` is told of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from shmbus import errors
+
+__all__ = ["FieldSpec", "check_sizes", "parse_field"]
+
+FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]]"
+
+_RESERVED = frozenset(
+    {"instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout"}
+)
+
+# Above it C could not count: 2^48 bytes are more than a field of any record can have.
+_MOST_BYTES = 1 << 48
+
+
+def parse_field(name: str, spec: FieldSpec) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Check one field, and return its dtype and sizes."""
+    if not isinstance(name, str):
+        raise TypeError(f"fields: expected str names, got {type(name).__name__}")
+    if name in _RESERVED:
+        raise ValueError(f"fields: {name!r} is an argument's name; call the array something else")
+    pair: object = spec
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"field {name!r}: expected (dtype, shape), got {spec!r}")
+    try:
+        if spec[0] is None:
+            raise TypeError("NumPy takes it for float64")
+        dtype = np.dtype(spec[0])
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"field {name!r}: expected a dtype, got {spec[0]!r}: {error}") from error
+    sizes = spec[1] if isinstance(spec[1], (tuple, list)) else (spec[1],)
+    shape = []
+    for size in sizes:
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise TypeError(f"field {name!r}: expected sizes as int, got {size!r}")
+        if size < 0:
+            raise ValueError(f"field {name!r}: expected sizes of 0 or more, got {size}")
+        shape.append(size.__index__())
+    return dtype, tuple(shape)
+
+
+def check_sizes(
+    bus: str, limit: int, fields: dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
+) -> None:
+    """Say what would be needed, in Python's integers, which no product overflows."""
+    total = longest = 0
+    for dtype, shape in fields.values():
+        total += dtype.itemsize * math.prod(shape)
+        # A shape with a 0 in it needs nothing, whatever its other dimensions are.
+        longest = max((longest, *shape))
+    if total > limit or longest > _MOST_BYTES:
+        largest = max(
+            fields,
+            key=lambda name: (
+                fields[name][0].itemsize * math.prod(fields[name][1]),
+                max(fields[name][1], default=0),
+            ),
+        )
+        raise errors.RecordTooLargeError(
+            f"bus {bus!r}: a record takes at most {limit} bytes, this one needs {total} for its "
+            f"fields alone, most of them for {largest!r} of shape {fields[largest][1]}; create the "
+            "bus with a larger capacity (a record may take a quarter of it) or reserve less"
+        )

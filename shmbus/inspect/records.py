@@ -1,0 +1,202 @@
+"""Runs and records as a segment's file describes them.
+
+Invariant: sizes and offsets here were checked by the core; texts were not, and are not escaped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from shmbus_ext import _core
+
+__all__ = ["Field", "RecordRow", "Run", "Scan", "parse_fields", "unreadable_rest"]
+
+_SCHEMA: Final[np.dtype[Any]] = np.dtype(dict(_core.layout()["schema_entry"]))  # type: ignore[call-overload]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Neighbouring extents that a lane leases together.
+
+    Attributes
+    ----------
+    extent, span : int
+        Its first extent, and how many there are.
+    slot : int
+        The lane that leases it; the collector's own has the number `max_producers`.
+    generation : int
+        Of the lease.
+    order : int
+        Position in the lane.
+    used, room : int
+        Bytes that hold records, and bytes in all.
+    sealed : bool
+        Whether nothing more will be written there.
+    writer_pins : int
+        Writable views that are still out.
+    producer_id : int
+        The producer that leased it.
+    """
+
+    extent: int
+    span: int
+    slot: int
+    generation: int
+    order: int
+    used: int
+    room: int
+    sealed: bool
+    writer_pins: int
+    producer_id: int
+
+
+class Scan(msgspec.Struct, frozen=True):
+    """The records of one run, counted.
+
+    Attributes
+    ----------
+    keys : bytes
+        (producer, sequence) of each committed record, as pairs of u64.
+    reserved, committed, aborted, released, unknown : int
+        Records by state; committed without those that their lane has not counted yet.
+    nbytes : int
+        Ring bytes of the committed ones.
+    newest_ns : int
+        When the newest was committed, released ones included; 0 for none.
+    unreadable : int
+        Bytes behind a damaged frame, which cannot be walked.
+    changed : bool
+        Whether the run was freed during the count, so that the rest says nothing.
+    """
+
+    keys: bytes
+    reserved: int
+    committed: int
+    aborted: int
+    released: int
+    unknown: int
+    nbytes: int
+    newest_ns: int
+    unreadable: int
+    changed: bool
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One array of a record: its name, dtype as text, shape, and offset within the record."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    itemsize: int
+
+
+class RecordRow(msgspec.Struct, frozen=True):
+    """One record as the walk found it; `SegmentFile.read_records` explains state and verdict."""
+
+    extent: int
+    generation: int
+    slot: int
+    offset: int
+    state: str
+    verdict: str
+    nbytes: int
+    producer_id: int
+    sequence: int
+    lane_number: int
+    flags: int
+    policy_version: int
+    score: float
+    group_size: int
+    index: int
+    epoch: int | None
+    committed_ns: int
+    meta_offset: int
+    meta_bytes: int
+    payload_bytes: int
+    instance_id: str
+    field_count: int
+    schema: bytes
+    shape: bytes
+
+    @property
+    def key(self) -> str | tuple[str, int]:
+        """The key of its group: the instance id, with the epoch where its producer gave one."""
+        return self.instance_id if self.epoch is None else (self.instance_id, self.epoch)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the collector moved it."""
+        return bool(self.flags & _core.FLAG_MOVED)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it reports that its sample failed."""
+        return bool(self.flags & _core.FLAG_FAILED)
+
+    @property
+    def sized(self) -> bool:
+        """Whether its producer gave the group_size."""
+        return not self.flags & _core.FLAG_NO_SIZE
+
+    def fields(self) -> list[Field]:
+        """Parse its schema, whose bounds the core has checked."""
+        return parse_fields(self.schema, self.shape)
+
+
+def parse_fields(schema: bytes, shape: bytes) -> list[Field]:
+    """Names, dtypes, shapes and offsets from a record's tables."""
+    words = np.frombuffer(shape, "<u8").tolist()
+    found = []
+    at = word = 0
+    while at < len(schema):
+        entry = np.frombuffer(schema, _SCHEMA, count=1, offset=at)[0]
+        at += _SCHEMA.itemsize
+        name = schema[at : at + int(entry["name_bytes"])]
+        at += len(name)
+        dtype = schema[at : at + int(entry["dtype_bytes"])]
+        at += len(dtype)
+        sizes = words[word + 1 : word + 1 + int(entry["ndim"])]
+        found.append(
+            Field(
+                name.decode("utf-8", "backslashreplace"),
+                dtype.decode("utf-8", "backslashreplace"),
+                tuple(sizes),
+                words[word],
+                int(entry["itemsize"]),
+            )
+        )
+        word += 1 + len(sizes)
+    return found
+
+
+def unreadable_rest(run: Run, at: int) -> RecordRow:
+    """Stand in for everything from a damaged frame to the end of its run."""
+    return RecordRow(
+        extent=run.extent,
+        generation=run.generation,
+        slot=run.slot,
+        offset=at,
+        state="unreadable",
+        verdict="frame",
+        nbytes=run.used - at,
+        producer_id=run.producer_id,
+        sequence=0,
+        lane_number=0,
+        flags=0,
+        policy_version=0,
+        score=0.0,
+        group_size=0,
+        index=0,
+        epoch=None,
+        committed_ns=0,
+        meta_offset=0,
+        meta_bytes=0,
+        payload_bytes=0,
+        instance_id="",
+        field_count=0,
+        schema=b"",
+        shape=b"",
+    )

@@ -1,0 +1,382 @@
+"""What can be said of a bus: the structs of ``shmbus status`` and of a daemon's answer.
+
+Below the control messages, which carry some of these, and below everything that fills them in.
+
+Invariants:
+
+- Field names are the keys of ``--json`` and of the wire: they stay.
+- A struct holds values that were read once; nothing here reads a bus.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from shmbus.ledger import TrajectoryCounts
+from shmbus_ext import _core
+
+__all__ = [
+    "BusStatus",
+    "CollectorStatus",
+    "Count",
+    "DaemonStatus",
+    "FailedSample",
+    "GroupStatus",
+    "LeaseStatus",
+    "LedgerStatus",
+    "OpenGroup",
+    "PauseStatus",
+    "ProducerSlot",
+    "ProducerStatus",
+    "WantedStatus",
+]
+
+#: Bounds of what is decoded from a file or a socket; they count there only.
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class LedgerStatus(TrajectoryCounts, frozen=True, kw_only=True):
+    """Where every committed trajectory is, as an observer can tell.
+
+    Without a collector, every undelivered trajectory counts as in the ring.
+
+    Attributes
+    ----------
+    unreadable : int
+        Committed, and not found by a walk over the records; the next reader counts them as corrupt.
+        Always 0 where `exact` is false.
+    exact : bool
+        Whether the undelivered were counted record by record, at one instant. Otherwise the bus was
+        too busy, and in_ring is what the counters leave over.
+    balanced : bool
+        Whether the parts add up to `committed`, with nothing unreadable.
+    """
+
+    unreadable: int
+    exact: bool
+    balanced: bool
+
+
+class ProducerSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot in the producer table, and its counters.
+
+    Attributes
+    ----------
+    slot, producer_id, pid : int
+        Its position in the table; the producer's number on the bus; its process, as numbered in its
+        own pid namespace.
+    label : str
+        The name that the producer gave itself.
+    committed, aborted : int
+        Trajectories, of all producers that ever owned the slot.
+    """
+
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_PRODUCERS)]
+    producer_id: Count
+    pid: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+    label: str
+    committed: Count
+    aborted: Count
+
+
+class ProducerStatus(ProducerSlot, frozen=True, kw_only=True):
+    """A producer slot that has been used.
+
+    Attributes
+    ----------
+    state : "alive" | "dead" | "closed" | "gone"
+        alive: a living process holds the slot's lock. dead: no process does, and the collector has
+        not reaped it yet. closed: the producer left properly. gone: it died and was reaped.
+    held_bytes : int
+        Ring bytes in the lane's extents.
+    reservations : int | None
+        Records in these that are neither committed nor aborted; None where records were not read.
+    idle_s : float | None
+        Seconds since the last commit, by the records that are still in the lane's extents; None
+        where none is.
+    """
+
+    state: Literal["alive", "dead", "closed", "gone"]
+    held_bytes: int
+    reservations: int | None = None
+    idle_s: float | None = None
+
+
+class CollectorStatus(msgspec.Struct, frozen=True):
+    """The collector, as it last described itself.
+
+    Attributes
+    ----------
+    alive : bool
+        Whether a living process holds the collector's lock.
+    pid : int
+        Its process; 0 where no collector ever read the bus.
+    label : str
+        The name that it gave itself.
+    seen_ago_s : float | None
+        Seconds since it last polled the ring; None where no collector ever did.
+    leased_groups, leased_records, stashed_groups, stashed_records : int
+        What it holds; 0 where it is not alive.
+    stragglers_bytes : int
+        Ring bytes of the stragglers that it moved.
+    oldest_lease_s : float
+        Seconds since it gave the oldest of those leases.
+    """
+
+    alive: bool
+    pid: int
+    label: str
+    seen_ago_s: float | None
+    leased_groups: int
+    leased_records: int
+    stashed_groups: int
+    stashed_records: int
+    stragglers_bytes: int
+    oldest_lease_s: float = 0.0
+
+
+class PauseStatus(msgspec.Struct, frozen=True):
+    """A pause of the producers.
+
+    Attributes
+    ----------
+    reason : str
+        As it was given; may be "".
+    policy_version : int
+        The trainer's when the pause began.
+    age_s : float
+        Seconds since then.
+    """
+
+    reason: str
+    policy_version: int
+    age_s: float
+
+
+class FailedSample(msgspec.Struct, frozen=True):
+    """A sample of an incomplete group that failed.
+
+    Attributes
+    ----------
+    index : int
+        Its index in the group.
+    attempts : int
+        Failed attempts, as far as they were reported.
+    reason : str
+        The reason of the last one.
+    """
+
+    index: int
+    attempts: int
+    reason: str
+
+
+class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """An incomplete group.
+
+    Attributes
+    ----------
+    instance_id : str
+        The prompt's key.
+    epoch : int | None
+        None where its producers gave none.
+    size, present : int
+        Samples of the complete group, 0 where that is not known yet, and samples that are here.
+    missing : list[int]
+        Missing indices; a status names the first of them.
+    age_s : float
+        Seconds since its first sample.
+    failed : list[FailedSample]
+        Missing samples that failed; a status names the first of them.
+    """
+
+    instance_id: str
+    epoch: int | None
+    size: int
+    present: int
+    missing: list[int]
+    age_s: float
+    failed: list[FailedSample] = []
+
+
+class GroupStatus(OpenGroup, frozen=True, kw_only=True):
+    """An incomplete group, as its records show it.
+
+    Attributes
+    ----------
+    producers : list[int]
+        Numbers of the producers that sent its samples.
+    """
+
+    producers: list[int]
+
+
+class WantedStatus(msgspec.Struct, frozen=True):
+    """A retry request: a sample that producers are asked for again.
+
+    Attributes
+    ----------
+    instance_id, epoch, index : str, int | None, int
+        The sample.
+    attempt : int
+        1 for its first retry.
+    reason : str
+        Why the attempt before failed.
+    asked_s : float
+        Seconds since the request was published.
+    taken_by : int | None
+        Number of the producer that has taken it.
+    """
+
+    instance_id: str
+    epoch: int | None
+    index: int
+    attempt: int
+    reason: str
+    asked_s: float
+    taken_by: int | None
+
+
+class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A client of a daemon, and the leases that it holds.
+
+    Attributes
+    ----------
+    client, pid : int
+        Its number at the daemon; its process, as numbered in its own pid namespace.
+    label : str
+        The name that it gave itself.
+    rank, world_size : int
+        Which of how many; -1 and 1 without ranks.
+    groups, trajectories : int
+        Leased to it now.
+    oldest_lease_s : float
+        Seconds that it has held the oldest of them.
+    waiting : bool
+        Whether it waits for more.
+    connected : bool
+        False for a client that holds leases of an earlier connection and has not come back.
+    """
+
+    client: int
+    pid: int
+    label: str
+    rank: int = -1
+    world_size: int = 1
+    groups: int = 0
+    trajectories: int = 0
+    oldest_lease_s: float = 0.0
+    waiting: bool = False
+    connected: bool = True
+
+
+class DaemonStatus(msgspec.Struct, frozen=True):
+    """A daemon's answer; where it gave none, all but `answers` and `problem` is empty.
+
+    Attributes
+    ----------
+    answers : bool
+        Whether it gave a status.
+    problem : str
+        Why not.
+    pid, version, uptime_s : int, str, float
+        Its process.
+    recovering, draining : bool
+        Whether it waits for clients of an earlier daemon, or for leases to end before it stops.
+    in_doubt : int
+        Groups that a client which has not come back may hold.
+    world_size : int
+        Ranks that share the steps; 0 without ranks.
+    next_steps : dict[int, int]
+        Each rank's next step.
+    groups_open, groups_ready, groups_leased : int
+        Incomplete groups; complete ones that wait to be taken; leased ones.
+    leases : list[LeaseStatus]
+        Its clients.
+    """
+
+    answers: bool
+    problem: str = ""
+    pid: int = 0
+    version: str = ""
+    uptime_s: float = 0.0
+    recovering: bool = False
+    draining: bool = False
+    in_doubt: int = 0
+    world_size: int = 0
+    next_steps: dict[int, int] = {}
+    groups_open: int = 0
+    groups_ready: int = 0
+    groups_leased: int = 0
+    leases: list[LeaseStatus] = []
+
+
+class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A bus at a glance.
+
+    Attributes
+    ----------
+    name, path : str
+        The bus and its file.
+    layout_version : int
+        Of the segment.
+    age_s : float
+        Seconds since it was created.
+    capacity, free, segment_bytes, extent_bytes : int
+        Bytes for records, of free extents, of the whole file, and of one extent.
+    fill : float
+        The part of the capacity that is leased to lanes, 0 to 1.
+    space_wanted : bool
+        Whether a producer waits for space.
+    paused : PauseStatus | None
+        The pause, where producers are paused.
+    max_producers : int
+        How many may be attached at once.
+    policy_version : int
+        The trainer's current one.
+    in_use : bool
+        Whether a living process has the segment open.
+    ledger : LedgerStatus
+        Where every trajectory is.
+    groups_incomplete, groups_complete : int | None
+        Undelivered groups, by the records in the ring; leased ones count as complete. None where
+        the records were not sorted into groups.
+    oldest_incomplete : list[GroupStatus]
+        The incomplete groups that have waited longest, with their missing samples.
+    collector : CollectorStatus
+        The reader of the bus.
+    producers : list[ProducerStatus]
+        Slots that have been used, by producer number.
+    wanted : list[WantedStatus]
+        Open retry requests.
+    groups_given_up : int
+        Groups that were given up for a failed sample, since the bus was created.
+    daemon : DaemonStatus | None
+        The daemon's answer, where one serves the bus.
+    """
+
+    name: str
+    path: str
+    layout_version: int
+    age_s: float
+    capacity: int
+    free: int
+    segment_bytes: int
+    extent_bytes: int
+    fill: float
+    space_wanted: bool
+    paused: PauseStatus | None
+    max_producers: int
+    policy_version: int
+    in_use: bool
+    ledger: LedgerStatus
+    groups_incomplete: int | None
+    groups_complete: int | None
+    oldest_incomplete: list[GroupStatus]
+    collector: CollectorStatus
+    producers: list[ProducerStatus]
+    wanted: list[WantedStatus] = []
+    groups_given_up: int = 0
+    daemon: DaemonStatus | None = None

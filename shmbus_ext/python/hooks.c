@@ -1,0 +1,77 @@
+/* What Python gives the core once, at import (see hooks.h).
+ *
+ * Invariant: all hooks are set before any other function of the module is called; `shmbus` sees to
+ * it when it is imported. */
+#include "python/hooks.h"
+
+struct hooks hooks;
+
+void py_raise_hook(PyObject *hook, PyObject *arguments) {
+    if (arguments == NULL) {
+        return;
+    }
+    PyObject *error = PyObject_CallObject(hook, arguments);
+    Py_DECREF(arguments);
+    if (error != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+        Py_DECREF(error);
+    }
+}
+
+/* The struct is taken for an array of its members. */
+_Static_assert(sizeof(struct hooks) == 13 * sizeof(PyObject *), "hooks are pointers alone");
+
+static PyObject *py_install(PyObject *module, PyObject *args, PyObject *kwargs) {
+    (void)module;
+    static char *names[] = {"closed_error",  "too_large_error", "full_error",   "busy_error",
+                            "removed_error", "layout_error",    "space_error",  "memory_error",
+                            "encode_meta",   "decode_meta",     "encode_dtype", "decode_dtype",
+                            "as_array",      NULL};
+    struct hooks got;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "$OOOOOOOOOOOOO", names, &got.closed_error, &got.too_large_error,
+            &got.full_error, &got.busy_error, &got.removed_error, &got.layout_error,
+            &got.space_error, &got.memory_error, &got.encode_meta, &got.decode_meta,
+            &got.encode_dtype, &got.decode_dtype, &got.as_array)) {
+        return NULL;
+    }
+    PyObject **from = (PyObject **)&got;
+    PyObject **to = (PyObject **)&hooks;
+    for (size_t i = 0; i < sizeof hooks / sizeof *to; i++) {
+        Py_XSETREF(to[i], Py_NewRef(from[i]));
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *py_set_aside_error(void) {
+#if PY_VERSION_HEX >= 0x030C0000
+    return PyErr_GetRaisedException();
+#else
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL) {
+        PyException_SetTraceback(error, traceback);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+#endif
+}
+
+void py_restore_error(PyObject *error) {
+#if PY_VERSION_HEX >= 0x030C0000
+    PyErr_SetRaisedException(error);
+#else
+    PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error, PyException_GetTraceback(error));
+#endif
+}
+
+static PyMethodDef functions[] = {
+    {"install", (PyCFunction)(void (*)(void))py_install, METH_VARARGS | METH_KEYWORDS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_hooks_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
+}

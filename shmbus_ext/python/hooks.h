@@ -1,0 +1,32 @@
+/* What Python gives the core once, at import: exceptions, codecs, messages. */
+#ifndef SHMBUS_PYTHON_HOOKS_H
+#define SHMBUS_PYTHON_HOOKS_H
+
+#include "python/binding.h"
+
+struct hooks {
+    PyObject *closed_error;      /* exception types */
+    PyObject *too_large_error;
+    PyObject *full_error;        /* (segment, bytes, waited_s) -> exception */
+    PyObject *busy_error;        /* (segment, what) -> exception */
+    PyObject *removed_error;     /* (segment, unix_ns or 0) -> exception */
+    PyObject *layout_error;      /* (name, status, found, expected) -> exception */
+    PyObject *space_error;       /* (name, bytes) -> exception */
+    PyObject *memory_error;      /* (name, bytes) -> exception */
+    PyObject *encode_meta;       /* object -> bytes */
+    PyObject *decode_meta;       /* buffer -> object */
+    PyObject *encode_dtype;      /* numpy.dtype -> bytes */
+    PyObject *decode_dtype;      /* bytes -> numpy.dtype */
+    PyObject *as_array;          /* (name, object) -> numpy.ndarray */
+};
+extern struct hooks hooks;
+/* Raises what a hook that makes exceptions returns. */
+void py_raise_hook(PyObject *hook, PyObject *arguments);
+
+/* Takes the exception that is set, and sets it again. */
+PyObject *py_set_aside_error(void);
+void py_restore_error(PyObject *error);
+
+bool py_hooks_add_functions(PyObject *module);
+
+#endif

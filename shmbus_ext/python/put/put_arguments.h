@@ -1,0 +1,43 @@
+/* A producer's keywords and arrays, checked and planned as a record. */
+#ifndef SHMBUS_PYTHON_PUT_ARGUMENTS_H
+#define SHMBUS_PYTHON_PUT_ARGUMENTS_H
+
+#include "python/record/schema.h"
+
+/* What a producer hands over, between Python and a record. */
+struct put_arguments {
+    PyObject *id_object;
+    PyObject *meta_object; /* NULL for none */
+    PyObject *values[SHMBUS_MAX_FIELDS];
+    PyObject *names[SHMBUS_MAX_FIELDS];
+    PyArrayObject *arrays[SHMBUS_MAX_FIELDS]; /* owned, contiguous */
+    PyObject *meta_encoded;                   /* owned */
+    PyObject *schema;                         /* owned: the bytes that spec.schema points into */
+    double timeout_s;                         /* negative: for ever */
+    uint32_t array_count;
+    bool has_group_size, has_index;
+    uint64_t shape[SHMBUS_MAX_SHAPE_WORDS];
+    uint64_t field_bytes[SHMBUS_MAX_FIELDS];
+    uint8_t field_ndim[SHMBUS_MAX_FIELDS];
+    struct record_spec spec;
+};
+
+void py_arguments_begin(struct put_arguments *self);
+void py_arguments_end(struct put_arguments *self);
+/* One keyword; name is a str. False with an exception set. */
+bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value);
+/* Every entry of a dict; false with an exception. */
+bool py_arguments_take_mapping(struct put_arguments *self, PyObject *item);
+bool py_arguments_take_id(struct put_arguments *self, PyObject *value);
+/* After all were taken: checks, converts the arrays, and plans the record. */
+bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache);
+/* Whether a field of so many dimensions fits behind so many words of shapes; false with an
+ * exception. */
+bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim);
+bool py_arguments_finish_head(struct put_arguments *self);
+bool py_parse_timeout(PyObject *value, double *timeout_s);
+bool py_parse_score(PyObject *value, double *score);
+bool py_parse_policy_version(PyObject *value, int64_t *version);
+bool py_arguments_init(void);
+
+#endif

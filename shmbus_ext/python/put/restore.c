@@ -1,0 +1,393 @@
+/* Restorer: writes what a snapshot holds into a new segment, before anybody else knows of it.
+ *
+ * Invariants: the segment is fresh, and this is its collector. Records go into the collector's own
+ * lane as if they had been moved there, so each keeps the number that its producer gave it; the
+ * counters come last, and with them the ledger is what it was. Records go one behind the other; or,
+ * where their runs are named, those of a run into one of its length, so that they take no more
+ * extents than they took before. */
+#include "python/put/restore.h"
+
+#include <string.h>
+
+#include "python/hooks.h"
+#include "python/put/put_arguments.h"
+#include "python/segment/segment_object.h"
+#include "ring/doorbell.h"
+#include "ring/extents.h"
+#include "ring/file_lock.h"
+#include "ring/writer.h"
+
+/* Where the lane goes on in a run that it has left. */
+struct open_run {
+    uint64_t used;
+    uint64_t bytes;
+    uint32_t extent; /* NO_EXTENT for none */
+    uint32_t generation;
+};
+
+typedef struct {
+    PyObject_HEAD
+    SegmentObject *segment;
+    struct writer lane;
+    struct open_run *runs; /* by the extent that each began at before; NULL while none is named */
+    bool attached;
+} RestorerObject;
+
+static bool is_fresh(const struct segment *segment) {
+    for (uint32_t i = 0; i <= segment->max_producers; i++) {
+        if (atomic_load_explicit(&segment->slots[i].producer_id, memory_order_acquire) != 0 ||
+            atomic_load_explicit(&segment->slots[i].committed, memory_order_acquire) != 0) {
+            return false;
+        }
+    }
+    return extent_count_free(segment) == segment->extent_count - segment_reserved(segment);
+}
+
+static int py_restorer_init(RestorerObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"segment", NULL};
+    PyObject *segment;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", names, &SegmentType, &segment)) {
+        return -1;
+    }
+    if (self->segment != NULL) {
+        PyErr_SetString(PyExc_TypeError, "this restorer is initialised already");
+        return -1;
+    }
+    self->segment = (SegmentObject *)Py_NewRef(segment);
+    struct segment *c = &self->segment->c;
+    if (!py_segment_usable(self->segment, "handle")) {
+        return -1;
+    }
+    if (file_lock_take(c->fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
+        py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "collector"));
+        return -1;
+    }
+    if (!is_fresh(c)) {
+        file_lock_drop(c->fd, SHMBUS_LOCK_COLLECTOR);
+        PyErr_Format(PyExc_ValueError, "bus '%U': expected one that nobody has used yet",
+                     self->segment->name);
+        return -1;
+    }
+    writer_attach_collector(&self->lane, c);
+    self->attached = true;
+    return 0;
+}
+
+static bool py_restorer_usable(RestorerObject *self) {
+    if (!self->attached) {
+        PyErr_SetString(hooks.closed_error, "this restorer is closed; make a new one");
+        return false;
+    }
+    return py_segment_usable(self->segment, "restorer");
+}
+
+/* Sizes are the snapshot's; offsets within the record are planned here. */
+static bool read_shape(struct put_arguments *a, const Py_buffer *schema, const Py_buffer *shape,
+                       PyObject *fields) {
+    const uint8_t *at = schema->buf;
+    const uint8_t *end = at + schema->len;
+    Py_ssize_t words = shape->len / 8;
+    Py_ssize_t word = 0;
+    uint32_t count = 0;
+    if (words > SHMBUS_MAX_SHAPE_WORDS || shape->len % 8 != 0 ||
+        schema->len > SHMBUS_MAX_SCHEMA_BYTES) {
+        return false;
+    }
+    memcpy(a->shape, shape->buf, (size_t)shape->len);
+    for (; at < end; count++) {
+        struct schema_entry entry;
+        if (count >= SHMBUS_MAX_FIELDS || (size_t)(end - at) < sizeof entry) {
+            return false;
+        }
+        memcpy(&entry, at, sizeof entry);
+        at += sizeof entry;
+        if (end - at < entry.name_bytes + entry.dtype_bytes || entry.ndim > SHMBUS_MAX_NDIM ||
+            word + 1 + entry.ndim > words || (Py_ssize_t)count >= PyList_GET_SIZE(fields)) {
+            return false;
+        }
+        at += entry.name_bytes + entry.dtype_bytes;
+        uint64_t bytes = entry.itemsize;
+        for (uint32_t d = 1; d <= entry.ndim; d++) {
+            uint64_t size = a->shape[word + d];
+            if (size != 0 && bytes > (UINT64_C(1) << 48) / size) {
+                return false;
+            }
+            bytes *= size;
+        }
+        a->field_bytes[count] = bytes;
+        a->field_ndim[count] = entry.ndim;
+        word += 1 + entry.ndim;
+    }
+    a->spec.field_count = count;
+    a->spec.shape_words = (uint32_t)words;
+    return word == words && (Py_ssize_t)count == PyList_GET_SIZE(fields);
+}
+
+static bool copy_fields(const struct put_arguments *a, struct record_header *record,
+                        PyObject *fields) {
+    const uint64_t *shape = a->shape;
+    for (uint32_t i = 0; i < a->spec.field_count; i++) {
+        Py_buffer data;
+        if (PyObject_GetBuffer(PyList_GET_ITEM(fields, i), &data, PyBUF_SIMPLE) < 0) {
+            return false;
+        }
+        bool fits = (uint64_t)data.len == a->field_bytes[i];
+        if (fits) {
+            memcpy((uint8_t *)record + shape[0], data.buf, (size_t)data.len);
+        }
+        PyBuffer_Release(&data);
+        if (!fits) {
+            PyErr_Format(PyExc_ValueError, "field %u: expected %llu bytes", i,
+                         (unsigned long long)a->field_bytes[i]);
+            return false;
+        }
+        shape += 1 + a->field_ndim[i];
+    }
+    return true;
+}
+
+/* The lane goes on in the run at `from`, which is begun with `span` extents. */
+static enum writer_status enter_run(RestorerObject *self, uint32_t from, uint64_t span) {
+    struct segment *segment = &self->segment->c;
+    struct writer *lane = &self->lane;
+    if (self->runs == NULL) {
+        self->runs = PyMem_Calloc(segment->extent_count, sizeof *self->runs);
+        if (self->runs == NULL) {
+            PyErr_NoMemory();
+            return WRITER_SYSTEM_ERROR;
+        }
+        for (uint32_t i = 0; i < segment->extent_count; i++) {
+            self->runs[i].extent = NO_EXTENT;
+        }
+    }
+    const struct open_run *run = &self->runs[from];
+    lane->extent = run->extent;
+    lane->generation = run->generation;
+    lane->used = run->used;
+    lane->run_bytes = run->bytes;
+    if (run->extent != NO_EXTENT) {
+        return WRITER_OK;
+    }
+    struct reservation whole;
+    enum writer_status status = writer_claim(lane, span * segment->extent_bytes, &whole);
+    if (status == WRITER_FULL && lane->spare != NO_EXTENT) {
+        /* Every extent was in use: then there was none to spare. */
+        extent_unlease(segment, lane->spare,
+                       link_make(lane->spare_generation, lane->slot_index + 1));
+        lane->spare = NO_EXTENT;
+        status = writer_claim(lane, span * segment->extent_bytes, &whole);
+    }
+    return status;
+}
+
+static void leave_run(RestorerObject *self, uint32_t from) {
+    self->runs[from] = (struct open_run){.used = self->lane.used,
+                                         .bytes = self->lane.run_bytes,
+                                         .extent = self->lane.extent,
+                                         .generation = self->lane.generation};
+    self->lane.extent = NO_EXTENT;
+}
+
+static void seal_runs(RestorerObject *self) {
+    for (uint32_t i = 0; self->runs != NULL && i < self->segment->c.extent_count; i++) {
+        if (self->runs[i].extent != NO_EXTENT) {
+            self->lane.extent = self->runs[i].extent;
+            writer_seal(&self->lane);
+        }
+    }
+    writer_seal(&self->lane);
+    writer_keep_spare(&self->lane);
+}
+
+static enum writer_status write_record(RestorerObject *self, struct put_arguments *a,
+                                       unsigned long long producer_id, unsigned long long sequence,
+                                       const Py_buffer *meta, PyObject *fields) {
+    struct reservation to;
+    enum writer_status status = writer_claim(&self->lane, a->spec.record_bytes, &to);
+    if (status != WRITER_OK) {
+        return status;
+    }
+    record_write_frame(to.record, &to.place, a->spec.record_bytes, producer_id,
+                       self->lane.slot_index, a->spec.flags);
+    record_write_body(to.record, &a->spec);
+    if (meta->len > 0) {
+        memcpy((uint8_t *)to.record + a->spec.meta_offset, meta->buf, (size_t)meta->len);
+    }
+    if (!copy_fields(a, to.record, fields)) {
+        return WRITER_SYSTEM_ERROR; /* not exposed: the next record takes its place */
+    }
+    record_close(to.record, sequence, 0);
+    writer_publish_moved(&self->lane, &to);
+    return WRITER_OK;
+}
+
+/* Into the run that it lay in, `span << 32 | its first extent + 1`; or, with 0, behind the last. */
+static enum writer_status place_record(RestorerObject *self, struct put_arguments *a,
+                                       unsigned long long producer_id, unsigned long long sequence,
+                                       const Py_buffer *meta, PyObject *fields,
+                                       unsigned long long run) {
+    if (run == 0) {
+        return write_record(self, a, producer_id, sequence, meta, fields);
+    }
+    const struct segment *segment = &self->segment->c;
+    uint64_t from = (uint32_t)run, span = run >> 32;
+    if (from < 1 || from > segment->extent_count || span < 1 || span > segment->max_span) {
+        PyErr_SetString(PyExc_ValueError, "the run of this record is none");
+        return WRITER_SYSTEM_ERROR;
+    }
+    enum writer_status status = enter_run(self, (uint32_t)from - 1, span);
+    if (status != WRITER_OK) {
+        return status;
+    }
+    if (a->spec.record_bytes > self->lane.run_bytes - self->lane.used) {
+        PyErr_SetString(PyExc_ValueError, "the run of this record is too short for it");
+        status = WRITER_SYSTEM_ERROR;
+    } else {
+        status = write_record(self, a, producer_id, sequence, meta, fields);
+    }
+    leave_run(self, (uint32_t)from - 1);
+    return status;
+}
+
+/* put(producer_id, sequence, policy_version, score, group_size, index, epoch, flags, id, schema,
+ *     shape, meta, fields, run) -> bool: False where the bus is full. All with a run, or none. */
+static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
+    unsigned long long producer_id, sequence, run;
+    long long policy_version, epoch;
+    Py_buffer id, schema, shape, meta;
+    PyObject *fields;
+    unsigned int flags;
+    struct put_arguments *a = PyMem_Calloc(1, sizeof *a);
+    if (a == NULL) {
+        return PyErr_NoMemory();
+    }
+    if (!py_restorer_usable(self) ||
+        !PyArg_ParseTuple(args, "KKLdIILIy*y*y*y*O!K", &producer_id, &sequence, &policy_version,
+                          &a->spec.score, &a->spec.group_size, &a->spec.index, &epoch, &flags,
+                          &id, &schema, &shape, &meta, &PyList_Type, &fields, &run)) {
+        PyMem_Free(a);
+        return NULL;
+    }
+    a->spec.policy_version = policy_version;
+    a->spec.epoch = epoch;
+    a->spec.flags = SHMBUS_FLAG_MOVED | flags;
+    a->spec.id = id.buf;
+    a->spec.id_bytes = (uint32_t)id.len;
+    a->spec.schema = schema.buf;
+    a->spec.schema_bytes = (uint32_t)schema.len;
+    a->spec.shape = a->shape;
+    a->spec.field_bytes = a->field_bytes;
+    a->spec.field_ndim = a->field_ndim;
+    a->spec.meta_bytes = (uint64_t)meta.len;
+    PyObject *result = NULL;
+    if (!record_flags_hold(a->spec.flags) || id.len < 1 || id.len > SHMBUS_MAX_ID_BYTES ||
+        a->spec.group_size < 1 || a->spec.group_size > SHMBUS_MAX_GROUP_SIZE ||
+        a->spec.index >= a->spec.group_size || producer_id == 0 ||
+        (flags & ~SHMBUS_FLAGS_KEPT) != 0 || !read_shape(a, &schema, &shape, fields) ||
+        !record_plan(&a->spec)) {
+        PyErr_SetString(PyExc_ValueError, "the parts of this record do not make one");
+    } else {
+        switch (place_record(self, a, producer_id, sequence, &meta, fields, run)) {
+        case WRITER_OK:
+            result = Py_NewRef(Py_True);
+            break;
+        case WRITER_FULL:
+        case WRITER_TOO_LARGE:
+            result = Py_NewRef(Py_False);
+            break;
+        default:
+            break; /* an exception says why */
+        }
+    }
+    PyBuffer_Release(&id);
+    PyBuffer_Release(&schema);
+    PyBuffer_Release(&shape);
+    PyBuffer_Release(&meta);
+    PyMem_Free(a);
+    return result;
+}
+
+static bool restore_slot(struct segment *segment, PyObject *row) {
+    unsigned int slot, pid;
+    unsigned long long producer_id, committed, aborted;
+    const char *label;
+    if (!PyArg_ParseTuple(row, "IKIsKK", &slot, &producer_id, &pid, &label, &committed,
+                          &aborted)) {
+        return false;
+    }
+    if (slot >= segment->max_producers) {
+        PyErr_Format(PyExc_ValueError, "slot %u: the bus has %u", slot, segment->max_producers);
+        return false;
+    }
+    struct producer_slot *to = &segment->slots[slot];
+    size_t length = strlen(label);
+    memcpy(to->label, label, length < SHMBUS_LABEL_BYTES ? length : SHMBUS_LABEL_BYTES - 1);
+    atomic_store_explicit(&to->pid, pid, memory_order_relaxed);
+    atomic_store_explicit(&to->aborted, aborted, memory_order_relaxed);
+    atomic_store_explicit(&to->committed, committed, memory_order_release);
+    atomic_store_explicit(&to->producer_id, producer_id, memory_order_release);
+    return true;
+}
+
+/* finish(released, slots, next_producer_id, policy_version): the counters, and the end. */
+static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
+    PyObject *released, *slots;
+    unsigned long long next_producer_id;
+    long long policy_version;
+    if (!py_restorer_usable(self) ||
+        !PyArg_ParseTuple(args, "O!O!KL", &PyTuple_Type, &released, &PyList_Type, &slots,
+                          &next_producer_id, &policy_version)) {
+        return NULL;
+    }
+    struct segment *segment = &self->segment->c;
+    if (PyTuple_GET_SIZE(released) != SHMBUS_REASONS) {
+        PyErr_Format(PyExc_ValueError, "released: expected %d counts", SHMBUS_REASONS);
+        return NULL;
+    }
+    for (int i = 0; i < SHMBUS_REASONS; i++) {
+        unsigned long long count = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(released, i));
+        if (count == (unsigned long long)-1 && PyErr_Occurred()) {
+            return NULL;
+        }
+        atomic_store_explicit(&segment->header->released[i], count, memory_order_relaxed);
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(slots); i++) {
+        if (!restore_slot(segment, PyList_GET_ITEM(slots, i))) {
+            return NULL;
+        }
+    }
+    seal_runs(self);
+    atomic_store_explicit(&segment->header->policy_version, policy_version, memory_order_relaxed);
+    uint64_t own = atomic_load_explicit(&segment->header->next_producer_id, memory_order_relaxed);
+    atomic_store_explicit(&segment->header->next_producer_id,
+                          next_producer_id > own ? next_producer_id : own, memory_order_release);
+    self->attached = false;
+    file_lock_drop(segment->fd, SHMBUS_LOCK_COLLECTOR);
+    Py_RETURN_NONE;
+}
+
+static void py_restorer_dealloc(RestorerObject *self) {
+    if (self->attached && self->segment->generation == fork_generation &&
+        self->segment->c.fd >= 0) {
+        file_lock_drop(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
+    }
+    PyMem_Free(self->runs);
+    Py_XDECREF(self->segment);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef restorer_methods[] = {
+    {"put", (PyCFunction)(void (*)(void))py_restorer_put, METH_VARARGS, NULL},
+    {"finish", (PyCFunction)(void (*)(void))py_restorer_finish, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+PyTypeObject RestorerType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Restorer",
+    .tp_basicsize = sizeof(RestorerObject),
+    .tp_dealloc = (destructor)py_restorer_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = restorer_methods,
+    .tp_init = (initproc)py_restorer_init,
+    .tp_new = PyType_GenericNew,
+};

@@ -1,0 +1,91 @@
+/* What stands behind arrays of the ring (see views.h).
+ *
+ * Invariants: a record's space is kept while a view of it is out. When the segment's handle is
+ * closed each view gets a private copy, and nothing is asked of a holder or a lane any more. A view
+ * that is read lies in the segment's mapping for views. */
+#include "python/record/views.h"
+
+/* ---- Keeper: behind writable views ---- */
+
+static void keeper_handle_closed(struct view *view, bool detached) {
+    KeeperObject *self = LIST_ENTRY(view, KeeperObject, view);
+    if (detached && self->pinned) {
+        self->pinned = false;
+        writer_unpin(&self->segment->c, &self->at);
+    }
+}
+
+KeeperObject *py_keeper_new(SegmentObject *segment, const struct reservation *at) {
+    KeeperObject *self = PyObject_New(KeeperObject, &KeeperType);
+    if (self != NULL) {
+        self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
+        self->at = *at;
+        self->pinned = false;
+        self->view.ref = (struct record_ref){at->place, at->bytes};
+        self->view.writable = true;
+        self->view.handle_closed = keeper_handle_closed;
+        py_segment_add_view(segment, &self->view);
+    }
+    return self;
+}
+
+static void py_keeper_dealloc(KeeperObject *self) {
+    list_unlink(&self->view.link);
+    if (self->pinned && self->segment->generation == fork_generation) {
+        writer_unpin(&self->segment->c, &self->at);
+    }
+    Py_DECREF(self->segment);
+    PyObject_Free(self);
+}
+
+PyTypeObject KeeperType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Keeper",
+    .tp_basicsize = sizeof(KeeperObject),
+    .tp_dealloc = (destructor)py_keeper_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+};
+
+/* ---- Pin: behind views that are read ---- */
+
+/* The holder closes the handle before it is gone. */
+static void pin_handle_closed(struct view *view, bool detached) {
+    (void)detached;
+    LIST_ENTRY(view, PinObject, view)->holder = NULL;
+}
+
+PinObject *py_pin_new(HolderObject *holder, const struct record_ref *ref) {
+    if (holder->segment->c.view_base == NULL && !py_segment_map_views(holder->segment)) {
+        return NULL;
+    }
+    if (!holder->kind->counts && !holder->kind->hold(holder, ref, 1)) {
+        return NULL;
+    }
+    PinObject *self = PyObject_New(PinObject, &PinType);
+    if (self != NULL) {
+        self->segment = (SegmentObject *)Py_NewRef((PyObject *)holder->segment);
+        self->holder = holder;
+        self->view.ref = *ref;
+        self->view.writable = false;
+        self->view.handle_closed = pin_handle_closed;
+        py_segment_add_view(self->segment, &self->view);
+    } else if (!holder->kind->counts) {
+        holder->kind->let_go(holder, ref, 1);
+    }
+    return self;
+}
+
+static void py_pin_dealloc(PinObject *self) {
+    list_unlink(&self->view.link);
+    if (self->holder != NULL && self->segment->generation == fork_generation) {
+        self->holder->kind->let_go(self->holder, &self->view.ref, 1);
+    }
+    Py_DECREF(self->segment);
+    PyObject_Free(self);
+}
+
+PyTypeObject PinType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Pin",
+    .tp_basicsize = sizeof(PinObject),
+    .tp_dealloc = (destructor)py_pin_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+};

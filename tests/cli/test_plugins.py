@@ -1,0 +1,81 @@
+"""Commands that other packages add: found by their entry points, and harmless when broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from operators import cli
+
+Install = Callable[[str, str], None]
+
+GREETING = """
+def add_parser(commands):
+    parser = commands.add_parser("greet", help="say who is there")
+    parser.add_argument("name")
+    parser.set_defaults(run=lambda parsed: print(f"hello {parsed.name}") or 0)
+"""
+HALF_WAY = """
+def add_parser(commands):
+    commands.add_parser("broken", help="looks well").add_argument("a", b="c")
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Install a package of one module that adds a command."""
+
+    def add(name: str, source: str) -> None:
+        (tmp_path / f"plugin_{name}.py").write_text(source)
+        metadata = tmp_path / f"plugin_{name}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: plugin-{name}\nVersion: 1.0\n"
+        )
+        (metadata / "entry_points.txt").write_text(f"[shmbus.commands]\n{name} = plugin_{name}\n")
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return add
+
+
+def test_a_package_adds_a_command_by_an_entry_point(install: Install) -> None:
+    install("greet", GREETING)
+    assert "say who is there" in cli("--help").out
+    done = cli("greet", "world")
+    assert (done.status, done.out) == (0, "hello world\n")
+    assert cli("greet").status == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import what_nobody_has", "No module named 'what_nobody_has'"),
+        ("raise ValueError('100% wrong')", "ValueError: 100% wrong"),
+        ("add_parser = None", "'NoneType' object is not callable"),
+        (HALF_WAY, "TypeError"),
+    ],
+)
+def test_a_command_that_cannot_be_loaded_is_named_and_harms_no_other(
+    install: Install, source: str, reason: str
+) -> None:
+    install("broken", source)
+    install("greet", GREETING)
+    shown = cli("--help")
+    assert shown.status == 0
+    assert "cannot be loaded: plugin_broken: " in " ".join(shown.out.split())
+    assert "say who is there" in shown.out and "looks well" not in shown.out
+    assert cli("greet", "world").out == "hello world\n"
+    for arguments in (["--any", "thing"], ["--help"]):
+        done = cli("broken", *arguments)
+        assert done.status == 1
+        assert reason in done.err and "install it again" in done.err
+    assert cli("list").status == 0
+
+
+def test_a_built_in_command_loads_no_other_and_cannot_be_replaced(install: Install) -> None:
+    install("list", "raise SystemExit('was loaded')")
+    assert "was loaded" not in cli("list").err
+    install("other", "import os; os._exit(9)")
+    assert cli("list").status == 0
+    assert "Lists every bus" in cli("list", "--help").out

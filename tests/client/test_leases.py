@@ -1,0 +1,162 @@
+"""A client's leases without a daemon: locks, messages, and what a reconnect changes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from shmbus import Bus, Group, Producer, ProtocolError, limits
+from shmbus.client.leases import ClientLease, ClientState, Leases
+from shmbus.control import messages
+from shmbus.segment import lifecycle
+from shmbus_ext import _core
+
+GROUPS = 3
+
+
+class Dialogue:
+    """A client's leases, and in place of the daemon a reader that lends to it."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.reader = _core.Reader(lifecycle.open_segment(bus.name), "test")
+        self.reader.lend()
+        self.state = ClientState()
+        self.leases = Leases(lifecycle.open_segment(bus.name, read_only=True), self.state)
+        self.leases.set_client(0)
+        self.ends = socket.socketpair()
+
+    def grant(self, step: int = -1) -> list[ClientLease]:
+        """Lease every record that is there, each as a group, by the numbers 10, 11, ..."""
+        granted = [
+            messages.Granted(number=10 + at, size=1, places=_core.places([sample]))
+            for at, sample in enumerate(self.reader.poll(GROUPS))
+        ]
+        answer = messages.Leases(id=1, groups=granted, step=step)
+        return self.leases.receive(answer, self.ends[0].fileno())
+
+    def take(self, limit: int) -> list[Group]:
+        """Return groups of what is ready."""
+        return self.leases.hand_out(Group, self, limit)
+
+    def give_back(self, group: Group) -> list[int] | None:
+        """Return which numbers the daemon has to know."""
+        return self.leases.give_back_group(self, group, "given_back")
+
+    def claim(self) -> dict[int, ClientLease]:
+        """Return what is claimed after a reconnect, by token."""
+        return self.leases.claims()[0]
+
+
+@pytest.fixture
+def dialogue(bus_name: str) -> Iterator[Dialogue]:
+    with Bus.create(bus_name, "1MiB", max_producers=2) as bus:
+        with Producer(bus.name) as producer:
+            for number in range(GROUPS):
+                # Larger than an extent, so that no two share a lock.
+                data = np.zeros(bus.stats().capacity // 8, np.uint8)
+                producer.put(f"g{number}", group_size=1, index=0, data=data)
+        made = Dialogue(bus)
+        yield made
+        made.leases.close()
+        for end in made.ends:
+            end.close()
+        made.reader.close()
+
+
+def test_a_lease_is_locked_until_the_daemon_has_confirmed_its_end(dialogue: Dialogue) -> None:
+    leases = dialogue.leases
+    first, second, _ = dialogue.grant()
+    assert leases.locks()[0] == GROUPS
+    leases.end(first, _core.ACKED)
+    leases.end(second, _core.DROP_MALFORMED)
+    assert not leases.is_leased(first) and leases.locks()[0] == GROUPS
+    ends = list(leases.unsent_ends())
+    assert {(e.reason, *e.numbers) for e in ends} == {
+        (_core.ACKED, 10), (_core.DROP_MALFORMED, 11),
+    }  # fmt: skip
+    assert list(leases.unsent_ends()) == [] and leases.unconfirmed == 2
+    leases.confirmed([10, 11, 99])
+    assert leases.locks()[0] == 1 and leases.unconfirmed == 0
+    assert list(dialogue.state.leases) == [12]
+
+
+def test_a_confirmation_of_a_lease_that_is_held_changes_nothing(dialogue: Dialogue) -> None:
+    first, *_ = dialogue.grant()
+    dialogue.leases.confirmed([10])
+    assert dialogue.leases.is_leased(first) and dialogue.leases.locks()[0] == GROUPS
+
+
+def test_what_is_given_back_is_unlocked_before_the_daemon_is_told(dialogue: Dialogue) -> None:
+    first, *rest = dialogue.grant()
+    group, *_ = dialogue.take(1)
+    assert dialogue.give_back(group) == [10] and group.state == "given_back"
+    assert not dialogue.leases.is_leased(first) and dialogue.leases.locks()[0] == len(rest)
+    dialogue.leases.confirmed([10])
+    assert dialogue.leases.locks()[0] == len(rest)
+
+
+def test_a_reconnect_renumbers_leases_confirms_ends_and_loses_what_it_must(
+    dialogue: Dialogue,
+) -> None:
+    leases, state = dialogue.leases, dialogue.state
+    kept, ended, lost = dialogue.grant()
+    *_, lost_group = dialogue.take(GROUPS)
+    leases.end(ended, _core.ACKED)
+    tokens = dialogue.claim()
+    token = {lease.number: token for token, lease in tokens.items()}
+    answer = messages.Claimed(kept=[(token[10], 70)], ended=[token[11]], lost=[token[12]])
+    again: dict[int, ClientLease] = {}
+    leases.learn(answer, tokens, again)
+    assert not tokens
+    leases.reclaimed(again)
+    assert state.leases == {70: kept} and kept.number == 70 and leases.is_leased(kept)
+    assert leases.unconfirmed == 0 and list(leases.unsent_ends()) == []
+    assert leases.locks()[0] == 1
+    with pytest.raises(ProtocolError, match="too late"):
+        leases.end(lost, _core.ACKED)
+    # A lost group may be leased to another client, so it is not given back.
+    assert dialogue.give_back(lost_group) is None
+
+
+def test_claims_are_split_within_the_bound_on_a_message(
+    dialogue: Dialogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialogue.grant(step=4)
+    assert dialogue.state.next_step == 5
+    monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 2 * (16 + 64))
+    tokens, claims = dialogue.leases.claims()
+    assert [len(claim.groups) for claim in claims] == [1] * GROUPS
+    assert [claim.last for claim in claims] == [False, False, True]
+    assert {held.token for claim in claims for held in claim.groups} == set(tokens)
+    assert {held.step for claim in claims for held in claim.groups} == {4}
+
+
+def test_a_client_with_nothing_claims_nothing_in_one_message(dialogue: Dialogue) -> None:
+    tokens, claims = dialogue.leases.claims()
+    assert tokens == {} and [(c.groups, c.last) for c in claims] == [([], True)]
+
+
+def test_ready_leases_are_handed_out_in_order_and_lost_ones_never(dialogue: Dialogue) -> None:
+    _, second, _ = dialogue.grant()
+    second.lost = True
+    assert [group.instance_id for group in dialogue.take(1)] == ["g0"]
+    assert [group.instance_id for group in dialogue.take(2)] == ["g2"]
+    assert dialogue.take(2) == [] and dialogue.leases.ready == []
+
+
+def test_what_is_ready_can_be_given_back_and_lost_leases_are_not_among_it(
+    dialogue: Dialogue,
+) -> None:
+    _, second, _ = dialogue.grant()
+    second.lost = True
+    assert dialogue.leases.give_back_ready() == [10, 12]
+    assert dialogue.leases.ready == [] and dialogue.leases.locks()[0] == 1
+
+
+def test_nothing_is_kept_of_what_arrived_on_a_connection_that_is_over(dialogue: Dialogue) -> None:
+    dialogue.ends[1].close()
+    assert dialogue.grant() == [] and dialogue.leases.ready == []
+    assert dialogue.state.leases == {} and dialogue.leases.locks()[0] == 0

@@ -1,0 +1,127 @@
+"""The C core as a graph of files: calls go down only, and each header speaks for one file.
+
+The files are compiled here, so that what is checked is what the linker sees: the symbols that each
+object file defines and needs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+CORE = Path(__file__).resolve().parents[2] / "shmbus_ext"
+ROOMS = ("ring", "stash", "batch")
+COMPILER = shlex.split(os.environ.get("CC", "cc"))
+# With failpoints, so that failpoints.c and the calls of it take part.
+FLAGS = ("-std=c11", "-O0", "-w", "-pthread", "-DSHMBUS_FAILPOINTS=1", f"-I{CORE}")
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(COMPILER[0]) is None or shutil.which("nm") is None,
+    reason="compiling the core takes a C compiler and nm",
+)
+
+
+class Symbols(NamedTuple):
+    """What one file of the core gives to others, and what it takes."""
+
+    defined: set[str]
+    undefined: set[str]
+
+
+def symbols_of(source: Path, directory: Path) -> Symbols:
+    compiled = directory / f"{source.parent.name}-{source.stem}.o"
+    subprocess.run([*COMPILER, *FLAGS, "-c", str(source), "-o", str(compiled)], check=True)
+    listed = subprocess.run(
+        ["nm", "--extern-only", "--format=posix", str(compiled)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    found = Symbols(set(), set())
+    for line in listed.stdout.splitlines():
+        name, kind = line.split()[:2]
+        # A name with a dot is the compiler's: a clone for another processor.
+        if "." not in name:
+            (found.undefined if kind in "Uw" else found.defined).add(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Symbols]:
+    """Each file of the core as "room/name", without its suffix."""
+    directory = tmp_path_factory.mktemp("core")
+    sources = [source for room in ROOMS for source in sorted((CORE / room).glob("*.c"))]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda source: symbols_of(source, directory), sources)
+        return {
+            f"{source.parent.name}/{source.stem}": symbols
+            for source, symbols in zip(sources, found, strict=True)
+        }
+
+
+def owners(core: dict[str, Symbols]) -> dict[str, str]:
+    """Which file defines each symbol."""
+    return {name: file for file, symbols in core.items() for name in symbols.defined}
+
+
+def calls(core: dict[str, Symbols]) -> dict[str, set[str]]:
+    """Which files each file needs something of."""
+    owner = owners(core)
+    return {
+        file: {owner[name] for name in symbols.undefined if name in owner}
+        for file, symbols in core.items()
+    }
+
+
+def test_no_name_has_two_definitions(core: dict[str, Symbols]) -> None:
+    definitions: dict[str, list[str]] = {}
+    for file, symbols in core.items():
+        for name in symbols.defined:
+            definitions.setdefault(name, []).append(file)
+    assert {name: files for name, files in definitions.items() if len(files) > 1} == {}
+
+
+def test_no_files_call_each_other_in_a_circle(core: dict[str, Symbols]) -> None:
+    try:
+        TopologicalSorter(calls(core)).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of calls: {' -> '.join(reversed(error.args[1]))}")
+
+
+def test_the_rooms_of_the_core_do_not_call_each_other(core: dict[str, Symbols]) -> None:
+    assert [
+        f"{file} calls {called}"
+        for file, all_called in calls(core).items()
+        for called in sorted(all_called)
+        if called.split("/")[0] != file.split("/")[0]
+    ] == []
+
+
+def declared(header: Path) -> set[str]:
+    """Functions that a header declares and does not define: prototypes begin in column 0."""
+    text = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.S)
+    prototypes = re.findall(
+        r"^(?!static|typedef|_|#)\w[^;{}()]*?\b(\w+)\([^;{}]*\)[^;{}]*;", text, re.M
+    )
+    return set(prototypes)
+
+
+def test_a_header_declares_what_its_file_defines_and_nothing_else(core: dict[str, Symbols]) -> None:
+    headers = [header for room in ROOMS for header in sorted((CORE / room).glob("*.h"))]
+    wrong = {}
+    for header in headers:
+        file = f"{header.parent.name}/{header.stem}"
+        defined = core[file].defined if file in core else set()
+        if difference := declared(header) ^ defined:
+            wrong[file] = sorted(difference)
+    assert wrong == {}
+    assert {file for file in core if not (CORE / f"{file}.h").is_file()} == set()

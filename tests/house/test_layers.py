@@ -1,0 +1,193 @@
+"""Which module may import which: no circle, and each floor only what lies below it.
+
+An import counts wherever it stands: at a file's top, inside a function, under TYPE_CHECKING.
+`from shmbus import errors` imports that module. `import shmbus` and `from shmbus import Bus` import
+the package's own file, which hands out the handles and lies above them. Python runs a package's
+file before any of its modules; that this stays cheap is what the last test checks.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from test_style import ROOT, SHMBUS_ALL, relative, report
+
+PACKAGES = ("shmbus", "shmbus_ext", "trainer_adapter")
+
+# From the ground up. A room is a module or a folder; the longest name that fits a module is its
+# room. It may import its own modules and the floors below; rooms of a floor don't know each other.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("shmbus_ext",),
+    # Words, numbers and bytes.
+    (
+        "shmbus._version",
+        "shmbus._format",
+        "shmbus._encoding",
+        "shmbus._space",
+        "shmbus.errors",
+        "shmbus.limits",
+    ),
+    ("shmbus._arguments", "shmbus._fields", "shmbus._throttle", "shmbus.ledger"),
+    # What can be said of a bus; control messages carry some of it.
+    ("shmbus.inspect.types",),
+    # A bus as a file, and the error texts that the extension is given.
+    ("shmbus.segment",),
+    ("shmbus._install",),
+    # Asking a daemon; looking at a bus from outside; noticing that it stands still.
+    ("shmbus.control",),
+    ("shmbus.inspect",),
+    ("shmbus.stall",),
+    # The handles. A Consumer's source is one of two: the stash here, or a daemon's client.
+    ("shmbus.group",),
+    ("shmbus.stash", "shmbus.client", "shmbus.producer"),
+    ("shmbus.source",),
+    ("shmbus.consumer",),
+    # A whole bus: to disk and back, served, commanded.
+    ("shmbus.store",),
+    ("shmbus.daemon",),
+    ("shmbus",),
+    ("shmbus.cli",),
+    ("shmbus.__main__", "shmbus.batch"),
+    # The trainer's side.
+    ("trainer_adapter.advantages", "trainer_adapter.compat", "trainer_adapter.losses"),
+    ("trainer_adapter._arguments", "trainer_adapter.attention"),
+    ("trainer_adapter.batches", "trainer_adapter.balance"),
+    ("trainer_adapter.gpu", "trainer_adapter.microbatch"),
+    ("trainer_adapter.handler",),
+    ("trainer_adapter.demo",),
+    ("trainer_adapter",),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+# What a trainer may use of shmbus: its public names, these rooms, and how files are called.
+OPEN_TO_TRAINERS = ("shmbus.batch.", "shmbus.segment.names.")
+
+# A rollout worker is one of many: importing what it needs loads none of these rooms.
+NOT_FOR_A_PRODUCER = ("client", "consumer", "control", "daemon", "inspect", "stash", "store")
+MOST_MODULES_OF_A_PRODUCER = 18
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the packages by its dotted name."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Each name that a file imports, in full: `from a import b` gives a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{relative(path)}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports() -> dict[str, set[str]]:
+    """What each module imports of the others."""
+    known = modules()
+
+    def module_of(name: str) -> str:
+        while name not in known and "." in name:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {
+        module: ({module_of(name) for name in imported_names(path)} & known.keys()) - {module}
+        for module, path in known.items()
+    }
+
+
+def room_of(module: str) -> str:
+    room = module
+    while room not in FLOOR_OF:
+        assert "." in room, f"{module}: a module that no room has; give it a floor"
+        room = room.rpartition(".")[0]
+    return room
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """What a module imports, and what those import."""
+    found: set[str] = set()
+    todo = [start]
+    while todo:
+        new = graph[todo.pop()] - found
+        found |= new
+        todo += new
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = imports()
+    beyond = {module: reachable(graph, module) for module in graph}
+    circles = {
+        frozenset(other for other in beyond[module] if module in beyond[other])
+        for module in graph
+        if module in beyond[module]
+    }
+    report([f"a circle of imports: {', '.join(sorted(circle))}" for circle in circles])
+
+
+def test_imports_point_down_only() -> None:
+    report(
+        [
+            f"{module} imports {imported}: {room_of(imported)} is not below {room_of(module)}"
+            for module, found in imports().items()
+            for imported in sorted(found)
+            if room_of(module) != room_of(imported)
+            and FLOOR_OF[room_of(module)] <= FLOOR_OF[room_of(imported)]
+        ]
+    )
+
+
+def test_every_room_has_a_module() -> None:
+    named = {room_of(module) for module in modules()}
+    report([f"{room}: a room without a module" for room in sorted(FLOOR_OF.keys() - named)])
+
+
+def test_a_trainer_uses_only_what_is_open_to_it() -> None:
+    public = {f"shmbus.{name}" for name in SHMBUS_ALL} | {"shmbus"}
+    offences = []
+    for module, path in modules().items():
+        if not module.startswith("trainer_adapter"):
+            continue
+        used = {name for name in imported_names(path) if name.split(".")[0].startswith("shmbus")}
+        # After `import shmbus`, each shmbus.NAME is a use.
+        used |= {
+            f"shmbus.{node.attr}"
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "shmbus"
+        }
+        offences += [
+            f"{module} uses {name}, which is not public"
+            for name in sorted(used - public)
+            if not name.startswith(OPEN_TO_TRAINERS)
+        ]
+    report(offences)
+
+
+def test_a_producer_loads_few_modules_and_nothing_of_the_other_side() -> None:
+    code = "import json, sys, shmbus.producer; print(json.dumps(sorted(sys.modules)))"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    ours = [name for name in json.loads(printed) if name.split(".")[0] in PACKAGES]
+    report(
+        [
+            f"shmbus.producer loads {name}"
+            for name in ours
+            for room in NOT_FOR_A_PRODUCER
+            if name.split(".")[:2] == ["shmbus", room]
+        ]
+    )
+    assert len(ours) <= MOST_MODULES_OF_A_PRODUCER, ours

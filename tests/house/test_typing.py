@@ -1,0 +1,118 @@
+"""A type checker finds a wrong keyword, or a wrong value, in each public call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shmbus
+from trainer_adapter.handler.consumer_options import ConsumerOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NAMES = """
+from typing import cast
+
+import numpy as np
+import torch
+
+import shmbus
+from trainer_adapter import (
+    Batch, FieldNames, OnlineDataHandler, group_advantages, pack, pad_input, unpad_input,
+    varlen_attention,
+)
+from trainer_adapter.attention import attention_backend, register_with_transformers
+from trainer_adapter.balance import balance, by_budget
+from trainer_adapter.losses import aggregate_loss, importance_weights, kl_estimate, policy_loss
+from trainer_adapter.microbatch import micro_batches
+
+producer = cast(shmbus.Producer, None)
+consumer = cast(shmbus.Consumer, None)
+group = cast(shmbus.Group, None)
+handler = cast(OnlineDataHandler, None)
+batch = cast(Batch, None)
+tensor = cast(torch.Tensor, None)
+scores = np.zeros(4, np.float32)
+"""
+
+# A call with a gap, what is right in it, and what is wrong. A misspelt keyword of `put` that may be
+# left out, such as `score`, is the name of an array to a type checker.
+CALLS = [
+    ('shmbus.Bus.create("b", {})', 'capacity="1MiB"', 'capcity="1MiB"'),
+    ('shmbus.Bus.create("b", capacity=1 << 20, {})', "max_producers=2", 'max_producers="2"'),
+    ("shmbus.Bus.open({})", '"b"', 'bus="b"'),
+    ("shmbus.unlink({})", '"b"', "1"),
+    ('shmbus.Producer("b", {})', "checksum=True", "check_sum=True"),
+    ('shmbus.Producer("b", {})', 'on_stall="raise"', 'on_stall="rise"'),
+    ('producer.put("k", index=0, tokens=scores, {})', "group_size=8", "groupsize=8"),
+    ('producer.put("k", group_size=8, index=0, {})', "score=1.0", 'score="high"'),
+    ("producer.put_many([], {})", "timeout=1.0", "time_out=1.0"),
+    ('producer.reserve("k", group_size=1, index=0, {})', "fields={}", "field={}"),
+    ('producer.fail("k", group_size=1, index=0, {})', 'reason="x"', 'raeson="x"'),
+    ('shmbus.Consumer("b", {})', "group_timeout=1.0", "group_time_out=1.0"),
+    ('shmbus.Consumer("b", {})', 'on_timeout="drop"', 'on_timeout="discard"'),
+    ("consumer.take({})", "max_groups=4", "groups=4"),
+    ("consumer.take_step(groups=1, {})", "only_full=True", "full_only=True"),
+    ("consumer.ack({})", "group", "batch"),
+    ('OnlineDataHandler("b", {})', "tokens_per_batch=9", "token_per_batch=9"),
+    ('OnlineDataHandler("b", {})', 'layout="padded"', 'layout="ragged"'),
+    ('OnlineDataHandler("b", {})', "max_policy_lag=4", "max_lag=4"),
+    ('OnlineDataHandler("b", {})', 'on_timeout="drop"', 'on_timeout="discard"'),
+    ('OnlineDataHandler("b", {})', "on_stall=print", "on_stall=1"),
+    ("handler.next_batch({})", "timeout=1.0", "time_out=1.0"),
+    ("handler.ack({})", "batch", "group"),
+    ("pack(group, {})", 'advantages="rloo"', 'advantage="rloo"'),
+    ("pack(group, {})", 'truncated="mask"', 'truncated="hide"'),
+    ("pack(group, fields=FieldNames({}))", 'tokens="ids"', 'token="ids"'),
+    ("group_advantages(scores, sizes=[4], {})", 'kind="grpo"', 'kind="ppo"'),
+    ("group_advantages(scores, {})", "sizes=[4]", "size=[4]"),
+    ("micro_batches(batch, {})", "max_tokens=9", "max_token=9"),
+    ("balance([1], 1, {})", "fill_all=False", "fill=False"),
+    ("by_budget([1], {})", "budget=1", 'budget="1"'),
+    ("policy_loss(tensor, tensor, tensor, tensor, {})", "denominator=1.0", "denom=1.0"),
+    ("kl_estimate(tensor, tensor, tensor, {})", 'kind="k3"', 'kind="k4"'),
+    ("importance_weights(tensor, tensor, tensor, {})", "cap=2.0", "clip=2.0"),
+    ("aggregate_loss(tensor, tensor, {})", 'normalisation="token"', 'normalize="token"'),
+    (
+        "varlen_attention(tensor, tensor, tensor, tensor, tensor, 1, 1, {})",
+        "window_size=(-1, 0)",
+        "window=(-1, 0)",
+    ),
+    ("attention_backend(tensor, tensor, 1, 1, {})", 'backend="sdpa"', 'backend="math"'),
+    ("register_with_transformers({})", 'backend="sdpa"', 'back_end="sdpa"'),
+    ("unpad_input({}, tensor)", "tensor", "scores"),
+    ("pad_input(tensor, tensor, 1, {})", "seqlen=1", "length=1"),
+]
+
+
+# A cold cache: mypy reads what torch's types need.
+@pytest.mark.slow
+def test_a_type_checker_finds_a_mistake_in_each_public_call(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    lines = NAMES.splitlines()
+    first = len(lines) + 1
+    lines += [call.format(argument) for call, *arguments in CALLS for argument in arguments]
+    source = tmp_path / "calls.py"
+    source.write_text("\n".join(lines) + "\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", tmp_path / "cache", source],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    found = {int(line) for line in re.findall(r"calls\.py:(\d+): error", result.stdout)}
+    assert found, result.stdout + result.stderr
+    right = [lines[n - 1] for n in sorted(found) if n < first or (n - first) % 2 == 0]
+    assert not right, f"right, but refused: {right}\n{result.stdout}"
+    wrong = [lines[n - 1] for n in range(first + 1, len(lines) + 1, 2) if n not in found]
+    assert not wrong, f"wrong, but not found: {wrong}"
+
+
+def test_the_handler_takes_each_option_of_a_consumer() -> None:
+    taken = inspect.signature(shmbus.Consumer).parameters.keys()
+    assert ConsumerOptions.__annotations__.keys() == taken - {"name", "rank", "world_size"}

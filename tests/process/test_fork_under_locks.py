@@ -1,0 +1,159 @@
+"""A child that is forked while its parent's threads hold locks never waits for them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import DEFAULT_DEADLINE_S, Daemon, wait_until
+
+import shmbus
+from shmbus import Bus, Consumer, Producer
+
+FORKS = 25
+
+
+def answers(call: Callable[[], Any]) -> None:
+    """Do it in a child; it may raise BusClosedError."""
+    try:
+        call()
+    except shmbus.BusClosedError as error:
+        assert "before a fork" in str(error) or "closed" in str(error), error
+
+
+def fork_and_call(calls: list[Callable[[], Any]]) -> None:
+    """Have a forked child make all calls, and require that it ends."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            for call in calls:
+                answers(call)
+            status = 0
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(status)
+    ended = [0, 0]
+
+    def over() -> bool:
+        ended[:] = os.waitpid(pid, os.WNOHANG)
+        return ended[0] == pid
+
+    try:
+        wait_until(over, DEFAULT_DEADLINE_S, "a forked child to make its calls")
+    finally:
+        if ended[0] != pid:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+    assert ended[1] == 0, f"the child ended with {ended[1]}"
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("served", [False, True])
+def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
+    bus_name: str, daemon: Callable[..., Daemon], served: bool
+) -> None:
+    data = np.arange(8)
+    with Bus.create(bus_name, "4MiB"), Producer(bus_name) as producer:
+        if served:
+            daemon("--sample-retries", 2)
+        consumer = Consumer(bus_name, daemon=served, **({} if served else {"sample_retries": 2}))
+        over = threading.Event()
+
+        def work(call: Callable[[int], Any]) -> threading.Thread:
+            def run() -> None:
+                number = 0
+                while not over.is_set():
+                    number += 1
+                    call(number)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        threads = [
+            work(lambda i: producer.fail(f"f{i}", 0, "down", group_size=1, timeout=60)),
+            work(lambda i: producer.wanted()),
+            work(lambda i: producer.put(f"g{i}", group_size=1, index=0, timeout=60, x=data)),
+            work(lambda i: consumer.ack(consumer.take(8, timeout=0.01))),
+            work(lambda i: consumer.stats()),
+        ]
+        try:
+            for _ in range(FORKS):
+                fork_and_call([
+                    lambda: producer.fail("a", 0, "down", timeout=1),
+                    producer.wanted,
+                    lambda: producer.put("a", group_size=1, index=0, timeout=1, x=data),
+                    producer.stats,
+                    producer.pressure,
+                    lambda: consumer.take(1, timeout=1),
+                    consumer.stats,
+                    lambda: consumer.ack([]),
+                    lambda: consumer.policy_version,
+                    consumer.close,
+                    producer.close,
+                    producer.close,
+                ])  # fmt: skip
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+            consumer.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_child_forked_where_a_lock_is_held_closes(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        consumer = Consumer(bus_name, daemon=False)
+        held, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with producer._taking, consumer._source.lock, consumer._lock:  # type: ignore[union-attr]
+                held.set()
+                over.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        try:
+            fork_and_call([
+                lambda: producer.fail("a", 0, "down", timeout=1), consumer.stats,
+                consumer.close, producer.close,
+            ])  # fmt: skip
+        finally:
+            over.set()
+            thread.join()
+            consumer.close()
+
+
+def test_a_handle_that_was_not_attached_yet_attaches_in_the_child(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        producer.put("a", group_size=1, index=0, x=np.arange(8))
+        with Consumer(bus_name, daemon=False) as consumer:
+            copy = pickle.loads(pickle.dumps(consumer))
+        held, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with copy._lock:
+                held.set()
+                over.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+
+        def look() -> None:
+            assert len(copy.take(timeout=DEFAULT_DEADLINE_S)) == 1
+            copy.close()
+
+        try:
+            fork_and_call([look])
+        finally:
+            over.set()
+            thread.join()

@@ -1,0 +1,298 @@
+"""Views that a forked child inherits stay what they were, whatever its parent does then."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner, wait_until
+
+import shmbus
+from shmbus import Bus, Consumer, Group, Producer
+
+FORK = get_context("fork")
+
+
+def put(producer: Producer, key: str, value: int, size: int = 5000) -> None:
+    producer.put(key, group_size=1, index=0, timeout=10, x=np.full(size, value, np.int32))
+
+
+def take(consumer: Consumer, count: int = 1) -> list[Group]:
+    groups: list[Group] = []
+    while len(groups) < count:
+        found = consumer.take(count - len(groups), timeout=DEFAULT_DEADLINE_S)
+        assert found, "no group came"
+        groups += found
+    return groups
+
+
+def overwrite(producer: Producer, consumer: Consumer, rounds: int = 200) -> None:
+    """Have other records where anything was that is not held: some bus's worth of them."""
+    for i in range(rounds):
+        put(producer, f"other{i}", -1)
+        for group in take(consumer):
+            group.ack()
+
+
+class Child:
+    """A forked process that is told when to look at what it inherited."""
+
+    def __init__(self, look: Callable[[], Any]) -> None:
+        self._go = FORK.Event()
+        self._here, there = FORK.Pipe()
+
+        def run() -> None:
+            there.send("runs")
+            self._go.wait()
+            try:
+                there.send(look())
+            except BaseException as error:
+                there.send(f"{type(error).__name__}: {error}")
+
+        self._process = FORK.Process(target=run, daemon=True)
+        self._process.start()
+        assert self._answer() == "runs"
+
+    def _answer(self) -> Any:
+        assert self._here.poll(DEFAULT_DEADLINE_S), "the child does not answer"
+        return self._here.recv()
+
+    def looks(self) -> Any:
+        self._go.set()
+        answer = self._answer()
+        self._process.join(DEFAULT_DEADLINE_S)
+        return answer
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_childs_views_are_right_after_its_parent_went_on(
+    bus_name: str, daemon: Callable[..., Daemon], served: bool
+) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        if served:
+            daemon()
+        with Consumer(bus_name, daemon=served) as consumer:
+            for i in range(8):
+                put(producer, f"g{i}", i)
+            groups = take(consumer, 8)
+            views = [group[0]["x"] for group in groups]
+            slices = [view[10:20] for view in views]
+            keys = [int(group.instance_id[1:]) for group in groups]
+            child = Child(
+                lambda: [
+                    (set(view.tolist()), set(part.tolist()), view.flags.writeable)
+                    for view, part in zip(views, slices, strict=True)
+                ]
+            )
+            consumer.ack(groups)
+            views.clear()
+            slices.clear()
+            overwrite(producer, consumer)
+            assert child.looks() == [({key}, {key}, False) for key in keys]
+
+
+@pytest.mark.parametrize("then", ["close", "kept", "dropped"])
+def test_a_childs_views_are_right_whatever_becomes_of_the_consumer(
+    bus_name: str, then: str
+) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        consumer = Consumer(bus_name, daemon=False)
+        put(producer, "a", 7)
+        (group,) = take(consumer)
+        view = group[0]["x"]
+        group.ack()
+        if then == "close":
+            consumer.close()  # before the fork: the view has a copy of its own already
+        child = Child(lambda: set(view.tolist()))
+        if then == "dropped":
+            del view, group
+        consumer.close()
+        with Consumer(bus_name, daemon=False) as successor:
+            overwrite(producer, successor)
+        assert child.looks() == {7}
+
+
+def test_children_of_children_and_several_forks_see_what_was_there_at_each(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "1MiB"),
+        Producer(bus_name) as producer,
+        Consumer(bus_name, daemon=False) as consumer,
+    ):
+        children = []
+        views: list[np.ndarray[Any, Any]] = []
+        for i in range(4):
+            put(producer, f"g{i}", i)
+            (group,) = take(consumer)
+            views.append(group[0]["x"])
+            group.ack()
+            here = list(views)
+
+            def look(here: list[np.ndarray[Any, Any]] = here) -> list[list[int]]:
+                mine = [list(set(v.tolist())) for v in here]
+                grandchild = os.fork()
+                if grandchild == 0:
+                    os._exit([list(set(v.tolist())) for v in here] != mine)
+                assert os.waitpid(grandchild, 0)[1] == 0
+                return mine
+
+            children.append(Child(look))
+            if i == 1:
+                views.clear()
+            del here, look
+        del group
+        views.clear()
+        overwrite(producer, consumer)
+        expected = [[[0]], [[0], [1]], [[2]], [[2], [3]]]
+        assert [child.looks() for child in children] == expected
+
+
+ORPHAN = """
+import os, sys, numpy as np, shmbus
+name, go = sys.argv[1:]
+consumer = shmbus.Consumer(name, daemon=False)
+(group,) = consumer.take(timeout=30)
+view = group[0]["x"]
+group.ack()
+if os.fork() == 0:
+    print("forked", flush=True)
+    with open(go) as gate:  # opens once the test does
+        gate.read()
+    print("saw", set(view.tolist()), flush=True)
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_child_reads_its_views_after_its_parent_died(
+    bus_name: str, spawn: Spawner, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        put(producer, "a", 7)
+        parent = spawn.script(ORPHAN, bus_name, gate)
+        assert parent.wait() == -signal.SIGKILL
+        with Consumer(bus_name, daemon=False) as successor:
+            overwrite(producer, successor)
+        gate.write_text("go")
+        wait_until(lambda: "saw {7}" in parent.output(), what=f"the orphan: {parent.output()}")
+
+
+CROWDED = """
+import os, resource, sys, numpy as np, shmbus
+consumer = shmbus.Consumer(sys.argv[1], daemon=False)
+(group,) = consumer.take(timeout=30)
+view = group[0]["x"]
+with open("/proc/self/statm") as file:
+    taken = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 18), resource.RLIM_INFINITY))
+child = os.fork()
+if child == 0:
+    os.write(1, b"saw %d" % int(view[0]))
+    os._exit(0)
+ended = os.waitpid(child, 0)[1]
+assert os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == 11, ended
+assert set(view[:10].tolist()) == {7}
+group.ack()
+"""
+
+
+def test_a_fork_without_memory_for_copies_leaves_a_child_that_sees_nothing(
+    bus_name: str, spawn: Spawner
+) -> None:
+    with Bus.create(bus_name, "16MiB"), Producer(bus_name) as producer:
+        put(producer, "a", 7, size=500_000)
+        assert "saw" not in spawn.script(CROWDED, bus_name).finish()
+
+
+def test_what_a_child_writes_into_a_reservation_stays_in_the_child(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "1MiB"),
+        Producer(bus_name) as producer,
+        Consumer(bus_name, daemon=False) as consumer,
+    ):
+        slot = producer.reserve("a", group_size=1, index=0, fields={"x": ("int32", 5000)})
+        slot["x"][:] = 5
+        part = slot["x"][:100]
+
+        def write() -> tuple[list[int], list[int]]:
+            before = part.tolist()
+            part[:] = 6
+            return before, part.tolist()
+
+        child = Child(write)
+        slot.abort()
+        overwrite(producer, consumer)
+        assert child.looks() == ([5] * 100, [6] * 100)
+        assert set(part.tolist()) == {5}
+        overwrite(producer, consumer, rounds=5)
+
+
+def test_workers_of_a_data_loader_read_the_views_of_a_data_set(bus_name: str) -> None:
+    data = pytest.importorskip("torch.utils.data")
+
+    class Views(data.Dataset[int]):  # type: ignore[misc,name-defined]
+        def __init__(self, views: list[np.ndarray[Any, Any]]) -> None:
+            self.views = views
+
+        def __len__(self) -> int:
+            return len(self.views)
+
+        def __getitem__(self, at: int) -> int:
+            assert len(set(self.views[at].tolist())) == 1
+            return int(self.views[at][0])
+
+    with (
+        Bus.create(bus_name, "1MiB"),
+        Producer(bus_name) as producer,
+        Consumer(bus_name, daemon=False) as consumer,
+    ):
+        for i in range(16):
+            put(producer, f"g{i}", i)
+        groups = take(consumer, 16)
+        views = [group[0]["x"] for group in groups]
+        wanted = [int(group.instance_id[1:]) for group in groups]
+        loader = iter(
+            data.DataLoader(
+                Views(views),
+                batch_size=1,
+                num_workers=2,
+                prefetch_factor=1,
+                multiprocessing_context="fork",
+            )
+        )
+        got = [int(next(loader))]
+        consumer.ack(groups)
+        del views, groups
+        # The workers hold the data set still; this process does not.
+        loader._dataset.views = []
+        overwrite(producer, consumer)
+        got += [int(value) for value in loader]
+        assert got == wanted
+
+
+def test_a_handle_in_a_child_says_so_and_its_views_stay(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "1MiB"),
+        Producer(bus_name) as producer,
+        Consumer(bus_name, daemon=False) as consumer,
+    ):
+        put(producer, "a", 7)
+        (group,) = take(consumer)
+        view = group[0]["x"]
+
+        def look() -> tuple[str, set[int]]:
+            with pytest.raises(shmbus.BusClosedError) as caught:
+                group[0]["x"]
+            consumer.close()
+            return str(caught.value), set(view.tolist())
+
+        said, values = Child(look).looks()
+        assert "before a fork" in said and values == {7}
+        group.ack()

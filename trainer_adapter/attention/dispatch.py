@@ -1,0 +1,201 @@
+"""The choice of a backend for a call of `varlen_attention`, and the eager run by it.
+
+Below both callers: the eager front (`varlen.py`) and the operator for compiled models
+(`compiled.py`).
+
+Invariants:
+
+- Each backend gives the same values and gradients. A backend that would not is refused by its
+  obstacle function.
+- Borders on a CUDA device stay unread unless SDPA runs, since reading them makes the host wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer_adapter.attention.arguments import Call
+from trainer_adapter.attention.flash import call_flash, flash_obstacle
+from trainer_adapter.attention.native import call_native, native_obstacle
+from trainer_adapter.attention.plan import IntArray, make_plan
+from trainer_adapter.attention.sdpa import attend_by_plan, differentiable_lse, log_sum_exp
+
+__all__ = ["Backend", "attention_backend", "run_backend"]
+
+Backend = Literal["auto", "native", "flash", "sdpa"]
+
+
+def attention_backend(
+    q: Tensor,
+    k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    backend: Backend = "auto",
+) -> Literal["native", "flash", "sdpa"]:
+    """Tell which backend `varlen_attention` takes for these arguments.
+
+    ``"auto"`` takes the native kernel where it can run and is right: on CUDA from compute
+    capability 8.0 on, in float16 and bfloat16, with a torch that has it (2.10; windows and other
+    scales than the default from 2.11), if it supports the head dimension and the window. Otherwise
+    flash-attn, if it is installed and can run; otherwise SDPA, which always can.
+
+    Parameters
+    ----------
+    q : Tensor [T_q, H_q, D]
+    k : Tensor [T_k, H_kv, D]
+    max_q, max_k, scale, window_size, backend
+        As for `varlen_attention`.
+
+    Returns
+    -------
+    str
+        ``"native"``, ``"flash"`` or ``"sdpa"``.
+
+    Raises
+    ------
+    ValueError
+        For another `backend`, and for one that cannot run; the message says why.
+    """
+    if backend == "sdpa":
+        return "sdpa"
+    if backend not in ("auto", "native", "flash"):
+        raise ValueError(
+            f"backend: expected 'auto', 'native', 'flash' or 'sdpa', got {backend!r}; "
+            "'auto' fits every device"
+        )
+    window = tuple(window_size)
+    obstacle = None
+    if backend != "flash":
+        default_scale = scale is None or scale == q.shape[-1] ** -0.5
+        obstacle = native_obstacle(q, k, max_q, max_k, default_scale, window)
+        if obstacle is None:
+            return "native"
+    if backend != "native":
+        obstacle = flash_obstacle(q, k, max_q, max_k, window)
+        if obstacle is None:
+            return "flash"
+    if backend != "auto":
+        raise ValueError(
+            f"backend {backend!r} cannot run here: {obstacle}; pass backend='auto' or 'sdpa'"
+        )
+    return "sdpa"
+
+
+def run_backend(
+    chosen: str, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend by one backend, eagerly.
+
+    Parameters
+    ----------
+    chosen : {"native", "flash", "sdpa"}
+        From `attention_backend`, for these operands.
+    q : Tensor [T_q, H_q, D]
+    k, v : Tensor [T_k, H_kv, D]
+    call : Call
+    return_lse : bool
+
+    Returns
+    -------
+    Tensor or (Tensor, Tensor)
+        As for `varlen_attention`.
+
+    Raises
+    ------
+    ValueError
+        Borders that the host can read do not fit the operands.
+    """
+    return _RUN[chosen](q, k, v, call, return_lse)
+
+
+def _run_native(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    return _run_kernel(call_native, q, k, v, call, return_lse)
+
+
+def _run_flash(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    return _run_kernel(_call_flash, q, k, v, call, return_lse)
+
+
+def _run_kernel(
+    run: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    for borders, rows, longest, name in call.sides(q, k):
+        # Borders on the device stay unread, since the host would have to wait for them.
+        if borders.device.type == "cpu":
+            _checked_lengths(borders, len(rows), longest, name)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return run(q, k, v, call)[0]
+
+    out, lse = run(q, k, v, call)
+    return (out, differentiable_lse(q, k, lse, call.scale, attend)) if return_lse else out
+
+
+def _call_flash(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    longest = (call.max_q, call.max_k)
+    return call_flash(q, k, v, call.borders_on(q.device), longest, call.scale, call.window)
+
+
+def _run_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    lengths = [
+        _checked_lengths(borders, len(rows), longest, name).tobytes()
+        for borders, rows, longest, name in call.sides(q, k)
+    ]
+    plan = make_plan(*lengths, call.window, q.shape[1] * q.shape[2], q.device.type)
+    attend = functools.partial(attend_by_plan, plan=plan, scale=call.scale)
+    out = attend(q, k, v)
+    if not return_lse:
+        return out
+    lse = log_sum_exp(q.detach(), k.detach(), plan, call.scale)
+    return out, differentiable_lse(q, k, lse, call.scale, attend)
+
+
+def _checked_lengths(borders: Tensor, tokens: int, longest: int, name: str) -> IntArray:
+    """Bring the borders to the host, check them, and return the lengths [S].
+
+    The host waits for the device once a batch, not in every layer: the lengths are cached on the
+    tensor until it is written to.
+    """
+    kept: tuple[int, int, IntArray] | None = getattr(borders, "_shmbus_lengths", None)
+    version = -1 if borders.is_inference() else borders._version
+    if kept is None or kept[:2] != (version, tokens) or version < 0:
+        edges = borders.detach().to("cpu", torch.int64).numpy()
+        lengths: IntArray = np.diff(edges)
+        if edges[0] != 0 or edges[-1] != tokens or (lengths < 0).any():
+            raise ValueError(
+                f"{name}: expected it to rise from 0 to {tokens}, the number of tokens, got "
+                f"{edges[0]} to {edges[-1]}, smallest step {lengths.min(initial=0)}; "
+                "build it as the cumulated lengths after a 0"
+            )
+        kept = (version, tokens, lengths)
+        borders._shmbus_lengths = kept  # type: ignore[attr-defined]
+    if kept[2].max(initial=0) > longest:
+        raise ValueError(
+            f"{name}: expected at most {longest} tokens a sequence, as max_{name[-1]} says, got "
+            f"{kept[2].max()}; pass the longest length"
+        )
+    return kept[2]
+
+
+_RUN: Final = {"native": _run_native, "flash": _run_flash, "sdpa": _run_sdpa}

@@ -1,0 +1,197 @@
+"""Admission of groups that the bus delivered: which may go into a batch, and how the others end.
+
+Invariants:
+
+- A group that a checkpoint had trained is acknowledged; a truncated one (under "drop") and a
+  malformed one are dropped. Each costs itself only: all others wait for their batches.
+- Every group ends here, or waits in the planner, even if an error is raised. Where a signal's
+  handler raises, it stays in the inbox, and is admitted by the next call.
+- Once a group with logprobs was admitted, one without them is malformed. A batch of both kinds has
+  no ratio for a part of its tokens; one of the few without them would come at an odd step, and stop
+  a loss that needs them. The other way round nothing that is good would be left.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from itertools import islice
+from typing import Literal
+
+import shmbus
+from shmbus.batch.field_presence import MixedLogprobsError
+from shmbus.batch.gather import FieldNames, measure
+from trainer_adapter._arguments import check_lengths, check_scores
+from trainer_adapter.batches.batch import Batch
+from trainer_adapter.batches.sample_flags import Truncated, is_truncated
+from trainer_adapter.handler.checkpoint import identities
+from trainer_adapter.handler.planner import BatchPlanner
+from trainer_adapter.handler.unread_fields import UnreadFields
+
+__all__ = ["Admission"]
+
+logger = logging.getLogger(__name__)
+
+
+class Admission:
+    """Passes groups that were taken from the bus to the planner, or ends them.
+
+    Parameters
+    ----------
+    consumer : shmbus.Consumer
+        The reader that leased the groups.
+    planner : BatchPlanner
+    fields : FieldNames
+    tokens_per_batch : int or None
+        A group with a longer sequence is malformed.
+    malformed : "raise" | "drop"
+    truncated : "keep" | "mask" | "drop"
+    max_policy_lag : int or None
+        A group with a sample more versions than this behind the Consumer's is too old.
+
+    Attributes
+    ----------
+    trained : set of (int, int)
+        Identities of trajectories that a checkpoint had trained, and that were not delivered since.
+    truncated_groups : int
+        Groups that were dropped because a sample of theirs is truncated.
+    """
+
+    def __init__(
+        self,
+        consumer: shmbus.Consumer,
+        planner: BatchPlanner[Batch],
+        fields: FieldNames,
+        *,
+        tokens_per_batch: int | None,
+        malformed: Literal["raise", "drop"],
+        truncated: Truncated,
+        max_policy_lag: int | None,
+    ) -> None:
+        self._consumer = consumer
+        self._planner = planner
+        self._fields = fields
+        self._tokens_per_batch = tokens_per_batch
+        self._malformed = malformed
+        self._truncated = truncated
+        self._max_policy_lag = max_policy_lag
+        self._unread = UnreadFields(fields)
+        self._with_logprobs = False
+        self.trained: set[tuple[int, int]] = set()
+        self.truncated_groups = 0
+
+    def admit(self) -> None:
+        """Have the groups of the inbox wait for their batches, or end them.
+
+        Where it is interrupted, the groups stay in the inbox until it is called again; those that
+        have ended are passed over then.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For the first malformed group, under ``malformed="raise"``, after all were admitted.
+        """
+        groups = self._without_trained(_leased(self._planner.inbox))
+        if self._truncated == "drop":
+            cut = [group for group in groups if is_truncated(group)]
+            self._consumer.drop(cut)
+            self.truncated_groups += len(cut)
+            groups = _leased(groups)
+        good: list[tuple[shmbus.Group, int]] = []
+        wrong: Exception | None = None
+        if groups:
+            try:
+                good = self._measure(groups)
+            except (TypeError, ValueError):
+                good, wrong = self._measure_each(groups)
+        self._planner.add(good, time.monotonic())
+        if wrong is not None and self._malformed == "raise":
+            raise wrong
+
+    def _measure_each(
+        self, groups: list[shmbus.Group]
+    ) -> tuple[list[tuple[shmbus.Group, int]], Exception | None]:
+        wrong: Exception | None = None
+        good: list[tuple[shmbus.Group, int]] = []
+        for group in groups:
+            try:
+                good += self._measure([group])
+            except (TypeError, ValueError) as error:
+                self.drop(group, error)
+                wrong = wrong or error
+        return good, wrong
+
+    def drop(self, group: shmbus.Group, error: Exception) -> None:
+        """End a malformed group, with a note in the log."""
+        logger.warning("dropped group %r: %s", group.instance_id, error)
+        self._planner.unsettled = True
+        group.drop()
+        self._planner.keep_leased()
+
+    def drop_without_logprobs(self, groups: list[shmbus.Group]) -> None:
+        """End groups that were admitted before the first one that has logprobs."""
+        for group in groups:
+            self.drop(group, self._lacks_logprobs(group))
+
+    def _lacks_logprobs(self, group: shmbus.Group) -> ValueError:
+        return ValueError(
+            f"group {group.instance_id!r} of producer {group.trajectories[0].producer_id}: field "
+            f"{self._fields.logprobs!r}: expected in every group, since others have it, got none; "
+            "put it in all, or read none by fields=FieldNames(logprobs=None)"
+        )
+
+    def stale(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
+        """Return the groups among these that are too old now."""
+        if self._max_policy_lag is None:
+            return []
+        bound = self._consumer.policy_version - self._max_policy_lag
+        return [g for g in groups if min(t.policy_version for t in g.trajectories) < bound]
+
+    def return_stale(self) -> None:
+        """Give waiting groups that are too old to the Consumer, which drops and counts them."""
+        if self._max_policy_lag is None:
+            return
+        stale = self.stale(self._planner.groups)
+        if stale:
+            self._planner.unsettled = True
+            for group in stale:
+                group.give_back()
+            self._planner.keep_leased()
+
+    def end_trained(self) -> None:
+        """Acknowledge waiting groups that a checkpoint had trained."""
+        self._planner.unsettled = True
+        self._without_trained(_leased(self._planner.groups))
+        self._planner.keep_leased()
+
+    def _without_trained(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
+        """Acknowledge groups that a checkpoint had trained; return the others."""
+        if not self.trained:
+            return groups
+        trained = [group for group in groups if identities([group]) <= self.trained]
+        samples = identities(trained)
+        self._consumer.ack(trained)
+        self.trained -= samples
+        return _leased(groups)
+
+    def _measure(self, groups: list[shmbus.Group]) -> list[tuple[shmbus.Group, int]]:
+        """Pair each group with its tokens; raises if one of them is malformed."""
+        try:
+            measured = measure(groups, self._fields)
+        except MixedLogprobsError:
+            self._with_logprobs = True
+            raise
+        if not measured.has_logprobs and self._with_logprobs:
+            raise self._lacks_logprobs(groups[0])
+        self._with_logprobs = measured.has_logprobs
+        self._unread.note(measured)
+        trajectories, lengths = measured.trajectories, measured.lengths
+        check_scores(trajectories)
+        if self._tokens_per_batch is not None and max(lengths) > self._tokens_per_batch:
+            check_lengths(trajectories, lengths, self._tokens_per_batch)
+        left = iter(lengths)
+        return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]
+
+
+def _leased(groups: list[shmbus.Group]) -> list[shmbus.Group]:
+    return [group for group in groups if group.state == "leased"]

@@ -1,0 +1,421 @@
+"""Which groups make the next batch, and when: a pure state machine, as the stash is.
+
+No clock (time is an argument), no thread, no lock, no socket, no torch. The handler takes groups
+from the bus and packs them; `Prefetcher` does so in a thread. Both decide by this planner, and
+keep their groups here. A group moves through three places, each a field of `BatchPlanner`::
+
+    waiting --made--> ready --hand_out--> out --acknowledged-->
+       ^                |                  |
+       +----recall------+----give_back-----+
+
+Invariants:
+
+- A group is in exactly one of these places until it ends. While its batch is being packed it still
+  waits, so a failure in between needs nothing undone.
+- A batch is the first groups that wait, and whole: up to a budget of tokens, a number of groups,
+  or one shard.
+- A shard, which is a rank's part of a step, is never cut and never joined with another, however
+  often its groups go and return: all ranks make as many batches.
+- The time of `max_wait` runs exactly while a group waits.
+- Each change is one assignment: of a new `_Places`, or of one attribute. So an exception of a
+  signal's handler, which may come between any two steps, finds all groups in the old places or all
+  in the new.
+- Where several threads change places, they do so under a lock of theirs; `acknowledged` needs none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import shmbus
+
+__all__ = ["BatchPlanner", "MadeBatch", "PlannedGroup"]
+
+BatchT = TypeVar("BatchT")
+
+
+class PlannedGroup(NamedTuple):
+    """A group with its tokens, all samples together, and the number of its shard."""
+
+    group: shmbus.Group
+    tokens: int
+    shard: int
+
+
+@dataclass(slots=True)
+class MadeBatch(Generic[BatchT]):
+    """A packed batch with the groups that it was made of, and whether it was acknowledged."""
+
+    batch: BatchT
+    planned: list[PlannedGroup]
+    ended: bool = False
+
+
+class _Places(NamedTuple):
+    """Where all groups are, at one instant; never changed, only replaced."""
+
+    inbox: list[shmbus.Group]
+    waiting: tuple[PlannedGroup, ...] = ()
+    ready: tuple[MadeBatch[Any] | BaseException, ...] = ()
+    out: dict[int, MadeBatch[Any]] = {}  # noqa: RUF012 (never changed)
+    since_s: float | None = None
+    step: int = 0
+
+    def with_waiting(
+        self, waiting: Iterable[PlannedGroup], now_s: float | None, **more: Any
+    ) -> _Places:
+        """Return them with other groups that wait; the time of the wait runs while there is one."""
+        waiting = tuple(waiting)
+        since_s = self.since_s if self.waiting else None
+        since_s = None if not waiting else now_s if since_s is None else since_s
+        return self._replace(waiting=waiting, since_s=since_s, **more)
+
+
+class BatchPlanner(Generic[BatchT]):
+    """Groups and batches of one handler, from the bus to their acknowledgement.
+
+    Parameters
+    ----------
+    tokens_per_batch, groups_per_batch : int or None
+        The budget of a batch; one of them. A group larger than `tokens_per_batch` comes alone.
+    max_wait_s : float or None
+        Seconds after which a batch is due though it is not full; None until it is full.
+    world_size : int
+        With several ranks a batch is one shard: the groups of one `add`. The daemon has formed it
+        by the budget and `max_wait_s`.
+
+    Attributes
+    ----------
+    unsettled : bool
+        Whether some groups that wait may have ended; `keep_leased` settles it.
+    """
+
+    def __init__(
+        self,
+        tokens_per_batch: int | None,
+        groups_per_batch: int | None,
+        max_wait_s: float | None,
+        world_size: int = 1,
+    ) -> None:
+        self._tokens = tokens_per_batch
+        self._groups = groups_per_batch
+        self._max_wait_s = max_wait_s
+        self._world_size = world_size
+        self._shards = itertools.count()
+        self._places = _Places([])
+        self.unsettled = False
+
+    # -- places ---------------------------------------------------------------------------------
+
+    @property
+    def inbox(self) -> list[shmbus.Group]:
+        """Groups that were taken and not admitted yet; extend it by what a take returns."""
+        return self._places.inbox
+
+    @property
+    def waiting(self) -> tuple[PlannedGroup, ...]:
+        """Groups that are in no batch yet, in their order."""
+        return self._places.waiting
+
+    @property
+    def ready(self) -> tuple[MadeBatch[BatchT] | BaseException, ...]:
+        """Batches that were packed and not handed out, and errors in the place of their batches."""
+        return self._places.ready
+
+    @property
+    def out(self) -> dict[int, MadeBatch[BatchT]]:
+        """Batches that the trainer has, by their step, until it acknowledges them."""
+        return {step: made for step, made in self._places.out.items() if not made.ended}
+
+    @property
+    def last_out(self) -> MadeBatch[BatchT] | None:
+        """The batch that was handed out last, if it is out."""
+        made = self._places.out.get(self._places.step - 1)
+        return None if made is None or made.ended else made
+
+    @property
+    def step(self) -> int:
+        """The step of the next batch that is handed out."""
+        return self._places.step
+
+    # -- groups that wait -----------------------------------------------------------------------
+
+    @property
+    def groups(self) -> list[shmbus.Group]:
+        """The groups that wait, in their order."""
+        return [planned.group for planned in self.waiting]
+
+    def add(self, groups: Iterable[tuple[shmbus.Group, int]], now_s: float) -> None:
+        """Have groups of the inbox wait, behind all others, and empty the inbox.
+
+        Parameters
+        ----------
+        groups : iterable of (shmbus.Group, int)
+            Each with its tokens; together they are a shard.
+        now_s : float
+        """
+        shard = next(self._shards)
+        places = self._places
+        new = [PlannedGroup(group, tokens, shard) for group, tokens in groups]
+        self._places = places.with_waiting([*places.waiting, *new], now_s, inbox=[])
+
+    def adopt(self, groups: list[shmbus.Group]) -> None:
+        """Put groups into the inbox that are nowhere else."""
+        places = self._places
+        made = [one for one in (*places.ready, *places.out.values()) if isinstance(one, MadeBatch)]
+        known = {id(group) for group in places.inbox}
+        for planned in (places.waiting, *(one.planned for one in made)):
+            known |= {id(one.group) for one in planned}
+        places.inbox.extend([group for group in groups if id(group) not in known])
+
+    def keep(self, keeps: Callable[[shmbus.Group], bool]) -> None:
+        """Forget waiting groups, which the caller ends.
+
+        Parameters
+        ----------
+        keeps : callable
+            False for a group to forget.
+        """
+        places = self._places
+        kept = [planned for planned in places.waiting if keeps(planned.group)]
+        self._places = places.with_waiting(kept, None)
+
+    def keep_leased(self) -> None:
+        """Forget the waiting groups whose lease has ended."""
+        self.keep(lambda group: group.state == "leased")
+        self.unsettled = False
+
+    # -- when a batch is due --------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """Whether no other group could go into the next batch."""
+        if self._world_size != 1:
+            return bool(self.waiting)
+        if self._groups is not None:
+            return len(self.waiting) >= self._groups
+        return bool(self.waiting) and (
+            self._count() < len(self.waiting)
+            or sum(planned.tokens for planned in self.waiting) >= (self._tokens or 0)
+        )
+
+    def due(self, now_s: float, *, awaited: bool = True) -> bool:
+        """Whether to make a batch: a full one, or an awaited one that has waited long enough.
+
+        Parameters
+        ----------
+        now_s : float
+        awaited : bool
+            Whether the trainer waits for it. If not, a batch can wait until it is full.
+
+        Returns
+        -------
+        bool
+        """
+        if self.full:
+            return True
+        left_s = self.left_s(now_s) if awaited else None
+        return left_s is not None and left_s <= 0
+
+    def left_s(self, now_s: float) -> float | None:
+        """Return the seconds until `max_wait_s` is over.
+
+        Parameters
+        ----------
+        now_s : float
+
+        Returns
+        -------
+        float or None
+            None if no group waits, or if `max_wait_s` is None.
+        """
+        since_s = self._places.since_s
+        if self._max_wait_s is None or since_s is None:
+            return None
+        return since_s + self._max_wait_s - now_s
+
+    def restart_wait(self, now_s: float) -> None:
+        """Count `max_wait_s` from now on, if a group waits."""
+        places = self._places
+        self._places = places._replace(since_s=now_s if places.waiting else None)
+
+    # -- batches --------------------------------------------------------------------------------
+
+    def next_groups(self) -> list[PlannedGroup]:
+        """Return the groups of the next batch, which still wait until it is `made`.
+
+        Returns
+        -------
+        list[PlannedGroup]
+            Empty if no group waits.
+        """
+        return list(itertools.islice(self.waiting, self._count()))
+
+    def made(self, planned: list[PlannedGroup], batch: BatchT) -> None:
+        """Move groups from those that wait to a batch that is ready.
+
+        Parameters
+        ----------
+        planned : list[PlannedGroup]
+            From `next_groups`.
+        batch : BatchT
+            Packed from them.
+
+        Raises
+        ------
+        RuntimeError
+            They do not wait any more: another thread made a batch of them.
+        """
+        places = self._places
+        if not places.waiting or places.waiting[0] is not planned[0]:
+            raise RuntimeError(
+                "OnlineDataHandler: expected one thread at a time in next_batch, got two that made "
+                "one batch; let them take turns"
+            )
+        ready = (*places.ready, MadeBatch(batch, planned))
+        self._places = places.with_waiting(places.waiting[len(planned) :], None, ready=ready)
+
+    def add_error(self, error: BaseException) -> None:
+        """Put an error into the place of a batch, behind those that are ready."""
+        places = self._places
+        self._places = places._replace(ready=(*places.ready, error))
+
+    def hand_out(self, step: int) -> BatchT:
+        """Move the first batch that is ready to those that are out.
+
+        Parameters
+        ----------
+        step : int
+            Its key there; the next one is counted from it.
+
+        Returns
+        -------
+        BatchT
+
+        Raises
+        ------
+        BaseException
+            The error in the place of the batch, once.
+        """
+        places = self._places
+        first, *ready = places.ready
+        if isinstance(first, BaseException):
+            self._places = places._replace(ready=tuple(ready))
+            raise first
+        out = {**self.out, step: first}
+        self._places = places._replace(ready=tuple(ready), out=out, step=step + 1)
+        return cast("BatchT", first.batch)
+
+    def take_back(self) -> None:
+        """Make the batch that was handed out last the first of the ready ones again."""
+        places = self._places
+        step = places.step - 1
+        out = self.out
+        ready = (out.pop(step), *places.ready)
+        self._places = places._replace(ready=ready, out=out, step=step)
+
+    def is_out(self, step: int, batch: BatchT) -> bool:
+        """Whether this batch was handed out as this step, and is neither acknowledged nor back."""
+        made = self._places.out.get(step)
+        return made is not None and not made.ended and made.batch is batch
+
+    def acknowledged(self, step: int) -> None:
+        """Forget a batch that was out."""
+        made = self._places.out[step]
+        made.ended = True
+        # Its memory is the next batch's.
+        made.batch, made.planned = cast("BatchT", None), []
+
+    def give_back(self, step: int, now_s: float) -> None:
+        """Have the groups of a batch that was out wait again, before all others.
+
+        Ready batches are recalled, since they are behind it in order.
+
+        Parameters
+        ----------
+        step : int
+        now_s : float
+        """
+        places = self._recalled(now_s)
+        out = self.out
+        made = out.pop(step)
+        self._places = places.with_waiting([*made.planned, *places.waiting], now_s, out=out)
+
+    def recall(self, now_s: float) -> None:
+        """Have the groups of all ready batches wait again, in their order; errors stay.
+
+        Parameters
+        ----------
+        now_s : float
+        """
+        self._places = self._recalled(now_s)
+
+    def begin_at(self, step: int, now_s: float) -> None:
+        """Recall the batches that are ready, and count steps from this one on."""
+        self._places = self._recalled(now_s)._replace(step=step)
+
+    def _recalled(self, now_s: float) -> _Places:
+        places = self._places
+        made = [one for one in places.ready if isinstance(one, MadeBatch)]
+        errors = tuple(one for one in places.ready if isinstance(one, BaseException))
+        waiting = [*itertools.chain.from_iterable(one.planned for one in made), *places.waiting]
+        return places.with_waiting(waiting, now_s, ready=errors)
+
+    def _count(self) -> int:
+        """Count the groups of the next batch."""
+        if self._world_size != 1:
+            return sum(planned.shard == self.waiting[0].shard for planned in self.waiting)
+        if self._groups is not None:
+            return min(len(self.waiting), self._groups)
+        assert self._tokens is not None
+        total = 0
+        for count, planned in enumerate(self.waiting):
+            total += planned.tokens
+            if total > self._tokens:
+                return max(count, 1)
+        return len(self.waiting)
+
+    # -- steps of several ranks -----------------------------------------------------------------
+
+    def step_options(self) -> dict[str, Any]:
+        """Return this budget as options of `Consumer.take_step`.
+
+        Returns
+        -------
+        dict
+            groups, tokens and max_wait.
+        """
+        return {"groups": self._groups, "tokens": self._tokens, "max_wait": self._max_wait_s}
+
+    def step_requirement(self, trajectories: int) -> str:
+        """Describe for a message the groups that a step of several ranks needs.
+
+        Parameters
+        ----------
+        trajectories : int
+            Trajectories in complete groups that are not acknowledged.
+
+        Returns
+        -------
+        str
+            Empty for one rank.
+        """
+        if self._world_size == 1:
+            return ""
+        if self._max_wait_s is not None:
+            least = f"{self._world_size} complete groups or more, one for each rank"
+        elif self._groups is not None:
+            least = (
+                f"{self._groups * self._world_size} complete groups, "
+                f"groups_per_batch={self._groups} for each rank"
+            )
+        else:
+            least = f"complete groups of tokens_per_batch={self._tokens} tokens for each rank"
+        return (
+            f"a step of world_size={self._world_size}: expected {least}, got {trajectories} "
+            "trajectories in complete groups that are not acknowledged; put more groups, or lower "
+            "one of these, or set max_wait"
+        )

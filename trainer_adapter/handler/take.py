@@ -1,0 +1,122 @@
+"""Taking groups from the bus, for the thread that asks for a batch and for the one that prefetches.
+
+Invariant: a `Take` refers to the Consumer alone. A waiting thread holds one, and would keep the
+handler alive if that were part of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import shmbus
+from trainer_adapter.batches.batch import Batch
+from trainer_adapter.handler.planner import BatchPlanner
+
+__all__ = ["QUIET_NOTE_S", "Take", "take_groups", "take_shard", "take_until_due"]
+
+#: Groups taken from the bus in one call.
+TAKE_GROUPS: Final = 64
+#: Seconds between two notes in the log while no complete group is delivered.
+QUIET_NOTE_S: Final = 30.0
+
+#: Waits so many seconds for groups. The flag says whether the trainer waits for a batch; if not,
+#: groups are wanted for a full one only.
+Take: TypeAlias = Callable[[float, bool], "list[shmbus.Group]"]
+
+
+def take_groups(consumer: shmbus.Consumer) -> Take:
+    """Return a `Take` of any complete groups.
+
+    Parameters
+    ----------
+    consumer : shmbus.Consumer
+
+    Returns
+    -------
+    Take
+    """
+
+    def take(seconds: float, awaited: bool) -> list[shmbus.Group]:
+        return consumer.take(TAKE_GROUPS, seconds)
+
+    return take
+
+
+def take_shard(consumer: shmbus.Consumer, options: dict[str, Any]) -> Take:
+    """Return a `Take` of this rank's shard of its next step.
+
+    Parameters
+    ----------
+    consumer : shmbus.Consumer
+    options : dict
+        Of `Consumer.take_step`: groups, tokens, max_wait, field.
+
+    Returns
+    -------
+    Take
+    """
+
+    def take(seconds: float, awaited: bool) -> list[shmbus.Group]:
+        return consumer.take_step(**options, timeout=seconds, only_full=not awaited)
+
+    return take
+
+
+def take_until_due(
+    planner: BatchPlanner[Batch],
+    take: Take,
+    admit: Callable[[], None],
+    timeout: float | None,
+    note: Callable[[], None],
+) -> bool:
+    """Take groups until a batch is due, in the calling thread.
+
+    Parameters
+    ----------
+    planner : BatchPlanner
+    take : Take
+    admit : callable
+        Has groups of the inbox wait in the planner; may raise for a malformed one.
+    timeout : float or None
+        Seconds to wait for the first group; None waits for ever.
+    note : callable
+        Called each half minute while no group is delivered.
+
+    Returns
+    -------
+    bool
+        False after the timeout.
+    """
+    began_s = noted_s = now_s = time.monotonic()
+    # Not from when the groups that wait were taken: the bus may hold enough for a full batch.
+    planner.restart_wait(began_s)
+    asked = False
+    while not planner.due(now_s):
+        if planner.waiting:
+            left_s = planner.left_s(now_s)
+        else:
+            left_s = None if timeout is None else began_s + timeout - now_s
+            if asked and left_s is not None and left_s <= 0:
+                return False
+        quiet_left_s = noted_s + QUIET_NOTE_S - now_s
+        wait_s = quiet_left_s if left_s is None else min(left_s, quiet_left_s)
+        inbox = planner.inbox
+        # From one call of C to the other: an exception of a signal's handler in between finds the
+        # groups in the inbox, or their leases go back.
+        inbox.extend(take(max(wait_s, 0.0), True))
+        asked = True
+        came = bool(inbox)
+        if inbox is not planner.inbox:
+            # Another thread that waits for a batch has admitted the others.
+            planner.adopt(inbox)
+        if came:
+            admit()
+        now_s = time.monotonic()
+        if came:
+            noted_s = now_s
+        elif now_s >= noted_s + QUIET_NOTE_S:
+            noted_s = now_s
+            note()
+    return True
