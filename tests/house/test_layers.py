@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "shmbus._space",
         "shmbus.errors",
         "shmbus.limits",
-    ),  # fmt: skip
+    ),
     ("shmbus._arguments", "shmbus._fields", "shmbus.ledger"),
     # What can be said of a bus; control messages carry some of it.
     ("shmbus.inspect.types",),
