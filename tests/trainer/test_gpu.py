@@ -9,8 +9,10 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +24,7 @@ from conftest import Spawner
 from shmbus import Bus, BusClosedError, Consumer, Producer
 from shmbus.batch.baseline import Baseline
 from shmbus.batch.gather import members
-from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS, plan_gather
+from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS, mapping_of, plan_gather
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
 from trainer_adapter.advantages import advantages_for_groups, baseline_of
 from trainer_adapter.gpu.packer import GpuPacker
@@ -89,8 +91,16 @@ def assert_same(got: Batch, want: Batch) -> None:
 # --- the table that the kernel gathers by
 
 
-def address(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])
+def address(array: np.ndarray[Any, Any], base: int = 0) -> int:
+    """Where an array's data is; a view of the ring, as if it lay in the mapping at `base`."""
+    at = int(array.__array_interface__["data"][0])
+    if not base:
+        return at
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last, offset = re.match(r"(\w+)-(\w+) \S+ (\w+)", line).groups()  # type: ignore[union-attr]
+        if int(first, 16) <= at < int(last, 16):
+            return base + int(offset, 16) + at - int(first, 16)
+    raise AssertionError("an address that is mapped nowhere")
 
 
 FIELDS = ("tokens", "loss_mask", "logprobs", "advantages")
@@ -116,7 +126,7 @@ def chunks_by_hand(
             continue
         launches.setdefault(kinds, []).extend(
             [
-                *(0 if a is None else address(a[at:]) + shift for a in given),
+                *(0 if a is None else address(a[at:], mapping_of(t)[0]) + shift for a in given),
                 borders[number] + at,
                 (at, min(chunk, length - at)),
                 (flags, more["advantages"][number]),
