@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from numpy.lib import format as npy_format
 
+from shmbus.near_names import near_argument
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
@@ -74,22 +76,70 @@ def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
 
 
 def as_array(name: str, value: object) -> np.ndarray[Any, Any]:
-    """Return the array of an exporter (torch CPU tensor, memoryview); a dtype is never guessed."""
+    """Take what exports an array (torch CPU tensor, memoryview, array.array) without a guess.
+
+    One number under a name that is nearly one of put's arguments is refused: it is meant for that.
+    """
     if isinstance(value, np.generic) or (
         not isinstance(value, (bytes, bytearray, str, list, tuple, dict))
         and (hasattr(value, "__array__") or _exports_buffer(value))
     ):
         try:
-            return np.asarray(value)
+            array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"{name}: {type(value).__name__} gives no NumPy array: {error}; convert it to a "
-                "contiguous CPU array first"
+                f"{name}: {type(value).__name__} gives no NumPy array: {error}; "
+                f"{_tensor_advice(value)}"
             ) from error
+        if array.ndim == 0:
+            _refuse_near(name, value)
+        return array
+    if not isinstance(value, (list, tuple)):
+        _refuse_near(name, value)
     raise TypeError(
-        f"{name}: expected an array, got {type(value).__name__}; wrap it with its dtype, such as "
-        f"np.asarray({name}, dtype=np.int32)"
+        f"{name}: expected an array, got {type(value).__name__}; {_value_advice(name, value)}"
     )
+
+
+def _refuse_near(name: str, value: object) -> None:
+    near = near_argument(name)
+    if near == "advantages":
+        near = "advantages=, an array with a number for each token"
+    elif near is not None:
+        near += "="
+    if near is not None:
+        raise TypeError(
+            f"{name}: expected an array, got {type(value).__name__}; did you mean {near}?"
+        )
+
+
+def _tensor_advice(value: object) -> str:
+    """Say what makes an array of a tensor that NumPy cannot take."""
+    if getattr(value, "is_cuda", False):
+        return "copy it to the host first: .detach().cpu()"
+    if getattr(value, "requires_grad", False):
+        return "take it out of the graph first: .detach()"
+    if "float" in str(getattr(value, "dtype", "")):
+        return "convert it to a dtype that NumPy has first: .float()"
+    return "convert it to a contiguous CPU array first"
+
+
+def _value_advice(name: str, value: object) -> str:
+    """Say where a value that is no array belongs."""
+    if isinstance(value, str):
+        return f"text goes into the meta: meta={{{name!r}: ...}}"
+    if isinstance(value, (bytes, bytearray)):
+        return f"put it as np.frombuffer({name}, dtype=np.uint8), or into the meta"
+    if value is None:
+        return "leave it out where there is none"
+    if isinstance(value, (list, tuple)):
+        first = value[0] if value else 0
+    elif isinstance(value, (bool, int, float)):
+        first = value
+    else:
+        return f"put it into the meta: meta={{{name!r}: ...}}"
+    dtype = "float32" if isinstance(first, float) else "int32"
+    return f"wrap it with its dtype, such as np.asarray({name}, dtype=np.{dtype})"
 
 
 def _exports_buffer(value: object) -> bool:

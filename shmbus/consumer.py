@@ -43,7 +43,12 @@ class Consumer(_core.ConsumerBase[Group]):
 
     Without a daemon a bus has one consumer, and a second one gets BusBusyError. With a daemon
     (`shmbus serve NAME`) there may be many: each group goes to one of them, or, with ranks, each
-    step is shared out among them. The daemon's options of the stash apply then.
+    step is shared out among them. The daemon's options of the stash apply then. Consumers with a
+    rank and without one cannot be attached together: who comes later gets BusBusyError.
+
+    With ranks, `take(max_groups)` is `take_step(groups=max_groups, max_wait=0)`: this rank's shard
+    of the next step, which has at most `max_groups` groups for each rank and is formed as soon as
+    each gets one. All ranks have to call it with the same number.
 
     A group is leased until it is acknowledged, dropped or given back. Groups that an earlier
     consumer had not acknowledged are delivered again. A handle pickles by name and options, and
@@ -99,7 +104,8 @@ class Consumer(_core.ConsumerBase[Group]):
     BusNotFoundError, LayoutMismatchError
         There is no such bus, or it has another layout.
     BusBusyError
-        Another process reads this bus without a daemon, or has this rank.
+        Another process reads this bus without a daemon, or has this rank; or ranks are attached and
+        this Consumer has none, or the reverse.
     DaemonUnavailableError
         A daemon is needed and none answers, or the daemon of this bus died and was not restarted.
     ProtocolError
@@ -177,6 +183,8 @@ class Consumer(_core.ConsumerBase[Group]):
     def _begin(self) -> None:
         self._lock = _core.RecursiveLock()
         self._source: Collector | DaemonClient | None = None
+        # The last one that this handle set.
+        self._policy_version = 0
         self._closed = False
 
     def _require_source(self) -> Collector | DaemonClient:
@@ -430,12 +438,14 @@ class Consumer(_core.ConsumerBase[Group]):
         """The current policy version, as producers see it: an int, 0 or more; settable.
 
         Reading never blocks. Setting it returns when producers see the new value; with a daemon
-        that takes a round trip, and CLIENT_WAIT_S (30 s) at most.
+        that takes a round trip, and CLIENT_WAIT_S (30 s) at most. It never goes back, but by
+        `reset_policy_version`. A rank that is behind the others may set its own, which changes
+        nothing.
 
         Raises
         ------
         TypeError, ValueError
-            When set: it is no int, or negative.
+            When set: it is no int, negative, or less than before.
         DaemonUnavailableError
             When set: the daemon does not answer.
         BusClosedError
@@ -446,7 +456,34 @@ class Consumer(_core.ConsumerBase[Group]):
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         source = self._require_source()
-        source.policy_version = check_policy_version(version)
+        version = check_policy_version(version)
+        current = source.policy_version
+        if version < current:
+            if self._options.world_size > 1 and version >= self._policy_version:
+                self._policy_version = version
+                return
+            raise ValueError(
+                f"policy_version: expected {current} or more, which it is now, got {version}; "
+                "count on from there, or, to return to a checkpoint, call reset_policy_version (a "
+                "handler's load_state_dict does)"
+            )
+        source.policy_version = self._policy_version = version
+
+    def reset_policy_version(self, version: int) -> None:
+        """Set the policy version, also to a lower one: the trainer returns to a checkpoint.
+
+        Parameters
+        ----------
+        version : int
+            0 or more. Samples of higher versions are delivered still.
+
+        Raises
+        ------
+        TypeError, ValueError, DaemonUnavailableError, BusClosedError
+            As for `policy_version`.
+        """
+        source = self._require_source()
+        source.policy_version = self._policy_version = check_policy_version(version)
 
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now.

@@ -68,6 +68,8 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
         Read, and in an incomplete group or in a complete one that waits to be taken.
     in_ring : int
         Committed, and not read yet.
+    ready : int
+        Those of `stashed` that are in complete groups.
     dropped : dict[str, int]
         Released without acknowledgement, by reason.
     groups_open, groups_ready, groups_leased : int
@@ -88,6 +90,7 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
         Bytes for records, and bytes in free extents.
     """
 
+    ready: int = 0
     groups_open: int = 0
     groups_ready: int = 0
     groups_leased: int = 0

@@ -14,6 +14,7 @@ __all__ = [
     "DEFAULT_MAX_PRODUCERS",
     "FAIL_REASON_CHARS",
     "HELLO_WAIT_S",
+    "LOG_INTERVAL_S",
     "MAX_CLIENTS",
     "MAX_MESSAGE_BYTES",
     "MAX_REQUESTED",
@@ -55,6 +56,10 @@ READY_PRESSURE = 0.75
 #: Default for `stall_timeout`, in seconds. With many workers something moves every second, and a
 #: job can afford a minute of standstill better than an hour.
 STALL_TIMEOUT_S = 60.0
+
+#: Seconds between two log lines for one cause: drops of one reason, or refused clients. Events
+#: between them are summed up, since producers and clients decide how many there are.
+LOG_INTERVAL_S = 60.0
 
 #: Seconds that a retry request may stay unanswered, and that a group which lost a sample waits for
 #: its others: longer than a long rollout.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
@@ -14,6 +15,7 @@ import msgspec
 from shmbus import errors, limits
 from shmbus._arguments import process_label
 from shmbus.client.daemon_client import DaemonClient
+from shmbus.control.socket_path import obstacle
 from shmbus.control.wire import DaemonUnreachable, socket_exists
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
@@ -21,6 +23,8 @@ from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 __all__ = ["AttachOptions", "Source", "attach", "stash_options"]
+
+logger = logging.getLogger(__name__)
 
 #: Seconds that a new Consumer waits for the daemon of a bus that has had one: a supervisor restarts
 #: it in less.
@@ -118,7 +122,8 @@ class AttachOptions(msgspec.Struct, frozen=True):
 def attach(options: AttachOptions) -> Collector | DaemonClient:
     """Connect to the daemon where there is one; become the bus's collector where there is none.
 
-    A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S.
+    A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S. What is
+    in its place and cannot be one is not: another user's socket, or a file.
 
     Raises
     ------
@@ -130,11 +135,21 @@ def attach(options: AttachOptions) -> Collector | DaemonClient:
     if options.daemon is False:
         return _collector(options)
     deadline = time.monotonic() + DAEMON_WAIT_S
+    warned = False
     while True:
         try:
             return _daemon_client(options)
         except DaemonUnreachable as error:
             unreachable = error
+        what = obstacle(options.name)
+        if what is not None and options.daemon:
+            raise errors.DaemonUnavailableError(
+                f"bus {options.name!r}: no daemon can answer: {what}; have it removed, or choose "
+                f"another name for the bus{_daemon_hint(options)}"
+            ) from unreachable
+        if what is not None and not warned:
+            warned = True
+            logger.warning("bus %r: %s; this process reads the bus itself", options.name, what)
         if not socket_exists(options.name) and options.daemon is None:
             try:
                 return _collector(options)

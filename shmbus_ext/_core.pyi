@@ -53,6 +53,7 @@ REFUSED_FAILING: int
 ELEMENT_KINDS: tuple[str, ...]
 CHUNK_WORDS: int
 BASELINE_MEAN: int
+HAS_LOGPROBS: int
 BASELINE_LEAVE_ONE_OUT: int
 BASELINE_DEVIATION: int
 BASELINE_MAX_SCORE: float
@@ -181,6 +182,8 @@ class GroupTable(Generic[_S]):
     recent: dict[Hashable, None]
     failing: dict[Hashable, Any]
     failing_cells: int
+    unheld_groups: int
+    unheld_cells: int
     def __init__(self, *, count_bytes: bool = ..., judged: bool = ...) -> None: ...
     def __len__(self) -> int: ...
     def put(
@@ -378,7 +381,9 @@ def packed_bytes(total: int, sequences: int, /) -> int: ...
 def lay_out(
     memory: NDArray[np.uint8], total: int, sequences: int, /
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]: ...
-def measure(trajectories: list[Trajectory], names: _Names, /) -> list[int]: ...
+def measure(
+    trajectories: list[Trajectory], names: _Names, /
+) -> tuple[list[int], int, int, list[tuple[str, ...]]]: ...
 def pack(
     trajectories: list[Trajectory],
     names: _Names,
@@ -415,6 +420,8 @@ def plan_gather(
     list[str],
     list[int],
     bool,
+    int,
+    int,
 ]: ...
 def relative_scores(
     scores: NDArray[np.float64], sizes: NDArray[np.int64], rule: tuple[int, bool, float], /

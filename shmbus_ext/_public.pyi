@@ -463,7 +463,8 @@ class ConsumerBase(Generic[_G]):
         Parameters
         ----------
         max_groups : int
-            How many at the most.
+            How many at the most. With ranks, how many each rank gets at the most of the next step;
+            this rank's shard of it is taken, and all ranks have to ask for the same number.
         timeout : float, optional
             Seconds to wait for the first: None waits for ever, 0 does not wait.
 
@@ -478,6 +479,8 @@ class ConsumerBase(Generic[_G]):
             A duplicate came, under ``duplicate="error"``; once for each, with nothing lost.
         StallError
             Nothing has moved for too long, under ``on_stall="raise"``.
+        BusBusyError
+            This Consumer has no rank, and ranks came back to a restarted daemon.
         BusClosedError
             The consumer is closed, or was made before a fork.
         """

@@ -47,7 +47,16 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"{__name__}.{name} needs torch, which is not installed here; install it with "
+            "`pip install torch`, or as https://pytorch.org says for this machine's GPU",
+            name="torch",
+        ) from error
     # Python asks here only for names that the module lacks: once for each.
     globals()[name] = value
     return value

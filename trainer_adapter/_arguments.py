@@ -9,9 +9,11 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from numbers import Real
+from types import FrameType
 from typing import Final
 
 import torch
+from torch.utils.data import default_collate
 
 import shmbus
 from shmbus.batch.gather import FieldNames
@@ -25,6 +27,7 @@ __all__ = [
     "check_fields",
     "check_for_ranks",
     "check_lengths",
+    "check_loader",
     "check_prefetch",
     "check_scores",
     "check_wait",
@@ -169,4 +172,24 @@ def check_for_ranks(world_size: int, truncated: str) -> None:
         raise ValueError(
             "truncated: expected 'keep' or 'mask' with several ranks, got 'drop'; a rank whose "
             "groups are all dropped would have no step"
+        )
+
+
+def check_loader(caller: FrameType) -> None:
+    """Raise TypeError if a torch DataLoader that would collate batches is about to iterate.
+
+    Parameters
+    ----------
+    caller : frame
+        That asks for the iterator.
+    """
+    fetcher = caller.f_locals.get("self")
+    if (
+        getattr(fetcher, "auto_collation", False)
+        and getattr(fetcher, "collate_fn", None) is default_collate
+    ):
+        raise TypeError(
+            "OnlineDataHandler: expected a DataLoader with batch_size=None, since its items are "
+            "batches already, got one that collates items; pass DataLoader(handler, "
+            "batch_size=None)"
         )

@@ -53,7 +53,7 @@ class PolicyLoss(NamedTuple):
 
 def policy_loss(
     logprobs: Tensor,
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     advantages: Tensor,
     loss_mask: Tensor,
     *,
@@ -73,7 +73,8 @@ def policy_loss(
     Parameters
     ----------
     logprobs, old_logprobs : Tensor [T] or [S, L], floating
-        Natural logarithms, aligned to their own token. Gradients flow to `logprobs` only.
+        Natural logarithms, aligned to their own token. Gradients flow to `logprobs` only. The None
+        of a batch without logprobs is a ValueError.
     advantages : Tensor, same shape
     loss_mask : Tensor, bool, same shape
     clip_low, clip_high : float
@@ -97,6 +98,7 @@ def policy_loss(
             f"clip_low and clip_high: expected 0 <= clip_low <= 1 and clip_high >= 0, got "
             f"{clip_low} and {clip_high}; 0.2 is usual"
         )
+    old_logprobs = _sent("old_logprobs", old_logprobs)
     constants = {"old_logprobs": old_logprobs, "advantages": advantages}
     if weights is not None:
         constants["weights"] = weights
@@ -124,7 +126,7 @@ def policy_loss(
 
 def kl_estimate(
     logprobs: Tensor,
-    reference_logprobs: Tensor,
+    reference_logprobs: Tensor | None,
     loss_mask: Tensor,
     *,
     kind: Literal["k1", "k2", "k3"] = "k3",
@@ -153,6 +155,7 @@ def kl_estimate(
     TypeError, ValueError
         For arguments that do not fit together.
     """
+    reference_logprobs = _sent("reference_logprobs", reference_logprobs)
     _check(loss_mask, logprobs=logprobs, reference_logprobs=reference_logprobs)
     difference = _log_ratio(reference_logprobs.detach(), logprobs, loss_mask)
     if kind == "k1":
@@ -166,7 +169,11 @@ def kl_estimate(
 
 
 def importance_weights(
-    trainer_logprobs: Tensor, inference_logprobs: Tensor, loss_mask: Tensor, *, cap: float = 2.0
+    trainer_logprobs: Tensor,
+    inference_logprobs: Tensor | None,
+    loss_mask: Tensor,
+    *,
+    cap: float = 2.0,
 ) -> Tensor:
     """Compute truncated importance ratios of the trainer's policy over the inference engine's.
 
@@ -195,6 +202,7 @@ def importance_weights(
     """
     if not cap > 0:
         raise ValueError(f"cap: expected more than 0, got {cap}; 2 is usual")
+    inference_logprobs = _sent("inference_logprobs", inference_logprobs)
     _check(loss_mask, trainer_logprobs=trainer_logprobs, inference_logprobs=inference_logprobs)
     with torch.no_grad():
         ratio = _ratio(trainer_logprobs, inference_logprobs, loss_mask).clamp(max=cap)
@@ -305,6 +313,17 @@ def _check_denominator(denominator: float) -> None:
             f"denominator: expected a finite number from 0 on, got {denominator}; "
             "pass for instance part.batch_loss_tokens"
         )
+
+
+def _sent(name: str, logprobs: Tensor | None) -> Tensor:
+    """Refuse the None of a batch whose producers sent no logprobs."""
+    if logprobs is None:
+        raise ValueError(
+            f"{name}: expected logprobs of the tokens, got None, since the groups of this batch "
+            "came without any; have producers put logprobs=, or name their field by "
+            "fields=FieldNames(logprobs=...), or compute them before the step"
+        )
+    return logprobs
 
 
 def _check(loss_mask: Tensor, **operands: Tensor) -> None:

@@ -28,7 +28,9 @@ class MicroBatch:
 
     Attributes
     ----------
-    tokens, position_ids, loss_mask, logprobs, advantages : Tensor [T] or [S, L]
+    tokens, position_ids, loss_mask, advantages : Tensor [T] or [S, L]
+    logprobs : Tensor [T] or [S, L], or None
+        None as in the batch.
     cu_seqlens : int32 [S + 1]
     max_seqlen : int
     scores, policy_versions : Tensor [S]
@@ -47,7 +49,7 @@ class MicroBatch:
     cu_seqlens: Tensor
     max_seqlen: int
     loss_mask: Tensor
-    logprobs: Tensor
+    logprobs: Tensor | None
     advantages: Tensor
     scores: Tensor
     instance_ids: list[str]
@@ -178,7 +180,7 @@ def _take(
         cu_seqlens=torch.from_numpy(borders).to(device),
         max_seqlen=longest,
         loss_mask=rows(batch.loss_mask),
-        logprobs=rows(batch.logprobs),
+        logprobs=None if batch.logprobs is None else rows(batch.logprobs),
         advantages=rows(batch.advantages),
         scores=batch.scores.index_select(0, sequences),
         instance_ids=[batch.instance_ids[position] for position in part],

@@ -7,15 +7,16 @@ checked before the first byte is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shmbus.batch.field_presence import check_presence
 from shmbus_ext import _core
 
-__all__ = ["FieldNames", "PackedArrays", "describe", "gather", "members", "sequence_lengths"]
+__all__ = ["FieldNames", "Measured", "PackedArrays", "describe", "gather", "measure", "members"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -28,11 +29,16 @@ class FieldNames(msgspec.Struct, frozen=True, kw_only=True):
     tokens : str
         Token ids: integers, [n]. Every trajectory needs it.
     loss_mask : str | None
-        Which tokens were sampled: boolean or numeric, [n]; all of them where it is missing.
+        Which tokens were sampled: boolean or numeric, [n]; all of them in a group without it.
     logprobs : str | None
-        The producer's logprobs of these tokens: float32 or float64, [n]; 0 where missing.
+        The producer's logprobs of these tokens: float32 or float64, [n]; a batch of groups without
+        them has none.
     advantages : str | None
         The producer's own token-level advantages: float32 or float64, [n]; they win.
+
+    Notes
+    -----
+    A field is in every sample of a group, or in none; else the group is malformed.
     """
 
     tokens: str = "tokens"
@@ -108,29 +114,60 @@ def packed_bytes(total: int, sequences: int) -> int:
     return _core.packed_bytes(total, sequences)
 
 
-def sequence_lengths(
-    trajectories: list[_core.Trajectory], names: FieldNames | None = None
-) -> list[int]:
-    """Tokens of each trajectory, after all the checks that `gather` makes.
+class Measured(NamedTuple):
+    """Groups, after all the checks that `gather` makes.
+
+    Attributes
+    ----------
+    trajectories : list[Trajectory]
+        S of them, group after group.
+    sizes : int64 [G]
+        How many are of each group.
+    lengths : list[int]
+        Tokens of each trajectory.
+    has_logprobs : bool
+        Whether all have logprobs; if not, none has.
+    field_names : list of tuple of str
+        Names of all fields, for each kind of record that was met.
+    """
+
+    trajectories: list[_core.Trajectory]
+    sizes: NDArray[np.int64]
+    lengths: list[int]
+    has_logprobs: bool
+    field_names: list[tuple[str, ...]]
+
+
+def measure(groups: Sequence[_core.GroupBase], names: FieldNames | None = None) -> Measured:
+    """Count the tokens of groups, after all the checks that `gather` makes.
 
     Parameters
     ----------
-    trajectories : list[Trajectory]
+    groups : sequence of Group
         Leased, of one Consumer.
     names : FieldNames, optional
         How the fields are called.
 
     Returns
     -------
-    list[int]
+    Measured
 
     Raises
     ------
     ValueError
-        A field is missing, of another dtype or dimension, or its length differs from the tokens';
-        the message names the trajectory, its producer and the field.
+        A field is missing, also in one sample of a group only, of another dtype or dimension, or
+        its length differs from the tokens'; the message names the trajectory, its producer and the
+        field.
+    MixedLogprobsError
+        Some of the groups have logprobs, and others do not.
+    TypeError
+        One is no group.
     """
-    return _core.measure(trajectories, (names or FieldNames()).as_tuple())
+    names = names or FieldNames()
+    trajectories, sizes = members(groups)
+    lengths, has, lacks, field_names = _core.measure(trajectories, names.as_tuple())
+    has_logprobs = check_presence(groups, names, has, lacks)
+    return Measured(trajectories, sizes, lengths, has_logprobs, field_names)
 
 
 def members(
@@ -201,7 +238,7 @@ def gather(
     Raises
     ------
     ValueError
-        As for `sequence_lengths`, or where an array of `out` has the wrong size or dtype.
+        As for `measure`, for each trajectory alone; an array of `out` has the wrong size or dtype.
     """
     return _core.pack(
         trajectories,

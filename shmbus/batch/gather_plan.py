@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus.batch.baseline import Baseline
+from shmbus.batch.field_presence import check_presence
 from shmbus.batch.gather import FieldNames
 from shmbus_ext import _core
 
@@ -63,6 +64,8 @@ class GatherTable(msgspec.Struct, frozen=True):
     scores_fit : bool
         Whether a rule that was given could be followed: all scores are numbers up to
         `shmbus.batch.baseline.MAX_SCORE_MAGNITUDE`. Else the advantages in the table are arbitrary.
+    has_logprobs : bool
+        Whether all trajectories have logprobs; if not, none has.
     """
 
     nbytes: int
@@ -78,6 +81,7 @@ class GatherTable(msgspec.Struct, frozen=True):
     instance_ids: list[str]
     mentions: list[int]
     scores_fit: bool
+    has_logprobs: bool
 
 
 def plan_gather(
@@ -124,12 +128,13 @@ def plan_gather(
     Raises
     ------
     ValueError
-        As for `shmbus.batch.gather.gather`; for no trajectory, trajectories of several Consumers,
-        or arrays of another size or dtype.
+        As for `shmbus.batch.gather.measure`; for no trajectory; for those of several Consumers; for
+        arrays of another size or dtype.
     """
+    names = names or FieldNames()
     planned = _core.plan_gather(
         tuple(groups),
-        (names or FieldNames()).as_tuple(),
+        names.as_tuple(),
         memory,
         shift,
         chunk_tokens,
@@ -137,7 +142,8 @@ def plan_gather(
         flags,
         words,
     )
-    return GatherTable(*planned)
+    has, lacks = planned[13:]
+    return GatherTable(*planned[:13], check_presence(groups, names, has, lacks))
 
 
 def mapping_of(trajectory: _core.Trajectory) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import os
 import sys
 
 from shmbus import errors
+from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
 from shmbus.inspect import leftovers
 from shmbus.segment import lifecycle
@@ -59,6 +60,7 @@ def run(parsed: argparse.Namespace) -> int:
         return 2
     logs.set_up(settings.log_format, settings.log_level)
     policy = settings.policy()
+    require_place(parsed.name)
     with contextlib.ExitStack() as stack:
         # First, since its port may be taken: nothing has been created then.
         if settings.metrics_port is not None:

@@ -1,18 +1,22 @@
 """The path of a daemon's socket, and the process at the other end of a Unix socket.
 
-Invariant: a peer is trusted only after the kernel has named our own user as its user.
+Invariant: a peer is trusted only after the kernel has named our own user as its user. Anything else
+in the socket's place is named, and neither waited for nor removed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 import socket
+import stat
 import struct
 
+from shmbus import errors
 from shmbus.segment.names import SHM_DIRECTORY, SOCKET_SUFFIX, check_name
 
-__all__ = ["check_peer", "peer", "socket_path"]
+__all__ = ["check_peer", "obstacle", "peer", "require_place", "socket_path"]
 
 #: Bytes of a path in sockaddr_un, without the NUL.
 _MAX_PATH_BYTES = 107
@@ -26,6 +30,65 @@ def socket_path(name: str) -> str:
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:40]
         path = f"{SHM_DIRECTORY}/shmbus+{digest}{SOCKET_SUFFIX}"
     return path
+
+
+def obstacle(name: str) -> str | None:
+    """Say what lies in the place of a bus's socket and cannot be a daemon's; None otherwise.
+
+    /dev/shm is shared: another user may have left anything there.
+    """
+    path = socket_path(name)
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid():
+        return None
+    return f"{path} is {_kind(found.st_mode)} of {_user(found.st_uid)}, and no daemon of this bus"
+
+
+def require_place(name: str) -> None:
+    """Check that a daemon can put its socket in place.
+
+    Raises
+    ------
+    DaemonUnavailableError
+        Something else is there: whose it is, and what to do.
+    """
+    path = socket_path(name)
+    what = obstacle(name)
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if what is None or (stat.S_ISSOCK(found.st_mode) and os.geteuid() == 0):
+        return
+    remove = "rm -r" if stat.S_ISDIR(found.st_mode) else "rm"
+    who = "" if found.st_uid == os.geteuid() else f", as {_user(found.st_uid)} or root"
+    raise errors.DaemonUnavailableError(
+        f"bus {name!r}: its daemon cannot listen: {what}; expected nothing there, or the socket of "
+        f"a daemon that died; remove it ({remove} {path}{who}), or choose another name for the bus"
+    )
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFREG: "a file",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFIFO: "a FIFO",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def _user(uid: int) -> str:
+    if uid == os.geteuid():
+        return f"this user (uid {uid})"
+    try:
+        return f"uid {uid} ({pwd.getpwuid(uid).pw_name})"
+    except KeyError:
+        return f"uid {uid}"
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:

@@ -29,7 +29,8 @@ class DaemonUnreachable(Exception):
 
 def socket_exists(name: str) -> bool:
     """Whether a daemon runs or has crashed: one that ends properly removes its socket."""
-    return os.path.exists(socket_path.socket_path(name))
+    path = socket_path.socket_path(name)
+    return os.path.lexists(path) and socket_path.obstacle(name) is None
 
 
 def refusal(reply: messages.Refused) -> Exception:
@@ -55,12 +56,15 @@ class Wire:
     Raises
     ------
     DaemonUnreachable
-        There is no socket, or no daemon listens at it.
+        There is no socket, no daemon listens at it, or something else is in its place.
     PermissionError
-        It belongs to another user.
+        The process that listens belongs to another user.
     """
 
     def __init__(self, name: str) -> None:
+        what = socket_path.obstacle(name)
+        if what is not None:
+            raise DaemonUnreachable(what)
         self._name = name
         self._frames = messages.FrameBuffer()
         self._users = 0

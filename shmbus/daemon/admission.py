@@ -12,7 +12,7 @@ from shmbus.control import messages
 from shmbus.daemon.leases import Session
 from shmbus_ext import _core
 
-__all__ = ["rank_refusal", "refusal", "too_many"]
+__all__ = ["mixed_refusal", "rank_refusal", "refusal", "taken_by_ranks", "too_many"]
 
 
 def refusal(
@@ -87,16 +87,58 @@ def rank_refusal(
         return messages.Refused(
             kind="value",
             message=f"bus {hello.bus!r}: world_size {hello.world_size}, but ranks of a world "
-            f"of {world_size} are attached ({_processes(ranked)}); stop those first",
+            f"of {world_size} are attached ({_processes(ranked, hello)}); stop those first, or "
+            f"pass world_size={world_size}",
         )
     same = [session for session in ranked if session.rank == hello.rank]
     if same:
         return messages.Refused(
             kind="busy",
             message=f"bus {hello.bus!r}: rank {hello.rank} of {hello.world_size} is attached "
-            f"already: {_processes(same)}; give each process a rank of its own",
+            f"already: {_processes(same, hello)}; give each process a rank of its own, or end "
+            "that one: its successor gets what it had not acknowledged",
         )
     return None
+
+
+def mixed_refusal(hello: messages.Hello, others: Collection[Session]) -> messages.Refused | None:
+    """Return why ranks and consumers without a rank cannot share this bus, or None.
+
+    A group goes to one step of the ranks or to one plain consumer: whoever asked first would leave
+    nothing to the others.
+
+    Parameters
+    ----------
+    hello : Hello
+        What the client said that wants to attach.
+    others : collection of Session
+        The clients that are attached, observers too.
+    """
+    ranked = [session for session in others if session.rank >= 0]
+    if hello.world_size == 1:
+        if not ranked:
+            return None
+        return messages.Refused(kind="busy", message=taken_by_ranks(hello.bus, ranked, hello))
+    plain = [session for session in others if session.rank < 0 and not session.observer]
+    if not plain:
+        return None
+    return messages.Refused(
+        kind="busy",
+        message=f"bus {hello.bus!r}: consumers without a rank are attached "
+        f"({_processes(plain, hello)}), and would take the groups of rank {hello.rank} of "
+        f"{hello.world_size}; close those first, or give each its rank and "
+        f"world_size={hello.world_size}",
+    )
+
+
+def taken_by_ranks(bus: str, ranked: Collection[Session], client: messages.Hello | Session) -> str:
+    """Say that ranks share out the groups, to a consumer without a rank."""
+    size = max(session.world_size for session in ranked)
+    return (
+        f"bus {bus!r}: ranks of a world of {size} are attached ({_processes(ranked, client)}), and "
+        f"every group is for one of their steps; pass rank and world_size={size}, or stop those "
+        f"first; `shmbus status {bus}` shows a bus without attaching"
+    )
 
 
 def too_many(hello: messages.Hello, attached: int) -> messages.Refused:
@@ -112,5 +154,13 @@ def _options(policy: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in sorted(policy.items()))
 
 
-def _processes(sessions: Collection[Session]) -> str:
-    return ", ".join(f"rank {s.rank} is pid {s.pid} ({s.label})" for s in sessions)
+def _processes(sessions: Collection[Session], client: messages.Hello | Session) -> str:
+    named = []
+    for session in sessions:
+        rank = f"rank {session.rank} is " if session.rank >= 0 else ""
+        # A pid alone says little between containers.
+        here = (
+            ", this process" if (session.pid, session.label) == (client.pid, client.label) else ""
+        )
+        named.append(f"{rank}pid {session.pid} ({session.label}){here}")
+    return ", ".join(named)

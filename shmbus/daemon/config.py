@@ -1,14 +1,17 @@
 """Settings of ``shmbus serve``: flags override the environment, which overrides a TOML file.
 
 ``--group-timeout 60``, ``SHMBUS_GROUP_TIMEOUT=60`` and ``group_timeout = 60`` mean the same. An
-unknown name in the file is an error, and so is a value of the wrong type from any source.
+unknown name in the file is an error, and so is a value of the wrong type from any source. In the
+environment a name is an error if it is nearly that of a setting: others may have variables with the
+same prefix (container platforms make SHMBUS_SERVICE_HOST of a service's name).
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -132,6 +135,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, default=None, help=text + shown, metavar="VALUE")
 
 
+_PREFIX = "SHMBUS_"
+#: How alike two names are, from 0 to 1, of which one is probably a slip for the other.
+_NEARLY = 0.8
 _AT_LEAST_0 = ("drain_timeout", "max_policy_lag", "sample_retries")
 _ABOVE_0 = ("group_timeout", "retry_timeout")
 
@@ -157,8 +163,10 @@ def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, 
     found = {}
     for name, value in values.items():
         if name not in types:
+            meant = _nearest(name, types)
+            hint = "" if meant is None else f"did you mean {meant!r}? "
             raise ConfigError(
-                f"{source}: there is no setting {name!r}; expected one of {', '.join(types)}"
+                f"{source}: there is no setting {name!r}; {hint}expected one of {', '.join(types)}"
             )
         try:
             found[name] = msgspec.convert(value, types[name], strict=strict)
@@ -169,6 +177,26 @@ def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, 
                 what += f"; expected one of {', '.join(get_args(types[name]))}"
             raise ConfigError(what) from error
     return found
+
+
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that was probably meant."""
+    found = difflib.get_close_matches(name.lower(), names, 1, _NEARLY)
+    return found[0] if found else None
+
+
+def _check_environment(environment: Mapping[str, str], names: Sequence[str]) -> None:
+    """Refuse a variable that is nearly one of ours: it would be passed over in silence."""
+    known = {_PREFIX + name.upper() for name in (*names, "config")}
+    for variable in sorted(environment):
+        if not variable.startswith(_PREFIX) or variable in known:
+            continue
+        meant = _nearest(variable[len(_PREFIX) :], (*names, "config"))
+        if meant is not None:
+            raise ConfigError(
+                f"{variable}: there is no such setting; did you mean {_PREFIX}{meant.upper()}? "
+                "Correct the name, or unset it"
+            )
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -209,11 +237,12 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], path: str | N
         An unknown name, a value of the wrong type or out of bounds, or a file that cannot be read.
     """
     names = [field.name for field in msgspec.structs.fields(Settings)]
+    _check_environment(environment, names)
     values: dict[str, Any] = {}
     if path is not None:
         values.update(_convert(path, _read_file(path), strict=True))
     for name in names:
-        variable = f"SHMBUS_{name.upper()}"
+        variable = _PREFIX + name.upper()
         if variable in environment:
             values.update(_convert(variable, {name: environment[variable]}, strict=False))
     for name in names:

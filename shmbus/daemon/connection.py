@@ -17,10 +17,12 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
 from shmbus import errors, limits
+from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon.leases import Session
 from shmbus.daemon.service import Service
@@ -36,6 +38,9 @@ _MAX_UNSENT_BYTES = 8 << 20
 _LISTEN_REST_S = 0.001
 #: Groups that count as many in this sense.
 _PLENTY_GROUPS = 16
+#: Seconds after which a refused client is judged again: the client in its way may have left, and
+#: its last message may be unread for _LISTEN_REST_S.
+_BUSY_GRACE_S = 0.02
 
 
 class Host(Protocol):
@@ -43,6 +48,7 @@ class Host(Protocol):
 
     service: Service
     connections: set[Connection]
+    limited_log: LimitedLog
 
     def guard(self, work: Callable[[], None]) -> None: ...
     def changed(self) -> None: ...
@@ -59,6 +65,8 @@ class Connection(asyncio.Protocol):
         self._session: Session | None = None
         self._left_orderly = False
         self._refused = False
+        #: Whether its Hello is judged a second time, after BUSY_GRACE_S.
+        self._judged_again = False
         #: Whether it does not read its replies.
         self._choked = False
         #: Whether its acknowledgements gather for a moment.
@@ -81,11 +89,11 @@ class Connection(asyncio.Protocol):
         try:
             self._peer_pid = socket_path.check_peer(name, connection)
         except PermissionError as error:
-            logger.warning("refused a connection: %s", error)
+            self._warn("refused connections of other users", f"refused a connection: {error}")
             self._transport.abort()
             return
         if len(self._server.connections) > 2 * limits.MAX_CLIENTS:
-            self.refuse("busy", f"bus {name!r}: too many connections; close some")
+            self.refuse("busy", f"bus {name!r}: too many connections; close some", "too many")
             return
         self._transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES // 2)
         loop = asyncio.get_running_loop()
@@ -177,9 +185,10 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.close()
         elif session is None:
-            if not isinstance(request, messages.Hello):
+            if not isinstance(request, messages.Hello) or self._judged_again:
+                when = "before the answer to its Hello" if self._judged_again else "first"
                 raise errors.ProtocolError(
-                    f"expected Hello as the first message, got {type(request).__name__}"
+                    f"expected Hello as the first message, got {type(request).__name__} {when}"
                 )
             self._greet(request)
         elif isinstance(request, messages.TakeSnapshot):
@@ -187,11 +196,21 @@ class Connection(asyncio.Protocol):
         else:
             self._server.guard(lambda: self._server.service.handle(session, request))
 
-    def _greet(self, hello: messages.Hello) -> None:
+    def _greet(self, hello: messages.Hello, *, again: bool = False) -> None:
         self._cancel_timer()
+        if self._transport is None or self._transport.is_closing():
+            return
         service = self._server.service
         found = service.hello(hello, self.send)
         if isinstance(found, messages.Refused):
+            in_the_way = found.kind in ("busy", "value") and not hello.observer
+            if in_the_way and not again and hello.client < 0:
+                # Who is in its way may have left, and not been read since.
+                self._judged_again = True
+                asyncio.get_running_loop().call_later(
+                    _BUSY_GRACE_S, lambda: self._greet(hello, again=True)
+                )
+                return
             self.refuse(found.kind, found.message)
             return
         self._session = found
@@ -217,14 +236,18 @@ class Connection(asyncio.Protocol):
             return
         transport.write(messages.frame(reply))
         if transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
-            logger.warning("closed a client that does not read", extra={"pid": self._peer_pid})
+            self._warn("clients that do not read", "closed a client that does not read")
             self._refused = True
             transport.abort()
 
-    def refuse(self, kind: str, message: str) -> None:
-        """Send the reason, and close."""
+    def _warn(self, cause: str, message: str) -> None:
+        """Log what a client has caused; clients decide how often, so lines of a cause are few."""
+        self._server.limited_log.warning(cause, time.monotonic(), message, pid=self._peer_pid)
+
+    def refuse(self, kind: str, message: str, cause: str = "") -> None:
+        """Send the reason, and close; the log tells one `cause`, or kind, from another."""
         self._refused = True
-        logger.warning("refused a client: %s", message, extra={"pid": self._peer_pid})
+        self._warn(f"refused clients ({cause or kind})", f"refused a client: {message}")
         self.send(messages.Refused(kind=kind, message=message))  # type: ignore[arg-type]
         if self._transport is not None:
             self._transport.close()
@@ -236,7 +259,7 @@ class Connection(asyncio.Protocol):
 
     def _require_hello(self) -> None:
         if self._session is None:
-            self.refuse("protocol", f"no Hello within {limits.HELLO_WAIT_S:g} s")
+            self.refuse("protocol", f"no Hello within {limits.HELLO_WAIT_S:g} s", "no Hello")
 
     def _cancel_timer(self) -> None:
         if self._hello_timer is not None:

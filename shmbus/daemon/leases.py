@@ -22,6 +22,9 @@ from shmbus_ext import _core
 
 __all__ = ["Lease", "LeaseTable", "Session", "extents_of", "split_identities"]
 
+#: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.
+MAX_GRANT_TRAJECTORIES = 32_768
+
 Trajectory = _core.Trajectory
 _PLACE = struct.Struct("=IIQQ")
 _IDENTITY_BYTES = 16
@@ -156,6 +159,13 @@ class LeaseTable:
         self.returned: deque[Lease] = deque()
         #: Trajectories of claimed groups that are leased or in doubt.
         self.claimed_records = 0
+        #: The version at which `drop_stale` judged the last time.
+        self._judged_version = -1
+
+    @property
+    def ready_groups(self) -> int:
+        """Groups that nobody has taken."""
+        return len(self.returned) + self._collector.stash.ready_groups
 
     def take(self, max_groups: int, max_trajectories: int) -> list[Lease]:
         """Lease groups, oldest first; at least one, whatever the bound on trajectories."""
@@ -164,6 +174,9 @@ class LeaseTable:
         while self.returned and len(leases) < max_groups:
             lease = self.returned.popleft()
             self.claimed_records += len(lease.samples)
+            if self._collector.is_stale(lease.samples):
+                self._drop_stale(lease)
+                continue
             total += len(lease.samples)
             leases.append(self._lease_again(lease))
         if len(leases) == max_groups:
@@ -202,8 +215,28 @@ class LeaseTable:
         if lease.group is not None:
             self._collector.end(lease.group, reason)
         else:
-            self._collector.reader.release(lease.samples, reason)
+            self._collector.end_unknown(lease.samples, reason)
             self.claimed_records -= len(lease.samples)
+
+    def drop_stale(self, leases: list[Lease]) -> set[Lease]:
+        """Release those of these groups that are too old for the policy; return them."""
+        version = self._collector.policy_version
+        if version == self._judged_version:
+            # Each was fresh when it was leased, and at no other version.
+            return set()
+        self._judged_version = version
+        stale = {lease for lease in leases if self._collector.is_stale(lease.samples)}
+        for lease in stale:
+            self._drop_stale(lease)
+        return stale
+
+    def _drop_stale(self, lease: Lease) -> None:
+        if lease.group is not None:
+            self._collector.stash.discard_leased("stale", lease.group)
+        else:
+            self._collector.stash.discard("stale", lease.samples)
+            self.claimed_records -= len(lease.samples)
+        self._collector.release_discards()
 
     def give_back(self, leases: Iterable[Lease]) -> None:
         """Make these groups the next to be delivered, in their order."""

@@ -4,20 +4,17 @@ Invariants:
 
 - Each scrape reads the bus; nothing is cached or counted here.
 - Cardinality is bounded: labels are states, reasons and producer slots, the latter up to
-  `METRICS_PRODUCERS`; no pid, process label or instance id becomes a label.
-- The server answers GET and HEAD of two paths, in threads of its own. A slow or silent client
-  occupies one of them for METRICS_REQUEST_S at most.
+  `MAX_SLOTS_LABELLED`; no pid, process label or instance id becomes a label.
+- No client keeps another from being answered (`shmbus.daemon.http_server`).
 """
 
 from __future__ import annotations
 
 import json
-import threading
+import socket
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -31,6 +28,7 @@ from prometheus_client.registry import Collector
 
 from shmbus import errors, limits
 from shmbus._version import VERSION
+from shmbus.daemon.http_server import MAX_CONNECTIONS, Answer, HttpServer
 from shmbus.inspect.status import read_status
 from shmbus.inspect.types import BusStatus
 from shmbus.ledger import REASONS
@@ -40,12 +38,6 @@ __all__ = ["BusCollector", "MetricsServer", "health"]
 #: Producer slots with a label of their own; the others share one, so that thousands of producers do
 #: not make thousands of time series.
 MAX_SLOTS_LABELLED = 64
-#: Seconds that a client of the metrics server may be silent.
-_REQUEST_S = 5.0
-#: Metrics requests that are served at once; further ones are refused.
-MAX_THREADS = 8
-#: Seconds within which the metrics server notices that it was told to stop.
-_POLL_S = 0.5
 
 
 class BusCollector(Collector):
@@ -277,74 +269,6 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
     }
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = _REQUEST_S
-    server_version = f"shmbus/{VERSION}"
-    sys_version = ""
-    protocol_version = "HTTP/1.0"
-
-    def version_string(self) -> str:
-        """Name the server, without the interpreter."""
-        return self.server_version
-
-    def do_GET(self) -> None:
-        """Answer one of the two paths."""
-        path = urlsplit(self.path).path
-        if path == "/metrics":
-            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(HTTPStatus.OK, content_type, encode(self.server.registry))
-        elif path == "/healthz":
-            healthy, body = health(self.server.bus)
-            status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
-            self._answer(status, "application/json", json.dumps(body).encode() + b"\n")
-        else:
-            text = b"not found; use /metrics or /healthz\n"
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", text)
-
-    do_HEAD = do_GET
-
-    def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: scrapes come every few seconds."""
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    # A port in use is an error; do not share it.
-    allow_reuse_port = False
-
-    def __init__(self, address: tuple[str, int], bus: str, registry: CollectorRegistry) -> None:
-        self.bus = bus
-        self.registry = registry
-        self._threads_free = threading.BoundedSemaphore(MAX_THREADS)
-        super().__init__(address, _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a request a thread, or close it while all are busy."""
-        if self._threads_free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer in the thread, and free it in any case."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._threads_free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing when a client disconnects before its answer."""
-
-
 class MetricsServer:
     """Serves ``/metrics`` and ``/healthz`` of one bus from a thread.
 
@@ -377,34 +301,35 @@ class MetricsServer:
         host: str = "127.0.0.1",
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(BusCollector(name))
-        self._on_failure = on_failure
+        self._bus = name
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(BusCollector(name))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._server = _Server((host, port), name, registry)
+            listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         except (OSError, OverflowError) as error:
             raise errors.DaemonUnavailableError(
                 f"bus {name!r}: cannot serve metrics at {host}:{port}: {error}; choose another "
                 f"port, or find its owner: ss -ltnp 'sport = :{port}'"
             ) from error
         self.host = host
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._serve, name="shmbus-metrics", daemon=True)
-        self._thread.start()
+        self.port = int(listener.getsockname()[1])
+        self._server = HttpServer(listener, self._answer, on_failure)
 
-    def _serve(self) -> None:
-        try:
-            self._server.serve_forever(poll_interval=_POLL_S)
-        except Exception as error:
-            if self._on_failure is None:
-                raise
-            self._on_failure(error)
+    def _answer(self, path: str, accept: str) -> Answer:
+        if path == "/metrics":
+            encode, content_type = choose_encoder(accept)
+            return Answer(HTTPStatus.OK, content_type, encode(self._registry))
+        if path == "/healthz":
+            healthy, body = health(self._bus)
+            status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
+            return Answer(status, "application/json", json.dumps(body).encode() + b"\n")
+        text = b"not found; use /metrics or /healthz\n"
+        return Answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", text)
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._server.close()
 
     def __enter__(self) -> MetricsServer:
         return self

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ import msgspec
 import uvloop
 
 from shmbus import errors, limits
+from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon import notify
 from shmbus.daemon.connection import Connection
@@ -66,6 +68,8 @@ class Server:
     ) -> None:
         self.service = Service(collector, policy)
         self.connections: set[Connection] = set()
+        #: For warnings whose number clients decide.
+        self.limited_log = LimitedLog(logger, limits.LOG_INTERVAL_S)
         self.path = socket_path.socket_path(collector.segment.name)
         self._collector = collector
         self._drain_timeout_s = drain_timeout_s
@@ -120,11 +124,13 @@ class Server:
             if self._timer is not None:
                 self._timer.cancel()
             self._collector.close()
+            self.limited_log.sum_up(math.inf)
         if self._failure is not None:
             raise self._failure
 
     def _listen(self) -> socket.socket:
         """Bind the socket under a temporary name, and rename it once it listens."""
+        socket_path.require_place(self._collector.segment.name)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         fresh = f"/dev/shm/shmbus-new-{os.getpid()}-{time.monotonic_ns()}.sock"
         before = os.umask(0o177)
@@ -234,7 +240,9 @@ class Server:
         self._timer = None
         if self._stopping:
             return
-        self.guard(lambda: self.service.tick(time.monotonic()))
+        now = time.monotonic()
+        self.guard(lambda: self.service.tick(now))
+        self.limited_log.sum_up(now)
         self.changed()
 
     def changed(self) -> None:

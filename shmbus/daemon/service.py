@@ -22,7 +22,7 @@ from shmbus import errors, limits
 from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.daemon import admission
-from shmbus.daemon.leases import Lease, LeaseTable, Session
+from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.steps import StepPlanner
 from shmbus.inspect.types import FailedSample, OpenGroup
@@ -34,8 +34,6 @@ from shmbus_ext import _core
 
 __all__ = ["Service"]
 
-#: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.
-MAX_GRANT_TRAJECTORIES = 32_768
 #: Takes of one client that may wait at once: the threads of one Consumer.
 MAX_WAITING = 64
 #: Seconds between checks whether a disconnected client still holds the locks of its leases; a dying
@@ -250,7 +248,12 @@ class Service:
 
     def _admit_rank(self, hello: messages.Hello) -> messages.Refused | None:
         """Make room for a rank among the steps, or return why not; others are admitted."""
-        ranked = [s for s in self.sessions.values() if s.rank >= 0]
+        ranked = self._ranked()
+        if hello.client < 0:
+            # One that returns after a restart was here before those that it meets now.
+            mixed = admission.mixed_refusal(hello, self.sessions.values())
+            if mixed is not None:
+                return mixed
         if self._planner is not None and not ranked and hello.world_size != self._planner.size:
             # The job of that size is over; its groups go to the next clients.
             leases, self._planner = self._planner.dissolve(), None
@@ -260,8 +263,11 @@ class Service:
         size = None if self._planner is None else self._planner.size
         refused = admission.rank_refusal(hello, size, ranked)
         if refused is None and self._planner is None:
-            self._planner = StepPlanner(hello.world_size, self._lease_all_ready)
+            self._planner = StepPlanner(hello.world_size, self._table)
         return refused
+
+    def _ranked(self) -> list[Session]:
+        return [session for session in self.sessions.values() if session.rank >= 0]
 
     def _free_number(self) -> int:
         taken = self._in_doubt.clients() | set(self._expected) | set(self.sessions)
@@ -289,6 +295,9 @@ class Service:
         else:
             out += leases
         self._put_back(out)
+        if self._planner is not None and not self._ranked():
+            # Shards stay for their ranks; what is in none is anybody's again.
+            self._table.give_back(self._planner.empty_pool())
         self.serve(time.monotonic())
 
     def _put_back(self, leases: list[Lease]) -> None:
@@ -409,6 +418,10 @@ class Service:
         self._waiting = still
         if self.collector.stash.discards and not self.frozen:
             self.collector.release_discards()
+        table, unheld = self.collector.stash.table, self._unheld()
+        if (table.unheld_groups, table.unheld_cells) != unheld:
+            table.unheld_groups, table.unheld_cells = unheld
+            self.collector.flush()
 
     def _answer(self, waiting: _Waiting, now: float) -> bool:
         session, request = waiting.session, waiting.request
@@ -419,6 +432,11 @@ class Service:
                 session.send(messages.Refused(kind="protocol", message=str(error), id=request.id))
                 return True
             if isinstance(request, messages.Take):
+                ranked = self._ranked() if self._planner is not None else []
+                if ranked and not request.ahead:
+                    message = admission.taken_by_ranks(self.collector.segment.name, ranked, session)
+                    session.send(messages.Refused(kind="busy", message=message, id=request.id))
+                    return True
                 if not request.ahead or sum(not s.observer for s in self.sessions.values()) == 1:
                     leases = self._lease(request.max_groups)
             elif session.rank not in self._in_doubt.ranks():
@@ -445,9 +463,6 @@ class Service:
             return []
         return self._table.take(max_groups, MAX_GRANT_TRAJECTORIES)
 
-    def _lease_all_ready(self) -> list[Lease]:
-        return self._lease(limits.POLL_RECORDS)
-
     # -- for operators --------------------------------------------------------------------------
 
     @property
@@ -456,14 +471,27 @@ class Service:
         held = sum(len(s.leases) for s in self.sessions.values())
         return held + len(self._in_doubt) + len(self._deferred_ends)
 
+    def _unheld(self) -> tuple[int, int]:
+        """Return how many groups and trajectories wait here for their rank."""
+        planner = self._planner
+        return (0, 0) if planner is None else (planner.waiting_groups, planner.waiting_records)
+
     def ledger(self) -> Ledger:
-        """Return the ledger; claimed groups count as leased, returned ones as stashed."""
+        """Return the ledger: leased is what clients hold, also as claimed, or may hold.
+
+        What was given back, or waits for its rank, is stashed.
+        """
         ledger = self.collector.stats()
         table = self._table
+        groups, records = self._unheld()
+        claimed = table.claimed_records + self._in_doubt.withheld.records()
         return msgspec.structs.replace(
             ledger,
-            leased=ledger.leased + table.claimed_records + self._in_doubt.withheld.records(),
-            stashed=ledger.stashed + table.returned_records,
+            leased=ledger.leased + claimed - records,
+            stashed=ledger.stashed + table.returned_records + records,
+            ready=ledger.ready + table.returned_records + records,
+            groups_ready=table.ready_groups + groups,
+            groups_leased=self.leased_groups,
         )
 
     def status(self, request: messages.GetStatus) -> messages.StatusReply:

@@ -4,6 +4,9 @@ Invariants:
 
 - A step is formed of whole groups, in the order of completion, for the ranks that have not taken
   it. Its shards are disjoint and never change.
+- No group that is stale at that moment is in a step: the pool is judged again each time, and holds
+  little more than the next step needs. A shard is not judged again: it belongs to a step of which
+  another rank may have had its part.
 - A shard is granted to its rank only. After a rank's death, its unfinished groups are the first
   that its successor gets.
 - No rank waits for another to ask: the rank that asks first has the step formed for all, at most
@@ -15,17 +18,20 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Iterable
+from typing import Protocol, TypeAlias
 
 from shmbus.control import messages
-from shmbus.daemon.leases import Lease
+from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease
 from shmbus.daemon.sharding import plan_step
 
 __all__ = ["StepPlanner", "weigh"]
 
 #: Steps that the fastest rank may be ahead of the slowest: steps formed for a slow rank hold space.
 _MAX_STEPS_AHEAD = 64
+#: Groups leased at a time for a step of a number of tokens, until it is full: groups beyond that
+#: wait for the next step, and are weighed once.
+_POOL_PORTION = 16
 
 #: groups, tokens, max_wait and field: what all ranks must ask of a step alike.
 StepRequest: TypeAlias = "tuple[int | None, int | None, float | None, str]"
@@ -49,6 +55,15 @@ def weigh(lease: Lease, field: str) -> int:
     return max(weight, 1)
 
 
+class GroupSource(Protocol):
+    """Where the groups of the next steps come from."""
+
+    @property
+    def ready_groups(self) -> int: ...
+    def take(self, max_groups: int, max_trajectories: int) -> list[Lease]: ...
+    def drop_stale(self, leases: list[Lease]) -> set[Lease]: ...
+
+
 class StepPlanner:
     """The steps of ranks 0 to size - 1, and the groups of which the next steps are formed.
 
@@ -56,23 +71,27 @@ class StepPlanner:
     ----------
     size : int
         2 or more.
-    lease_ready : callable
-        Leases the groups that are ready in the stash.
+    source : GroupSource
+        Leases the groups that are ready, and drops those that became too old since.
 
     Attributes
     ----------
     next_steps : dict[int, int]
         The step that each rank takes next; ranks that have not taken or been given one are absent.
+    waiting_groups, waiting_records : int
+        Groups here that no rank holds, and their trajectories.
     """
 
-    def __init__(self, size: int, lease_ready: Callable[[], list[Lease]]) -> None:
+    def __init__(self, size: int, source: GroupSource) -> None:
         self.size = size
         self.next_steps: dict[int, int] = {}
+        self.waiting_groups = 0
+        self.waiting_records = 0
         #: The first step that was not formed yet for each rank.
         self._next_formed: dict[int, int] = {}
         #: Ranks whose next step was inferred from other ranks' requests.
         self._provisional: set[int] = set()
-        self._lease_ready = lease_ready
+        self._source = source
         #: Groups of no step yet, with their weights; and since when there are any.
         self._pool: list[tuple[Lease, int]] = []
         self._pool_since_s: float | None = None
@@ -122,9 +141,15 @@ class StepPlanner:
         """Return the step that a rank takes next."""
         return self.next_steps.get(rank, min(self.next_steps.values(), default=0))
 
+    def _count(self, leases: Iterable[Lease], sign: int) -> None:
+        for lease in leases:
+            self.waiting_groups += sign
+            self.waiting_records += sign * len(lease.samples)
+
     def give_back(self, lease: Lease) -> None:
         """Keep a group that a rank did not finish: it is delivered to that rank first."""
         self._returned[lease.rank].append(lease)
+        self._count([lease], 1)
 
     def disagreement(self, rank: int, request: messages.TakeStep) -> str | None:
         """Return how another rank asked for this step, if that differs from this request."""
@@ -148,6 +173,7 @@ class StepPlanner:
         if returned:
             step = min(lease.step for lease in returned)
             again = [lease for lease in returned if lease.step == step]
+            self._count(again, -1)
             self._returned[rank] = deque(lease for lease in returned if lease.step != step)
             return step, sorted(again, key=lambda lease: lease.number)
         step = self._next_step(rank)
@@ -156,19 +182,45 @@ class StepPlanner:
                 return None
         self._provisional.discard(rank)
         self.next_steps[rank] = step + 1
-        return step, self._pop(step, rank)
+        shard = self._pop(step, rank)
+        self._count(shard, -1)
+        return step, shard
+
+    def _fill_pool(self, ranks: int, request: messages.TakeStep, now: float) -> None:
+        """Drop what became stale in the pool, and lease what the next step still needs."""
+        stale = self._source.drop_stale([lease for lease, _ in self._pool])
+        if stale:
+            self._pool = [entry for entry in self._pool if entry[0] not in stale]
+            self._count(stale, -1)
+        weight = sum(weight for _, weight in self._pool)
+        while True:
+            count = ranks - len(self._pool)
+            if request.groups is not None:
+                count = ranks * request.groups - len(self._pool)
+            elif weight < ranks * (request.tokens or 0):
+                count = max(count, _POOL_PORTION)
+            ready = []
+            if count > 0:
+                most = min(count, MAX_GRANT_TRAJECTORIES)
+                ready = self._source.take(most, MAX_GRANT_TRAJECTORIES)
+            if not ready:
+                break
+            entries = [(lease, weigh(lease, request.field)) for lease in ready]
+            weight += sum(weight for _, weight in entries)
+            self._pool += entries
+            self._count(ready, 1)
+        if not self._pool:
+            self._pool_since_s = None
+        elif self._pool_since_s is None:
+            self._pool_since_s = now
 
     def _form(self, wanted: int, request: messages.TakeStep, now: float) -> bool:
         """Form the next step on the way to `wanted`, for all ranks that have not had it."""
         if wanted - min(self.next_steps.values(), default=0) >= _MAX_STEPS_AHEAD:
             return False
-        ready = self._lease_ready()
-        if ready:
-            self._pool += [(lease, weigh(lease, request.field)) for lease in ready]
-            if self._pool_since_s is None:
-                self._pool_since_s = now
         step = min(self._next_formed.values(), default=wanted)
         ranks = [rank for rank in range(self.size) if self._next_formed.get(rank, step) == step]
+        self._fill_pool(len(ranks), request, now)
         due = self.due_s(request)
         shards = plan_step(
             [weight for _, weight in self._pool],
@@ -180,7 +232,7 @@ class StepPlanner:
         if shards is None:
             return False
         self._keep_shards(step, ranks, shards)
-        self._pool_since_s = now if self._pool else None
+        self._pool_since_s = now if self._pool or self._source.ready_groups else None
         return True
 
     def _keep_shards(self, step: int, ranks: list[int], shards: list[list[int]]) -> None:
@@ -204,9 +256,16 @@ class StepPlanner:
             return None
         return self._pool_since_s + request.max_wait_s
 
+    def empty_pool(self) -> list[Lease]:
+        """Return the groups of no step, since nobody is there to take one."""
+        out = [lease for lease, _ in self._pool]
+        self._pool, self._pool_since_s = [], None
+        self._count(out, -1)
+        return out
+
     def dissolve(self) -> list[Lease]:
         """Return all groups that no rank holds, after the end of the job."""
-        out = [lease for lease, _ in self._pool]
+        out = self.empty_pool()
         for shards in self._shards.values():
             for shard in shards.values():
                 out += shard
@@ -214,13 +273,5 @@ class StepPlanner:
             out += returned
         for lease in out:
             lease.step = lease.rank = -1
+        self.waiting_groups = self.waiting_records = 0
         return out
-
-    @property
-    def waiting_groups(self) -> int:
-        """Groups that no rank holds yet."""
-        return (
-            len(self._pool)
-            + sum(len(shard) for shards in self._shards.values() for shard in shards.values())
-            + sum(len(returned) for returned in self._returned.values())
-        )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -22,6 +23,7 @@ from shmbus._arguments import process_label
 from shmbus.ledger import REASONS, Ledger
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
+from shmbus.stash.drops import DropLog
 from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Discard, Stash, StashPolicy
 from shmbus_ext import _core
@@ -84,6 +86,8 @@ class Collector:
         except BaseException:
             self.segment.close()
             raise
+        self.drops = DropLog(self.segment)
+        self._corrupt = self.segment.released()[_core.DROP_CORRUPT]
         self._retries = Retries(self.segment, self.stash)
 
     def require(self) -> None:
@@ -217,9 +221,19 @@ class Collector:
             self._next_sweep_s = now + limits.SWEEP_INTERVAL_S
             self.reader.sweep()
             self._retries.check_claimants()
+            self._log_drops(now)
         if now >= self._next_evacuation_s:
             self._next_evacuation_s = now + _EVACUATE_INTERVAL_S
             self._free_space()
+
+    def _log_drops(self, now: float) -> None:
+        """Log what the reader has quarantined, and the sums of recent drops."""
+        corrupt = self.segment.released()[_core.DROP_CORRUPT]
+        if corrupt > self._corrupt:
+            self.drops.note_corrupt(corrupt - self._corrupt, now)
+            self._corrupt = corrupt
+        self.drops.flush()
+        self.drops.sum_up(now)
 
     def _free_space(self) -> None:
         """Free space: reuse empty runs, and move stragglers where space is short."""
@@ -235,6 +249,10 @@ class Collector:
         """Publish what this process holds, for messages of others."""
         self.reader.note(self.stash.table)
 
+    def is_stale(self, samples: list[Trajectory]) -> bool:
+        """Whether a group of these samples is too old now."""
+        return self.stash.is_stale(samples, self.segment.policy_version)
+
     def release_discarded(self) -> None:
         """Release discarded samples, and raise the next pending duplicate."""
         self.release_discards()
@@ -247,10 +265,16 @@ class Collector:
 
     def release_discards(self) -> None:
         """Release discarded samples, each with its reason."""
-        for discard in self.stash.take_discards():
+        discards = self.stash.take_discards()
+        if not discards:
+            return
+        now = time.monotonic()
+        for discard in discards:
+            self.drops.note(discard.reason, discard.samples, now, superseded=discard.superseded)
             self.reader.release(discard.samples, REASONS.index(discard.reason))
             if discard.reason == "duplicate" and self._duplicate == "error":
                 self._errors.append(_duplicate_error(discard))
+        self.drops.flush()
 
     # -- ending leases --------------------------------------------------------------------------
 
@@ -265,16 +289,21 @@ class Collector:
 
         Ring, table and group change in one call of C: no exception comes between.
         """
-        if self.stash.reports:
-            return _core.uninterrupted(self._end_reported, consumer, groups, reason, state)
-        return _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
+        if not reason and not self.stash.reports:
+            return _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
+        ended = _core.uninterrupted(self._end_noted, consumer, groups, reason, state)
+        self.drops.flush()
+        return ended
 
-    def _end_reported(
+    def _end_noted(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """Do so where reports of failures belong to some of the groups."""
+        """Do so where a drop must be logged, or reports of failures belong to some groups."""
         ended = _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
+        now = time.monotonic()
         for group in groups[:ended]:
+            if reason:
+                self.drops.note(REASONS[reason], group._lease.samples, now)
             self.stash.end_reports(group._lease)
         self.release_discards()
         return ended
@@ -285,10 +314,21 @@ class Collector:
 
     def end(self, group: _core.GroupEntry[Trajectory], reason: int) -> None:
         """Release a leased group: if this process dies now, all of its samples or none."""
+        if reason:
+            self.drops.note(REASONS[reason], group.samples, time.monotonic())
         self.reader.release(group.samples, reason)
         self.stash.end_lease(group)
+        if reason:
+            self.drops.flush()
         if self.stash.discards:
             self.release_discards()
+
+    def end_unknown(self, samples: list[Trajectory], reason: int) -> None:
+        """Release a group that an earlier collector had leased, and this stash does not know."""
+        if reason:
+            self.drops.note(REASONS[reason], samples, time.monotonic())
+        self.reader.release(samples, reason)
+        self.drops.flush()
 
     def give_back(self, group: _core.GroupEntry[Trajectory]) -> None:
         """Make a leased group the next to be delivered, also to a thread that waits in `take`."""
@@ -319,6 +359,7 @@ class Collector:
                 in_ring=in_ring,
                 leased=stash.leased_records,
                 stashed=stash.open_records + stash.ready_records,
+                ready=stash.ready_records,
                 groups_open=stash.open_groups,
                 groups_ready=stash.ready_groups,
                 groups_leased=stash.leased_groups,
@@ -337,6 +378,8 @@ class Collector:
         """Leave the bus. Groups that are not acknowledged stay for the next collector."""
         self.reader.wake()
         with self.lock:
+            if not self.segment.closed:
+                self.drops.sum_up()
             self.reader.close()
 
 

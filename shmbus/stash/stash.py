@@ -126,14 +126,20 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Discard(Generic[S]):
-    """Samples that leave for another reason than acknowledgement."""
+    """Samples that leave for another reason than acknowledgement.
 
-    __slots__ = ("key", "reason", "samples")
+    `superseded`: reports of failures that have served, and cost their group nothing more.
+    """
 
-    def __init__(self, reason: Reason, key: Hashable, samples: list[S]) -> None:
+    __slots__ = ("key", "reason", "samples", "superseded")
+
+    def __init__(
+        self, reason: Reason, key: Hashable, samples: list[S], *, superseded: bool = False
+    ) -> None:
         self.reason: Reason = reason
         self.key = key
         self.samples = samples
+        self.superseded = superseded
 
 
 class Stash(Generic[S]):
@@ -229,7 +235,7 @@ class Stash(Generic[S]):
             elif not self._is_late(sample):
                 group = failures.begin(key, sample.group_size, (), now_s, now_s)
             else:
-                self.discards.append(Discard("failed", key, [sample]))
+                self.discards.append(Discard("failed", key, [sample], superseded=True))
                 return
         failures.add(group, sample, now_s)
         self._apply_failures(group, now_s)
@@ -248,7 +254,8 @@ class Stash(Generic[S]):
     def _apply_failures(self, group: FailingGroup[S], now_s: float) -> None:
         discarded, self.failures.discarded = self.failures.discarded, []
         for reason, sample in discarded:
-            self.discards.append(Discard(reason, sample.key, [sample]))
+            superseded = reason == "failed"
+            self.discards.append(Discard(reason, sample.key, [sample], superseded=superseded))
         self._note_failing()
         if group.decided:
             self._end_failing(group, now_s)
@@ -347,12 +354,25 @@ class Stash(Generic[S]):
         fresh: list[GroupEntry[S]] = []
         while len(fresh) < max_groups and (leased := self.table.lease(max_groups - len(fresh))):
             for group in leased:
-                if min(s.policy_version for s in group.samples) < policy_version - lag:
-                    self.discards.append(Discard("stale", group.key, group.samples))
-                    self.end_lease(group)
+                if self.is_stale(group.samples, policy_version):
+                    self.discard_leased("stale", group)
                 else:
                     fresh.append(group)
         return fresh
+
+    def is_stale(self, samples: Iterable[S], policy_version: int) -> bool:
+        """Whether a group of these samples is too old for the policy."""
+        lag = self.policy.max_policy_lag
+        return lag is not None and min(s.policy_version for s in samples) < policy_version - lag
+
+    def discard_leased(self, reason: Reason, group: GroupEntry[S]) -> None:
+        """End a lease by discarding the group."""
+        self._discard(reason, group.key, group.samples)
+        self.end_lease(group)
+
+    def discard(self, reason: Reason, samples: list[S]) -> None:
+        """Discard a group that the stash never had."""
+        self._discard(reason, samples[0].key, samples)
 
     def end_lease(self, group: GroupEntry[S]) -> None:
         """Forget a leased group, whose samples were acknowledged or dropped."""

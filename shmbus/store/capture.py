@@ -27,6 +27,7 @@ from shmbus.inspect.types import Count
 from shmbus.producer import Producer
 from shmbus.segment.names import check_name
 from shmbus.store import snapshot
+from shmbus.store.directory import MANIFEST, write_directory
 from shmbus.store.parts import NO_EPOCH, Part, PartWriter, Record, damaged, read_parts, read_record
 from shmbus_ext import _core
 
@@ -214,7 +215,7 @@ def record(
         file.require()
         # From here on each missed record is counted; the directory appears when all is written.
         tap = _Tap(file)
-        return snapshot.write_directory(Path(directory), write)
+        return write_directory(Path(directory), write)
 
 
 def read_capture(directory: str | os.PathLike[str]) -> list[Part]:
@@ -236,7 +237,7 @@ def read_capture(directory: str | os.PathLike[str]) -> list[Part]:
     LayoutMismatchError
         It is damaged, or of another version.
     """
-    path = Path(directory) / snapshot.MANIFEST
+    path = Path(directory) / MANIFEST
     try:
         capture = msgspec.json.decode(path.read_bytes(), type=Capture)
     except (msgspec.MsgspecError, UnicodeDecodeError, FileNotFoundError, NotADirectoryError):

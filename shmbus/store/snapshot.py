@@ -4,7 +4,7 @@ A snapshot is a directory: ``manifest.json``, and parts (`shmbus.store.parts`) w
 
 Invariants:
 
-- The directory appears complete, by one rename, or not at all; every byte is on the disk before.
+- The directory appears complete or not at all (`shmbus.store.directory`).
 - It is of one instant: no process collects during the snapshot, and trajectories that are committed
   after its beginning are not in it.
 - A restored bus appears complete, by one link, or not at all. Each record keeps its producer's
@@ -18,11 +18,10 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 
@@ -36,6 +35,7 @@ from shmbus.inspect.undelivered import counters, undelivered_records
 from shmbus.ledger import REASONS
 from shmbus.segment import lifecycle
 from shmbus.segment.names import check_name, shm_path
+from shmbus.store.directory import MANIFEST, sync, write_directory
 from shmbus.store.parts import (
     Part,
     PartWriter,
@@ -49,12 +49,10 @@ from shmbus_ext import _core
 
 __all__ = ["Manifest", "read_manifest", "restore", "restored_as", "take"]
 
-MANIFEST: Final = "manifest.json"
 #: Says that its records are on a bus again.
 _RESTORED: Final = "restored.json"
 _FORMAT: Final = "shmbus-snapshot"
 _VERSION: Final = 1
-ManifestType = TypeVar("ManifestType", bound=msgspec.Struct)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,52 +157,6 @@ def _collector(name: str) -> Iterator[None]:
         yield
     finally:
         reader.close()
-
-
-def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> ManifestType:
-    """Let `write` fill a directory beside the target, and rename it when it is complete."""
-    target = Path(os.path.abspath(target))
-    if os.path.lexists(target) and (
-        target.is_symlink() or not target.is_dir() or any(target.iterdir())
-    ):
-        what = "it becomes a new directory; choose another, or move away what is there"
-        raise FileExistsError(errno.EEXIST, what, str(target))
-    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-    try:
-        partial.mkdir(mode=0o700)
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}; choose a directory in one that is there"
-        raise type(error)(error.errno, f"{what} and writable", str(target)) from error
-    try:
-        manifest = write(partial)
-        write_file(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
-        _sync(partial)
-        os.rename(partial, target)
-    except BaseException as error:
-        written = sum(path.stat().st_size for path in partial.iterdir())
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _no_room(target, written) from error
-        raise
-    _sync(target.parent)
-    return manifest
-
-
-def _no_room(target: Path, written: int) -> OSError:
-    free = shutil.disk_usage(target.parent).free
-    what = (
-        f"no room: it needs more than {written:,} bytes, and {free:,} are free there; make room or "
-        "choose a directory on another disk (nothing is left of this attempt)"
-    )
-    return OSError(errno.ENOSPC, what, str(target))
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _write(file: SegmentFile, directory: Path) -> Manifest:
@@ -367,7 +319,7 @@ def restore(
         )
     if before is None:
         write_file(directory / _RESTORED, msgspec.json.encode({"bus": name}))
-        _sync(directory)
+        sync(directory)
     return manifest
 
 

@@ -65,7 +65,7 @@ def test_a_rank_is_refused_for_what_does_not_fit_the_others(
     asked: tuple[int, int], world_size: int | None, attached: list[int], kind: str | None, said: str
 ) -> None:
     found = admission.rank_refusal(
-        hello(rank=asked[0], world_size=asked[1]), world_size, [rank(n) for n in attached]
+        hello(rank=asked[0], world_size=asked[1], pid=9), world_size, [rank(n) for n in attached]
     )
     assert (found.kind if found else None) == kind
     assert found is None or said in found.message

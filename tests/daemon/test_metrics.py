@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +21,9 @@ from operators import WORKER, cli, header_offset, put_group, write_at
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmbus
-from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MAX_THREADS, MetricsServer, health
+from shmbus.daemon import http_server
+from shmbus.daemon.http_server import MAX_THREADS
+from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MetricsServer, health
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
@@ -139,6 +143,115 @@ def test_silent_and_rude_clients_do_not_stop_a_scrape(bus_name: str, server: Met
     wait_until(lambda: get_or_none(server) == 200, what="a scrape beside silent clients")
     for each in silent:
         each.close()
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Allow this process the sockets of a thousand clients."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("many_files")
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nX: "])
+def test_a_thousand_slow_clients_keep_nobody_from_being_answered(
+    bus_name: str, server: MetricsServer, sent: bytes
+) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"), contextlib.ExitStack() as stack:
+        for number in range(1000):
+            client = stack.enter_context(socket.create_connection((server.host, server.port)))
+            with contextlib.suppress(ConnectionError):  # a newer one has taken its place
+                client.sendall(sent)
+            if number % 50 == 0:
+                assert get(server, "/healthz")[0] == 200
+        assert get(server, "/healthz")[0] == 200
+
+
+def test_a_client_that_sends_a_byte_now_and_then_has_the_time_of_one_request(
+    bus_name: str, server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.3)
+
+    def ended() -> bool:
+        try:
+            client.sendall(b"x")
+        except ConnectionError:
+            return True
+        return False
+
+    with socket.create_connection((server.host, server.port)) as client:
+        wait_until(ended, what="the end of a slow client")
+
+
+def test_a_client_that_reads_no_answer_has_the_time_of_one_request(
+    bus_name: str, server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.3)
+    with socket.create_connection((server.host, server.port)) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        wait_until(lambda: not server._server._connections, what="the end of its connection")
+        assert client.recv(12) == b"HTTP/1.0 503"
+
+
+def ask(server: MetricsServer, *head: str) -> str:
+    """Send a request as it is, end our half, and return the status line."""
+    with socket.create_connection((server.host, server.port), timeout=20) as client:
+        client.sendall("\r\n".join(head).encode() + b"\r\n\r\n")
+        client.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: client.recv(65536), b"")).decode()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("localhost:1", 200), ("127.0.0.1:{port}", 200), ("[::1]:9464", 200),
+        ("127.8.8.8", 200), ("evil.example", 403), ("evil.example:{port}", 403),
+        ("localhost.evil.example", 403), ("192.168.1.7", 403), ("", 403), ("[", 403),
+    ],
+)  # fmt: skip
+def test_bound_to_loopback_it_answers_loopback_names_only(
+    bus_name: str, server: MetricsServer, host: str, status: int
+) -> None:
+    said = ask(server, "GET /metrics HTTP/1.1", f"Host: {host.format(port=server.port)}")
+    assert said.startswith(f"HTTP/1.0 {status} ")
+    if status == 403:
+        assert "expected Host: 127.0.0.1 or localhost" in said and "--metrics-host" in said
+    assert "shmbus_up" in said or status != 200
+
+
+def test_bound_to_all_addresses_it_answers_every_name(bus_name: str) -> None:
+    with MetricsServer(bus_name, 0, "0.0.0.0") as server:
+        assert ask(server, "GET /metrics HTTP/1.1", "Host: node7").startswith("HTTP/1.0 200 ")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (["GET /metrics HTTP/1.0"], 200),
+        (["HEAD /metrics HTTP/1.0"], 200),
+        (["GET /metrics"], 400),
+        (["\x00\x01"], 400),
+        (["GET http://[ HTTP/1.1"], 400),
+        (["GET /metrics HTTP/1.1", "Host: localhost", "Host: evil.example"], 400),
+        (["GET http://evil.example/metrics HTTP/1.1"], 403),
+        (["DELETE /metrics HTTP/1.1"], 501),
+        (["GET /metrics HTTP/1.1", "no colon"], 400),
+    ],
+)
+def test_what_is_no_request_is_answered_with_what_was_expected(
+    bus_name: str, server: MetricsServer, head: list[str], status: int
+) -> None:
+    said = ask(server, *head)
+    assert said.startswith(f"HTTP/1.0 {status} "), said
+    assert "# TYPE" not in said or head[0].startswith("GET")
+
+
+def test_too_long_a_request_is_told_so(bus_name: str, server: MetricsServer) -> None:
+    with socket.create_connection((server.host, server.port), timeout=20) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 2 * http_server.MAX_REQUEST_BYTES)
+        assert client.recv(12) == b"HTTP/1.0 431"
 
 
 def get_or_none(server: MetricsServer) -> int | None:

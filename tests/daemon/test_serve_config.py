@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Daemon, Spawner, wait_until
+from operators import cli
 
 from shmbus import Bus
 from shmbus.cli import main
@@ -64,11 +66,50 @@ def test_a_wrong_value_names_where_it_comes_from(
         load(flags, environment, None)
 
 
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("SHMBUS_GRUOP_TIMEOUT", "SHMBUS_GROUP_TIMEOUT"),
+        ("SHMBUS_GROUPTIMEOUT", "SHMBUS_GROUP_TIMEOUT"),
+        ("SHMBUS_Group_Timeout", "SHMBUS_GROUP_TIMEOUT"),
+        ("SHMBUS_MAX_POLICY_LAGS", "SHMBUS_MAX_POLICY_LAG"),
+        ("SHMBUS_CONFG", "SHMBUS_CONFIG"),
+    ],
+)
+def test_a_variable_that_is_nearly_a_setting_ends_serve_with_status_2_and_makes_no_bus(
+    bus_name: str, variable: str, meant: str
+) -> None:
+    result = cli("serve", bus_name, env={variable: "3"})
+    assert result.status == 2
+    assert f"{variable}: there is no such setting; did you mean {meant}?" in result.err
+    assert not Path(f"/dev/shm/shmbus.{bus_name}").exists()
+
+
+def test_other_variables_with_the_prefix_are_nobodys_error() -> None:
+    """Our own for tests and builds, and those that a container platform makes of a service."""
+    root = Path(__file__).parents[2]
+    sources = [*root.glob("tests/**/*.py"), *root.glob("shmbus*/**/*.[chp]*"), root / "setup.py"]
+    ours = {
+        name
+        for path in sources
+        if path.suffix in (".py", ".c", ".h") and path != Path(__file__)
+        for name in re.findall(r'env[^\n]*?"(SHMBUS_[A-Z_]+)"', path.read_text())
+    }
+    services = {
+        f"{prefix}_{name}": "x"
+        for prefix in ("SHMBUS", "SHMBUS_METRICS")
+        for name in ("SERVICE_HOST", "SERVICE_PORT", "PORT_9464_TCP", "PORT_9464_TCP_ADDR")
+    }
+    settings = {f"SHMBUS_{name.upper()}" for name in Settings.__struct_fields__}
+    assert "SHMBUS_TEST_SEED" in ours
+    assert load({}, {**services, **dict.fromkeys(ours - settings, "x")}, None) == Settings()
+
+
 @needs_toml
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("capacty = 3\n", "no setting 'capacty'"),
+        ("capacty = 3\n", "no setting 'capacty'; did you mean 'capacity'?"),
         ("group_timeout = '5'\n", "group_timeout"),
         ("a = [", "no TOML"),
     ],

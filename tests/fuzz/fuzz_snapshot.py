@@ -21,6 +21,7 @@ import shmbus
 from shmbus import errors
 from shmbus.inspect.status import read_status
 from shmbus.store import snapshot
+from shmbus.store.directory import MANIFEST
 
 _NAME = f"fuzz-{os.getpid()}"
 _MOST_EDITS = 20
@@ -58,7 +59,7 @@ class FuzzedSnapshot:
             name = self.names[given.number() % len(self.names)]
             files[name] = edit(files[name], given)
         if forge:
-            files[snapshot.MANIFEST] = forged(files)
+            files[MANIFEST] = forged(files)
         target = self.directory / "damaged"
         target.mkdir()
         try:
@@ -126,13 +127,13 @@ def with_value(content: bytes, at: int, value: object) -> bytes:
 def forged(files: dict[str, bytes]) -> bytes:
     """The manifest, with sizes and digests of the parts as they are."""
     try:
-        manifest = json.loads(files[snapshot.MANIFEST])
+        manifest = json.loads(files[MANIFEST])
         for part in manifest["parts"]:
             content = files[part["file"]]
             part["nbytes"], part["sha256"] = len(content), hashlib.sha256(content).hexdigest()
         return json.dumps(manifest).encode()
     except (ValueError, KeyError, TypeError):
-        return files[snapshot.MANIFEST]
+        return files[MANIFEST]
 
 
 _snapshot: FuzzedSnapshot | None = None

@@ -465,7 +465,7 @@ def test_a_policy_version_is_an_int_from_0(
         assert_refused(ends, lambda h=holder: setattr(h, "policy_version", version), error, words)
         holder.policy_version = np.int32(7)
         assert ends.producer.policy_version == 7
-        holder.policy_version = 0
+        ends.bus.policy_version = 0
 
 
 # --- leases

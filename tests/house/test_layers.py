@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "shmbus.errors",
         "shmbus.limits",
     ),
-    ("shmbus._arguments", "shmbus._fields", "shmbus.ledger"),
+    ("shmbus._arguments", "shmbus._fields", "shmbus._throttle", "shmbus.ledger"),
     # What can be said of a bus; control messages carry some of it.
     ("shmbus.inspect.types",),
     # A bus as a file, and the error texts that the extension is given.

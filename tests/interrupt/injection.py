@@ -1,8 +1,10 @@
 """Raises an exception at a chosen event of this thread: a line, a call, a return, or a call into C.
 
 A signal's handler may raise wherever the interpreter looks for signals: when a function begins,
-when a call returns, when a loop goes back. This is a superset of that. `Injection(k)` raises at the
-k-th event inside the packages, once; counting the events first tells how many there are.
+when a call returns, when a loop goes back. This is a superset of that, but for places at which it
+does nothing, and the step between the body of a ``with`` and the call of C that leaves it.
+`Injection(k)` raises at the k-th event inside the packages, once; counting the events first tells
+how many there are.
 
 Invariant: an injection changes nothing but that; where it has raised, or its block is over, tracing
 is off.
@@ -10,6 +12,8 @@ is off.
 
 from __future__ import annotations
 
+import dis
+import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,19 +85,34 @@ class Injection:
             raise Injected(self.where)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        # What a function returns: a real handler is not told, so it does not keep it alive.
+        del argument
         if not self._is_ours(frame):
             return None
-        if event != "exception":
+        if event != "exception" and not (event == "line" and _cannot_raise(frame)):
             self._meet(frame, event)
         return self._trace
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        # Of another event the argument is what a function returns, at which nobody looks here.
         if event in ("c_call", "c_return") and (
             self._is_ours(frame)
             or (frame.f_code.co_filename == self._caller and frame.f_code.co_name == "operate")
         ):
             name = getattr(argument, "__qualname__", str(argument))
-            self._meet(frame, f"{event} {name}")
+            if not (event == "c_call" and name.endswith("__exit__")):
+                self._meet(frame, f"{event} {name}")
+
+
+def _cannot_raise(frame: FrameType) -> bool:
+    """Whether the interpreter does nothing there, so that a compiler need not guard it.
+
+    That is a NOP, such as a ``try:``; and a line that begins a ``with``, since the interpreter is
+    there again when it leaves it.
+    """
+    code = frame.f_code
+    line = linecache.getline(code.co_filename, frame.f_lineno)
+    return code.co_code[frame.f_lasti] == dis.opmap["NOP"] or line.lstrip().startswith("with ")
 
 
 def count_events(operate: Callable[[], object], caller: str) -> int:

@@ -21,7 +21,7 @@ from shmbus.client import leases as client_leases
 from shmbus.control import messages
 from shmbus.daemon import connection, leases, recovery, server, service, steps
 from shmbus.stash import collector
-from shmbus.store import parts, snapshot
+from shmbus.store import directory, parts
 
 __all__ = ["POINTS", "arm"]
 
@@ -100,8 +100,8 @@ POINTS = {
     # A snapshot.
     "snapshot-record": _Point(parts.PartWriter, "add"),
     "snapshot-parts": _Point(parts.PartWriter, "finish"),
-    "snapshot-manifest": _Point(snapshot, "write_file"),
-    "snapshot-synced": _Point(snapshot, "_sync"),
+    "snapshot-manifest": _Point(directory, "write_file"),
+    "snapshot-synced": _Point(directory, "sync"),
 }
 
 

@@ -25,7 +25,7 @@ from conftest import Child, Daemon, Spawner, wait_until
 from shmbus import Bus, Consumer, Producer
 from shmbus.control import messages
 from shmbus.control.socket_path import socket_path
-from shmbus.daemon.service import MAX_GRANT_TRAJECTORIES
+from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.segment import lifecycle
 from shmbus_ext import _core

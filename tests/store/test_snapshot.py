@@ -230,12 +230,49 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot_or_none(
             child = spawn.module("shmbus.cli", "snapshot", bus_name, target)
             time.sleep(rng.uniform(0.1, 0.6))
             child.kill()
+            # At most what this one has left: it removed what those before it had.
+            assert len(list(tmp_path.glob(".*.partial-*"))) <= 1
             if target.exists():
                 whole += 1
                 snapshot.restore(target, bus_name + ".back")
                 assert read_status(bus_name + ".back").ledger.in_ring == 200
                 shmbus.unlink(bus_name + ".back")
         assert read_status(bus_name).ledger.in_ring == 200
+
+
+STOPPED = """
+import os, signal, sys
+from shmbus.store import directory, snapshot
+write = directory.write_file
+def stopped(path, data):
+    write(path, data)
+    print("written", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+directory.write_file = stopped
+snapshot.take(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_the_next_snapshot_removes_what_a_killed_one_left_and_nothing_else(
+    bus_name: str, spawn: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / ".s.partial-notours"
+    kept.mkdir()
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
+        put_group(producer, "g")
+        other = bus_name + ".other"
+        with shmbus.Bus.create(other, "1MiB"):
+            child = spawn.script(STOPPED, bus_name, tmp_path / "s")
+            child.expect("written")
+            (partial,) = tmp_path.glob(".s.partial-????????")
+            # Its writer is stopped, not dead.
+            assert snapshot.take(other, tmp_path / "first").records == 0
+            assert partial.is_dir() and not caplog.messages
+            child.kill()
+            assert snapshot.take(other, tmp_path / "second").records == 0
+    assert not partial.exists() and kept.is_dir()
+    assert f"removed {partial}" in caplog.text and "its writer was killed" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [kept.name, "first", "second"]
 
 
 @pytest.fixture

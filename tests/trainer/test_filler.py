@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy_batches import assert_batch, put, sample
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import FieldNames, OnlineDataHandler, pack
+from trainer_adapter.losses import importance_weights, kl_estimate, policy_loss
+from trainer_adapter.microbatch import micro_batches
 
 TOKENS = np.arange(6, dtype=np.int32)
 FULL: dict[str, Any] = {
@@ -20,12 +25,40 @@ FULL: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("missing", [(), ("logprobs",), ("loss_mask",), ("loss_mask", "logprobs")])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_optional_fields_may_be_missing_in_all_samples(
+    bus: Bus, producer: Producer, missing: tuple[str, ...], layout: Any
+) -> None:
+    rng = np.random.default_rng(1)
+    group = [sample(rng, 6), sample(rng, 6), sample(rng, 6), sample(rng, 6)]
+    for one in group:
+        for name in missing:
+            del one[name]
+    put(producer, "a", group)
+    with Consumer(bus.name) as consumer:
+        assert_batch(pack(consumer.take(1, 10), layout=layout), {"a": group})
+
+
+def test_a_loss_mask_may_be_in_some_groups_only(bus: Bus, producer: Producer) -> None:
+    rng = np.random.default_rng(1)
+    groups = {"a": [sample(rng, 6), sample(rng, 6)], "b": [sample(rng, 6), sample(rng, 6)]}
+    for one in groups["b"]:
+        del one["loss_mask"]
+    for key, group in groups.items():
+        put(producer, key, group)
+    with Consumer(bus.name) as consumer:
+        assert_batch(pack(consumer.take(2, 10)), groups)
+
+
 @pytest.mark.parametrize("field", sorted(FULL))
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_field_that_only_some_siblings_have_makes_the_group_malformed(
     bus: Bus, producer: Producer, field: str, prefetch: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch) as handler:
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, prefetch=prefetch, malformed="drop"
+    ) as handler:
         producer.put("mixed", group_size=2, index=0, score=0, tokens=TOKENS, **{field: FULL[field]})
         producer.put("mixed", group_size=2, index=1, score=1, tokens=TOKENS)
         for index in range(2):
@@ -62,19 +95,74 @@ def test_a_batch_of_groups_of_which_some_have_logprobs_is_refused(
             pack(groups)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("first", ["with", "without"])
+def test_a_group_without_logprobs_beside_others_with_them_is_malformed(
+    bus: Bus, producer: Producer, first: str, prefetch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = {"with": {"logprobs": FULL["logprobs"]}, "without": {}}
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=2, malformed="drop", prefetch=prefetch
+    ) as handler:
+        for key in (first, *(groups.keys() - {first})):
+            producer.put(key, group_size=1, index=0, tokens=TOKENS, **groups[key])
+        producer.put("more", group_size=1, index=0, tokens=TOKENS, **groups["with"])
+        with caplog.at_level(logging.WARNING):
+            batch = handler.next_batch(timeout=10)
+        assert set(batch.instance_ids) == {"with", "more"}
+        assert batch.logprobs is not None
+        handler.ack(batch)
+        assert handler.stats().dropped == {"malformed": 1}
+    (record,) = [r for r in caplog.records if "'without'" in r.getMessage()]
+    assert "'logprobs'" in record.getMessage() and "FieldNames" in record.getMessage()
+
+
+def test_a_late_first_group_with_logprobs_ends_those_that_wait_without(
+    bus: Bus, producer: Producer
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=2, max_wait=None) as handler:
+        producer.put("without", group_size=1, index=0, tokens=TOKENS)
+        handler._planner.inbox.extend(handler._take(10, True))
+        handler._admission.admit()
+        for key in ("with", "more"):
+            producer.put(key, group_size=1, index=0, tokens=TOKENS, logprobs=FULL["logprobs"])
+        with pytest.raises(ValueError, match=r"'without'.*'logprobs'"):
+            handler.next_batch(timeout=10)
+        assert set(handler.next_batch(timeout=10).instance_ids) == {"with", "more"}
+
+
+def test_a_loss_says_that_the_logprobs_are_not_there(bus: Bus, producer: Producer) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        producer.put("a", group_size=1, index=0, tokens=TOKENS)
+        batch = handler.next_batch(timeout=10)
+        (part,) = micro_batches(batch, count=1)
+        assert part.logprobs is None
+        new = torch.zeros(6)
+        calls: list[Callable[[], object]] = [
+            lambda: policy_loss(new, part.logprobs, part.advantages, part.loss_mask),
+            lambda: kl_estimate(new, part.logprobs, part.loss_mask),
+            lambda: importance_weights(new, part.logprobs, part.loss_mask),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match=r"logprobs: expected .*, got None.*FieldNames"):
+                call()
+
+
 def test_a_name_that_is_nearly_right_is_told_once(
     bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
 ) -> None:
     near = {"log_probs": "logprobs", "completion_mask": "loss_mask"}
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
-        with caplog.at_level(logging.WARNING):
-            for number in range(3):
-                for index in range(2):
-                    producer.put(
-                        f"g{number}", group_size=2, index=index, score=index, tokens=TOKENS,
-                        log_probs=FULL["logprobs"], completion_mask=FULL["loss_mask"],
-                    )  # fmt: skip
-                handler.ack(handler.next_batch(timeout=10))
+    with (
+        OnlineDataHandler(bus.name, groups_per_batch=1) as handler,
+        caplog.at_level(logging.WARNING),
+    ):
+        for number in range(3):
+            for index in range(2):
+                producer.put(
+                    f"g{number}", group_size=2, index=index, score=index, tokens=TOKENS,
+                    log_probs=FULL["logprobs"], completion_mask=FULL["loss_mask"],
+                )  # fmt: skip
+            handler.ack(handler.next_batch(timeout=10))
     for wrong, right in near.items():
         (record,) = [r for r in caplog.records if repr(wrong) in r.getMessage()]
         assert repr(right) in record.getMessage()
@@ -118,6 +206,26 @@ def test_the_advice_for_a_value_that_is_no_array_fits_it(bus: Bus, producer: Pro
         with pytest.raises(TypeError, match="expected an array") as caught:
             producer.put("a", group_size=1, index=0, tokens=TOKENS, extra=value)
         assert advice in str(caught.value) and "int32" not in str(caught.value)
+
+
+def test_the_advice_for_a_tensor_that_numpy_cannot_take_fits_it(
+    bus: Bus, producer: Producer
+) -> None:
+    tensors = {
+        r"\.float\(\)": torch.ones(2, dtype=torch.bfloat16),
+        r"\.detach\(\)": torch.ones(2, requires_grad=True),
+    }
+    for advice, value in tensors.items():
+        with pytest.raises(TypeError, match=advice):
+            producer.put("a", group_size=1, index=0, tokens=TOKENS, extra=value)
+
+
+def test_arrays_of_such_a_name_stay_fields(bus: Bus, producer: Producer) -> None:
+    more = {"rewards": np.ones(6, np.float32), "temperature": np.float32(0.7)}
+    producer.put("a", group_size=1, index=0, tokens=TOKENS, **more)
+    with Consumer(bus.name) as consumer, consumer.take(1, 5)[0] as group:
+        assert group[0]["rewards"].shape == (6,)
+        assert group[0]["temperature"] == np.float32(0.7)
 
 
 def test_importing_says_what_the_errors_are() -> None:

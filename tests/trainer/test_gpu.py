@@ -9,7 +9,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,19 +40,19 @@ def bus(bus_name: str) -> Iterator[Bus]:
         yield handle
 
 
-def random_sample(rng: np.random.Generator, longest: int) -> dict[str, Any]:
-    """A sample with fields of any dtype that the bus packs, or without the optional ones."""
+def random_sample(rng: np.random.Generator, longest: int, fields: Sequence[str]) -> dict[str, Any]:
+    """A sample with these optional fields, of any dtype that the bus packs."""
     n = int(rng.integers(0, longest))
     floats = ["f4", "f4", "f8"]
     given: dict[str, Any] = {
         "tokens": rng.integers(0, 100, n).astype(rng.choice(["i4", "i4", "u2", "i8", "u1"])),
         "score": float(rng.random()),
     }
-    if rng.random() < 0.8:
+    if "loss_mask" in fields:
         given["loss_mask"] = rng.integers(0, 2, n).astype(rng.choice(["u1", "?", "i8", "f4"]))
-    if rng.random() < 0.8:
+    if "logprobs" in fields:
         given["logprobs"] = -rng.random(n).astype(rng.choice(floats))
-    if rng.random() < 0.3:
+    if "advantages" in fields:
         given["advantages"] = rng.random(n).astype(rng.choice(floats))
     if rng.random() < 0.2:
         given["meta"] = {"finish_reason": "length", "set_advantage_to_zero": True}
@@ -60,18 +60,26 @@ def random_sample(rng: np.random.Generator, longest: int) -> dict[str, Any]:
 
 
 def put_random(producer: Producer, seed: int, groups: int, longest: int) -> None:
+    """Put groups with and without the optional fields; all have logprobs, or none has."""
     rng = np.random.default_rng(seed)
+    for_all = ["logprobs"] if rng.random() < 0.8 else []
     for number in range(groups):
+        often = {"loss_mask": 0.7, "advantages": 0.4}
+        fields = for_all + [name for name in often if rng.random() < often[name]]
         for index in range(4):
             producer.put(
                 f"k{number}", group_size=4, index=index, policy_version=number, timeout=10,
-                **random_sample(rng, longest),
+                **random_sample(rng, longest, fields),
             )  # fmt: skip
 
 
 def assert_same(got: Batch, want: Batch) -> None:
     for name in TENSORS:
-        mine, right = getattr(got, name).cpu(), getattr(want, name)
+        mine, right = getattr(got, name), getattr(want, name)
+        if right is None:
+            assert mine is None, name
+            continue
+        mine = mine.cpu()
         assert mine.dtype == right.dtype, name
         assert torch.equal(mine, right), name
     assert (got.max_seqlen, got.instance_ids) == (want.max_seqlen, want.instance_ids)
@@ -291,7 +299,7 @@ with Producer(name) as producer, Consumer(name) as consumer:
             bad = np.zeros(3000, np.float32)
             bad[2500:] = wrong
             producer.put("bad", group_size=1, index=0,
-                         **{"tokens": np.arange(3000), field: bad})
+                         **{"tokens": np.arange(3000), "logprobs": np.zeros(3000), field: bad})
             groups = consumer.take(64, 10)
             messages = []
             for attempt in (lambda: begin_gather(groups, device).finish(), lambda: pack(groups)):

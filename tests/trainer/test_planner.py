@@ -195,7 +195,7 @@ def test_an_error_is_raised_once_in_its_turn_and_is_not_recalled() -> None:
     planner = planned(groups=1)
     add(planner, {"a": 1, "b": 1})
     make(planner)
-    planner.ready.append(ValueError("in its turn"))
+    planner.add_error(ValueError("in its turn"))
     make(planner)
     assert planner.hand_out(0) == "a"
     planner.recall(0.0)

@@ -139,10 +139,11 @@ def test_a_batch_given_back_comes_before_those_that_are_ready(bus: Bus, producer
 
 
 def test_errors_come_in_their_turn_and_end_nothing(bus: Bus, producer: Producer) -> None:
-    put(producer, "before")
+    logprobs = np.zeros(5, np.float32)
+    put(producer, "before", logprobs=logprobs)
     put(producer, "bad", tokens=np.ones(3))
     put(producer, "worse", logprobs=np.full(5, np.nan, np.float32))
-    put(producer, "after")
+    put(producer, "after", logprobs=logprobs)
     with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=2) as handler:
         seen = []
         for _ in range(4):

@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shmbus
 
-__all__ = ["Batch", "Layout", "copy_to_device", "pad_batch"]
+__all__ = ["Batch", "Layout", "UnseenBatch", "copy_to_device", "pad_batch"]
 
 Layout = Literal["packed", "padded"]
 
@@ -25,7 +25,7 @@ PER_TOKEN: Final = ("tokens", "position_ids", "loss_mask", "logprobs", "advantag
 PER_SEQUENCE: Final = ("cu_seqlens", "scores", "policy_versions", "group_sizes")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Batch:
     """One batch of whole groups. T tokens in S sequences, the longest of L tokens.
 
@@ -42,8 +42,9 @@ class Batch:
     max_seqlen : int
         L.
     loss_mask : bool [T] or [S, L]
-    logprobs : float32 [T] or [S, L]
-        The producer's, aligned to their own token; 0 where loss_mask is False.
+    logprobs : float32 [T] or [S, L], or None
+        The producer's, aligned to their own token; 0 where loss_mask is False. None where the
+        groups have none, or where ``FieldNames(logprobs=None)`` says that none are read.
     advantages : float32 [T] or [S, L]
         Broadcast from the group, or the producer's own.
     scores : float32 [S]
@@ -65,13 +66,13 @@ class Batch:
     cu_seqlens: Tensor
     max_seqlen: int
     loss_mask: Tensor
-    logprobs: Tensor
+    logprobs: Tensor | None
     advantages: Tensor
     scores: Tensor
     instance_ids: list[str]
     policy_versions: Tensor
     group_sizes: Tensor
-    groups: list[shmbus.Group] = field(repr=False)
+    groups: list[shmbus.Group]
     layout: Layout = "packed"
     step: int = -1
     transport: str = "cpu"
@@ -85,6 +86,22 @@ class Batch:
     def total_tokens(self) -> int:
         """T, the tokens of all sequences, padding not counted."""
         return int(self.cu_seqlens[-1])
+
+    def __repr__(self) -> str:
+        step = "" if self.step < 0 else f" step {self.step}"
+        return (
+            f"<Batch{step}: {len(self.groups)} groups, {self.sequences} sequences, "
+            f"{self.total_tokens} tokens, {self.layout} on {self.tokens.device}"
+            f"{', without logprobs' if self.logprobs is None else ''}>"
+        )
+
+
+class UnseenBatch(Batch):
+    """A batch on its way to the trainer, at which nobody has looked; then it is a `Batch`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        self.__class__ = Batch  # type: ignore[assignment]
+        return object.__getattribute__(self, name)
 
 
 def pad_batch(batch: Batch) -> None:
@@ -103,7 +120,9 @@ def pad_batch(batch: Batch) -> None:
     )
     columns = torch.arange(total, device=device) - borders[rows]
     for name in PER_TOKEN:
-        packed: Tensor = getattr(batch, name)
+        packed: Tensor | None = getattr(batch, name)
+        if packed is None:
+            continue
         padded = packed.new_zeros((batch.sequences, batch.max_seqlen))
         padded[rows, columns] = packed
         setattr(batch, name, padded)
@@ -125,5 +144,6 @@ def copy_to_device(batch: Batch, device: torch.device) -> Batch:
     """
     values: dict[str, Any] = {}
     for name in PER_TOKEN + PER_SEQUENCE:
-        values[name] = getattr(batch, name).to(device)
+        value: Tensor | None = getattr(batch, name)
+        values[name] = None if value is None else value.to(device)
     return Batch(**{**batch.__dict__, **values, "transport": "copy"})

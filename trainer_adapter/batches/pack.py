@@ -43,10 +43,13 @@ def pack(
     ----------
     groups : shmbus.Group or iterable of them
         Leased, of one Consumer.
-    advantages : "grpo" | "dr_grpo" | "rloo" | "none" or callable
+    advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
         As for `group_advantages`; token-level advantages that a producer sent win.
     layout : "packed" | "padded"
+        All sequences in one row, with `Batch.cu_seqlens` for their borders; or a row for each,
+        padded to the longest.
     device : torch.device or str
+        Where the batch's tensors are.
     fields : FieldNames, optional
         How producers call the arrays.
     memory : BatchMemory, optional
@@ -62,9 +65,9 @@ def pack(
     Raises
     ------
     TypeError, ValueError
-        Arguments that do not fit; no group; a trajectory without tokens, with fields that do not
-        fit together, or with logprobs or advantages that are not finite where the loss mask is
-        True.
+        Arguments that do not fit; no group; a trajectory without tokens, without a field that
+        another sample of its group has, with fields that do not fit together, or with logprobs or
+        advantages that are not finite where the loss mask is True; logprobs in some groups only.
 
     Notes
     -----
@@ -79,8 +82,8 @@ def pack(
     check_fields(fields)
     target = check_device(device)
     names = fields or FieldNames()
-    trajectories, sizes = bus_gather.members(chosen)
-    lengths = bus_gather.sequence_lengths(trajectories, names)
+    measured = bus_gather.measure(chosen, names)
+    trajectories, sizes, lengths = measured.trajectories, measured.sizes, measured.lengths
     scores, policy_versions, instance_ids = bus_gather.describe(trajectories)
     total = sum(lengths)
     size = bus_gather.packed_bytes(total, len(lengths))
@@ -100,7 +103,7 @@ def pack(
         cu_seqlens=torch.from_numpy(arrays.cu_seqlens),
         max_seqlen=max(lengths),
         loss_mask=torch.from_numpy(arrays.loss_mask),
-        logprobs=torch.from_numpy(arrays.logprobs),
+        logprobs=torch.from_numpy(arrays.logprobs) if measured.has_logprobs else None,
         advantages=torch.from_numpy(arrays.advantages),
         scores=torch.from_numpy(scores.astype(np.float32)),
         instance_ids=instance_ids,

@@ -44,8 +44,8 @@ class PackedBatch(Protocol):
         """True on completion tokens, bool [T]."""
 
     @property
-    def logprobs(self) -> Tensor:
-        """Logprob of each token when it was sampled, float32 [T]."""
+    def logprobs(self) -> Tensor | None:
+        """Logprob of each token when it was sampled, float32 [T]; None where none was sent."""
 
     @property
     def advantages(self) -> Tensor:
@@ -152,6 +152,8 @@ class Learner:
         config = self.config
         logprobs, entropies = token_logprobs(self.policy, batch)
         where = batch.loss_mask
+        if batch.logprobs is None:
+            raise ValueError("expected logprobs in the batch, got None; workers have to put them")
         advantages, old = batch.advantages[where], batch.logprobs[where]
         counted = torch.ones_like(logprobs, dtype=torch.bool)
         loss, clip_fraction, _ = policy_loss(

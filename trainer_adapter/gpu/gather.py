@@ -170,13 +170,15 @@ def begin_gather(
             transport="gather",
         )
         columns = batch.logprobs, batch.advantages
+        if not table.has_logprobs:
+            batch.logprobs = None
         if layout == "padded":
             pad_batch(batch)
 
         def check() -> None:
             found = block.array[table.found_at :][:8].view(np.int32).tolist()
             for wrong, column, name in zip(found, columns, names.as_tuple()[2:], strict=True):
-                if wrong:
+                if wrong and column is not None:
                     _raise_not_finite(column, name, batch.cu_seqlens, members(groups)[0])
             staging.give_back(block)
 

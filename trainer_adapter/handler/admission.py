@@ -4,7 +4,11 @@ Invariants:
 
 - A group that a checkpoint had trained is acknowledged; a truncated one (under "drop") and a
   malformed one are dropped. Each costs itself only: all others wait for their batches.
-- Every group ends here, or waits in the planner, even if an error is raised.
+- Every group ends here, or waits in the planner, even if an error is raised. Where a signal's
+  handler raises, it stays in the inbox, and is admitted by the next call.
+- Once a group with logprobs was admitted, one without them is malformed. A batch of both kinds has
+  no ratio for a part of its tokens; one of the few without them would come at an odd step, and stop
+  a loss that needs them. The other way round nothing that is good would be left.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ from itertools import islice
 from typing import Literal
 
 import shmbus
-from shmbus.batch.gather import FieldNames, sequence_lengths
+from shmbus.batch.field_presence import MixedLogprobsError
+from shmbus.batch.gather import FieldNames, measure
 from trainer_adapter._arguments import check_lengths, check_scores
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.sample_flags import Truncated, is_truncated
 from trainer_adapter.handler.checkpoint import identities
 from trainer_adapter.handler.planner import BatchPlanner
+from trainer_adapter.handler.unread_fields import UnreadFields
 
 __all__ = ["Admission"]
 
@@ -69,54 +75,70 @@ class Admission:
         self._malformed = malformed
         self._truncated = truncated
         self._max_policy_lag = max_policy_lag
+        self._unread = UnreadFields(fields)
+        self._with_logprobs = False
         self.trained: set[tuple[int, int]] = set()
         self.truncated_groups = 0
 
-    def admit(self, groups: list[shmbus.Group]) -> None:
-        """Have groups wait for their batches, or end them.
+    def admit(self) -> None:
+        """Have the groups of the inbox wait for their batches, or end them.
 
-        Parameters
-        ----------
-        groups : list[shmbus.Group]
-            Leased.
+        Where it is interrupted, the groups stay in the inbox until it is called again; those that
+        have ended are passed over then.
 
         Raises
         ------
         TypeError, ValueError
             For the first malformed group, under ``malformed="raise"``, after all were admitted.
         """
-        groups = self.without_trained(groups)
+        groups = self._without_trained(_leased(self._planner.inbox))
         if self._truncated == "drop":
             cut = [group for group in groups if is_truncated(group)]
             self._consumer.drop(cut)
             self.truncated_groups += len(cut)
-            groups = [group for group in groups if group.state == "leased"]
-        if not groups:
-            return
-        try:
-            self._planner.add(self._measure(groups), time.monotonic())
-        except (TypeError, ValueError):
-            self._admit_each(groups)
-
-    def _admit_each(self, groups: list[shmbus.Group]) -> None:
-        wrong: Exception | None = None
+            groups = _leased(groups)
         good: list[tuple[shmbus.Group, int]] = []
-        try:
-            for group in groups:
-                try:
-                    good += self._measure([group])
-                except (TypeError, ValueError) as error:
-                    self.drop(group, error)
-                    wrong = wrong or error
-        finally:
-            self._planner.add(good, time.monotonic())
+        wrong: Exception | None = None
+        if groups:
+            try:
+                good = self._measure(groups)
+            except (TypeError, ValueError):
+                good, wrong = self._measure_each(groups)
+        self._planner.add(good, time.monotonic())
         if wrong is not None and self._malformed == "raise":
             raise wrong
 
+    def _measure_each(
+        self, groups: list[shmbus.Group]
+    ) -> tuple[list[tuple[shmbus.Group, int]], Exception | None]:
+        wrong: Exception | None = None
+        good: list[tuple[shmbus.Group, int]] = []
+        for group in groups:
+            try:
+                good += self._measure([group])
+            except (TypeError, ValueError) as error:
+                self.drop(group, error)
+                wrong = wrong or error
+        return good, wrong
+
     def drop(self, group: shmbus.Group, error: Exception) -> None:
         """End a malformed group, with a note in the log."""
-        group.drop()
         logger.warning("dropped group %r: %s", group.instance_id, error)
+        self._planner.unsettled = True
+        group.drop()
+        self._planner.keep_leased()
+
+    def drop_without_logprobs(self, groups: list[shmbus.Group]) -> None:
+        """End groups that were admitted before the first one that has logprobs."""
+        for group in groups:
+            self.drop(group, self._lacks_logprobs(group))
+
+    def _lacks_logprobs(self, group: shmbus.Group) -> ValueError:
+        return ValueError(
+            f"group {group.instance_id!r} of producer {group.trajectories[0].producer_id}: field "
+            f"{self._fields.logprobs!r}: expected in every group, since others have it, got none; "
+            "put it in all, or read none by fields=FieldNames(logprobs=None)"
+        )
 
     def stale(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
         """Return the groups among these that are too old now."""
@@ -131,29 +153,45 @@ class Admission:
             return
         stale = self.stale(self._planner.groups)
         if stale:
-            self._planner.keep(lambda group: group not in stale)
+            self._planner.unsettled = True
             for group in stale:
                 group.give_back()
+            self._planner.keep_leased()
 
-    def without_trained(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
+    def end_trained(self) -> None:
+        """Acknowledge waiting groups that a checkpoint had trained."""
+        self._planner.unsettled = True
+        self._without_trained(_leased(self._planner.groups))
+        self._planner.keep_leased()
+
+    def _without_trained(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
         """Acknowledge groups that a checkpoint had trained; return the others."""
-        if self.trained:
-            self._consumer.ack([group for group in groups if self._was_trained(group)])
-        return [group for group in groups if group.state == "leased"]
-
-    def _was_trained(self, group: shmbus.Group) -> bool:
-        samples = identities([group])
-        trained = samples <= self.trained
-        if trained:
-            self.trained -= samples
-        return trained
+        if not self.trained:
+            return groups
+        trained = [group for group in groups if identities([group]) <= self.trained]
+        samples = identities(trained)
+        self._consumer.ack(trained)
+        self.trained -= samples
+        return _leased(groups)
 
     def _measure(self, groups: list[shmbus.Group]) -> list[tuple[shmbus.Group, int]]:
         """Pair each group with its tokens; raises if one of them is malformed."""
-        trajectories = [t for group in groups for t in group.trajectories]
-        lengths = sequence_lengths(trajectories, self._fields)
+        try:
+            measured = measure(groups, self._fields)
+        except MixedLogprobsError:
+            self._with_logprobs = True
+            raise
+        if not measured.has_logprobs and self._with_logprobs:
+            raise self._lacks_logprobs(groups[0])
+        self._with_logprobs = measured.has_logprobs
+        self._unread.note(measured)
+        trajectories, lengths = measured.trajectories, measured.lengths
         check_scores(trajectories)
         if self._tokens_per_batch is not None and max(lengths) > self._tokens_per_batch:
             check_lengths(trajectories, lengths, self._tokens_per_batch)
         left = iter(lengths)
         return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]
+
+
+def _leased(groups: list[shmbus.Group]) -> list[shmbus.Group]:
+    return [group for group in groups if group.state == "leased"]

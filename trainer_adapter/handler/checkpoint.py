@@ -65,7 +65,7 @@ class HandlerState(msgspec.Struct, frozen=True):
             "step": self.step,
             "policy_version": self.policy_version,
             "bus_created_unix_ns": self.bus_created_unix_ns,
-            "trained": sorted([producer, sequence] for producer, sequence in self.trained),
+            "trained": sorted(map(list, self.trained)),
         }
 
     @classmethod
@@ -96,7 +96,7 @@ class HandlerState(msgspec.Struct, frozen=True):
                 int(state["step"]),
                 int(state["policy_version"]),
                 int(state["bus_created_unix_ns"]),
-                {(int(producer), int(sequence)) for producer, sequence in state["trained"]},
+                _pairs(state["trained"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -107,3 +107,12 @@ class HandlerState(msgspec.Struct, frozen=True):
                 f"state_dict: expected step 0 or more, got {parsed.step}; it was never saved"
             )
         return parsed
+
+
+def _pairs(rows: Iterable[Iterable[Any]]) -> set[Identity]:
+    """Return rows of two numbers as a set of pairs; there may be very many."""
+    columns = list(zip(*rows, strict=True))
+    if not columns:
+        return set()
+    producers, sequences = columns
+    return set(zip(map(int, producers), map(int, sequences), strict=True))

@@ -5,6 +5,8 @@ Invariants:
 - A batch holds whole groups. They stay leased until `ack`, so a trainer that dies before gets all
   of them again.
 - A group that was taken is in exactly one place, which the planner keeps, until it ends.
+- An exception of a signal's handler, which may come between any two steps, loses no group and
+  leaves nothing half done: the same call, or the next one, finishes what was cut short.
 - After `load_state_dict`, groups that the checkpoint had trained are acknowledged and not yielded.
 """
 
@@ -12,29 +14,32 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
+from shmbus.batch.field_presence import MixedLogprobsError
 from trainer_adapter._arguments import (
     check_choices,
     check_consumer_options,
     check_device,
     check_fields,
     check_for_ranks,
+    check_loader,
     check_prefetch,
     check_wait,
     checked_budget,
     checked_max_wait,
 )
 from trainer_adapter.advantages import Kind, check_kind
-from trainer_adapter.batches.batch import Batch, Layout
+from trainer_adapter.batches.batch import Batch, Layout, UnseenBatch
 from trainer_adapter.batches.finite import NotFiniteError, group_of_sample
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import FieldNames, pack
@@ -43,6 +48,7 @@ from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.handler.admission import Admission
 from trainer_adapter.handler.checkpoint import HandlerState, identities
 from trainer_adapter.handler.consumer_options import ConsumerOptions
+from trainer_adapter.handler.drops import DropNotes
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import Progress, describe_wait
@@ -72,10 +78,13 @@ class OnlineDataHandler(IterableDataset[Batch]):
         *sequence* is malformed.
     groups_per_batch : int, optional
         Instead: exactly so many groups a batch.
-    advantages : "grpo" | "dr_grpo" | "rloo" | "none" or callable
+    advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
         As for `group_advantages`.
     layout : "packed" | "padded"
+        All sequences in one row, with `Batch.cu_seqlens` for their borders; or a row for each,
+        padded to the longest.
     device : torch.device or str
+        Where the batch's tensors are. With "cuda" the GPU reads the ring itself where it can.
     rank, world_size : int
         This rank gets its shard of each step: disjoint from those of other ranks, balanced by
         tokens, and formed as soon as each rank gets a group. More than one rank need the daemon
@@ -102,7 +111,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         `max_wait` is over. A ready batch that is too old after `set_policy_version` is recalled and
         made from newer groups; a shard is not.
     progress : bool or file
-        Write a line of progress to stderr, or to a file; also as ``handler.progress.line``.
+        Write a line of progress to stderr, or to a file, now and then. ``handler.progress.line`` is
+        the present one in any case.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
@@ -146,7 +156,6 @@ class OnlineDataHandler(IterableDataset[Batch]):
         check_kind("advantages", advantages)
         self.tokens_per_batch = tokens_per_batch
         self.groups_per_batch = groups_per_batch
-        self.step = 0
         self._fields = fields or FieldNames()
         self._malformed = malformed
         self.progress = Progress.of(progress)
@@ -184,6 +193,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             if prefetch
             else None
         )
+        self._drops = DropNotes(self._consumer.stats(), consumer_options.get("max_policy_lag"))
         with shmbus.Bus.open(bus) as handle:
             self._created_unix_ns = handle.created_unix_ns
 
@@ -195,6 +205,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     # -- batches --------------------------------------------------------------------------------
 
+    @property
+    def step(self) -> int:
+        """How many batches were yielded: the step of the next one."""
+        return self._planner.step
+
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches until `close`; an exception does not end the iteration."""
         if get_worker_info() is not None:
@@ -202,6 +217,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 "OnlineDataHandler: expected to be iterated by the process that made it, got a "
                 "DataLoader's worker; pass num_workers=0, and prefetch=1 to have batches ready"
             )
+        check_loader(sys._getframe(1))
         return self
 
     def __next__(self) -> Batch:
@@ -228,75 +244,112 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Raises
         ------
         TimeoutError
-            No complete group was delivered; the message tells what the stash holds.
+            No complete group was delivered. The message tells what the stash holds, what was
+            dropped since the last such message and why, and how many batches are out.
         ValueError
             A group is malformed, under ``malformed="raise"``. It has been dropped.
         BusClosedError
             The handler is closed, or was made before a fork.
         """
         check_wait("timeout", timeout)
-        began = time.monotonic()
-        batch = None
-        while batch is None:
+        began_s = time.monotonic()
+        self._settle()
+        while True:
             if self._prefetcher is None:
-                batch = self._next_made(timeout)
+                self._make_next(timeout)
             else:
-                batch = self._next_ready(self._prefetcher, timeout)
-        try:
-            if self._gpu is not None:
-                self._gpu.deliver(batch)
-            self.progress.note(batch, time.monotonic() - began, self._consumer)
-        except BaseException:
-            # A Ctrl-C, for instance: the caller does not get the batch.
-            self.step = batch.step
-            self._return(batch.step)
-            raise
-        return batch
+                self._wait_for_ready(self._prefetcher, timeout)
+            with self._locked():
+                # Else a group had to be dropped, or a batch was recalled.
+                if self._planner.ready:
+                    return self._hand_out(began_s)
 
-    def _next_made(self, timeout: float | None) -> Batch | None:
-        """Make the next batch; None if a group of it had to be dropped."""
+    def _settle(self) -> None:
+        """Finish what an exception of a signal's handler has cut short in the call before."""
+        self._take_back_unseen()
+        planner = self._planner
+        if planner.unsettled or (planner.inbox and self._prefetcher is None):
+            with self._locked():
+                planner.keep_leased()
+                if planner.inbox:
+                    self._admission.admit()
+
+    def _take_back_unseen(self) -> None:
+        """Have the batch that was handed out last come again, if it never reached anybody.
+
+        Nobody has looked at it, and nobody but the planner refers to it: an exception was raised on
+        its way out.
+        """
+        made = self._planner.last_out
+        # References: the attribute's, and the argument of getrefcount.
+        if (
+            made is not None
+            and type(made.batch) is UnseenBatch
+            and sys.getrefcount(made.batch) == 2
+        ):
+            with self._locked():
+                self._planner.take_back()
+
+    def _make_next(self, timeout: float | None) -> None:
+        """Make the next batch, unless a group of it has to be dropped."""
         planner, admission = self._planner, self._admission
+        if self._ready_is_stale():
+            planner.recall(time.monotonic())
         if not planner.ready:
             admission.return_stale()
             if not take_until_due(planner, self._take, admission.admit, timeout, self._note_quiet):
                 raise self._timeout_error(timeout)
             self._make()
-        return self._hand_out() if planner.ready else None
 
-    def _next_ready(self, prefetcher: Prefetcher, timeout: float | None) -> Batch | None:
-        """Return the batch that the thread has ready; None for one that has become too old."""
+    def _wait_for_ready(self, prefetcher: Prefetcher, timeout: float | None) -> None:
+        """Wait for a batch of the thread; one that has become too old is recalled."""
         prefetcher.require_own_process()
+        if not prefetcher.wait(timeout, QUIET_NOTE_S, self._note_quiet):
+            raise self._timeout_error(timeout)
         with prefetcher.lock:
-            if prefetcher.wait(timeout, QUIET_NOTE_S, self._note_quiet):
-                first = self._planner.ready[0]
-                try:
-                    if isinstance(first, MadeBatch) and self._admission.stale(first.batch.groups):
-                        self._planner.recall(time.monotonic())
-                        self._admission.return_stale()
-                        return None
-                    return self._hand_out()
-                finally:
-                    prefetcher.wake()
-        raise self._timeout_error(timeout)
+            if self._ready_is_stale():
+                self._planner.recall(time.monotonic())
+                self._admission.return_stale()
+                prefetcher.wake()
 
-    def _hand_out(self) -> Batch:
-        """Count the first batch that is ready as a step, and return it."""
-        step = self.step
-        batch = self._planner.hand_out(step)
-        batch.step = step
-        self.step = step + 1
-        return batch
+    def _ready_is_stale(self) -> bool:
+        first = next(iter(self._planner.ready), None)
+        if not isinstance(first, MadeBatch):
+            return False
+        return bool(self._admission.stale([one.group for one in first.planned]))
+
+    def _hand_out(self, began_s: float) -> Batch:
+        """Count the first batch that is ready as a step, and return it.
+
+        No frame has it in a variable on the way out: who catches an exception may keep the frames.
+        """
+        first = self._planner.ready[0]
+        if isinstance(first, MadeBatch):
+            first.batch.step = self._planner.step
+            if self._gpu is not None:
+                self._gpu.deliver(first.batch)
+            self.progress.note(first.batch, time.monotonic() - began_s, self._consumer)
+            first.batch.__class__ = UnseenBatch
+        if self._prefetcher is not None:
+            self._prefetcher.wake()
+        return self._planner.hand_out(self._planner.step)
 
     def _make(self) -> None:
         """Pack the next batch of the planner; after a failure its groups still wait."""
+        if self._planner.unsettled:
+            # Of the groups that are left a batch may not be due.
+            self._planner.keep_leased()
+            return
         planned = self._planner.next_groups()
         groups = [one.group for one in planned]
         try:
             batch = self._pack(groups)
         except NotFiniteError as error:
-            group = groups[group_of_sample(groups, error.sample)]
-            self._planner.keep(lambda waiting: waiting is not group)
-            self._admission.drop(group, error)
+            self._admission.drop(groups[group_of_sample(groups, error.sample)], error)
+            if self._malformed == "raise":
+                raise
+        except MixedLogprobsError as error:
+            self._admission.drop_without_logprobs([groups[at] for at in error.lacking])
             if self._malformed == "raise":
                 raise
         else:
@@ -309,7 +362,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
         logger.warning("still waiting for a %s; %s", self._awaited, self._what_is_there())
 
     def _what_is_there(self) -> str:
-        return describe_wait(self._consumer.name, self._consumer.stats(), self._planner)
+        ledger = self._consumer.stats()
+        dropped = self._drops.news(ledger, self.step)
+        return describe_wait(self._consumer.name, ledger, self._planner, dropped)
 
     # -- the end of a batch ---------------------------------------------------------------------
 
@@ -324,15 +379,19 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Raises
         ------
         ProtocolError
-            It was acknowledged or given back before, or is not of this handler.
+            It was acknowledged or given back already, or is not of this handler.
 
         Notes
         -----
+        After an exception of a signal's handler, such as KeyboardInterrupt, call it again: it does
+        what is left to do, or raises ProtocolError since nothing is.
+
         To lose nothing when the trainer returns to a checkpoint, save ``state_dict()`` before you
         acknowledge the batches that it covers.
         """
         self._require_out(batch, "ack")
-        self._consumer.ack(batch.groups)
+        # Those that are acknowledged were so by a call that was interrupted.
+        self._consumer.ack([group for group in batch.groups if group.state != "acknowledged"])
         self._planner.acknowledged(batch.step)
 
     def give_back(self, batch: Batch) -> None:
@@ -350,12 +409,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         """
         self._require_out(batch, "give back")
         # Not to the consumer: groups that wait here would be delivered before them.
-        self._return(batch.step)
-
-    def _return(self, step: int) -> None:
-        """Have the groups of a batch that is out wait again, before all others."""
         with self._locked():
-            self._planner.give_back(step, time.monotonic())
+            self._planner.give_back(batch.step, time.monotonic())
             if self._prefetcher is not None:
                 self._prefetcher.wake()
 
@@ -364,16 +419,21 @@ class OnlineDataHandler(IterableDataset[Batch]):
         if self._prefetcher is None:
             return nullcontext()
         self._prefetcher.require_own_process()
-        return self._prefetcher.lock
+        return cast("AbstractContextManager[Any]", self._prefetcher.lock)
 
     def _require_out(self, batch: Batch, verb: str) -> None:
         if not isinstance(batch, Batch):
             raise TypeError(f"cannot {verb} it: expected a Batch, got {type(batch).__name__}")
-        if not self._planner.is_out(batch.step, batch):
-            raise shmbus.ProtocolError(
-                f"cannot {verb} batch {batch.step}: it is not out; each batch of this handler ends "
-                "once"
-            )
+        if self._planner.is_out(batch.step, batch):
+            return
+        if all(group.state == "acknowledged" for group in batch.groups):
+            why = "it was acknowledged already"
+        else:
+            why = "it was given back already, or another handler yielded it"
+        raise shmbus.ProtocolError(
+            f"cannot {verb} batch {batch.step}: it is not out: {why}; each batch of this handler "
+            "ends once"
+        )
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -383,7 +443,12 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Parameters
         ----------
         version : int
-            0 or more.
+            0 or more, and not less than before.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no int, negative, or goes back. `load_state_dict` may set it back.
         """
         self._consumer.policy_version = version
 
@@ -391,23 +456,25 @@ class OnlineDataHandler(IterableDataset[Batch]):
         """Return the state for a checkpoint, so that no trajectory is repeated or skipped.
 
         Batches that were yielded count as trained, acknowledged or not, as for torch's
-        StatefulDataLoader.
+        StatefulDataLoader. One that never reached the trainer, since an exception of a signal's
+        handler was raised on its way, does not; it is the next one again.
 
         Returns
         -------
         dict
             Plain ints, strs and lists, for any serialiser.
         """
+        self._take_back_unseen()
         with self._locked():
             trained = set(self._admission.trained)
         for made in self._planner.out.values():
-            trained |= identities(made.batch.groups)
+            trained |= identities(one.group for one in made.planned)
         return HandlerState(
             self.step, self._consumer.policy_version, self._created_unix_ns, trained
         ).as_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from a checkpoint.
+        """Continue from a checkpoint. Its policy version is set, even if it is a lower one.
 
         Parameters
         ----------
@@ -420,16 +487,15 @@ class OnlineDataHandler(IterableDataset[Batch]):
             It is not a handler's state, or of another version.
         """
         saved = HandlerState.parse(state)
-        self.set_policy_version(saved.policy_version)
+        self._consumer.reset_policy_version(saved.policy_version)
+        self._take_back_unseen()
+        here = saved.bus_created_unix_ns == self._created_unix_ns
         with self._locked():
-            self._planner.recall(time.monotonic())
+            self._admission.trained = saved.trained if here else set()
+            self._planner.begin_at(saved.step, time.monotonic())
+            self._admission.end_trained()
             if self._prefetcher is not None:
                 self._prefetcher.wake()
-            self.step = saved.step
-            here = saved.bus_created_unix_ns == self._created_unix_ns
-            self._admission.trained = saved.trained if here else set()
-            left = self._admission.without_trained(self._planner.groups)
-            self._planner.keep(left.__contains__)
 
     def stats(self) -> shmbus.Ledger:
         """Return the ledger of the bus.
@@ -470,6 +536,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
             "OnlineDataHandler: expected to stay in its process, got pickled; one process reads a "
             "bus: give a DataLoader num_workers=0"
         )
+
+    def __repr__(self) -> str:
+        out = len(self._planner.out)
+        more = " closed" if self._closed else f" {out} out" if out else ""
+        return f"<OnlineDataHandler {self._consumer.name!r} step {self.step}{more}>"
 
     def __enter__(self) -> OnlineDataHandler:
         return self

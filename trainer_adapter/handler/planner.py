@@ -17,15 +17,18 @@ Invariants:
 - A shard, which is a rank's part of a step, is never cut and never joined with another, however
   often its groups go and return: all ranks make as many batches.
 - The time of `max_wait` runs exactly while a group waits.
+- Each change is one assignment: of a new `_Places`, or of one attribute. So an exception of a
+  signal's handler, which may come between any two steps, finds all groups in the old places or all
+  in the new.
+- Where several threads change places, they do so under a lock of theirs; `acknowledged` needs none.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import shmbus
 
@@ -44,10 +47,31 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(slots=True)
 class MadeBatch(Generic[BatchT]):
-    """A packed batch with the groups that it was made of."""
+    """A packed batch with the groups that it was made of, and whether it was acknowledged."""
 
     batch: BatchT
     planned: list[PlannedGroup]
+    ended: bool = False
+
+
+class _Places(NamedTuple):
+    """Where all groups are, at one instant; never changed, only replaced."""
+
+    inbox: list[shmbus.Group]
+    waiting: tuple[PlannedGroup, ...] = ()
+    ready: tuple[MadeBatch[Any] | BaseException, ...] = ()
+    out: dict[int, MadeBatch[Any]] = {}  # noqa: RUF012 (never changed)
+    since_s: float | None = None
+    step: int = 0
+
+    def with_waiting(
+        self, waiting: Iterable[PlannedGroup], now_s: float | None, **more: Any
+    ) -> _Places:
+        """Return them with other groups that wait; the time of the wait runs while there is one."""
+        waiting = tuple(waiting)
+        since_s = self.since_s if self.waiting else None
+        since_s = None if not waiting else now_s if since_s is None else since_s
+        return self._replace(waiting=waiting, since_s=since_s, **more)
 
 
 class BatchPlanner(Generic[BatchT]):
@@ -65,12 +89,8 @@ class BatchPlanner(Generic[BatchT]):
 
     Attributes
     ----------
-    waiting : deque of PlannedGroup
-        Groups that are in no batch yet, in their order.
-    ready : deque of MadeBatch or BaseException
-        Batches that were packed and not handed out, and errors in the place of their batches.
-    out : dict of int to MadeBatch
-        Batches that the trainer has, by their step, until it acknowledges them.
+    unsettled : bool
+        Whether some groups that wait may have ended; `keep_leased` settles it.
     """
 
     def __init__(
@@ -85,10 +105,41 @@ class BatchPlanner(Generic[BatchT]):
         self._max_wait_s = max_wait_s
         self._world_size = world_size
         self._shards = itertools.count()
-        self._since_s: float | None = None
-        self.waiting: deque[PlannedGroup] = deque()
-        self.ready: deque[MadeBatch[BatchT] | BaseException] = deque()
-        self.out: dict[int, MadeBatch[BatchT]] = {}
+        self._places = _Places([])
+        self.unsettled = False
+
+    # -- places ---------------------------------------------------------------------------------
+
+    @property
+    def inbox(self) -> list[shmbus.Group]:
+        """Groups that were taken and not admitted yet; extend it by what a take returns."""
+        return self._places.inbox
+
+    @property
+    def waiting(self) -> tuple[PlannedGroup, ...]:
+        """Groups that are in no batch yet, in their order."""
+        return self._places.waiting
+
+    @property
+    def ready(self) -> tuple[MadeBatch[BatchT] | BaseException, ...]:
+        """Batches that were packed and not handed out, and errors in the place of their batches."""
+        return self._places.ready
+
+    @property
+    def out(self) -> dict[int, MadeBatch[BatchT]]:
+        """Batches that the trainer has, by their step, until it acknowledges them."""
+        return {step: made for step, made in self._places.out.items() if not made.ended}
+
+    @property
+    def last_out(self) -> MadeBatch[BatchT] | None:
+        """The batch that was handed out last, if it is out."""
+        made = self._places.out.get(self._places.step - 1)
+        return None if made is None or made.ended else made
+
+    @property
+    def step(self) -> int:
+        """The step of the next batch that is handed out."""
+        return self._places.step
 
     # -- groups that wait -----------------------------------------------------------------------
 
@@ -98,7 +149,7 @@ class BatchPlanner(Generic[BatchT]):
         return [planned.group for planned in self.waiting]
 
     def add(self, groups: Iterable[tuple[shmbus.Group, int]], now_s: float) -> None:
-        """Have groups wait, behind all others.
+        """Have groups of the inbox wait, behind all others, and empty the inbox.
 
         Parameters
         ----------
@@ -107,8 +158,18 @@ class BatchPlanner(Generic[BatchT]):
         now_s : float
         """
         shard = next(self._shards)
-        self.waiting.extend(PlannedGroup(group, tokens, shard) for group, tokens in groups)
-        self._wait_on(now_s)
+        places = self._places
+        new = [PlannedGroup(group, tokens, shard) for group, tokens in groups]
+        self._places = places.with_waiting([*places.waiting, *new], now_s, inbox=[])
+
+    def adopt(self, groups: list[shmbus.Group]) -> None:
+        """Put groups into the inbox that are nowhere else."""
+        places = self._places
+        made = [one for one in (*places.ready, *places.out.values()) if isinstance(one, MadeBatch)]
+        known = {id(group) for group in places.inbox}
+        for planned in (places.waiting, *(one.planned for one in made)):
+            known |= {id(one.group) for one in planned}
+        places.inbox.extend([group for group in groups if id(group) not in known])
 
     def keep(self, keeps: Callable[[shmbus.Group], bool]) -> None:
         """Forget waiting groups, which the caller ends.
@@ -118,9 +179,14 @@ class BatchPlanner(Generic[BatchT]):
         keeps : callable
             False for a group to forget.
         """
-        self.waiting = deque(planned for planned in self.waiting if keeps(planned.group))
-        if not self.waiting:
-            self._since_s = None
+        places = self._places
+        kept = [planned for planned in places.waiting if keeps(planned.group)]
+        self._places = places.with_waiting(kept, None)
+
+    def keep_leased(self) -> None:
+        """Forget the waiting groups whose lease has ended."""
+        self.keep(lambda group: group.state == "leased")
+        self.unsettled = False
 
     # -- when a batch is due --------------------------------------------------------------------
 
@@ -166,17 +232,15 @@ class BatchPlanner(Generic[BatchT]):
         float or None
             None if no group waits, or if `max_wait_s` is None.
         """
-        if self._max_wait_s is None or self._since_s is None:
+        since_s = self._places.since_s
+        if self._max_wait_s is None or since_s is None:
             return None
-        return self._since_s + self._max_wait_s - now_s
+        return since_s + self._max_wait_s - now_s
 
     def restart_wait(self, now_s: float) -> None:
         """Count `max_wait_s` from now on, if a group waits."""
-        self._since_s = now_s if self.waiting else None
-
-    def _wait_on(self, now_s: float) -> None:
-        if self._since_s is None and self.waiting:
-            self._since_s = now_s
+        places = self._places
+        self._places = places._replace(since_s=now_s if places.waiting else None)
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -205,16 +269,19 @@ class BatchPlanner(Generic[BatchT]):
         RuntimeError
             They do not wait any more: another thread made a batch of them.
         """
-        if not self.waiting or self.waiting[0] is not planned[0]:
+        places = self._places
+        if not places.waiting or places.waiting[0] is not planned[0]:
             raise RuntimeError(
                 "OnlineDataHandler: expected one thread at a time in next_batch, got two that made "
                 "one batch; let them take turns"
             )
-        for _ in planned:
-            self.waiting.popleft()
-        if not self.waiting:
-            self._since_s = None
-        self.ready.append(MadeBatch(batch, planned))
+        ready = (*places.ready, MadeBatch(batch, planned))
+        self._places = places.with_waiting(places.waiting[len(planned) :], None, ready=ready)
+
+    def add_error(self, error: BaseException) -> None:
+        """Put an error into the place of a batch, behind those that are ready."""
+        places = self._places
+        self._places = places._replace(ready=(*places.ready, error))
 
     def hand_out(self, step: int) -> BatchT:
         """Move the first batch that is ready to those that are out.
@@ -222,7 +289,7 @@ class BatchPlanner(Generic[BatchT]):
         Parameters
         ----------
         step : int
-            Its key there.
+            Its key there; the next one is counted from it.
 
         Returns
         -------
@@ -233,20 +300,34 @@ class BatchPlanner(Generic[BatchT]):
         BaseException
             The error in the place of the batch, once.
         """
-        first = self.ready.popleft()
+        places = self._places
+        first, *ready = places.ready
         if isinstance(first, BaseException):
+            self._places = places._replace(ready=tuple(ready))
             raise first
-        self.out[step] = first
-        return first.batch
+        out = {**self.out, step: first}
+        self._places = places._replace(ready=tuple(ready), out=out, step=step + 1)
+        return cast("BatchT", first.batch)
+
+    def take_back(self) -> None:
+        """Make the batch that was handed out last the first of the ready ones again."""
+        places = self._places
+        step = places.step - 1
+        out = self.out
+        ready = (out.pop(step), *places.ready)
+        self._places = places._replace(ready=ready, out=out, step=step)
 
     def is_out(self, step: int, batch: BatchT) -> bool:
         """Whether this batch was handed out as this step, and is neither acknowledged nor back."""
-        made = self.out.get(step)
-        return made is not None and made.batch is batch
+        made = self._places.out.get(step)
+        return made is not None and not made.ended and made.batch is batch
 
     def acknowledged(self, step: int) -> None:
         """Forget a batch that was out."""
-        del self.out[step]
+        made = self._places.out[step]
+        made.ended = True
+        # Its memory is the next batch's.
+        made.batch, made.planned = cast("BatchT", None), []
 
     def give_back(self, step: int, now_s: float) -> None:
         """Have the groups of a batch that was out wait again, before all others.
@@ -258,9 +339,10 @@ class BatchPlanner(Generic[BatchT]):
         step : int
         now_s : float
         """
-        self.recall(now_s)
-        self._put_first(self.out[step], now_s)
-        del self.out[step]
+        places = self._recalled(now_s)
+        out = self.out
+        made = out.pop(step)
+        self._places = places.with_waiting([*made.planned, *places.waiting], now_s, out=out)
 
     def recall(self, now_s: float) -> None:
         """Have the groups of all ready batches wait again, in their order; errors stay.
@@ -269,16 +351,18 @@ class BatchPlanner(Generic[BatchT]):
         ----------
         now_s : float
         """
-        ready, self.ready = self.ready, deque()
-        for made in reversed(ready):
-            if isinstance(made, BaseException):
-                self.ready.appendleft(made)
-            else:
-                self._put_first(made, now_s)
+        self._places = self._recalled(now_s)
 
-    def _put_first(self, made: MadeBatch[BatchT], now_s: float) -> None:
-        self.waiting.extendleft(reversed(made.planned))
-        self._wait_on(now_s)
+    def begin_at(self, step: int, now_s: float) -> None:
+        """Recall the batches that are ready, and count steps from this one on."""
+        self._places = self._recalled(now_s)._replace(step=step)
+
+    def _recalled(self, now_s: float) -> _Places:
+        places = self._places
+        made = [one for one in places.ready if isinstance(one, MadeBatch)]
+        errors = tuple(one for one in places.ready if isinstance(one, BaseException))
+        waiting = [*itertools.chain.from_iterable(one.planned for one in made), *places.waiting]
+        return places.with_waiting(waiting, now_s, ready=errors)
 
     def _count(self) -> int:
         """Count the groups of the next batch."""

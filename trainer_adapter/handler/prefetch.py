@@ -7,6 +7,8 @@ Invariants:
 - A batch that is ready is not out: it is in no state_dict, it is not acknowledged, and the planner
   can recall it.
 - An error takes the place of its batch, in order, and ends neither the thread nor the iteration.
+- The thread that waits for a batch uses locks and queues of C only, and keeps no state while it
+  waits: an exception of a signal's handler leaves nothing held and nothing begun.
 - The thread starts with the first request for a batch and ends with its handler. It exists in one
   process only: a forked child never touches its lock.
 """
@@ -14,13 +16,15 @@ Invariants:
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import shmbus
+from shmbus.batch.uninterrupted import call_uninterrupted
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
 from trainer_adapter.handler.take import Take
@@ -32,7 +36,8 @@ TAKE_SLICE_S: Final = 0.1
 a batch that is not full, may have to wait so long for the thread."""
 
 IDLE_SLICE_S: Final = 0.5
-"""Seconds after which an idle thread checks whether its handler still exists."""
+"""Seconds after which an idle thread checks whether its handler still exists, and one that waits
+for a batch whether another took its notice."""
 
 
 class Prefetcher:
@@ -47,7 +52,7 @@ class Prefetcher:
     take : Take
         Called without the lock.
     admit : callable
-        Has groups that were taken wait in the planner; may raise for a malformed one.
+        Has the groups of the planner's inbox wait there; may raise for a malformed one.
     make : callable
         Packs the next batch of the planner; may raise.
     """
@@ -57,7 +62,7 @@ class Prefetcher:
         planner: BatchPlanner[Batch],
         depth: int,
         take: Take,
-        admit: Callable[[list[shmbus.Group]], None],
+        admit: Callable[[], None],
         make: Callable[[], None],
     ) -> None:
         self._planner = planner
@@ -66,17 +71,18 @@ class Prefetcher:
         self._admit = admit
         self._make = make
         self._pid = os.getpid()
-        self._changed = threading.Condition(threading.RLock())
-        self._wanted = threading.Event()
+        self._lock = threading.RLock()
+        self._changes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended: BaseException | None = None
         self._stopping = False
-        self._waiting = 0
+        self._awaited = False
         self._thread: threading.Thread | None = None
 
     @property
-    def lock(self) -> threading.Condition:
+    def lock(self) -> Any:
         """Guards the planner's waiting groups and ready batches; to enter by ``with``."""
-        return self._changed
+        return self._lock
 
     @property
     def ready(self) -> int:
@@ -97,7 +103,7 @@ class Prefetcher:
             )
 
     def wait(self, timeout: float | None, note_s: float, note: Callable[[], None]) -> bool:
-        """Wait until a batch, or an error in its place, is ready; call it under the lock.
+        """Wait until a batch, or an error in its place, is ready; call it without the lock.
 
         Parameters
         ----------
@@ -118,10 +124,12 @@ class Prefetcher:
             The bus, or the handler, was closed.
         """
         began_s = noted_s = time.monotonic()
-        self._start()
-        self._waiting += 1
-        self._wanted.set()
+        if self._thread is None:
+            call_uninterrupted(self._start)
         try:
+            self._awaited = True
+            _empty(self._changes)
+            self.wake()
             while not self._planner.ready:
                 if self._ended is not None:
                     raise self._ended
@@ -135,60 +143,64 @@ class Prefetcher:
                 waits_s = [TAKE_SLICE_S if left_s is not None and left_s <= 0 else note_s]
                 if left_s is not None and left_s > 0:
                     waits_s.append(left_s)
-                self._changed.wait(min(waits_s))
+                # Another thread that waited may have ended its wait.
+                self._awaited = True
+                _wait_for(self._changes, min(*waits_s, IDLE_SLICE_S))
         finally:
-            self._waiting -= 1
+            self._awaited = False
         return True
 
     def wake(self) -> None:
         """Wake the thread, after a batch was handed out or ready ones were recalled."""
-        self._wanted.set()
+        self._requests.put(None)
 
     def stop(self) -> None:
         """End the thread, and wait for its end; a call that is in `wait` gets BusClosedError."""
         if self.forked:
             return
-        with self._changed:
+        with self._lock:
             self._stopping = True
             self._ended = self._ended or shmbus.BusClosedError("this handler is closed")
-            self._wanted.set()
-            self._changed.notify_all()
+            self.wake()
+            self._changes.put(None)
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def _start(self) -> None:
-        if self._thread is None and not self._stopping:
-            self._thread = threading.Thread(
-                target=_work, args=(weakref.ref(self),), name="shmbus-prefetch", daemon=True
-            )
-            self._thread.start()
+        with self._lock:
+            if self._thread is None and not self._stopping:
+                self._thread = threading.Thread(
+                    target=_work, args=(weakref.ref(self),), name="shmbus-prefetch", daemon=True
+                )
+                self._thread.start()
 
     def turn(self) -> _Wait | None:
         """Make all batches that are due; return the next wait, or None to end the thread."""
-        with self._changed:
-            self._wanted.clear()
+        with self._lock:
+            _empty(self._requests)
             while not self._stopping and len(self._planner.ready) < self._depth and self._due():
                 self._work(self._make)
                 self._planner.restart_wait(time.monotonic())
             if self._stopping:
                 return None
             if len(self._planner.ready) >= self._depth:
-                return _Wait(None, self._wanted, IDLE_SLICE_S, False)
-            return _Wait(self._take, self._wanted, self._slice_s(), self._waiting > 0)
+                return _Wait(None, self._requests, IDLE_SLICE_S, False)
+            return _Wait(self._take, self._requests, self._slice_s(), self._awaited)
 
     def resume(self, groups: list[shmbus.Group] | BaseException) -> bool:
         """Admit the groups of a wait, or keep its error; False if the bus was closed."""
-        with self._changed:
+        with self._lock:
             if isinstance(groups, shmbus.BusClosedError):
                 self._ended = groups
-                self._changed.notify_all()
+                self._changes.put(None)
                 return False
             if isinstance(groups, BaseException):
-                self._planner.ready.append(groups)
-                self._changed.notify_all()
+                self._planner.add_error(groups)
+                self._changes.put(None)
             elif groups:
-                self._work(lambda: self._admit(groups))
+                self._planner.inbox.extend(groups)
+                self._work(self._admit)
         return True
 
     def _work(self, work: Callable[[], None]) -> None:
@@ -197,15 +209,15 @@ class Prefetcher:
         try:
             work()
         except BaseException as error:
-            self._planner.ready.append(error)
+            self._planner.add_error(error)
         if len(self._planner.ready) != ready:
-            self._changed.notify_all()
+            self._changes.put(None)
 
     def _due(self) -> bool:
-        return self._planner.due(time.monotonic(), awaited=self._waiting > 0)
+        return self._planner.due(time.monotonic(), awaited=self._awaited)
 
     def _slice_s(self) -> float:
-        left_s = self._planner.left_s(time.monotonic()) if self._waiting else None
+        left_s = self._planner.left_s(time.monotonic()) if self._awaited else None
         return TAKE_SLICE_S if left_s is None else min(TAKE_SLICE_S, max(left_s, 0.0))
 
 
@@ -215,30 +227,45 @@ class _Wait:
     Parameters
     ----------
     take : Take or None
-        Waits for groups; None to wait for `wanted`.
-    wanted : threading.Event
-        Set when a batch is requested.
+        Waits for groups; None to wait for `requests`.
+    requests : queue.SimpleQueue
+        Has an item when a batch is requested.
     seconds : float
     awaited : bool
         Whether the trainer waits for a batch.
     """
 
     def __init__(
-        self, take: Take | None, wanted: threading.Event, seconds: float, awaited: bool
+        self, take: Take | None, requests: queue.SimpleQueue[None], seconds: float, awaited: bool
     ) -> None:
         self._take = take
-        self._wanted = wanted
+        self._requests = requests
         self._seconds = seconds
         self._awaited = awaited
 
     def __call__(self) -> list[shmbus.Group] | BaseException:
         if self._take is None:
-            self._wanted.wait(self._seconds)
+            _wait_for(self._requests, self._seconds)
             return []
         try:
             return self._take(self._seconds, self._awaited)
         except BaseException as error:
             return error
+
+
+def _wait_for(notices: queue.SimpleQueue[None], seconds: float) -> None:
+    try:
+        notices.get(timeout=max(seconds, 0.0))
+    except queue.Empty:
+        return
+
+
+def _empty(notices: queue.SimpleQueue[None]) -> None:
+    try:
+        while True:
+            notices.get_nowait()
+    except queue.Empty:
+        return
 
 
 def _work(reference: weakref.ref[Prefetcher]) -> None:

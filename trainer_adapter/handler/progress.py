@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from typing import Final, TextIO
+from contextlib import suppress
+from typing import Final, NamedTuple, TextIO
 
 import shmbus
 from trainer_adapter.batches.batch import Batch
@@ -24,6 +25,17 @@ LOG_PERIOD_S: Final = 10.0
 RECENT: Final = 20
 
 
+class _Last(NamedTuple):
+    """What a line says of a batch, which is not kept itself: its memory is needed."""
+
+    step: int
+    groups: list[shmbus.Group]
+    sequences: int
+    tokens: int
+    waited_s: float
+    consumer: shmbus.Consumer
+
+
 class Progress:
     """Counts the batches of a handler, and describes them in one line.
 
@@ -34,8 +46,6 @@ class Progress:
 
     Attributes
     ----------
-    line : str
-        The last line.
     waited_s : float
         Seconds for which the trainer has waited for batches, in total.
     """
@@ -44,8 +54,17 @@ class Progress:
         self._stream = stream
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._next_s = 0.0
-        self.line = "no batch yet"
+        self._last: _Last | None = None
+        self._line = "no batch yet"
         self.waited_s = 0.0
+
+    @property
+    def line(self) -> str:
+        """The present line; it reads the ledger. Of a closed handler it is the last one."""
+        if self._last is not None:
+            with suppress(shmbus.BusClosedError):
+                self._line = self._text(self._last, self._last.consumer.stats())
+        return self._line
 
     @classmethod
     def of(cls, wanted: bool | TextIO) -> Progress:
@@ -82,29 +101,20 @@ class Progress:
         """
         self.waited_s += waited_s
         now_s = time.monotonic()
-        self._recent.append((now_s, _tokens(batch)))
+        tokens = _tokens(batch)
+        self._recent.append((now_s, tokens))
+        self._last = _Last(batch.step, batch.groups, batch.sequences, tokens, waited_s, consumer)
         if self._stream is None or now_s < self._next_s:
             return
         terminal = self._stream.isatty()
         self._next_s = now_s + (TERMINAL_PERIOD_S if terminal else LOG_PERIOD_S)
-        self.line = self.text(batch, waited_s, consumer.stats())
-        self._stream.write(f"\r{self.line}\x1b[K" if terminal else f"{self.line}\n")
+        line = self.line
+        self._stream.write(f"\r{line}\x1b[K" if terminal else f"{line}\n")
         self._stream.flush()
 
-    def text(self, batch: Batch, waited_s: float, ledger: shmbus.Ledger) -> str:
-        """Describe a batch and its bus in one line.
-
-        Parameters
-        ----------
-        batch : Batch
-        waited_s : float
-        ledger : shmbus.Ledger
-
-        Returns
-        -------
-        str
-        """
-        versions = [t.policy_version for group in batch.groups for t in group]
+    def _text(self, last: _Last, ledger: shmbus.Ledger) -> str:
+        """Describe the last batch, and its bus now, in one line."""
+        versions = [t.policy_version for group in last.groups for t in group]
         lag = ledger.policy_version - sum(versions) / max(1, len(versions))
         span_s = self._recent[-1][0] - self._recent[0][0]
         tokens = sum(count for _, count in list(self._recent)[1:])
@@ -112,8 +122,8 @@ class Progress:
         full = 1 - ledger.free / ledger.capacity if ledger.capacity else 0.0
         dropped = sum(ledger.dropped.values())
         return (
-            f"step {batch.step}: {len(batch.groups)} groups, {batch.sequences} sequences, "
-            f"{_tokens(batch):,} tokens{rate}; waited {waited_s:.2f} s; lag {lag:.1f}; ring "
+            f"step {last.step}: {len(last.groups)} groups, {last.sequences} sequences, "
+            f"{last.tokens:,} tokens{rate}; waited {last.waited_s:.2f} s; lag {lag:.1f}; ring "
             f"{full:.0%} full, {ledger.groups_open} groups open, {ledger.producers} producers"
             + (f", {dropped} dropped" if dropped else "")
         )
@@ -125,7 +135,9 @@ class Progress:
             self._stream.flush()
 
 
-def describe_wait(name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch]) -> str:
+def describe_wait(
+    name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch], dropped: str = ""
+) -> str:
     """Describe for a message what the bus holds while no batch is due.
 
     Parameters
@@ -134,18 +146,27 @@ def describe_wait(name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch]
         Of the bus.
     ledger : shmbus.Ledger
     planner : BatchPlanner
+    dropped : str
+        What was dropped lately.
 
     Returns
     -------
     str
     """
     text = (
-        f"bus {name!r} has {ledger.groups_open} incomplete groups with {ledger.stashed} "
-        f"trajectories, {ledger.in_ring} unread, {ledger.producers} producers attached, "
+        f"bus {name!r} has {ledger.groups_open} incomplete groups with "
+        f"{ledger.stashed - ledger.ready} trajectories, {ledger.in_ring} unread, "
+        f"{ledger.producers} producers attached, "
         f"{len(planner.waiting)} groups held for the next batch"
     )
-    requirement = planner.step_requirement(ledger.leased)
-    return f"{text}; {requirement}" if requirement else text
+    out = len(planner.out)
+    parts = [
+        text,
+        dropped,
+        out and f"{out} batch{'es are' if out > 1 else ' is'} out and not acknowledged",
+        planner.step_requirement(ledger.leased + ledger.ready),
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def _tokens(batch: Batch) -> int:

@@ -67,7 +67,7 @@ def take_shard(consumer: shmbus.Consumer, options: dict[str, Any]) -> Take:
 def take_until_due(
     planner: BatchPlanner[Batch],
     take: Take,
-    admit: Callable[[list[shmbus.Group]], None],
+    admit: Callable[[], None],
     timeout: float | None,
     note: Callable[[], None],
 ) -> bool:
@@ -78,7 +78,7 @@ def take_until_due(
     planner : BatchPlanner
     take : Take
     admit : callable
-        Has groups that were taken wait in the planner; may raise for a malformed one.
+        Has groups of the inbox wait in the planner; may raise for a malformed one.
     timeout : float or None
         Seconds to wait for the first group; None waits for ever.
     note : callable
@@ -102,11 +102,19 @@ def take_until_due(
                 return False
         quiet_left_s = noted_s + QUIET_NOTE_S - now_s
         wait_s = quiet_left_s if left_s is None else min(left_s, quiet_left_s)
-        groups = take(max(wait_s, 0.0), True)
+        inbox = planner.inbox
+        # From one call of C to the other: an exception of a signal's handler in between finds the
+        # groups in the inbox, or their leases go back.
+        inbox.extend(take(max(wait_s, 0.0), True))
         asked = True
-        admit(groups)
+        came = bool(inbox)
+        if inbox is not planner.inbox:
+            # Another thread that waits for a batch has admitted the others.
+            planner.adopt(inbox)
+        if came:
+            admit()
         now_s = time.monotonic()
-        if groups:
+        if came:
             noted_s = now_s
         elif now_s >= noted_s + QUIET_NOTE_S:
             noted_s = now_s

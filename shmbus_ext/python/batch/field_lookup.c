@@ -60,6 +60,7 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
         int at = names[f] == Py_None ? -1 : py_schema_find(t->schema, names[f]);
         lookup->shape_at[f] = NO_FIELD;
         lookup->signature = lookup->signature << 8 | 0xff;
+        *(at < 0 ? &lookup->lacks : &lookup->has) |= (uint8_t)(1u << f);
         if (at < 0) {
             if (f == FIELD_TOKENS) {
                 return field_error(t, names[f], "an integer array of one dimension",
@@ -94,6 +95,10 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
     lookup->to_check = lookup->kinds[FIELD_TOKENS] == ELEMENT_U64 ||
                        (masked && (lookup->kinds[FIELD_MASK] == ELEMENT_F32 ||
                                    lookup->kinds[FIELD_MASK] == ELEMENT_F64));
+    if (lookup->field_names != NULL &&
+        PyList_Append(lookup->field_names, t->schema->names) < 0) {
+        return false;
+    }
     lookup->schema = t->schema;
     return true;
 }
@@ -133,14 +138,14 @@ void py_prefetch_trajectory(const PyObject *item) {
     }
 }
 
-bool py_find_sources(PyObject *items, PyObject *const *names, struct source *sources) {
-    struct lookup lookup = {.schema = NULL};
+bool py_find_sources(struct lookup *lookup, PyObject *items, PyObject *const *names,
+                     struct source *sources) {
     Py_ssize_t count = PyList_GET_SIZE(items);
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + AHEAD < count) {
             py_prefetch_trajectory(PyList_GET_ITEM(items, i + AHEAD));
         }
-        if (!py_find_source(&lookup, PyList_GET_ITEM(items, i), names, &sources[i])) {
+        if (!py_find_source(lookup, PyList_GET_ITEM(items, i), names, &sources[i])) {
             return false;
         }
     }

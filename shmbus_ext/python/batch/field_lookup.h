@@ -28,6 +28,9 @@ struct lookup {
     uint8_t kinds[FIELDS];
     bool to_check; /* payload of these kinds may not do */
     uint32_t signature; /* which fields there are, and their kinds; 0xff for none, tokens first */
+    /* Of all trajectories so far; a bit for each field. */
+    uint8_t has, lacks;
+    PyObject *field_names; /* NULL, or a list that gets the names of each schema, borrowed */
 };
 #define NO_FIELD UINT16_MAX
 
@@ -66,8 +69,9 @@ static inline bool py_find_source(struct lookup *lookup, PyObject *item, PyObjec
     return !lookup->to_check || py_check_payload(source, names);
 }
 
-/* As many sources as the list has trajectories. */
-bool py_find_sources(PyObject *items, PyObject *const *names, struct source *sources);
+/* As many sources as the list has trajectories; the lookup is new. */
+bool py_find_sources(struct lookup *lookup, PyObject *items, PyObject *const *names,
+                     struct source *sources);
 void py_prefetch_trajectory(const PyObject *item);
 
 bool py_field_lookup_add_functions(PyObject *module);

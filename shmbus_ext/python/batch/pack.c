@@ -124,7 +124,8 @@ static PyObject *py_pack(PyObject *module, PyObject *args) {
         PyErr_NoMemory();
         goto end;
     }
-    if (!py_find_sources(items, names, sources)) {
+    struct lookup lookup = {.schema = NULL};
+    if (!py_find_sources(&lookup, items, names, sources)) {
         goto end;
     }
     uint64_t total = 0;
@@ -149,7 +150,8 @@ end:
     return result;
 }
 
-/* measure(trajectories, names) -> list[int]: tokens of each, after the checks that pack makes. */
+/* measure(trajectories, names) -> (tokens of each, fields that one has, fields that one lacks, names
+ * of all fields of each schema that was met), after the checks that pack makes. */
 static PyObject *py_measure(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *items, *names[FIELDS];
@@ -162,7 +164,11 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
     if (sources == NULL) {
         return PyErr_NoMemory();
     }
-    PyObject *lengths = py_find_sources(items, names, sources) ? PyList_New(count) : NULL;
+    struct lookup lookup = {.schema = NULL, .field_names = PyList_New(0)};
+    PyObject *lengths = lookup.field_names != NULL &&
+                                py_find_sources(&lookup, items, names, sources)
+                            ? PyList_New(count)
+                            : NULL;
     for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
         PyObject *length = PyLong_FromUnsignedLongLong(sources[i].length);
         if (length == NULL) {
@@ -172,7 +178,12 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
         }
     }
     PyMem_Free(sources);
-    return lengths;
+    PyObject *result = lengths == NULL ? NULL
+                                       : Py_BuildValue("OiiO", lengths, lookup.has, lookup.lacks,
+                                                       lookup.field_names);
+    Py_XDECREF(lengths);
+    Py_XDECREF(lookup.field_names);
+    return result;
 }
 
 /* One element of an array that this file has just made. */
@@ -289,5 +300,6 @@ static PyMethodDef functions[] = {
 };
 
 bool py_pack_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
+    return PyModule_AddFunctions(module, functions) == 0 &&
+           PyModule_AddIntConstant(module, "HAS_LOGPROBS", 1 << FIELD_LOGPROBS) == 0;
 }

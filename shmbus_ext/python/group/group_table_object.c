@@ -516,6 +516,9 @@ static PyMemberDef group_table_members[] = {
      "Keys of failing groups, which the stash keeps itself."},
     {"failing_cells", T_ULONGLONG, offsetof(GroupTableObject, failing_cells), 0,
      "Samples that the stash keeps itself, for messages."},
+    {"unheld_groups", T_ULONGLONG, offsetof(GroupTableObject, unheld_groups), 0,
+     "Leased groups that no client holds, for messages."},
+    {"unheld_cells", T_ULONGLONG, offsetof(GroupTableObject, unheld_cells), 0, "Their samples."},
     {NULL, 0, 0, 0, NULL},
 };
 

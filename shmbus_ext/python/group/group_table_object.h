@@ -19,6 +19,8 @@ typedef struct {
     /* Failing groups, by key, and how many samples those have; the stash keeps them. */
     PyObject *failing;
     uint64_t failing_cells;
+    /* Leased groups that no client holds, and their samples; the daemon's, for messages. */
+    uint64_t unheld_groups, unheld_cells;
 } GroupTableObject;
 extern PyTypeObject GroupTableType;
 

@@ -320,7 +320,8 @@ bool py_arguments_finish_head(struct put_arguments *self) {
 static bool convert_array(struct put_arguments *self, uint32_t i) {
     PyObject *value = self->values[i];
     PyObject *array;
-    if (PyArray_Check(value)) {
+    /* The hook refuses one number under a name that is nearly an argument's. */
+    if (PyArray_Check(value) && PyArray_NDIM((PyArrayObject *)value) > 0) {
         array = Py_NewRef(value);
     } else {
         array = PyObject_CallFunctionObjArgs(hooks.as_array, self->names[i], value, NULL);

@@ -420,16 +420,22 @@ static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *ignored) {
 
 void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
     struct bus_header *h = self->segment->c.header;
-    atomic_store_explicit(&h->collector_leased_groups, (uint32_t)table->lists.leased.groups,
+    /* A lease may have ended since the daemon has counted. */
+    uint64_t leased_groups = table->lists.leased.groups;
+    uint64_t leased_samples = table->lists.leased.samples;
+    uint64_t unheld_groups = Py_MIN(table->unheld_groups, leased_groups);
+    uint64_t unheld_cells = Py_MIN(table->unheld_cells, leased_samples);
+    atomic_store_explicit(&h->collector_leased_groups, (uint32_t)(leased_groups - unheld_groups),
                           memory_order_relaxed);
-    atomic_store_explicit(&h->collector_leased_records, table->lists.leased.samples,
+    atomic_store_explicit(&h->collector_leased_records, leased_samples - unheld_cells,
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_groups,
                           table->c.count + table->lists.ready.groups +
-                          (uint64_t)PyDict_GET_SIZE(table->failing),
+                          (uint64_t)PyDict_GET_SIZE(table->failing) + unheld_groups,
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_records,
-                          table->cells + table->lists.ready.samples + table->failing_cells,
+                          table->cells + table->lists.ready.samples + table->failing_cells +
+                          unheld_cells,
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_lease_ns, py_group_lists_leased_since(&table->lists),
                           memory_order_relaxed);

@@ -446,7 +446,9 @@ static PyMethodDef consumer_methods[] = {
      "take($self, max_groups=64, timeout=0.1)\n--\n\n"
      "Take complete groups, in the order of completion, as soon as there is one.\n\n"
      "Parameters\n----------\n"
-     "max_groups : int\n    How many at the most.\n"
+     "max_groups : int\n"
+     "    How many at the most. With ranks, how many each rank gets at the most of the next step;\n"
+     "    this rank's shard of it is taken, and all ranks have to ask for the same number.\n"
      "timeout : float, optional\n"
      "    Seconds to wait for the first: None waits for ever, 0 does not wait.\n\n"
      "Returns\n-------\n"
@@ -456,6 +458,7 @@ static PyMethodDef consumer_methods[] = {
      "ProtocolError\n"
      "    A duplicate came, under ``duplicate=\"error\"``; once for each, with nothing lost.\n"
      "StallError\n    Nothing has moved for too long, under ``on_stall=\"raise\"``.\n"
+     "BusBusyError\n    This Consumer has no rank, and ranks came back to a restarted daemon.\n"
      "BusClosedError\n    The consumer is closed, or was made before a fork.\n"},
     {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, NULL},
     {NULL, NULL, 0, NULL},

@@ -1,0 +1,92 @@
+"""Throttle: how often an event is told. Time is an argument.
+
+Invariants:
+
+- The first event of a cause is told in full; those of the next interval are only counted.
+- Every event is told in the end, in full or in a sum; `sums` hands out each sum once.
+- An event that is only counted costs a look-up and an addition.
+"""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["LimitedLog", "Throttle"]
+
+
+class Throttle:
+    """Decides which events are told in full, and counts the others.
+
+    Parameters
+    ----------
+    interval_s : float
+        Seconds between two lines of one cause.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        #: By cause: since when events are counted, and how many were.
+        self._since_s: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def first(self, cause: str, now_s: float, count: int = 1) -> bool:
+        """Return whether to tell an event in full; else it is counted, as `count` of them."""
+        counts = self._counts
+        if cause in counts:
+            counts[cause] += count
+            return False
+        counts[cause] = 0
+        self._since_s[cause] = now_s
+        return True
+
+    def sums(self, now_s: float) -> list[tuple[str, int]]:
+        """Return what was counted of each cause whose interval is over, where anything was.
+
+        After an interval without an event, the next one is told in full again.
+        """
+        found = []
+        for cause, since_s in list(self._since_s.items()):
+            if now_s - since_s < self.interval_s:
+                continue
+            count = self._counts[cause]
+            if count:
+                found.append((cause, count))
+                self._since_s[cause] = now_s
+                self._counts[cause] = 0
+            else:
+                del self._since_s[cause], self._counts[cause]
+        return found
+
+
+class LimitedLog:
+    """Warnings whose number others decide: the first of a cause, then a sum once an interval.
+
+    Parameters
+    ----------
+    logger : Logger
+        Where they go.
+    interval_s : float
+        Seconds between two lines of one cause.
+    """
+
+    def __init__(self, logger: logging.Logger, interval_s: float) -> None:
+        self._logger = logger
+        self._throttle = Throttle(interval_s)
+        #: The latest message of each cause.
+        self._latest: dict[str, str] = {}
+
+    def warning(self, cause: str, now_s: float, message: str, **extra: object) -> None:
+        """Log a warning, or count it; `cause` is one of few words."""
+        if self._throttle.first(cause, now_s):
+            self._logger.warning("%s", message, extra=extra)
+        self._latest[cause] = message
+
+    def sum_up(self, now_s: float) -> None:
+        """Log the sums of intervals that are over."""
+        for cause, count in self._throttle.sums(now_s):
+            self._logger.warning(
+                "%s: %d more since the last such line; the latest: %s",
+                cause,
+                count,
+                self._latest[cause],
+            )

@@ -1,0 +1,90 @@
+"""Which fields the samples of a batch have: filler in place of a field would be trained on.
+
+Invariants:
+
+- A field is in every sample of a group, or in none of them.
+- Logprobs are in every group of a batch, or in none of them: there is no ratio without them.
+- A batch whose samples all look alike costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from shmbus.batch.gather import FieldNames
+
+__all__ = ["MixedLogprobsError", "check_presence"]
+
+
+class MixedLogprobsError(ValueError):
+    """Some groups of a batch have logprobs, and others do not.
+
+    Attributes
+    ----------
+    lacking : list[int]
+        Positions of the groups without.
+    """
+
+    def __init__(self, message: str, lacking: list[int]) -> None:
+        super().__init__(message)
+        self.lacking = lacking
+
+
+def check_presence(
+    groups: Sequence[_core.GroupBase], names: FieldNames, has: int, lacks: int
+) -> bool:
+    """Refuse fields that only a part of a group has, and logprobs that only some groups have.
+
+    Parameters
+    ----------
+    groups : sequence of Group
+        Leased.
+    names : FieldNames
+    has, lacks : int
+        The fields that one of the trajectories has, and those that one lacks, as bits.
+
+    Returns
+    -------
+    bool
+        Whether the groups have logprobs.
+
+    Raises
+    ------
+    ValueError
+        A sample lacks a field that a sibling has.
+    MixedLogprobsError
+        A group lacks logprobs that another one has.
+    """
+    if has & lacks:
+        for group in groups:
+            _check_siblings(group.trajectories, names)
+        if has & lacks & _core.HAS_LOGPROBS:
+            raise _mixed(groups, str(names.logprobs))
+    return bool(has & _core.HAS_LOGPROBS)
+
+
+def _check_siblings(samples: list[_core.Trajectory], names: FieldNames) -> None:
+    for name in names.as_tuple()[1:]:
+        having = [name in sample for sample in samples]
+        if any(having) and not all(having):
+            one, other = samples[having.index(False)], samples[having.index(True)]
+            raise ValueError(
+                f"trajectory {one.instance_id!r}[{one.index}] of producer {one.producer_id}: field "
+                f"{name!r}: expected in every sample of a group or in none, got none, while "
+                f"[{other.index}] of producer {other.producer_id} has it; put it with each sample"
+            )
+
+
+def _mixed(groups: Sequence[_core.GroupBase], name: str) -> MixedLogprobsError:
+    having = [name in group.trajectories[0] for group in groups]
+    first, other = groups[having.index(False)].trajectories[0], groups[having.index(True)]
+    return MixedLogprobsError(
+        f"group {first.instance_id!r} of producer {first.producer_id}: field {name!r}: expected in "
+        f"every group of a batch or in none, got none, while group {other.instance_id!r} has it; "
+        "put it in all groups, pack them apart, or read none by fields=FieldNames(logprobs=None)",
+        [position for position, there in enumerate(having) if not there],
+    )

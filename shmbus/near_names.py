@@ -1,0 +1,53 @@
+"""Names that are nearly those of put's arguments, and the right ones.
+
+Any other keyword of put is an array field. So ``reward=0.7`` would be a field that nobody reads,
+and every score would be 0.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Final
+
+__all__ = ["near_argument"]
+
+#: How much two names have to have in common, from 0 to 1: "timout" and "timeout" have 0.92.
+ALIKE: Final = 0.8
+
+ARGUMENTS: Final = (
+    "instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout",
+)  # fmt: skip
+
+#: What other libraries call them.
+SYNONYMS: Final[dict[str, str]] = {
+    **dict.fromkeys(("prompt_id", "group_id", "problem_id", "question_id", "uid"), "instance_id"),
+    **dict.fromkeys(("num_generations", "num_samples", "n_samples", "rollout_n"), "group_size"),
+    **dict.fromkeys(("idx", "sample_index", "sample_idx", "sample_id"), "index"),
+    **dict.fromkeys(("reward", "rewards", "scores", "ret", "return_"), "score"),
+    **dict.fromkeys(
+        ("version", "weight_version", "weights_version", "model_version", "policy_step", "policy"),
+        "policy_version",
+    ),
+    **dict.fromkeys(("metadata", "extra_info"), "meta"),
+    # Not put's own: a field of the trainer, with one number a token.
+    **dict.fromkeys(("advantage", "adv"), "advantages"),
+}
+
+
+def near_argument(name: str) -> str | None:
+    """Return the argument that a name is probably meant for; None where it is like none of them.
+
+    Parameters
+    ----------
+    name : str
+        As it was given to put.
+
+    Returns
+    -------
+    str or None
+    """
+    plain = name.lower()
+    if plain in SYNONYMS:
+        return SYNONYMS[plain]
+    near = difflib.get_close_matches(plain, ARGUMENTS, n=1, cutoff=ALIKE)
+    return near[0] if near else None

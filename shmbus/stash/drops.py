@@ -1,0 +1,135 @@
+"""DropLog: nothing is dropped without a line in the log.
+
+The first drop of each reason is told in full: group, samples, producer, and what to do. Those that
+follow within LOG_INTERVAL_S are summed up. A message is made before the space of its samples is
+released, and logged after it: what a handler of the log does must not come between.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from shmbus import limits
+from shmbus._format import printable
+from shmbus._throttle import Throttle
+from shmbus.stash.retries import split_key
+from shmbus_ext import _core
+
+__all__ = ["DropLog"]
+
+logger = logging.getLogger("shmbus.drops")
+
+Trajectory = _core.Trajectory
+_SHOWN = 6
+#: The report of a failure that costs nothing more.
+_SUPERSEDED = "failed (reports)"
+#: What went wrong, and what to do, by the ledger's reason.
+_REMEDIES = {
+    "duplicate": "that index was there already, and the first is kept; number the samples of a "
+    "prompt once, or give each repetition its own epoch",
+    "size_mismatch": "its group_size is not that of the group; pass the same one with every sample "
+    "of a group, or give each repetition its own epoch",
+    "surplus": "the group of this id and epoch had ended; give each repetition its own epoch",
+    "timeout": "the group was incomplete when group_timeout was over; raise it, or deliver what is "
+    "there by on_timeout='partial'",
+    "stale": "more than max_policy_lag versions behind; raise it, or check that workers pass "
+    "policy_version=",
+    "zero_variance": "all scores are equal, and skip_zero_variance is on",
+    "overflow": "incomplete groups held more than max_stash_bytes; raise it, or have workers "
+    "finish groups before they begin others",
+    "malformed": "the trainer refused it; its own message says why",
+    "corrupt": "its bytes in the segment are damaged; `shmbus inspect` shows where",
+    "failed": "a sample failed for good; raise sample_retries, or deliver the others by "
+    "on_failure='partial'",
+    _SUPERSEDED: "its sample was requested again, or has come since, or its group had ended",
+}
+
+
+class DropLog:
+    """Tells what a collector drops.
+
+    Parameters
+    ----------
+    segment : Segment
+        The bus.
+    """
+
+    def __init__(self, segment: _core.Segment) -> None:
+        self._segment = segment
+        self._throttle = Throttle(limits.LOG_INTERVAL_S)
+        self._messages: list[tuple[int, str]] = []
+
+    def note(
+        self,
+        reason: str,
+        samples: Sequence[Trajectory],
+        now_s: float,
+        *,
+        superseded: bool = False,
+    ) -> None:
+        """Note samples of one group that are about to be released for a reason."""
+        if superseded:
+            reason = _SUPERSEDED
+        if self._throttle.first(reason, now_s, len(samples)):
+            self._messages.append((_level(reason), self._describe(reason, samples)))
+
+    def note_corrupt(self, count: int, now_s: float) -> None:
+        """Note records that the reader has quarantined."""
+        if self._throttle.first("corrupt", now_s, count):
+            what = f"dropped {count} records as corrupt: {_REMEDIES['corrupt']}"
+            self._messages.append((logging.WARNING, self._line(what)))
+
+    def flush(self) -> None:
+        """Log what was noted; after the release."""
+        messages, self._messages = self._messages, []
+        for level, message in messages:
+            logger.log(level, "%s", message)
+
+    def sum_up(self, now_s: float = math.inf) -> None:
+        """Log the sums of intervals that are over; all of them without a time."""
+        for reason, count in self._throttle.sums(now_s):
+            what = f"dropped {count:,} more trajectories as {reason} since the last such line"
+            logger.log(_level(reason), "%s", self._line(what))
+
+    def _line(self, what: str) -> str:
+        return f"bus {self._segment.name!r}: {what}"
+
+    def _describe(self, reason: str, samples: Sequence[Trajectory]) -> str:
+        first = samples[0]
+        key, epoch = split_key(first.key)
+        indices = ", ".join(str(sample.index) for sample in samples[:_SHOWN])
+        if len(samples) > _SHOWN:
+            indices += ", ..."
+        reports = [sample for sample in samples if sample.failed]
+        what = "the failure report" if len(reports) == len(samples) else "sample"
+        which = f"{what}{'s' if len(samples) > 1 else ''} {indices}"
+        group = repr(key) + ("" if epoch is None else f" epoch {epoch}")
+        ids = sorted({sample.producer_id for sample in samples})
+        told = f"dropped {which} of {first.group_size or 'unknown size'}, group {group}, "
+        told += f"from {', '.join(map(self._producer, ids[:_SHOWN]))}, as {reason}"
+        if reason == "stale":
+            version = min(sample.policy_version for sample in samples)
+            told += f" (of version {version}, the trainer is at {self._segment.policy_version})"
+        if reports:
+            told += f" ({_why(reports[0])})"
+        return printable(self._line(f"{told}: {_REMEDIES[reason]}"))
+
+    def _producer(self, producer_id: int) -> str:
+        for row in self._segment.producers():
+            if row[2] == producer_id:
+                return f"producer {producer_id} ({row[4]}, pid {row[3]})"
+        return f"producer {producer_id} (gone)"
+
+
+def _why(report: Trajectory) -> str:
+    try:
+        return f"sample {report.index} failed: {str(report.meta)[: limits.STATUS_REASON_BYTES]}"
+    except ValueError:
+        return f"sample {report.index} failed, for a reason that cannot be read"
+
+
+def _level(reason: str) -> int:
+    # Somebody has asked for the one, and nothing is lost by the other.
+    return logging.INFO if reason in ("zero_variance", _SUPERSEDED) else logging.WARNING

@@ -1,0 +1,136 @@
+"""A directory that appears complete, by one rename, or not at all.
+
+Invariants:
+
+- Every byte is on the disk before the rename.
+- A writer holds a file lock on the hidden directory that it fills. Where nobody holds that lock,
+  its writer is dead, and the next writer beside it removes the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from shmbus._format import show_size
+from shmbus.store.parts import write_file
+
+__all__ = ["MANIFEST", "sync", "write_directory"]
+
+logger = logging.getLogger(__name__)
+
+#: The last file that is written.
+MANIFEST: Final = "manifest.json"
+#: A directory that is being written, beside its target.
+_PARTIAL: Final = re.compile(r"\..+\.partial-[0-9a-f]{8}")
+ManifestType = TypeVar("ManifestType", bound=msgspec.Struct)
+
+
+def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> ManifestType:
+    """Let `write` fill a directory beside the target, and rename it when it is complete."""
+    target = Path(os.path.abspath(target))
+    if os.path.lexists(target) and (
+        target.is_symlink() or not target.is_dir() or any(target.iterdir())
+    ):
+        what = "it becomes a new directory; choose another, or move away what is there"
+        raise FileExistsError(errno.EEXIST, what, str(target))
+    _remove_abandoned(target.parent)
+    try:
+        partial, lock = _begin_partial(target)
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}; choose a directory in one that is there"
+        raise type(error)(error.errno, f"{what} and writable", str(target)) from error
+    try:
+        return _fill_partial(partial, target, write)
+    finally:
+        os.close(lock)
+
+
+def _fill_partial(
+    partial: Path, target: Path, write: Callable[[Path], ManifestType]
+) -> ManifestType:
+    try:
+        manifest = write(partial)
+        write_file(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+        sync(partial)
+        os.rename(partial, target)
+    except BaseException as error:
+        written = sum(path.stat().st_size for path in partial.iterdir())
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_room(target, written) from error
+        raise
+    sync(target.parent)
+    return manifest
+
+
+def _begin_partial(target: Path) -> tuple[Path, int]:
+    """Make a directory beside the target; its lock says that its writer lives."""
+    while True:
+        partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+        partial.mkdir(mode=0o700)
+        try:
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # another writer removed it before it was locked
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if partial.exists():
+            return partial, lock
+        os.close(lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what dead writers have left in a directory."""
+    try:
+        beside = [path for path in parent.iterdir() if _PARTIAL.fullmatch(path.name)]
+    except OSError:
+        return  # not there, or not ours to list; the next mkdir says so
+    for partial in beside:
+        try:
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # no directory, or another user's
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                size = sum(path.stat().st_size for path in partial.iterdir())
+                shutil.rmtree(partial)
+                logger.warning(
+                    "removed %s (%s): its writer was killed, and nothing of it is needed",
+                    partial,
+                    show_size(size),
+                )
+        except OSError:
+            pass  # its writer lives, or nothing proves that it died
+        finally:
+            os.close(lock)
+
+
+def _no_room(target: Path, written: int) -> OSError:
+    free = shutil.disk_usage(target.parent).free
+    what = (
+        f"no room: it needs more than {written:,} bytes, and {free:,} are free there; make room or "
+        "choose a directory on another disk (nothing is left of this attempt)"
+    )
+    return OSError(errno.ENOSPC, what, str(target))
+
+
+def sync(directory: Path) -> None:
+    """Have the entries of a directory on the disk."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

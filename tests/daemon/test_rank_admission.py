@@ -1,0 +1,134 @@
+"""Who may attach beside whom: ranks, consumers without one, and what each is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from conftest import Daemon, Spawner, client_of, wait_until
+
+from shmbus import BusBusyError, Consumer, Producer
+
+Served = Callable[..., Daemon]
+
+
+def put(name: str, count: int) -> None:
+    with Producer(name) as producer:
+        for group in range(count):
+            producer.put(f"g{group}", group_size=1, index=0, tokens=np.zeros(3, np.int32))
+
+
+def test_a_consumer_without_a_rank_is_told_which_ranks_have_the_bus(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB")
+    with Consumer(bus_name, rank=1, world_size=2, label="trainer-1"):
+        with pytest.raises(BusBusyError) as refused:
+            Consumer(bus_name)
+        said = str(refused.value)
+        assert (
+            f"ranks of a world of 2 are attached (rank 1 is pid {os.getpid()} (trainer-1))" in said
+        )
+        assert f"`shmbus status {bus_name}`" in said and "pass rank and world_size=2" in said
+    with Consumer(bus_name) as plain:
+        put(bus_name, 1)
+        assert len(plain.take(timeout=10)) == 1
+
+
+def test_a_rank_is_told_which_consumers_would_take_its_groups(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB")
+    with Consumer(bus_name, label="notebook"):
+        with pytest.raises(BusBusyError) as refused:
+            Consumer(bus_name, rank=0, world_size=2)
+        said = str(refused.value)
+        assert f"without a rank are attached (pid {os.getpid()} (notebook))" in said
+        assert "the groups of rank 0 of 2; close those first" in said
+    Consumer(bus_name, rank=0, world_size=2).close()
+
+
+def test_who_comes_right_after_another_has_left_is_not_refused(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB")
+    for _ in range(20):
+        put(bus_name, 40)
+        with Consumer(bus_name) as plain:
+            plain.ack(plain.take(40, timeout=10))
+        for size in (2, 3):
+            with Consumer(bus_name, rank=0, world_size=size):
+                pass
+
+
+def test_ranks_that_return_to_a_restarted_daemon_have_the_bus_and_others_are_told(
+    daemon: Served, bus_name: str
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    put(bus_name, 4)
+    with (
+        Consumer(bus_name, rank=0, world_size=2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        served.kill()
+        # Neither can come back before the other consumer has been admitted.
+        with client_of(zero).lock, client_of(one).lock:
+            served.start()
+            plain = Consumer(bus_name)
+        assert len(zero.take_step(groups=1, timeout=10)) == 1
+        with pytest.raises(
+            BusBusyError, match=rf"rank 0 is pid {os.getpid()} \(.*\), this process"
+        ):
+            wait_until(lambda: plain.take(timeout=1))
+        plain.close()
+        assert len(one.take_step(groups=1, timeout=10)) == 1
+
+
+def test_take_of_a_rank_is_its_shard_of_a_step_of_at_most_so_many_groups(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB")
+    put(bus_name, 7)
+    with (
+        Consumer(bus_name, rank=0, world_size=2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        assert [len(zero.take(2, timeout=10)), len(one.take(2, timeout=10))] == [2, 2]
+        # Three are left: one each, since a step has as many for all.
+        assert [len(zero.take(2, timeout=10)), len(one.take(2, timeout=10))] == [1, 1]
+
+
+RANK = """
+import sys
+from shmbus import Consumer
+consumer = Consumer(sys.argv[1], rank=0, world_size=2, label="first")
+print("here", flush=True)
+import time; time.sleep(60)
+"""
+
+
+def test_a_wrong_world_size_and_a_rank_twice_are_told_who_is_there_and_what_to_do(
+    daemon: Served, bus_name: str, spawn: Spawner
+) -> None:
+    daemon("--capacity", "8MiB")
+    child = spawn.script(RANK, bus_name)
+    child.expect("here")
+    with pytest.raises(ValueError) as wrong:
+        Consumer(bus_name, rank=0, world_size=3)
+    assert f"world_size 3, but ranks of a world of 2 are attached (rank 0 is pid {child.pid} " in (
+        str(wrong.value)
+    )
+    assert "stop those first, or pass world_size=2" in str(wrong.value)
+    with pytest.raises(BusBusyError) as twice:
+        Consumer(bus_name, rank=0, world_size=2)
+    assert f"rank 0 of 2 is attached already: rank 0 is pid {child.pid} (first)" in str(twice.value)
+    assert "or end that one: its successor gets what it had not acknowledged" in str(twice.value)
+    with Consumer(bus_name, rank=1, world_size=2):
+        with pytest.raises(
+            BusBusyError, match=rf"rank 1 is pid {os.getpid()} \(.*\), this process"
+        ):
+            Consumer(bus_name, rank=1, world_size=2)
+        with pytest.raises(ValueError, match="expected 0 to 1, got 2"):
+            Consumer(bus_name, rank=2, world_size=2)

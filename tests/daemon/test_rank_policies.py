@@ -1,0 +1,181 @@
+"""What a daemon promises without ranks holds with them: policies, and a status without riddles."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from conftest import Daemon, wait_until
+
+from shmbus import Consumer, Group, Producer
+from shmbus.inspect.status import BusStatus, read_status
+
+Served = Callable[..., Daemon]
+
+LAG = 2
+
+
+def put(producer: Producer, groups: range, *, size: int = 2, present: int = 2) -> None:
+    for group in groups:
+        for index in range(present):
+            producer.put(
+                f"g{group}", group_size=size, index=index, score=index,
+                policy_version=producer.policy_version, tokens=np.full(10, group, np.int32),
+            )  # fmt: skip
+
+
+def oldest(groups: list[Group]) -> int:
+    return min(trajectory.policy_version for group in groups for trajectory in group)
+
+
+def settled(name: str, acknowledged: int) -> BusStatus:
+    """The status, once the daemon has read so many acknowledgements."""
+    found: list[BusStatus] = []
+
+    def read() -> bool:
+        found[:] = [read_status(name)]
+        return found[0].ledger.acknowledged == acknowledged
+
+    wait_until(read, what=f"{acknowledged} acknowledged")
+    return found[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("size", [{"groups": 2}, {"tokens": 40, "max_wait": 0.5}])
+def test_the_lag_holds_at_delivery_whatever_backlog_there_was(
+    daemon: Served, bus_name: str, ranks: int, size: dict[str, float]
+) -> None:
+    daemon("--capacity", "8MiB", "--max-policy-lag", LAG)
+    with ExitStack() as stack, Producer(bus_name) as producer:
+        put(producer, range(60))
+        consumers = [
+            stack.enter_context(Consumer(bus_name, rank=r, world_size=ranks)) for r in range(ranks)
+        ]
+        acknowledged = 0
+        for version in range(12):
+            for consumer in consumers:
+                groups = consumer.take_step(**size, timeout=20)
+                assert version - oldest(groups) <= LAG
+                acknowledged += sum(map(len, groups))
+                consumer.ack(groups)
+            consumers[0].policy_version = version + 1
+            put(producer, range(100 * (version + 1), 100 * (version + 1) + 3 * ranks))
+        ledger = settled(bus_name, acknowledged).ledger
+        assert ledger.balanced
+        assert ledger.dropped["stale"] > 0
+        assert ledger.dropped["stale"] % 2 == 0
+
+
+def test_a_shard_that_was_formed_stays_what_it_is_for_the_rank_that_comes_late(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB", "--max-policy-lag", LAG)
+    with (
+        Producer(bus_name) as producer,
+        Consumer(bus_name, rank=0, world_size=2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        put(producer, range(4))
+        first = zero.take_step(groups=2, timeout=10)
+        zero.policy_version = 10
+        second = one.take_step(groups=2, timeout=10)
+        assert {g.instance_id for g in first + second} == {"g0", "g1", "g2", "g3"}
+
+
+def test_groups_without_variance_are_dropped_before_a_step_is_formed(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB", "--skip-zero-variance")
+    with (
+        Producer(bus_name) as producer,
+        Consumer(bus_name, rank=0, world_size=2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        for index in range(2):
+            producer.put("flat", group_size=2, index=index, score=1, tokens=np.zeros(3, np.int32))
+        put(producer, range(2))
+        taken = [c.take_step(groups=1, timeout=10)[0].instance_id for c in (zero, one)]
+        assert sorted(taken) == ["g0", "g1"]
+        assert zero.stats().dropped == {"zero_variance": 2}
+
+
+@pytest.mark.parametrize("policy", ["drop", "partial"])
+def test_groups_whose_time_is_over_end_for_ranks_as_without(
+    daemon: Served, bus_name: str, policy: str
+) -> None:
+    daemon("--capacity", "8MiB", "--group-timeout", 0.2, "--on-timeout", policy)
+    with (
+        Producer(bus_name) as producer,
+        Consumer(bus_name, rank=0, world_size=2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        put(producer, range(2), size=3)
+        if policy == "partial":
+            taken = [c.take_step(groups=1, timeout=20)[0] for c in (zero, one)]
+            assert sorted(g.instance_id for g in taken) == ["g0", "g1"]
+            assert [len(g) for g in taken] == [2, 2]
+        else:
+            assert zero.take_step(groups=1, timeout=0.5) == []
+            wait_until(lambda: one.stats().dropped == {"timeout": 4}, what="both to be dropped")
+
+
+def test_what_no_rank_holds_is_ready_and_not_leased(daemon: Served, bus_name: str) -> None:
+    daemon("--capacity", "8MiB")
+    with (
+        Producer(bus_name) as producer,
+        Consumer(bus_name, rank=0, world_size=2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        put(producer, range(21))
+        zero.take_step(groups=2, timeout=10)
+        wait_until(lambda: read_status(bus_name).ledger.leased == 4)
+        found = settled(bus_name, 0)
+        assert found.ledger.balanced
+        assert (found.ledger.leased, found.ledger.stashed) == (4, 38)
+        assert found.daemon is not None
+        assert (found.daemon.groups_leased, found.daemon.groups_ready) == (2, 19)
+        assert one.take_step(groups=2, timeout=10)
+        wait_until(lambda: read_status(bus_name).collector.leased_groups == 4)
+        assert zero.stats().balanced
+
+
+def test_ranks_that_left_in_order_leave_no_leases_that_nobody_holds(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB")
+    with Producer(bus_name) as producer:
+        put(producer, range(100))
+    consumers = [Consumer(bus_name, rank=rank, world_size=2) for rank in range(2)]
+    for _ in range(5):
+        for consumer in consumers:
+            consumer.ack(consumer.take_step(groups=3, timeout=10))
+    # One more step, of which one rank has its part, and a request that nothing is ready for.
+    left = [group.instance_id for group in consumers[0].take_step(groups=3, timeout=10)]
+    consumers[1].take_step(groups=3, timeout=10)
+    assert consumers[1].take_step(groups=40, timeout=0.1) == []
+    for consumer in consumers:
+        consumer.close()
+
+    def released() -> bool:
+        status = read_status(bus_name)
+        assert status.daemon is not None
+        return not status.daemon.leases and status.collector.leased_groups == 0
+
+    wait_until(released, what="no lease to be left")
+    status = settled(bus_name, 60)
+    assert status.ledger.balanced and status.ledger.leased == 0
+    assert status.daemon is not None
+    assert (status.daemon.groups_leased, status.daemon.groups_ready) == (0, 70)
+    assert status.collector.stashed_groups == 70
+    # A rank that comes again has its own first; all others are there for whoever asks.
+    with Consumer(bus_name, rank=0, world_size=2) as zero:
+        assert [group.instance_id for group in zero.take_step(groups=3, timeout=10)] == left
+    with Consumer(bus_name) as plain:
+        found: list[Group] = []
+        began = time.monotonic()
+        while len(found) < 70 and time.monotonic() - began < 30:
+            found += plain.take(64, timeout=1)
+        assert len({group.instance_id for group in found}) == 70

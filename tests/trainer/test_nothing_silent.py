@@ -1,0 +1,82 @@
+"""A trainer that waits is told why: what was dropped, what is out, and a version that goes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmbus import Bus, Consumer, Producer
+from trainer_adapter import OnlineDataHandler
+
+TOKENS = np.arange(6, dtype=np.int32)
+
+
+def put(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
+    for index in range(size):
+        producer.put(key, group_size=size, index=index, score=index, tokens=TOKENS, **more)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_timeout_says_what_was_dropped_and_why_once(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
+    put(producer, "before")
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, max_policy_lag=4, prefetch=prefetch
+    ) as handler:
+        handler.ack(handler.next_batch(timeout=10))
+        handler.set_policy_version(100)
+        for number in range(6):
+            put(producer, f"old{number}")
+        with pytest.raises(TimeoutError) as caught:
+            handler.next_batch(timeout=0.2)
+        text = str(caught.value)
+        assert "12 samples were dropped since this handler was made: 12 stale" in text
+        assert "the trainer is at version 100, they are below 96" in text
+        assert "policy_version=?" in text
+        with pytest.raises(TimeoutError) as caught:
+            handler.next_batch(timeout=0)
+        assert "dropped" not in str(caught.value)
+
+
+def test_a_timeout_says_how_many_batches_are_out(bus: Bus, producer: Producer) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        batches = []
+        for number, words in enumerate(("1 batch is out", "2 batches are out")):
+            put(producer, f"g{number}")
+            batches.append(handler.next_batch(timeout=10))
+            with pytest.raises(TimeoutError, match=f"{words} and not acknowledged"):
+                handler.next_batch(timeout=0)
+        for batch in batches:
+            handler.ack(batch)
+        with pytest.raises(TimeoutError) as caught:
+            handler.next_batch(timeout=0)
+        assert "out and not" not in str(caught.value)
+
+
+def test_a_prompt_under_way_twice_is_told_with_the_remedy(bus: Bus, producer: Producer) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        for index in (0, 0):
+            producer.put("q", group_size=2, index=index, tokens=TOKENS)
+        with pytest.raises(TimeoutError, match=r"1 duplicate \(.*epoch="):
+            handler.next_batch(timeout=0.1)
+
+
+def test_a_policy_version_never_goes_back_but_to_a_checkpoint(bus: Bus) -> None:
+    with OnlineDataHandler(bus.name) as handler:
+        handler.set_policy_version(3)
+        state = handler.state_dict()
+        handler.set_policy_version(5)
+        handler.set_policy_version(5)
+        with pytest.raises(ValueError, match=r"policy_version: expected 5 or more.*got 3"):
+            handler.set_policy_version(3)
+        assert bus.policy_version == 5
+        handler.load_state_dict(state)
+        assert bus.policy_version == 3
+    with Consumer(bus.name) as consumer:
+        with pytest.raises(ValueError, match="expected 3 or more"):
+            consumer.policy_version = 2
+        consumer.reset_policy_version(2)
+        assert consumer.policy_version == 2

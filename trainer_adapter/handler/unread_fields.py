@@ -1,0 +1,111 @@
+"""Array fields that nobody reads, and whose names are nearly those of fields that are looked for.
+
+A worker that sends ``log_probs`` or ``completion_mask`` would otherwise be trained on without them,
+and nothing would say so.
+
+Invariant: each name is told once, and a field that is read, or sent beside the one that is read, is
+never told.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from typing import Final
+
+import shmbus
+from shmbus.batch.gather import FieldNames, Measured
+
+__all__ = ["UnreadFields"]
+
+logger = logging.getLogger(__name__)
+
+#: How much two names have to have in common, from 0 to 1: "log_probs" and "logprobs" have 0.94.
+ALIKE: Final = 0.75
+
+#: What other libraries call the fields of a batch.
+SYNONYMS: Final = {
+    "loss_mask": (
+        "action_mask", "assistant_mask", "assistant_masks", "completion_mask", "completion_masks",
+        "loss_masks", "mask", "masks", "response_mask", "train_mask",
+    ),
+    "logprobs": (
+        "generation_logprobs", "inference_logprobs", "log_prob", "log_probs", "logp", "logps",
+        "old_log_probs", "old_logprobs", "old_logps", "old_per_token_logps", "per_token_logps",
+        "rollout_log_probs", "rollout_logprobs", "sampling_logprobs", "sampling_per_token_logps",
+        "token_logprobs",
+    ),
+    "advantages": ("adv", "advantage", "advs", "token_advantages"),
+    "score": ("reward", "rewards", "scores"),
+}  # fmt: skip
+
+
+class UnreadFields:
+    """Warns once of each name that is nearly right.
+
+    Parameters
+    ----------
+    fields : FieldNames
+        The names that are looked for.
+    """
+
+    def __init__(self, fields: FieldNames) -> None:
+        self._wanted = {
+            "loss_mask": fields.loss_mask,
+            "logprobs": fields.logprobs,
+            "advantages": fields.advantages,
+            "score": "score",
+        }
+        self._read = set(fields.as_tuple())
+        self._known: set[tuple[str, ...]] = set()
+        self._told: set[str] = set()
+
+    def note(self, measured: Measured) -> None:
+        """Warn of the fields of groups that were just measured.
+
+        Parameters
+        ----------
+        measured : Measured
+        """
+        for names in measured.field_names:
+            if names not in self._known:
+                self._known.add(names)
+                self._look(names, measured.trajectories)
+
+    def _look(self, names: tuple[str, ...], trajectories: list[shmbus.Trajectory]) -> None:
+        missing = {
+            role: wanted
+            for role, wanted in self._wanted.items()
+            if wanted is not None and wanted not in names
+        }
+        if any(t.score for t in trajectories):
+            del missing["score"]
+        for name in names:
+            if name in self._read or name in self._told:
+                continue
+            role = _nearest(name, missing)
+            if role is not None:
+                self._told.add(name)
+                logger.warning("%s", _text(name, role, missing[role]))
+
+
+def _nearest(name: str, missing: dict[str, str]) -> str | None:
+    """Return the field that a name is probably meant for, among those that were not sent."""
+    plain = name.lower()
+    for role, wanted in missing.items():
+        if plain in SYNONYMS[role] or plain == wanted.lower():
+            return role
+    near = difflib.get_close_matches(plain, missing.values(), n=1, cutoff=ALIKE)
+    return next((role for role, wanted in missing.items() if wanted in near), None)
+
+
+def _text(name: str, role: str, wanted: str) -> str:
+    if role == "score":
+        return (
+            f"the array field {name!r} is not read, and the scores are 0; did you mean {wanted!r}, "
+            "one number a sample? Put it as score="
+        )
+    return (
+        f"the array field {name!r} is not read, and there is no field {wanted!r}; did you mean "
+        f"that? Put it by this name, or pass fields=FieldNames({role}=...) with the other one"
+    )
