@@ -124,6 +124,7 @@ def chunks_by_hand(
         flags = 0 if more["flags"] is None else more["flags"][number]
         if not length:
             continue
+        places = [(0 if a is None else address(t, a) + shift, a) for a in given]
         launches.setdefault(kinds, []).extend(
             [
                 *(0 if a is None else address(a[at:], mapping_of(t)[0]) + shift for a in given),
