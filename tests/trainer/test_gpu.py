@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import itertools
 import os
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,16 +90,15 @@ def assert_same(got: Batch, want: Batch) -> None:
 # --- the table that the kernel gathers by
 
 
-def address(array: np.ndarray[Any, Any], base: int = 0) -> int:
-    """Where an array's data is; a view of the ring, as if it lay in the mapping at `base`."""
+def address(trajectory: Any, array: np.ndarray[Any, Any]) -> int:
+    """Where a view's elements lie in the mapping that CUDA knows; views point into another one."""
     at = int(array.__array_interface__["data"][0])
-    if not base:
-        return at
     for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last, offset = re.match(r"(\w+)-(\w+) \S+ (\w+)", line).groups()  # type: ignore[union-attr]
-        if int(first, 16) <= at < int(last, 16):
-            return base + int(offset, 16) + at - int(first, 16)
-    raise AssertionError("an address that is mapped nowhere")
+        start, end = (int(border, 16) for border in line.split()[0].split("-"))
+        if start <= at < end:
+            assert line.split()[1].startswith("r--"), line
+            return mapping_of(trajectory)[0] + at - start
+    raise AssertionError(f"nothing is mapped at {at:#x}")
 
 
 FIELDS = ("tokens", "loss_mask", "logprobs", "advantages")
@@ -127,7 +125,7 @@ def chunks_by_hand(
         places = [(0 if a is None else address(t, a) + shift, a) for a in given]
         launches.setdefault(kinds, []).extend(
             [
-                *(0 if a is None else address(a[at:], mapping_of(t)[0]) + shift for a in given),
+                *(0 if a is None else first + at * a.itemsize for first, a in places),
                 borders[number] + at,
                 (at, min(chunk, length - at)),
                 (flags, more["advantages"][number]),
