@@ -13,8 +13,6 @@ import msgspec
 import numpy as np
 from numpy.lib import format as npy_format
 
-from shmbus.near_names import near_argument
-
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
@@ -102,6 +100,9 @@ def as_array(name: str, value: object) -> np.ndarray[Any, Any]:
 
 
 def _refuse_near(name: str, value: object) -> None:
+    # Only where a value is no array: a producer does not load it.
+    from shmbus._near_names import near_argument
+
     near = near_argument(name)
     if near == "advantages":
         near = "advantages=, an array with a number for each token"

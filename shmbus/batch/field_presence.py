@@ -10,12 +10,9 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from shmbus.batch.field_names import FieldNames
 from shmbus_ext import _core
-
-if TYPE_CHECKING:
-    from shmbus.batch.gather import FieldNames
 
 __all__ = ["MixedLogprobsError", "check_presence"]
 

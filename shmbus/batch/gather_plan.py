@@ -147,7 +147,9 @@ def plan_gather(
 
 
 def mapping_of(trajectory: _core.Trajectory) -> tuple[int, int]:
-    """Return address and bytes of the mapping that a trajectory lies in.
+    """Return address and bytes of the mapping that a trajectory is packed from.
+
+    Its arrays point into another mapping of the same bytes, which is read-only.
 
     Parameters
     ----------

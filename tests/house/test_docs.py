@@ -31,6 +31,7 @@ NOT_OURS = {
     "Python.h": "CPython's header",
     "shmbus-bench/": "what `make bench` writes",
     "shmbus.commands": "a group of entry points",
+    "shmbus.drops": "a logger",
 }
 
 FILE = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|pyi|c|h|sh|md)|(?:[\w.-]+/)+[\w.-]+\.\w+")

@@ -27,12 +27,18 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "shmbus._version",
         "shmbus._format",
-        "shmbus._encoding",
+        "shmbus._near_names",
         "shmbus._space",
         "shmbus.errors",
         "shmbus.limits",
     ),
-    ("shmbus._arguments", "shmbus._fields", "shmbus._throttle", "shmbus.ledger"),
+    (
+        "shmbus._arguments",
+        "shmbus._encoding",
+        "shmbus._fields",
+        "shmbus._throttle",
+        "shmbus.ledger",
+    ),
     # What can be said of a bus; control messages carry some of it.
     ("shmbus.inspect.types",),
     # A bus as a file, and the error texts that the extension is given.

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import shmbus
+from shmbus_ext import _core
 
 WARM_UP = 50
 DATA = np.arange(500, dtype=np.int32)
@@ -64,6 +65,8 @@ def counts(name: str) -> dict[str, int]:
 def main() -> None:
     """Warm up, count, cycle, count."""
     name, cycles = sys.argv[1], int(sys.argv[2])
+    # The C library keeps the stack of a thread that has ended for the next one.
+    _core.uninterrupted(int)
     for number in range(WARM_UP):
         cycle(name, number)
     before = counts(name)

@@ -64,12 +64,13 @@ def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
         if served:
             daemon("--sample-retries", 2)
         consumer = Consumer(bus_name, daemon=served, **({} if served else {"sample_retries": 2}))
-        over = threading.Event()
+        # A producer that waits for space needs a consumer to end: they stop one after the other.
+        over, read = threading.Event(), threading.Event()
 
-        def work(call: Callable[[int], Any]) -> threading.Thread:
+        def work(call: Callable[[int], Any], until: threading.Event) -> threading.Thread:
             def run() -> None:
                 number = 0
-                while not over.is_set():
+                while not until.is_set():
                     number += 1
                     call(number)
 
@@ -77,12 +78,18 @@ def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
             thread.start()
             return thread
 
-        threads = [
-            work(lambda i: producer.fail(f"f{i}", 0, "down", group_size=1, timeout=60)),
-            work(lambda i: producer.wanted()),
-            work(lambda i: producer.put(f"g{i}", group_size=1, index=0, timeout=60, x=data)),
-            work(lambda i: consumer.ack(consumer.take(8, timeout=0.01))),
-            work(lambda i: consumer.stats()),
+        def fail(number: int) -> None:
+            # Of few groups, each of which is given up after some failures: they don't fill the bus.
+            producer.fail(f"f{number % 64}", 0, "down", group_size=1, timeout=60)
+
+        producing = [
+            work(fail, over),
+            work(lambda i: producer.wanted(), over),
+            work(lambda i: producer.put(f"g{i}", group_size=1, index=0, timeout=60, x=data), over),
+        ]
+        reading = [
+            work(lambda i: consumer.ack(consumer.take(8, timeout=0.01)), read),
+            work(lambda i: consumer.stats(), read),
         ]
         try:
             for _ in range(FORKS):
@@ -101,9 +108,10 @@ def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
                     producer.close,
                 ])  # fmt: skip
         finally:
-            over.set()
-            for thread in threads:
-                thread.join()
+            for stop, threads in ((over, producing), (read, reading)):
+                stop.set()
+                for thread in threads:
+                    thread.join()
             consumer.close()
 
 

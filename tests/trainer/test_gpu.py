@@ -11,6 +11,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from conftest import Spawner
 from shmbus import Bus, BusClosedError, Consumer, Producer
 from shmbus.batch.baseline import Baseline
 from shmbus.batch.gather import members
-from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS, plan_gather
+from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS, mapping_of, plan_gather
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
 from trainer_adapter.advantages import advantages_for_groups, baseline_of
 from trainer_adapter.gpu.packer import GpuPacker
@@ -89,8 +90,15 @@ def assert_same(got: Batch, want: Batch) -> None:
 # --- the table that the kernel gathers by
 
 
-def address(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])
+def address(trajectory: Any, array: np.ndarray[Any, Any]) -> int:
+    """Where a view's elements lie in the mapping that CUDA knows; views point into another one."""
+    at = int(array.__array_interface__["data"][0])
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(border, 16) for border in line.split()[0].split("-"))
+        if start <= at < end:
+            assert line.split()[1].startswith("r--"), line
+            return mapping_of(trajectory)[0] + at - start
+    raise AssertionError(f"nothing is mapped at {at:#x}")
 
 
 FIELDS = ("tokens", "loss_mask", "logprobs", "advantages")
@@ -114,9 +122,10 @@ def chunks_by_hand(
         flags = 0 if more["flags"] is None else more["flags"][number]
         if not length:
             continue
+        places = [(0 if a is None else address(t, a) + shift, a) for a in given]
         launches.setdefault(kinds, []).extend(
             [
-                *(0 if a is None else address(a[at:]) + shift for a in given),
+                *(0 if a is None else first + at * a.itemsize for first, a in places),
                 borders[number] + at,
                 (at, min(chunk, length - at)),
                 (flags, more["advantages"][number]),
