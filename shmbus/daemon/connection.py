@@ -104,8 +104,9 @@ class Connection(asyncio.Protocol):
         """Handle requests; anything else is refused with a reason, and ends the connection."""
         try:
             for body in self._frames.feed(data):
-                if self._transport is None or self._transport.is_closing():
+                if self._refused or self._left_orderly:
                     return
+                # Also after a write has failed: what a killed client had acknowledged counts.
                 self._receive(messages.decode_request(body))
         except errors.ProtocolError as error:
             self.refuse("protocol", str(error))
