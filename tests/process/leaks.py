@@ -73,8 +73,8 @@ def main() -> None:
         if number in (cycles // 3, 2 * cycles // 3, cycles - 1):
             found.append(counts(name))
     report = {"cycles": cycles} | {key: found[-1][key] - found[0][key] for key in found[0]}
-    # The C library keeps stacks and heaps of threads that have ended, some more when threads overlap
-    # for the first time: what leaks grows in each third.
+    # The C library keeps stacks and heaps of threads that have ended, and more of them when threads
+    # overlap for the first time: what leaks grows in each third.
     report["mappings"] = min(b["mappings"] - a["mappings"] for a, b in itertools.pairwise(found))
     print(json.dumps(report))
 
