@@ -122,8 +122,9 @@ def interrupt(at: int, operate: Callable[[], object]) -> tuple[Injection, Inject
     return injection, kept, result
 
 
-def taking(case: Case, at: int) -> Injection:
-    case.offer()
+def taking(case: Case, at: int, extra: Callable[[str], None] | None = None) -> Injection:
+    """A take of complete groups, and of whatever else was put."""
+    case.offer(extra=extra)
 
     def operate() -> object:
         return case.consumer.take(64, 0)
@@ -205,33 +206,17 @@ def failing(case: Case, at: int) -> Injection:
         case.producer.fail(f"{key}-f", group_size=SAMPLES, index=0, reason="boom")
         case.producer.put(f"{key}-f", group_size=SAMPLES, index=1, tokens=DATA)
 
-    case.offer(extra=extra)
-
-    def operate() -> object:
-        return case.consumer.take(64, 0)
-
-    injection, kept, result = interrupt(at, operate)
-    held = [] if kept is not None or result is None else list(result)  # type: ignore[call-overload]
-    case.audit(held, set())
-    return injection
+    return taking(case, at, extra)
 
 
 def judged(case: Case, at: int) -> Injection:
-    """A take that drops a group without variance, and a stale one."""
+    """A take that drops a group without variance."""
 
     def extra(key: str) -> None:
         for index in range(SAMPLES):
             case.producer.put(f"{key}-z", group_size=SAMPLES, index=index, score=1, tokens=DATA)
 
-    case.offer(extra=extra)
-
-    def operate() -> object:
-        return case.consumer.take(64, 0)
-
-    injection, kept, result = interrupt(at, operate)
-    held = [] if kept is not None or result is None else list(result)  # type: ignore[call-overload]
-    case.audit(held, set())
-    return injection
+    return taking(case, at, extra)
 
 
 def counting(case: Case, at: int) -> Injection:
