@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from shmbus.consumer import Consumer
     from shmbus.group import Group
     from shmbus.ledger import Ledger
-    from shmbus.producer import Producer, ProducerStats, WantedSample
+    from shmbus.producer import Producer, ProducerStats
+    from shmbus.put.retries import WantedSample
     from shmbus.segment.bus import Bus, BusStats, ProducerInfo
     from shmbus.segment.lifecycle import unlink
     from shmbus.stall import StallReport
@@ -85,7 +86,7 @@ _HOMES = {
     "ProducerInfo": "shmbus.segment.bus",
     "ProducerStats": "shmbus.producer",
     "StallReport": "shmbus.stall",
-    "WantedSample": "shmbus.producer",
+    "WantedSample": "shmbus.put.retries",
     "unlink": "shmbus.segment.lifecycle",
 }
 

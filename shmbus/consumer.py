@@ -1,14 +1,13 @@
 """Consumer: delivers complete groups under lease, from a daemon or straight from the ring.
 
-Invariant: a group is checked here (that it is one, is leased, and is this Consumer's) before its
-source ends the lease, so no source ends a lease twice. The one exception, a list of groups for a
-daemon, is checked in the same call that ends them (`DaemonClient.end_groups`).
+`take` is C (shmbus_ext/python/read); what it leaves to Python is here, every other verb in a base
+class (shmbus/take).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -25,21 +24,22 @@ from shmbus._arguments import (
     clamp_request,
 )
 from shmbus.client.daemon_client import DaemonClient
-from shmbus.group import Group, GroupState
+from shmbus.group import Group
 from shmbus.ledger import Ledger
 from shmbus.segment.names import check_name
-from shmbus.source import AttachOptions, Source, attach
+from shmbus.source import AttachOptions
 from shmbus.stall import OnStall, Watch
-from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
-from shmbus_ext import _core
+from shmbus.take.attached import seconds_left
+from shmbus.take.ending import LeaseEnds
+from shmbus.take.steps import StepTakes
 
 __all__ = ["Consumer"]
 
 _T = TypeVar("_T")
 
 
-class Consumer(_core.ConsumerBase[Group]):
+class Consumer(LeaseEnds, StepTakes):
     """Takes complete groups from a bus: from its daemon where there is one, else from the ring.
 
     Without a daemon a bus has one consumer, and a second one gets BusBusyError. With a daemon
@@ -186,43 +186,6 @@ class Consumer(_core.ConsumerBase[Group]):
             self.close()
             raise
 
-    def _begin(self) -> None:
-        self._lock = _core.RecursiveLock()
-        self._source: Collector | DaemonClient | None = None
-        # The last one that this handle set.
-        self._policy_version = 0
-        self._closed = False
-
-    def _require_source(self) -> Collector | DaemonClient:
-        if self._closed:
-            raise errors.BusClosedError(
-                f"bus {self.name!r}: this Consumer is closed; make a new one"
-            )
-        source = self._source
-        if source is None:
-            # An unpickled handle attaches in the first thread that uses it.
-            with self._lock:
-                source = self._source
-                if source is None:
-                    source = self._attach()
-        source.require()
-        return source
-
-    def _attach(self) -> Collector | DaemonClient:
-        """Attach, or, after an exception, leave nothing attached."""
-        opened: list[Collector | DaemonClient] = []
-        try:
-            source = attach(self._options, opened)
-            if isinstance(source, Collector):
-                self._intake = source.intake(Group, self._watch)
-            self._source = source
-        except BaseException:
-            self._source = self._intake = None
-            for each in opened:
-                each.close()
-            raise
-        return source
-
     # -- taking ---------------------------------------------------------------------------------
 
     def _take(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
@@ -251,87 +214,9 @@ class Consumer(_core.ConsumerBase[Group]):
         ):
             return []
         # No variable has the groups: those that an exception keeps from the caller are ready again.
-        return source.hand_out(Group, self, max_groups) or self._take(max_groups, _left(deadline))
-
-    def take_step(
-        self,
-        *,
-        groups: int | None = None,
-        tokens: int | None = None,
-        max_wait: float | None = None,
-        field: str = "tokens",
-        timeout: float | None = None,
-        only_full: bool = False,
-    ) -> list[Group]:
-        """Take this rank's shard of its next step, once there are groups for every rank.
-
-        The shards of a step are disjoint, decided once, and balanced by the length of `field`. A
-        rank that died and restarts first gets the groups again that it had not acknowledged. All
-        ranks have to ask for a step with the same numbers. Blocks until then, or for `timeout`.
-
-        Parameters
-        ----------
-        groups : int, optional
-            How many groups each rank gets.
-        tokens : int, optional
-            Instead: as many whole groups as fit into this many elements of `field` for each rank.
-            The only group of a rank may have more.
-        max_wait : float, optional
-            Seconds after the step's first group was complete, after which the step is formed with
-            fewer groups, at least one for each rank. None waits until it is full.
-        field : str
-            The field whose length is the weight of a trajectory.
-        timeout : float, optional
-            Seconds to wait: None waits without limit, 0 does not wait.
-        only_full : bool
-            Never form a step that is not full, whatever `max_wait`: for a caller that prefetches.
-
-        Returns
-        -------
-        list[Group]
-            Leased to the caller. Empty at the timeout; the next call then asks for the same step.
-
-        Raises
-        ------
-        ValueError
-            The ranks ask for one step in different ways, both or neither of groups and tokens are
-            given, or the Consumer has no ranks.
-        StallError
-            Nothing has moved for too long, under ``on_stall="raise"``.
-        DaemonUnavailableError
-            The daemon has not answered for CLIENT_WAIT_S (30 s).
-        BusClosedError
-            The consumer is closed, or was made before a fork.
-        """
-        if (groups is None) == (tokens is None):
-            raise ValueError(
-                f"take_step: expected one of groups and tokens, got groups={groups!r} and "
-                f"tokens={tokens!r}"
-            )
-        groups = _or_none(clamp_request, "groups", groups)
-        tokens = _or_none(clamp_request, "tokens", tokens)
-        check_timeout(max_wait)
-        check_timeout(timeout)
-        source = self._require_source()
-        if self._options.world_size == 1 or not isinstance(source, DaemonClient):
-            raise ValueError("take_step: expected a Consumer of world_size 2 or more; use take")
-
-        step: dict[str, Any] = {
-            "groups": groups, "tokens": tokens, "max_wait": max_wait, "field": field,
-            "only_full": only_full,
-        }  # fmt: skip
-
-        def wait(slice_s: float | None) -> bool:
-            return source.receive_step(timeout=slice_s, **step)
-
-        watch = self._watch
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if not wait(watch.first_s(timeout)) and not watch.go_on(
-            wait, source.segment, "this rank's step", timeout
-        ):
-            return []
-        # As in `_take`.
-        return source.hand_out(Group, self, -1) or self.take_step(timeout=_left(deadline), **step)
+        return source.hand_out(Group, self, max_groups) or self._take(
+            max_groups, seconds_left(deadline)
+        )
 
     def __iter__(self) -> Iterator[Group]:
         """Yield complete groups one by one; blocks for the next, and ends when it is closed.
@@ -349,111 +234,6 @@ class Consumer(_core.ConsumerBase[Group]):
                     return
                 raise
             yield from groups
-
-    # -- ending leases --------------------------------------------------------------------------
-
-    def ack(self, groups: Group | Iterable[Group]) -> None:
-        """Acknowledge one group or several: the trainer is done with them, and their space is free.
-
-        Each is atomic: all of its samples are acknowledged, or none, even if this process dies now.
-        Does not wait for an answer.
-
-        Without a daemon the groups are acknowledged when this returns. With one they are on their
-        way to it: they take effect even if this process dies now, and, as long as this process
-        lives, even if the daemon dies, since the next one is told. Only if both die before the
-        daemon has read it is a group delivered again, as one that was never acknowledged.
-
-        Parameters
-        ----------
-        groups : Group or iterable of Group
-            Delivered by this consumer and still leased. A list is fastest.
-
-        Raises
-        ------
-        ProtocolError
-            One of them is not leased any more; those before it are acknowledged.
-        TypeError
-            Something is not a Group; those before it are acknowledged.
-        DaemonUnavailableError
-            The daemon has been unreachable for CLIENT_WAIT_S (30 s). The next one is still told.
-        BusClosedError
-            The consumer is closed, or was made before a fork.
-
-        Examples
-        --------
-        One group, or several::
-
-            groups = consumer.take(64, timeout=1.0)
-            consumer.ack(groups[0])
-            consumer.ack(groups[1:])
-        """
-        self._end("ack", groups, _core.ACKED, "acknowledged")
-
-    def drop(self, groups: Group | Iterable[Group]) -> None:
-        """Discard leased groups; the ledger counts their samples as malformed.
-
-        Parameters
-        ----------
-        groups : Group or iterable of Group
-            Delivered by this consumer and still leased.
-
-        Raises
-        ------
-        ProtocolError, TypeError, DaemonUnavailableError, BusClosedError
-            As for `ack`; those before it are dropped.
-        """
-        self._end("drop", groups, _core.DROP_MALFORMED, "dropped")
-
-    def _end(
-        self, verb: str, groups: Group | Iterable[Group], reason: int, state: GroupState
-    ) -> None:
-        source = self._require_source()
-        several = _several(verb, groups)
-        with source.lock:
-            try:
-                # One C call ends all, or stops at the group that raises below.
-                for group in several[source.end_groups(self, several, reason, state) :]:
-                    source.end(self._leased(source, group, verb), reason)
-                    group.state = state
-            finally:
-                source.flush()
-
-    def give_back(self, group: Group) -> None:
-        """End a lease without acknowledging; the group is the next to be delivered.
-
-        With a daemon this may wait up to REPLY_GRACE_S (1 s), for groups that were asked ahead and
-        are given back, too.
-
-        Parameters
-        ----------
-        group : Group
-            Delivered by this consumer and still leased.
-
-        Raises
-        ------
-        ProtocolError, TypeError, DaemonUnavailableError, BusClosedError
-            As for `ack`.
-        """
-        source = self._require_source()
-        source.recall()
-        with source.lock:
-            if not source.give_back_group(self, group, "given_back"):
-                source.give_back(self._leased(source, group, "give back"))
-                group.state = "given_back"
-            source.flush()
-
-    def _leased(self, source: Source, group: Group, verb: str) -> Any:
-        """Return the lease of a group that this Consumer holds."""
-        if not isinstance(group, Group):
-            raise TypeError(f"{verb}: expected a Group, got {type(group).__name__}")
-        group.require_leased(verb)
-        lease = group._lease
-        if group._consumer is not self or not source.is_leased(lease):
-            raise errors.ProtocolError(
-                f"cannot {verb} group {group.instance_id!r} here, since another Consumer "
-                "delivered it; use that one"
-            )
-        return lease
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -576,22 +356,6 @@ def _rebuild(cls: type[Consumer], options: AttachOptions, stall: tuple[OnStall, 
     self._watch = Watch(options.name, *stall)
     self._begin()
     return self
-
-
-def _several(verb: str, groups: object) -> list[Any]:
-    if isinstance(groups, list):
-        return groups
-    if isinstance(groups, Group):
-        return [groups]
-    if not isinstance(groups, Iterable):
-        raise TypeError(
-            f"{verb}: expected a Group or an iterable of Groups, got {type(groups).__name__}"
-        )
-    return list(groups)
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _or_none(check: Callable[..., _T], name: str, value: object, *rest: object) -> _T | None:

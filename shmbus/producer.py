@@ -1,45 +1,28 @@
 """Producer: what a rollout worker writes trajectories with.
 
-`put` and `put_many` are C from end to end (shmbus_ext/python); this file adds what needs no
-speed: attaching, reservations by field names, and waiting without blocking an event loop.
+`put` and `put_many` are C from end to end (shmbus_ext/python). What needs no speed is beside them:
+reservations by field names here, every other verb in a base class (shmbus/put).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import functools
-import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from shmbus import errors, limits
-from shmbus._arguments import (
-    SECONDS,
-    check_choice,
-    check_count,
-    check_flag,
-    check_int,
-    check_label,
-    check_timeout,
-)
+from shmbus import limits
+from shmbus._arguments import check_choice, check_flag, check_int, check_label
 from shmbus._fields import FieldSpec, check_sizes, parse_field
-from shmbus._space import SpaceWaits
-from shmbus.segment import lifecycle
+from shmbus.put.asynchronous import AsynchronousPuts
+from shmbus.put.attached import Attach
+from shmbus.put.retries import RetryPuts
 from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
-__all__ = ["Producer", "ProducerStats", "WantedSample"]
-
-#: What a producer waits for, in a report of a stall.
-_SPACE = "space in the ring"
-
-#: Seconds between two polls of `aput` for the successor of a removed bus.
-_SUCCESSOR_POLL_S = 0.02
+__all__ = ["Producer", "ProducerStats"]
 
 
 class ProducerStats(msgspec.Struct, frozen=True):
@@ -66,35 +49,7 @@ class ProducerStats(msgspec.Struct, frozen=True):
     full_waits: int
 
 
-class WantedSample(msgspec.Struct, frozen=True):
-    """A sample that the collector asks for again: `put` it as any other, or `fail` it.
-
-    Attributes
-    ----------
-    instance_id : str
-        The prompt's key.
-    epoch : int | None
-        Where its producers gave one.
-    index : int
-        Which sample of its group.
-    group_size : int | None
-        Samples in a complete group; None where all that is known of the group are failures that did
-        not say it.
-    attempt : int
-        1 for the first time that it is asked for.
-    reason : str
-        Why it is asked for: what `fail` was told, or who died, or how long it has been missing.
-    """
-
-    instance_id: str
-    epoch: int | None
-    index: int
-    group_size: int | None
-    attempt: int
-    reason: str
-
-
-class Producer(_core.Writer):
+class Producer(AsynchronousPuts, RetryPuts):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
     `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`
@@ -140,48 +95,18 @@ class Producer(_core.Writer):
         label: str | None = None,
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
-        attach: Literal["same", "successor"] = "same",
+        attach: Attach = "same",
     ) -> None:
         self.name = check_name(name)
         check_choice("attach", attach, ("same", "successor"))
-        self._attach: Literal["same", "successor"] = attach
+        self._attach = attach
         self._watch = Watch(name, on_stall, stall_timeout)
-        self._taken: dict[tuple[str, int | None, int], WantedSample] = {}
-        self._taking = _core.RecursiveLock()
         self._checksum = check_flag("checksum", checksum)
         self._label = label
         shown = check_label(label)
-        self._space = SpaceWaits()
-        segment = lifecycle.open_segment(name)
-        try:
-            super().__init__(segment, shown, self._checksum)
-        except BaseException:
-            segment.close()
-            raise
-        self._watch_space(segment)
-        if self._attach == "successor":
-            self._follow()
-
-    def _watch_space(self, segment: _core.Segment) -> None:
-        if self._watch.slice_s is not None:
-            # Nothing here refers to this Producer, which so ends with its last reference.
-            look = functools.partial(self._watch.check, segment, _SPACE)
-            self._watch_waits(look, self._watch.slice_s)
-
-    def _successor(self) -> _core.Segment | None:
-        """Open the bus that has taken the place of the removed one; C moves there."""
-        segment = lifecycle.open_if_there(self.name)
-        if segment is not None:
-            self._watch_space(segment)
-            self._taken.clear()  # of the removed bus
-        return segment
-
-    def _here(self) -> _core.Segment:
-        """Return the segment to read: the successor's, where there is one and this may follow."""
-        if self._attach == "successor" and self._segment.removed:
-            with contextlib.suppress(errors.BusRemovedError):
-                self._go_on(0)
-        return self._segment
+        self._begin_retries()
+        self._begin_waits()
+        self._open(shown, self._checksum)
 
     def reserve(
         self,
@@ -276,242 +201,6 @@ class Producer(_core.Writer):
             meta_room,
         )
 
-    def fail(
-        self,
-        instance_id: str,
-        index: int,
-        reason: str,
-        *,
-        group_size: int | None = None,
-        epoch: int | None = None,
-        policy_version: int = 0,
-        timeout: float | None = None,
-    ) -> None:
-        """Report that a sample failed: its group need not wait for it in vain.
-
-        The report is a small record of the ring, in order with what this producer puts, and as safe
-        from any death. The consumer asks for the sample again (`wanted`) as often as its
-        `sample_retries` says, and then gives its group up, as its `on_failure` says. The ledger
-        counts reports as committed, and in the end as dropped with the reason "failed".
-
-        Parameters
-        ----------
-        instance_id : str
-            The prompt's key, as for `put`.
-        index : int
-            Which sample of its group failed, from 0.
-        reason : str
-            What operators and the next producer of the sample are told; its first 500 characters.
-        group_size : int, optional
-            Samples in a complete group; None where this producer does not know.
-        epoch : int, optional
-            Which repetition of the prompt this is, as for `put`.
-        policy_version : int, default 0
-            Version of the policy that was to sample it.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
-
-        Raises
-        ------
-        TypeError, ValueError
-            The reason is no str, the index is no int of 0 or more, or as for `put`.
-        BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `put`, which also says when this blocks.
-        """
-        if not isinstance(reason, str):
-            raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
-        reason = reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode()
-        index = check_count("index", index, 0)
-        with self._taking:
-            request = self._taken.get((instance_id, epoch, index))
-        if group_size is None and request is not None:
-            group_size = request.group_size
-        (self._fail_unsized if group_size is None else self._fail)(
-            instance_id,
-            group_size=index + 1 if group_size is None else group_size,
-            index=index,
-            score=0.0 if request is None else float(request.attempt),
-            policy_version=policy_version,
-            epoch=epoch,
-            meta=reason,
-            timeout=timeout,
-        )
-
-    def wanted(self, limit: int | None = None) -> list[WantedSample]:
-        """Take samples that the consumer asks for again, each handed to one producer at a time.
-
-        Where nothing is asked for, this reads one word of shared memory. What is taken here is
-        asked of others when this producer closes without an answer, and counts as failed once more
-        when it dies, or does not answer within the consumer's `retry_timeout`.
-
-        Parameters
-        ----------
-        limit : int, optional
-            How many at the most; None for all. Workers that share the work take few at a time.
-
-        Returns
-        -------
-        list[WantedSample]
-            Those that nobody has taken, in the order of asking. None of them is handed out again.
-        """
-        if limit is not None:
-            limit = check_count("limit", limit, 1)
-        segment = self._here()
-        found: list[WantedSample] = []
-        if not _core.retry_noted(segment)[0]:
-            return found
-        mine = set()
-        with self._taking:
-            for row, number, claimant, id_, epoch, size, index, attempt, reason, _ in sorted(
-                _core.retry_requests(segment), key=lambda row: row[1]
-            ):
-                at = (id_, epoch, index)
-                if claimant == self.producer_id + 1:
-                    mine.add(at)
-                elif (
-                    not claimant
-                    and (limit is None or len(found) < limit)
-                    and _core.retry_claim(segment, row, number, self.producer_id)
-                ):
-                    found.append(WantedSample(id_, epoch, index, size or None, attempt, reason))
-                    self._taken[at] = found[-1]
-                    mine.add(at)
-            for at in self._taken.keys() - mine:
-                del self._taken[at]  # answered, or asked of another
-        return found
-
-    def close(self) -> None:
-        """Abort open reservations and leave the bus; what was committed stays."""
-        if not self.closed:
-            # What it was asked for and has not done is for others now.
-            for row, _, claimant, *_ in _core.retry_requests(self._segment) if self._taken else ():
-                if claimant == self.producer_id + 1:
-                    _core.retry_unclaim(self._segment, row, self.producer_id)
-        super().close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_taken", None):
-            self.close()
-
-    async def aput(
-        self, instance_id: str, *, timeout: float | None = None, **arguments: Any
-    ) -> None:
-        """Put without blocking the event loop: where the bus is full, other tasks run.
-
-        Parameters
-        ----------
-        instance_id : str
-            The prompt's key, as for `put`.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
-        **arguments
-            All others of `put`, arrays too. The arrays must not change before this returns.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As for `put`.
-        RecordTooLargeError, BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `put`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was put.
-        """
-        check_timeout(timeout)
-        await self._retry(lambda: self.put(instance_id, timeout=0, **arguments), timeout)
-
-    async def _retry(self, attempt: Callable[[], Any], timeout: float | None) -> None:
-        began = time.monotonic()
-        deadline = None if timeout is None else began + timeout
-        ticket: int | None = None
-        while True:
-            try:
-                attempt()
-                return
-            except errors.BusFullError:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise
-            except errors.BusRemovedError:
-                if self._attach == "same" or (deadline is not None and time.monotonic() > deadline):
-                    raise
-                await asyncio.sleep(_SUCCESSOR_POLL_S)
-                continue
-            if ticket is None:
-                # Announced first and tried again: what is freed in between is not slept through.
-                ticket = self._want_space()
-                continue
-            await self._space_freed(ticket, deadline)
-            await self._look(began)
-            ticket = None
-
-    async def _space_freed(self, ticket: int, deadline: float | None) -> None:
-        """Wait, with all other tasks of this loop, for one thread that sleeps on the ring."""
-        wait_s = limits.SPACE_WAIT_S
-        if deadline is not None:
-            wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
-        await self._space.wait(self._await_space, ticket, wait_s)
-
-    async def _look(self, began: float) -> None:
-        """Let the watchdog look, in a thread: a report takes longer than a loop may stand still."""
-        waited_s = time.monotonic() - began
-        await asyncio.to_thread(self._watch.check, self._segment, _SPACE, waited_s)
-
-    def pressure(self) -> float:
-        """How near the bus is to making producers wait: 0 for empty, 1 for full or paused.
-
-        A read of shared memory, a word for each extent: cheap beside a rollout, not beside a put.
-
-        Returns
-        -------
-        float
-            The part of the bus's extents that somebody holds, or 1.0 while the bus is paused.
-        """
-        segment = self._here()
-        if segment.paused() is not None:
-            return 1.0
-        return 1.0 - segment.free_extents() / segment.extent_count
-
-    async def wait_ready(
-        self, below: float = limits.READY_PRESSURE, *, timeout: float | None = None
-    ) -> bool:
-        """Wait, with all other tasks of the loop, until the pressure is below a bound.
-
-        Ask before a rollout is started, so that none is made for a bus that is full or paused.
-
-        Parameters
-        ----------
-        below : float
-            Above 0, at most 1.
-        timeout : float, optional
-            Seconds to wait: None waits for ever.
-
-        Returns
-        -------
-        bool
-            False where the time was over first.
-
-        Raises
-        ------
-        TypeError, ValueError
-            `below` is no number, or out of its range; or `timeout` is.
-        StallError
-            As for `put`.
-        """
-        check_timeout(timeout)
-        if isinstance(below, bool) or not isinstance(below, SECONDS):
-            raise TypeError(f"below: expected a number, got {type(below).__name__}")
-        if not 0 < below <= 1:
-            raise ValueError(f"below: expected more than 0, at most 1, got {below!r}")
-        began = time.monotonic()
-        deadline = None if timeout is None else began + timeout
-        while self.pressure() >= below:
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            ticket = self._want_space()
-            if self.pressure() >= below:
-                await self._space_freed(ticket, deadline)
-                await self._look(began)
-        return True
-
     @property
     def paused(self) -> str | None:
         """Why producers shall wait, maybe empty; None where the bus is not paused."""
@@ -566,7 +255,7 @@ def _rebuild(
     checksum: bool,
     label: str | None,
     stall: tuple[OnStall, float],
-    attach: Literal["same", "successor"],
+    attach: Attach,
 ) -> Producer:
     return cls(
         name,

@@ -49,9 +49,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.inspect",),
     ("shmbus.stall",),
     # The handles. A Consumer's source is one of two: the stash here, or a daemon's client.
-    ("shmbus.group",),
+    ("shmbus.group", "shmbus.put"),
     ("shmbus.stash", "shmbus.client", "shmbus.producer"),
     ("shmbus.source",),
+    ("shmbus.take",),
     ("shmbus.consumer",),
     # A whole bus: to disk and back, served, commanded.
     ("shmbus.store",),
@@ -75,7 +76,7 @@ OPEN_TO_TRAINERS = ("shmbus.batch.", "shmbus.segment.names.")
 
 # A rollout worker is one of many: importing what it needs loads none of these rooms.
 NOT_FOR_A_PRODUCER = ("client", "consumer", "control", "daemon", "inspect", "stash", "store")
-MOST_MODULES_OF_A_PRODUCER = 18
+MOST_MODULES_OF_A_PRODUCER = 22
 
 
 def modules() -> dict[str, Path]:
