@@ -108,9 +108,12 @@ class RecordRow(msgspec.Struct, frozen=True):
     lane_number: int
     flags: int
     policy_version: int
+    version_span: int
     score: float
     group_size: int
+    need: int
     index: int
+    split: int
     epoch: int | None
     committed_ns: int
     meta_offset: int
@@ -187,9 +190,12 @@ def unreadable_rest(run: Run, at: int) -> RecordRow:
         lane_number=0,
         flags=0,
         policy_version=0,
+        version_span=0,
         score=0.0,
         group_size=0,
+        need=0,
         index=0,
+        split=0,
         epoch=None,
         committed_ns=0,
         meta_offset=0,

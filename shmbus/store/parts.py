@@ -5,6 +5,8 @@ A part holds records of one schema (field names, dtypes, dimensions). Its tensor
 - ``producer_id``, ``sequence``, ``order``, ``committed_ns`` (u64), ``policy_version``, ``epoch``
   (i64; the lowest one where there is none), ``score`` (f64), ``group_size``, ``index``, ``slot``
   (u32), ``checksum`` (u8: the record's flags), one element a record;
+- ``need``, ``split`` (u16) and ``version_span`` (u32), as the record has them; 0 in a part that
+  lacks them, which for `need` is the whole group;
 - ``run`` (u64), where it lay in its bus: extents of the run << 32 | the run's first extent + 1; 0,
   or no such tensor, where that is not known;
 - ``id.bytes`` and ``id.ends``, ``meta.bytes`` and ``meta.ends``: concatenated texts and
@@ -56,7 +58,7 @@ _SCALARS: Final = {
     "checksum": "u1",
 }
 #: What older parts do not have is 0.
-_LATER: Final = {"run": "<u8"}
+_LATER: Final = {"run": "<u8", "need": "<u2", "split": "<u2", "version_span": "<u4"}
 #: What the torch-free side of safetensors writes as it is.
 _KNOWN: Final = frozenset("?bBhHiIlLqQefd")
 
@@ -94,6 +96,9 @@ class Record(msgspec.Struct, frozen=True):
     meta: bytes
     fields: list[Any]
     run: int = 0
+    need: int = 0
+    split: int = 0
+    version_span: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +134,9 @@ def read_record(file: SegmentFile, row: RecordRow, order: int, run: int = 0) -> 
         meta=bytes(view[row.meta_offset : row.meta_offset + row.meta_bytes]),
         fields=fields,
         run=run,
+        need=row.need,
+        split=row.split,
+        version_span=row.version_span,
     )
 
 

@@ -22,7 +22,7 @@
 #endif
 
 #define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
-#define SHMBUS_LAYOUT_VERSION 4u
+#define SHMBUS_LAYOUT_VERSION 5u
 
 /* Records start on cache lines, so that two records never share one. */
 #define SHMBUS_RECORD_ALIGN 64u
@@ -42,6 +42,10 @@
 #define SHMBUS_MAX_SCHEMA_BYTES 32768u
 /* The largest group is bounded by the intent log, which makes one acknowledgement atomic. */
 #define SHMBUS_MAX_GROUP_SIZE 16384u
+/* Splits of a bus, "train" and others: a label each in its table. Few enough for a counter each. */
+#define SHMBUS_MAX_SPLITS 16u
+/* The split of records that nobody gave one: what is trained on. */
+#define SHMBUS_SPLIT_TRAIN 0u
 #define SHMBUS_MAX_PRODUCERS 4096u
 #define SHMBUS_MAX_EXTENTS 65536u
 #define SHMBUS_LABEL_BYTES 48u
@@ -267,14 +271,16 @@ struct retry_entry {
     uint32_t attempt;
     uint16_t id_bytes;
     uint16_t reason_bytes;
-    uint64_t reserved0;
-    uint32_t reserved1;
+    uint16_t need;
+    uint16_t split;
+    uint32_t reserved0[2];
     uint32_t crc;
     char id[SHMBUS_RETRY_ID_BYTES];
     char reason[SHMBUS_RETRY_REASON_BYTES];
 };
 _Static_assert(sizeof(struct retry_entry) == 512, "layout");
 _Static_assert(offsetof(struct retry_entry, number) == 8, "layout");
+_Static_assert(offsetof(struct retry_entry, need) == 48, "layout");
 _Static_assert(offsetof(struct retry_entry, crc) == 60, "layout");
 _Static_assert(offsetof(struct retry_entry, id) == 64, "layout");
 
@@ -300,20 +306,25 @@ enum shmbus_record_state {
  * header_crc with shape, id and schema, before the state says COMMITTED.
  *
  * Offset  Size  Field            Offset  Size  Field
- *      0     4  state                64     4  group_size
- *      4     4  frame_crc            68     4  index
- *      8     8  record_bytes         72     8  epoch
- *     16     8  producer_id          80     8  committed_ns
- *     24     4  slot                 88     4  meta_bytes
- *     28     4  flags                92     4  meta_offset
- *     32     8  sequence             96     2  id_bytes
- *     40     8  lane_number          98     2  field_count
- *     48     8  policy_version      100     4  shape_words
- *     56     8  score               104     4  schema_bytes
+ *      0     4  state                64     2  group_size
+ *      4     4  frame_crc            66     2  need
+ *      8     8  record_bytes         68     2  index
+ *     16     8  producer_id          70     2  split
+ *     24     4  slot                 72     8  epoch
+ *     28     4  flags                80     8  committed_ns
+ *     32     8  sequence             88     4  meta_bytes
+ *     40     8  lane_number          92     4  meta_offset
+ *     48     8  policy_version       96     2  id_bytes
+ *     56     8  score                98     2  field_count
+ *                                   100     4  shape_words
+ *                                   104     4  schema_bytes
  *                                   108     4  payload_crc
  *                                   112     8  payload_bytes
- *                                   120     4  reserved
+ *                                   120     4  version_span
  *                                   124     4  header_crc, over 8..124 and what follows
+ *
+ * A group is complete when `need` of its group_size indices are there. policy_version is the oldest
+ * that sampled the record, policy_version + version_span the newest. `split` is a label's number.
  */
 struct record_header {
     alignas(64) _Atomic uint32_t state;
@@ -326,8 +337,10 @@ struct record_header {
     uint64_t lane_number;
     int64_t policy_version;
     double score;
-    uint32_t group_size;
-    uint32_t index;
+    uint16_t group_size;
+    uint16_t need; /* 1 to group_size */
+    uint16_t index;
+    uint16_t split;
     int64_t epoch;
     uint64_t committed_ns;
     uint32_t meta_bytes;
@@ -338,15 +351,21 @@ struct record_header {
     uint32_t schema_bytes;
     uint32_t payload_crc;
     uint64_t payload_bytes;
-    uint32_t reserved0;
+    uint32_t version_span;
     uint32_t header_crc;
 };
 _Static_assert(sizeof(struct record_header) == 128, "two cache lines");
 _Static_assert(offsetof(struct record_header, record_bytes) == 8, "layout");
 _Static_assert(offsetof(struct record_header, sequence) == 32, "layout");
 _Static_assert(offsetof(struct record_header, score) == 56, "layout");
+_Static_assert(offsetof(struct record_header, group_size) == 64, "layout");
+_Static_assert(offsetof(struct record_header, need) == 66, "layout");
+_Static_assert(offsetof(struct record_header, index) == 68, "layout");
+_Static_assert(offsetof(struct record_header, split) == 70, "layout");
+_Static_assert(SHMBUS_MAX_GROUP_SIZE <= UINT16_MAX, "a record says its group's size in two bytes");
 _Static_assert(offsetof(struct record_header, committed_ns) == 80, "layout");
 _Static_assert(offsetof(struct record_header, id_bytes) == 96, "layout");
+_Static_assert(offsetof(struct record_header, version_span) == 120, "layout");
 _Static_assert(offsetof(struct record_header, header_crc) == 124, "layout");
 
 /* Schema: field_count entries, one behind the other without padding. The itemsize makes bounds

@@ -53,8 +53,10 @@ void record_write_frame(struct record_header *record, const struct record_place 
 void record_write_body(struct record_header *record, const struct record_spec *spec) {
     record->policy_version = spec->policy_version;
     record->score = spec->score;
-    record->group_size = spec->group_size;
-    record->index = spec->index;
+    record->group_size = (uint16_t)spec->group_size;
+    record->need = (uint16_t)(spec->need == 0 ? spec->group_size : spec->need);
+    record->index = (uint16_t)spec->index;
+    record->split = (uint16_t)spec->split;
     record->epoch = spec->epoch;
     record->meta_bytes = (uint32_t)spec->meta_bytes;
     record->meta_offset = spec->meta_offset;
@@ -64,7 +66,7 @@ void record_write_body(struct record_header *record, const struct record_spec *s
     record->schema_bytes = spec->schema_bytes;
     record->payload_crc = 0;
     record->payload_bytes = spec->payload_bytes;
-    record->reserved0 = 0;
+    record->version_span = spec->version_span;
     uint8_t *at = (uint8_t *)record + sizeof *record;
     memcpy(at, spec->shape, (size_t)spec->shape_words * 8);
     at += (size_t)spec->shape_words * 8;
@@ -160,6 +162,14 @@ static bool tables_hold(const struct record_copy *copy) {
     return at == end && words == header->shape_words;
 }
 
+/* Whether its place in a group, and its policy versions, can be. */
+static bool group_holds(const struct record_header *header) {
+    return header->group_size >= 1 && header->group_size <= SHMBUS_MAX_GROUP_SIZE &&
+           header->need >= 1 && header->need <= header->group_size &&
+           header->index < header->group_size && header->split < SHMBUS_MAX_SPLITS &&
+           header->policy_version <= INT64_MAX - (int64_t)header->version_span;
+}
+
 enum record_verdict record_read_tables(const struct record_header *shared,
                                        struct record_copy *copy) {
     const struct record_header *header = &copy->header;
@@ -178,8 +188,7 @@ enum record_verdict record_read_tables(const struct record_header *shared,
     copy->schema = (const uint8_t *)copy->id + header->id_bytes;
     uint32_t crc = shmbus_crc32c(0, (const uint8_t *)header + HEADER_CRC_AT, HEADER_CRC_BYTES);
     crc = shmbus_crc32c(crc, copy->scratch, tables);
-    if (crc != header->header_crc || header->group_size < 1 ||
-        header->group_size > SHMBUS_MAX_GROUP_SIZE || header->index >= header->group_size ||
+    if (crc != header->header_crc || !group_holds(header) ||
         !record_flags_hold(header->flags) || !tables_hold(copy)) {
         return RECORD_BAD_HEADER;
     }

@@ -28,7 +28,10 @@ struct record_spec {
     uint32_t id_bytes;
     uint32_t field_count;
     uint32_t group_size;
+    uint32_t need; /* 0: all of the group */
     uint32_t index;
+    uint32_t split;
+    uint32_t version_span; /* the newest policy version - policy_version */
     uint32_t flags;
     /* Filled by record_plan. */
     uint64_t record_bytes;

@@ -24,6 +24,8 @@ void retry_publish(struct segment *segment, uint32_t at, const struct retry_requ
     fresh.epoch = request->epoch;
     fresh.asked_ns = request->asked_ns;
     fresh.group_size = request->group_size;
+    fresh.need = (uint16_t)request->need;
+    fresh.split = (uint16_t)request->split;
     fresh.index = request->index;
     fresh.attempt = request->attempt;
     fresh.id_bytes = request->id_bytes;
@@ -61,7 +63,8 @@ bool retry_read(const struct segment *segment, uint32_t at, struct retry_request
     memcpy((uint8_t *)&own + CRC_AT, (const uint8_t *)entry + CRC_AT, sizeof own - CRC_AT);
     if (own.number == 0 || own.crc != entry_crc(&own) || own.id_bytes == 0 ||
         own.id_bytes > SHMBUS_MAX_ID_BYTES || own.reason_bytes > SHMBUS_RETRY_REASON_BYTES ||
-        own.group_size > SHMBUS_MAX_GROUP_SIZE || own.index >= SHMBUS_MAX_GROUP_SIZE) {
+        own.group_size > SHMBUS_MAX_GROUP_SIZE || own.index >= SHMBUS_MAX_GROUP_SIZE ||
+        own.need > own.group_size || own.split >= SHMBUS_MAX_SPLITS) {
         return false;
     }
     copy->number = own.number;
@@ -69,6 +72,8 @@ bool retry_read(const struct segment *segment, uint32_t at, struct retry_request
     copy->asked_ns = own.asked_ns;
     copy->claimant = claim;
     copy->group_size = own.group_size;
+    copy->need = own.need;
+    copy->split = own.split;
     copy->index = own.index;
     copy->attempt = own.attempt;
     copy->id_bytes = own.id_bytes;

@@ -22,6 +22,8 @@ struct retry_request {
     uint64_t asked_ns;
     uint64_t claimant;   /* producer id + 1; 0 for none, RETRY_BUSY while the entry changes */
     uint32_t group_size; /* 0 where it is unknown */
+    uint32_t need;       /* the same */
+    uint32_t split;
     uint32_t index;
     uint32_t attempt;
     uint16_t id_bytes;

@@ -98,6 +98,8 @@ static void forged_records_with_right_checksums_stay_in_bounds(uint64_t *random,
         if (read_record(record, bytes, &place, copy) == RECORD_OK) {
             taken++;
             CHECK(copy->header.index < copy->header.group_size);
+            CHECK(copy->header.need >= 1 && copy->header.need <= copy->header.group_size);
+            CHECK(copy->header.split < SHMBUS_MAX_SPLITS);
             CHECK((uint64_t)copy->header.meta_offset + copy->header.meta_bytes <= bytes);
             const uint64_t *shape = copy->shape;
             const uint8_t *schema = copy->schema;

@@ -12,6 +12,9 @@ static void check_fields(const struct record_header *header, uint64_t bytes) {
     const uint8_t *schema = copy.schema;
     CHECK((uint64_t)header->meta_offset + header->meta_bytes <= bytes);
     CHECK(header->index < header->group_size && header->group_size <= SHMBUS_MAX_GROUP_SIZE);
+    CHECK(header->need >= 1 && header->need <= header->group_size);
+    CHECK(header->split < SHMBUS_MAX_SPLITS);
+    CHECK(header->policy_version <= INT64_MAX - (int64_t)header->version_span);
     for (uint32_t f = 0; f < header->field_count; f++) {
         struct schema_entry entry;
         memcpy(&entry, schema, sizeof entry);

@@ -44,6 +44,8 @@ static void publish(uint32_t at, uint64_t number, uint8_t value, uint16_t where)
     asked->epoch = where;
     asked->asked_ns = value;
     asked->group_size = where % (SHMBUS_MAX_GROUP_SIZE + 1);
+    asked->need = asked->group_size / 2;
+    asked->split = value % SHMBUS_MAX_SPLITS;
     asked->index = where % SHMBUS_MAX_GROUP_SIZE;
     asked->attempt = value;
     asked->id_bytes = (uint16_t)(value % SHMBUS_MAX_ID_BYTES + 1);
@@ -66,6 +68,7 @@ static void read_row(uint32_t at) {
         CHECK(copy->id_bytes >= 1 && copy->id_bytes <= SHMBUS_MAX_ID_BYTES);
         CHECK(copy->reason_bytes <= SHMBUS_RETRY_REASON_BYTES);
         CHECK(copy->group_size <= SHMBUS_MAX_GROUP_SIZE && copy->index < SHMBUS_MAX_GROUP_SIZE);
+        CHECK(copy->need <= copy->group_size && copy->split < SHMBUS_MAX_SPLITS);
         CHECK(copy->number != 0 && copy->claimant != SHMBUS_RETRY_BUSY);
         CHECK(!is_damaged(at));
         row->seen = copy->number;

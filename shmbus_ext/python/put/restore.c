@@ -249,8 +249,9 @@ static enum writer_status place_record(RestorerObject *self, struct put_argument
     return status;
 }
 
-/* put(producer_id, sequence, policy_version, score, group_size, index, epoch, flags, id, schema,
- *     shape, meta, fields, run) -> bool: False where the bus is full. All with a run, or none. */
+/* put(producer_id, sequence, policy_version, version_span, score, group_size, need, index, split,
+ *     epoch, flags, id, schema, shape, meta, fields, run) -> bool: False where the bus is full. All
+ *     with a run, or none. */
 static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
     unsigned long long producer_id, sequence, run;
     long long policy_version, epoch;
@@ -262,9 +263,10 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
         return PyErr_NoMemory();
     }
     if (!py_restorer_usable(self) ||
-        !PyArg_ParseTuple(args, "KKLdIILIy*y*y*y*O!K", &producer_id, &sequence, &policy_version,
-                          &a->spec.score, &a->spec.group_size, &a->spec.index, &epoch, &flags,
-                          &id, &schema, &shape, &meta, &PyList_Type, &fields, &run)) {
+        !PyArg_ParseTuple(args, "KKLIdIIIILIy*y*y*y*O!K", &producer_id, &sequence,
+                          &policy_version, &a->spec.version_span, &a->spec.score,
+                          &a->spec.group_size, &a->spec.need, &a->spec.index, &a->spec.split,
+                          &epoch, &flags, &id, &schema, &shape, &meta, &PyList_Type, &fields, &run)) {
         PyMem_Free(a);
         return NULL;
     }
@@ -282,7 +284,9 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
     PyObject *result = NULL;
     if (!record_flags_hold(a->spec.flags) || id.len < 1 || id.len > SHMBUS_MAX_ID_BYTES ||
         a->spec.group_size < 1 || a->spec.group_size > SHMBUS_MAX_GROUP_SIZE ||
-        a->spec.index >= a->spec.group_size || producer_id == 0 ||
+        a->spec.need > a->spec.group_size || a->spec.index >= a->spec.group_size ||
+        a->spec.split >= SHMBUS_MAX_SPLITS || producer_id == 0 ||
+        policy_version > INT64_MAX - (int64_t)a->spec.version_span ||
         (flags & ~SHMBUS_FLAGS_KEPT) != 0 || !read_shape(a, &schema, &shape, fields) ||
         !record_plan(&a->spec)) {
         PyErr_SetString(PyExc_ValueError, "the parts of this record do not make one");

@@ -94,7 +94,8 @@ static const struct field_note retry_fields[] = {
     FIELD(retry_entry, epoch, 'i'),      FIELD(retry_entry, asked_ns, 'u'),
     FIELD(retry_entry, group_size, 'u'), FIELD(retry_entry, index, 'u'),
     FIELD(retry_entry, attempt, 'u'),    FIELD(retry_entry, id_bytes, 'u'),
-    FIELD(retry_entry, reason_bytes, 'u'), FIELD(retry_entry, crc, 'u'),
+    FIELD(retry_entry, reason_bytes, 'u'), FIELD(retry_entry, need, 'u'),
+    FIELD(retry_entry, split, 'u'),       FIELD(retry_entry, crc, 'u'),
     FIELD(retry_entry, id, 'S'),         FIELD(retry_entry, reason, 'S'),
     {NULL, 0, 0, 0},
 };
@@ -372,9 +373,9 @@ static enum record_verdict read_body(const struct run_at *run, struct record_cop
     return whole ? record_read_body(own, copy) : record_read_tables(own, copy);
 }
 
-/* (offset, state, verdict, bytes, producer_id, sequence, lane_number, flags, policy_version, score,
- * group_size, index, epoch, committed_ns, meta_offset, meta_bytes, payload_bytes, id, field_count,
- * schema, shape) */
+/* (offset, state, verdict, bytes, producer_id, sequence, lane_number, flags, policy_version,
+ * version_span, score, group_size, need, index, split, epoch, committed_ns, meta_offset, meta_bytes,
+ * payload_bytes, id, field_count, schema, shape) */
 static PyObject *record_row(const struct run_at *run, struct record_copy *copy, bool payload) {
     static const char *const verdicts[] = {"ok", "frame", "header", "payload"};
     struct record_header *h = &copy->header;
@@ -395,11 +396,12 @@ static PyObject *record_row(const struct run_at *run, struct record_copy *copy, 
     PyObject *id = PyUnicode_DecodeUTF8(readable ? copy->id : "", readable ? h->id_bytes : 0,
                                         "backslashreplace");
     PyObject *row = Py_BuildValue(
-        "(KssKKKKILdIINKIIKNIy#y#)", (unsigned long long)run->place.offset, state_name(state),
+        "(KssKKKKILIdIIIINKIIKNIy#y#)", (unsigned long long)run->place.offset, state_name(state),
         verdicts[verdict], (unsigned long long)h->record_bytes,
         (unsigned long long)h->producer_id, (unsigned long long)h->sequence,
-        (unsigned long long)h->lane_number, flags, (long long)h->policy_version, h->score,
-        h->group_size, h->index, epoch, (unsigned long long)h->committed_ns, h->meta_offset,
+        (unsigned long long)h->lane_number, flags, (long long)h->policy_version,
+        h->version_span, h->score, (unsigned int)h->group_size, (unsigned int)h->need,
+        (unsigned int)h->index, (unsigned int)h->split, epoch, (unsigned long long)h->committed_ns, h->meta_offset,
         h->meta_bytes, (unsigned long long)h->payload_bytes, id, (unsigned int)h->field_count,
         readable ? (const char *)copy->schema : "",
         (Py_ssize_t)(readable ? h->schema_bytes : 0),
