@@ -36,7 +36,7 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets must not install into one environment at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test check bench bench-calls bench-contenders bench-report explore fuzz soak
+.PHONY: help demo test check docs bench bench-calls bench-contenders bench-report explore fuzz soak
 .PHONY: kills points versions leaks valgrind cross sanitize clean FORCE
 
 help: ## Show this list
@@ -53,6 +53,9 @@ check: $(VENV)/.dev check-c ## Check lint, formatting and types; compile C with 
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs ## Build the documentation site into build/site; a broken link or reference is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.bench ## Measure shmbus and other ways to move a trajectory (five minutes; ARGS=--full: 25)
 	@$(BIN)/shmbus bench $(ARGS)
@@ -122,10 +125,11 @@ $(VENV)/.demo: EXTRAS := demo
 $(VENV)/.dev: EXTRAS := dev,train
 $(VENV)/.bench: EXTRAS := bench-all,train
 $(VENV)/.fuzz: EXTRAS := dev,fuzz
+$(VENV)/.docs: EXTRAS := docs
 
 # Editable, so that the sources of the checkout run. The build requirements are installed into the
 # environment itself and not into a temporary one, so that a changed C file needs no network.
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.fuzz: $(INSTALL_INPUTS)
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.fuzz $(VENV)/.docs: $(INSTALL_INPUTS)
 	@echo 'installing shmbus[$(EXTRAS)] into $(VENV) (the first time downloads PyTorch: minutes)'
 	@$(PIP) 'setuptools>=77' 'numpy>=2.0'
 	@$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'

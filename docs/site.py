@@ -1,0 +1,195 @@
+"""Makes the site of what is not in docs/: README, benchmarks, layout, API reference, examples.
+
+`mkdocs.yml` names this file as a hook. Invariants: every public name has its entry in the API
+reference, since the entries are made from `__all__`; a link to a file that the site has leads to its
+page there, and a link to any other file of the repository stays as text.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation, Section
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Pages that live beside their subject in the repository, and where the site has them.
+ELSEWHERE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "bench/README.md": "benchmarks.md",
+    "bench/results/two-cores/report.md": "report.md",
+    "shmbus_ext/LAYOUT.md": "layout.md",
+}
+
+#: Page of the API reference: (title, first sentence, public modules). Each module's `__all__` is listed.
+REFERENCE = {
+    "shmbus": ("shmbus", "The bus: what workers, trainers and operators import.", ["shmbus"]),
+    "batch": (
+        "shmbus.batch",
+        "Many trajectories at once, for those who pack batches themselves.",
+        ["shmbus.batch.gather", "shmbus.batch.gather_plan", "shmbus.batch.baseline"],
+    ),
+    "trainer": ("trainer_adapter", "What a training loop imports.", ["trainer_adapter"]),
+    "objectives": (
+        "Advantages and losses",
+        "From scores to gradients, with the source of each formula.",
+        ["trainer_adapter.advantages", "trainer_adapter.losses"],
+    ),
+    "batches": (
+        "Micro-batches, balance, compatibility",
+        "What stands between a batch and a model.",
+        ["trainer_adapter.microbatch", "trainer_adapter.balance", "trainer_adapter.compat"],
+    ),
+    "attention": (
+        "trainer_adapter.attention",
+        "Attention over packed rows that keeps sequences apart.",
+        ["trainer_adapter.attention"],
+    ),
+}
+
+#: Where the stub says more than the module: classes that are C.
+STUB = "shmbus_ext._public"
+
+#: The order of the sections, and of the guides; what is not named here comes last, by name.
+SECTIONS = ("Guides", "API reference", "Examples", "Inside", "Decisions")
+INSIDE = ("architecture.md", "glossary.md", "layout.md", "contributing.md", "changelog.md")
+
+LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\])\(([^)\s]+)\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made, and the pictures that they show."""
+    made = {uri: (ROOT / source).read_text() for source, uri in ELSEWHERE.items()}
+    made |= {f"api/{page}.md": _reference_page(*what) for page, what in REFERENCE.items()}
+    made |= {
+        f"examples/{path.stem}.md": _example_page(path)
+        for path in sorted((ROOT / "examples").glob("*.py"))
+    }
+    for uri, text in made.items():
+        files.append(File.generated(config, uri, content=text))
+    for picture in sorted((ROOT / "bench" / "results").rglob("*")):
+        if picture.suffix in (".svg", ".png"):
+            uri = picture.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, uri, abs_src_path=str(picture)))
+    return files
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """Sort the pages into sections."""
+    pages = {page.file.src_uri: page for page in nav.pages}
+    sections: dict[str, list[Page]] = {name: [] for name in SECTIONS}
+    for uri, page in sorted(pages.items()):
+        if uri != "index.md":
+            sections[_section_of(uri)].append(page)
+    nav.items = [pages["index.md"]]
+    for name, children in sections.items():
+        section = Section(name, children)
+        for child in children:
+            child.parent = section
+        nav.items.append(section)
+    nav.pages = [pages["index.md"], *(page for each in sections.values() for page in each)]
+    for page, before, after in zip(
+        nav.pages, [None, *nav.pages], [*nav.pages[1:], None], strict=False
+    ):
+        page.previous_page, page.next_page = before, after
+    return nav
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links between files of the repository to their pages."""
+    uri = page.file.src_uri
+    source = {site: path for path, site in ELSEWHERE.items()}.get(uri, f"docs/{uri}")
+    if source.startswith("docs/examples/") or source.startswith("docs/api/"):
+        return markdown
+
+    def lead(match: re.Match[str]) -> str:
+        label, target = match.groups()
+        path, hash_, anchor = target.partition("#")
+        if not path or re.match(r"[a-z]+:", path):
+            return match.group()
+        there = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if not (ROOT / there).exists():
+            return match.group()  # a broken link: mkdocs says so
+        found = _site_uri(there, files)
+        if found is None:
+            return label.lstrip("!")[1:-1]
+        return f"{label}({posixpath.relpath(found, posixpath.dirname(uri) or '.')}{hash_}{anchor})"
+
+    return LINK.sub(lead, markdown)
+
+
+def _site_uri(path: str, files: Files) -> str | None:
+    """Where the site has a file or folder of the repository."""
+    if path.startswith("examples/") and path.endswith(".py"):
+        path = f"docs/{path[:-3]}.md"
+    for candidate in (ELSEWHERE.get(path), path, path.removeprefix("docs/")):
+        if candidate and files.get_file_from_path(candidate) is not None:
+            return candidate
+    if files.get_file_from_path(f"{path.removeprefix('docs/')}/README.md") is not None:
+        return f"{path.removeprefix('docs/')}/README.md"
+    return None
+
+
+def _section_of(uri: str) -> str:
+    folder = posixpath.dirname(uri)
+    if folder in ("api", "examples", "decisions"):
+        return {"api": "API reference", "examples": "Examples", "decisions": "Decisions"}[folder]
+    return "Inside" if uri in INSIDE else "Guides"
+
+
+def _reference_page(title: str, sentence: str, modules: list[str]) -> str:
+    entries = [f"# {title}", "", sentence, ""]
+    for module in modules:
+        stub = _names_of_stub()
+        for name in _public_names(module):
+            home = f"{STUB}.{name}" if name in stub else f"{_home(module, name)}.{name}"
+            entries += [f"::: {home}", ""]
+    return "\n".join(entries)
+
+
+def _source(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _public_names(module: str) -> list[str]:
+    for node in ast.parse(_source(module).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return [name for name in names if not name.startswith("_") and name != "Slot"]
+    raise LookupError(f"{module} has no __all__")
+
+
+def _names_of_stub() -> set[str]:
+    tree = ast.parse((ROOT / "shmbus_ext" / "_public.pyi").read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _home(module: str, name: str) -> str:
+    """Return the module that defines a name: a package re-exports it from a room."""
+    for node in ast.walk(ast.parse(_source(module).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("_"):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _home(node.module, alias.name) if _source_exists(node.module) else module
+    return module
+
+
+def _source_exists(module: str) -> bool:
+    return _source(module).exists()
+
+
+def _example_page(path: Path) -> str:
+    text = path.read_text()
+    doc = ast.get_docstring(ast.parse(text)) or path.stem
+    body = text.split('"""', 2)[2].lstrip("\n")
+    title, _, rest = doc.partition("\n")
+    return f"# {title}\n\n{rest.strip()}\n\n```python title=\"examples/{path.name}\"\n{body}```\n"
