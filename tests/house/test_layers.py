@@ -62,7 +62,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.__main__", "shmbus.batch"),
     # The trainer's side.
     ("trainer_adapter.advantages", "trainer_adapter.compat", "trainer_adapter.losses"),
-    ("trainer_adapter._arguments", "trainer_adapter.attention"),
+    ("trainer_adapter._arguments", "trainer_adapter.attention", "trainer_adapter.device"),
     ("trainer_adapter.batches", "trainer_adapter.balance"),
     ("trainer_adapter.gpu", "trainer_adapter.microbatch"),
     ("trainer_adapter.handler",),

@@ -1,0 +1,172 @@
+"""File descriptors between processes: to this user's only, once for each that asks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from trainer_adapter.device.descriptors import DescriptorServer, PeerGoneError, fetch_descriptor
+from trainer_adapter.device.handles import MAX_BYTES, MAX_MESSAGE_BYTES, DeviceHandle
+
+ASKER = """
+import os, sys
+from trainer_adapter.device.descriptors import fetch_descriptor
+message, descriptor = fetch_descriptor(sys.argv[1], b"chunk 0", 20.0)
+print(message.decode(), os.pread(descriptor, 100, 0).decode())
+"""
+
+
+def memory_file(content: bytes) -> int:
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, content)
+    return descriptor
+
+
+def give(question: bytes) -> tuple[bytes, int | None]:
+    if question == b"none":
+        return b"nothing to map", None
+    if not question.startswith(b"chunk"):
+        raise ValueError(f"expected 'chunk N', got {question!r}")
+    return b"the answer to " + question, memory_file(b"content of " + question)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    return str(tmp_path / "socket")
+
+
+@pytest.fixture
+def server(place: str) -> Iterator[DescriptorServer]:
+    server = DescriptorServer(place, give)
+    yield server
+    server.close()
+    assert not os.path.exists(place)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_another_process_gets_the_descriptor_and_its_message(
+    server: DescriptorServer, place: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ASKER, place], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split("\n")[0] == "the answer to chunk 0 content of chunk 0"
+
+
+def test_an_answer_needs_no_descriptor(server: DescriptorServer, place: str) -> None:
+    assert fetch_descriptor(place, b"none", 5.0) == (b"nothing to map", None)
+
+
+def test_a_refusal_reaches_its_asker_with_the_reason(server: DescriptorServer, place: str) -> None:
+    with pytest.raises(ValueError, match="expected 'chunk N', got b'nonsense'"):
+        fetch_descriptor(place, b"nonsense", 5.0)
+
+
+def test_many_askers_at_once_leave_no_descriptor_open(server: DescriptorServer, place: str) -> None:
+    fetch_descriptor(place, b"none", 5.0)
+    before = open_descriptors()
+
+    def ask(number: int) -> None:
+        descriptor = fetch_descriptor(place, b"chunk %d" % number, 20.0)[1]
+        assert descriptor is not None
+        assert os.pread(descriptor, 100, 0) == b"content of chunk %d" % number
+        os.close(descriptor)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # The last answering threads close their connections a moment after their askers have read.
+    for _ in range(500):
+        if open_descriptors() == before:
+            break
+        threading.Event().wait(0.01)
+    assert open_descriptors() == before
+
+
+def test_nobody_there_is_a_peer_that_has_gone(place: str) -> None:
+    with pytest.raises(PeerGoneError, match="nobody gives device memory"):
+        fetch_descriptor(place, b"none", 0.1)
+
+
+def test_an_asker_may_come_before_the_server(place: str) -> None:
+    found: list[object] = []
+    asker = threading.Thread(target=lambda: found.append(fetch_descriptor(place, b"none", 20.0)))
+    asker.start()
+    server = DescriptorServer(place, give)
+    asker.join()
+    server.close()
+    assert found == [(b"nothing to map", None)]
+
+
+def test_the_socket_of_a_dead_server_is_replaced_and_nothing_else(place: str) -> None:
+    dead = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    dead.bind(place)
+    dead.close()
+    server = DescriptorServer(place, give)
+    with pytest.raises(FileExistsError, match="expected nothing there"):
+        DescriptorServer(place, give)
+    assert fetch_descriptor(place, b"none", 5.0)[0] == b"nothing to map"
+    server.close()
+    Path(place).write_text("a file of somebody's")
+    with pytest.raises(FileExistsError):
+        DescriptorServer(place, give)
+    assert Path(place).read_text() == "a file of somebody's"
+
+
+def test_a_server_that_dies_before_it_answers_is_a_peer_that_has_gone(place: str) -> None:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(place)
+    listening.listen()
+
+    def close_at_once() -> None:
+        connection, _ = listening.accept()
+        connection.close()
+
+    dying = threading.Thread(target=close_at_once)
+    dying.start()
+    with pytest.raises(PeerGoneError):
+        fetch_descriptor(place, b"none", 5.0)
+    dying.join()
+    listening.close()
+
+
+GOOD = DeviceHandle("vmm", bytes(16), 100, 2 << 20)
+
+
+def test_a_handle_comes_back_as_it_was_sent() -> None:
+    assert DeviceHandle.decode(GOOD.encode()) == GOOD
+    ipc = DeviceHandle("ipc", b"u" * 16, 64, 64, b"h" * 64)
+    assert DeviceHandle.decode(ipc.encode()) == ipc
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        (b"", "not a message"),
+        (b"\x80\x04cposix\nsystem\n", "not a message"),  # the beginning of a pickle
+        (bytes(MAX_MESSAGE_BYTES + 1), "at most 512 bytes"),
+        (msgspec.msgpack.encode({"type": "device-memory/2"}), "not a message"),
+        (msgspec.structs.replace(GOOD, uuid=b"short").encode(), "a UUID of 16"),
+        (msgspec.structs.replace(GOOD, handle=b"h" * 64).encode(), "a handle of 0"),
+        (msgspec.structs.replace(GOOD, kind="ipc", handle=b"h").encode(), "a handle of 64"),
+        (msgspec.structs.replace(GOOD, nbytes=0).encode(), "0 < bytes"),
+        (msgspec.structs.replace(GOOD, nbytes=3 << 20).encode(), "bytes <= mapped"),
+        (msgspec.structs.replace(GOOD, mapped_nbytes=MAX_BYTES + 1).encode(), "mapped bytes <="),
+    ],
+)
+def test_a_damaged_handle_is_refused(message: bytes, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        DeviceHandle.decode(message)

@@ -1,0 +1,224 @@
+"""Device memory between processes, on a GPU: whole, whoever closes or dies first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer_adapter.device.descriptors import fetch_descriptor
+from trainer_adapter.device.driver import CudaDriverError
+from trainer_adapter.device.handles import DeviceHandle, DeviceMismatchError, device_of, uuid_of
+from trainer_adapter.device.memory import DeviceMemory, Kind, refusals
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+gpu = pytest.mark.gpu
+KINDS: tuple[Kind, ...] = ("vmm", "ipc")
+BYTES = 5_000_001
+
+EXPORTER = """
+import sys, time, torch
+from trainer_adapter.device.descriptors import DescriptorServer
+from trainer_adapter.device.memory import DeviceMemory
+path, kind, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+memory = DeviceMemory.allocate(nbytes, 0, kind)
+memory.tensor().copy_(torch.arange(nbytes, device="cuda").remainder(251).to(torch.uint8))
+torch.cuda.synchronize()
+def give(question):
+    return memory.handle.encode(), memory.descriptor() if kind == "vmm" else None
+server = DescriptorServer(path, give)
+print("ready", flush=True)
+for line in sys.stdin:
+    if line.strip() == "close":
+        memory.close()
+        del memory
+        print("closed", flush=True)
+    if line.strip() == "sum":
+        print(int(memory.tensor().long().sum()), flush=True)
+"""
+
+
+def pattern(nbytes: int, device: int = 0) -> torch.Tensor:
+    return torch.arange(nbytes, device=f"cuda:{device}").remainder(251).to(torch.uint8)
+
+
+class Exporter:
+    def __init__(self, path: str, kind: Kind) -> None:
+        self.path = path
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", EXPORTER, path, kind, str(BYTES)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.expect("ready")
+
+    def expect(self, line: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().strip() == line
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def open(self, **options: object) -> DeviceMemory:
+        message, descriptor = fetch_descriptor(self.path, b"", 20.0)
+        try:
+            return DeviceMemory.open(DeviceHandle.decode(message), descriptor, **options)  # type: ignore[arg-type]
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()  # closes its pipes
+
+
+@pytest.fixture(params=KINDS)
+def exporter(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Exporter]:
+    exporter = Exporter(str(tmp_path / "socket"), request.param)
+    yield exporter
+    exporter.kill()
+
+
+@gpu
+@needs_gpu
+def test_another_process_reads_the_same_bytes(exporter: Exporter) -> None:
+    memory = exporter.open()
+    assert memory.nbytes == BYTES
+    assert torch.equal(memory.tensor(), pattern(BYTES))
+
+
+@gpu
+@needs_gpu
+def test_a_tensor_outlives_the_handle_that_it_came_from(exporter: Exporter) -> None:
+    memory = exporter.open()
+    tensor = memory.tensor()[1000:2000]
+    memory.close()
+    memory.close()
+    del memory
+    assert torch.equal(tensor, pattern(BYTES)[1000:2000])
+
+
+@gpu
+@needs_gpu
+def test_what_is_written_where_it_may_be_is_seen_by_its_owner(exporter: Exporter) -> None:
+    memory = exporter.open(writable=True)
+    memory.tensor().fill_(1)
+    torch.cuda.synchronize()
+    exporter.say("sum")
+    exporter.expect(str(BYTES))
+
+
+@gpu
+@needs_gpu
+def test_memory_exported_by_descriptor_outlives_its_exporter(tmp_path: Path) -> None:
+    exporter = Exporter(str(tmp_path / "socket"), "vmm")
+    memory = exporter.open()
+    exporter.say("close")
+    exporter.expect("closed")
+    assert torch.equal(memory.tensor(), pattern(BYTES))
+    exporter.kill()
+    assert torch.equal(memory.tensor(), pattern(BYTES))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_cycles_leave_the_device_as_it_was(kind: Kind) -> None:
+    def cycle() -> None:
+        memory = DeviceMemory.allocate(3 << 20, 0, kind)
+        if kind == "vmm":
+            os.close(memory.descriptor())
+        memory.tensor()[:10].fill_(1)
+        memory.close()
+
+    def free() -> tuple[int, int]:
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))
+
+    for _ in range(10):
+        cycle()
+    before = free()
+    for _ in range(1000):
+        cycle()
+    assert free() == before
+
+
+@gpu
+@needs_gpu
+def test_opening_a_thousand_times_leaves_the_device_as_it_was(exporter: Exporter) -> None:
+    for _ in range(10):
+        exporter.open().tensor()
+    before = torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))
+    for _ in range(1000):
+        exporter.open().tensor()
+    assert (torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))) == before
+
+
+@gpu
+@needs_gpu
+def test_a_descriptor_of_something_else_is_refused() -> None:
+    handle = DeviceMemory.allocate(100, 0).handle
+    other = os.memfd_create("no device memory")
+    try:
+        with pytest.raises(CudaDriverError, match="cuMemImportFromShareableHandle"):
+            DeviceMemory.open(handle, other)
+    finally:
+        os.close(other)
+    with pytest.raises(ValueError, match="a file descriptor"):
+        DeviceMemory.open(handle)
+
+
+@gpu
+@needs_gpu
+def test_more_than_the_device_has_is_refused_with_the_drivers_word() -> None:
+    with pytest.raises(CudaDriverError, match="OUT_OF_MEMORY"):
+        DeviceMemory.allocate(1 << 43, 0)
+    DeviceMemory.allocate(100, 0).tensor().fill_(0)
+    torch.cuda.synchronize()
+
+
+@gpu
+@needs_gpu
+def test_the_memory_of_an_unseen_device_is_refused_by_its_uuid() -> None:
+    assert device_of(uuid_of(0)) == 0
+    with pytest.raises(DeviceMismatchError, match="CUDA_VISIBLE_DEVICES"):
+        device_of(bytes(16))
+
+
+@gpu
+@needs_two
+def test_another_device_reads_it_over_peer_access(tmp_path: Path) -> None:
+    exporter = Exporter(str(tmp_path / "socket"), "vmm")
+    try:
+        memory = exporter.open(device=1)
+        assert memory.device == torch.device("cuda", 1)
+        assert torch.equal(memory.tensor(), pattern(BYTES, 1))
+    finally:
+        exporter.kill()
+
+
+@gpu
+@needs_gpu
+def test_the_probe_names_no_refusal_on_a_device_that_has_both() -> None:
+    assert refusals(0) == {}
+
+
+def test_without_a_driver_the_probe_says_so_for_each_kind() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    found = refusals(0)
+    assert found.keys() == {"vmm", "ipc"}
+    assert "no CUDA driver" in found["vmm"]
+
+
+def test_an_empty_allocation_is_refused_before_the_driver_is_asked() -> None:
+    with pytest.raises(ValueError, match="more than 0 bytes"):
+        DeviceMemory.allocate(0, 0)

@@ -1,0 +1,190 @@
+"""File descriptors from one process to others, over a Unix socket: who shares device memory.
+
+Invariants: both sides ask the kernel who is at the other end, and nothing goes to, or is taken
+from, another user; what cannot be sent costs its asker only; a wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from shmbus import ShmbusError
+
+__all__ = ["DescriptorServer", "PeerGoneError", "fetch_descriptor"]
+
+#: Seconds that one asker may take; each has a thread, and there are a few.
+ASK_S: Final = 5.0
+#: Askers that are served at once; more wait in the socket's queue.
+MAX_ASKERS: Final = 16
+#: Bytes of a question or of the message that comes with a descriptor.
+MAX_MESSAGE_BYTES: Final = 4096
+#: Between two tries to reach a server that is not there yet, seconds.
+RETRY_S: Final = 0.02
+
+
+class PeerGoneError(ShmbusError):
+    """The process at the other side has gone: the kernel has closed what it held."""
+
+
+class DescriptorServer:
+    """Gives a descriptor and a message to each process of this user that asks.
+
+    Parameters
+    ----------
+    path : str
+        Where to listen; a socket of a dead server of this user there is replaced.
+    give : callable
+        Takes the asker's question (bytes) and returns (message, descriptor or None). The descriptor
+        is closed here once it was sent. A ValueError's text is told to the asker.
+
+    Raises
+    ------
+    OSError
+        Something else lies at that path, or a living server has it.
+    """
+
+    def __init__(self, path: str, give: Callable[[bytes], tuple[bytes, int | None]]) -> None:
+        self.path = path
+        self._give = give
+        self._pid = os.getpid()
+        self._slots = threading.BoundedSemaphore(MAX_ASKERS)
+        _clear_place(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.bind(path)
+            os.chmod(path, 0o600)
+            self._socket.listen(MAX_ASKERS)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="shmbus-descriptors", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            self._slots.acquire()
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            with connection, contextlib.suppress(OSError):  # the asker has gone
+                connection.settimeout(ASK_S)
+                if _peer_uid(connection) != os.geteuid():
+                    return
+                try:
+                    message, descriptor = self._give(connection.recv(MAX_MESSAGE_BYTES))
+                except ValueError as error:
+                    connection.send(b"-" + str(error).encode()[: MAX_MESSAGE_BYTES - 1])
+                    return
+                try:
+                    rights = [] if descriptor is None else [descriptor]
+                    socket.send_fds(connection, [b"+" + message], rights)
+                finally:
+                    if descriptor is not None:
+                        os.close(descriptor)
+        finally:
+            self._slots.release()
+
+    def close(self) -> None:
+        """Stop listening and remove the socket; may be called twice."""
+        if os.getpid() != self._pid or self._socket.fileno() < 0:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        self._socket.close()
+        self._thread.join()
+
+
+def fetch_descriptor(path: str, question: bytes, timeout: float) -> tuple[bytes, int | None]:
+    """Ask a `DescriptorServer`.
+
+    Parameters
+    ----------
+    path : str
+        Its socket.
+    question : bytes
+        At most 4,095 bytes.
+    timeout : float
+        Seconds to wait for a server and for its answer.
+
+    Returns
+    -------
+    (bytes, int or None)
+        The message and the descriptor, which is the caller's to close.
+
+    Raises
+    ------
+    PeerGoneError
+        Nobody listens there, or whoever did has gone before it answered.
+    PermissionError
+        Another user listens there.
+    ValueError
+        The server refused; its reason.
+    """
+    deadline = time.monotonic() + timeout
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        while True:
+            try:
+                connection.connect(path)
+                break
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                if time.monotonic() >= deadline:
+                    raise PeerGoneError(
+                        f"nobody gives device memory at {path}: {error.strerror}; is the process "
+                        "that has it running?"
+                    ) from error
+                time.sleep(RETRY_S)
+        if _peer_uid(connection) != os.geteuid():
+            raise PermissionError(
+                f"{path} belongs to uid {_peer_uid(connection)}, not to this user"
+            )
+        connection.settimeout(max(RETRY_S, deadline - time.monotonic()))
+        try:
+            connection.send(question)
+            message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
+        except (OSError, TimeoutError) as error:
+            raise PeerGoneError(f"{path}: no answer within {timeout:g} s: {error}") from error
+    if message[:1] == b"+":
+        return message[1:], descriptors[0] if descriptors else None
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if not message:
+        raise PeerGoneError(f"{path}: the process there went away before it answered")
+    raise ValueError(f"{path}: {message[1:].decode(errors='replace')}")
+
+
+def _clear_place(path: str) -> None:
+    """Remove the socket of a server that died; nothing else."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+                return
+    raise FileExistsError(
+        f"{path}: expected nothing there, or the socket of a dead process of this user; remove it, "
+        "or end the process that listens there"
+    )
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(raw[4:8], "little")
