@@ -224,15 +224,19 @@ class Connection:
         )
 
     def _lose(self, wire: Wire, because: object) -> None:
-        """Give up a socket that broke; the watcher may have replaced it already."""
+        """Give up a socket that broke; the watcher may have replaced it already.
+
+        An exception may come anywhere in here. Once the socket has ended, the watcher does the
+        rest; and until nothing refers to it any more, the next request does so again.
+        """
+        wire.end()
         with self._lock:
             if self._wire is wire:
-                self._wire = None
-                self._dialled = self.doubtful = False
                 self._unreachable_since_s = time.monotonic()
                 self._problem = str(because)
+                self._dialled = self.doubtful = False
+                self._wire = None
                 self._wake_all()
-        wire.end()
 
     def abandon(self) -> None:
         """Give the connection up, after an exception that came in the middle of a dialogue.

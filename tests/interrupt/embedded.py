@@ -1,7 +1,7 @@
 """Interrupts every step of a Consumer that reads the ring itself, and audits after each.
 
 Usage: ``python tests/interrupt/embedded.py NAME [OPERATION...]``. Prints one JSON line: how many
-exceptions were raised, and what was wrong after which.
+exceptions were raised, and what was wrong after which. ``sweep.py`` runs it with other shapes.
 
 After each one: the ledger balances; the operation, called again, succeeds or says that it has
 happened already; every group is delivered once more, or was acknowledged; nothing is leased that
@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -21,12 +24,41 @@ from injection import Injected, Injection
 
 import shmbus
 
-SAMPLES = 2
 DATA = np.arange(7, dtype=np.int32)
-
 
 #: The injection under way, for whoever audits.
 LATEST: list[Injection] = []
+
+#: Exceptions that were raised in calls which repeat an interrupted one.
+REPEATED: list[str] = []
+
+
+@dataclass
+class Shape:
+    """What an operation meets. A seeded one differs from round to round.
+
+    Attributes
+    ----------
+    samples : int
+        Samples of a group.
+    more : int
+        How many times as many groups are put.
+    rng : random.Random or None
+        With one, the call that repeats an interrupted one may be interrupted too.
+    """
+
+    samples: int = 2
+    more: int = 1
+    rng: random.Random | None = None
+
+    def seed(self, number: int) -> None:
+        """Take the shape of a seed."""
+        self.rng = random.Random(number)
+        self.samples = self.rng.randint(2, 5)
+        self.more = self.rng.randint(1, 3)
+
+
+SHAPE = Shape()
 
 
 class Fault(Exception):
@@ -58,12 +90,12 @@ class Case:
         """Put complete groups, and whatever else the operation is to meet."""
         self.round += 1
         self.put = set()
-        for number in range(groups):
+        for number in range(groups * SHAPE.more):
             key = f"r{self.round}-{number}"
             self.put.add(key)
-            for index in range(SAMPLES):
+            for index in range(SHAPE.samples):
                 self.producer.put(
-                    key, group_size=SAMPLES, index=index, score=float(index), tokens=DATA
+                    key, group_size=SHAPE.samples, index=index, score=float(index), tokens=DATA
                 )
             if extra is not None and number == 0:
                 extra(key)
@@ -99,8 +131,25 @@ class Case:
             raise Fault(f"something is left: {ledger}")
 
 
-def again(operate: Callable[[], object]) -> None:
-    """An operation that was interrupted, repeated: it succeeds, or has happened already."""
+#: An event of a call that repeats another is among the first so many.
+REPEATED_EVENTS = 80
+
+
+def again(operate: FunctionType) -> None:
+    """An operation that was interrupted, repeated: it succeeds, or has happened already.
+
+    Under a seed half of them are interrupted again before, once.
+    """
+    if SHAPE.rng is not None and SHAPE.rng.random() < 0.5:
+        injection = Injection(SHAPE.rng.randint(1, REPEATED_EVENTS), operate.__code__.co_filename)
+        try:
+            with injection:
+                operate()
+        except Injected:
+            REPEATED.append(injection.where)
+        except shmbus.ProtocolError as error:
+            if "already" not in str(error):
+                raise Fault(f"called again: {error}") from error
     try:
         operate()
     except shmbus.ProtocolError as error:
@@ -108,11 +157,11 @@ def again(operate: Callable[[], object]) -> None:
             raise Fault(f"called again: {error}") from error
 
 
-def interrupt(at: int, operate: Callable[[], object]) -> tuple[Injection, Injected | None, object]:
+def interrupt(at: int, operate: FunctionType) -> tuple[Injection, Injected | None, object]:
     """Run it with an exception at its `at`-th event."""
     result: object = None
     kept: Injected | None = None
-    injection = Injection(at, __file__)
+    injection = Injection(at, operate.__code__.co_filename)
     LATEST[:] = [injection]
     try:
         with injection:
@@ -167,9 +216,8 @@ def ending_many(case: Case, at: int) -> Injection:
 
     injection, kept, _ = interrupt(at, operate)
     case.balance()
-    left = [group for group in groups if group.state == "leased"]
     if kept is not None:
-        case.consumer.ack(left)
+        again(lambda: case.consumer.ack([g for g in groups if g.state == "leased"]))
     case.audit([], {group.instance_id for group in groups})
     return injection
 
@@ -198,13 +246,14 @@ def failing(case: Case, at: int) -> Injection:
     """A take that meets a duplicate, a size mismatch and a failed sample."""
 
     def extra(key: str) -> None:
-        case.producer.put(f"{key}-d", group_size=SAMPLES, index=0, tokens=DATA)
-        case.producer.put(f"{key}-d", group_size=SAMPLES, index=0, tokens=DATA)
-        case.producer.put(f"{key}-d", group_size=SAMPLES + 1, index=1, tokens=DATA)
-        case.producer.put(f"{key}-d", group_size=SAMPLES, index=1, tokens=DATA)
+        put = case.producer.put
+        put(f"{key}-d", group_size=2, index=0, tokens=DATA)
+        put(f"{key}-d", group_size=2, index=0, tokens=DATA)
+        put(f"{key}-d", group_size=3, index=1, tokens=DATA)
+        put(f"{key}-d", group_size=2, index=1, tokens=DATA)
         case.put.add(f"{key}-d")
-        case.producer.fail(f"{key}-f", group_size=SAMPLES, index=0, reason="boom")
-        case.producer.put(f"{key}-f", group_size=SAMPLES, index=1, tokens=DATA)
+        case.producer.fail(f"{key}-f", group_size=2, index=0, reason="boom")
+        put(f"{key}-f", group_size=2, index=1, tokens=DATA)
 
     return taking(case, at, extra)
 
@@ -213,8 +262,8 @@ def judged(case: Case, at: int) -> Injection:
     """A take that drops a group without variance."""
 
     def extra(key: str) -> None:
-        for index in range(SAMPLES):
-            case.producer.put(f"{key}-z", group_size=SAMPLES, index=index, score=1, tokens=DATA)
+        for index in range(2):
+            case.producer.put(f"{key}-z", group_size=2, index=index, score=1, tokens=DATA)
 
     return taking(case, at, extra)
 
@@ -255,7 +304,7 @@ def closing(case: Case, at: int) -> Injection:
 
     injection, kept, _ = interrupt(at, operate)
     if kept is not None:
-        operate()
+        again(operate)
     case.consumer = case.attach()
     case.audit([], set())
     return injection
@@ -303,10 +352,17 @@ def every(make: Callable[[], Any], run: Callable[[Any, int], object]) -> Iterato
 
 def report_of(
     operations: dict[str, tuple[dict[str, Any], Callable[[Any, int], object]]],
-    chosen: list[str],
     make: Callable[..., Any],
 ) -> dict[str, Any]:
-    """Run operations; how many exceptions were raised in each, and what was wrong after which."""
+    """Run what the command line says; how many exceptions were raised in each, and what was wrong.
+
+    The arguments after the bus's name are operations, and ``--seed N`` for the shape of a seed.
+    """
+    chosen = sys.argv[2:]
+    if "--seed" in chosen:
+        at = chosen.index("--seed")
+        SHAPE.seed(int(chosen[at + 1]))
+        del chosen[at : at + 2]
     report: dict[str, Any] = {"injections": 0, "faults": []}
     for operation in chosen or operations:
         options, run = operations[operation]
@@ -315,10 +371,11 @@ def report_of(
             count += 1
             if wrong:
                 report["faults"].append(f"{operation}: {where}: {wrong}"[:300])
-        report[operation] = count
-        report["injections"] += count
+        report[operation] = count + len(REPEATED)
+        report["injections"] += report[operation]
+        REPEATED.clear()
     return report
 
 
 if __name__ == "__main__":
-    print(json.dumps(report_of(OPERATIONS, sys.argv[2:], functools.partial(Case, sys.argv[1]))))
+    print(json.dumps(report_of(OPERATIONS, functools.partial(Case, sys.argv[1]))))

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import embedded
-from embedded import Fault, again, interrupt
+from embedded import SHAPE, Fault, again, interrupt
 from injection import Injection
 
 import shmbus
+from shmbus.client.daemon_client import DaemonClient
 
 #: Seconds for what was leased to nobody to come again.
 PATIENCE_S = 5.0
@@ -79,22 +80,23 @@ class Case(embedded.Case):
 def stepping(case: Case, at: int) -> Injection:
     """Take a step with two ranks, interrupt the first, and take it again."""
     case.offer(groups=4)
+    share = 2 * SHAPE.more
     first, (second,) = case.consumer, case.others
     others: list[shmbus.Group] = []
 
     def other() -> None:
-        others.extend(second.take_step(groups=2, timeout=PATIENCE_S))
+        others.extend(second.take_step(groups=share, timeout=PATIENCE_S))
 
     thread = threading.Thread(target=other)
     thread.start()
 
     def operate() -> object:
-        return first.take_step(groups=2, timeout=PATIENCE_S)
+        return first.take_step(groups=share, timeout=PATIENCE_S)
 
     injection, kept, result = interrupt(at, operate)
     mine: list[shmbus.Group] = [] if kept is not None else list(result)  # type: ignore[call-overload]
     if kept is not None:
-        mine = first.take_step(groups=2, timeout=PATIENCE_S)
+        mine = first.take_step(groups=share, timeout=PATIENCE_S)
     thread.join()
     keys = sorted(group.instance_id for group in [*mine, *others])
     if keys != sorted(case.put):
@@ -108,6 +110,70 @@ def stepping(case: Case, at: int) -> Injection:
     return injection
 
 
+def ending_shard(verb: str) -> Callable[[Case, int], Injection]:
+    """A rank ends a group of its shard: what it gives back is its own again, and of no other."""
+
+    def run(case: Case, at: int) -> Injection:
+        case.offer(groups=4)
+        share = 2 * SHAPE.more
+        first, (second,) = case.consumer, case.others
+        mine = first.take_step(groups=share, timeout=PATIENCE_S)
+        others = second.take_step(groups=share, timeout=PATIENCE_S)
+        one = mine.pop(0)
+
+        def operate() -> None:
+            if verb == "with":
+                with one:
+                    pass
+            else:
+                getattr(one, verb)()
+
+        injection, kept, _ = interrupt(at, operate)
+        case.balance()
+        if kept is not None and one.state == "leased":
+            again(operate)
+        if one.state == "given_back":
+            (came,) = first.take_step(groups=share, timeout=PATIENCE_S)
+            if came.instance_id != one.instance_id:
+                raise Fault(f"gave back {one.instance_id}, got {came.instance_id}")
+            mine.append(came)
+        first.ack(mine)
+        second.ack(others)
+        case.balance()
+        ledger = second.stats()
+        if ledger.leased or ledger.stashed or ledger.in_ring:
+            raise Fault(f"something is left: {ledger}")
+        return injection
+
+    return run
+
+
+def doubting(verb: str) -> Callable[[Case, int], Injection]:
+    """Interrupt the call after one that was interrupted in the middle of its dialogue."""
+
+    def run(case: Case, at: int) -> Injection:
+        case.offer()
+        groups = case.take()
+        source = case.consumer._source
+        assert isinstance(source, DaemonClient)
+        source.connection.doubtful = True
+
+        def operate() -> None:
+            if verb == "stats":
+                case.consumer.stats()
+            else:
+                getattr(groups[0], verb)()
+
+        injection, kept, _ = interrupt(at, operate)
+        if kept is not None:
+            again(operate)
+        done = {groups[0].instance_id} if verb == "ack" else set()
+        case.audit(groups if verb == "stats" else groups[1:], done)
+        return injection
+
+    return run
+
+
 def returning(case: Case, at: int) -> Injection:
     """Attach as the rank that has just left; nobody has its place after an interrupt."""
     case.offer(groups=2)
@@ -119,7 +185,7 @@ def returning(case: Case, at: int) -> Injection:
     injection, kept, result = interrupt(at, operate)
     case.consumer = result if isinstance(result, shmbus.Consumer) else case.attach()
     for consumer in (case.consumer, *case.others):
-        consumer.ack(consumer.take_step(groups=1, timeout=PATIENCE_S))
+        consumer.ack(consumer.take_step(groups=SHAPE.more, timeout=PATIENCE_S))
     case.balance()
     ledger = case.others[0].stats()
     if ledger.leased or ledger.stashed or ledger.in_ring:
@@ -152,13 +218,20 @@ OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] =
     "with": ({}, embedded.within),
     "stats": ({}, embedded.counting),
     "version": ({}, setting),
-    "step": ({"ranks": 2}, stepping),
+    "doubted-stats": ({}, doubting("stats")),
+    "doubted-ack": ({}, doubting("ack")),
+    "doubted-give-back": ({}, doubting("give_back")),
     "attach": ({}, embedded.attaching),
-    "attach-rank": ({"ranks": 2}, returning),
     "close": ({}, embedded.closing),
+    "rank-step": ({"ranks": 2}, stepping),
+    "rank-ack": ({"ranks": 2}, ending_shard("ack")),
+    "rank-drop": ({"ranks": 2}, ending_shard("drop")),
+    "rank-give-back": ({"ranks": 2}, ending_shard("give_back")),
+    "rank-with": ({"ranks": 2}, ending_shard("with")),
+    "rank-attach": ({"ranks": 2}, returning),
 }
 
 
 if __name__ == "__main__":
     made = functools.partial(Case, sys.argv[1])
-    print(json.dumps(embedded.report_of(OPERATIONS, sys.argv[2:], made)))
+    print(json.dumps(embedded.report_of(OPERATIONS, made)))
