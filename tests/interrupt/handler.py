@@ -1,7 +1,8 @@
 """Interrupts every step of an OnlineDataHandler, and audits after each.
 
-Usage: ``python tests/interrupt/handler.py NAME [OPERATION...]``; as `embedded.py`, whose promises
-it checks: the groups of batches here.
+Usage: ``python tests/interrupt/handler.py NAME [OPERATION...] [--seed N]``; as `embedded.py`, whose
+promises it checks: the groups of batches here. A name that begins ``served-`` is of a handler of a
+daemon, ``rank-`` of one of two ranks; what ends in ``-prefetch`` has batches made ahead.
 """
 
 from __future__ import annotations
@@ -9,37 +10,70 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import embedded
-from embedded import LATEST, Fault, again
+import served
+from embedded import LATEST, SHAPE, Fault, again
 from injection import Injected, Injection
 
 import shmbus
 from trainer_adapter import Batch, OnlineDataHandler
 
-GROUPS = 6
+#: Groups of one batch of one rank; a round has enough for three, or one of each rank.
+BATCH = 2
+#: Seconds within which all that was put comes as batches.
+PATIENCE_S = 5.0
+#: Seconds that one request for a batch waits.
+SLICE_S = 0.5
 
 
 class Case(embedded.Case):
-    """A handler over a bus with a few groups, two a batch."""
+    """A handler over a bus with a few groups; its own, or a daemon's, or one of two ranks."""
 
     def __init__(self, name: str, **options: Any) -> None:
-        self.bus = shmbus.Bus.create(name, "512KiB", max_producers=2)
+        self.name = name
+        self.ranks = options.pop("ranks", 1)
+        self.served = options.pop("served", False) or self.ranks > 1
+        self.options = options
+        self.daemon = served.serve(name) if self.served else None
+        if self.daemon is None:
+            self.bus = shmbus.Bus.create(name, "512KiB", max_producers=2)
+        else:
+            self.bus = served.wait_for(lambda: shmbus.Bus.open(name))
         self.producer = shmbus.Producer(name)
-        self.handler = OnlineDataHandler(
-            name, groups_per_batch=2, daemon=False, max_wait=0.0, **options
-        )
+        self.handler = served.wait_for(self.attach)
+        self.others = [self.attach(rank) for rank in range(1, self.ranks)]
         self.round = 0
         self.put = set()
-        self.patience_s = 0.3 if options.get("prefetch") else 0.02
+
+    def attach(self, rank: int = 0) -> OnlineDataHandler:  # type: ignore[override]
+        return OnlineDataHandler(
+            self.name,
+            groups_per_batch=BATCH,
+            daemon=self.served,
+            max_wait=0.0,
+            rank=rank,
+            world_size=self.ranks,
+            **self.options,
+        )
 
     def close(self) -> None:
-        self.handler.close()
+        for handler in [self.handler, *self.others]:
+            handler.close()
         self.producer.close()
+        if self.daemon is not None:
+            self.daemon.terminate()
+            self.daemon.wait(30)
         self.bus.unlink()
         self.bus.close()
+
+    def offer_round(self) -> None:
+        """Put whole batches; for ranks whole steps."""
+        self.offer(BATCH * self.ranks if self.ranks > 1 else 3 * BATCH)
 
     def balance(self) -> shmbus.Ledger:
         ledger = self.handler.stats()
@@ -47,29 +81,45 @@ class Case(embedded.Case):
             raise Fault(f"the ledger does not balance: {ledger}")
         return ledger
 
-    def batches(self) -> list[Batch]:
-        found = []
-        while True:
-            try:
-                found.append(self.handler.next_batch(timeout=self.patience_s))
-            except TimeoutError:
-                return found
+    def batches(self, wanted: set[str]) -> list[tuple[OnlineDataHandler, Batch]]:
+        """What all ranks are given until all that is wanted has come, or time is over."""
+        found: list[tuple[OnlineDataHandler, Batch]] = []
+        left = set(wanted)
+        deadline = time.monotonic() + PATIENCE_S
+        while left and time.monotonic() < deadline:
+            # The first rank has had its part of a step, in most operations.
+            for handler in [*self.others, self.handler]:
+                try:
+                    batch = handler.next_batch(timeout=SLICE_S)
+                except TimeoutError:
+                    continue
+                found.append((handler, batch))
+                left.difference_update(group.instance_id for group in batch.groups)
+                if not left:
+                    break
+        return found
 
     def audit_batches(self, held: list[Batch], done: set[str]) -> None:
+        """Nothing is lost, and nothing comes twice; `held` is of the first rank."""
         self.balance()
-        found = [*held, *self.batches()]
-        keys = sorted(group.instance_id for batch in found for group in batch.groups)
-        wanted = sorted(self.put - done)
-        if keys != wanted:
-            raise Fault(f"expected {wanted}, got {keys}; {self.handler.stats()}")
-        for batch in found:
-            self.handler.ack(batch)
+        wanted = self.put - done
+        keys = [group.instance_id for batch in held for group in batch.groups]
+        found = [(self.handler, batch) for batch in held]
+        found += self.batches(wanted - set(keys))
+        keys = sorted(group.instance_id for _, batch in found for group in batch.groups)
+        if keys != sorted(wanted):
+            raise Fault(f"expected {sorted(wanted)}, got {keys}; {self.handler.stats()}")
+        for handler, batch in found:
+            handler.ack(batch)
+        self.balance()
+        for handler in self.others:
+            handler.stats()  # behind its acknowledgements
         ledger = self.balance()
         if ledger.leased or ledger.stashed or ledger.in_ring:
             raise Fault(f"something is left: {ledger}")
 
 
-def interrupt(at: int, operate: Callable[[], object]) -> tuple[Injected | None, object]:
+def interrupt(at: int, operate: FunctionType) -> tuple[Injected | None, object]:
     """Run it with an exception at its `at`-th event."""
     result: object = None
     kept: Injected | None = None
@@ -84,7 +134,7 @@ def interrupt(at: int, operate: Callable[[], object]) -> tuple[Injected | None, 
 
 
 def nexting(case: Case, at: int) -> None:
-    case.offer(GROUPS)
+    case.offer_round()
 
     def operate() -> object:
         return case.handler.next_batch(timeout=2.0)
@@ -95,7 +145,7 @@ def nexting(case: Case, at: int) -> None:
 
 
 def acking(case: Case, at: int) -> None:
-    case.offer(GROUPS)
+    case.offer_round()
     first = case.handler.next_batch(timeout=2.0)
 
     def operate() -> None:
@@ -109,7 +159,7 @@ def acking(case: Case, at: int) -> None:
 
 
 def giving_back(case: Case, at: int) -> None:
-    case.offer(GROUPS)
+    case.offer_round()
     first = case.handler.next_batch(timeout=2.0)
 
     def operate() -> None:
@@ -123,24 +173,21 @@ def giving_back(case: Case, at: int) -> None:
 
 
 def saving(case: Case, at: int) -> None:
-    case.offer(GROUPS)
+    case.offer_round()
     first = case.handler.next_batch(timeout=2.0)
     before = case.handler.state_dict()
-    interrupt(at, lambda: operate_state(case))
+
+    def operate() -> object:
+        return case.handler.state_dict()
+
+    interrupt(at, operate)
     if case.handler.state_dict() != before:
         raise Fault("the state is another one")
     case.audit_batches([first], set())
 
 
-def operate_state(case: Case) -> object:
-    def operate() -> object:
-        return case.handler.state_dict()
-
-    return operate()
-
-
 def loading(case: Case, at: int) -> None:
-    case.offer(GROUPS)
+    case.offer_round()
     first = case.handler.next_batch(timeout=2.0)
     state = case.handler.state_dict()
     case.handler.give_back(first)
@@ -150,11 +197,40 @@ def loading(case: Case, at: int) -> None:
 
     kept, _ = interrupt(at, operate)
     if kept is not None:
-        operate()
+        again(operate)
     case.audit_batches([], {group.instance_id for group in first.groups})
 
 
-OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
+def attaching(case: Case, at: int) -> None:
+    """A handler whose construction was interrupted holds no place: the next one gets it."""
+    case.offer_round()
+    case.handler.close()
+
+    def operate() -> object:
+        return case.attach()
+
+    kept, result = interrupt(at, operate)
+    case.handler = result if isinstance(result, OnlineDataHandler) else case.attach()
+    case.audit_batches([], set())
+    del kept
+
+
+def closing(case: Case, at: int) -> None:
+    """A close, called again after an interrupt, leaves all to the next handler."""
+    case.offer_round()
+    case.handler.next_batch(timeout=2.0)
+
+    def operate() -> None:
+        case.handler.close()
+
+    kept, _ = interrupt(at, operate)
+    if kept is not None:
+        again(operate)
+    case.handler = case.attach()
+    case.audit_batches([], set())
+
+
+_VERBS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
     "next": ({}, nexting),
     "next-stale": ({"max_policy_lag": 3}, nexting),
     "next-prefetch": ({"prefetch": 1}, nexting),
@@ -163,11 +239,22 @@ OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
     "give-back": ({}, giving_back),
     "give-back-prefetch": ({"prefetch": 1}, giving_back),
     "state": ({}, saving),
+    "state-prefetch": ({"prefetch": 1}, saving),
     "load": ({}, loading),
     "load-prefetch": ({"prefetch": 1}, loading),
+    "attach": ({}, attaching),
+    "close": ({}, closing),
+    "close-prefetch": ({"prefetch": 1}, closing),
 }
+
+OPERATIONS = dict(_VERBS)
+for place, where in (("served-", {"served": True}), ("rank-", {"ranks": 2})):
+    for verb, (options, run) in _VERBS.items():
+        # The policy of stale groups is the daemon's own there.
+        if verb != "next-stale":
+            OPERATIONS[place + verb] = ({**options, **where}, run)
 
 
 if __name__ == "__main__":
     made = functools.partial(Case, sys.argv[1])
-    print(json.dumps(embedded.report_of(OPERATIONS, sys.argv[2:], made)))
+    print(json.dumps(embedded.report_of(OPERATIONS, made)))

@@ -26,33 +26,39 @@ from shmbus.client.daemon_client import DaemonClient
 PATIENCE_S = 5.0
 
 
+def serve(name: str) -> subprocess.Popen[bytes]:
+    """Start a daemon that nothing interrupts."""
+    argv = [sys.executable, "-m", "shmbus", "serve", name, "--capacity", "1MiB"]
+    return subprocess.Popen([*argv, "--log-level", "error"], stdin=subprocess.DEVNULL)
+
+
+def wait_for(make: Callable[[], Any]) -> Any:
+    """What is made once the daemon is there."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return make()
+        except shmbus.ShmbusError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
 class Case(embedded.Case):
     """Consumers of a daemon: one, or two ranks of which the first is interrupted."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self.ranks = options.pop("ranks", 1)
-        argv = [sys.executable, "-m", "shmbus", "serve", name, "--capacity", "1MiB"]
-        argv += ["--log-level", "error"]
-        self.daemon = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+        self.daemon = serve(name)
         self.name = name
-        self.producer = shmbus.Producer(self._wait_for(lambda: shmbus.Bus.open(name).name))
+        self.producer = wait_for(lambda: shmbus.Producer(name))
         self.round = 0
         self.put = set()
-        self.consumer = self._wait_for(self.attach)
+        self.consumer = wait_for(self.attach)
         self.others = [self.attach(rank) for rank in range(1, self.ranks)]
 
     def attach(self, rank: int = 0) -> shmbus.Consumer:
         return shmbus.Consumer(self.name, daemon=True, rank=rank, world_size=self.ranks)
-
-    def _wait_for(self, make: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                return make()
-            except shmbus.ShmbusError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
 
     def close(self) -> None:
         for consumer in [self.consumer, *self.others]:

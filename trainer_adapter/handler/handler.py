@@ -176,16 +176,25 @@ class OnlineDataHandler(IterableDataset[Batch]):
             tokens_per_batch, groups_per_batch, max_wait_s, world_size
         )
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
-        self._admission = Admission(
-            self._consumer,
-            self._planner,
-            self._fields,
-            tokens_per_batch=tokens_per_batch,
-            malformed=malformed,
-            truncated=truncated,
-            # A shard stays as it is: all ranks make as many batches.
-            max_policy_lag=consumer_options.get("max_policy_lag") if world_size == 1 else None,
-        )
+        try:
+            max_policy_lag = consumer_options.get("max_policy_lag")
+            self._admission = Admission(
+                self._consumer,
+                self._planner,
+                self._fields,
+                tokens_per_batch=tokens_per_batch,
+                malformed=malformed,
+                truncated=truncated,
+                # A shard stays as it is: all ranks make as many batches.
+                max_policy_lag=max_policy_lag if world_size == 1 else None,
+            )
+            self._begin(world_size, prefetch, max_policy_lag)
+        except BaseException:
+            # Who keeps the exception keeps this handler, which nobody was given.
+            self._consumer.close()
+            raise
+
+    def _begin(self, world_size: int, prefetch: int, max_policy_lag: int | None) -> None:
         self._awaited = "complete group" if world_size == 1 else "step"
         self._take = self._taking(world_size)
         self._prefetcher = (
@@ -193,8 +202,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
             if prefetch
             else None
         )
-        self._drops = DropNotes(self._consumer.stats(), consumer_options.get("max_policy_lag"))
-        with shmbus.Bus.open(bus) as handle:
+        self._drops = DropNotes(self._consumer.stats(), max_policy_lag)
+        with shmbus.Bus.open(self._consumer.name) as handle:
             self._created_unix_ns = handle.created_unix_ns
 
     def _taking(self, world_size: int) -> Take:
@@ -507,9 +516,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
         return self._consumer.stats()
 
     def close(self) -> None:
-        """Leave the bus. Groups that are not acknowledged are delivered to the next reader."""
-        if self._closed:
-            return
+        """Leave the bus. Groups that are not acknowledged are delivered to the next reader.
+
+        It may be called twice; after an exception of a signal's handler, call it again.
+        """
         self._closed = True
         self.progress.end()
         if self._prefetcher is not None:

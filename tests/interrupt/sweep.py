@@ -1,0 +1,102 @@
+"""The long form: at least so many injected exceptions, over all paths, in rounds of other shapes.
+
+Usage: ``python tests/interrupt/sweep.py NAME INJECTIONS [SEED [PATH...]]``; `make interrupts` runs
+it. Prints one JSON line a path, with the exceptions that were raised and what was wrong, and one of
+all. The exit status is 1 if anything was wrong.
+
+Each path gets an equal part. A round goes over each event of each operation of its path. The seed
+of a round shifts what an event meets: the samples of a group, how many groups there are, and which
+of the calls that repeat an interrupted one are interrupted too. A round is run again by the command
+that a fault is printed with.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+#: Seconds for one round: a call that hangs is a fault.
+ROUND_S = 600
+
+_HANDLER = ["next", "ack", "give-back", "state", "load", "close"]
+_CONSUMER = ["take", "ack", "ack-list", "drop", "give-back", "with", "stats"]
+
+#: A script and its operations, by path.
+PATHS: dict[str, tuple[str, list[str]]] = {
+    "embedded": (
+        "embedded.py",
+        [*_CONSUMER, "take-stale", "take-failing", "take-judged", "attach", "close"],
+    ),
+    "daemon": (
+        "served.py",
+        [*_CONSUMER, "version", "doubted-stats", "doubted-ack", "doubted-give-back"]
+        + ["attach", "close"],
+    ),
+    "two ranks": (
+        "served.py",
+        [f"rank-{verb}" for verb in ("step", "ack", "drop", "give-back", "with", "attach")],
+    ),
+    "handler": ("handler.py", [*_HANDLER, "next-stale", "attach"]),
+    "handler, daemon": ("handler.py", [f"served-{verb}" for verb in [*_HANDLER, "attach"]]),
+    "handler, two ranks": ("handler.py", [f"rank-{verb}" for verb in [*_HANDLER, "attach"]]),
+    "handler, prefetch": ("handler.py", [f"{verb}-prefetch" for verb in _HANDLER]),
+    "handler, prefetch, daemon": (
+        "handler.py",
+        [f"served-{verb}-prefetch" for verb in _HANDLER],
+    ),
+    "handler, prefetch, two ranks": (
+        "handler.py",
+        [f"rank-{verb}-prefetch" for verb in _HANDLER],
+    ),
+}
+
+
+def run_round(name: str, path: str, seed: int) -> dict[str, Any]:
+    """Run one round of a path; an end that is none of its own is a fault."""
+    script, operations = PATHS[path]
+    command = [sys.executable, str(HERE / script), name, *operations, "--seed", str(seed)]
+    repeat = f"python tests/interrupt/{script} {name} {' '.join(operations)} --seed {seed}"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ROUND_S)
+    except subprocess.TimeoutExpired:
+        return {"injections": 0, "faults": [f"{repeat}: not over after {ROUND_S} s"]}
+    if done.returncode:
+        return {"injections": 0, "faults": [f"{repeat}: {done.stderr[-600:]}"]}
+    report: dict[str, Any] = json.loads(done.stdout)
+    report["faults"] = [f"{repeat}: {fault}" for fault in report["faults"]]
+    return report
+
+
+def sweep(name: str, path: str, injections: int, seed: int) -> dict[str, Any]:
+    """Run rounds of a path until so many exceptions were raised, or one found a fault."""
+    total: dict[str, Any] = {"path": path, "seed": seed, "injections": 0, "rounds": 0, "faults": []}
+    while total["injections"] < injections and not total["faults"]:
+        report = run_round(name, path, seed + total["rounds"])
+        total["injections"] += report["injections"]
+        total["faults"] += report["faults"]
+        total["rounds"] += 1
+    return total
+
+
+def main(name: str, injections: int, seed: int, paths: list[str]) -> int:
+    each = -(-injections // len(paths))
+    totals = []
+    for path in paths:
+        totals.append(sweep(name, path, each, seed))
+        print(json.dumps(totals[-1]), flush=True)
+    faults = sum(len(total["faults"]) for total in totals)
+    whole = sum(total["injections"] for total in totals)
+    print(json.dumps({"path": "all", "seed": seed, "injections": whole, "faults": faults}))
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    bus, wanted, *rest = sys.argv[1:]
+    chosen = int(rest[0]) if rest else random.SystemRandom().randrange(2**31)
+    sys.exit(main(bus, int(wanted), chosen, rest[1:] or list(PATHS)))
