@@ -18,6 +18,7 @@ from shmbus._fields import FieldSpec, check_sizes, parse_field
 from shmbus.put.asynchronous import AsynchronousPuts
 from shmbus.put.attached import Attach
 from shmbus.put.retries import RetryPuts
+from shmbus.put.rounds import RoundPuts
 from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
@@ -49,11 +50,12 @@ class ProducerStats(msgspec.Struct, frozen=True):
     full_waits: int
 
 
-class Producer(AsynchronousPuts, RetryPuts):
+class Producer(AsynchronousPuts, RetryPuts, RoundPuts):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
     `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`
     waits without blocking an event loop, and `fail` reports that a sample will not come.
+    `next_round` gives an epoch of its own to each round of a prompt that is sampled again.
 
     A handle pickles by name, so it can be sent to a spawned process or a Ray actor, where it
     attaches again. After a fork the child's copy raises BusClosedError; make a new one there.
@@ -143,7 +145,7 @@ class Producer(AsynchronousPuts, RetryPuts):
         policy_version : int, default 0
             As for `put`; ``slot.policy_version = ...`` sets it later.
         epoch : int, optional
-            Which repetition of the prompt this is, as for `put`.
+            Which round of the prompt this is, as for `put`.
         meta : object, optional
             As for `put`; ``slot.meta = ...`` sets it later.
         meta_room : int, default 1024

@@ -85,7 +85,7 @@ class RetryPuts(AttachedWriter):
         group_size : int, optional
             Samples in a complete group; None where this producer does not know.
         epoch : int, optional
-            Which repetition of the prompt this is, as for `put`.
+            Which round of the prompt this is, as for `put`.
         policy_version : int, default 0
             Version of the policy that was to sample it.
         timeout : float, optional

@@ -391,5 +391,5 @@ def _duplicate_error(discard: Discard[Trajectory]) -> errors.ProtocolError:
     return errors.ProtocolError(
         f"trajectory {sample.instance_id!r}[{sample.index}] came twice, now from producer "
         f"{sample.producer_id}; the first was kept. Number the samples of a prompt once, or give "
-        "each repetition its own epoch"
+        "each round of it its own epoch, from producer.next_round()"
     )

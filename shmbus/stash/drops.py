@@ -26,12 +26,13 @@ _SHOWN = 6
 #: The report of a failure that costs nothing more.
 _SUPERSEDED = "failed (reports)"
 #: What went wrong, and what to do, by the ledger's reason.
+_OWN_EPOCH = "give each round of a prompt its own epoch, from producer.next_round()"
 _REMEDIES = {
     "duplicate": "that index was there already, and the first is kept; number the samples of a "
-    "prompt once, or give each repetition its own epoch",
+    f"prompt once, or {_OWN_EPOCH}",
     "size_mismatch": "its group_size is not that of the group; pass the same one with every sample "
-    "of a group, or give each repetition its own epoch",
-    "surplus": "the group of this id and epoch had ended; give each repetition its own epoch",
+    f"of a group, or {_OWN_EPOCH}",
+    "surplus": f"the group of this id and epoch had ended; {_OWN_EPOCH}",
     "timeout": "the group was incomplete when group_timeout was over; raise it, or deliver what is "
     "there by on_timeout='partial'",
     "stale": "more than max_policy_lag versions behind; raise it, or check that workers pass "

@@ -70,8 +70,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         When.
     capacity, extent_bytes, max_producers : int
         As the bus had them.
-    policy_version, next_producer_id : int
-        As they were.
+    policy_version, next_producer_id, next_round : int
+        As they were; `next_round` is 0 where a shmbus wrote it that had no rounds.
     released : dict[str, int]
         The ledger's counts of acknowledged and dropped trajectories.
     slots : list[ProducerSlot]
@@ -93,6 +93,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     max_producers: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_PRODUCERS)]
     policy_version: Count
     next_producer_id: Count
+    next_round: Count = 0
     released: dict[str, Count]
     slots: list[ProducerSlot]
     records: Count
@@ -184,6 +185,7 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
         max_producers=file.max_producers,
         policy_version=int(header["policy_version"]),
         next_producer_id=int(header["next_producer_id"]),
+        next_round=int(header["next_round"]),
         released=dict(zip(REASONS, released, strict=True)),
         slots=slots,
         records=written,
@@ -408,6 +410,7 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, *, by_run
             ],
             manifest.next_producer_id,
             manifest.policy_version,
+            manifest.next_round,
         )
     except ValueError as error:
         raise damaged(directory / MANIFEST, f"its counts: {error}") from error

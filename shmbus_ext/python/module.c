@@ -22,6 +22,7 @@
 #include "python/segment/inspect.h"
 #include "python/put/restore.h"
 #include "python/segment/retry_functions.h"
+#include "python/segment/rounds_function.h"
 #include "python/uninterrupted.h"
 #include "ring/checksum.h"
 #include "ring/clock.h"
@@ -135,7 +136,7 @@ static bool add_functions(PyObject *module) {
         py_group_table_add_constants,  py_group_add_functions,       py_client_lease_add_functions,
         py_arrays_add_functions,       py_field_lookup_add_functions, py_meta_search_add_functions,
         py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
-        py_uninterrupted_add_functions, py_end_lease_add_functions,
+        py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

@@ -96,6 +96,7 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    712   136  pause            anybody      producers   before paused; for messages only
  *    896     4  retries_open     collector    producers   relaxed: open retry requests; a hint
  *    904     8  groups_failed    collector    all         relaxed: given up, for messages only
+ *    912     8  next_round       producers    producers   fetch_add: epochs that nobody else has
  */
 struct bus_header {
     _Atomic uint64_t magic;
@@ -154,6 +155,7 @@ struct bus_header {
 
     alignas(64) _Atomic uint32_t retries_open;
     _Atomic uint64_t groups_failed;
+    _Atomic uint64_t next_round;
 };
 
 #define SHMBUS_HEADER_BYTES 1024u
@@ -177,6 +179,7 @@ _Static_assert(offsetof(struct bus_header, lent) == 708, "layout");
 _Static_assert(offsetof(struct bus_header, pause_reason) == 728, "layout");
 _Static_assert(offsetof(struct bus_header, retries_open) == 896, "layout");
 _Static_assert(offsetof(struct bus_header, groups_failed) == 904, "layout");
+_Static_assert(offsetof(struct bus_header, next_round) == 912, "layout");
 
 /* A slot belongs to the process that holds the file lock on byte SHMBUS_LOCK_SLOT + index of the
  * segment; the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */

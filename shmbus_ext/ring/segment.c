@@ -14,6 +14,7 @@
 #include "checksum.h"
 #include "clock.h"
 #include "file_lock.h"
+#include "rounds.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -292,6 +293,7 @@ enum segment_status segment_create(struct segment *self, int fd,
     header->created_unix_ns = self->created_unix_ns = clock_realtime_ns();
     header->geometry_crc = geometry_crc(header);
     atomic_store_explicit(&header->next_producer_id, 1, memory_order_relaxed);
+    rounds_begin(header, header->created_unix_ns);
     /* SYNC: segment-ready. Everything above is in place before the magic says so. */
     atomic_store_explicit(&header->magic, SHMBUS_MAGIC, memory_order_release);
     return take_description(self);

@@ -17,7 +17,7 @@ from typing import Any
 
 import embedded
 import served
-from embedded import LATEST, SHAPE, Fault, again
+from embedded import LATEST, Fault, again
 from injection import Injected, Injection
 
 import shmbus

@@ -43,6 +43,9 @@ def exits_of(code: CodeType) -> frozenset[int]:
     found = {step.offset for step in steps if step.opname == "NOP"}
     for at in range(len(steps)):
         names = [step.opname for step in steps[at : at + 5]]
+        if "WITH_EXCEPT_START" in names[:2] and names[0] in ("PUSH_EXC_INFO", "WITH_EXCEPT_START"):
+            # The block was left by an exception.
+            found.add(steps[at].offset)
         nones = [step.opname == "LOAD_CONST" and step.argval is None for step in steps[at:][:3]]
         if nones == [True, True, True] and "CALL" in names[3:]:
             last = at + names.index("CALL")

@@ -26,6 +26,7 @@ ROUND_S = 600
 
 _HANDLER = ["next", "ack", "give-back", "state", "load", "close"]
 _CONSUMER = ["take", "ack", "ack-list", "drop", "give-back", "with", "stats"]
+_DOUBTED = ["doubted-stats", "doubted-ack", "doubted-give-back"]
 
 #: A script and its operations, by path.
 PATHS: dict[str, tuple[str, list[str]]] = {
@@ -35,8 +36,7 @@ PATHS: dict[str, tuple[str, list[str]]] = {
     ),
     "daemon": (
         "served.py",
-        [*_CONSUMER, "version", "doubted-stats", "doubted-ack", "doubted-give-back"]
-        + ["attach", "close"],
+        [*_CONSUMER, "version", *_DOUBTED, "attach", "close"],
     ),
     "two ranks": (
         "served.py",

@@ -73,9 +73,9 @@ def overflow(producer: Producer, consumer: Consumer) -> None:
 @pytest.mark.parametrize(
     ("happens", "options", "said"),
     [
-        (duplicate, {}, "sample 0 of 2, group 'a', from .* as duplicate: .* its own epoch"),
+        (duplicate, {}, "sample 0 of 2, group 'a', from .* as duplicate: .*next_round"),
         (size_mismatch, {}, "sample 1 of 3, group 'a', from .* as size_mismatch: .* group_size"),
-        (surplus, {}, "sample 0 of 2, group 'a' epoch 1, from .* as surplus: .* its own epoch"),
+        (surplus, {}, "sample 0 of 2, group 'a' epoch 1, from .* as surplus: .*next_round"),
         (
             timeout,
             {"group_timeout": 0.01, "on_timeout": "drop"},

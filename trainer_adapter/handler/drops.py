@@ -16,13 +16,17 @@ __all__ = ["DropNotes", "REASONS_IN_WORDS"]
 #: Why samples are dropped, and what to do, by the ledger's reasons.
 REASONS_IN_WORDS: Final[dict[str, str]] = {
     "duplicate": (
-        "their index was there already; a prompt that is sampled again needs its own epoch="
+        "their index was there already; a prompt that is sampled again needs its own epoch=, from "
+        "producer.next_round()"
     ),
     "size_mismatch": (
         "their group_size differs from their group's; a prompt that is sampled again needs its own "
-        "epoch="
+        "epoch=, from producer.next_round()"
     ),
-    "surplus": "their group was complete; a prompt that is sampled again needs its own epoch=",
+    "surplus": (
+        "their group was complete; a prompt that is sampled again needs its own epoch=, from "
+        "producer.next_round()"
+    ),
     "timeout": "their groups stayed incomplete for group_timeout",
     "stale": "older than max_policy_lag allows; do workers pass policy_version=?",
     "zero_variance": "all scores of their group are the same, under skip_zero_variance",

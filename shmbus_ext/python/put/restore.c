@@ -15,6 +15,7 @@
 #include "ring/doorbell.h"
 #include "ring/extents.h"
 #include "ring/file_lock.h"
+#include "ring/rounds.h"
 #include "ring/writer.h"
 
 /* Where the lane goes on in a run that it has left. */
@@ -333,14 +334,14 @@ static bool restore_slot(struct segment *segment, PyObject *row) {
     return true;
 }
 
-/* finish(released, slots, next_producer_id, policy_version): the counters, and the end. */
+/* finish(released, slots, next_producer_id, policy_version, next_round): the counters, and the end. */
 static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     PyObject *released, *slots;
-    unsigned long long next_producer_id;
+    unsigned long long next_producer_id, next_round;
     long long policy_version;
     if (!py_restorer_usable(self) ||
-        !PyArg_ParseTuple(args, "O!O!KL", &PyTuple_Type, &released, &PyList_Type, &slots,
-                          &next_producer_id, &policy_version)) {
+        !PyArg_ParseTuple(args, "O!O!KLK", &PyTuple_Type, &released, &PyList_Type, &slots,
+                          &next_producer_id, &policy_version, &next_round)) {
         return NULL;
     }
     struct segment *segment = &self->segment->c;
@@ -362,6 +363,7 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     }
     seal_runs(self);
     atomic_store_explicit(&segment->header->policy_version, policy_version, memory_order_relaxed);
+    rounds_resume(segment->header, next_round);
     uint64_t own = atomic_load_explicit(&segment->header->next_producer_id, memory_order_relaxed);
     atomic_store_explicit(&segment->header->next_producer_id,
                           next_producer_id > own ? next_producer_id : own, memory_order_release);

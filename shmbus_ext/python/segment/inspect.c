@@ -62,6 +62,7 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, pause_reason, 'S'),
     FIELD(bus_header, retries_open, 'u'),
     FIELD(bus_header, groups_failed, 'u'),
+    FIELD(bus_header, next_round, 'u'),
     {NULL, 0, 0, 0},
 };
 
