@@ -136,15 +136,25 @@ def process_label() -> str:
     return f"{script}@{os.uname().nodename}"
 
 
-def check_timeout(timeout: object) -> None:
+def check_timeout(timeout: object, name: str = "timeout") -> None:
     """Check a timeout: None, or 0 or more seconds."""
     if timeout is None:
         return
     if not isinstance(timeout, SECONDS):
-        raise TypeError(f"timeout: expected seconds or None, got {type(timeout).__name__}")
+        raise TypeError(f"{name}: expected seconds or None, got {type(timeout).__name__}")
     if isinstance(timeout, np.floating):
         timeout = float(timeout)  # NumPy would cast the bound to its own type, and warn
     if not 0 <= timeout <= _LONGEST_S and timeout != math.inf:
         raise ValueError(
-            f"timeout: expected 0 or more seconds, or None to wait for ever, got {timeout!r}"
+            f"{name}: expected 0 or more seconds, or None to wait for ever, got {timeout!r}"
         )
+
+
+def check_wait(wait: object) -> float | None:
+    """Check for how long a bus is waited for: as a timeout, and no bool, which says no time."""
+    if isinstance(wait, (bool, np.bool_)):
+        raise TypeError(
+            "wait: expected seconds or None, got bool; None waits for ever, 0 does not wait"
+        )
+    check_timeout(wait, "wait")
+    return None if wait is None else float(wait)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from shmbus._arguments import (
     check_rank,
     check_seconds,
     check_timeout,
+    check_wait,
     clamp_request,
 )
 from shmbus.client.daemon_client import DaemonClient
@@ -55,8 +56,8 @@ class Consumer(LeaseEnds, StepTakes):
     consumer had not acknowledged are delivered again. A handle pickles by name and options, and
     attaches when it is first used. Its methods may be called from several threads.
 
-    Attaching blocks for DAEMON_WAIT_S (5 s) at most, where a daemon was started a moment ago or is
-    being restarted.
+    Attaching blocks for `wait` seconds at most, or for DAEMON_WAIT_S (5 s) where that is longer and
+    a daemon was started a moment ago or is being restarted.
 
     Parameters
     ----------
@@ -99,11 +100,14 @@ class Consumer(LeaseEnds, StepTakes):
         exceptions end the wait; or nothing.
     stall_timeout : float
         Those seconds.
+    wait : float, optional
+        Seconds to wait for the bus where there is none yet, and for its daemon where one is needed:
+        None waits for ever, 0 does not wait for a bus.
 
     Raises
     ------
     BusNotFoundError, LayoutMismatchError
-        There is no such bus, or it has another layout.
+        There is no such bus, also after `wait` seconds, or it has another layout.
     BusBusyError
         Another process reads this bus without a daemon, or has this rank; or ranks are attached and
         this Consumer has none, or the reverse.
@@ -149,6 +153,7 @@ class Consumer(LeaseEnds, StepTakes):
         daemon: bool | None = None,
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
+        wait: float | None = 0.0,
     ) -> None:
         self.name = check_name(name)
         check_choice("on_timeout", on_timeout, ("wait", "drop", "partial"))
@@ -176,7 +181,9 @@ class Consumer(LeaseEnds, StepTakes):
                     "daemon a bus has one reader; leave daemon out, or world_size"
                 )
             daemon = True
-        self._options = AttachOptions(self.name, policy, duplicate, label, rank, world_size, daemon)
+        self._options = AttachOptions(
+            self.name, policy, duplicate, label, rank, world_size, daemon, check_wait(wait)
+        )
         self._watch = Watch(name, on_stall, stall_timeout)
         self._begin()
         try:

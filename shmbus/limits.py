@@ -25,6 +25,7 @@ __all__ = [
     "RECLAIM_WAIT_S",
     "REDIAL_INTERVAL_S",
     "RETRY_TIMEOUT_S",
+    "SMALLEST_DEFAULT_CAPACITY",
     "SPACE_WAIT_S",
     "STALL_TIMEOUT_S",
     "STATUS_GROUPS",
@@ -34,10 +35,14 @@ __all__ = [
     "UNCONFIRMED",
 ]
 
-#: Bytes for records of a bus by default: some 14,000 trajectories of 2,048 tokens.
+#: Bytes for records of a bus by default: some 14,000 trajectories of 2,048 tokens. Where /dev/shm
+#: has less than twice as much free, a bus takes half of that: containers get 64 MiB.
 DEFAULT_CAPACITY = "256MiB"
 
-#: Producers attached at once by default; each leases at least one extent.
+#: Bytes below which no default makes sense: a record may then have 2 MiB.
+SMALLEST_DEFAULT_CAPACITY = 8 << 20
+
+#: Producers attached at once by default, in a bus that has an extent for each: 260 KiB.
 DEFAULT_MAX_PRODUCERS = 64
 
 #: Records that one poll reads: few enough that they are grouped while they are in the cache.

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from shmbus import limits
-from shmbus._arguments import check_choice, check_flag, check_int, check_label
+from shmbus._arguments import check_choice, check_flag, check_int, check_label, check_wait
 from shmbus._fields import FieldSpec, check_sizes, parse_field
 from shmbus.put.asynchronous import AsynchronousPuts
 from shmbus.put.attached import Attach
@@ -78,11 +78,14 @@ class Producer(AsynchronousPuts, RetryPuts, RoundPuts):
         `put_many`, `reserve`, `fail` and `aput` wait, up to their timeout, for a new bus of that
         name, and go on in it. Open reservations are aborted then; what was committed into the old
         bus stays there, for the Consumer that holds it.
+    wait : float, optional
+        Seconds to wait for the bus where there is none yet: None waits for ever, 0 does not wait.
+        `awaited` does so without blocking an event loop.
 
     Raises
     ------
     BusNotFoundError
-        There is no such bus.
+        There is no such bus, also after `wait` seconds.
     BusBusyError
         All producer slots are taken.
     LayoutMismatchError
@@ -98,8 +101,10 @@ class Producer(AsynchronousPuts, RetryPuts, RoundPuts):
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
         attach: Attach = "same",
+        wait: float | None = 0.0,
     ) -> None:
         self.name = check_name(name)
+        self._wait = check_wait(wait)
         check_choice("attach", attach, ("same", "successor"))
         self._attach = attach
         self._watch = Watch(name, on_stall, stall_timeout)
@@ -244,6 +249,7 @@ class Producer(AsynchronousPuts, RetryPuts, RoundPuts):
     def __reduce__(self) -> tuple[Callable[..., Producer], tuple[Any, ...]]:
         return _rebuild, (
             type(self), self.name, self._checksum, self._label, self._watch.options, self._attach,
+            self._wait,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -258,6 +264,7 @@ def _rebuild(
     label: str | None,
     stall: tuple[OnStall, float],
     attach: Attach,
+    wait: float | None = 0.0,
 ) -> Producer:
     return cls(
         name,
@@ -266,4 +273,5 @@ def _rebuild(
         on_stall=stall[0],
         stall_timeout=stall[1],
         attach=attach,
+        wait=wait,
     )

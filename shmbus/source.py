@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -14,10 +16,13 @@ import msgspec
 
 from shmbus import errors, limits
 from shmbus._arguments import process_label
+from shmbus._format import show_wait
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.socket_path import obstacle
 from shmbus.control.wire import DaemonUnreachable, socket_exists
 from shmbus.ledger import Ledger
+from shmbus.segment import lifecycle
+from shmbus.segment.explain import DAEMON_LABEL
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
@@ -111,6 +116,8 @@ class AttachOptions(msgspec.Struct, frozen=True):
         Which of how many trainer processes this is.
     daemon : bool | None
         True requires a daemon, False never asks for one, None takes one that is there.
+    wait_s : float | None
+        Seconds to wait for the bus, and for a daemon that is needed; None for ever.
     """
 
     name: str
@@ -120,6 +127,7 @@ class AttachOptions(msgspec.Struct, frozen=True):
     rank: int
     world_size: int
     daemon: bool | None
+    wait_s: float | None = 0.0
 
 
 def attach(
@@ -127,8 +135,9 @@ def attach(
 ) -> Collector | DaemonClient:
     """Connect to the daemon where there is one; become the bus's collector where there is none.
 
-    A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S. What is
-    in its place and cannot be one is not: another user's socket, or a file.
+    A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S, or as
+    long as the bus is. What is in its place and cannot be one is not: another user's socket, or a
+    file.
 
     Parameters
     ----------
@@ -144,9 +153,12 @@ def attach(
     DaemonUnavailableError
         A daemon is needed, or has left its socket, and none answers.
     """
+    began = time.monotonic()
+    lifecycle.wait_for_bus(options.name, options.wait_s)
     if options.daemon is False:
         return _collector(options, opened)
-    deadline = time.monotonic() + DAEMON_WAIT_S
+    wait_s = math.inf if options.wait_s is None else options.wait_s
+    deadline = max(time.monotonic() + DAEMON_WAIT_S, began + wait_s)
     warned = False
     while True:
         try:
@@ -168,11 +180,12 @@ def attach(
                 return _collector(options, opened)
             except errors.BusBusyError as error:
                 # A daemon reads the bus a moment before it listens.
-                if "shmbus serve" not in str(error) or time.monotonic() > deadline:
+                if f"({DAEMON_LABEL})" not in str(error) or time.monotonic() > deadline:
                     raise
         if time.monotonic() > deadline:
             raise errors.DaemonUnavailableError(
-                f"bus {options.name!r}: no daemon answers ({unreachable}); start it with `shmbus "
+                f"bus {options.name!r}: no daemon answers after "
+                f"{show_wait(time.monotonic() - began)} ({unreachable}); start it with `shmbus "
                 f"serve {options.name}`{_daemon_hint(options)}"
             ) from unreachable
         time.sleep(limits.REDIAL_INTERVAL_S)
@@ -182,9 +195,28 @@ def _collector(options: AttachOptions, opened: list[Collector | DaemonClient]) -
     def make() -> Collector:
         made = Collector(options.name, options.policy, options.duplicate, options.label)
         opened.append(made)
+        _collectors.add(made)
         return made
 
-    return _core.uninterrupted(make)
+    try:
+        return _core.uninterrupted(make)
+    except errors.BusBusyError as error:
+        if _reads_already(options.name):
+            raise errors.BusBusyError(
+                f"{error}. That is this same process: another Consumer of it, or an "
+                "OnlineDataHandler, reads the bus, as after a notebook's cell that ran twice; "
+                "close the earlier one, or go on with it"
+            ) from None
+        raise
+
+
+#: Those of this process: a pid says little between containers, which number processes alike.
+_collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
+
+
+def _reads_already(name: str) -> bool:
+    """Whether this process has an open collector of the bus; one from before a fork is closed."""
+    return any(each.segment.name == name and not each.segment.closed for each in _collectors)
 
 
 def _daemon_client(options: AttachOptions, opened: list[Collector | DaemonClient]) -> DaemonClient:

@@ -12,8 +12,7 @@ import sys
 from shmbus import errors
 from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
-from shmbus.inspect import leftovers
-from shmbus.segment import lifecycle
+from shmbus.segment import creation, lifecycle
 from shmbus.segment.names import check_name
 from shmbus.source import stash_options
 from shmbus.store import snapshot
@@ -67,12 +66,10 @@ def run(parsed: argparse.Namespace) -> int:
             stack.enter_context(_metrics(parsed.name, settings.metrics_port, settings.metrics_host))
         if settings.restore is not None:
             _restore(parsed.name, settings.restore)
-        if leftovers.remove_unfinished(parsed.name):
+        if creation.remove_unfinished(parsed.name):
             logger.warning("removed what a creator that died had left of bus %r", parsed.name)
         with contextlib.suppress(errors.BusExistsError):
-            lifecycle.create_segment(
-                parsed.name, settings.capacity, settings.max_producers, 0
-            ).close()
+            creation.create_segment(parsed.name, settings.capacity, settings.max_producers).close()
         ours = server.serve(
             parsed.name,
             policy,

@@ -36,10 +36,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes
     ----------
-    capacity : str | int
-        Bytes for records, if the bus is created.
-    max_producers : int
-        Producers attached at once, if the bus is created.
+    capacity : str | int | None
+        Bytes for records, if the bus is created; None for 256 MiB, or half of what /dev/shm has
+        free where that is less.
+    max_producers : int | None
+        Producers attached at once, if the bus is created; None for 64, or as many as have room.
     group_timeout, on_timeout, max_policy_lag, skip_zero_variance, duplicate, max_stash_bytes,
     on_overflow, sample_retries, retry_timeout, on_failure
         As for `shmbus.Consumer`.
@@ -57,8 +58,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_level : "debug" | "info" | "warning" | "error"
     """
 
-    capacity: str | int = limits.DEFAULT_CAPACITY
-    max_producers: int = limits.DEFAULT_MAX_PRODUCERS
+    capacity: str | int | None = None
+    max_producers: int | None = None
     group_timeout: float | None = None
     on_timeout: Literal["wait", "drop", "partial"] = "wait"
     max_policy_lag: int | None = None
@@ -99,8 +100,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _HELP = {
-    "capacity": "bytes for records, if the bus is created",
-    "max_producers": "producers attached at once, if the bus is created",
+    "capacity": "bytes for records, if the bus is created (default 256MiB, or half of what "
+    "/dev/shm has free where that is less)",
+    "max_producers": "producers attached at once, if the bus is created (default 64, or as many "
+    "as have room)",
     "group_timeout": "seconds that a group may stay incomplete",
     "on_timeout": "what happens to it then: wait, drop or partial",
     "max_policy_lag": "versions that a group's oldest sample may be behind",

@@ -36,6 +36,7 @@ from shmbus.daemon import notify
 from shmbus.daemon.connection import Connection
 from shmbus.daemon.leases import Session
 from shmbus.daemon.service import Service
+from shmbus.segment.explain import DAEMON_LABEL
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus.store import snapshot
@@ -318,7 +319,7 @@ def serve(
     BusNotFoundError, BusBusyError, LayoutMismatchError
         There is no such bus, another process reads it, or it has another layout.
     """
-    collector = Collector(name, policy, duplicate, "shmbus serve")
+    collector = Collector(name, policy, duplicate, DAEMON_LABEL)
     collector.reader.lend()
     server = Server(collector, options, drain_timeout_s=drain_timeout_s)
     loop = uvloop.new_event_loop()

@@ -11,14 +11,12 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
 import pwd
 import socket
 import stat
-import time
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -32,19 +30,15 @@ from shmbus.segment.names import (
     SHM_DIRECTORY,
     SOCKET_SUFFIX,
     parse_companion,
-    shm_path,
 )
 from shmbus_ext import _core
 
-__all__ = ["Leftover", "remove", "remove_unfinished", "survey"]
+__all__ = ["Leftover", "remove", "survey"]
 
 Kind: TypeAlias = Literal["segment", "socket", "companion", "other"]
 Verdict: TypeAlias = Literal["removable", "in_use", "not_ours", "unknown"]
 _SEGMENT_PREFIX: Final = PREFIX.removeprefix("/")
 _SOCKET_PREFIXES: Final = ("shmbus-", "shmbus+")
-#: Seconds between two checks of a segment without magic and lock: a living creator locks it within
-#: microseconds.
-_UNFINISHED_WAIT_S: Final = 0.2
 _DEAD: Final = "no living process has it open"
 _UNREADABLE: Final = "its mode does not let us read it"
 _LOST_UNKNOWN: Final = "its content cannot be read"
@@ -279,44 +273,6 @@ def remove(found: Leftover) -> None:
         _unlink(found)
     finally:
         os.close(fd)
-
-
-def remove_unfinished(name: str) -> bool:
-    """Remove an unfinished segment whose creator died.
-
-    A slow creator holds a lock on the file, except for its first instant; so this checks twice. A
-    creator that was stopped in that instant finds the file gone, and reports it.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-
-    Returns
-    -------
-    bool
-        Whether there was such a file.
-    """
-    found = _unfinished(name)
-    if found is None:
-        return False
-    time.sleep(_UNFINISHED_WAIT_S)
-    again = _unfinished(name)
-    if again is None or (again.device, again.inode) != (found.device, found.inode):
-        return False
-    with contextlib.suppress(errors.BusBusyError, FileNotFoundError):
-        remove(again)
-        return True
-    return False
-
-
-def _unfinished(name: str) -> Leftover | None:
-    """Return the segment if it has no magic, and no living process that would store it."""
-    path = shm_path(name)
-    with contextlib.suppress(errors.BusNotFoundError, OSError), SegmentFile(name) as file:
-        if int(file.header["magic"]) == 0 and not file.in_use():
-            return _check(path, "segment", name, os.lstat(path))
-    return None
 
 
 def _same(found: Leftover, info: os.stat_result) -> bool:

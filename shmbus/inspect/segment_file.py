@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from shmbus import errors
 from shmbus.inspect.records import RecordRow, Run, Scan, unreadable_rest
 from shmbus.segment.explain import layout_error, not_found_error
-from shmbus.segment.names import bus_names, shm_path
+from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
 _LAYOUT: Final = _core.layout()
@@ -77,7 +77,7 @@ class SegmentFile:
         try:
             self.fd = open_file(self.path)
         except FileNotFoundError as error:
-            raise not_found_error(name, bus_names()) from error
+            raise not_found_error(name) from error
         except PermissionError as error:
             raise PermissionError(
                 f"bus {name!r}: may not read {self.path} as uid {os.geteuid()}; a bus is for the "

@@ -6,14 +6,20 @@ Invariant: a wait that is cancelled has put nothing.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from shmbus import errors, limits
-from shmbus._arguments import SECONDS, check_timeout
+from shmbus._arguments import SECONDS, check_timeout, check_wait
 from shmbus._space import SpaceWaits
-from shmbus.put.attached import WAITS_FOR_SPACE, AttachedWriter
+from shmbus.put.attached import WAITS_FOR_SPACE, AttachedWriter, ProducerOptions
+from shmbus.segment import lifecycle
+from shmbus.segment.names import check_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 __all__ = ["AsynchronousPuts"]
 
@@ -27,19 +33,59 @@ class AsynchronousPuts(AttachedWriter):
     def _begin_waits(self) -> None:
         self._space = SpaceWaits()
 
+    @classmethod
+    async def awaited(
+        cls, name: str, *, wait: float | None = 60.0, **options: Unpack[ProducerOptions]
+    ) -> Self:
+        """Make a Producer once there is a bus of that name, without blocking the event loop.
+
+        Parameters
+        ----------
+        name : str
+            The bus.
+        wait : float, optional
+            Seconds to wait for it: None waits for ever, 0 does not wait.
+        **options
+            All others of `Producer`.
+
+        Returns
+        -------
+        Producer
+
+        Raises
+        ------
+        BusNotFoundError, BusBusyError, LayoutMismatchError, TypeError, ValueError
+            As for `Producer`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing is attached.
+        """
+        wait = check_wait(wait)
+        for rest_s in lifecycle.until_there(check_name(name), wait):
+            await asyncio.sleep(rest_s)
+        made: Callable[..., Self] = cls
+        return made(name, **options)
+
     async def aput(
-        self, instance_id: str, *, timeout: float | None = None, **arguments: Any
+        self,
+        instance_id: str,
+        *,
+        group_size: int,
+        index: int,
+        score: float = 0.0,
+        policy_version: int = 0,
+        epoch: int | None = None,
+        meta: Any = None,
+        timeout: float | None = None,
+        **arrays: Any,
     ) -> None:
         """Put without blocking the event loop: where the bus is full, other tasks run.
 
         Parameters
         ----------
-        instance_id : str
-            The prompt's key, as for `put`.
+        instance_id, group_size, index, score, policy_version, epoch, meta, **arrays
+            As for `put`. The arrays must not change before this returns.
         timeout : float, optional
             Seconds to wait for space: None waits for ever, 0 does not wait.
-        **arguments
-            All others of `put`, arrays too. The arrays must not change before this returns.
 
         Raises
         ------
@@ -51,7 +97,69 @@ class AsynchronousPuts(AttachedWriter):
             The task was cancelled during the wait; nothing was put.
         """
         check_timeout(timeout)
-        await self._retry(lambda: self.put(instance_id, timeout=0, **arguments), timeout)
+        put = functools.partial(
+            self.put,
+            instance_id,
+            group_size=group_size,
+            index=index,
+            score=score,
+            policy_version=policy_version,
+            epoch=epoch,
+            meta=meta,
+            timeout=0,
+            **arrays,
+        )
+        await self._retry(put, timeout)
+
+    async def aput_many(
+        self, items: Iterable[dict[str, Any]], *, timeout: float | None = None
+    ) -> int:
+        """Put a list as `put_many` does, without blocking the event loop.
+
+        Parameters
+        ----------
+        items : iterable of dict
+            As for `put_many`. The arrays must not change before this returns.
+        timeout : float, optional
+            Seconds to wait for space, for all of them together: None waits for ever, 0 does not
+            wait.
+
+        Returns
+        -------
+        int
+            How many were put: all of them.
+
+        Raises
+        ------
+        TypeError, ValueError, RecordTooLargeError
+            As for `put_many`; nothing was put.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put_many`; `accepted` says how many items were committed, from the first on.
+        asyncio.CancelledError
+            The task was cancelled during the wait; it has `accepted`, too.
+        """
+        check_timeout(timeout)
+        if not isinstance(items, Iterable):
+            raise TypeError(f"items: expected an iterable of dicts, got {type(items).__name__}")
+        rest = list(items)
+        accepted = 0
+
+        def put_rest() -> None:
+            nonlocal accepted
+            try:
+                accepted += self.put_many(rest, timeout=0)
+            except BaseException as error:
+                done = getattr(error, "accepted", 0)
+                accepted += done
+                del rest[:done]
+                raise
+
+        try:
+            await self._retry(put_rest, timeout)
+        except BaseException as error:
+            error.accepted = accepted  # type: ignore[attr-defined]
+            raise
+        return accepted
 
     async def _retry(self, attempt: Callable[[], Any], timeout: float | None) -> None:
         began = time.monotonic()

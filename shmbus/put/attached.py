@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypedDict
 
 from shmbus import errors
 from shmbus.segment import lifecycle
-from shmbus.stall import Watch
+from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
-__all__ = ["WAITS_FOR_SPACE", "Attach", "AttachedWriter"]
+__all__ = ["WAITS_FOR_SPACE", "Attach", "AttachedWriter", "ProducerOptions"]
 
 #: What a writer waits for, in a report of a stall.
 WAITS_FOR_SPACE: Final = "space in the ring"
@@ -28,15 +28,27 @@ WAITS_FOR_SPACE: Final = "space in the ring"
 Attach: TypeAlias = Literal["same", "successor"]
 
 
+class ProducerOptions(TypedDict, total=False):
+    """Keyword arguments of `Producer`, which documents them; each may be left out."""
+
+    checksum: bool
+    label: str | None
+    on_stall: OnStall
+    stall_timeout: float
+    attach: Attach
+
+
 class AttachedWriter(_core.Writer):
     """A writer of the core with the name of its bus, and the watch over its waits."""
 
     name: str
     _attach: Attach
+    _wait: float | None
     _watch: Watch
 
     def _open(self, label: str, checksum: bool) -> None:
-        """Attach to the bus of that name."""
+        """Attach to the bus of that name, once there is one."""
+        lifecycle.wait_for_bus(self.name, self._wait)
         segment = lifecycle.open_segment(self.name)
         try:
             _core.Writer.__init__(self, segment, label, checksum)

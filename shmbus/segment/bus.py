@@ -12,11 +12,11 @@ from types import TracebackType
 
 import msgspec
 
-from shmbus import errors, limits
+from shmbus import errors
 from shmbus._arguments import check_policy_version
 from shmbus._format import show_size
 from shmbus.ledger import REASONS
-from shmbus.segment import lifecycle
+from shmbus.segment import creation, lifecycle
 from shmbus.segment.names import identity, is_named
 from shmbus_ext import _core
 
@@ -82,10 +82,10 @@ _STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT_CLOS
 
 
 class Bus:
-    """A bus in /dev/shm. Use `Bus.create` or `Bus.open`.
+    """A bus in /dev/shm. Use `Bus.create`, `Bus.open` or `Bus.ensure`.
 
     As a context manager, a bus that `create` made is removed at the end of the block, in the
-    process that made it; one that `open` attached is only closed. Outside a ``with`` block a bus
+    process that made it; one of `open` or `ensure` is only closed. Outside a ``with`` block a bus
     stays until `unlink`. A handle pickles by name, and attaches where it is loaded.
 
     Attributes
@@ -105,9 +105,9 @@ class Bus:
     def create(
         cls,
         name: str,
-        capacity: int | str = limits.DEFAULT_CAPACITY,
+        capacity: int | str | None = None,
         *,
-        max_producers: int = limits.DEFAULT_MAX_PRODUCERS,
+        max_producers: int | None = None,
         extent_bytes: int = 0,
     ) -> Bus:
         """Create a bus: mode 0600, exclusively, with all of its memory allocated and touched.
@@ -116,10 +116,12 @@ class Bus:
         ----------
         name : str
             1 to 200 bytes without "/".
-        capacity : int or str
-            Bytes for records, or a str such as "256MiB". One record may take a quarter of it.
-        max_producers : int
-            How many may be attached at once.
+        capacity : int or str, optional
+            Bytes for records, or a str such as "256MiB". One record may take a quarter of it. None
+            for 256 MiB, or half of what /dev/shm has free where that is less, as in a container.
+        max_producers : int, optional
+            How many may be attached at once, each with an extent of its own. None for 64, or as
+            many as have room.
         extent_bytes : int
             What a producer leases at a time, a multiple of 4096; 0 chooses.
 
@@ -132,12 +134,60 @@ class Bus:
         BusExistsError
             There is one of that name.
         CapacityError
-            /dev/shm cannot hold it (also a ValueError).
+            /dev/shm cannot hold it, or has too little free to choose (also a ValueError).
         TypeError, ValueError
-            A bad name or size.
+            A bad name or size, or more producers than the capacity has extents for.
         """
-        segment = lifecycle.create_segment(name, capacity, max_producers, extent_bytes)
+        segment = creation.create_segment(name, capacity, max_producers, extent_bytes)
         return cls(segment, owned=True)
+
+    @classmethod
+    def ensure(
+        cls,
+        name: str,
+        capacity: int | str | None = None,
+        *,
+        max_producers: int | None = None,
+        extent_bytes: int = 0,
+    ) -> Bus:
+        """Create a bus, or open the one that is there if it fits: in any order, by any number.
+
+        Whoever comes first creates it. Nobody owns it: it stays after a ``with`` block, and after
+        the death of its creator, until `unlink`. What an earlier run left in it undelivered is
+        delivered. What a creator that was killed left unfinished is made again.
+
+        Parameters
+        ----------
+        name : str
+            1 to 200 bytes without "/".
+        capacity : int or str, optional
+            As for `create`; a bus that is there fits with as much or more. None takes any.
+        max_producers : int, optional
+            Likewise.
+        extent_bytes : int
+            As for `create`; a bus that is there fits with exactly so many. 0 takes any.
+
+        Returns
+        -------
+        Bus
+
+        Raises
+        ------
+        BusExistsError
+            There is one that does not fit; the message says in what, and both figures.
+        LayoutMismatchError
+            There is one of another layout, damaged, or not finished within 10 s.
+        CapacityError, TypeError, ValueError
+            As for `create`.
+
+        Examples
+        --------
+        The same line in trainer and workers, whichever starts first::
+
+            shmbus.Bus.ensure("run1", capacity="1GiB", max_producers=128)
+        """
+        segment = creation.ensure_segment(name, capacity, max_producers, extent_bytes)
+        return cls(segment, owned=False)
 
     @classmethod
     def open(cls, name: str) -> Bus:

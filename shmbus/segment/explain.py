@@ -5,42 +5,59 @@ Invariant: no message has a text of a segment, a label or the reason of a pause,
 
 from __future__ import annotations
 
+import difflib
 import os
 import time
-from collections.abc import Sequence
+from typing import Final
 
-from shmbus import errors
+from shmbus import errors, limits
 from shmbus._format import printable, show_duration, show_size, show_wait
-from shmbus.segment.names import SHM_DIRECTORY, shm_path
+from shmbus.segment.names import SHM_DIRECTORY, bus_names, shm_path
 from shmbus_ext import _core
 
 __all__ = [
+    "DAEMON_LABEL",
     "UnfinishedError",
     "busy_error",
     "full_error",
     "layout_error",
     "memory_error",
+    "no_default_error",
     "not_found_error",
     "removed_error",
     "space_error",
 ]
 
 
+#: What a daemon calls itself as the reader of its bus.
+DAEMON_LABEL: Final = "shmbus serve"
+
+#: Other buses that an error names, and how much a name has in common with one that is near it, from
+#: 0 to 1.
+_OTHERS_NAMED: Final = 8
+_ALIKE: Final = 0.6
+
+
 class UnfinishedError(errors.LayoutMismatchError):
     """The segment's creator has not stored the magic yet."""
 
 
-def not_found_error(name: str, others: Sequence[str] | None = None) -> errors.BusNotFoundError:
-    """Say that there is no such bus, and name the others, where they are given."""
-    there = ""
-    if others is not None:
-        there = "there is none at all; "
-        if others:
-            there = f"there are: {', '.join(map(repr, others[:8]))}; "
+def not_found_error(name: str, waited_s: float | None = None) -> errors.BusNotFoundError:
+    """Say that there is no such bus, and name the others: those with nearly that name first."""
+    others = bus_names()
+    near = difflib.get_close_matches(name, others, _OTHERS_NAMED, _ALIKE)
+    shown = [*near, *(other for other in others if other not in near)][:_OTHERS_NAMED]
+    there = f"there are: {', '.join(map(repr, shown))}" if shown else "there is none at all"
+    if len(others) > len(shown):
+        there += f" and {len(others) - len(shown)} more"
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    waited = "" if waited_s is None else f" after {show_wait(waited_s)} of waiting for it"
+    wait = "" if waited_s is not None else " (a Producer or Consumer waits for it by wait=60.0)"
     return errors.BusNotFoundError(
-        f"there is no bus {name!r} ({shm_path(name)} does not exist); {there}create it with "
-        f"shmbus.Bus.create({name!r}), or check the name and that both sides see the same "
-        f"{SHM_DIRECTORY} (containers: --ipc or a shared mount)"
+        f"there is no bus {name!r}{waited} ({shm_path(name)} does not exist); {meant}{there}; "
+        f"create it with shmbus.Bus.create({name!r}){wait}, "
+        f"or check the name and that both sides see the same {SHM_DIRECTORY} (containers: --ipc or "
+        "a shared mount)"
     )
 
 
@@ -98,9 +115,15 @@ def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
     """Name the process that holds what this one wants."""
     if what == "collector":
         holder = segment.collector()
+        label = printable(holder["label"])
+        head = f"bus {segment.name!r} is read by pid {holder['pid']} ({label}) already; "
+        if label == DAEMON_LABEL:
+            return errors.BusBusyError(
+                f"{head}that is its daemon: lease groups from it, without daemon=False"
+            )
         return errors.BusBusyError(
-            f"bus {segment.name!r} is read by pid {holder['pid']} ({printable(holder['label'])}) "
-            "already; a bus has one collector: close that one first, or use another bus"
+            f"{head}a bus has one reader: close that one first, use another bus, or serve this one "
+            f"to many: end that one and start `shmbus serve {segment.name}`"
         )
     rows = segment.producers()
     alive = sum(state == _core.SLOT_ACTIVE for _, state, *_ in rows)
@@ -130,6 +153,19 @@ def layout_error(name: str, status: str, found: int, expected: int) -> errors.La
     }[status]
     hint = "" if status in ("version", "hash") else f"; remove it with shmbus.unlink({name!r})"
     return errors.LayoutMismatchError(f"bus {name!r}: {text}{hint}")
+
+
+def no_default_error(name: str) -> errors.CapacityError:
+    """Say that /dev/shm has too little for a bus whose capacity nobody gave."""
+    room = os.statvfs(SHM_DIRECTORY)
+    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    least = show_size(limits.SMALLEST_DEFAULT_CAPACITY)
+    return errors.CapacityError(
+        f"bus {name!r}: {SHM_DIRECTORY} has {show_size(free)} free of {show_size(total)}, and a "
+        f"bus by default takes half of what is free, {least} at least; enlarge it (docker run "
+        "--shm-size=1g, mount -o remount,size=...), remove old segments (shmbus gc), or choose a "
+        "capacity yourself"
+    )
 
 
 def space_error(name: str, size: int) -> errors.CapacityError:

@@ -1,88 +1,103 @@
-"""Creating, opening and unlinking segments in /dev/shm.
+"""Opening segments in /dev/shm, waiting for them, and unlinking them.
 
-Invariants:
-
-- A segment that could not be completed is removed before create_segment raises.
-- Opening waits for no file that others left under a name, and checks its owner before its content.
+Invariant: opening waits for no file that others left under a name, and checks its owner before its
+content.
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
+import math
 import os
 import stat
 import time
-
-import posix_ipc
+from collections.abc import Iterator
 
 from shmbus import errors
-from shmbus._arguments import LARGEST_SIZE, parse_size
-from shmbus.segment.explain import UnfinishedError, layout_error, not_found_error, space_error
-from shmbus.segment.names import PREFIX, SHM_DIRECTORY, check_name, is_named, shm_path
+from shmbus.segment.explain import UnfinishedError, layout_error, not_found_error
+from shmbus.segment.names import check_name, is_named, shm_path
 from shmbus_ext import _core
+
+__all__ = [
+    "ATTACH_WAIT_S",
+    "check_file",
+    "has_magic",
+    "open_file",
+    "open_if_there",
+    "open_once",
+    "open_segment",
+    "unlink",
+    "until_there",
+    "wait_for_bus",
+]
 
 #: Seconds that attaching waits for a segment whose creator is still allocating it: touching tens of
 #: GiB takes seconds.
 ATTACH_WAIT_S = 10.0
 
 
-def create_segment(
-    name: str, capacity: int | str, max_producers: int, extent_bytes: int
-) -> _core.Segment:
-    """Create, allocate and touch the whole segment; it is ready when this returns."""
-    check_name(name)
-    size = parse_size(capacity, "capacity")
-    for label, value in (("max_producers", max_producers), ("extent_bytes", extent_bytes)):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{label}: expected an int, got {type(value).__name__}")
-    max_producers, extent_bytes = operator.index(max_producers), operator.index(extent_bytes)
-    if not 1 <= max_producers <= _core.MAX_PRODUCERS:
-        raise ValueError(f"max_producers: expected 1 to {_core.MAX_PRODUCERS}, got {max_producers}")
-    if not 0 <= extent_bytes <= LARGEST_SIZE:
-        raise ValueError(f"extent_bytes: expected 0 (choose) to {LARGEST_SIZE}, got {extent_bytes}")
-    if os.path.lexists(shm_path(name)):
-        # Before checking for space, which this very bus may occupy.
-        raise _exists(name)
-    _check_room(name, size)
+#: Seconds between two looks for a bus that shall appear: soon at first, since workers and trainer
+#: are started together, then so rarely that a thousand waiting workers cost nothing.
+_FIRST_LOOK_S = 0.005
+_LAST_LOOK_S = 0.1
+
+
+def until_there(name: str, wait_s: float | None) -> Iterator[float]:
+    """Yield seconds to sleep until there is a bus of that name, finished; the caller sleeps them.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    wait_s : float, optional
+        Seconds after which to give up: None never does, 0 does not look.
+
+    Raises
+    ------
+    BusNotFoundError, LayoutMismatchError
+        There is none after that time, or one that was never finished.
+    """
+    if wait_s == 0:
+        return
+    began = time.monotonic()
+    rest_s = _FIRST_LOOK_S
+    while (there := _is_there(name)) is not True:
+        left_s = math.inf if wait_s is None else began + wait_s - time.monotonic()
+        if left_s <= 0:
+            if there is None:
+                raise not_found_error(name, wait_s)
+            raise layout_error(name, "unfinished", 0, 0)
+        yield min(rest_s, left_s)
+        rest_s = min(_LAST_LOOK_S, 1.5 * rest_s)
+
+
+def wait_for_bus(name: str, wait_s: float | None) -> None:
+    """Sleep until there is a bus of that name, as `until_there` says."""
+    for rest_s in until_there(name, wait_s):
+        time.sleep(rest_s)
+
+
+def _is_there(name: str) -> bool | None:
+    """Whether the segment is finished; None where there is no file of that name."""
+    if not os.path.lexists(shm_path(name)):
+        return None
     try:
-        shm = posix_ipc.SharedMemory(PREFIX + name, posix_ipc.O_CREX, mode=0o600)
-    except posix_ipc.ExistentialError as error:
-        raise _exists(name) from error
-    except posix_ipc.PermissionsError as error:
-        raise PermissionError(
-            f"bus {name!r}: may not create {shm_path(name)}; it belongs to another user, or "
-            f"{SHM_DIRECTORY} is not writable for uid {os.geteuid()}"
-        ) from error
-    identity = os.fstat(shm.fd)
+        fd = open_file(name, os.O_RDONLY)
+    except errors.BusNotFoundError:
+        return None
+    except (errors.ShmbusError, OSError):
+        return True  # attaching says what is wrong with it
     try:
-        segment = _core.Segment.create(shm.fd, name, size, max_producers, extent_bytes)
-    except BaseException:
-        os.close(shm.fd)
-        with contextlib.suppress(posix_ipc.ExistentialError):  # another process has removed it
-            posix_ipc.unlink_shared_memory(PREFIX + name)
-        raise
-    if not is_named(name, identity):
-        segment.close()
-        raise errors.BusNotFoundError(
-            f"bus {name!r}: another process removed {shm_path(name)} while it was being created; "
-            "create it again"
-        )
-    return segment
+        return has_magic(fd)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
 
 
-def _exists(name: str) -> errors.BusExistsError:
-    return errors.BusExistsError(
-        f"bus {name!r} exists already ({shm_path(name)}); attach with "
-        f"Bus.open({name!r}), or remove it with shmbus.unlink({name!r}) if no process uses it"
-    )
-
-
-def _check_room(name: str, size: int) -> None:
-    """Refuse a size that cannot fit before the kernel fills its memory to find out."""
-    room = os.statvfs(SHM_DIRECTORY)
-    if size > room.f_bavail * room.f_frsize:
-        raise space_error(name, size)
+def has_magic(fd: int) -> bool:
+    """Whether the creator of a segment has finished it: its first eight bytes are stored last."""
+    return any(os.pread(fd, 8, 0))
 
 
 def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
@@ -92,7 +107,7 @@ def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
     while True:
         try:
             # Between two of its steps a descriptor would be closed twice, or never.
-            return _core.uninterrupted(_open_once, name, read_only)
+            return _core.uninterrupted(open_once, name, read_only)
         except UnfinishedError as error:
             if time.monotonic() > deadline:
                 raise layout_error(name, "unfinished", 0, 0) from error
@@ -101,17 +116,20 @@ def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
 
 def open_if_there(name: str) -> _core.Segment | None:
     """Map a segment; None where there is none, or none that is finished."""
+    if not os.path.lexists(shm_path(name)):
+        return None
     try:
-        return _open_once(name, read_only=False)
+        return open_once(name, read_only=False)
     except (errors.BusNotFoundError, UnfinishedError):
         return None
 
 
-def _open_once(name: str, read_only: bool) -> _core.Segment:
-    fd = _open_file(name, os.O_RDONLY if read_only else os.O_RDWR)
+def open_once(name: str, read_only: bool) -> _core.Segment:
+    """Map a segment that is finished; UnfinishedError for one that is not."""
+    fd = open_file(name, os.O_RDONLY if read_only else os.O_RDWR)
     try:
         identity = os.fstat(fd)
-        _check_file(name, identity)
+        check_file(name, identity)
         segment = _core.Segment.open(fd, name, read_only)
     except BaseException:
         os.close(fd)
@@ -125,7 +143,7 @@ def _open_once(name: str, read_only: bool) -> _core.Segment:
     return segment
 
 
-def _open_file(name: str, how: int) -> int:
+def open_file(name: str, how: int) -> int:
     """Open the file under a name, without waiting for a FIFO's other end or following a link."""
     path = shm_path(name)
     try:
@@ -134,7 +152,7 @@ def _open_file(name: str, how: int) -> int:
         raise not_found_error(name) from error
     except OSError as error:
         with contextlib.suppress(FileNotFoundError):  # removed since
-            _check_file(name, os.lstat(path))
+            check_file(name, os.lstat(path))
         if isinstance(error, PermissionError):
             raise PermissionError(
                 f"bus {name!r}: may not open {path} as uid {os.geteuid()}; a bus is for the user "
@@ -143,7 +161,7 @@ def _open_file(name: str, how: int) -> int:
         raise
 
 
-def _check_file(name: str, found: os.stat_result) -> None:
+def check_file(name: str, found: os.stat_result) -> None:
     """Refuse a file of another user, who could read and truncate it, and what is no plain file."""
     path = shm_path(name)
     if found.st_uid != os.geteuid():
@@ -192,7 +210,7 @@ def unlink(name: str) -> None:
     """
     check_name(name)
     try:
-        segment = _open_once(name, read_only=False)
+        segment = open_once(name, read_only=False)
     except (errors.ShmbusError, OSError):
         segment = (
             None  # it may be damaged, unfinished or another user's: it has a name all the same

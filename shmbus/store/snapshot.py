@@ -33,7 +33,7 @@ from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import Count, ProducerSlot
 from shmbus.inspect.undelivered import counters, undelivered_records
 from shmbus.ledger import REASONS
-from shmbus.segment import lifecycle
+from shmbus.segment import creation, lifecycle
 from shmbus.segment.names import check_name, shm_path
 from shmbus.store.directory import MANIFEST, sync, write_directory
 from shmbus.store.parts import (
@@ -362,7 +362,7 @@ def _restore_as(
     # No process uses the bus by this name; `shmbus gc` finds it if this process dies.
     hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        segment = lifecycle.create_segment(hidden, *how)
+        segment = creation.create_segment(hidden, *how, crowded=True)
     except ValueError as error:
         if isinstance(error, errors.CapacityError):
             raise

@@ -62,8 +62,12 @@ bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_byt
 
 /* Extents of a new segment that are leased to its future collector: producers may fill the bus
  * before it attaches, and what it then has to move out of the way needs a place. */
+static inline uint32_t reserved_extents(uint32_t extent_count) {
+    return extent_count > 1 ? 1 : 0;
+}
+
 static inline uint32_t segment_reserved(const struct segment *self) {
-    return self->extent_count > 1 ? 1 : 0;
+    return reserved_extents(self->extent_count);
 }
 
 /* Makes a segment of a new, empty file: allocates and touches all of it, and writes the tables, the

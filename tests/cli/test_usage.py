@@ -14,7 +14,7 @@ from conftest import segments_named, wait_until
 from operators import cli
 
 from shmbus import Bus, Consumer, errors
-from shmbus.inspect import leftovers
+from shmbus.segment import creation
 from shmbus.segment.names import shm_path
 
 
@@ -83,13 +83,13 @@ def _serves(name: str) -> bool:
 
 def test_what_a_living_creator_holds_is_left_alone(bus_name: str) -> None:
     with Bus.create(bus_name, "64KiB"):
-        assert not leftovers.remove_unfinished(bus_name)
+        assert not creation.remove_unfinished(bus_name)
         with open(shm_path(bus_name), "r+b") as file:
             magic = file.read(8)
             file.seek(0)
             file.write(bytes(8))
             file.flush()
-            assert not leftovers.remove_unfinished(bus_name)  # by the lock of the handle above
+            assert not creation.remove_unfinished(bus_name)  # by the lock of the handle above
             file.seek(0)
             file.write(magic)
     assert segments_named(bus_name) == []

@@ -31,3 +31,4 @@ class ConsumerOptions(TypedDict, total=False):
     daemon: bool | None
     on_stall: Literal["log", "raise"] | Callable[[shmbus.StallReport], object] | None
     stall_timeout: float
+    wait: float | None

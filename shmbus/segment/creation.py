@@ -1,0 +1,322 @@
+"""Making segments in /dev/shm: exclusively, or by whichever of several processes comes first.
+
+Invariants:
+
+- A segment that could not be completed is removed before an error is raised, and no other file.
+- What a creator that died left unfinished is removed under a lock of all of its bytes, which no
+  process can have that makes or uses it.
+- A bus is never made with fewer extents than producers, each of which holds one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import operator
+import os
+import time
+from typing import Final
+
+import posix_ipc
+
+from shmbus import errors, limits
+from shmbus._arguments import LARGEST_SIZE, parse_size
+from shmbus._format import show_size
+from shmbus.segment.explain import UnfinishedError, no_default_error, space_error
+from shmbus.segment.lifecycle import (
+    ATTACH_WAIT_S,
+    check_file,
+    has_magic,
+    open_file,
+    open_once,
+    open_segment,
+)
+from shmbus.segment.names import PREFIX, SHM_DIRECTORY, check_name, is_named, shm_path
+from shmbus_ext import _core
+
+__all__ = ["create_segment", "ensure_segment", "remove_unfinished"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two checks of a segment without magic and lock: a living creator locks it within
+#: microseconds.
+_UNFINISHED_WAIT_S: Final = 0.2
+#: Seconds between two attempts to open a segment that another process is making.
+_POLL_S: Final = 0.005
+_MIB: Final = 1 << 20
+
+
+def create_segment(
+    name: str,
+    capacity: int | str | None = None,
+    max_producers: int | None = None,
+    extent_bytes: int = 0,
+    *,
+    crowded: bool = False,
+) -> _core.Segment:
+    """Create, allocate and touch the whole segment; it is ready when this returns.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    capacity : int or str, optional
+        Bytes for records; None chooses by what /dev/shm has free.
+    max_producers : int, optional
+        How many may be attached at once; None for as many as have room, 64 at most.
+    extent_bytes : int
+        What a producer leases at a time; 0 chooses.
+    crowded : bool
+        Whether there may be fewer extents than producers, as older versions allowed.
+    """
+    check_name(name)
+    _check_sizes(capacity, max_producers, extent_bytes)
+    if os.path.lexists(shm_path(name)):
+        # Before checking for space, which this very bus may occupy.
+        raise _exists(name)
+    size = _default_capacity(name) if capacity is None else parse_size(capacity, "capacity")
+    extent_bytes = operator.index(extent_bytes)
+    max_producers = _producers_with_room(name, size, max_producers, extent_bytes, crowded)
+    _check_room(name, size)
+    try:
+        shm = posix_ipc.SharedMemory(PREFIX + name, posix_ipc.O_CREX, mode=0o600)
+    except posix_ipc.ExistentialError as error:
+        raise _exists(name) from error
+    except posix_ipc.PermissionsError as error:
+        raise PermissionError(
+            f"bus {name!r}: may not create {shm_path(name)}; it belongs to another user, or "
+            f"{SHM_DIRECTORY} is not writable for uid {os.geteuid()}"
+        ) from error
+    identity = os.fstat(shm.fd)
+    try:
+        segment = _core.Segment.create(shm.fd, name, size, max_producers, extent_bytes)
+    except BaseException as error:
+        os.close(shm.fd)
+        # Another process may have removed it, and made another; or it holds the lock to do so.
+        busy = isinstance(error, OSError) and error.errno == errno.EBUSY
+        if not busy and is_named(name, identity):
+            with contextlib.suppress(posix_ipc.ExistentialError):
+                posix_ipc.unlink_shared_memory(PREFIX + name)
+        raise
+    if not is_named(name, identity):
+        segment.close()
+        raise errors.BusNotFoundError(
+            f"bus {name!r}: another process removed {shm_path(name)} while it was being created; "
+            "create it again"
+        )
+    return segment
+
+
+def _check_sizes(capacity: object, max_producers: object, extent_bytes: object) -> None:
+    """Check types and ranges, before anything is asked of the machine."""
+    if capacity is not None:
+        parse_size(capacity, "capacity")  # type: ignore[arg-type]
+    for label, value in (("max_producers", max_producers), ("extent_bytes", extent_bytes)):
+        if label == "max_producers" and value is None:
+            continue
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{label}: expected an int, got {type(value).__name__}")
+        number = operator.index(value)
+        if label == "max_producers" and not 1 <= number <= _core.MAX_PRODUCERS:
+            raise ValueError(f"{label}: expected 1 to {_core.MAX_PRODUCERS}, got {number}")
+        if label == "extent_bytes" and not 0 <= number <= LARGEST_SIZE:
+            raise ValueError(f"{label}: expected 0 (choose) to {LARGEST_SIZE}, got {number}")
+
+
+def _default_capacity(name: str) -> int:
+    """Choose 256 MiB, or half of what is free where that is less: others need the rest."""
+    most = parse_size(limits.DEFAULT_CAPACITY)
+    free = _free_bytes()
+    size = min(most, free // 2 // _MIB * _MIB)
+    if size < limits.SMALLEST_DEFAULT_CAPACITY:
+        raise no_default_error(name)
+    if size < most:
+        logger.warning(
+            "bus %r gets %s and not %s, since %s has %s free; give capacity=... to choose, and a "
+            "container more by docker run --shm-size=...",
+            name, show_size(size), show_size(most), SHM_DIRECTORY, show_size(free),
+        )  # fmt: skip
+    return size
+
+
+def _producers_with_room(
+    name: str, size: int, max_producers: int | None, extent_bytes: int, crowded: bool
+) -> int:
+    """Return how many producers the bus is for; refuse more than it has extents for."""
+    wanted = (
+        limits.DEFAULT_MAX_PRODUCERS if max_producers is None else operator.index(max_producers)
+    )
+    plan = _core.segment_plan(size, wanted, extent_bytes)
+    if plan is None or crowded:
+        return wanted  # the core says what is wrong with the numbers
+    _, extent, extents, room = plan
+    if wanted <= room:
+        return wanted
+    if max_producers is None:
+        return room
+    raise ValueError(
+        f"bus {name!r}: capacity={show_size(size)} is too small for max_producers={wanted}: each "
+        f"producer holds an extent of {show_size(extent)}, and of {extents} extents {room} are for "
+        f"producers; expected a capacity of {show_size((wanted + 1) * extent)} or more, or at most "
+        f"max_producers={room}"
+    )
+
+
+def _exists(name: str) -> errors.BusExistsError:
+    return errors.BusExistsError(
+        f"bus {name!r} exists already ({shm_path(name)}); attach with "
+        f"Bus.open({name!r}), or by Bus.ensure({name!r}), which creates it only where there is "
+        f"none; or remove it with shmbus.unlink({name!r}) if no process uses it"
+    )
+
+
+def _free_bytes() -> int:
+    room = os.statvfs(SHM_DIRECTORY)
+    return room.f_bavail * room.f_frsize
+
+
+def _check_room(name: str, size: int) -> None:
+    """Refuse a size that cannot fit before the kernel fills its memory to find out."""
+    if size > _free_bytes():
+        raise space_error(name, size)
+
+
+# -- by whoever comes first ---------------------------------------------------------------------
+
+
+def ensure_segment(
+    name: str,
+    capacity: int | str | None = None,
+    max_producers: int | None = None,
+    extent_bytes: int = 0,
+) -> _core.Segment:
+    """Open a segment that fits, or create it where there is none; any number of processes at once.
+
+    One that another process is making is waited for, up to ATTACH_WAIT_S; one whose creator died is
+    made again.
+
+    Raises
+    ------
+    BusExistsError
+        There is one that does not fit; the message says in what.
+    """
+    check_name(name)
+    _check_sizes(capacity, max_producers, extent_bytes)
+    deadline = time.monotonic() + ATTACH_WAIT_S
+    while True:
+        segment = _open_or_create(name, capacity, max_producers, extent_bytes)
+        if segment is not None:
+            break
+        if time.monotonic() > deadline:
+            # Says what is there, or that it has gone again.
+            segment = open_segment(name)
+            break
+        if remove_unfinished(name):
+            logger.warning("removed what a creator that died had left of bus %r", name)
+        time.sleep(_POLL_S)
+    try:
+        _require_fit(segment, capacity, max_producers, extent_bytes)
+    except BaseException:
+        segment.close()
+        raise
+    return segment
+
+
+def _open_or_create(
+    name: str, capacity: int | str | None, max_producers: int | None, extent_bytes: int
+) -> _core.Segment | None:
+    """Return a segment, made or found; None where another process was faster, or is at it."""
+    try:
+        return _core.uninterrupted(open_once, name, False)
+    except UnfinishedError:
+        return None
+    except errors.BusNotFoundError:
+        pass
+    try:
+        return create_segment(name, capacity, max_producers, extent_bytes)
+    except (errors.BusExistsError, errors.BusNotFoundError):
+        return None
+    except errors.CapacityError:
+        # Another process may have taken the space, for this very bus.
+        if os.path.lexists(shm_path(name)):
+            return None
+        raise
+    except OSError as error:
+        # Another process took this one's file for a dead creator's, and holds its lock.
+        if error.errno == errno.EBUSY:
+            return None
+        raise
+
+
+def _require_fit(
+    segment: _core.Segment,
+    capacity: int | str | None,
+    max_producers: int | None,
+    extent_bytes: int,
+) -> None:
+    """Refuse a bus that is smaller than asked for, or has other extents."""
+    wrong = []
+    if capacity is not None and segment.capacity < (size := parse_size(capacity, "capacity")):
+        wrong.append(f"capacity: expected {show_size(size)}, got {show_size(segment.capacity)}")
+    if max_producers is not None and segment.max_producers < max_producers:
+        wrong.append(f"max_producers: expected {max_producers}, got {segment.max_producers}")
+    if extent_bytes and segment.extent_bytes != extent_bytes:
+        wrong.append(f"extent_bytes: expected {extent_bytes}, got {segment.extent_bytes}")
+    if wrong:
+        name = segment.name
+        raise errors.BusExistsError(
+            f"bus {name!r} exists already and does not fit: {'; '.join(wrong)}; ask for no more "
+            f"than it has, or, once no process uses it, remove it with shmbus.unlink({name!r}): "
+            "what it holds and was not delivered is lost then"
+        )
+
+
+def remove_unfinished(name: str) -> bool:
+    """Remove an unfinished segment whose creator died.
+
+    A slow creator holds a lock on the file, except for its first instant; so this checks twice. A
+    creator that was stopped in that instant finds the file gone, and reports it.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+
+    Returns
+    -------
+    bool
+        Whether there was such a file.
+    """
+    found = _unfinished(name)
+    if found is None:
+        return False
+    time.sleep(_UNFINISHED_WAIT_S)
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = open_file(name, os.O_RDWR)
+        except (errors.ShmbusError, OSError):
+            return False
+        stack.callback(os.close, fd)
+        same = os.path.samestat(found, os.fstat(fd))
+        if not same or not _core.lock_all(fd) or has_magic(fd) or not is_named(name, found):
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(shm_path(name))
+        return True
+
+
+def _unfinished(name: str) -> os.stat_result | None:
+    """Return the file if it has no magic, and no living process that would store it."""
+    try:
+        fd = open_file(name, os.O_RDONLY)
+    except (errors.ShmbusError, OSError):
+        return None
+    try:
+        found = os.fstat(fd)
+        check_file(name, found)
+        return None if has_magic(fd) or _core.any_lock_held(fd) else found
+    except (errors.ShmbusError, OSError):
+        return None
+    finally:
+        os.close(fd)

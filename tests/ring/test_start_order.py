@@ -1,0 +1,415 @@
+"""Any start order: who waits for a bus, who makes it, and what a creator that died leaves.
+
+Processes are real, and so are their deaths. What needs a small /dev/shm gets one of its own, in a
+mount namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Daemon, Spawner, wait_until
+
+import shmbus
+from shmbus import Bus, Consumer, Producer
+from shmbus.put.attached import ProducerOptions
+from shmbus.segment import creation
+from shmbus.segment.names import shm_path
+
+PROCESSES = 8
+#: Seconds after which a wait that shall end by itself has not.
+LONG_S = 60.0
+
+
+def path_of(name: str) -> Path:
+    return Path(shm_path(name))
+
+
+def put(producer: Producer, key: str) -> None:
+    producer.put(key, group_size=1, index=0, x=np.arange(3), timeout=LONG_S)
+
+
+def make_soon(name: str) -> threading.Thread:
+    """Create the bus a moment after this returns."""
+    thread = threading.Timer(0.1, lambda: Bus.create(name, "1MiB").close())
+    thread.start()
+    return thread
+
+
+# --- waiting
+
+
+def test_a_producer_that_starts_first_waits_for_the_bus(bus_name: str) -> None:
+    maker = make_soon(bus_name)
+    with Producer(bus_name, wait=LONG_S) as producer:
+        put(producer, "a")
+    maker.join()
+    assert Bus.open(bus_name).stats().committed == 1
+
+
+@pytest.mark.parametrize("kind", [Producer, Consumer])
+def test_a_wait_in_vain_says_how_long_and_what_it_looked_for(
+    bus_name: str, kind: Callable[..., object]
+) -> None:
+    near = f"{bus_name}.2"
+    with Bus.create(near, "64KiB"), pytest.raises(shmbus.BusNotFoundError) as caught:
+        kind(bus_name, wait=0.05)
+    said = str(caught.value)
+    assert f"no bus {bus_name!r} after 0.05 s of waiting for it" in said
+    assert f"did you mean {near!r}? there are: {near!r}" in said
+    assert str(path_of(bus_name)) in said
+
+
+def test_a_wait_is_a_time_and_no_flag(bus_name: str) -> None:
+    with pytest.raises(TypeError, match="wait: expected seconds or None, got bool"):
+        Producer(bus_name, wait=True)
+    with pytest.raises(ValueError, match="wait: expected 0 or more seconds"):
+        Consumer(bus_name, wait=-1)
+    with pytest.raises(TypeError, match="wait: expected seconds or None, got str"):
+        Producer(bus_name, wait="60")  # type: ignore[arg-type]
+
+
+def test_a_consumer_that_starts_first_waits_for_the_bus(bus_name: str) -> None:
+    maker = make_soon(bus_name)
+    with Consumer(bus_name, wait=LONG_S) as consumer:
+        assert consumer.take(1, 0) == []
+    maker.join()
+
+
+def test_a_rank_that_starts_first_waits_for_bus_and_daemon(
+    bus_name: str, daemon: Callable[..., Daemon]
+) -> None:
+    found: list[int] = []
+
+    def attach() -> None:
+        with Consumer(bus_name, rank=0, world_size=1, daemon=True, wait=LONG_S) as consumer:
+            found.append(consumer.stats().committed)
+
+    thread = threading.Thread(target=attach)
+    thread.start()
+    daemon("--capacity", "1MiB", "--unlink-on-exit")
+    thread.join(LONG_S)
+    assert found == [0]
+
+
+def test_a_handle_that_is_unpickled_first_waits_as_its_original_did(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name, wait=LONG_S) as producer:
+        pickled = pickle.dumps(producer)
+    maker = make_soon(bus_name)
+    with pickle.loads(pickled) as producer:
+        put(producer, "a")
+    maker.join()
+
+
+def test_a_wait_goes_on_past_what_a_dead_creator_left(bus_name: str, spawn: Spawner) -> None:
+    path_of(bus_name).touch(0o600)
+    child = spawn.script(
+        "import sys, shmbus\nprint('waits', flush=True)\n"
+        "shmbus.Producer(sys.argv[1], wait=60).close()\n",
+        bus_name,
+    )
+    child.expect("waits")
+    Bus.ensure(bus_name, "1MiB").close()
+    child.finish()
+    path_of(bus_name).unlink()
+    path_of(bus_name).touch(0o600)
+    with pytest.raises(shmbus.LayoutMismatchError, match="never finished"):
+        Producer(bus_name, wait=0.05)
+
+
+async def test_an_awaited_producer_does_not_block_its_loop(bus_name: str) -> None:
+    task = asyncio.create_task(Producer.awaited(bus_name, wait=None, label="worker"))
+    for _ in range(5):
+        await asyncio.sleep(0.001)  # runs: the loop is free
+    assert not task.done()
+    with Bus.create(bus_name, "1MiB") as bus, await task as producer:
+        put(producer, "a")
+        assert [each.label for each in bus.stats().producers] == ["worker"]
+
+
+def test_an_awaited_producer_takes_each_option_of_a_producer() -> None:
+    taken = inspect.signature(Producer).parameters.keys()
+    assert ProducerOptions.__annotations__.keys() == taken - {"name", "wait"}
+
+
+async def test_an_awaited_producer_ends_by_time_and_by_cancellation(bus_name: str) -> None:
+    with pytest.raises(shmbus.BusNotFoundError, match=r"after 0\.01 s"):
+        await Producer.awaited(bus_name, wait=0.01)
+    task = asyncio.create_task(Producer.awaited(bus_name, wait=None))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+# --- ensure
+
+
+def ensure(name: str, gate: Path, capacity: str, kill: bool) -> str:
+    """Wait for the gate, ensure the bus, and say which; or die of SIGKILL within it."""
+    while not gate.exists():
+        time.sleep(0)
+    if kill:
+        threading.Timer(random.uniform(0, 0.02), lambda: os.kill(os.getpid(), 9)).start()
+    with Bus.ensure(name, capacity) as bus:
+        return f"{bus.created_unix_ns} {bus.capacity}"
+
+
+ENSURE = (
+    "import sys; from pathlib import Path; from test_start_order import ensure; "
+    "print(ensure(sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4] == 'kill'), flush=True)"
+)
+HERE = Path(__file__).parent
+
+
+def start(name: str, gate: Path, capacity: str, how: str = "") -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])
+    return subprocess.Popen(
+        [sys.executable, "-c", ENSURE, name, str(gate), capacity, how],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+def said_by(children: list[subprocess.Popen[str]]) -> set[str]:
+    said = set()
+    for child in children:
+        out, err = child.communicate(timeout=LONG_S)
+        assert child.returncode == 0, err
+        said.add(out)
+    return said
+
+
+def test_of_eight_processes_that_ensure_a_bus_one_creates_it_and_all_have_it(
+    bus_name: str, tmp_path: Path
+) -> None:
+    for number in range(3):
+        name, gate = f"{bus_name}.{number}", tmp_path / str(number)
+        children = [start(name, gate, "1MiB") for _ in range(PROCESSES)]
+        time.sleep(0.3)  # most of them are at the gate
+        gate.touch()
+        assert len(said_by(children)) == 1
+        shmbus.unlink(name)
+
+
+def test_a_creator_that_is_killed_at_any_time_keeps_no_other_from_the_bus(
+    bus_name: str, tmp_path: Path, seed: int
+) -> None:
+    random.seed(seed)
+    for number in range(4):
+        name, gate = f"{bus_name}.{number}", tmp_path / str(number)
+        # 256 MiB take tens of milliseconds, so that deaths hit the allocation.
+        doomed = [start(name, gate, "256MiB", "kill") for _ in range(2)]
+        others = [start(name, gate, "256MiB") for _ in range(2)]
+        time.sleep(0.3)
+        gate.touch()
+        assert len(said_by(others)) == 1
+        for child in doomed:
+            child.communicate(timeout=LONG_S)
+        shmbus.unlink(name)
+
+
+def test_a_bus_of_a_creator_that_was_killed_later_is_opened_with_all_that_it_holds(
+    bus_name: str, spawn: Spawner
+) -> None:
+    child = spawn.script(
+        "import sys, time, numpy as np, shmbus\n"
+        "bus = shmbus.Bus.ensure(sys.argv[1], '1MiB')\n"
+        "shmbus.Producer(sys.argv[1]).put('a', group_size=1, index=0, x=np.arange(3))\n"
+        "print('put', flush=True)\ntime.sleep(60)\n",
+        bus_name,
+    )
+    child.expect("put")
+    child.kill()
+    with Bus.ensure(bus_name, "1MiB"), Consumer(bus_name) as consumer:
+        assert [group.instance_id for group in consumer.take(1, 10)] == ["a"]
+    assert path_of(bus_name).exists()  # no block removes what everybody may use
+
+
+@pytest.mark.parametrize("content", [b"", bytes(4096), bytes(200_000)])
+def test_what_a_creator_left_unfinished_is_made_again(bus_name: str, content: bytes) -> None:
+    path_of(bus_name).write_bytes(content)
+    path_of(bus_name).chmod(0o600)
+    with Bus.ensure(bus_name, "1MiB") as bus:
+        assert bus.capacity == 1 << 20
+
+
+def test_what_a_slow_creator_still_makes_is_waited_for(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB") as bus, path_of(bus_name).open("r+b") as file:
+        magic = file.read(8)
+        file.seek(0)
+        file.write(bytes(8))
+        file.flush()
+
+        def finish() -> None:
+            file.seek(0)
+            file.write(magic)
+            file.flush()
+
+        later = threading.Timer(0.5, finish)
+        later.start()
+        with Bus.ensure(bus_name, "1MiB") as found:
+            assert found.created_unix_ns == bus.created_unix_ns
+        later.join()
+
+
+def test_a_bus_that_does_not_fit_is_named_with_what_differs_and_stays_as_it_is(
+    bus_name: str,
+) -> None:
+    with Bus.create(bus_name, "1MiB", max_producers=4) as bus:
+        for fitting in ({}, {"capacity": "1MiB"}, {"capacity": "64KiB", "max_producers": 2}):
+            Bus.ensure(bus_name, **fitting).close()  # type: ignore[arg-type]
+        with pytest.raises(shmbus.BusExistsError) as caught:
+            Bus.ensure(bus_name, "2MiB", max_producers=9, extent_bytes=8192)
+        said = str(caught.value)
+        assert "capacity: expected 2.0 MiB, got 1.0 MiB" in said
+        assert "max_producers: expected 9, got 4" in said
+        assert "extent_bytes: expected 8192, got 4096" in said
+        assert Bus.open(bus_name).created_unix_ns == bus.created_unix_ns
+
+
+def test_ensure_takes_no_file_for_a_bus_that_is_none(bus_name: str) -> None:
+    path_of(bus_name).write_bytes(b"somebody else's notes" * 1000)
+    with pytest.raises(shmbus.LayoutMismatchError, match="not a shmbus segment"):
+        Bus.ensure(bus_name)
+    assert path_of(bus_name).exists()
+    assert not creation.remove_unfinished(bus_name)
+
+
+# --- sizes
+
+
+def test_a_bus_too_small_for_its_producers_is_refused_with_the_numbers(bus_name: str) -> None:
+    with pytest.raises(ValueError, match="too small for max_producers=64") as caught:
+        Bus.create(bus_name, "64KiB", max_producers=64)
+    said = str(caught.value)
+    assert "of 16 extents 15 are for producers" in said
+    assert "expected a capacity of 260.0 KiB or more, or at most max_producers=15" in said
+    assert not path_of(bus_name).exists()
+    for capacity, most in (("64KiB", 15), ("260KiB", 64)):
+        with Bus.create(bus_name, capacity, max_producers=most):
+            pass
+        with pytest.raises(ValueError, match="too small"):
+            Bus.create(bus_name, capacity, max_producers=most + 1)
+
+
+def test_as_many_producers_as_a_bus_is_for_can_put_at_the_same_time(bus_name: str) -> None:
+    with Bus.create(bus_name, "64KiB") as bus:
+        producers = [Producer(bus_name) for _ in range(bus.max_producers)]
+        for number, producer in enumerate(producers):
+            producer.put(f"k{number}", group_size=1, index=0, x=np.arange(3), timeout=0)
+            producer.put(f"l{number}", group_size=1, index=0, x=np.arange(3), timeout=0)
+        for producer in producers:
+            producer.close()
+        assert (bus.max_producers, bus.stats().committed) == (15, 30)
+
+
+SMALL = """
+import logging, os, subprocess, sys
+if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=" + sys.argv[1], "tmpfs", "/dev/shm"]).returncode:
+    sys.exit(77)
+import shmbus
+logging.basicConfig(stream=sys.stdout)
+try:
+    with shmbus.Bus.create("b") as bus:
+        print(bus.capacity >> 20, bus.max_producers)
+except shmbus.CapacityError as error:
+    print(error)
+"""  # noqa: E501
+
+
+def in_small_shm(script: str, *args: str) -> str:
+    result = subprocess.run(
+        ["unshare", "-rm", sys.executable, "-c", script, *args],
+        capture_output=True, text=True, timeout=LONG_S,
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
+    )  # fmt: skip
+    if result.returncode in (1, 77) and ("mount" in result.stderr or "unshare" in result.stderr):
+        pytest.skip(f"no mount namespace here: {result.stderr.strip()}")
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_default_capacity_fits_a_container_and_says_so() -> None:
+    said = in_small_shm(SMALL, "64m")
+    assert said.endswith("32 64\n")
+    assert "gets 32.0 MiB and not 256.0 MiB, since /dev/shm has 64.0 MiB free" in said
+    assert "docker run --shm-size" in said
+
+
+def test_a_shared_memory_too_small_for_any_default_is_refused_with_what_to_do() -> None:
+    said = in_small_shm(SMALL, "8m")
+    assert "/dev/shm has 8.0 MiB free of 8.0 MiB" in said
+    assert "8.0 MiB at least" in said and "--shm-size" in said
+
+
+RACE = """
+import subprocess, sys
+if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"]).returncode:
+    sys.exit(77)
+code = "import shmbus; print(shmbus.Bus.ensure('b', '40MiB').created_unix_ns)"
+children = [subprocess.Popen([sys.executable, "-c", code], stdout=-1) for _ in range(8)]
+print(len({child.communicate()[0] for child in children}), {child.returncode for child in children})
+"""
+
+
+def test_a_bus_that_fits_once_is_no_capacity_error_for_those_who_come_second() -> None:
+    assert in_small_shm(RACE) == "1 {0}\n"
+
+
+def test_where_there_is_room_the_default_is_what_it_was_and_nothing_is_logged(
+    bus_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = os.statvfs("/dev/shm")
+    if free.f_bavail * free.f_frsize < 1 << 30:
+        pytest.skip("/dev/shm has less than 1 GiB free")
+    with caplog.at_level(logging.WARNING), Bus.create(bus_name) as bus:
+        assert (bus.capacity, bus.max_producers) == (256 << 20, 64)
+    assert not caplog.records
+
+
+# --- a second reader
+
+
+def test_a_second_reader_is_told_of_the_daemon_and_of_itself(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Consumer(bus_name):
+        with pytest.raises(shmbus.BusBusyError) as caught:
+            Consumer(bus_name)
+        said = str(caught.value)
+        assert f"`shmbus serve {bus_name}`" in said
+        assert "this same process" in said and "close the earlier one" in said
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            said = pool.apply(busy, (bus_name,))
+        assert f"pid {os.getpid()}" in said and "same process" not in said
+
+
+def busy(name: str) -> str:
+    """What a second reader in another process is told."""
+    try:
+        Consumer(name)
+    except shmbus.BusBusyError as error:
+        return str(error)
+    return ""
+
+
+def test_who_insists_on_the_ring_of_a_served_bus_is_told_to_lease(
+    bus_name: str, daemon: Callable[..., Daemon]
+) -> None:
+    daemon("--capacity", "1MiB", "--unlink-on-exit")
+    with pytest.raises(shmbus.BusBusyError, match="that is its daemon: lease groups from it"):
+        Consumer(bus_name, daemon=False)
+    wait_until(lambda: Consumer(bus_name).stats().balanced, what="a lease")
