@@ -34,6 +34,7 @@ from shmbus_ext._core import Reservation, Trajectory
 
 if TYPE_CHECKING:
     from shmbus.consumer import Consumer
+    from shmbus.copies import GroupCopy, TrajectoryCopy
     from shmbus.group import Group
     from shmbus.ledger import Ledger
     from shmbus.producer import Producer, ProducerStats
@@ -55,6 +56,7 @@ __all__ = [
     "Consumer",
     "DaemonUnavailableError",
     "Group",
+    "GroupCopy",
     "LayoutMismatchError",
     "Ledger",
     "Producer",
@@ -68,6 +70,7 @@ __all__ = [
     "StallError",
     "StallReport",
     "Trajectory",
+    "TrajectoryCopy",
     "WantedSample",
     "__version__",
     "unlink",
@@ -81,11 +84,13 @@ _HOMES = {
     "BusStats": "shmbus.segment.bus",
     "Consumer": "shmbus.consumer",
     "Group": "shmbus.group",
+    "GroupCopy": "shmbus.copies",
     "Ledger": "shmbus.ledger",
     "Producer": "shmbus.producer",
     "ProducerInfo": "shmbus.segment.bus",
     "ProducerStats": "shmbus.producer",
     "StallReport": "shmbus.stall",
+    "TrajectoryCopy": "shmbus.copies",
     "WantedSample": "shmbus.put.retries",
     "unlink": "shmbus.segment.lifecycle",
 }

@@ -5,9 +5,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 from shmbus import _encoding, errors
 from shmbus.segment import explain
 from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from shmbus.copies import TrajectoryCopy
+
+
+def _copy_trajectory(arguments: tuple[Any, ...]) -> TrajectoryCopy:
+    # Not at the top: a producer copies none, and does not load this.
+    from shmbus.copies import TrajectoryCopy
+
+    raw_meta, fields = arguments[-2:]
+    meta = _encoding.decode_meta(raw_meta) if raw_meta else None
+    make: Callable[..., TrajectoryCopy] = TrajectoryCopy
+    return make(*arguments[:-2], meta, fields)
+
 
 _core.install(
     closed_error=errors.BusClosedError,
@@ -23,4 +40,5 @@ _core.install(
     encode_dtype=_encoding.encode_dtype,
     decode_dtype=_encoding.decode_dtype,
     as_array=_encoding.as_array,
+    copy_trajectory=_copy_trajectory,
 )

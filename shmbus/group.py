@@ -7,17 +7,18 @@ the others exactly once, and only the Consumer changes it.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 from shmbus import errors
-from shmbus_ext._core import GroupBase
+from shmbus.copies import GroupCopy, ReadGroup
+from shmbus_ext._core import GroupBase, Trajectory
 
 __all__ = ["Group"]
 
 GroupState = Literal["leased", "acknowledged", "given_back", "dropped"]
 
 
-class Group(GroupBase):
+class Group(ReadGroup[Trajectory], GroupBase):
     """All samples of one prompt, ordered by index, under lease of one Consumer.
 
     It is a sequence of its trajectories. As a context manager it acknowledges on success, and gives
@@ -51,10 +52,36 @@ class Group(GroupBase):
 
     state: GroupState
 
-    @property
-    def complete(self) -> bool:
-        """Whether every sample is here."""
-        return len(self) == self.size
+    def copy(self) -> GroupCopy:
+        """Copy the group out of the ring; its lease goes on.
+
+        Returns
+        -------
+        GroupCopy
+            It is read in the same way, owns its arrays, and can be pickled.
+
+        Raises
+        ------
+        BusClosedError
+            The group was acknowledged or dropped, or its consumer is closed.
+        """
+        return GroupCopy(self.instance_id, self.epoch, self.size, [t.copy() for t in self])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values, with owned arrays.
+
+        Returns
+        -------
+        dict
+            "instance_id", "epoch", "size", and "trajectories": a list of the dicts that
+            `Trajectory.to_dict` gives, which `Producer.put_many` takes as it is.
+
+        Raises
+        ------
+        BusClosedError
+            As for `copy`.
+        """
+        return self.copy().to_dict()
 
     def ack(self) -> None:
         """Acknowledge: the trainer is done with the group, and its space returns to the ring.
@@ -129,6 +156,13 @@ class Group(GroupBase):
             self.ack()
         else:
             self.give_back()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"group {self.instance_id!r} is under lease, and its arrays are views of the ring: it "
+            "cannot be pickled or sent to another process; pickle its .copy(), which owns its "
+            "arrays"
+        )
 
     def __repr__(self) -> str:
         epoch = "" if self.epoch is None else f" epoch={self.epoch}"

@@ -358,6 +358,7 @@ def install(
     encode_dtype: Callable[[str, np.dtype[Any]], bytes],
     decode_dtype: Callable[[str, bytes], np.dtype[Any]],
     as_array: Callable[[str, object], NDArray[Any]],
+    copy_trajectory: Callable[[tuple[Any, ...]], Any],
 ) -> None: ...
 def end_groups(
     reader: Reader,

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from shmbus.copies import TrajectoryCopy
 from shmbus_ext._core import Intake, Segment
 
 class Reservation:
@@ -396,6 +397,60 @@ class Trajectory:
         ------
         KeyError
             The trajectory has no such field.
+        """
+
+    def items(self) -> tuple[tuple[str, NDArray[Any]], ...]:
+        """Return the names of the array fields, each with its read-only view.
+
+        Returns
+        -------
+        tuple of (str, numpy.ndarray)
+            In the producer's order; ``dict(trajectory.items())`` has all fields.
+
+        Raises
+        ------
+        BusClosedError, TypeError
+            As for `get`.
+        """
+    def values(self) -> tuple[NDArray[Any], ...]:
+        """Return the read-only views of all array fields.
+
+        Returns
+        -------
+        tuple of numpy.ndarray
+            In the producer's order.
+
+        Raises
+        ------
+        BusClosedError, TypeError
+            As for `get`.
+        """
+    def copy(self) -> TrajectoryCopy:
+        """Copy it out of the ring.
+
+        Returns
+        -------
+        TrajectoryCopy
+            It is read in the same way, owns its arrays, and can be pickled.
+
+        Raises
+        ------
+        BusClosedError, TypeError
+            As for `get`.
+        """
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keywords of `Producer.put` that put it again, with owned arrays.
+
+        Returns
+        -------
+        dict
+            "instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta",
+            and each array field by its name.
+
+        Raises
+        ------
+        BusClosedError, TypeError
+            As for `get`.
         """
 
 class GroupBase:

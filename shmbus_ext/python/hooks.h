@@ -18,6 +18,7 @@ struct hooks {
     PyObject *encode_dtype;      /* numpy.dtype -> bytes */
     PyObject *decode_dtype;      /* bytes -> numpy.dtype */
     PyObject *as_array;          /* (name, object) -> numpy.ndarray */
+    PyObject *copy_trajectory;   /* tuple: all of it, meta encoded -> TrajectoryCopy */
 };
 extern struct hooks hooks;
 /* Raises what a hook that makes exceptions returns. */

@@ -19,6 +19,7 @@
 #include "python/read/reader_object.h"
 #include "python/read/recursive_lock.h"
 #include "python/read/take.h"
+#include "python/record/copies.h"
 #include "python/segment/inspect.h"
 #include "python/segment/plan.h"
 #include "python/put/restore.h"
@@ -138,7 +139,7 @@ static bool add_functions(PyObject *module) {
         py_arrays_add_functions,       py_field_lookup_add_functions, py_meta_search_add_functions,
         py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
         py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
-        py_plan_add_functions,
+        py_plan_add_functions,         py_copies_add_methods,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

@@ -58,6 +58,10 @@ RAISED_IN_C = {
     "Trajectory.keys": set(),
     "Trajectory.get": {"BusClosedError", "TypeError"},
     "Trajectory.shape": {"KeyError"},
+    "Trajectory.items": {"BusClosedError", "TypeError"},
+    "Trajectory.values": {"BusClosedError", "TypeError"},
+    "Trajectory.copy": {"BusClosedError", "TypeError"},
+    "Trajectory.to_dict": {"BusClosedError", "TypeError"},
     "Group.make": {"TypeError"},
     "Consumer.take": {"ProtocolError", "StallError", "BusClosedError"},
 }  # fmt: skip

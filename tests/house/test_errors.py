@@ -22,9 +22,9 @@ from shmbus_ext import _core
 ALL = [
     "Bus", "BusBusyError", "BusClosedError", "BusExistsError", "BusFullError", "BusNotFoundError",
     "BusRemovedError", "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Group",
-    "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo", "ProducerStats", "ProtocolError",
-    "RecordTooLargeError", "Reservation", "ShmbusError", "Slot", "StallError", "StallReport",
-    "Trajectory", "WantedSample", "__version__", "unlink",
+    "GroupCopy", "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo", "ProducerStats",
+    "ProtocolError", "RecordTooLargeError", "Reservation", "ShmbusError", "Slot", "StallError",
+    "StallReport", "Trajectory", "TrajectoryCopy", "WantedSample", "__version__", "unlink",
 ]  # fmt: skip
 
 TREE = {

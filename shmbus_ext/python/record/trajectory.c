@@ -3,7 +3,7 @@
  * Invariants: a trajectory holds its record's space until it is released; each array that it hands
  * out holds the pin, so the space outlives the release until the last such array is gone. Arrays
  * are read-only, and cannot be made writable: the pin exports no buffer, and the memory that they
- * point into is mapped read-only. */
+ * point into is mapped read-only. Methods that read all fields at once are in copies.c. */
 #include "python/record/trajectory.h"
 
 #include "python/hooks.h"
@@ -153,7 +153,7 @@ bool py_trajectory_readable(const TrajectoryObject *self) {
     return py_segment_usable(self->holder->segment, "Consumer");
 }
 
-static PyObject *view_of(TrajectoryObject *self, int field) {
+PyObject *py_trajectory_view(TrajectoryObject *self, int field) {
     PyArray_Descr *dtype = py_schema_dtype(self->schema, field);
     if (dtype == NULL) {
         return NULL;
@@ -189,7 +189,7 @@ static PyObject *py_trajectory_get(TrajectoryObject *self, PyObject *name) {
                      self->schema->names);
         return NULL;
     }
-    return py_trajectory_readable(self) ? view_of(self, field) : NULL;
+    return py_trajectory_readable(self) ? py_trajectory_view(self, field) : NULL;
 }
 
 static PyObject *py_trajectory_get_or(TrajectoryObject *self, PyObject *args) {
@@ -201,7 +201,7 @@ static PyObject *py_trajectory_get_or(TrajectoryObject *self, PyObject *args) {
     if (field < 0) {
         return Py_NewRef(otherwise);
     }
-    return py_trajectory_readable(self) ? view_of(self, field) : NULL;
+    return py_trajectory_readable(self) ? py_trajectory_view(self, field) : NULL;
 }
 
 static int py_trajectory_contains(TrajectoryObject *self, PyObject *name) {

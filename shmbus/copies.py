@@ -1,0 +1,312 @@
+"""Groups and trajectories that outlive their lease: read as the originals, and owned.
+
+Invariants:
+
+- A copy holds nothing of a bus: it can be pickled, sent anywhere, and kept for ever.
+- What can be read of an original can be read of its copy, by the same names. Only what ends a lease
+  is missing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["GroupCopy", "ReadGroup", "TrajectoryCopy"]
+
+
+class _Sample(Protocol):
+    @property
+    def score(self) -> float: ...
+    @property
+    def meta(self) -> Any: ...
+
+
+_T_co = TypeVar("_T_co", bound=_Sample, covariant=True)
+
+
+class ReadGroup(Generic[_T_co]):
+    """What is read of all samples of a group at once, of one under lease or of a copy."""
+
+    __slots__ = ()
+
+    size: int
+
+    if TYPE_CHECKING:
+
+        def __len__(self) -> int: ...
+        def __iter__(self) -> Iterator[_T_co]: ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample is here."""
+        return len(self) == self.size
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """The scores of the samples that are here, ordered by index: float64 [len(group)]."""
+        return np.fromiter((sample.score for sample in self), np.float64, len(self))
+
+    @property
+    def metas(self) -> list[Any]:
+        """The metas of the samples that are here, ordered by index; None where there was none."""
+        return [sample.meta for sample in self]
+
+
+class TrajectoryCopy:
+    """A trajectory that owns its arrays: `Trajectory.copy` makes it.
+
+    ``copy[name]`` is a field's array, which the caller may write to. Each parameter but `fields` is
+    an attribute.
+
+    Parameters
+    ----------
+    instance_id : str
+        The prompt's key.
+    index : int
+        Which sample of its group, from 0.
+    group_size : int
+        Samples in its group.
+    epoch : int or None
+        The producer's epoch, where it gave one.
+    score : float
+        The reward.
+    policy_version : int
+        Version of the policy that sampled it.
+    producer_id : int
+        Its producer's number, unique on the bus.
+    sequence : int
+        Its number among its producer's commits, from 0.
+    committed_ns : int
+        When it was committed: CLOCK_MONOTONIC of its machine, nanoseconds.
+    nbytes : int
+        Bytes that it took in the ring, header and padding included.
+    meta : object
+        What the producer gave as meta; None where it gave none.
+    fields : dict[str, numpy.ndarray]
+        Its arrays by name.
+    """
+
+    __slots__ = (
+        "_arrays", "committed_ns", "epoch", "group_size", "index", "instance_id", "meta", "nbytes",
+        "policy_version", "producer_id", "score", "sequence",
+    )  # fmt: skip
+
+    #: As of every trajectory that is delivered and was not acknowledged.
+    failed = released = False
+
+    def __init__(
+        self,
+        instance_id: str,
+        index: int,
+        group_size: int,
+        epoch: int | None,
+        score: float,
+        policy_version: int,
+        producer_id: int,
+        sequence: int,
+        committed_ns: int,
+        nbytes: int,
+        meta: Any,
+        fields: dict[str, NDArray[Any]],
+    ) -> None:
+        self.instance_id = instance_id
+        self.index = index
+        self.group_size = group_size
+        self.epoch = epoch
+        self.score = score
+        self.policy_version = policy_version
+        self.producer_id = producer_id
+        self.sequence = sequence
+        self.committed_ns = committed_ns
+        self.nbytes = nbytes
+        self.meta = meta
+        self._arrays = fields
+
+    @property
+    def key(self) -> str | tuple[str, int]:
+        """What tells its group: instance_id, or (instance_id, epoch)."""
+        return self.instance_id if self.epoch is None else (self.instance_id, self.epoch)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        try:
+            return self._arrays[name]
+        except KeyError:
+            raise KeyError(f"{name!r}: this trajectory has the fields {self.keys()}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the array fields, in the producer's order."""
+        return tuple(self._arrays)
+
+    def values(self) -> tuple[NDArray[Any], ...]:
+        """Return the arrays of all fields, in the producer's order."""
+        return tuple(self._arrays.values())
+
+    def items(self) -> tuple[tuple[str, NDArray[Any]], ...]:
+        """Return the names of the array fields, each with its array."""
+        return tuple(self._arrays.items())
+
+    def get(self, name: str, default: Any = None, /) -> Any:
+        """Return a field's array, or the default where there is no such field.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+        default : object, optional
+            What to return where the trajectory has no such field.
+
+        Returns
+        -------
+        numpy.ndarray
+            The array; or `default`.
+        """
+        return self._arrays.get(name, default)
+
+    def shape(self, name: str, /) -> tuple[int, ...]:
+        """Return a field's shape.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+
+        Returns
+        -------
+        tuple of int
+            The sizes of its dimensions.
+        """
+        return self[name].shape
+
+    def copy(self) -> TrajectoryCopy:
+        """Copy it once more, with arrays of its own.
+
+        Returns
+        -------
+        TrajectoryCopy
+        """
+        return copy.deepcopy(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keywords of `Producer.put` that put it again.
+
+        Returns
+        -------
+        dict
+            "instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", and
+            each array field by its name: the arrays of this copy, not copied again.
+        """
+        return {
+            "instance_id": self.instance_id,
+            "group_size": self.group_size,
+            "index": self.index,
+            "score": self.score,
+            "policy_version": self.policy_version,
+            "epoch": self.epoch,
+            "meta": self.meta,
+            **self._arrays,
+        }
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return (
+            self.instance_id, self.index, self.group_size, self.epoch, self.score,
+            self.policy_version, self.producer_id, self.sequence, self.committed_ns, self.nbytes,
+            self.meta, self._arrays,
+        )  # fmt: skip
+
+    def __reduce__(self) -> tuple[type[TrajectoryCopy], tuple[Any, ...]]:
+        return TrajectoryCopy, self._arguments()
+
+    def __repr__(self) -> str:
+        return (
+            f"<TrajectoryCopy {self.instance_id!r}[{self.index}/{self.group_size}] "
+            f"score={self.score!r} policy_version={self.policy_version} fields={self.keys()!r}>"
+        )
+
+
+class GroupCopy(ReadGroup[TrajectoryCopy]):
+    """A group that owns its samples: `Group.copy` makes it.
+
+    It is a sequence of them, as a group under lease is.
+
+    Parameters
+    ----------
+    instance_id : str
+        The prompt's key.
+    epoch : int | None
+        The producers' epoch, if they gave one.
+    size : int
+        Samples in a complete group. ``len(group)`` is how many are here.
+    trajectories : list[TrajectoryCopy]
+        The samples, ordered by index.
+    """
+
+    __slots__ = ("epoch", "instance_id", "size", "trajectories")
+
+    def __init__(
+        self, instance_id: str, epoch: int | None, size: int, trajectories: list[TrajectoryCopy]
+    ) -> None:
+        self.instance_id = instance_id
+        self.epoch = epoch
+        self.size = size
+        self.trajectories = trajectories
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    def __iter__(self) -> Iterator[TrajectoryCopy]:
+        return iter(self.trajectories)
+
+    @overload
+    def __getitem__(self, position: int) -> TrajectoryCopy: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[TrajectoryCopy]: ...
+    def __getitem__(self, position: int | slice) -> TrajectoryCopy | list[TrajectoryCopy]:
+        return self.trajectories[position]
+
+    def copy(self) -> GroupCopy:
+        """Copy it once more, with arrays of its own.
+
+        Returns
+        -------
+        GroupCopy
+        """
+        return copy.deepcopy(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values.
+
+        Returns
+        -------
+        dict
+            "instance_id", "epoch", "size", and "trajectories": a list of the dicts that
+            `TrajectoryCopy.to_dict` gives, which `Producer.put_many` takes as it is.
+        """
+        return {
+            "instance_id": self.instance_id,
+            "epoch": self.epoch,
+            "size": self.size,
+            "trajectories": [sample.to_dict() for sample in self.trajectories],
+        }
+
+    def __reduce__(self) -> tuple[type[GroupCopy], tuple[Any, ...]]:
+        return GroupCopy, (self.instance_id, self.epoch, self.size, self.trajectories)
+
+    def __repr__(self) -> str:
+        epoch = "" if self.epoch is None else f" epoch={self.epoch}"
+        return f"<GroupCopy {self.instance_id!r}{epoch} {len(self)}/{self.size}>"
