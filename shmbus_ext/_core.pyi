@@ -54,6 +54,10 @@ ELEMENT_KINDS: tuple[str, ...]
 CHUNK_WORDS: int
 BASELINE_MEAN: int
 HAS_LOGPROBS: int
+EXTRA_TOKEN: int
+EXTRA_RAGGED: int
+EXTRA_SEQUENCE: int
+COPY_WORDS: int
 BASELINE_LEAVE_ONE_OUT: int
 BASELINE_DEVIATION: int
 BASELINE_MAX_SCORE: float
@@ -77,6 +81,8 @@ RETRY_REASON_BYTES: int
 RETRY_BUSY: int
 
 _Names = tuple[str, str | None, str | None, str | None]
+_Extra = tuple[str, int, bool, np.dtype[Any] | None, tuple[int, ...]]
+_PackedExtra = tuple[str, int, bool, np.dtype[Any] | None, tuple[int, ...], NDArray[np.uint8]]
 
 class CollectorNote(TypedDict):
     pid: int
@@ -422,8 +428,22 @@ def pack(
     advantages: NDArray[Any],
     cu_seqlens: NDArray[Any],
     sequence_advantages: NDArray[np.float32],
+    extras: tuple[_PackedExtra, ...],
     /,
 ) -> bool: ...
+def measure_extras(
+    trajectories: list[Trajectory], lengths: list[int], extras: tuple[_Extra, ...], /
+) -> list[tuple[np.dtype[Any] | None, tuple[int, ...], NDArray[np.int64]]]: ...
+def plan_extras(
+    trajectories: list[Trajectory],
+    lengths: list[int],
+    extras: tuple[_Extra, ...],
+    places: tuple[tuple[int, int], ...],
+    memory: NDArray[np.int64],
+    shift: int,
+    chunk_bytes: int,
+    /,
+) -> tuple[int, list[tuple[int, int]]]: ...
 def plan_gather(
     groups: tuple[GroupBase, ...],
     names: _Names,

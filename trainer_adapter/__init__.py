@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from trainer_adapter.advantages import group_advantages
     from trainer_adapter.attention.varlen import varlen_attention
     from trainer_adapter.batches.batch import Batch
-    from trainer_adapter.batches.pack import FieldNames, pack
+    from trainer_adapter.batches.pack import ExtraField, FieldNames, pack
     from trainer_adapter.compat import pad_input, unpad_input
     from trainer_adapter.handler.handler import OnlineDataHandler
 
 __all__ = [
     "Batch",
+    "ExtraField",
     "FieldNames",
     "OnlineDataHandler",
     "group_advantages",
@@ -33,6 +34,7 @@ __all__ = [
 
 _HOMES = {
     "Batch": "batches.batch",
+    "ExtraField": "batches.pack",
     "FieldNames": "batches.pack",
     "OnlineDataHandler": "handler.handler",
     "group_advantages": "advantages",

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 import shmbus
 from shmbus.batch.gather import FieldNames
-from trainer_adapter.advantages import MAX_SCORE
+from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [
     "check_choices",
@@ -28,7 +28,7 @@ __all__ = [
     "check_for_ranks",
     "check_lengths",
     "check_loader",
-    "check_prefetch",
+    "check_packing",
     "check_scores",
     "check_wait",
     "checked_budget",
@@ -107,6 +107,17 @@ def check_prefetch(value: object) -> None:
         raise TypeError(f"prefetch: expected an int, got {type(value).__name__}")
     if not 0 <= value <= MAX_PREFETCH:
         raise ValueError(f"prefetch: expected 0 to {MAX_PREFETCH} batches, got {value}")
+
+
+def check_packing(
+    device: object, fields: object, advantages: object, prefetch: object
+) -> torch.device:
+    """Check what a handler packs batches by, and return the device; raises as each check does."""
+    check_prefetch(prefetch)
+    check_fields(fields)
+    found = check_device(device)
+    check_kind("advantages", advantages)
+    return found
 
 
 def check_count(name: str, value: int | None) -> None:

@@ -9,21 +9,25 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_adapter._arguments import check_count
 from trainer_adapter.balance import balance, by_budget
 from trainer_adapter.batches.batch import Batch, Layout
+from trainer_adapter.batches.tensors import TensorHolder, indexable
 
 __all__ = ["MicroBatch", "micro_batches"]
 
 
-@dataclass(eq=False)
-class MicroBatch:
+@dataclass(eq=False, repr=False)
+class MicroBatch(TensorHolder):
     """Some sequences of a batch; T tokens in S sequences, the longest of L tokens.
 
     Attributes
@@ -42,6 +46,8 @@ class MicroBatch:
     batch_sequences : Tensor []
         Sequences of the whole batch that train a token: that of "sequence" normalisation.
     layout : "packed" | "padded"
+    extra, extra_offsets, extra_kinds : dict
+        As in the batch, of these sequences.
     """
 
     tokens: Tensor
@@ -58,11 +64,24 @@ class MicroBatch:
     batch_loss_tokens: Tensor
     batch_sequences: Tensor
     layout: Layout
+    extra: dict[str, Any] = field(default_factory=dict)
+    extra_offsets: dict[str, Tensor] = field(default_factory=dict)
+    extra_kinds: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def sequences(self) -> int:
-        """S, how many sequences there are."""
-        return len(self.instance_ids)
+    def asdict(self) -> dict[str, Any]:
+        """Return tensors and values by their names; tensors are not copied.
+
+        Returns
+        -------
+        dict
+        """
+        return dict(vars(self))
+
+    def __repr__(self) -> str:
+        return (
+            f"<MicroBatch: {self.sequences} sequences, longest {self.max_seqlen} tokens, "
+            f"{self.layout} on {self.tokens.device}>"
+        )
 
 
 def micro_batches(
@@ -105,7 +124,7 @@ def micro_batches(
         )
     check_count("max_tokens", max_tokens)
     check_count("count", count)
-    lengths = batch.cu_seqlens.diff().tolist()
+    lengths = batch.lengths
     if max_tokens is not None and max(lengths) > max_tokens:
         longest = lengths.index(max(lengths))
         raise ValueError(
@@ -165,15 +184,15 @@ def _take(
     if batch.layout == "padded":
 
         def rows(values: Tensor) -> Tensor:
-            return values.index_select(0, sequences)[:, :longest]
+            return select(values, sequences)[:, :longest]
     else:
         starts = np.concatenate([[0], np.cumsum(lengths)])[part]
-        places = np.repeat(starts - borders[:-1], own) + np.arange(borders[-1])
-        tokens = torch.from_numpy(places).to(device)
+        tokens = torch.from_numpy(_places(starts, own)).to(device)
 
         def rows(values: Tensor) -> Tensor:
-            return values.index_select(0, tokens)
+            return select(values, tokens)
 
+    extra, offsets = _extra(batch, part, sequences, rows)
     return MicroBatch(
         tokens=rows(batch.tokens),
         position_ids=rows(batch.position_ids),
@@ -189,4 +208,53 @@ def _take(
         batch_loss_tokens=loss_tokens,
         batch_sequences=trained,
         layout=batch.layout,
+        extra=extra,
+        extra_offsets=offsets,
+        extra_kinds=dict(batch.extra_kinds),
     )
+
+
+def select(values: Tensor, positions: Tensor) -> Tensor:
+    """Return rows by their positions, of any dtype that torch stores.
+
+    Parameters
+    ----------
+    values : Tensor [n, ...]
+    positions : int64 [m] tensor
+        On the same device.
+
+    Returns
+    -------
+    Tensor [m, ...]
+    """
+    return indexable(values).index_select(0, positions).view(values.dtype)
+
+
+def _places(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions of runs of rows, one behind the other."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
+
+
+def _extra(
+    batch: Batch, part: list[int], sequences: Tensor, rows: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the extra fields of some sequences, and the borders of their rows."""
+    extra: dict[str, Any] = {}
+    offsets: dict[str, Tensor] = {}
+    for name, kind in batch.extra_kinds.items():
+        values = batch.extra[name]
+        if kind == "meta":
+            extra[name] = [values[position] for position in part]
+        elif kind == "sequence":
+            extra[name] = select(values, sequences)
+        elif kind == "token":
+            extra[name] = rows(values)
+        else:
+            borders = batch.extra_offsets[name].cpu().numpy()
+            counts = np.diff(borders)[part]
+            own = torch.from_numpy(_places(borders[part], counts)).to(values.device)
+            extra[name] = select(values, own)
+            offsets[name] = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))
+            offsets[name] = offsets[name].to(values.device)
+    return extra, offsets

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shmbus.batch.extra_fields import PackedExtra
 from shmbus.batch.field_names import FieldNames
 from shmbus.batch.field_presence import check_presence
 from shmbus_ext import _core
@@ -181,6 +182,7 @@ def gather(
     out: PackedArrays,
     sequence_advantages: NDArray[np.float32],
     names: FieldNames | None = None,
+    extras: tuple[PackedExtra, ...] = (),
 ) -> bool:
     """Copy trajectories one behind the other into a packed batch.
 
@@ -194,6 +196,8 @@ def gather(
         For each token of a trajectory that brings no advantages of its own.
     names : FieldNames, optional
         How the fields are called.
+    extras : tuple of PackedExtra
+        Further fields, in the same pass.
 
     Returns
     -------
@@ -215,4 +219,5 @@ def gather(
         out.advantages,
         out.cu_seqlens,
         sequence_advantages,
+        extras,
     )

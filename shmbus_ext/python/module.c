@@ -4,6 +4,7 @@
 
 #include "python/batch/arrays.h"
 #include "python/batch/baseline_functions.h"
+#include "python/batch/extra_fields.h"
 #include "python/batch/field_lookup.h"
 #include "python/batch/gather_plan.h"
 #include "python/batch/meta_search.h"
@@ -140,6 +141,7 @@ static bool add_functions(PyObject *module) {
         py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
         py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
         py_plan_add_functions,         py_copies_add_methods,
+        py_extra_fields_add_functions,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

@@ -99,6 +99,7 @@ SHMBUS_ALL = [
 ]
 TRAINER_ADAPTER_ALL = [
     "Batch",
+    "ExtraField",
     "FieldNames",
     "OnlineDataHandler",
     "group_advantages",

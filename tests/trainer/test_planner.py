@@ -210,10 +210,10 @@ def test_a_batch_is_out_under_its_own_step_until_it_is_acknowledged() -> None:
     add(planner, {"a": 1, "b": 1})
     make(planner), make(planner)
     a, b = planner.hand_out(0), planner.hand_out(1)
-    assert planner.is_out(0, a) and planner.is_out(1, b)
-    assert not planner.is_out(0, b) and not planner.is_out(2, a)
+    assert planner.out_as(0) is a and planner.out_as(1) is b
+    assert planner.out_as(2) is None
     planner.acknowledged(0)
-    assert not planner.is_out(0, a)
+    assert planner.out_as(0) is None
     assert list(planner.out) == [1]
 
 

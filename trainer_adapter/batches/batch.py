@@ -8,29 +8,33 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 import shmbus
+from trainer_adapter.batches.facts import BatchFacts
+from trainer_adapter.batches.tensors import TensorHolder, indexable
 
 __all__ = ["Batch", "Layout", "UnseenBatch", "copy_to_device", "pad_batch"]
 
 Layout = Literal["packed", "padded"]
 
-#: Tensors of a batch with an element a token, and those with one a sequence or a group.
+#: Tensors of a batch with an element a token.
 PER_TOKEN: Final = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
-PER_SEQUENCE: Final = ("cu_seqlens", "scores", "policy_versions", "group_sizes")
 
 
 @dataclass(eq=False, repr=False)
-class Batch:
+class Batch(TensorHolder):
     """One batch of whole groups. T tokens in S sequences, the longest of L tokens.
 
     Its tensors may share one block of memory, which lives as long as any of them. `clone` a tensor
     that you keep longer than the rest.
+
+    `to` and `pin_memory` return a copy of the same groups, which `OnlineDataHandler.ack` takes as
+    well. A batch pickles without its groups: they are leased to this process.
 
     Attributes
     ----------
@@ -53,12 +57,22 @@ class Batch:
     group_sizes : int64 [G]
         Sequences of each group, in order.
     groups : list[shmbus.Group]
-        The leased groups, which `OnlineDataHandler.ack` acknowledges together.
+        The leased groups, which `OnlineDataHandler.ack` acknowledges together; none in a batch that
+        was pickled.
     layout : "packed" | "padded"
     step : int
         The handler's count of batches, from 0; -1 for one that `pack` made.
     transport : str
         How it was moved to its device: "cpu", "gather", "pinned" or "copy" (`GpuPacker`).
+    extra : dict[str, Tensor | list]
+        The `extra_fields` that were asked for. "token": [T, ...] or [S, L, ...]; "sequence":
+        [S, ...]; "ragged": [rows, ...]; "meta": a list of S values.
+    extra_offsets : dict[str, int64 [S + 1]]
+        Of each "ragged" one, where each sequence's rows begin.
+    extra_kinds : dict[str, str]
+        The kind of each.
+    facts : BatchFacts or None
+        What is known of it on the host.
     """
 
     tokens: Tensor
@@ -76,24 +90,59 @@ class Batch:
     layout: Layout = "packed"
     step: int = -1
     transport: str = "cpu"
-
-    @property
-    def sequences(self) -> int:
-        """S, how many sequences there are."""
-        return len(self.instance_ids)
+    extra: dict[str, Any] = field(default_factory=dict)
+    extra_offsets: dict[str, Tensor] = field(default_factory=dict)
+    extra_kinds: dict[str, str] = field(default_factory=dict)
+    facts: BatchFacts | None = None
 
     @property
     def total_tokens(self) -> int:
-        """T, the tokens of all sequences, padding not counted."""
-        return int(self.cu_seqlens[-1])
+        """T, as `num_tokens`."""
+        return self.num_tokens
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence; without waiting for the device, of a batch that was packed."""
+        if self.facts is not None:
+            return list(self.facts.lengths)
+        return [int(length) for length in self.cu_seqlens.diff().tolist()]
+
+    def asdict(self) -> dict[str, Any]:
+        """Return tensors and values by their names, without the groups, for a function or a file.
+
+        Returns
+        -------
+        dict
+            The attributes of this batch; tensors are not copied. `extra` and `extra_offsets` are
+            dicts in it.
+        """
+        left_out = ("groups", "facts")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self._with(_own)), "groups": []}
 
     def __repr__(self) -> str:
         step = "" if self.step < 0 else f" step {self.step}"
+        groups = len(self.groups) or len(self.group_sizes)
+        extra = "".join(f", {name} {_shape(value)}" for name, value in self.extra.items())
         return (
-            f"<Batch{step}: {len(self.groups)} groups, {self.sequences} sequences, "
+            f"<Batch{step}: {groups} groups, {self.sequences} sequences, "
             f"{self.total_tokens} tokens, {self.layout} on {self.tokens.device}"
-            f"{', without logprobs' if self.logprobs is None else ''}>"
+            f"{', without logprobs' if self.logprobs is None else ''}{extra}>"
         )
+
+
+def _own(values: Tensor) -> Tensor:
+    """Return a tensor that pickles without the rest of the block that it lies in."""
+    whole = values.untyped_storage().nbytes()
+    return values if whole == values.numel() * values.element_size() else values.clone()
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"list [{len(value)}]"
 
 
 class UnseenBatch(Batch):
@@ -110,7 +159,7 @@ def pad_batch(batch: Batch) -> None:
     Parameters
     ----------
     batch : Batch
-        Packed. Its tensors [T] become [S, L]; the filler is 0 and False.
+        Packed. Its tensors [T, ...] become [S, L, ...]; the filler is 0 and False.
     """
     device = batch.tokens.device
     borders = batch.cu_seqlens.to(torch.int64)
@@ -119,13 +168,20 @@ def pad_batch(batch: Batch) -> None:
         torch.arange(batch.sequences, device=device), borders.diff(), output_size=total
     )
     columns = torch.arange(total, device=device) - borders[rows]
+
+    def padded(packed: Tensor) -> Tensor:
+        values = indexable(packed)
+        wide = values.new_zeros((batch.sequences, batch.max_seqlen, *values.shape[1:]))
+        wide[rows, columns] = values
+        return wide.view(packed.dtype)
+
     for name in PER_TOKEN:
         packed: Tensor | None = getattr(batch, name)
-        if packed is None:
-            continue
-        padded = packed.new_zeros((batch.sequences, batch.max_seqlen))
-        padded[rows, columns] = packed
-        setattr(batch, name, padded)
+        if packed is not None:
+            setattr(batch, name, padded(packed))
+    for name, kind in batch.extra_kinds.items():
+        if kind == "token":
+            batch.extra[name] = padded(batch.extra[name])
     batch.layout = "padded"
 
 
@@ -142,8 +198,6 @@ def copy_to_device(batch: Batch, device: torch.device) -> Batch:
     Batch
         Its `transport` is "copy".
     """
-    values: dict[str, Any] = {}
-    for name in PER_TOKEN + PER_SEQUENCE:
-        value: Tensor | None = getattr(batch, name)
-        values[name] = None if value is None else value.to(device)
-    return Batch(**{**batch.__dict__, **values, "transport": "copy"})
+    copied = batch.to(device)
+    copied.transport = "copy"
+    return copied

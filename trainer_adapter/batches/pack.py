@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,13 +19,22 @@ from shmbus.batch import gather as bus_gather
 from trainer_adapter._arguments import check_choices, check_device, check_fields
 from trainer_adapter.advantages import Kind, advantages_for_groups, check_kind
 from trainer_adapter.batches.batch import Batch, Layout, copy_to_device, pad_batch
+from trainer_adapter.batches.extra_fields import (
+    ExtraField,
+    ExtraFields,
+    GivenExtraFields,
+    MeasuredExtras,
+)
+from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.finite import require_finite
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.sample_flags import Truncated, apply_flags, sample_flags
 
-__all__ = ["FieldNames", "pack"]
+__all__ = ["ExtraField", "FieldNames", "pack"]
 
 FieldNames = bus_gather.FieldNames
+
+NO_EXTRAS: Final = MeasuredExtras([], {}, 0)
 
 
 def pack(
@@ -36,6 +46,7 @@ def pack(
     fields: FieldNames | None = None,
     memory: BatchMemory | None = None,
     truncated: Truncated = "keep",
+    extra_fields: GivenExtraFields | ExtraFields | None = None,
 ) -> Batch:
     """Gather leased groups into one batch.
 
@@ -57,6 +68,9 @@ def pack(
     truncated : "keep" | "mask"
         "mask" leaves truncated samples, by their ``meta["finish_reason"]``, out of the loss; their
         scores still count for their groups.
+    extra_fields : dict of str to kind or ExtraField, optional
+        Further fields for `Batch.extra`: "token", "ragged", "sequence" or "meta", as `ExtraField`
+        explains them.
 
     Returns
     -------
@@ -67,7 +81,8 @@ def pack(
     TypeError, ValueError
         Arguments that do not fit; no group; a trajectory without tokens, without a field that
         another sample of its group has, with fields that do not fit together, or with logprobs or
-        advantages that are not finite where the loss mask is True; logprobs in some groups only.
+        advantages that are not finite where the loss mask is True; logprobs in some groups only; an
+        extra field that is missing, or of another dtype or shape than in the others.
 
     Notes
     -----
@@ -85,18 +100,24 @@ def pack(
     measured = bus_gather.measure(chosen, names)
     trajectories, sizes, lengths = measured.trajectories, measured.sizes, measured.lengths
     scores, policy_versions, instance_ids = bus_gather.describe(trajectories)
+    wanted = ExtraFields.of(extra_fields)
+    extras = NO_EXTRAS if wanted is None else wanted.measure(trajectories, lengths)
     total = sum(lengths)
     size = bus_gather.packed_bytes(total, len(lengths))
-    block = np.empty(size, np.uint8) if memory is None else memory.take(size)
+    whole = size + extras.nbytes
+    block = np.empty(whole, np.uint8) if memory is None else memory.take(whole)
+    extra_block = block[size : size + extras.nbytes]
     arrays = bus_gather.PackedArrays.inside(block, total, len(lengths))
     per_sequence = advantages_for_groups(scores, sizes, advantages)
-    finite = bus_gather.gather(trajectories, arrays, per_sequence, names)
+    packed = extras.packed_into(extra_block)
+    finite = bus_gather.gather(trajectories, arrays, per_sequence, names, packed)
     flags = sample_flags(trajectories, truncated)
     if flags is not None:
         apply_flags(flags, arrays)
     if not finite:
         # The flags may have left the values that are not finite out of the loss.
         require_finite(arrays, trajectories, names)
+    extra, extra_offsets, extra_kinds = extras.values(torch.from_numpy(extra_block))
     batch = Batch(
         tokens=torch.from_numpy(arrays.tokens),
         position_ids=torch.from_numpy(arrays.position_ids),
@@ -110,6 +131,10 @@ def pack(
         policy_versions=torch.from_numpy(policy_versions),
         group_sizes=torch.from_numpy(sizes),
         groups=chosen,
+        extra=extra,
+        extra_offsets=extra_offsets,
+        extra_kinds=extra_kinds,
+        facts=BatchFacts(scores, policy_versions, lengths, sizes),
     )
     if layout == "padded":
         pad_batch(batch)

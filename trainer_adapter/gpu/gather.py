@@ -27,8 +27,11 @@ from shmbus.batch.gather import FieldNames, describe, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
 from trainer_adapter.batches.batch import Batch, Layout, pad_batch
+from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
+from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.finite import not_finite
 from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
+from trainer_adapter.gpu.extra_fields import copy_extras
 from trainer_adapter.gpu.memory import Staging, StagingBlock
 
 __all__ = ["Pending", "begin_gather"]
@@ -120,6 +123,7 @@ def begin_gather(
     layout: Layout = "packed",
     fields: FieldNames | None = None,
     truncated: Truncated = "keep",
+    extra_fields: GivenExtraFields | ExtraFields | None = None,
 ) -> Pending:
     """Pack leased groups by the kernel, on the current stream.
 
@@ -134,7 +138,7 @@ def begin_gather(
         The device's address of the ring, minus this process's.
     staging : Staging, optional
         The pool for tables; new memory without it.
-    advantages, layout, fields, truncated
+    advantages, layout, fields, truncated, extra_fields
         As for `pack`.
 
     Returns
@@ -161,13 +165,19 @@ def begin_gather(
         if told["flags"] is not None:
             staging.give_back(block)
             block, table = _plan(groups, staging, told)
+    facts = _facts(block, table, len(groups))
+    blocks = [block]
     try:
         batch = Batch(
             **_launch(block.host, table, len(groups), device),
+            **copy_extras(
+                groups, facts.lengths, extra_fields, device, device_shift, blocks, staging
+            ),
             max_seqlen=table.longest,
             instance_ids=table.instance_ids,
             groups=groups,
             transport="gather",
+            facts=facts,
         )
         columns = batch.logprobs, batch.advantages
         if not table.has_logprobs:
@@ -180,7 +190,8 @@ def begin_gather(
             for wrong, column, name in zip(found, columns, names.as_tuple()[2:], strict=True):
                 if wrong and column is not None:
                     _raise_not_finite(column, name, batch.cu_seqlens, members(groups)[0])
-            staging.give_back(block)
+            for one in blocks:
+                staging.give_back(one)
 
         return Pending(batch, stream, check=check)
     except BaseException:
@@ -188,6 +199,22 @@ def begin_gather(
         if stream is not None:
             stream.synchronize()
         raise
+
+
+def _facts(block: StagingBlock, table: GatherTable, groups: int) -> BatchFacts:
+    """Copy out of the table what stays known on the host: the block is used again."""
+
+    def part(at: int, dtype: type[np.generic], count: int) -> NDArray[Any]:
+        return np.frombuffer(block.array, dtype, count, at)
+
+    sequences = len(table.instance_ids)
+    borders = part(table.borders_at, np.int32, sequences + 1)
+    return BatchFacts(
+        part(table.scores_at, np.float32, sequences).astype(np.float64),
+        part(table.versions_at, np.int64, sequences).copy(),
+        np.diff(borders).tolist(),
+        part(table.sizes_at, np.int64, groups).copy(),
+    )
 
 
 def _compared(groups: list[shmbus.Group], kind: Kind) -> NDArray[np.float32]:

@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shmbus.batch.extra_fields import COPY_WORDS
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS
 
-__all__ = ["CHUNK_TOKENS", "launch"]
+__all__ = ["CHUNK_TOKENS", "launch", "launch_copy"]
 
 CHUNK_TOKENS: Final = 2048
 """Tokens of a program."""
@@ -102,6 +103,61 @@ def _constants(kinds: tuple[int, int, int, int]) -> tuple[Any, ...]:
     types = [TYPES[KINDS[kind].str[1:]] if kind >= 0 else tl.int8 for kind in kinds]
     there = [kind >= 0 for kind in kinds[1:]]
     return (*types, *there, CHUNK_WORDS, CHUNK_TOKENS)
+
+
+#: Words that rows are copied in, by their bytes; and how many of them a program moves at a time.
+COPY_TYPES: Final = {
+    1: (tl.int8, torch.uint8),
+    2: (tl.int16, torch.int16),
+    4: (tl.int32, torch.int32),
+    8: (tl.int64, torch.int64),
+}
+COPY_LANES: Final = 2048
+
+
+def launch_copy(table: Tensor, table_at: int, chunks: int, width: int, there: Tensor) -> None:
+    """Start the copy of one extra field on the current stream.
+
+    Parameters
+    ----------
+    table : Tensor
+        Bytes that the device reads: chunks of `shmbus.batch.extra_fields.plan_extras`.
+    table_at : int
+        Where the field's chunks begin there.
+    chunks : int
+        How many.
+    width : int
+        Bytes of a word.
+    there : Tensor
+        The block that is filled.
+    """
+    plan = table[table_at : table_at + 8].view(torch.int64)
+    kernel_type, dtype = COPY_TYPES[width]
+    copy_rows[(chunks,)](
+        plan, there.view(dtype), kernel_type, COPY_WORDS, COPY_LANES, num_warps=WARPS
+    )
+
+
+@triton.jit
+def copy_rows(
+    chunks,  # int64 [count, ENTRY]: of `shmbus.batch.extra_fields.plan_extras`
+    there,
+    WORD: tl.constexpr,
+    ENTRY: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Copy one chunk of rows as they are, in words that divide them."""
+    program = tl.program_id(0)
+    chunk = tl.load(chunks + program.to(tl.int64) * ENTRY + tl.arange(0, ENTRY))
+    # A record's field begins on a cache line, and a chunk is a multiple of that.
+    source = tl.multiple_of(_word(chunk, 0, ENTRY).to(tl.pointer_type(WORD)), 16)
+    at = _word(chunk, 1, ENTRY)
+    count = _word(chunk, 2, ENTRY)
+    lane = tl.arange(0, LANES)
+    for first in range(0, count, LANES):
+        inside = first + lane < count
+        words = tl.load(source + first + lane, mask=inside, other=0)
+        tl.store(there + at + first + lane, words, mask=inside)
 
 
 @triton.jit

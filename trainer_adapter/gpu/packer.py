@@ -2,7 +2,8 @@
 
 - ``gather``: the ring is registered with CUDA once, and one kernel reads the records over PCIe,
   straight into the packed batch on the device. The CPU makes a table of some 90 bytes a sequence,
-  and 64 more for each further 2,048 tokens of it.
+  and 64 more for each further 2,048 tokens of it. Extra fields are copied by a second kernel, with
+  a launch for each.
 - ``pinned``: packed by the CPU into pinned memory, and copied from there without waiting.
 - ``copy``: packed by the CPU, and copied as pageable memory.
 
@@ -30,6 +31,7 @@ from shmbus.batch.gather import FieldNames
 from shmbus.batch.gather_plan import mapping_of
 from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout, pad_batch
+from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import pack
 from trainer_adapter.batches.sample_flags import Truncated
@@ -54,7 +56,7 @@ class GpuPacker:
         A CUDA device.
     transport : "auto" | "gather" | "pinned" | "copy"
         "auto" takes the first that works, in this order.
-    advantages, layout, fields, truncated
+    advantages, layout, fields, truncated, extra_fields
         As for `pack`.
 
     Attributes
@@ -81,6 +83,7 @@ class GpuPacker:
         layout: Layout = "packed",
         fields: FieldNames | None = None,
         truncated: Truncated = "keep",
+        extra_fields: GivenExtraFields | ExtraFields | None = None,
     ) -> None:
         if transport not in ("auto", *TRANSPORTS):
             raise ValueError(
@@ -97,6 +100,7 @@ class GpuPacker:
             "advantages": advantages,
             "fields": fields,
             "truncated": truncated,
+            "extra_fields": ExtraFields.of(extra_fields),
         }
         self._layout: Layout = layout
         self._memory: BatchMemory = BatchMemory()
@@ -164,12 +168,8 @@ class GpuPacker:
         memory = self._pinned if self.transport == "pinned" else self._memory
         packed = pack(groups, memory=memory, **self._options)
         with _on(self._stream):
-            values = {
-                name: value.to(self.device, non_blocking=True)
-                for name, value in vars(packed).items()
-                if isinstance(value, Tensor)
-            }
-            batch = Batch(**{**vars(packed), **values, "transport": self.transport})
+            batch = packed.to(self.device, non_blocking=True)
+            batch.transport = self.transport
             if self._layout == "padded":
                 pad_batch(batch)
             # The host's batch is kept until the copies from it are done.
@@ -192,7 +192,7 @@ class GpuPacker:
             The same.
         """
         stream = torch.cuda.current_stream(self.device)
-        for value in vars(batch).values():
+        for value in (*vars(batch).values(), *batch.extra.values(), *batch.extra_offsets.values()):
             if isinstance(value, Tensor) and value.is_cuda:
                 value.record_stream(stream)
         return batch

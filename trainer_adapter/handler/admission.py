@@ -23,6 +23,7 @@ from shmbus.batch.field_presence import MixedLogprobsError
 from shmbus.batch.gather import FieldNames, measure
 from trainer_adapter._arguments import check_lengths, check_scores
 from trainer_adapter.batches.batch import Batch
+from trainer_adapter.batches.extra_fields import ExtraFields
 from trainer_adapter.batches.sample_flags import Truncated, is_truncated
 from trainer_adapter.handler.checkpoint import identities
 from trainer_adapter.handler.planner import BatchPlanner
@@ -48,6 +49,8 @@ class Admission:
     truncated : "keep" | "mask" | "drop"
     max_policy_lag : int or None
         A group with a sample more versions than this behind the Consumer's is too old.
+    extra_fields : ExtraFields, optional
+        Without one of these a group is malformed.
 
     Attributes
     ----------
@@ -67,6 +70,7 @@ class Admission:
         malformed: Literal["raise", "drop"],
         truncated: Truncated,
         max_policy_lag: int | None,
+        extra_fields: ExtraFields | None = None,
     ) -> None:
         self._consumer = consumer
         self._planner = planner
@@ -75,7 +79,8 @@ class Admission:
         self._malformed = malformed
         self._truncated = truncated
         self._max_policy_lag = max_policy_lag
-        self._unread = UnreadFields(fields)
+        self._extra_fields = extra_fields
+        self._unread = UnreadFields(fields, [] if extra_fields is None else extra_fields.sources)
         self._with_logprobs = False
         self.trained: set[tuple[int, int]] = set()
         self.truncated_groups = 0
@@ -187,6 +192,8 @@ class Admission:
         self._unread.note(measured)
         trajectories, lengths = measured.trajectories, measured.lengths
         check_scores(trajectories)
+        if self._extra_fields is not None:
+            self._extra_fields.measure(trajectories, lengths)
         if self._tokens_per_batch is not None and max(lengths) > self._tokens_per_batch:
             check_lengths(trajectories, lengths, self._tokens_per_batch)
         left = iter(lengths)

@@ -29,17 +29,16 @@ from shmbus.batch.field_presence import MixedLogprobsError
 from trainer_adapter._arguments import (
     check_choices,
     check_consumer_options,
-    check_device,
-    check_fields,
     check_for_ranks,
     check_loader,
-    check_prefetch,
+    check_packing,
     check_wait,
     checked_budget,
     checked_max_wait,
 )
-from trainer_adapter.advantages import Kind, check_kind
+from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout, UnseenBatch
+from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.finite import NotFiniteError, group_of_sample
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import FieldNames, pack
@@ -113,6 +112,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
     progress : bool or file
         Write a line of progress to stderr, or to a file, now and then. ``handler.progress.line`` is
         the present one in any case.
+    extra_fields : dict of str to kind or ExtraField, optional
+        Further fields for `Batch.extra`: "token" (a row a token), "ragged" (rows joined),
+        "sequence" (an array a sample, stacked) or "meta" (a value of the meta). `ExtraField` has
+        dtype, shape, and a fill for a sample without it; else such a group is malformed.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
@@ -143,20 +146,19 @@ class OnlineDataHandler(IterableDataset[Batch]):
         truncated: Truncated = "keep",
         prefetch: int = 0,
         progress: bool | TextIO = False,
+        extra_fields: GivenExtraFields | None = None,
         **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
         check_choices(layout=layout, malformed=malformed, truncated=truncated)
-        check_prefetch(prefetch)
         check_consumer_options(consumer_options)
         check_for_ranks(world_size, truncated)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)
-        check_fields(fields)
-        on_gpu = check_device(device).type == "cuda"
-        check_kind("advantages", advantages)
+        on_gpu = check_packing(device, fields, advantages, prefetch).type == "cuda"
         self.tokens_per_batch = tokens_per_batch
         self.groups_per_batch = groups_per_batch
         self._fields = fields or FieldNames()
+        extra = ExtraFields.of(extra_fields)
         self._malformed = malformed
         self.progress = Progress.of(progress)
         self._closed = False
@@ -165,13 +167,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
             "layout": layout,
             "fields": fields,
             "truncated": truncated,
+            "extra_fields": extra,
         }
         self._gpu = GpuPacker(device, **options) if on_gpu else None
-        self._pack: Callable[[list[shmbus.Group]], Batch] = (
-            functools.partial(pack, device=device, memory=BatchMemory(), **options)
-            if self._gpu is None
-            else self._gpu.pack
-        )
+        on_host = functools.partial(pack, device=device, memory=BatchMemory(), **options)
+        self._pack: Callable[..., Batch] = on_host if self._gpu is None else self._gpu.pack
         self._planner: BatchPlanner[Batch] = BatchPlanner(
             tokens_per_batch, groups_per_batch, max_wait_s, world_size
         )
@@ -187,6 +187,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 truncated=truncated,
                 # A shard stays as it is: all ranks make as many batches.
                 max_policy_lag=max_policy_lag if world_size == 1 else None,
+                extra_fields=extra,
             )
             self._begin(world_size, prefetch, max_policy_lag)
         except BaseException:
@@ -433,7 +434,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
     def _require_out(self, batch: Batch, verb: str) -> None:
         if not isinstance(batch, Batch):
             raise TypeError(f"cannot {verb} it: expected a Batch, got {type(batch).__name__}")
-        if self._planner.is_out(batch.step, batch):
+        out = self._planner.out_as(batch.step)
+        # A copy on another device has the list of the original.
+        if out is not None and out.groups is batch.groups:
             return
         if all(group.state == "acknowledged" for group in batch.groups):
             why = "it was acknowledged already"

@@ -317,10 +317,10 @@ class BatchPlanner(Generic[BatchT]):
         ready = (out.pop(step), *places.ready)
         self._places = places._replace(ready=ready, out=out, step=step)
 
-    def is_out(self, step: int, batch: BatchT) -> bool:
-        """Whether this batch was handed out as this step, and is neither acknowledged nor back."""
+    def out_as(self, step: int) -> BatchT | None:
+        """Return the batch that was handed out as this step; None if it has ended, or is back."""
         made = self._places.out.get(step)
-        return made is not None and not made.ended and made.batch is batch
+        return None if made is None or made.ended else made.batch
 
     def acknowledged(self, step: int) -> None:
         """Forget a batch that was out."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Iterable
 from typing import Final
 
 import shmbus
@@ -47,16 +48,18 @@ class UnreadFields:
     ----------
     fields : FieldNames
         The names that are looked for.
+    extra : iterable of str
+        Other fields that are read.
     """
 
-    def __init__(self, fields: FieldNames) -> None:
+    def __init__(self, fields: FieldNames, extra: Iterable[str] = ()) -> None:
         self._wanted = {
             "loss_mask": fields.loss_mask,
             "logprobs": fields.logprobs,
             "advantages": fields.advantages,
             "score": "score",
         }
-        self._read = set(fields.as_tuple())
+        self._read = {*fields.as_tuple(), *extra}
         self._known: set[tuple[str, ...]] = set()
         self._told: set[str] = set()
 

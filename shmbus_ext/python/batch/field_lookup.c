@@ -1,8 +1,8 @@
 /* Where the fields of trajectories lie (see field_lookup.h). */
 #include "python/batch/field_lookup.h"
 
-static bool field_error(const TrajectoryObject *t, PyObject *name, const char *expected,
-                        PyObject *got) {
+bool py_field_error(const TrajectoryObject *t, PyObject *name, const char *expected,
+                    PyObject *got) {
     if (got != NULL) {
         PyErr_Format(PyExc_ValueError,
                      "trajectory %R[%S] of producer %llu: field %R: expected %s, got %S",
@@ -18,7 +18,7 @@ static bool check_range(const struct source *source, PyObject *name) {
     const uint64_t *ids = (const uint64_t *)source->data[FIELD_TOKENS];
     uint64_t at = gather_find_beyond_i64(ids, source->length);
     return at == source->length ||
-           field_error(source->trajectory, name, "ids below 2**63",
+           py_field_error(source->trajectory, name, "ids below 2**63",
                        PyUnicode_FromFormat("%llu at token %llu", (unsigned long long)ids[at],
                                             (unsigned long long)at));
 }
@@ -43,7 +43,7 @@ static bool check_mask(const struct source *source, PyObject *name) {
                                   : PyUnicode_FromFormat("%S at token %llu", value,
                                                          (unsigned long long)at);
     Py_XDECREF(value);
-    return field_error(source->trajectory, name, "finite numbers", got);
+    return py_field_error(source->trajectory, name, "finite numbers", got);
 }
 
 bool py_check_payload(const struct source *source, PyObject *const *names) {
@@ -63,7 +63,7 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
         *(at < 0 ? &lookup->lacks : &lookup->has) |= (uint8_t)(1u << f);
         if (at < 0) {
             if (f == FIELD_TOKENS) {
-                return field_error(t, names[f], "an integer array of one dimension",
+                return py_field_error(t, names[f], "an integer array of one dimension",
                                    PyUnicode_FromFormat(
                                        "none among %R; put it, or say its name by fields=",
                                        t->schema->names));
@@ -78,14 +78,14 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
                        : f == FIELD_MASK ? kind <= ELEMENT_F64
                                          : kind == ELEMENT_F32 || kind == ELEMENT_F64;
         if (!numeric) {
-            return field_error(t, names[f],
+            return py_field_error(t, names[f],
                                f == FIELD_TOKENS ? "an integer dtype"
                                : f == FIELD_MASK ? "a boolean or numeric dtype"
                                                  : "float32 or float64",
                                Py_NewRef((PyObject *)t->schema->dtypes[at]));
         }
         if (t->schema->ndim[at] != 1) {
-            return field_error(t, names[f], "one dimension",
+            return py_field_error(t, names[f], "one dimension",
                                PyLong_FromLong(t->schema->ndim[at]));
         }
         lookup->shape_at[f] = t->schema->shape_at[at];
@@ -104,7 +104,7 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
 }
 
 bool py_length_error(const struct source *source, uint64_t length, PyObject *name) {
-    return field_error(source->trajectory, name, "as many elements as tokens",
+    return py_field_error(source->trajectory, name, "as many elements as tokens",
                        PyUnicode_FromFormat("%llu, tokens has %llu", (unsigned long long)length,
                                             (unsigned long long)source->length));
 }

@@ -17,6 +17,10 @@ struct source {
     uint8_t kinds[FIELDS];
 };
 
+/* Raises ValueError for a field of a trajectory; `got` is taken, NULL with its own exception. */
+bool py_field_error(const TrajectoryObject *t, PyObject *name, const char *expected,
+                    PyObject *got);
+
 /* Whether int32 borders can index so many tokens; false with an exception. */
 bool py_batch_fits(uint64_t tokens);
 

@@ -5,6 +5,7 @@
 #include "python/batch/pack.h"
 
 #include "python/batch/arrays.h"
+#include "python/batch/extra_fields.h"
 #include "python/batch/field_lookup.h"
 
 struct destination {
@@ -48,12 +49,13 @@ static bool copy_sequence(const struct source *from, const struct destination *t
 }
 
 static bool copy_all(const struct source *sources, Py_ssize_t count,
-                     const struct destination *to) {
+                     const struct destination *to, struct extras *extras) {
     int32_t at = 0;
     bool finite = true;
     for (Py_ssize_t i = 0; i < count; i++) {
         to->offsets[i] = at;
         finite = copy_sequence(&sources[i], to, at, to->sequence_advantages[i]) && finite;
+        py_extras_copy(extras, i);
         at += (int32_t)sources[i].length;
     }
     to->offsets[count] = at;
@@ -106,45 +108,60 @@ static bool read_destination(PyObject *const *arrays, uint64_t total, uint64_t c
                           &to->sequence_advantages);
 }
 
+/* Where all that is packed lies, of trajectories that are good for it. */
+static bool find_all(PyObject *items, PyObject *const *names, struct source *sources,
+                     struct record_ref *refs, struct extras *extras, uint64_t *total) {
+    struct lookup lookup = {.schema = NULL};
+    if (!py_find_sources(&lookup, items, names, sources)) {
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+        TrajectoryObject *t = sources[i].trajectory;
+        *total += sources[i].length;
+        refs[i] = t->ref;
+        if (!py_extras_find(extras, i, t, sources[i].length)) {
+            return false;
+        }
+    }
+    return py_batch_fits(*total);
+}
+
 /* pack(trajectories, names, tokens, position_ids, loss_mask, logprobs, advantages, cu_seqlens,
- * sequence_advantages) -> bool: fills all arrays, in the trajectories' order; whether all logprobs
- * and advantages in them are finite. */
+ * sequence_advantages, extras) -> bool: fills all arrays, in the trajectories' order; whether all
+ * logprobs and advantages in them are finite. */
 static PyObject *py_pack(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *items, *names[FIELDS], *arrays[7], *result = NULL;
-    if (!PyArg_ParseTuple(args, "O!(OOOO)OOOOOOO", &PyList_Type, &items, &names[0], &names[1],
+    PyObject *items, *names[FIELDS], *arrays[7], *specs, *result = NULL;
+    if (!PyArg_ParseTuple(args, "O!(OOOO)OOOOOOOO!", &PyList_Type, &items, &names[0], &names[1],
                           &names[2], &names[3], &arrays[0], &arrays[1], &arrays[2], &arrays[3],
-                          &arrays[4], &arrays[5], &arrays[6])) {
+                          &arrays[4], &arrays[5], &arrays[6], &PyTuple_Type, &specs)) {
         return NULL;
     }
     Py_ssize_t count = PyList_GET_SIZE(items);
     struct source *sources = PyMem_Malloc((size_t)(count + 1) * sizeof *sources);
     struct record_ref *refs = PyMem_Malloc((size_t)(count + 1) * sizeof *refs);
+    struct extras extras = {.count = 0};
     if (sources == NULL || refs == NULL) {
         PyErr_NoMemory();
         goto end;
     }
-    struct lookup lookup = {.schema = NULL};
-    if (!py_find_sources(&lookup, items, names, sources)) {
-        goto end;
-    }
     uint64_t total = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        total += sources[i].length;
-        refs[i] = sources[i].trajectory->ref;
-    }
     struct destination to;
-    if (!py_batch_fits(total) || !read_destination(arrays, total, (uint64_t)count, &to) ||
+    if (!py_extras_read(&extras, specs, count) ||
+        !find_all(items, names, sources, refs, &extras, &total) ||
+        !read_destination(arrays, total, (uint64_t)count, &to) ||
+        !py_extras_read_destination(&extras, specs) ||
         !hold_all(sources, refs, count)) {
         goto end;
     }
     bool finite;
     Py_BEGIN_ALLOW_THREADS
-    finite = copy_all(sources, count, &to);
+    finite = copy_all(sources, count, &to, &extras);
     Py_END_ALLOW_THREADS
     let_go_all(sources, refs, count);
     result = PyBool_FromLong(finite);
 end:
+    py_extras_clear(&extras);
     PyMem_Free(sources);
     PyMem_Free(refs);
     return result;

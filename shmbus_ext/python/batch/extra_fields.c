@@ -1,0 +1,423 @@
+/* Further fields of a batch (see extra_fields.h). */
+#include "python/batch/extra_fields.h"
+
+#include <string.h>
+
+#include "python/batch/arrays.h"
+#include "python/batch/field_lookup.h"
+
+/* ---- What the caller asks for ---- */
+
+static bool read_sizes(struct extra *extra, PyObject *sizes) {
+    extra->ndim = (int)PyTuple_GET_SIZE(sizes);
+    if (extra->ndim > (int)SHMBUS_MAX_NDIM) {
+        PyErr_Format(PyExc_ValueError, "field %R: expected a row of at most %u dimensions, got %d",
+                     extra->name, SHMBUS_MAX_NDIM, extra->ndim);
+        return false;
+    }
+    for (int d = 0; d < extra->ndim; d++) {
+        extra->sizes[d] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(sizes, d));
+        if (PyErr_Occurred() != NULL) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* A row that no memory could have is as large as can be said: no array is large enough for it. */
+static void count_row_bytes(struct extra *extra) {
+    unsigned long long bytes = (unsigned long long)PyDataType_ELSIZE(extra->dtype);
+    for (int d = 0; d < extra->ndim; d++) {
+        if (__builtin_mul_overflow(bytes, extra->sizes[d], &bytes)) {
+            bytes = UINT64_MAX;
+        }
+    }
+    extra->row_bytes = bytes;
+}
+
+static bool read_spec(struct extra *extra, PyObject *spec) {
+    PyObject *dtype = NULL, *sizes = NULL, *out;
+    int kind = 0, optional = 0;
+    if (!PyArg_ParseTuple(spec, "OipOO!|O", &extra->name, &kind, &optional, &dtype, &PyTuple_Type,
+                          &sizes, &out)) {
+        return false;
+    }
+    if (kind < 0 || kind >= EXTRA_KINDS || (dtype != Py_None && !PyArray_DescrCheck(dtype))) {
+        PyErr_Format(PyExc_ValueError, "field %R: expected a kind and a dtype, got %d and %R",
+                     extra->name, kind, dtype);
+        return false;
+    }
+    extra->kind = (enum extra_kind)kind;
+    extra->optional = optional != 0;
+    if (dtype == Py_None) {
+        return true;
+    }
+    extra->dtype = (PyArray_Descr *)dtype;
+    if (!read_sizes(extra, sizes)) {
+        return false;
+    }
+    count_row_bytes(extra);
+    return true;
+}
+
+bool py_extras_read(struct extras *self, PyObject *specs, Py_ssize_t trajectories) {
+    self->count = PyTuple_GET_SIZE(specs);
+    if (self->count == 0) {
+        return true;
+    }
+    size_t sources = (size_t)(self->count * trajectories) + 1;
+    self->fields = PyMem_Calloc((size_t)self->count, sizeof *self->fields);
+    self->sources = PyMem_Calloc(sources, sizeof *self->sources);
+    self->keep = PyList_New(0);
+    if (self->fields == NULL || self->sources == NULL || self->keep == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    for (Py_ssize_t e = 0; e < self->count; e++) {
+        if (!read_spec(&self->fields[e], PyTuple_GET_ITEM(specs, e))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void py_extras_clear(struct extras *self) {
+    PyMem_Free(self->fields);
+    PyMem_Free(self->sources);
+    Py_CLEAR(self->keep);
+    self->fields = NULL;
+    self->sources = NULL;
+}
+
+static bool read_output(struct extra *extra, PyObject *spec) {
+    if (PyTuple_GET_SIZE(spec) != 6) {
+        PyErr_SetString(PyExc_TypeError, "extras: expected where each field goes");
+        return false;
+    }
+    if (extra->row_bytes > 0 && extra->rows > (uint64_t)INT64_MAX / extra->row_bytes) {
+        PyErr_Format(PyExc_ValueError, "field %R: its rows are more than memory can hold",
+                     extra->name);
+        return false;
+    }
+    return py_check_array(PyTuple_GET_ITEM(spec, 5), "extra", NPY_UINT8,
+                          extra->rows * extra->row_bytes, true, &extra->out);
+}
+
+bool py_extras_read_destination(struct extras *self, PyObject *specs) {
+    for (Py_ssize_t e = 0; e < self->count; e++) {
+        if (!read_output(&self->fields[e], PyTuple_GET_ITEM(specs, e))) {
+            return false;
+        }
+        /* From here on it counts what was copied. */
+        self->fields[e].rows = 0;
+    }
+    return true;
+}
+
+/* ---- What a record has ---- */
+
+static bool extra_error(const TrajectoryObject *t, const struct extra *extra, const char *expected,
+                        PyObject *got) {
+    return py_field_error(t, extra->name, expected, got);
+}
+
+/* The rows' sizes within the record's shape: all but the first, which counts the rows. */
+static int row_from(const struct extra *extra) {
+    return extra->kind == EXTRA_SEQUENCE ? 0 : 1;
+}
+
+static PyObject *tuple_of_sizes(const uint64_t *sizes, int ndim) {
+    PyObject *tuple = PyTuple_New(ndim);
+    for (int d = 0; tuple != NULL && d < ndim; d++) {
+        PyObject *size = PyLong_FromUnsignedLongLong(sizes[d]);
+        if (size == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, d, size);
+        }
+    }
+    return tuple;
+}
+
+/* "uint8 rows of shape (48, 8)"; NULL with an exception. */
+static PyObject *describe_rows(PyArray_Descr *dtype, const uint64_t *sizes, int ndim) {
+    PyObject *tuple = tuple_of_sizes(sizes, ndim);
+    PyObject *text =
+        tuple == NULL ? NULL
+                      : PyUnicode_FromFormat("%S rows of shape %S", (PyObject *)dtype, tuple);
+    Py_XDECREF(tuple);
+    return text;
+}
+
+static bool rows_differ(const TrajectoryObject *t, const struct extra *extra, PyArray_Descr *dtype,
+                        const uint64_t *sizes, int ndim) {
+    PyObject *expected = describe_rows(extra->dtype, extra->sizes, extra->ndim);
+    const char *text = expected == NULL ? NULL : PyUnicode_AsUTF8(expected);
+    if (text != NULL) {
+        extra_error(t, extra, text, describe_rows(dtype, sizes, ndim));
+    }
+    Py_XDECREF(expected);
+    return false;
+}
+
+/* What holds for all records of a schema; the row's sizes may still differ. */
+static bool look_up(struct extras *self, struct extra *extra, const TrajectoryObject *t) {
+    SchemaObject *schema = t->schema;
+    extra->schema = NULL;
+    extra->at = py_schema_find(schema, extra->name);
+    if (extra->at >= 0) {
+        PyArray_Descr *dtype = py_schema_dtype(schema, extra->at);
+        if (dtype == NULL) {
+            return false;
+        }
+        const int ndim = schema->ndim[extra->at] - row_from(extra);
+        if (ndim < 0) {
+            return extra_error(t, extra, "a dimension that counts its rows",
+                               PyUnicode_FromString("a single number"));
+        }
+        const uint64_t *sizes = t->shape + schema->shape_at[extra->at] + 1 + row_from(extra);
+        if (extra->dtype == NULL) {
+            if (PyList_Append(self->keep, (PyObject *)schema) < 0) {
+                return false;
+            }
+            extra->dtype = dtype;
+            extra->ndim = ndim;
+            memcpy(extra->sizes, sizes, (size_t)ndim * sizeof *sizes);
+            count_row_bytes(extra);
+        } else if (ndim != extra->ndim || !PyArray_EquivTypes(dtype, extra->dtype)) {
+            return rows_differ(t, extra, dtype, sizes, ndim);
+        }
+    } else if (!extra->optional) {
+        return extra_error(t, extra, "in every sample, since extra_fields has it",
+                           PyUnicode_FromFormat("none among %R; put it, or give it a fill by "
+                                                "ExtraField",
+                                                schema->names));
+    }
+    extra->schema = schema;
+    return true;
+}
+
+static bool find_one(struct extras *self, struct extra *extra, const TrajectoryObject *t,
+                     uint64_t tokens, struct extra_source *source) {
+    if (extra->schema != t->schema && !look_up(self, extra, t)) {
+        return false;
+    }
+    if (extra->at < 0) {
+        source->data = NULL;
+        source->rows = extra->kind == EXTRA_TOKEN ? tokens : extra->kind == EXTRA_SEQUENCE;
+        extra->rows += source->rows;
+        return true;
+    }
+    const uint64_t *shape = t->shape + t->schema->shape_at[extra->at];
+    const uint64_t *sizes = shape + 1 + row_from(extra);
+    source->data = py_trajectory_bytes(t) + shape[0];
+    source->rows = extra->kind == EXTRA_SEQUENCE ? 1 : shape[1];
+    if (extra->ndim > 0 &&
+        memcmp(sizes, extra->sizes, (size_t)extra->ndim * sizeof *sizes) != 0) {
+        return rows_differ(t, extra, extra->dtype, sizes, extra->ndim);
+    }
+    if (extra->kind == EXTRA_TOKEN && source->rows != tokens) {
+        return extra_error(t, extra, "as many rows as tokens",
+                           PyUnicode_FromFormat("%llu, tokens has %llu",
+                                                (unsigned long long)source->rows,
+                                                (unsigned long long)tokens));
+    }
+    extra->rows += source->rows;
+    return true;
+}
+
+bool py_extras_find(struct extras *self, Py_ssize_t i, TrajectoryObject *t, uint64_t tokens) {
+    for (Py_ssize_t e = 0; e < self->count; e++) {
+        if (!find_one(self, &self->fields[e], t, tokens, &self->sources[i * self->count + e])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ---- Copying ---- */
+
+void py_extras_copy(struct extras *self, Py_ssize_t i) {
+    for (Py_ssize_t e = 0; e < self->count; e++) {
+        struct extra *extra = &self->fields[e];
+        const struct extra_source *source = &self->sources[i * self->count + e];
+        uint8_t *to = extra->out + extra->rows * extra->row_bytes;
+        const size_t bytes = (size_t)(source->rows * extra->row_bytes);
+        if (source->data == NULL) {
+            memset(to, 0, bytes);
+        } else {
+            memcpy(to, source->data, bytes);
+        }
+        extra->rows += source->rows;
+    }
+}
+
+/* ---- Functions ---- */
+
+/* Finds all fields of all trajectories, whose tokens the list of lengths counts. */
+static bool find_all(struct extras *self, PyObject *items, PyObject *lengths) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+        PyObject *item = PyList_GET_ITEM(items, i);
+        if (!Py_IS_TYPE(item, &TrajectoryType) || PyList_GET_SIZE(lengths) <= i) {
+            PyErr_SetString(PyExc_TypeError, "expected trajectories, each with its tokens");
+            return false;
+        }
+        const uint64_t tokens = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(lengths, i));
+        if (PyErr_Occurred() != NULL) {
+            return false;
+        }
+        /* A dtype that is met for the first time is made by Python code, which may drop anything. */
+        TrajectoryObject *t = (TrajectoryObject *)Py_NewRef(item);
+        const bool found = py_trajectory_readable(t) && py_extras_find(self, i, t, tokens) &&
+                           py_trajectory_readable(t);
+        Py_DECREF(t);
+        if (!found) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* (dtype or None, row sizes, rows of each trajectory, -1 where it lacks the field). */
+static PyObject *describe_extra(const struct extras *self, Py_ssize_t e, npy_intp trajectories) {
+    const struct extra *extra = &self->fields[e];
+    PyObject *rows = PyArray_SimpleNew(1, &trajectories, NPY_INT64);
+    PyObject *sizes = tuple_of_sizes(extra->sizes, extra->ndim);
+    PyObject *dtype = extra->dtype == NULL ? Py_None : (PyObject *)extra->dtype;
+    if (rows != NULL) {
+        int64_t *of = PyArray_DATA((PyArrayObject *)rows);
+        for (npy_intp i = 0; i < trajectories; i++) {
+            const struct extra_source *source = &self->sources[i * self->count + e];
+            of[i] = source->data == NULL ? -1 : (int64_t)source->rows;
+        }
+    }
+    PyObject *result =
+        rows == NULL || sizes == NULL ? NULL : PyTuple_Pack(3, dtype, sizes, rows);
+    Py_XDECREF(rows);
+    Py_XDECREF(sizes);
+    return result;
+}
+
+/* measure_extras(trajectories, lengths, specs) -> list of (dtype, row sizes, rows of each), after
+ * all the checks that pack makes. */
+static PyObject *py_measure_extras(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *items, *lengths, *specs, *result = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &items, &PyList_Type, &lengths,
+                          &PyTuple_Type, &specs)) {
+        return NULL;
+    }
+    const Py_ssize_t count = PyList_GET_SIZE(items);
+    struct extras extras = {.count = 0};
+    if (py_extras_read(&extras, specs, count) && find_all(&extras, items, lengths)) {
+        result = PyList_New(extras.count);
+    }
+    for (Py_ssize_t e = 0; result != NULL && e < extras.count; e++) {
+        PyObject *one = describe_extra(&extras, e, count);
+        if (one == NULL) {
+            Py_CLEAR(result);
+        } else {
+            PyList_SET_ITEM(result, e, one);
+        }
+    }
+    py_extras_clear(&extras);
+    return result;
+}
+
+/* A chunk of a kernel's copy, in words of `width` bytes: address, place, words; and 0. */
+enum { COPY_ADDRESS, COPY_AT, COPY_WORDS_THERE, COPY_RESERVED, COPY_WORDS };
+
+struct copy_plan {
+    int64_t *chunks; /* room for so many; those that find none are counted */
+    uint64_t room, done;
+    int64_t shift;
+    uint64_t chunk_bytes;
+};
+
+static void plan_copy(struct copy_plan *plan, const struct extra *extra,
+                      const struct extra_source *source, uint64_t place, uint64_t width) {
+    const uint64_t bytes = source->data == NULL ? 0 : source->rows * extra->row_bytes;
+    for (uint64_t from = 0; from < bytes; from += plan->chunk_bytes) {
+        const uint64_t left = bytes - from;
+        if (plan->done < plan->room) {
+            int64_t *chunk = plan->chunks + plan->done * COPY_WORDS;
+            chunk[COPY_ADDRESS] = (int64_t)(uintptr_t)(source->data + from) + plan->shift;
+            chunk[COPY_AT] = (int64_t)((place + from) / width);
+            chunk[COPY_WORDS_THERE] =
+                (int64_t)((left < plan->chunk_bytes ? left : plan->chunk_bytes) / width);
+            chunk[COPY_RESERVED] = 0;
+        }
+        plan->done++;
+    }
+}
+
+/* The chunks of one field, whose memory begins at `place`. */
+static PyObject *plan_field(struct copy_plan *plan, const struct extras *extras, Py_ssize_t e,
+                            Py_ssize_t count, uint64_t place, uint64_t width) {
+    const struct extra *extra = &extras->fields[e];
+    const uint64_t first = plan->done;
+    if (width == 0 || extra->row_bytes % width != 0 || place % width != 0) {
+        PyErr_SetString(PyExc_ValueError, "plan_extras: expected a width that divides each row");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const struct extra_source *source = &extras->sources[i * extras->count + e];
+        plan_copy(plan, extra, source, place, width);
+        place += source->rows * extra->row_bytes;
+    }
+    return Py_BuildValue("KK", (unsigned long long)first, (unsigned long long)(plan->done - first));
+}
+
+/* plan_extras(trajectories, lengths, specs, places, memory int64 [n], shift, chunk_bytes) ->
+ * (chunks, [(first chunk, chunks) of each field]): how a kernel copies each field to its place;
+ * places: (byte where it begins, bytes of a word). */
+static PyObject *py_plan_extras(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *items, *lengths, *specs, *places, *memory, *launches = NULL;
+    long long shift;
+    unsigned long long chunk_bytes;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!OLK", &PyList_Type, &items, &PyList_Type, &lengths,
+                          &PyTuple_Type, &specs, &PyTuple_Type, &places, &memory, &shift,
+                          &chunk_bytes)) {
+        return NULL;
+    }
+    const Py_ssize_t count = PyList_GET_SIZE(items);
+    struct copy_plan plan = {.shift = shift, .chunk_bytes = chunk_bytes};
+    const uint64_t words = py_array_elements(memory);
+    struct extras extras = {.count = 0};
+    if (chunk_bytes == 0 || PyTuple_GET_SIZE(places) != PyTuple_GET_SIZE(specs)) {
+        return PyErr_Format(PyExc_ValueError, "plan_extras: expected a place of each field");
+    }
+    if (py_check_array(memory, "memory", NPY_INT64, words, true, &plan.chunks) &&
+        py_extras_read(&extras, specs, count) && find_all(&extras, items, lengths)) {
+        plan.room = words / COPY_WORDS;
+        launches = PyList_New(extras.count);
+    }
+    for (Py_ssize_t e = 0; launches != NULL && e < extras.count; e++) {
+        unsigned long long place, width;
+        PyObject *one = PyArg_ParseTuple(PyTuple_GET_ITEM(places, e), "KK", &place, &width)
+                            ? plan_field(&plan, &extras, e, count, place, width)
+                            : NULL;
+        if (one == NULL) {
+            Py_CLEAR(launches);
+        } else {
+            PyList_SET_ITEM(launches, e, one);
+        }
+    }
+    py_extras_clear(&extras);
+    return launches == NULL ? NULL : Py_BuildValue("KN", (unsigned long long)plan.done, launches);
+}
+
+static PyMethodDef functions[] = {
+    {"measure_extras", py_measure_extras, METH_VARARGS, NULL},
+    {"plan_extras", py_plan_extras, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_extra_fields_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0 &&
+           PyModule_AddIntConstant(module, "EXTRA_TOKEN", EXTRA_TOKEN) == 0 &&
+           PyModule_AddIntConstant(module, "EXTRA_RAGGED", EXTRA_RAGGED) == 0 &&
+           PyModule_AddIntConstant(module, "EXTRA_SEQUENCE", EXTRA_SEQUENCE) == 0 &&
+           PyModule_AddIntConstant(module, "COPY_WORDS", COPY_WORDS) == 0;
+}

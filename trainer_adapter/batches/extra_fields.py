@@ -1,0 +1,436 @@
+"""Extra fields of a batch: any array of a sample, or a value of its meta, packed with the tokens.
+
+Invariants:
+
+- One `ExtraFields` knows one dtype and one row shape of each field: what was declared, or what the
+  first sample had. A sample that differs is refused, so batches can be joined and compared.
+- Bytes are copied as they are; a change of dtype comes after it, on the batch's device.
+- A sample without an optional field gets its fill; one without another field is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import shmbus
+from shmbus.batch import extra_fields as bus_extras
+from shmbus.batch.extra_fields import ExtraRows, ExtraSpec, PackedExtra
+
+__all__ = ["ExtraField", "ExtraFields", "ExtraKind", "GivenExtraFields", "MeasuredExtras"]
+
+ExtraKind = Literal["token", "ragged", "sequence", "meta"]
+KINDS: Final = ("token", "ragged", "sequence", "meta")
+_CODES: Final = {
+    "token": bus_extras.TOKEN,
+    "ragged": bus_extras.RAGGED,
+    "sequence": bus_extras.SEQUENCE,
+}
+
+#: Dtypes that NumPy lacks: an array of integers, or of void, of so many bytes is their bits.
+_BYTES_OF_BITS: Final = {
+    getattr(torch, name): width
+    for name, width in (
+        ("bfloat16", 2), ("float8_e4m3fn", 1), ("float8_e4m3fnuz", 1), ("float8_e5m2", 1),
+        ("float8_e5m2fnuz", 1),
+    )
+    if hasattr(torch, name)
+}  # fmt: skip
+#: Each field begins on a cache line, which suits every dtype.
+ALIGN: Final = 64
+
+
+class ExtraField(msgspec.Struct, frozen=True, kw_only=True):
+    """One extra field, where its kind alone does not say enough.
+
+    Attributes
+    ----------
+    kind : "token" | "ragged" | "sequence" | "meta"
+        "token": a row a token, [n, ...], packed as the tokens are, [T, ...]. "ragged": any number
+        of rows, joined along the first dimension. "sequence": an array of one shape a sample,
+        stacked, [S, ...]. "meta": a value of the meta, one a sample, in a list.
+    dtype : torch.dtype or str, optional
+        Of the batch's tensor; the record's without it. Integers of two bytes are the bits of a
+        "bfloat16", and those of one byte the bits of a "float8", since NumPy has neither.
+    shape : tuple of int, optional
+        Of a row: without the dimension that counts tokens or rows. The first sample decides where
+        neither this nor `fill` is given; with `fill` it is () unless said.
+    fill : number, or any value for "meta"; optional
+        Stands for a sample that lacks the field; without it such a group is malformed. It needs a
+        `dtype`. A "ragged" field of such a sample has no rows.
+    field : str, optional
+        The producers' name of it, if it is another one than the batch's.
+    """
+
+    kind: ExtraKind
+    dtype: Any = None
+    shape: tuple[int, ...] | None = None
+    fill: Any = msgspec.UNSET
+    field: str | None = None
+
+    @property
+    def optional(self) -> bool:
+        """Whether a sample may lack it."""
+        return self.fill is not msgspec.UNSET
+
+
+GivenExtraFields: TypeAlias = "Mapping[str, ExtraKind | ExtraField]"
+
+
+class _Form(NamedTuple):
+    """What all rows of a field are: in the records, and as a tensor of the same bytes."""
+
+    dtype: np.dtype[Any]
+    sizes: tuple[int, ...]
+    bits: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return int(self.dtype.itemsize) * math.prod(self.sizes)
+
+
+class _Field(NamedTuple):
+    name: str
+    given: ExtraField
+    target: torch.dtype | None
+
+    @property
+    def source(self) -> str:
+        return self.given.field or self.name
+
+
+class _Column(NamedTuple):
+    """One array field of a batch: its form, its rows of each sample, and where its bytes begin."""
+
+    field: _Field
+    form: _Form
+    rows: NDArray[np.int64]
+    lacks: NDArray[np.bool_]
+    at: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.rows.sum()) * self.form.row_bytes
+
+
+class MeasuredExtras(NamedTuple):
+    """The extra fields of one batch, before they are copied.
+
+    Attributes
+    ----------
+    columns : list
+        Of the array fields.
+    metas : dict[str, list]
+        Values of the meta, by the field's name.
+    nbytes : int
+        What the array fields take in one block.
+    """
+
+    columns: list[_Column]
+    metas: dict[str, list[Any]]
+    nbytes: int
+
+    def packed_into(self, block: NDArray[np.uint8]) -> tuple[PackedExtra, ...]:
+        """Return where each array field goes in a block of `nbytes`.
+
+        Parameters
+        ----------
+        block : uint8 [n]
+            It begins on a multiple of 64 bytes.
+
+        Returns
+        -------
+        tuple of PackedExtra
+        """
+        return tuple(
+            PackedExtra(*_spec(one.field, one.form), block[one.at : one.at + one.nbytes])
+            for one in self.columns
+        )
+
+    def specs(self) -> tuple[ExtraSpec, ...]:
+        """Return what a kernel's plan needs to know of each array field."""
+        return tuple(_spec(one.field, one.form) for one in self.columns)
+
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Return where each array field begins in the block, and the widest word of its rows."""
+        return tuple((one.at, math.gcd(one.form.row_bytes, 8)) for one in self.columns)
+
+    @property
+    def lacking(self) -> bool:
+        """Whether a sample lacks an optional array field: its bytes have to be 0."""
+        return any(bool(one.lacks.any()) for one in self.columns)
+
+    def values(self, block: Tensor) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
+        """Make a batch's extra fields of the block that they were copied to.
+
+        Parameters
+        ----------
+        block : uint8 [n] tensor
+            On any device.
+
+        Returns
+        -------
+        extra : dict[str, Tensor | list]
+        offsets : dict[str, int64 [S + 1] tensor]
+            Of "ragged" fields.
+        kinds : dict[str, str]
+        """
+        extra: dict[str, Any] = dict(self.metas)
+        kinds = dict.fromkeys(self.metas, "meta")
+        offsets: dict[str, Tensor] = {}
+        for one in self.columns:
+            name = one.field.name
+            borders = np.zeros(len(one.rows) + 1, np.int64)
+            np.cumsum(one.rows, out=borders[1:])
+            extra[name] = _tensor(one, block, borders)
+            kinds[name] = one.field.given.kind
+            if one.field.given.kind == "ragged":
+                offsets[name] = torch.from_numpy(borders).to(block.device)
+        return extra, offsets, kinds
+
+
+class ExtraFields:
+    """The extra fields of a handler, or of one call of `pack`.
+
+    Parameters
+    ----------
+    given : mapping of str to kind or ExtraField
+        By the name that each has in the batch.
+
+    Raises
+    ------
+    TypeError, ValueError
+        What was given is no such mapping, or does not fit together.
+    """
+
+    def __init__(self, given: GivenExtraFields) -> None:
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"extra_fields: expected a dict of names and kinds, got {type(given).__name__}; "
+                'pass {"ref_logprobs": "token"}'
+            )
+        fields = [_checked(name, one) for name, one in given.items()]
+        self._arrays = [one for one in fields if one.given.kind != "meta"]
+        self._metas = [one for one in fields if one.given.kind == "meta"]
+        self._forms: dict[str, _Form] = {}
+
+    @classmethod
+    def of(cls, given: GivenExtraFields | ExtraFields | None) -> ExtraFields | None:
+        """Return an ExtraFields as it is, one of a mapping, or None where no field is asked for.
+
+        Parameters
+        ----------
+        given : mapping, ExtraFields or None
+
+        Returns
+        -------
+        ExtraFields or None
+        """
+        if given is None or isinstance(given, ExtraFields):
+            return given
+        return cls(given) if given else None
+
+    @property
+    def sources(self) -> list[str]:
+        """The producers' names of the array fields."""
+        return [one.source for one in self._arrays]
+
+    def measure(self, trajectories: list[shmbus.Trajectory], lengths: list[int]) -> MeasuredExtras:
+        """Find the extra fields of a batch's samples, after all checks.
+
+        Parameters
+        ----------
+        trajectories : list[shmbus.Trajectory]
+            Leased; S of them.
+        lengths : list[int]
+            Tokens of each.
+
+        Returns
+        -------
+        MeasuredExtras
+
+        Raises
+        ------
+        ValueError
+            A sample lacks a field that is not optional, or its rows differ from what was declared
+            or met first; the message names the sample and the field.
+        """
+        columns: list[_Column] = []
+        at = 0
+        if self._arrays:
+            specs = tuple(_spec(one, self._forms.get(one.name)) for one in self._arrays)
+            found = bus_extras.measure_extras(trajectories, lengths, specs)
+            # All are checked before one is kept: a batch that is refused decides nothing.
+            forms = [
+                self._form(one, rows, trajectories)
+                for one, rows in zip(self._arrays, found, strict=True)
+            ]
+            for one, rows, form in zip(self._arrays, found, forms, strict=True):
+                if rows.dtype is not None:
+                    self._forms[one.name] = form
+                columns.append(_column(one, form, rows.rows, lengths, at))
+                at += -(-columns[-1].nbytes // ALIGN) * ALIGN
+        metas = {one.name: [_meta(one, t) for t in trajectories] for one in self._metas}
+        return MeasuredExtras(columns, metas, at)
+
+    def _form(
+        self, field: _Field, found: ExtraRows, trajectories: list[shmbus.Trajectory]
+    ) -> _Form:
+        known = self._forms.get(field.name)
+        if known is not None:
+            return known
+        declared = field.given.shape
+        if declared is None and field.given.optional:
+            declared = ()
+        if found.dtype is None:
+            assert field.target is not None, "an optional field has a dtype"
+            return _Form(_dtype_of_bits(field.target), declared or (), field.target)
+        first = trajectories[int(np.argmax(found.rows >= 0))]
+        if declared is not None and found.sizes != declared:
+            raise _refusal(first, field, f"rows of shape {declared}", str(found.sizes))
+        bits = _bits_of(found.dtype, field.target)
+        if bits is None:
+            raise _refusal(
+                first,
+                field,
+                "a dtype that torch has",
+                f"{found.dtype.str!r}; send it as another one, or as bytes",
+            )
+        return _Form(found.dtype, found.sizes, bits)
+
+
+def _checked(name: object, given: object) -> _Field:
+    """Check one entry of `extra_fields`."""
+    if not isinstance(name, str):
+        raise TypeError(f"extra_fields: expected str names, got {name!r}")
+    field = ExtraField(kind=given) if isinstance(given, str) else given  # type: ignore[arg-type]
+    if not isinstance(field, ExtraField):
+        raise TypeError(
+            f"extra_fields: {name!r}: expected a kind or an ExtraField, got {given!r}; a kind is "
+            f"one of {', '.join(map(repr, KINDS))}"
+        )
+    if field.kind not in KINDS:
+        near = difflib.get_close_matches(str(field.kind), KINDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "'token' has a row a token"
+        raise ValueError(
+            f"extra_fields: {name!r}: expected one of {', '.join(map(repr, KINDS))}, got "
+            f"{field.kind!r}; {hint}"
+        )
+    if field.kind == "meta" and (field.dtype is not None or field.shape is not None):
+        raise ValueError(
+            f"extra_fields: {name!r}: expected no dtype and no shape of a value of the meta, got "
+            f"{field.dtype} and {field.shape}; its values come as they are, in a list"
+        )
+    shape: object = field.shape
+    if shape is not None and not (
+        isinstance(shape, tuple) and all(isinstance(size, int) and size >= 0 for size in shape)
+    ):
+        raise TypeError(
+            f"extra_fields: {name!r}: shape: expected a tuple of sizes, got {field.shape!r}; (48, "
+            "8) for instance"
+        )
+    target = _checked_dtype(name, field)
+    if field.kind != "meta" and field.optional and target is None:
+        raise ValueError(
+            f"extra_fields: {name!r}: expected a dtype beside fill, got none; a batch may have no "
+            'sample with the field: ExtraField(kind="token", fill=0, dtype="float32")'
+        )
+    return _Field(name, field, target)
+
+
+def _checked_dtype(name: str, field: ExtraField) -> torch.dtype | None:
+    if field.dtype is None or isinstance(field.dtype, torch.dtype):
+        return field.dtype
+    found = getattr(torch, field.dtype, None) if isinstance(field.dtype, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(
+            f"extra_fields: {name!r}: dtype: expected one of torch's, got {field.dtype!r}; "
+            '"float32" or torch.float32 for instance'
+        )
+    return found
+
+
+def _spec(field: _Field, form: _Form | None) -> ExtraSpec:
+    code = _CODES[field.given.kind]
+    if form is None:
+        return ExtraSpec(field.source, code, field.given.optional)
+    return ExtraSpec(field.source, code, field.given.optional, form.dtype, form.sizes)
+
+
+def _column(
+    field: _Field, form: _Form, found: NDArray[np.int64], lengths: list[int], at: int
+) -> _Column:
+    lacks = found < 0
+    rows = found
+    if lacks.any():
+        ragged, token = field.given.kind == "ragged", field.given.kind == "token"
+        filler = lengths if token else 0 if ragged else 1
+        rows = np.where(lacks, filler, found)
+    return _Column(field, form, rows, lacks, at)
+
+
+def _bits_of(dtype: np.dtype[Any], target: torch.dtype | None) -> torch.dtype | None:
+    """Return the torch dtype of the same bytes; None where there is none."""
+    if (
+        target in _BYTES_OF_BITS
+        and dtype.itemsize == _BYTES_OF_BITS[target]
+        and dtype.kind in "iuV"
+    ):
+        return target
+    if dtype.kind == "V":
+        # A dtype of ml_dtypes has the name that torch has for it.
+        known = getattr(torch, dtype.name, None)
+        return known if known in _BYTES_OF_BITS else None
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError):
+        return None
+
+
+def _dtype_of_bits(target: torch.dtype) -> np.dtype[Any]:
+    """Return the NumPy dtype of as many bytes."""
+    if target in _BYTES_OF_BITS:
+        return np.dtype(f"u{_BYTES_OF_BITS[target]}")
+    return torch.empty(0, dtype=target).numpy().dtype
+
+
+def _tensor(one: _Column, block: Tensor, borders: NDArray[np.int64]) -> Tensor:
+    """Return the rows of one field, as the dtype that was asked for, with its fill."""
+    form, field = one.form, one.field
+    flat = block[one.at : one.at + one.nbytes].view(form.bits)
+    values = flat.view(int(borders[-1]), *form.sizes)
+    if field.target is not None:
+        values = values.to(field.target)
+    if one.lacks.any() and field.given.kind != "ragged":
+        for sample in np.flatnonzero(one.lacks).tolist():
+            values[int(borders[sample]) : int(borders[sample + 1])] = field.given.fill
+    return values
+
+
+def _refusal(t: shmbus.Trajectory, field: _Field, expected: str, got: str) -> ValueError:
+    return ValueError(
+        f"trajectory {t.instance_id!r}[{t.index}] of producer {t.producer_id}: field "
+        f"{field.source!r}: expected {expected}, as extra_fields asks, got {got}"
+    )
+
+
+def _meta(field: _Field, t: shmbus.Trajectory) -> Any:
+    meta = t.meta
+    if isinstance(meta, dict) and field.source in meta:
+        return meta[field.source]
+    if field.given.optional:
+        return field.given.fill
+    got = f"the keys {sorted(map(str, meta))}" if isinstance(meta, dict) else repr(meta)
+    raise ValueError(
+        f"trajectory {t.instance_id!r}[{t.index}] of producer {t.producer_id}: meta: expected a "
+        f"value of {field.source!r}, as extra_fields asks, got {got}; put it, or give it a fill by "
+        "ExtraField"
+    )

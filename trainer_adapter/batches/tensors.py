@@ -1,0 +1,120 @@
+"""What a batch and a micro-batch have in common: tensors that move together.
+
+Invariant: a copy has every tensor of the original on the one device, those in its dicts too, and
+all else as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["TensorHolder", "indexable"]
+
+HolderT = TypeVar("HolderT", bound="TensorHolder")
+
+#: Dtypes that torch stores and moves, but cannot index or fill on every device.
+_SIGNED: Final = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    **{
+        getattr(torch, name): torch.int8
+        for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+        if hasattr(torch, name)
+    },
+}
+
+
+def indexable(values: Tensor) -> Tensor:
+    """Return a view of the same bits in a dtype that torch can index everywhere.
+
+    Parameters
+    ----------
+    values : Tensor
+
+    Returns
+    -------
+    Tensor
+        Of the same shape; view the result of what you did as the dtype of `values` again.
+    """
+    return values.view(_SIGNED.get(values.dtype, values.dtype))
+
+
+class TensorHolder:
+    """Some sequences, as tensors and values in attributes."""
+
+    cu_seqlens: Tensor
+    instance_ids: list[str]
+
+    @property
+    def sequences(self) -> int:
+        """S, how many sequences there are."""
+        return len(self.instance_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """S, how many sequences there are."""
+        return len(self.instance_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of all sequences, padding not counted."""
+        facts = getattr(self, "facts", None)
+        return int(self.cu_seqlens[-1]) if facts is None else sum(facts.lengths)
+
+    def to(
+        self: HolderT, device: torch.device | str | int, *, non_blocking: bool = False
+    ) -> HolderT:
+        """Return a copy whose tensors are on a device.
+
+        Parameters
+        ----------
+        device : torch.device, str or int
+            As for `torch.Tensor.to`.
+        non_blocking : bool
+            Do not wait for copies from pinned memory; see `pin_memory`. Keep the original until
+            the copies are done.
+
+        Returns
+        -------
+        Batch or MicroBatch
+            Of the same sequences. Tensors that are on the device already are not copied.
+        """
+        return self._with(lambda one: one.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self: HolderT, device: torch.device | str | None = None) -> HolderT:
+        """Return a copy whose tensors are in pinned memory; a DataLoader calls this.
+
+        Parameters
+        ----------
+        device : torch.device or str, optional
+            The accelerator; the present one without it. torch has deprecated the argument.
+
+        Returns
+        -------
+        Batch or MicroBatch
+            Of the same sequences. Tensors on an accelerator stay as they are.
+
+        Raises
+        ------
+        RuntimeError
+            torch has no accelerator here.
+        """
+        return self._with(lambda one: one.pin_memory() if one.device.type == "cpu" else one)
+
+    def _with(self: HolderT, change: Callable[[Tensor], Tensor]) -> HolderT:
+        """Return a copy with every tensor changed."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(value)
+            if isinstance(value, dict):
+                return {name: changed(one) for name, one in value.items()}
+            return value
+
+        values = {name: changed(value) for name, value in vars(self).items()}
+        return type(self)(**values)
