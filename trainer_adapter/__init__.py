@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from trainer_adapter.batches.pack import ExtraField, FieldNames, pack
     from trainer_adapter.compat import pad_input, unpad_input
     from trainer_adapter.handler.handler import OnlineDataHandler
+    from trainer_adapter.scored_group import ScoredGroup
 
 __all__ = [
     "Batch",
     "ExtraField",
     "FieldNames",
     "OnlineDataHandler",
+    "ScoredGroup",
     "group_advantages",
     "pack",
     "pad_input",
@@ -37,6 +39,7 @@ _HOMES = {
     "ExtraField": "batches.pack",
     "FieldNames": "batches.pack",
     "OnlineDataHandler": "handler.handler",
+    "ScoredGroup": "scored_group",
     "group_advantages": "advantages",
     "pack": "batches.pack",
     "pad_input": "compat",

@@ -28,6 +28,7 @@ from shmbus.batch.baseline import (
     Baseline,
     relative_scores,
 )
+from trainer_adapter.scored_group import ScoredGroup, sight_of
 
 __all__ = ["advantages_for_groups", "check_kind", "group_advantages", "baseline_of"]
 
@@ -39,7 +40,10 @@ MAX_SCORE: Final = MAX_SCORE_MAGNITUDE
 
 FloatArray = npt.NDArray[np.float64]
 Kind = (
-    Literal["grpo", "dr_grpo", "rloo", "batch", "batch_std", "none"] | Callable[[FloatArray], Any]
+    Literal["grpo", "dr_grpo", "rloo", "batch", "batch_std", "none"]
+    | Callable[[FloatArray], Any]
+    | Callable[[ScoredGroup], Any]
+    | Callable[[FloatArray, ScoredGroup], Any]
 )
 Std = Literal["bessel", "biased"]
 _KINDS: Final = ("grpo", "dr_grpo", "rloo", "batch", "batch_std", "none")
@@ -98,7 +102,10 @@ def group_advantages(
         deviation of all samples given, across groups (REINFORCE++, Hu 2025,
         arXiv:2501.03262). "batch_std": the mean of the group, the deviation of all samples given
         (Lite PPO, Liu et al. 2025, arXiv:2508.08221). "none": the score itself. A callable gets
-        each group's scores, float64 [n], and returns as many advantages: array, tensor or list.
+        each group's scores, float64 [n], and returns as many advantages: array, tensor or list. One
+        of two required parameters gets ``(scores, group)``, and one whose parameter is annotated as
+        a `ScoredGroup` gets that, with lengths, metas, further rewards and truncated flags; here,
+        where there are scores only, it has no more than those.
     sizes : integers [groups], optional
         Sizes of groups that lie one after another in `scores`.
     group_ids : integers or strings [samples], optional
@@ -152,6 +159,7 @@ def advantages_for_groups(
     *,
     std: Std = "bessel",
     eps: float = DEFAULT_EPS,
+    groups: Callable[[], Sequence[ScoredGroup]] | None = None,
 ) -> npt.NDArray[np.float32]:
     """Turn the scores of a ragged batch into advantages, all groups at once.
 
@@ -163,6 +171,8 @@ def advantages_for_groups(
         Samples of each group, S in all; 0 is allowed.
     kind, std, eps
         As for `group_advantages`.
+    groups : callable, optional
+        Makes the groups for a callable that sees more than their scores.
 
     Returns
     -------
@@ -181,7 +191,7 @@ def advantages_for_groups(
     values, _ = _as_float64(np.asarray(scores))
     if values.ndim != 1:
         raise ValueError(f"scores: expected [samples], got shape {values.shape}; flatten it")
-    return _by_sizes(values, np.asarray(sizes), kind, std, eps).astype(np.float32)
+    return _by_sizes(values, np.asarray(sizes), kind, std, eps, groups).astype(np.float32)
 
 
 def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Baseline | None:
@@ -309,7 +319,12 @@ def _by_ids(
 
 
 def _by_sizes(
-    values: FloatArray, sizes: npt.NDArray[Any], kind: Kind, std: Std, eps: float
+    values: FloatArray,
+    sizes: npt.NDArray[Any],
+    kind: Kind,
+    std: Std,
+    eps: float,
+    groups: Callable[[], Sequence[ScoredGroup]] | None = None,
 ) -> FloatArray:
     counts = _checked_sizes(sizes, len(values))
     if std not in ("bessel", "biased"):
@@ -320,7 +335,7 @@ def _by_sizes(
         raise ValueError(f"eps: expected a finite number from 0 on, got {eps}; 1e-6 is usual")
     check_kind("kind", kind)
     if callable(kind):
-        return _by_callable(values, counts, kind)
+        return _by_callable(values, counts, kind, groups)
     if kind == "none":
         return values.astype(np.float64)
     if len(values) == 0:
@@ -375,13 +390,23 @@ def _checked_sizes(sizes: npt.NDArray[Any], samples: int) -> npt.NDArray[np.int6
 
 
 def _by_callable(
-    values: FloatArray, counts: npt.NDArray[np.int64], kind: Callable[[FloatArray], Any]
+    values: FloatArray,
+    counts: npt.NDArray[np.int64],
+    kind: Callable[..., Any],
+    groups: Callable[[], Sequence[ScoredGroup]] | None,
 ) -> FloatArray:
     result = np.empty_like(values)
+    sight = sight_of(kind)
+    seen = None if sight == "scores" or groups is None else groups()
     end = 0
-    for count in counts.tolist():
+    for number, count in enumerate(counts.tolist()):
         start, end = end, end + count
-        given = kind(values[start:end].copy())
+        scores = values[start:end].copy()
+        if sight == "scores":
+            given = kind(scores)
+        else:
+            group = ScoredGroup(scores) if seen is None else seen[number]
+            given = kind(group) if sight == "group" else kind(scores, group)
         found = _as_real(given)
         if found is None or found.shape != (count,) or not (abs(found) <= 2 * MAX_SCORE).all():
             raise ValueError(

@@ -12,10 +12,20 @@ Invariants:
 from __future__ import annotations
 
 import math
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from trainer_adapter._masked import (
+    LOG_RATIO_LIMIT,
+    bounded_ratio,
+    by_sequence,
+    check_operands,
+    log_ratio,
+    real,
+    sent,
+)
 
 __all__ = [
     "PolicyLoss",
@@ -24,10 +34,6 @@ __all__ = [
     "kl_estimate",
     "policy_loss",
 ]
-
-LOG_RATIO_LIMIT: Final = 20.0
-"""Log ratios are cut at this size before they are exponentiated: exp(20) is 5e8, far beyond any
-clip, while an infinite ratio times an advantage of 0 would be nan."""
 
 Normalisation = Literal["token", "sequence", "constant"]
 
@@ -98,17 +104,17 @@ def policy_loss(
             f"clip_low and clip_high: expected 0 <= clip_low <= 1 and clip_high >= 0, got "
             f"{clip_low} and {clip_high}; 0.2 is usual"
         )
-    old_logprobs = _sent("old_logprobs", old_logprobs)
+    old_logprobs = sent("old_logprobs", old_logprobs)
     constants = {"old_logprobs": old_logprobs, "advantages": advantages}
     if weights is not None:
         constants["weights"] = weights
-    _check(loss_mask, logprobs=logprobs, **constants)
-    ratio = _ratio(logprobs, old_logprobs.detach(), loss_mask)
-    gain = _real(advantages.detach(), loss_mask)
+    check_operands(loss_mask, logprobs=logprobs, **constants)
+    ratio = bounded_ratio(logprobs, old_logprobs.detach(), loss_mask)
+    gain = real(advantages.detach(), loss_mask)
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     losses = -torch.minimum(ratio * gain, clipped * gain)
     if weights is not None:
-        losses = losses * _real(weights.detach(), loss_mask)
+        losses = losses * real(weights.detach(), loss_mask)
     with torch.no_grad():
         cut = loss_mask & (clipped * gain < ratio * gain)
         count = loss_mask.sum().clamp(min=1)
@@ -155,9 +161,9 @@ def kl_estimate(
     TypeError, ValueError
         For arguments that do not fit together.
     """
-    reference_logprobs = _sent("reference_logprobs", reference_logprobs)
-    _check(loss_mask, logprobs=logprobs, reference_logprobs=reference_logprobs)
-    difference = _log_ratio(reference_logprobs.detach(), logprobs, loss_mask)
+    reference_logprobs = sent("reference_logprobs", reference_logprobs)
+    check_operands(loss_mask, logprobs=logprobs, reference_logprobs=reference_logprobs)
+    difference = log_ratio(reference_logprobs.detach(), logprobs, loss_mask)
     if kind == "k1":
         return -difference
     if kind == "k2":
@@ -202,10 +208,12 @@ def importance_weights(
     """
     if not cap > 0:
         raise ValueError(f"cap: expected more than 0, got {cap}; 2 is usual")
-    inference_logprobs = _sent("inference_logprobs", inference_logprobs)
-    _check(loss_mask, trainer_logprobs=trainer_logprobs, inference_logprobs=inference_logprobs)
+    inference_logprobs = sent("inference_logprobs", inference_logprobs)
+    check_operands(
+        loss_mask, trainer_logprobs=trainer_logprobs, inference_logprobs=inference_logprobs
+    )
     with torch.no_grad():
-        ratio = _ratio(trainer_logprobs, inference_logprobs, loss_mask).clamp(max=cap)
+        ratio = bounded_ratio(trainer_logprobs, inference_logprobs, loss_mask).clamp(max=cap)
         return torch.where(loss_mask, ratio, 1.0)
 
 
@@ -245,12 +253,12 @@ def aggregate_loss(
     TypeError, ValueError
         For arguments that do not fit together.
     """
-    _check(loss_mask, losses=losses)
-    kept = _real(losses, loss_mask)
+    check_operands(loss_mask, losses=losses)
+    kept = real(losses, loss_mask)
     if normalisation == "token":
         total, count = kept.sum(), loss_mask.sum()
     elif normalisation == "sequence":
-        sums, counts = _by_sequence(kept, loss_mask, cu_seqlens)
+        sums, counts = by_sequence(kept, loss_mask, cu_seqlens)
         total, count = (sums / counts.clamp(min=1)).sum(), (counts > 0).sum()
     elif normalisation == "constant":
         if denominator is None:
@@ -273,35 +281,6 @@ def aggregate_loss(
     return total / torch.where(count > 0, denominator, 1)
 
 
-def _by_sequence(
-    kept: Tensor, loss_mask: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Sum losses and count tokens of each sequence."""
-    if kept.dim() == 2:
-        return kept.sum(dim=1), loss_mask.sum(dim=1)
-    if cu_seqlens is None:
-        raise ValueError(
-            "cu_seqlens: expected the borders of the sequences with normalisation='sequence' and "
-            "packed losses, got None; pass batch.cu_seqlens"
-        )
-    got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
-    if got not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"cu_seqlens: expected an int32 or int64 tensor, got {got}; pass batch.cu_seqlens"
-        )
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        raise ValueError(
-            f"cu_seqlens: expected shape [sequences + 1], got {tuple(cu_seqlens.shape)}; "
-            "pass batch.cu_seqlens"
-        )
-    positions = torch.arange(len(kept), device=kept.device)
-    # The bin after the last sequence takes what follows the last border.
-    sequence = torch.bucketize(positions, cu_seqlens[1:].to(positions), right=True)
-    sums = kept.new_zeros(len(cu_seqlens)).index_add(0, sequence, kept)
-    counts = kept.new_zeros(len(cu_seqlens)).index_add(0, sequence, loss_mask.to(kept.dtype))
-    return sums[:-1], counts[:-1]
-
-
 def _check_denominator(denominator: float) -> None:
     if not isinstance(denominator, (int, float)):
         raise TypeError(
@@ -313,52 +292,3 @@ def _check_denominator(denominator: float) -> None:
             f"denominator: expected a finite number from 0 on, got {denominator}; "
             "pass for instance part.batch_loss_tokens"
         )
-
-
-def _sent(name: str, logprobs: Tensor | None) -> Tensor:
-    """Refuse the None of a batch whose producers sent no logprobs."""
-    if logprobs is None:
-        raise ValueError(
-            f"{name}: expected logprobs of the tokens, got None, since the groups of this batch "
-            "came without any; have producers put logprobs=, or name their field by "
-            "fields=FieldNames(logprobs=...), or compute them before the step"
-        )
-    return logprobs
-
-
-def _check(loss_mask: Tensor, **operands: Tensor) -> None:
-    for name, operand in {"loss_mask": loss_mask, **operands}.items():
-        if not isinstance(operand, Tensor):
-            raise TypeError(
-                f"{name}: expected a torch.Tensor, got {type(operand).__name__}; "
-                "use torch.as_tensor"
-            )
-    if loss_mask.dtype != torch.bool:
-        raise TypeError(
-            f"loss_mask: expected torch.bool, got {loss_mask.dtype}; convert with .bool()"
-        )
-    for name, operand in operands.items():
-        if not operand.is_floating_point():
-            raise TypeError(
-                f"{name}: expected a floating dtype, got {operand.dtype}; convert with .float()"
-            )
-        if operand.shape != loss_mask.shape or operand.dim() not in (1, 2):
-            raise ValueError(
-                f"{name}: expected [T] or [S, L] as loss_mask, which is {tuple(loss_mask.shape)}, "
-                f"got {tuple(operand.shape)}; one entry a token, aligned to its own token"
-            )
-
-
-def _real(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Put 0 in place of filler, in float32 at least."""
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    return torch.where(loss_mask, wide, 0)
-
-
-def _log_ratio(above: Tensor, below: Tensor, loss_mask: Tensor) -> Tensor:
-    return _real(above, loss_mask) - _real(below, loss_mask)
-
-
-def _ratio(above: Tensor, below: Tensor, loss_mask: Tensor) -> Tensor:
-    log_ratio = _log_ratio(above, below, loss_mask)
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -61,8 +61,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.cli",),
     ("shmbus.__main__", "shmbus.batch"),
     # The trainer's side.
+    ("trainer_adapter._masked", "trainer_adapter.scored_group"),
     ("trainer_adapter.advantages", "trainer_adapter.compat", "trainer_adapter.losses"),
-    ("trainer_adapter._arguments", "trainer_adapter.attention", "trainer_adapter.device"),
+    (
+        "trainer_adapter._arguments",
+        "trainer_adapter.attention",
+        "trainer_adapter.corrections",
+        "trainer_adapter.device",
+    ),
     ("trainer_adapter.batches", "trainer_adapter.balance"),
     ("trainer_adapter.gpu", "trainer_adapter.microbatch"),
     ("trainer_adapter.handler",),

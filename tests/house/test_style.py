@@ -102,6 +102,7 @@ TRAINER_ADAPTER_ALL = [
     "ExtraField",
     "FieldNames",
     "OnlineDataHandler",
+    "ScoredGroup",
     "group_advantages",
     "pack",
     "pad_input",

@@ -298,6 +298,7 @@ with Producer(name) as producer, Consumer(name) as consumer:
         for options in (
             {}, {"truncated": "mask"}, {"layout": "padded", "advantages": "rloo"},
             {"advantages": "batch"}, {"advantages": lambda scores: scores * 2},
+            {"advantages": lambda scores, group: scores + group.lengths},
         ):
             assert_same(begin_gather(groups, device, **options).finish(), pack(groups, **options))
         consumer.ack(groups)

@@ -29,6 +29,7 @@ from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.finite import require_finite
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.sample_flags import Truncated, apply_flags, sample_flags
+from trainer_adapter.scored_group import groups_of
 
 __all__ = ["ExtraField", "FieldNames", "pack"]
 
@@ -108,7 +109,12 @@ def pack(
     block = np.empty(whole, np.uint8) if memory is None else memory.take(whole)
     extra_block = block[size : size + extras.nbytes]
     arrays = bus_gather.PackedArrays.inside(block, total, len(lengths))
-    per_sequence = advantages_for_groups(scores, sizes, advantages)
+    per_sequence = advantages_for_groups(
+        scores,
+        sizes,
+        advantages,
+        groups=lambda: groups_of(trajectories, lengths, sizes.tolist()),
+    )
     packed = extras.packed_into(extra_block)
     finite = bus_gather.gather(trajectories, arrays, per_sequence, names, packed)
     flags = sample_flags(trajectories, truncated)

@@ -18,14 +18,11 @@ from numpy.typing import NDArray
 import shmbus
 from shmbus.batch.gather import PackedArrays
 from shmbus.batch.gather_plan import mentioning
+from trainer_adapter.scored_group import TRUNCATED_REASONS, meta_value
 
 __all__ = ["Truncated", "apply_flags", "is_truncated", "request_words", "sample_flags"]
 
 Truncated = Literal["keep", "mask", "drop"]
-
-TRUNCATED_REASONS: Final = frozenset({"length", "max_tokens", "abort"})
-"""Values of ``meta["finish_reason"]`` of a truncated sample: servers say "length" or "max_tokens"
-where a limit was reached, and "abort" where a request was cancelled."""
 
 #: Words in an encoded meta that may be a request.
 ZEROING_WORDS: Final = (b"set_advantage_to_zero",)
@@ -40,7 +37,7 @@ def is_truncated(group: shmbus.Group) -> bool:
     """Whether a sample of a leased group was truncated, by its ``meta["finish_reason"]``."""
     trajectories = group.trajectories
     return any(
-        _meta(trajectories[position], "finish_reason") in TRUNCATED_REASONS
+        meta_value(trajectories[position].meta, "finish_reason") in TRUNCATED_REASONS
         for position in mentioning(trajectories, TRUNCATED_WORDS)
     )
 
@@ -103,16 +100,6 @@ def apply_flags(flags: NDArray[np.uint8], arrays: PackedArrays) -> None:
             arrays.logprobs[tokens] = 0
 
 
-def _meta(trajectory: shmbus.Trajectory, key: str) -> Any:
-    """Return a value of the meta; None if it is missing or cannot be hashed."""
-    meta = trajectory.meta
-    value = meta.get(key) if isinstance(meta, dict) else None
-    if isinstance(value, dict):
-        # SGLang's finish_reason is {"type": "length", "length": 512}.
-        value = value.get("type")
-    return value if isinstance(value, (str, bool, int)) else None
-
-
 def _requesting(
     trajectories: list[shmbus.Trajectory],
     words: tuple[bytes, ...],
@@ -122,5 +109,5 @@ def _requesting(
     return [
         position
         for position in mentioning(trajectories, words)
-        if asks(_meta(trajectories[position], key))
+        if asks(meta_value(trajectories[position].meta, key))
     ]

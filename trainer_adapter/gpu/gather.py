@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus.batch.gather import FieldNames, describe, members
+from shmbus.batch.gather import FieldNames, describe, measure, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
 from trainer_adapter.batches.batch import Batch, Layout, pad_batch
@@ -33,6 +33,7 @@ from trainer_adapter.batches.finite import not_finite
 from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
 from trainer_adapter.gpu.extra_fields import copy_extras
 from trainer_adapter.gpu.memory import Staging, StagingBlock
+from trainer_adapter.scored_group import ScoredGroup, groups_of
 
 __all__ = ["Pending", "begin_gather"]
 
@@ -155,11 +156,11 @@ def begin_gather(
     told: dict[str, Any] = {"names": names, "shift": device_shift}
     told["advantages"] = baseline_of(advantages)
     if told["advantages"] is None:
-        told["advantages"] = _compared(groups, advantages)
+        told["advantages"] = _compared(groups, advantages, names)
     block, table = _plan(groups, staging, told, request_words(truncated))
     if not table.scores_fit:
         # Raises, with the score and its sample.
-        _compared(groups, advantages)
+        _compared(groups, advantages, names)
     if table.mentions:
         told["flags"] = sample_flags(members(groups)[0], truncated)
         if told["flags"] is not None:
@@ -217,9 +218,13 @@ def _facts(block: StagingBlock, table: GatherTable, groups: int) -> BatchFacts:
     )
 
 
-def _compared(groups: list[shmbus.Group], kind: Kind) -> NDArray[np.float32]:
+def _compared(groups: list[shmbus.Group], kind: Kind, names: FieldNames) -> NDArray[np.float32]:
     trajectories, sizes = members(groups)
-    return advantages_for_groups(describe(trajectories)[0], sizes, kind)
+
+    def seen() -> list[ScoredGroup]:
+        return groups_of(trajectories, measure(groups, names).lengths, sizes.tolist())
+
+    return advantages_for_groups(describe(trajectories)[0], sizes, kind, groups=seen)
 
 
 def _plan(
