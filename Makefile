@@ -37,7 +37,7 @@ comma := ,
 # Two targets must not install into one environment at the same time.
 .NOTPARALLEL:
 .PHONY: help demo test check docs bench bench-calls bench-contenders bench-report explore fuzz soak
-.PHONY: kills points versions leaks valgrind cross sanitize clean FORCE
+.PHONY: interrupts kills points versions leaks valgrind cross sanitize clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
@@ -82,6 +82,13 @@ soak: $(VENV)/.dev ## Run daemon, two ranks and eight producers under random fau
 KILLS ?= 10000
 kills: $(VENV)/.dev ## Kill KILLS producers with SIGKILL at random instants
 	SHMBUS_TEST_KILLS=$(KILLS) $(BIN)/pytest tests/process/test_death.py -k killed_writers $(ARGS)
+
+# Seeded: SEED=N runs the same again.
+INJECTIONS ?= 100000
+SIGNALS ?= 1000
+interrupts: $(VENV)/.dev ## Raise INJECTIONS exceptions in every path, send SIGNALS of each signal to each, and audit
+	$(BIN)/python tests/interrupt/sweep.py sweep-$$$$ $(INJECTIONS) $(SEED)
+	$(BIN)/python tests/interrupt/signals.py signals-$$$$ $(SIGNALS) $(SEED)
 
 points: $(VENV)/.dev ## Kill and stop every process at each of its failpoints, at first and later passes
 	SHMBUS_TEST_POINTS=all $(BIN)/pytest tests/process/test_failpoints.py $(ARGS)

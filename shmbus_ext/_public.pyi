@@ -149,10 +149,10 @@ class Writer:
             Version of the policy that sampled it, 0 or more. A consumer's `max_policy_lag` compares
             it with the trainer's current version, which `Producer.policy_version` reads.
         epoch : int, optional
-            Which round of the prompt this is, 0 or more; `next_round` gives one that nobody else has,
-            for all samples of a round. With an epoch, (instance_id, epoch) is the group's key, and a
-            sample of a group that was complete before is dropped as surplus. Without one, such a
-            sample begins the prompt's next group.
+            Which round of the prompt this is, 0 or more; `next_round` gives one that nobody else
+            has, for all samples of a round. With an epoch, (instance_id, epoch) is the group's key,
+            and a sample of a group that was complete before is dropped as surplus. Without one,
+            such a sample begins the prompt's next group.
         meta : object, optional
             Whatever msgspec can encode as MessagePack, for the reader of the trajectory.
         timeout : float, optional

@@ -144,6 +144,20 @@ def nexting(case: Case, at: int) -> None:
     case.audit_batches(held, set())
 
 
+def nexting_twice(case: Case, at: int) -> None:
+    """The batch of the next call is lost on its way too, while the first exception is kept."""
+    case.offer_round()
+
+    def operate() -> object:
+        return case.handler.next_batch(timeout=2.0)
+
+    kept, result = interrupt(at, operate)
+    held = [result] if kept is None and isinstance(result, Batch) else []
+    if kept is not None:
+        operate()
+    case.audit_batches(held, set())
+
+
 def acking(case: Case, at: int) -> None:
     case.offer_round()
     first = case.handler.next_batch(timeout=2.0)
@@ -234,6 +248,8 @@ _VERBS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
     "next": ({}, nexting),
     "next-stale": ({"max_policy_lag": 3}, nexting),
     "next-prefetch": ({"prefetch": 1}, nexting),
+    "next-twice": ({}, nexting_twice),
+    "next-twice-prefetch": ({"prefetch": 1}, nexting_twice),
     "ack": ({}, acking),
     "ack-prefetch": ({"prefetch": 1}, acking),
     "give-back": ({}, giving_back),

@@ -1,12 +1,16 @@
 """Sends real signals at random instants to a process that consumes, and audits at the end.
 
 Usage: ``python tests/interrupt/signals.py NAME COUNT [SEED [MODE...]]``. Prints one JSON line a
-mode. Each mode sends COUNT times SIGINT, which Python turns into KeyboardInterrupt, and COUNT times
-SIGALRM, whose handler raises another exception. The modes: ``embedded``, ``served`` by a daemon,
-and two ``ranks`` of a daemon.
+mode. In each mode COUNT exceptions come through of SIGINT, which Python turns into
+KeyboardInterrupt, and COUNT of SIGALRM, whose handler raises another one. The exit status is 1 if
+anything was wrong.
 
-The consumer takes, acknowledges, gives back and asks for the ledger. In the end every group was
-acknowledged once, nothing else is left, and no call failed for another reason.
+In some modes a signal counts wherever it comes: ``embedded``, ``served`` by a daemon, two ``ranks``
+of a daemon. There the consumer takes, acknowledges, gives back and asks for the ledger. In others
+only those count, and raise, that come within one call: ``take``, ``ack`` and ``with`` by a daemon,
+and the ``next_batch`` of a handler with prefetch: ``prefetch``, ``prefetch-served``,
+``prefetch-ranks``. In the end every group was acknowledged once, nothing else is left, and no call
+failed for another reason.
 """
 
 from __future__ import annotations
@@ -44,6 +48,14 @@ ANSWER_S = 10.0
 AHEAD_GROUPS = 60
 
 
+#: Modes in which signals count within one call only.
+WITHIN = ("take", "ack", "with", "prefetch", "prefetch-served", "prefetch-ranks")
+MODES = ("embedded", "served", "ranks", *WITHIN)
+
+#: Modes without a daemon.
+ALONE = ("embedded", "prefetch")
+
+
 class Alarm(Exception):
     """What the handler of SIGALRM raises."""
 
@@ -53,11 +65,9 @@ class Victim:
 
     def __init__(self, name: str, mode: str, seed: int) -> None:
         self.random = random.Random(seed)
-        self.ranks = 2 if mode == "ranks" else 1
-        self.consumers = [
-            shmbus.Consumer(name, daemon=mode != "embedded", rank=rank, world_size=self.ranks)
-            for rank in range(self.ranks)
-        ]
+        self.mode = mode
+        self.ranks = 2 if mode.endswith("ranks") else 1
+        self.consumers = self.attach(name)
         #: Which of them is the next to do something, and what it holds.
         self.turn = 0
         self.held: list[shmbus.Group] = []
@@ -67,6 +77,12 @@ class Victim:
         #: Whether a handler may raise now, and the signal of one that could not.
         self.armed = False
         self.missed = 0
+
+    def attach(self, name: str) -> list[Any]:
+        return [
+            shmbus.Consumer(name, daemon=self.mode not in ALONE, rank=rank, world_size=self.ranks)
+            for rank in range(self.ranks)
+        ]
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Raise, as soon as that is allowed."""
@@ -79,9 +95,23 @@ class Victim:
 
     def arm(self) -> None:
         self.armed = True
-        missed, self.missed = self.missed, 0
-        if missed:
-            self.handle(missed, None)
+        if self.mode not in WITHIN:
+            missed, self.missed = self.missed, 0
+            if missed:
+                self.handle(missed, None)
+
+    def work(self) -> None:
+        """Do something, armed where that is what shall be interrupted."""
+        if self.mode not in WITHIN:
+            self.arm()
+            self.operate()
+        elif self.mode == "take":
+            self.arm()
+            self.held = self.consumers[0].take(self.random.choice([1, 4, 20]), 0.002)
+        else:
+            self.held = self.consumers[0].take(20, 0.002)
+            self.arm()
+            self.end(self.consumers[0], self.mode)
 
     def operate(self) -> None:
         """Do what may be interrupted anywhere."""
@@ -126,8 +156,7 @@ class Victim:
         print("ready", flush=True)
         while not over.is_set():
             try:
-                self.arm()
-                self.operate()
+                self.work()
                 self.armed = False
             except (KeyboardInterrupt, Alarm) as error:
                 self.armed = False
@@ -135,6 +164,9 @@ class Victim:
                 print(type(error).__name__, flush=True)
             self.note()
             self.finish_held()
+            if self.missed and self.mode in WITHIN:
+                self.missed = 0
+                print("missed", flush=True)
             self.turn = (self.turn + 1) % self.ranks
 
     def finish_held(self) -> None:
@@ -156,8 +188,40 @@ class Victim:
                 return ledger
 
 
+class Trainer(Victim):
+    """A handler with prefetch, whose `next_batch` is interrupted."""
+
+    def attach(self, name: str) -> list[Any]:
+        # Only here: the others start without torch.
+        from trainer_adapter import OnlineDataHandler
+
+        self.batches: list[Any] = []
+        return [
+            OnlineDataHandler(
+                name, groups_per_batch=2, max_wait=0.0, prefetch=1, daemon=self.mode not in ALONE,
+                rank=rank, world_size=self.ranks,
+            )
+            for rank in range(self.ranks)
+        ]  # fmt: skip
+
+    def work(self) -> None:
+        handler = self.consumers[self.turn]
+        with contextlib.suppress(TimeoutError):
+            self.arm()
+            # One step of C takes the batch from the value stack into the list.
+            self.batches.append(handler.next_batch(timeout=0.02))
+
+    operate = work
+
+    def note(self) -> None:
+        for batch in self.batches:
+            self.consumers[self.turn].ack(batch)
+            self.acknowledged += [group.instance_id for group in batch.groups]
+        self.batches.clear()
+
+
 def consume(name: str, mode: str, seed: int) -> None:
-    victim = Victim(name, mode, seed)
+    victim = (Trainer if mode.startswith("prefetch") else Victim)(name, mode, seed)
     victim.run()
     ledger = victim.drain(10.0)
     left = {"leased": ledger.leased, "stashed": ledger.stashed, "in_ring": ledger.in_ring}
@@ -209,7 +273,7 @@ def attack(name: str, mode: str, count: int, seed: int) -> dict[str, Any]:
     """Run one mode; return how often it was interrupted, and what was wrong."""
     rng = random.Random(seed)
     with contextlib.ExitStack() as last:
-        if mode == "embedded":
+        if mode in ALONE:
             last.enter_context(shmbus.Bus.create(name, "1MiB", max_producers=2))
         else:
             argv = [sys.executable, "-m", "shmbus", "serve", name, "--capacity", "1MiB"]
@@ -235,7 +299,9 @@ def attack(name: str, mode: str, count: int, seed: int) -> dict[str, Any]:
         feeder.start()
         met: dict[str, int] = {}
         faults: list[str] = []
-        for number in rng.sample([*SIGNALS] * count, 2 * count):
+        left = rng.sample([*SIGNALS] * count, 2 * count)
+        while left:
+            number = left[-1]
             time.sleep(rng.uniform(0, PAUSE_S))
             victim.send_signal(number)
             if not select.select([victim.stdout], [], [], ANSWER_S)[0]:
@@ -244,10 +310,12 @@ def attack(name: str, mode: str, count: int, seed: int) -> dict[str, Any]:
                 time.sleep(0.5)
                 break
             came = victim.stdout.readline().strip()
-            if came not in ("KeyboardInterrupt", "Alarm"):
+            if came not in ("KeyboardInterrupt", "Alarm", "missed"):
                 faults.append(f"the consumer ended, with status {victim.wait()}")
                 break
             met[came] = met.get(came, 0) + 1
+            if came != "missed":
+                left.pop()
         keys = feeder.stop()
         output, _ = victim.communicate()
         faults += faults_of(keys, output)
@@ -272,5 +340,8 @@ if __name__ == "__main__":
         consume(bus, rest[1], int(rest[0]))
     else:
         chosen = int(rest[0]) if rest else random.SystemRandom().randrange(2**32)
-        for which in rest[1:] or ["embedded", "served", "ranks"]:
-            print(json.dumps(attack(bus, which, int(count), chosen)), flush=True)
+        reports = []
+        for which in rest[1:] or MODES:
+            reports.append(attack(bus, which, int(count), chosen))
+            print(json.dumps(reports[-1]), flush=True)
+        sys.exit(any(report["faults"] for report in reports))

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 #: Seconds for one round: a call that hangs is a fault.
 ROUND_S = 600
 
-_HANDLER = ["next", "ack", "give-back", "state", "load", "close"]
+_HANDLER = ["next", "next-twice", "ack", "give-back", "state", "load", "close"]
 _CONSUMER = ["take", "ack", "ack-list", "drop", "give-back", "with", "stats"]
 _DOUBTED = ["doubted-stats", "doubted-ack", "doubted-give-back"]
 

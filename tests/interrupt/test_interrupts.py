@@ -33,17 +33,36 @@ def test_an_exception_at_any_step_of_an_embedded_consumer_costs_nothing(bus_name
 
 @pytest.mark.timeout(240)
 def test_an_exception_at_any_step_of_a_served_consumer_costs_nothing(bus_name: str) -> None:
-    (report,) = reports("served.py", bus_name)
+    # Of the others `make interrupts` takes care: they go through the same lines.
+    short = "take ack ack-list give-back with stats version close rank-step rank-attach"
+    doubted = "doubted-ack doubted-give-back"
+    (report,) = reports("served.py", bus_name, *f"{short} {doubted}".split())
     assert report["injections"] > 1000
     assert report["faults"] == []
 
 
+def test_the_sweep_ends_when_it_has_raised_enough_and_counts_by_path(
+    bus_name: str, seed: int
+) -> None:
+    print(f"seed {seed}")
+    embedded, whole = reports("sweep.py", bus_name, 1000, seed, "embedded")
+    assert embedded["faults"] == [] and embedded["rounds"] >= 2
+    assert whole["injections"] == embedded["injections"] >= 1000
+
+
+#: Exceptions of each signal, by mode; in a call as short as `ack` few of the signals come.
+SIGNALS = {"embedded": 30, "served": 30, "ranks": 30, "take": 20, "ack": 5, "with": 5} | {
+    "prefetch": 20, "prefetch-served": 10, "prefetch-ranks": 10,
+}  # fmt: skip
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("mode", ["embedded", "served", "ranks"])
+@pytest.mark.parametrize("mode", SIGNALS)
 def test_a_consumer_that_gets_signals_at_random_instants_loses_and_doubles_nothing(
     bus_name: str, seed: int, mode: str
 ) -> None:
     print(f"seed {seed}")
-    (report,) = reports("signals.py", bus_name, 30, seed, mode)
+    count = SIGNALS[mode]
+    (report,) = reports("signals.py", bus_name, count, seed, mode)
     assert report["faults"] == []
-    assert (report["KeyboardInterrupt"], report["Alarm"]) == (30, 30)
+    assert (report["KeyboardInterrupt"], report["Alarm"]) == (count, count)

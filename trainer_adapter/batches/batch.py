@@ -152,6 +152,16 @@ class UnseenBatch(Batch):
         self.__class__ = Batch  # type: ignore[assignment]
         return object.__getattribute__(self, name)
 
+    @classmethod
+    def of(cls, batch: Batch) -> UnseenBatch:
+        """Return a batch of the same content, to which nothing else refers.
+
+        Frames that worked with the one before may live on, in the traceback of an exception.
+        """
+        made = object.__new__(cls)
+        object.__getattribute__(made, "__dict__").update(vars(batch))
+        return made
+
 
 def pad_batch(batch: Batch) -> None:
     """Turn a packed batch into a padded one, in place, on its device.

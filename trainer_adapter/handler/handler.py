@@ -339,7 +339,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             if self._gpu is not None:
                 self._gpu.deliver(first.batch)
             self.progress.note(first.batch, time.monotonic() - began_s, self._consumer)
-            first.batch.__class__ = UnseenBatch
+            first.batch = UnseenBatch.of(first.batch)
         if self._prefetcher is not None:
             self._prefetcher.wake()
         return self._planner.hand_out(self._planner.step)
