@@ -1,0 +1,95 @@
+"""No batch of a run with a backlog is older at its delivery than `max_policy_lag`, with ranks too."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
+
+import numpy as np
+import pytest
+from conftest import DEFAULT_DEADLINE_S, PATIENCE, Daemon
+
+from shmbus import Producer
+from trainer_adapter import OnlineDataHandler
+
+LAG = 2
+STEPS = 12
+GROUPS = 2
+#: Groups that are there before the first step; they are of version 0, and soon too old.
+BACKLOG = 200
+WAIT_S = 2 * DEFAULT_DEADLINE_S * PATIENCE
+
+
+def train(name: str, rank: int, ranks: int, turns: Barrier, lags: Queue[list[int]]) -> None:
+    """Take steps in time with the other ranks, as their all-reduce has them do."""
+    found = []
+    with OnlineDataHandler(
+        name, groups_per_batch=GROUPS, rank=rank, world_size=ranks, max_policy_lag=LAG
+    ) as handler:
+        for step in range(STEPS):
+            turns.wait(WAIT_S)
+            batch = handler.next_batch(WAIT_S)
+            found.append(step - int(batch.policy_versions.min()))
+            turns.wait(WAIT_S)
+            handler.ack(batch)
+            if rank == 0:
+                handler.set_policy_version(step + 1)
+        lags.put(found)
+        # None leaves while another waits for its part.
+        turns.wait(WAIT_S)
+
+
+def put(producer: Producer, count: int) -> None:
+    epoch = producer.next_round()
+    version = producer.policy_version
+    for group in range(count):
+        for index in range(2):
+            producer.put(
+                f"g{group}", group_size=2, index=index, score=index, policy_version=version,
+                epoch=epoch, tokens=np.arange(10, dtype=np.int32), timeout=WAIT_S,
+            )  # fmt: skip
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_no_rank_is_given_a_batch_above_the_limit_however_long_the_backlog_was(
+    daemon: Callable[..., Daemon], bus_name: str, ranks: int
+) -> None:
+    daemon("--capacity", "8MiB", "--max-policy-lag", LAG)
+    context = multiprocessing.get_context("spawn")
+    turns, lags = context.Barrier(ranks), context.Queue()
+    over = threading.Event()
+    with Producer(bus_name) as producer:
+        put(producer, BACKLOG)
+        processes = [
+            context.Process(target=train, args=(bus_name, rank, ranks, turns, lags), daemon=True)
+            for rank in range(ranks)
+        ]
+
+        def feed() -> None:
+            while not over.wait(0.005):
+                if producer.pressure() < 0.5:
+                    put(producer, 2 * ranks)
+
+        feeder = threading.Thread(target=feed)
+        feeder.start()
+        try:
+            for process in processes:
+                process.start()
+            found = [lags.get(timeout=WAIT_S) for _ in processes]
+            for process in processes:
+                process.join(WAIT_S)
+        finally:
+            over.set()
+            feeder.join()
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        print(found)
+        assert all(0 <= lag <= LAG for rank in found for lag in rank)
+        assert all(LAG in rank for rank in found)
+        assert [process.exitcode for process in processes] == [0] * ranks
