@@ -1,4 +1,4 @@
-"""No batch of a run with a backlog is older at its delivery than `max_policy_lag`, with ranks too."""
+"""No batch is older at its delivery than `max_policy_lag`, with ranks and whatever the backlog."""
 
 from __future__ import annotations
 
