@@ -13,6 +13,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+# First: what it cannot work in, such as a subinterpreter, it says better than numpy does.
+import shmbus_ext as _shmbus_ext  # noqa: F401
+
+# isort: split
 from shmbus import _install as _install
 from shmbus._version import VERSION as __version__
 from shmbus.errors import (

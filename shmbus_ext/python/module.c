@@ -55,14 +55,6 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "shmbus_ext._core",
-    .m_doc = "The C core of shmbus; its types are in _core.pyi.",
-    .m_size = -1,
-    .m_methods = functions,
-};
-
 static bool add_types(PyObject *module) {
     struct {
         const char *name;
@@ -151,19 +143,53 @@ static bool add_functions(PyObject *module) {
     return true;
 }
 
-PyMODINIT_FUNC PyInit__core(void) {
-    import_array();
-    PyObject *module = PyModule_Create(&definition);
-    if (module != NULL &&
-        (!py_segment_init_fork() || !py_arguments_init() || !py_take_add_words() ||
-         !add_types(module) || !add_constants(module) || !add_functions(module))) {
-        Py_CLEAR(module);
+/* Types, interned words and the hooks into shmbus's errors exist once in a process. */
+static bool require_main_interpreter(void) {
+    if (PyInterpreterState_Get() == PyInterpreterState_Main()) {
+        return true;
     }
+    PyErr_SetString(PyExc_ImportError,
+                    "shmbus: expected a process's main interpreter, got a subinterpreter; run what "
+                    "uses shmbus in a process of its own (multiprocessing, "
+                    "concurrent.futures.ProcessPoolExecutor), or in a thread of the main one");
+    return false;
+}
+
+static int execute(PyObject *module) {
+    /* What a process needs once, though this is imported again. */
+    static bool prepared;
+    if (!require_main_interpreter()) {
+        return -1;
+    }
+    import_array1(-1);
+    if (!prepared && (!py_segment_init_fork() || !py_arguments_init() || !py_take_add_words())) {
+        return -1;
+    }
+    prepared = true;
+    return add_types(module) && add_constants(module) && add_functions(module) ? 0 : -1;
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, execute},
+#if PY_VERSION_HEX >= 0x030C0000
+    /* Said by `execute`, in more words. */
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+#endif
 #ifdef Py_GIL_DISABLED
     /* RecursiveLock, and all that "the interpreter lock serialises", rely on it. */
-    if (module != NULL && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED) < 0) {
-        Py_CLEAR(module);
-    }
+    {Py_mod_gil, Py_MOD_GIL_USED},
 #endif
-    return module;
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "shmbus_ext._core",
+    .m_doc = "The C core of shmbus; its types are in _core.pyi.",
+    .m_methods = functions,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__core(void) {
+    return PyModuleDef_Init(&definition);
 }
