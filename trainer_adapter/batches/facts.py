@@ -20,13 +20,16 @@ class BatchFacts(NamedTuple):
     ----------
     scores : float64 [S]
     policy_versions : int64 [S]
-    lengths : list[int], [S]
+    lengths : int64 [S]
         Tokens of each sequence.
     group_sizes : int64 [G]
         Sequences of each group.
+    packed_s : float
+        Seconds that packing took, and the way to the device; 0 where nobody measured it.
     """
 
     scores: NDArray[np.float64]
     policy_versions: NDArray[np.int64]
-    lengths: list[int]
+    lengths: NDArray[np.int64]
     group_sizes: NDArray[np.int64]
+    packed_s: float = 0.0

@@ -140,7 +140,9 @@ def pack(
         extra=extra,
         extra_offsets=extra_offsets,
         extra_kinds=extra_kinds,
-        facts=BatchFacts(scores, policy_versions, lengths, sizes),
+        facts=BatchFacts(
+            scores, policy_versions, np.diff(arrays.cu_seqlens).astype(np.int64), sizes
+        ),
     )
     if layout == "padded":
         pad_batch(batch)

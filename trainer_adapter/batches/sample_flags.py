@@ -20,7 +20,14 @@ from shmbus.batch.gather import PackedArrays
 from shmbus.batch.gather_plan import mentioning
 from trainer_adapter.scored_group import TRUNCATED_REASONS, meta_value
 
-__all__ = ["Truncated", "apply_flags", "is_truncated", "request_words", "sample_flags"]
+__all__ = [
+    "Truncated",
+    "apply_flags",
+    "count_truncated",
+    "is_truncated",
+    "request_words",
+    "sample_flags",
+]
 
 Truncated = Literal["keep", "mask", "drop"]
 
@@ -37,6 +44,24 @@ def is_truncated(group: shmbus.Group) -> bool:
     """Whether a sample of a leased group was truncated, by its ``meta["finish_reason"]``."""
     trajectories = group.trajectories
     return any(
+        meta_value(trajectories[position].meta, "finish_reason") in TRUNCATED_REASONS
+        for position in mentioning(trajectories, TRUNCATED_WORDS)
+    )
+
+
+def count_truncated(groups: list[shmbus.Group]) -> int:
+    """Return how many samples of leased groups were truncated.
+
+    Parameters
+    ----------
+    groups : list[shmbus.Group]
+
+    Returns
+    -------
+    int
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    return sum(
         meta_value(trajectories[position].meta, "finish_reason") in TRUNCATED_REASONS
         for position in mentioning(trajectories, TRUNCATED_WORDS)
     )

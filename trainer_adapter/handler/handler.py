@@ -16,13 +16,12 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
 from shmbus.batch.field_presence import MixedLogprobsError
@@ -30,7 +29,6 @@ from trainer_adapter._arguments import (
     check_choices,
     check_consumer_options,
     check_for_ranks,
-    check_loader,
     check_packing,
     check_wait,
     checked_budget,
@@ -48,6 +46,8 @@ from trainer_adapter.handler.admission import Admission
 from trainer_adapter.handler.checkpoint import HandlerState, identities
 from trainer_adapter.handler.consumer_options import ConsumerOptions
 from trainer_adapter.handler.drops import DropNotes
+from trainer_adapter.handler.iteration import BatchIteration
+from trainer_adapter.handler.metrics import MeteredHandler, OnMetrics, check_on_metrics
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import Progress, describe_wait
@@ -62,7 +62,7 @@ __all__ = ["OnlineDataHandler"]
 logger = logging.getLogger(__name__)
 
 
-class OnlineDataHandler(IterableDataset[Batch]):
+class OnlineDataHandler(MeteredHandler, BatchIteration):
     """Takes complete groups from a bus and yields them as batches of tensors.
 
     It is a torch `IterableDataset`, for a DataLoader with ``batch_size=None`` and no workers.
@@ -116,6 +116,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Further fields for `Batch.extra`: "token" (a row a token), "ragged" (rows joined),
         "sequence" (an array a sample, stacked) or "meta" (a value of the meta). `ExtraField` has
         dtype, shape, and a fill for a sample without it; else such a group is malformed.
+    on_metrics : callable, or dict of callables, optional
+        Called with `metrics` of its own for each batch, before the trainer gets it, such as
+        ``wandb.log``; or one a kind, ``{"reward": ..., "lag": ...}``. Its exception is raised by
+        `next_batch`, and the batch is the next one.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
@@ -147,11 +151,13 @@ class OnlineDataHandler(IterableDataset[Batch]):
         prefetch: int = 0,
         progress: bool | TextIO = False,
         extra_fields: GivenExtraFields | None = None,
+        on_metrics: OnMetrics | None = None,
         **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
         check_choices(layout=layout, malformed=malformed, truncated=truncated)
         check_consumer_options(consumer_options)
+        check_on_metrics(on_metrics)
         check_for_ranks(world_size, truncated)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)
         on_gpu = check_packing(device, fields, advantages, prefetch).type == "cuda"
@@ -190,6 +196,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 extra_fields=extra,
             )
             self._begin(world_size, prefetch, max_policy_lag)
+            self._begin_metrics(on_metrics)
         except BaseException:
             # Who keeps the exception keeps this handler, which nobody was given.
             self._consumer.close()
@@ -217,26 +224,17 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     @property
     def step(self) -> int:
-        """How many batches were yielded: the step of the next one."""
+        """How many batches were yielded: the step of the next one.
+
+        After an optimizer step it is the policy version of the samples to come, ready batches or
+        not: ``handler.set_policy_version(handler.step)``.
+        """
         return self._planner.step
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield batches until `close`; an exception does not end the iteration."""
-        if get_worker_info() is not None:
-            raise RuntimeError(
-                "OnlineDataHandler: expected to be iterated by the process that made it, got a "
-                "DataLoader's worker; pass num_workers=0, and prefetch=1 to have batches ready"
-            )
-        check_loader(sys._getframe(1))
-        return self
-
-    def __next__(self) -> Batch:
-        try:
-            return self.next_batch()
-        except shmbus.BusClosedError:
-            if self._closed or self._consumer.closed:
-                raise StopIteration from None
-            raise
+    @property
+    def closed(self) -> bool:
+        """Whether the handler, or its consumer, is closed."""
+        return self._closed or self._consumer.closed
 
     def next_batch(self, timeout: float | None = None) -> Batch:
         """Wait for the next batch.
@@ -269,6 +267,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 self._make_next(timeout)
             else:
                 self._wait_for_ready(self._prefetcher, timeout)
+            self._measure(time.monotonic() - began_s)
             with self._locked():
                 # Else a group had to be dropped, or a batch was recalled.
                 if self._planner.ready:
@@ -353,7 +352,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
         planned = self._planner.next_groups()
         groups = [one.group for one in planned]
         try:
+            began_s = time.monotonic()
             batch = self._pack(groups)
+            if batch.facts is not None:
+                batch.facts = batch.facts._replace(packed_s=time.monotonic() - began_s)
         except NotFiniteError as error:
             self._admission.drop(groups[group_of_sample(groups, error.sample)], error)
             if self._malformed == "raise":

@@ -1,0 +1,230 @@
+"""Figures of a handler for a logger: against NumPy, since the last call, and to callbacks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import wait_until
+from torch.utils.data import DataLoader
+
+from shmbus import Bus, Producer
+from trainer_adapter import OnlineDataHandler
+from trainer_adapter.handler.metrics import KINDS, PENDING_BATCHES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def put(producer: Producer, key: str, scores: list[float], **more: Any) -> None:
+    for index, score in enumerate(scores):
+        given = {"tokens": np.arange(3 + index), "meta": {"finish_reason": "stop"}, **more}
+        producer.put(
+            key, group_size=len(scores), index=index, score=score, timeout=10, policy_version=index,
+            **given,
+        )  # fmt: skip
+
+
+def test_metrics_are_those_of_the_batches_since_the_last_call(bus: Bus, producer: Producer) -> None:
+    scores = [[1.0, 0.0, 4.0], [2.0, 2.0], [-1.0, 0.5, 0.25], [1e6, 1e6 + 1]]
+    for number, group in enumerate(scores):
+        put(producer, f"k{number}", group)
+    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
+        handler.set_policy_version(5)
+        nothing = handler.metrics()
+        assert nothing["batches"] == 0 and "reward/mean" not in nothing
+        for _ in range(2):
+            handler.ack(handler.next_batch(10))
+        found = handler.metrics()
+        flat = np.concatenate(scores)
+        versions = np.concatenate([np.arange(len(group)) for group in scores])
+        lengths = versions + 3
+        want = {
+            "step": 2, "policy_version": 5, "batches": 2,
+            "reward/mean": flat.mean(), "reward/std": flat.std(),
+            "reward/min": -1.0, "reward/max": 1e6 + 1,
+            "lag/mean": (5 - versions).mean(), "lag/max": 5,
+            "length/mean": lengths.mean(), "length/min": 3, "length/max": 5,
+            "batch/tokens": lengths.sum() / 2, "batch/sequences": 5, "batch/groups": 2,
+            "batch/fill": 1.0, "share/truncated": 0.0, "share/zero_variance": 0.25,
+            "drops/total": 0, "drops/malformed": 0, "bus/producers": 1, "bus/groups_open": 0,
+        }  # fmt: skip
+        assert {name: found[name] for name in want} == pytest.approx(want)
+        assert found["time/pack_s"] > 0 and found["rate/tokens_per_s"] > 0
+        assert all(type(value) is float for value in found.values())
+        assert json.loads(json.dumps(found)) == found
+        assert handler.metrics("rollout/")["rollout/batches"] == 0
+
+
+def test_batches_that_nobody_asked_about_are_added_up(bus: Bus, producer: Producer) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        scores = []
+        for number in range(2 * PENDING_BATCHES + 5):
+            scores += [float(number), 0.5 * number]
+            put(producer, f"k{number}", scores[-2:])
+            handler.ack(handler.next_batch(10))
+        found = handler.metrics()
+        assert found["batches"] == 2 * PENDING_BATCHES + 5
+        got = [found[f"reward/{name}"] for name in ("mean", "std", "min", "max")]
+        want = np.array(scores)
+        assert got == pytest.approx([want.mean(), want.std(), want.min(), want.max()])
+        assert found["share/zero_variance"] == pytest.approx(1 / found["batches"])
+
+
+def test_drops_are_counted_by_reason_since_the_last_call(bus: Bus, producer: Producer) -> None:
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, malformed="drop", skip_zero_variance=True
+    ) as handler:
+        for number in range(3):
+            put(producer, f"good{number}", [0.0, 1.0])
+            put(producer, f"bad{number}", [0.0, 1.0], tokens=np.zeros(2))
+            put(producer, f"level{number}", [1.0, 1.0, 1.0])
+        handler.ack(handler.next_batch(10))
+        wait_until(lambda: handler.stats().in_ring == 0 or handler.next_batch(0.1))
+        found = handler.metrics()
+        dropped = handler.stats().dropped
+        assert {reason: found[f"drops/{reason}"] for reason in dropped} == dropped
+        assert found["drops/total"] == sum(dropped.values()) > 0
+        assert handler.metrics()["drops/total"] == 0
+
+
+def test_truncated_samples_are_counted_from_the_first_call_on(bus: Bus, producer: Producer) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        handler.metrics()
+        put(producer, "a", [0.0, 1.0], meta={"finish_reason": {"type": "length"}})
+        put(producer, "b", [0.0, 1.0], meta={"length": 9, "finish_reason": "stop"})
+        for _ in range(2):
+            handler.ack(handler.next_batch(10))
+        assert handler.metrics()["share/truncated"] == 0.5
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_callback_gets_the_figures_of_each_batch(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
+    told: list[dict[str, float]] = []
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, on_metrics=told.append, prefetch=prefetch
+    ) as handler:
+        for number in range(4):
+            put(producer, f"k{number}", [float(number), number + 1.0])
+            handler.ack(handler.next_batch(10))
+        assert [one["batches"] for one in told] == [1] * 4
+        assert [one["step"] for one in told] == [0, 1, 2, 3]
+        assert [one["reward/mean"] for one in told] == [0.5, 1.5, 2.5, 3.5]
+        # The callback takes nothing from who asks.
+        assert handler.metrics()["batches"] == 4
+
+
+def test_each_kind_may_have_a_callback_of_its_own(bus: Bus, producer: Producer) -> None:
+    told: dict[str, dict[str, float]] = {}
+    with OnlineDataHandler(
+        bus.name,
+        groups_per_batch=1,
+        on_metrics={
+            "reward": lambda metrics: told.update(reward=metrics),
+            "drops": lambda metrics: told.update(drops=metrics),
+        },
+    ) as handler:
+        put(producer, "a", [1.0, 3.0])
+        handler.next_batch(10)
+        assert told["reward"] == {
+            "step": 0.0, "reward/mean": 2.0, "reward/std": 1.0, "reward/min": 1.0,
+            "reward/max": 3.0,
+        }  # fmt: skip
+        assert told["drops"]["drops/total"] == 0 and "reward/mean" not in told["drops"]
+
+
+def test_a_callback_that_raises_costs_no_batch(bus: Bus, producer: Producer) -> None:
+    def fails(metrics: dict[str, float]) -> None:
+        raise ConnectionError("the logger is away")
+
+    put(producer, "a", [1.0, 3.0])
+    with OnlineDataHandler(bus.name, groups_per_batch=1, on_metrics=fails) as handler:
+        with pytest.raises(ConnectionError, match="the logger is away"):
+            handler.next_batch(10)
+        batch = handler.next_batch(0)
+        assert batch.instance_ids == ["a", "a"] and batch.step == 0
+        handler.ack(batch)
+        assert handler.stats().acknowledged == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ("wandb", TypeError, "expected a callable, or a dict of them by kind, got 'wandb'"),
+        ({"reward": 3}, TypeError, "expected a callable"),
+        ({"rewards": print}, ValueError, "expected kinds among 'reward', 'lag'.*got 'rewards'"),
+    ],
+)
+def test_wrong_callbacks_are_refused(
+    bus: Bus, given: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        OnlineDataHandler(bus.name, on_metrics=given)
+
+
+def test_the_page_has_every_name(bus: Bus, producer: Producer) -> None:
+    page = (ROOT / "docs" / "trainer.md").read_text()
+    rows = page.partition("## Metrics")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^\| `([^`]+)`", rows, re.MULTILINE))
+    put(producer, "a", [1.0, 3.0])
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        handler.next_batch(10)
+        found = handler.metrics()
+    reasons = {name for name in found if name.startswith("drops/")} - {"drops/total"}
+    assert set(found) - reasons | {"drops/REASON"} == named
+    assert {name.partition("/")[0] for name in found if "/" in name} == set(KINDS)
+
+
+# --- iteration
+
+
+def test_an_iteration_with_a_timeout_ends_by_it_and_another_goes_on(
+    bus: Bus, producer: Producer
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        put(producer, "a", [1.0])
+        got = []
+        with pytest.raises(TimeoutError, match=r"no complete group within 0\.05 s"):
+            for batch in handler.iter(timeout=0.05):
+                got += batch.instance_ids
+                handler.ack(batch)
+        put(producer, "b", [1.0])
+        for batch in handler.iter(timeout=10):
+            got += batch.instance_ids
+            handler.ack(batch)
+            if got[-1] == "b":
+                handler.close()
+        assert got == ["a", "b"]
+        with pytest.raises(TypeError, match="timeout: expected a number of seconds"):
+            handler.iter(timeout="10")  # type: ignore[arg-type]
+
+
+def test_a_loader_that_would_collate_is_refused_before_a_batch_is_taken(
+    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(producer, "a", [1.0])
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        with pytest.raises(TypeError, match=r"pass DataLoader\(handler, batch_size=None\)"):
+            next(iter(DataLoader(handler)))
+        assert handler.step == 0
+        with caplog.at_level(logging.WARNING):
+            batch = next(iter(DataLoader(handler, batch_size=None)))
+        handler.ack(batch)
+        assert handler.stats().acknowledged == 1
+
+
+def test_a_handler_says_its_bus_and_step(bus: Bus, producer: Producer) -> None:
+    put(producer, "a", [1.0])
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        assert repr(handler) == f"<OnlineDataHandler {bus.name!r} step 0>"
+        batch = handler.next_batch(10)
+        assert repr(handler) == f"<OnlineDataHandler {bus.name!r} step 1 1 out>"
+        assert "step 0: 1 groups" in handler.progress.line
+        handler.ack(batch)
+    assert repr(handler).endswith("step 1 closed>")

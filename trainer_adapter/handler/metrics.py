@@ -1,0 +1,354 @@
+"""Figures of a handler's batches, as a flat dict for wandb, TensorBoard and mlflow.
+
+Invariants:
+
+- A batch costs little until somebody reads, or some dozens of them are counted together: vector
+  operations on the host. Nothing waits for a device.
+- What is counted is bounded, however many batches come between two calls.
+- Each reader has a meter of its own: the calls of `metrics` and `on_metrics` take nothing from each
+  other.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+import shmbus
+from trainer_adapter.batches.batch import Batch
+from trainer_adapter.batches.facts import BatchFacts
+from trainer_adapter.batches.sample_flags import count_truncated
+from trainer_adapter.handler.drops import REASONS_IN_WORDS
+from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
+
+__all__ = [
+    "KINDS",
+    "BatchFigures",
+    "BatchMeter",
+    "MeteredHandler",
+    "Moments",
+    "OnMetrics",
+    "check_on_metrics",
+]
+
+Metrics: TypeAlias = "dict[str, float]"
+Callback: TypeAlias = "Callable[[Metrics], object]"
+OnMetrics: TypeAlias = "Callback | Mapping[str, Callback]"
+
+#: The kinds of metrics: what stands before the slash of their names.
+KINDS: Final = (
+    "reward", "lag", "length", "batch", "share", "time", "rate", "drops", "bus",
+)  # fmt: skip
+
+
+#: Batches that are counted together, where nobody reads in between.
+PENDING_BATCHES: Final = 32
+
+
+def check_on_metrics(given: object) -> None:
+    """Raise TypeError or ValueError unless it is None, a callable, or callables by kind."""
+    if given is None or callable(given):
+        return
+    if not isinstance(given, Mapping) or not all(callable(one) for one in given.values()):
+        raise TypeError(
+            f"on_metrics: expected a callable, or a dict of them by kind, got {given!r}; "
+            "on_metrics=wandb.log for instance"
+        )
+    for kind in given:
+        if kind not in KINDS:
+            raise ValueError(
+                f"on_metrics: expected kinds among {', '.join(map(repr, KINDS))}, got {kind!r}"
+            )
+
+
+class Moments(NamedTuple):
+    """Count, mean, sum of squared deviations and bounds of values, which can be joined."""
+
+    size: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    @classmethod
+    def of_rows(cls, rows: NDArray[np.float64]) -> list[Moments]:
+        """Take those of each row of an array, in a few calls for all of them.
+
+        Parameters
+        ----------
+        rows : float64 [m, n]
+            At least one column.
+
+        Returns
+        -------
+        list[Moments], [m]
+        """
+        count = rows.shape[1]
+        means = np.add.reduce(rows, axis=1) / count
+        rest = rows - means[:, None]
+        squares = np.einsum("ij,ij->i", rest, rest)
+        low, high = np.minimum.reduce(rows, axis=1), np.maximum.reduce(rows, axis=1)
+        columns = (means.tolist(), squares.tolist(), low.tolist(), high.tolist())
+        return [cls(count, *each) for each in zip(*columns, strict=True)]
+
+    def joined(self, other: Moments) -> Moments:
+        """Return those of both sets of values (Chan, Golub and LeVeque 1979).
+
+        Parameters
+        ----------
+        other : Moments
+
+        Returns
+        -------
+        Moments
+        """
+        total = self.size + other.size
+        step = other.mean - self.mean
+        return Moments(
+            total,
+            self.mean + step * other.size / total,
+            self.squares + other.squares + step * step * self.size * other.size / total,
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+    @property
+    def std(self) -> float:
+        """The standard deviation, by n."""
+        return math.sqrt(self.squares / self.size)
+
+
+class BatchFigures(NamedTuple):
+    """What a meter is told of one batch.
+
+    Attributes
+    ----------
+    facts : BatchFacts
+    policy_version : int
+        Of the trainer, when it got the batch.
+    truncated : int
+        Its truncated sequences.
+    fill : float
+        The share of its budget that it uses.
+    waited_s : float
+        Seconds that the trainer waited for it.
+    """
+
+    facts: BatchFacts
+    policy_version: int
+    truncated: int
+    fill: float
+    waited_s: float
+
+
+class BatchMeter:
+    """Adds up the batches between two readings.
+
+    Parameters
+    ----------
+    ledger : shmbus.Ledger
+        The bus now: drops are counted from here on.
+    now_s : float
+    """
+
+    def __init__(self, ledger: shmbus.Ledger, now_s: float) -> None:
+        self._dropped: Mapping[str, int] = dict(ledger.dropped)
+        self._since_s = now_s
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pending: list[BatchFigures] = []
+        self._rewards = self._lags = self._lengths = Moments()
+        self._batches = self._groups = self._equal = self._truncated = 0
+        self._fill = self._waited_s = self._packed_s = 0.0
+
+    def note(self, figures: BatchFigures) -> None:
+        """Count a batch.
+
+        Parameters
+        ----------
+        figures : BatchFigures
+        """
+        self._pending.append(figures)
+        if len(self._pending) >= PENDING_BATCHES:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Count the batches that wait for it, in one array: each call of NumPy costs."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        facts = [one.facts for one in pending]
+        lags = [one.policy_version - one.facts.policy_versions for one in pending]
+        rows = np.empty((3, sum(len(one.scores) for one in facts)))
+        np.concatenate([one.scores for one in facts], out=rows[0])
+        np.concatenate(lags, out=rows[1])
+        np.concatenate([one.lengths for one in facts], out=rows[2])
+        rewards, lag, lengths = Moments.of_rows(rows)
+        self._rewards = self._rewards.joined(rewards)
+        self._lags = self._lags.joined(lag)
+        self._lengths = self._lengths.joined(lengths)
+        sizes = np.concatenate([one.group_sizes for one in facts])
+        starts = np.cumsum(sizes) - sizes
+        scores = rows[0]
+        spread = np.maximum.reduceat(scores, starts) > np.minimum.reduceat(scores, starts)
+        self._groups += len(sizes)
+        self._equal += len(sizes) - int(np.count_nonzero(spread))
+        self._batches += len(pending)
+        for one in pending:
+            self._truncated += one.truncated
+            self._fill += one.fill
+            self._waited_s += one.waited_s
+            self._packed_s += one.facts.packed_s
+
+    def read(self, ledger: shmbus.Ledger, step: int, now_s: float) -> Metrics:
+        """Return the figures since the last reading, and begin anew.
+
+        Parameters
+        ----------
+        ledger : shmbus.Ledger
+            The bus now.
+        step : int
+            The handler's.
+        now_s : float
+
+        Returns
+        -------
+        dict[str, float]
+        """
+        self._add_up()
+        found: Metrics = {
+            "step": float(step),
+            "policy_version": float(ledger.policy_version),
+            "batches": float(self._batches),
+            **(self._of_batches(now_s) if self._batches else {}),
+            **self._of_bus(ledger),
+        }
+        self._dropped = dict(ledger.dropped)
+        self._since_s = now_s
+        self._begin()
+        return found
+
+    def _of_batches(self, now_s: float) -> Metrics:
+        rewards, lags, lengths, batches = self._rewards, self._lags, self._lengths, self._batches
+        tokens = lengths.mean * lengths.size
+        seconds = max(now_s - self._since_s, 1e-9)
+        return {
+            "reward/mean": rewards.mean,
+            "reward/std": rewards.std,
+            "reward/min": rewards.low,
+            "reward/max": rewards.high,
+            "lag/mean": lags.mean,
+            "lag/max": lags.high,
+            "length/mean": lengths.mean,
+            "length/min": lengths.low,
+            "length/max": lengths.high,
+            "batch/tokens": tokens / batches,
+            "batch/sequences": lengths.size / batches,
+            "batch/groups": self._groups / batches,
+            "batch/fill": self._fill / batches,
+            "share/truncated": self._truncated / lengths.size,
+            "share/zero_variance": self._equal / self._groups,
+            "time/wait_s": self._waited_s / batches,
+            "time/pack_s": self._packed_s / batches,
+            "rate/tokens_per_s": tokens / seconds,
+            "rate/sequences_per_s": lengths.size / seconds,
+        }
+
+    def _of_bus(self, ledger: shmbus.Ledger) -> Metrics:
+        drops = {
+            reason: float(ledger.dropped.get(reason, 0) - self._dropped.get(reason, 0))
+            for reason in REASONS_IN_WORDS
+        }
+        return {
+            "drops/total": sum(drops.values()),
+            **{f"drops/{reason}": count for reason, count in drops.items()},
+            "bus/fill": 1 - ledger.free / ledger.capacity if ledger.capacity else 0.0,
+            "bus/groups_open": float(ledger.groups_open),
+            "bus/groups_ready": float(ledger.groups_ready),
+            "bus/in_ring": float(ledger.in_ring),
+            "bus/producers": float(ledger.producers),
+        }
+
+
+class MeteredHandler:
+    """What of a handler counts its batches; the rest of it is `OnlineDataHandler`."""
+
+    tokens_per_batch: int | None
+    groups_per_batch: int | None
+    _consumer: shmbus.Consumer
+    _planner: BatchPlanner[Batch]
+
+    def _begin_metrics(self, on_metrics: OnMetrics | None) -> None:
+        self._on_metrics = on_metrics
+        now_s, ledger = time.monotonic(), self._consumer.stats()
+        self._meter = BatchMeter(ledger, now_s)
+        self._told = None if on_metrics is None else BatchMeter(ledger, now_s)
+        # Looking for truncated samples costs a search of each meta.
+        self._metered = on_metrics is not None
+        self._measured: MadeBatch[Batch] | None = None
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Return figures of the batches since the last call, for a logger of experiments.
+
+        Parameters
+        ----------
+        prefix : str
+            Put before each name, such as "rollout/".
+
+        Returns
+        -------
+        dict[str, float]
+            The names are in docs/trainer.md. Those of batches are left out where there was none
+            since the last call. Truncated samples are counted from the first call on.
+
+        Raises
+        ------
+        BusClosedError
+            The handler is closed.
+
+        Examples
+        --------
+        ``wandb.log(handler.metrics())``, ``mlflow.log_metrics(handler.metrics(), step=batch.step)``
+        or ``for name, value in handler.metrics().items(): writer.add_scalar(name, value, step)``.
+        """
+        self._metered = True
+        found = self._meter.read(self._consumer.stats(), self._planner.step, time.monotonic())
+        return {prefix + name: value for name, value in found.items()} if prefix else found
+
+    def _measure(self, waited_s: float) -> None:
+        """Count the first batch that is ready, once, and call `on_metrics`."""
+        first = next(iter(self._planner.ready), None)
+        if not isinstance(first, MadeBatch) or first is self._measured:
+            return
+        self._measured = first
+        facts = first.batch.facts
+        assert facts is not None, "a handler's batch has them"
+        truncated = count_truncated(first.batch.groups) if self._metered else 0
+        fill = self._fill(len(facts.group_sizes), int(facts.lengths.sum()))
+        version = self._consumer.policy_version
+        figures = BatchFigures(facts, version, truncated, fill, waited_s)
+        self._meter.note(figures)
+        if self._told is not None:
+            self._told.note(figures)
+            self._tell(self._told)
+
+    def _tell(self, told: BatchMeter) -> None:
+        found = told.read(self._consumer.stats(), self._planner.step, time.monotonic())
+        on_metrics = self._on_metrics
+        if callable(on_metrics):
+            on_metrics(found)
+            return
+        for kind, callback in (on_metrics or {}).items():
+            own = {name: value for name, value in found.items() if name.startswith(f"{kind}/")}
+            callback({"step": found["step"], **own})
+
+    def _fill(self, groups: int, tokens: int) -> float:
+        if self.tokens_per_batch is not None:
+            return tokens / self.tokens_per_batch
+        return groups / (self.groups_per_batch or 1)
