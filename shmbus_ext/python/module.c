@@ -13,6 +13,10 @@
 #include "python/group/group_object.h"
 #include "python/group/group_table_object.h"
 #include "python/hooks.h"
+#include "python/pool/pool_lease.h"
+#include "python/pool/pool_object.h"
+#include "python/pool/pool_rows.h"
+#include "python/pool/pool_write.h"
 #include "python/put/reservation.h"
 #include "python/put/writer_object.h"
 #include "python/read/borrower.h"
@@ -69,6 +73,8 @@ static bool add_types(PyObject *module) {
         {"Reader", &ReaderType},           {"Borrower", &BorrowerType},
         {"RecursiveLock", &RecursiveLockType}, {"LockAttempt", &LockAttemptType},
         {"Intake", &IntakeType},           {"ConsumerBase", &ConsumerBaseType},
+        {"SlotPool", &PoolType},           {"PoolLease", &PoolLeaseType},
+        {"PoolWrite", &PoolWriteType},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
@@ -134,6 +140,9 @@ static bool add_functions(PyObject *module) {
         py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
         py_plan_add_functions,         py_copies_add_methods,
         py_extra_fields_add_functions,
+        py_uninterrupted_add_functions, py_end_lease_add_functions,
+        py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
+        py_pool_rows_add_functions,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {
@@ -147,6 +156,14 @@ static bool add_functions(PyObject *module) {
 static bool require_main_interpreter(void) {
     if (PyInterpreterState_Get() == PyInterpreterState_Main()) {
         return true;
+PyMODINIT_FUNC PyInit__core(void) {
+    import_array();
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL &&
+        (!py_segment_init_fork() || !py_pool_init_fork() || !py_arguments_init() ||
+         !py_take_add_words() || !add_types(module) || !add_constants(module) ||
+         !add_functions(module))) {
+        Py_CLEAR(module);
     }
     PyErr_SetString(PyExc_ImportError,
                     "shmbus: expected a process's main interpreter, got a subinterpreter; run what "

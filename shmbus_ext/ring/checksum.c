@@ -29,6 +29,44 @@ static uint32_t crc_by_table(uint32_t crc, const void *data, size_t bytes) {
     return ~crc;
 }
 
+#if defined(__x86_64__) || defined(__aarch64__)
+/* The instruction takes three cycles and starts one a cycle: three lanes side by side run three
+ * times as fast as one, as long as the memory does. */
+#define LANE_BYTES ((size_t)4096)
+
+/* What a register becomes over a lane of zeros, for each value of each of its bytes. */
+static uint32_t over_lane[4][256];
+
+static uint32_t skip_lane(uint32_t crc) {
+    return over_lane[0][crc & 0xFFu] ^ over_lane[1][crc >> 8 & 0xFFu] ^
+           over_lane[2][crc >> 16 & 0xFFu] ^ over_lane[3][crc >> 24];
+}
+
+/* The register is linear: a byte's value is the sum of its bits'. */
+static void prepare_lanes(void) {
+    for (unsigned bit = 0; bit < 32; bit++) {
+        uint32_t crc = UINT32_C(1) << bit;
+        for (size_t i = 0; i < LANE_BYTES; i++) {
+            crc = (crc >> 8) ^ table[crc & 0xFFu];
+        }
+        over_lane[bit / 8][1u << bit % 8] = crc;
+    }
+    for (unsigned byte = 0; byte < 4; byte++) {
+        for (unsigned value = 1; value < 256; value++) {
+            unsigned lowest = value & (0u - value);
+            over_lane[byte][value] =
+                over_lane[byte][value ^ lowest] ^ over_lane[byte][lowest];
+        }
+    }
+}
+
+static inline uint64_t word_at(const unsigned char *p) {
+    uint64_t word;
+    memcpy(&word, p, 8);
+    return word;
+}
+#endif
+
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #define HAVE_HARDWARE 1
@@ -37,10 +75,17 @@ __attribute__((target("sse4.2"))) static uint32_t crc_by_hardware(uint32_t crc, 
                                                                    size_t bytes) {
     const unsigned char *p = data;
     uint64_t c = ~crc;
+    for (; bytes >= 3 * LANE_BYTES; bytes -= 3 * LANE_BYTES, p += 3 * LANE_BYTES) {
+        uint64_t second = 0, third = 0;
+        for (size_t i = 0; i < LANE_BYTES; i += 8) {
+            c = _mm_crc32_u64(c, word_at(p + i));
+            second = _mm_crc32_u64(second, word_at(p + i + LANE_BYTES));
+            third = _mm_crc32_u64(third, word_at(p + i + 2 * LANE_BYTES));
+        }
+        c = skip_lane(skip_lane((uint32_t)c) ^ (uint32_t)second) ^ (uint32_t)third;
+    }
     for (; bytes >= 8; bytes -= 8, p += 8) {
-        uint64_t word;
-        memcpy(&word, p, 8);
-        c = _mm_crc32_u64(c, word);
+        c = _mm_crc32_u64(c, word_at(p));
     }
     uint32_t c32 = (uint32_t)c;
     while (bytes--) {
@@ -70,10 +115,17 @@ static int hardware_present(void) {
 WITH_CRC static uint32_t crc_by_hardware(uint32_t crc, const void *data, size_t bytes) {
     const unsigned char *p = data;
     uint32_t c = ~crc;
+    for (; bytes >= 3 * LANE_BYTES; bytes -= 3 * LANE_BYTES, p += 3 * LANE_BYTES) {
+        uint32_t second = 0, third = 0;
+        for (size_t i = 0; i < LANE_BYTES; i += 8) {
+            c = __crc32cd(c, word_at(p + i));
+            second = __crc32cd(second, word_at(p + i + LANE_BYTES));
+            third = __crc32cd(third, word_at(p + i + 2 * LANE_BYTES));
+        }
+        c = skip_lane(skip_lane(c) ^ second) ^ third;
+    }
     for (; bytes >= 8; bytes -= 8, p += 8) {
-        uint64_t word;
-        memcpy(&word, p, 8);
-        c = __crc32cd(c, word);
+        c = __crc32cd(c, word_at(p));
     }
     while (bytes--) {
         c = __crc32cb(c, *p++);
@@ -97,6 +149,7 @@ __attribute__((constructor)) static void choose(void) {
         table[i] = crc;
     }
 #ifdef HAVE_HARDWARE
+    prepare_lanes();
     if (hardware_present()) {
         chosen = crc_by_hardware;
     }

@@ -44,6 +44,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # A bus as a file, and the error texts that the extension is given.
     ("shmbus.segment",),
     ("shmbus._install",),
+    # Slots beside a bus, for what is larger than a record.
+    ("shmbus.pool",),
     # Asking a daemon; looking at a bus from outside; noticing that it stands still.
     ("shmbus.control",),
     ("shmbus.inspect",),
@@ -78,7 +80,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What a trainer may use of shmbus: its public names, these rooms, and how files are called.
-OPEN_TO_TRAINERS = ("shmbus.batch.", "shmbus.segment.names.")
+OPEN_TO_TRAINERS = ("shmbus.batch.", "shmbus.pool.", "shmbus.segment.names.")
 
 # A rollout worker is one of many: importing what it needs loads none of these rooms.
 NOT_FOR_A_PRODUCER = ("client", "consumer", "control", "daemon", "inspect", "stash", "store")

@@ -17,8 +17,10 @@ def tags_of_the_code() -> Counter[str]:
 
 def tags_of_the_layout() -> list[str]:
     """The first column of the table of orderings, a row of which may have several."""
-    section = (EXTENSION / "LAYOUT.md").read_text().split("## Orderings\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| ([a-z, -]+) \|", section, re.M)
+    rows = []
+    for page in sorted(EXTENSION.rglob("LAYOUT.md")):
+        section = page.read_text().split("## Orderings\n")[1].split("\n## ")[0]
+        rows += re.findall(r"^\| ([a-z, -]+) \|", section, re.M)
     return [tag for row in rows if row != "tag" for tag in row.split(", ")]
 
 

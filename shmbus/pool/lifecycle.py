@@ -1,0 +1,251 @@
+"""A slot pool as a file: creating, opening and removing it.
+
+Invariants:
+
+- A pool that could not be completed is removed before create_pool raises.
+- Opening follows no link, waits for no FIFO, and checks the file's owner before its content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+
+import msgspec
+
+from shmbus import errors
+from shmbus._arguments import parse_size
+from shmbus._format import show_size
+from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus_ext import _core
+
+__all__ = ["PoolSpec", "create_pool", "open_pool", "pool_path", "unlink_pool"]
+
+#: Bytes whose digest is one number: a wrong one is named to within this much.
+DEFAULT_BLOCK_BYTES = 16 << 20
+
+#: Seconds that opening waits for a pool whose creator is still allocating it: zeroing tens of GiB
+#: takes as long.
+OPEN_WAIT_S = 30.0
+
+#: Seconds between two looks at it.
+_POLL_S = 0.005
+
+
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pool is to be.
+
+    Attributes
+    ----------
+    slot_bytes : int | str
+        Bytes of one version, such as "2GiB".
+    slots : int
+        Slots that get their memory now: two for one that is read and one that is written.
+    max_slots : int | None
+        Slots that it may grow to; `slots` by default.
+    meta_bytes : int | str
+        Bytes that a version may say of itself, such as a manifest.
+    block_bytes : int | str
+        Bytes that one digest covers: a power of two from 1 to 64 MiB.
+    """
+
+    slot_bytes: int | str
+    slots: int = 2
+    max_slots: int | None = None
+    meta_bytes: int | str = 65536
+    block_bytes: int | str = DEFAULT_BLOCK_BYTES
+
+
+def bytes_of(size: int | str, name: str) -> int:
+    """Take a size as a number, of any size, or as a text such as "2GiB"."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise ValueError(f"{name}: expected a number of bytes, got {size}")
+        return size
+    return parse_size(size, name)
+
+
+def pool_path(bus: str, kind: str) -> str:
+    """Return the file of a pool."""
+    return f"{SHM_DIRECTORY}{companion_name(kind, bus)}"
+
+
+def create_pool(bus: str, kind: str, spec: PoolSpec) -> None:
+    """Create a pool, with all memory of its first slots.
+
+    Parameters
+    ----------
+    bus : str
+        The bus that it goes with; that need not exist.
+    kind : str
+        What it holds, in lower-case letters, such as "weights".
+    spec : PoolSpec
+        Its sizes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A name or size is none.
+    BusExistsError
+        There is such a pool, or another file of its name.
+    CapacityError
+        It does not fit /dev/shm; the message has the bytes that are needed.
+    PermissionError
+        This user may not create files there.
+    """
+    create_handle(bus, kind, spec).close()
+
+
+def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
+    """Create a pool and return a handle without a role."""
+    path = pool_path(bus, kind)
+    slot_bytes = bytes_of(spec.slot_bytes, "slot_bytes")
+    most = spec.slots if spec.max_slots is None else spec.max_slots
+    needed = slot_bytes * spec.slots
+    if os.path.lexists(path):
+        raise _exists(bus, kind, path)
+    room = os.statvfs(SHM_DIRECTORY)
+    if needed > room.f_bavail * room.f_frsize:
+        raise _no_space(path, needed)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileExistsError as error:
+        raise _exists(bus, kind, path) from error
+    try:
+        made = _core.SlotPool.create(
+            fd,
+            f"{bus}:{kind}",
+            spec.slots,
+            most,
+            slot_bytes,
+            bytes_of(spec.meta_bytes, "meta_bytes"),
+            bytes_of(spec.block_bytes, "block_bytes"),
+        )
+        if not isinstance(made, _core.SlotPool):
+            raise _no_space(path, needed)
+    except BaseException:
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            os.unlink(path)
+        raise
+    return made
+
+
+def _exists(bus: str, kind: str, path: str) -> errors.BusExistsError:
+    return errors.BusExistsError(
+        f"pool {kind!r} of bus {bus!r} exists already ({path}); open it, or remove it with "
+        f"shmbus.pool.unlink_pool({bus!r}, {kind!r}) if no process uses it"
+    )
+
+
+def _no_space(path: str, needed: int) -> errors.CapacityError:
+    room = os.statvfs(SHM_DIRECTORY)
+    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    return errors.CapacityError(
+        f"{path}: its slots need {show_size(needed)}, {SHM_DIRECTORY} has {show_size(free)} free "
+        f"of {show_size(total)}; choose fewer slots, remove old segments (`shmbus gc`), or enlarge "
+        "it (docker run --shm-size=..., mount -o remount,size=...)"
+    )
+
+
+def open_pool(
+    bus: str, kind: str, *, read_only: bool = False, wait_s: float | None = None
+) -> _core.SlotPool:
+    """Open a pool; waits for a creator that is still allocating it."""
+    path = pool_path(bus, kind)
+    deadline = time.monotonic() + (OPEN_WAIT_S if wait_s is None else wait_s)
+    while True:
+        found = _core.uninterrupted(_open_once, bus, kind, path, read_only)
+        if isinstance(found, _core.SlotPool):
+            return found
+        status, number = found
+        if status != _core.POOL_UNFINISHED or time.monotonic() > deadline:
+            raise _layout_error(bus, kind, path, status, number)
+        time.sleep(_POLL_S)
+
+
+def _open_once(bus: str, kind: str, path: str, read_only: bool) -> _core.SlotPool | tuple[int, int]:
+    flags = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags | (os.O_RDONLY if read_only else os.O_RDWR))
+    except FileNotFoundError as error:
+        raise errors.BusNotFoundError(
+            f"there is no pool {kind!r} of bus {bus!r} ({path} does not exist): nobody has "
+            "published yet, it was removed, or this container has another /dev/shm; start the "
+            "publisher, or check the name with `shmbus gc`, which lists all files"
+        ) from error
+    try:
+        identity = os.fstat(fd)
+        if identity.st_uid != os.geteuid():
+            raise PermissionError(
+                f"{path} belongs to uid {identity.st_uid}, this process runs as uid "
+                f"{os.geteuid()}; a pool is for the user who created it"
+            )
+        if not stat.S_ISREG(identity.st_mode):
+            raise errors.LayoutMismatchError(
+                f"{path} is no plain file; look what it is for, and remove it"
+            )
+        opened = _core.SlotPool.open(fd, f"{bus}:{kind}", read_only)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not isinstance(opened, _core.SlotPool):
+        os.close(fd)
+        return opened
+    if not leads_to(path, identity):
+        # Removed between opening and locking: without a name it is no pool any more.
+        opened.close()
+        return _core.POOL_UNFINISHED, 0
+    return opened
+
+
+def leads_to(path: str, known: os.stat_result) -> bool:
+    """Whether a name still leads to that file."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), known)
+    except FileNotFoundError:
+        return False
+
+
+def _layout_error(
+    bus: str, kind: str, path: str, status: int, found: int
+) -> errors.LayoutMismatchError:
+    text = {
+        _core.POOL_UNFINISHED: f"{path} was never finished; its creator died, or still works",
+        _core.POOL_BAD_MAGIC: f"{path} is no slot pool, or its header was overwritten",
+        _core.POOL_BAD_VERSION: f"{path} has layout version {found}, this process needs "
+        f"{_core.POOL_LAYOUT_VERSION}; restart the processes that run another shmbus",
+        _core.POOL_BAD_GEOMETRY: f"the header of {path} is damaged (its checksum or sizes are "
+        "wrong)",
+        _core.POOL_TRUNCATED: f"{path} has {found} bytes, fewer than its header says",
+    }[status]
+    return errors.LayoutMismatchError(
+        f"pool {kind!r} of bus {bus!r}: {text}; remove it with "
+        f"shmbus.pool.unlink_pool({bus!r}, {kind!r}) once nothing uses it, and publish again"
+    )
+
+
+def unlink_pool(bus: str, kind: str) -> None:
+    """Remove a pool's name; its memory is freed when the last process has closed it.
+
+    Parameters
+    ----------
+    bus, kind : str
+        As for `create_pool`.
+
+    Raises
+    ------
+    BusNotFoundError
+        There is none.
+    PermissionError
+        It belongs to another user.
+    """
+    path = pool_path(bus, kind)
+    try:
+        os.unlink(path)
+    except FileNotFoundError as error:
+        raise errors.BusNotFoundError(
+            f"there is no pool {kind!r} of bus {bus!r} to remove ({path} does not exist)"
+        ) from error

@@ -1,0 +1,476 @@
+"""Publishing into a slot pool: deadlines, policies and ranks around the protocol in C.
+
+Invariants:
+
+- `VersionWrite` ends in exactly one way: readers get the version whole, or what was newest stays.
+- Every wait has a deadline, looks again at the locks of those it waits for, and names them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from types import TracebackType
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self
+
+from shmbus import errors
+from shmbus._format import printable, show_wait
+from shmbus.pool.errors import PeerGoneError, PoolBusyError, PoolError, PoolTimeoutError
+from shmbus.pool.lifecycle import (
+    PoolSpec,
+    bytes_of,
+    create_handle,
+    open_pool,
+    pool_path,
+    unlink_pool,
+)
+from shmbus.pool.status import describe_holders, status_of_pool
+from shmbus_ext import _core
+
+__all__ = ["PoolPublisher", "VersionWrite", "WhenHeld"]
+
+WhenHeld: TypeAlias = Literal["wait", "skip", "grow"]
+
+#: Seconds that one sleep lasts at most: deaths ring no bell.
+SLICE_S: Final = 0.05
+
+#: Seconds for readers to let go of a slot, and for ranks to write their pieces.
+DEFAULT_TIMEOUT_S: Final = 60.0
+
+
+#: How a piece ends that will not be written.
+_FINAL: Final = (_core.PIECE_DEAD, _core.PIECE_FAILED)
+
+
+class PoolPublisher:
+    """Rank 0 publishes; other ranks write pieces of the same versions.
+
+    Parameters
+    ----------
+    bus, kind : str
+        The pool; see `create_pool`.
+    rank, world_size : int
+        This process among those that write a version together; rank 0 is the publisher.
+    spec : PoolSpec, optional
+        For rank 0: creates the pool where there is none. One that is there is taken over if its
+        slots are large enough; one that is too small is replaced if no living process has it open.
+    label : str
+        What others are told of this process.
+    when_held : "wait" | "skip" | "grow"
+        What happens where readers hold every slot but the newest: wait for them to the deadline,
+        count the version as skipped and go on, or take memory for another slot, up to `max_slots`,
+        and then wait.
+    timeout : float
+        Seconds for each wait.
+
+    Raises
+    ------
+    PoolBusyError
+        A living process is this rank.
+    PoolTimeoutError
+        The pool is not there: rank 0 has not created it.
+    ValueError
+        A rank or policy is none.
+    BusNotFoundError, LayoutMismatchError, CapacityError
+        There is no pool that can be used, and none can be made.
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        kind: str,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        spec: PoolSpec | None = None,
+        label: str = "",
+        when_held: WhenHeld = "wait",
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        if not 1 <= world_size <= _core.POOL_MAX_RANKS or not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank, world_size: expected 0 <= rank < world_size <= {_core.POOL_MAX_RANKS}, "
+                f"got {rank} and {world_size}"
+            )
+        if when_held not in ("wait", "skip", "grow"):
+            raise ValueError(f"when_held: expected 'wait', 'skip' or 'grow', got {when_held!r}")
+        self.bus, self.kind = bus, kind
+        self.rank, self.world_size = rank, world_size
+        self.when_held, self.timeout = when_held, timeout
+        # Ranks that were there in this process's time: one that died before it may be on its way.
+        self._seen: set[int] = set()
+        self._pool = _attach(bus, kind, rank, spec, timeout)
+        label = label or f"rank {rank} of pid {os.getpid()}"
+        try:
+            claimed = self._pool.claim_writer(rank, _fit(label, _core.POOL_LABEL_BYTES))
+        except BaseException:
+            self._pool.close()
+            raise
+        if not claimed:
+            holder = self._holder()
+            self._pool.close()
+            raise PoolBusyError(
+                f"pool {kind!r} of bus {bus!r}: {holder} is rank {rank} already; a pool has one "
+                "process a rank: close that one first, or publish under another name"
+            )
+
+    @property
+    def pool(self) -> _core.SlotPool:
+        """Return the handle of the extension."""
+        return self._pool
+
+    def _holder(self) -> str:
+        for rank in status_of_pool(self.bus, self.kind, self._pool).ranks:
+            if rank.rank == self.rank:
+                return f"pid {rank.pid} ({rank.label})"
+        return "another process"
+
+    def begin(
+        self, version: int, size: int, *, meta: bytes = b"", text: str = ""
+    ) -> VersionWrite | None:
+        """Begin to write a version; ranks above 0 join the one that rank 0 has begun.
+
+        Parameters
+        ----------
+        version : int
+            The publisher's number, an int64.
+        size : int
+            Bytes of payload, the same in every rank.
+        meta : bytes
+            What the version says of itself, the same in every rank.
+        text : str
+            A name for it.
+
+        Returns
+        -------
+        VersionWrite | None
+            None where it was skipped (``when_held="skip"``).
+
+        Raises
+        ------
+        PoolTimeoutError
+            No slot became free, or rank 0 began nothing; names who holds what.
+        PeerGoneError
+            Rank 0 has ended.
+        PoolError
+            Rank 0 publishes another version, size or meta than this rank.
+        ValueError
+            It does not fit a slot.
+        """
+        if self.rank == 0:
+            write = self._begin(version, size, meta, _fit(text, _core.POOL_TEXT_BYTES))
+        else:
+            write = self._join()
+            if (write.version, write.bytes, write.meta) != (version, size, meta):
+                said = (
+                    f"rank {self.rank} has version {version} of {size} bytes, rank 0 publishes "
+                    f"version {write.version} of {write.bytes} bytes"
+                )
+                if (write.version, write.bytes) == (version, size):
+                    said += ", with another manifest"
+                write.give_up(_fit(said, _core.POOL_ERROR_BYTES))
+                raise PoolError(
+                    f"pool {self.kind!r} of bus {self.bus!r}: {said}; let every rank publish the "
+                    "same"
+                )
+        return None if write is None else VersionWrite(self, write)
+
+    def _begin(self, version: int, size: int, meta: bytes, text: str) -> _core.PoolWrite | None:
+        deadline = time.monotonic() + self.timeout
+        while True:
+            ticket = self._pool.announce(_core.POOL_BELL_SPACE)
+            got = _core.pool_begin(self._pool, version, size, meta, text, self.world_size)
+            if isinstance(got, _core.PoolWrite):
+                return got
+            if self.when_held == "skip":
+                self._pool.count_skipped()
+                return None
+            if self.when_held == "grow" and self._grow():
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                status = status_of_pool(self.bus, self.kind, self._pool)
+                raise PoolTimeoutError(
+                    f"pool {self.kind!r} of bus {self.bus!r}: no slot became free for version "
+                    f"{version} in {show_wait(self.timeout)}; held: {describe_holders(status)}. "
+                    f"Version {status.version} stays the newest; let readers close what they "
+                    "leased, or choose more slots, when_held='skip' or when_held='grow'"
+                )
+            self._pool.wait(_core.POOL_BELL_SPACE, ticket, min(left, SLICE_S))
+
+    def _grow(self) -> bool:
+        try:
+            return self._pool.grow()
+        except OSError as error:
+            raise errors.CapacityError(
+                f"pool {self.kind!r} of bus {self.bus!r}: no memory for another slot of "
+                f"{self._pool.slot_stride} bytes ({error.strerror}); what is published stays. "
+                "Enlarge /dev/shm, or let readers close what they leased"
+            ) from error
+
+    def _join(self) -> _core.PoolWrite:
+        deadline = time.monotonic() + self.timeout
+        while True:
+            ticket = self._pool.announce(_core.POOL_BELL_RANKS)
+            got = _core.pool_join(self._pool)
+            if isinstance(got, _core.PoolWrite):
+                return got
+            self._check_leader("before it began a version")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PoolTimeoutError(
+                    f"pool {self.kind!r} of bus {self.bus!r}: rank 0 began no version in "
+                    f"{show_wait(self.timeout)}; every rank publishes each version"
+                )
+            self._pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))
+
+    def _check_leader(self, when: str) -> None:
+        rows = {row["rank"]: row for row in _core.pool_rows(self._pool)["ranks"]}
+        row = rows.get(0)
+        if row is not None and row["life"] == _core.ROW_ALIVE:
+            self._seen.add(0)
+        elif 0 in self._seen:
+            self._seen.discard(0)
+            who = f" (pid {row['pid']}, {printable(row['label'])})" if row else ""
+            raise PeerGoneError(
+                f"pool {self.kind!r} of bus {self.bus!r}: rank 0{who} has ended {when}; the newest "
+                "whole version stays",
+                0,
+            )
+
+    def close(self, *, remove: bool = False) -> None:
+        """Leave the pool.
+
+        Parameters
+        ----------
+        remove : bool
+            Whether its name is removed too; who has it open keeps what it has.
+        """
+        if self._pool.closed:
+            return
+        self._pool.close()
+        if remove:
+            with contextlib.suppress(errors.BusNotFoundError):  # it is gone already
+                unlink_pool(self.bus, self.kind)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class VersionWrite:
+    """A version while it is written: in a ``with`` block, whose end publishes it.
+
+    An exception in the block gives the version up, in this rank and so in all.
+    """
+
+    def __init__(self, publisher: PoolPublisher, write: _core.PoolWrite) -> None:
+        self._publisher = publisher
+        self._write = write
+        self.version: Final = write.version
+        self.sequence: Final = write.sequence
+        self.slot: Final = write.slot
+
+    @property
+    def buffer(self) -> _core.PoolWrite:
+        """Return the payload as an object with a writable buffer.
+
+        Arrays of it have to be gone when the version is finished.
+        """
+        return self._write
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """View the payload as an array of bytes, to write into.
+
+        Returns
+        -------
+        uint8 [size]
+        """
+        return np.frombuffer(memoryview(self._write), np.uint8)
+
+    def finish(self, *, digests: bool = False) -> None:
+        """Publish it; returns when every rank's piece is there and readers get it.
+
+        Parameters
+        ----------
+        digests : bool
+            In rank 0: compute the digest of each block, at the speed of memory.
+
+        Raises
+        ------
+        PeerGoneError
+            A rank has ended.
+        PoolTimeoutError
+            A rank did not finish in time.
+        PoolError
+            A rank could not write its piece.
+        BufferError
+            Arrays of the buffer are still there.
+        """
+        if self._publisher.rank == 0:
+            try:
+                self._await_pieces()
+            except BaseException:
+                self._write.give_up("")
+                raise
+            self._write.finish(digests)
+        else:
+            self._write.finish(False)
+            self._await_outcome()
+
+    def give_up(self, reason: str = "") -> None:
+        """Leave what was newest in force.
+
+        Parameters
+        ----------
+        reason : str
+            What the other ranks are told.
+        """
+        self._write.give_up(_fit(reason, _core.POOL_ERROR_BYTES))
+
+    def _await_pieces(self) -> None:
+        publisher, pool = self._publisher, self._publisher.pool
+        deadline = time.monotonic() + publisher.timeout
+        waiting = list(range(1, publisher.world_size))
+        while waiting:
+            ticket = pool.announce(_core.POOL_BELL_RANKS)
+            states = {rank: pool.piece_state(self.sequence, rank) for rank in waiting}
+            waiting = [rank for rank, state in states.items() if state != _core.PIECE_DONE]
+            for rank, state in states.items():
+                known = rank in publisher._seen
+                if state in _FINAL or (known and state == _core.PIECE_ABSENT):
+                    publisher._seen.discard(rank)  # the next version may wait for a successor
+                    raise self._piece_error(rank, state)
+                if state != _core.PIECE_ABSENT:
+                    publisher._seen.add(rank)
+            left = deadline - time.monotonic()
+            if waiting and left <= 0:
+                raise PoolTimeoutError(
+                    f"{self._name()}: ranks {waiting} did not write their pieces in "
+                    f"{show_wait(publisher.timeout)}; the version before it stays the newest"
+                )
+            if waiting:
+                pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))
+
+    def _piece_error(self, rank: int, state: int) -> PoolError:
+        rows = _core.pool_rows(self._publisher.pool)["ranks"]
+        row = next((row for row in rows if row["rank"] == rank), None)
+        who = f"rank {rank}" + (f" (pid {row['pid']}, {printable(row['label'])})" if row else "")
+        stays = "; the version before it stays the newest"
+        if state == _core.PIECE_FAILED:
+            reason = printable(row["error"]) if row else ""
+            return PoolError(f"{self._name()}: {who} could not write its piece: {reason}{stays}")
+        return PeerGoneError(
+            f"{self._name()}: {who} has ended before its piece was written{stays}", rank
+        )
+
+    def _await_outcome(self) -> None:
+        publisher, pool = self._publisher, self._publisher.pool
+        deadline = time.monotonic() + publisher.timeout
+        while True:
+            ticket = pool.announce(_core.POOL_BELL_RANKS)
+            outcome = pool.outcome(self.sequence)
+            if outcome:
+                return
+            if outcome is False:
+                publisher._seen.add(0)
+                publisher._check_leader("before the version was whole")
+                raise PoolError(
+                    f"{self._name()}: rank 0 gave it up; the version before it stays the newest"
+                )
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PoolTimeoutError(
+                    f"{self._name()}: rank 0 did not finish it in {show_wait(publisher.timeout)}"
+                )
+            pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))
+
+    def _name(self) -> str:
+        return (
+            f"pool {self._publisher.kind!r} of bus {self._publisher.bus!r}, version {self.version}"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._write.ended:
+            return
+        if error is not None:
+            self.give_up(f"{type(error).__name__}: {error}")
+        else:
+            self.finish()
+
+
+def _attach(
+    bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
+) -> _core.SlotPool:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            pool = open_pool(bus, kind)
+        except errors.BusNotFoundError:
+            if rank == 0 and spec is None:
+                raise
+            if rank == 0 and spec is not None:
+                with contextlib.suppress(errors.BusExistsError):  # another was faster
+                    return create_handle(bus, kind, spec)
+            if time.monotonic() > deadline:
+                raise PoolTimeoutError(
+                    f"pool {kind!r} of bus {bus!r}: rank 0 did not create it in "
+                    f"{show_wait(timeout)} ({pool_path(bus, kind)} does not exist)"
+                ) from None
+            time.sleep(SLICE_S)
+            continue
+        if rank or spec is None or _is_enough(pool, spec):
+            return pool
+        _remove_small(bus, kind, pool, spec)
+
+
+def _is_enough(pool: _core.SlotPool, spec: PoolSpec) -> bool:
+    most = spec.slots if spec.max_slots is None else spec.max_slots
+    return (
+        pool.slot_bytes >= bytes_of(spec.slot_bytes, "slot_bytes")
+        and pool.meta_bytes >= bytes_of(spec.meta_bytes, "meta_bytes")
+        and pool.max_slots >= most
+    )
+
+
+def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> None:
+    """Remove a pool that is too small, unless a living process takes part in it."""
+    status = status_of_pool(bus, kind, pool)
+    users = [f"rank {rank.rank} (pid {rank.pid})" for rank in status.ranks if rank.state == "alive"]
+    users += [f"{it.label} (pid {it.pid})" for it in status.readers if it.state == "alive"]
+    slot_bytes, max_slots = pool.slot_bytes, pool.max_slots
+    pool.close()
+    if users:
+        raise PoolBusyError(
+            f"pool {kind!r} of bus {bus!r} is too small: {max_slots} slots of {slot_bytes} bytes, "
+            f"expected {spec.slots} of {spec.slot_bytes}; {', '.join(users[:4])} use it. Close "
+            "those, or publish under another name"
+        )
+    with contextlib.suppress(errors.BusNotFoundError):  # another was faster
+        unlink_pool(bus, kind)
+
+
+def _fit(text: str, most: int) -> str:
+    """Cut a text to so many bytes of UTF-8, between two characters."""
+    clean = text.replace("\0", " ")
+    return clean.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")

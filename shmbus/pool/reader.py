@@ -1,0 +1,284 @@
+"""Reading a slot pool: the newest version, leased, and what this process says of it.
+
+Invariants:
+
+- A lease is whole, and lasts until it and every array made of its buffer are gone.
+- A wait has a deadline, and notices that the pool was removed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from types import TracebackType
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self
+
+from shmbus import errors
+from shmbus._format import show_wait
+from shmbus.pool.errors import PoolBusyError, PoolDamagedError, PoolTimeoutError
+from shmbus.pool.lifecycle import leads_to, open_pool, pool_path
+from shmbus.pool.publisher import SLICE_S, _fit
+from shmbus.pool.status import status_of_pool
+from shmbus_ext import _core
+
+__all__ = ["PoolReader", "VersionLease"]
+
+#: Seconds that one sleep lasts at most; between two, whether the pool still has its name.
+_SLEEP_S: Final = 10 * SLICE_S
+
+
+class PoolReader:
+    """Leases versions of a pool, and says in its row what it runs.
+
+    Parameters
+    ----------
+    bus, kind : str
+        The pool; see `create_pool`.
+    label : str
+        What others are told of this process.
+    device : str
+        Where it puts what it reads, such as a device's UUID.
+
+    Raises
+    ------
+    PoolBusyError
+        All rows are taken.
+    BusNotFoundError, LayoutMismatchError
+        There is no such pool.
+    """
+
+    def __init__(self, bus: str, kind: str, *, label: str = "", device: str = "") -> None:
+        self.bus, self.kind = bus, kind
+        self._path = pool_path(bus, kind)
+        self._pool = open_pool(bus, kind)
+        self._identity = os.stat(self._path) if os.path.exists(self._path) else None
+        label = _fit(label or f"reader of pid {os.getpid()}", _core.POOL_LABEL_BYTES)
+        try:
+            claimed = self._pool.claim_reader(label, _fit(device, _core.POOL_DEVICE_BYTES))
+        except BaseException:
+            self._pool.close()
+            raise
+        if not claimed:
+            self._pool.close()
+            raise PoolBusyError(
+                f"pool {kind!r} of bus {bus!r}: all {_core.POOL_MAX_READERS} rows of readers are "
+                "taken by living processes; share one reader among the threads of a process"
+            )
+
+    @property
+    def pool(self) -> _core.SlotPool:
+        """Return the handle of the extension."""
+        return self._pool
+
+    @property
+    def newest(self) -> int:
+        """Return the sequence of the newest version; 0 before the first."""
+        return self._pool.newest()
+
+    def latest(self, *, after: int = 0, timeout: float | None = None) -> VersionLease:
+        """Lease the newest version.
+
+        Parameters
+        ----------
+        after : int
+            A sequence; what is not newer does not count.
+        timeout : float, optional
+            Seconds to wait for one; None waits for ever.
+
+        Returns
+        -------
+        VersionLease
+
+        Raises
+        ------
+        PoolTimeoutError
+            None came by then.
+        PoolDamagedError
+            The newest version's row is not what was published.
+        BusRemovedError
+            The pool was removed, and a version that is newer will not come.
+        BusClosedError
+            This handle is closed, or from before a fork.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            ticket = self._pool.announce(_core.POOL_BELL_VERSION)
+            got = _core.pool_lease(self._pool, after)
+            if isinstance(got, _core.PoolLease):
+                return VersionLease(self, got)
+            if got == _core.POOL_DAMAGED:
+                raise PoolDamagedError(
+                    f"pool {self.kind!r} of bus {self.bus!r}: the newest version's row is damaged; "
+                    "publish again, and look for a process that writes where it should not"
+                )
+            left = _SLEEP_S if deadline is None else deadline - time.monotonic()
+            self._check_name()
+            if left <= 0:
+                raise PoolTimeoutError(self._nothing_came(after, timeout or 0.0))
+            self._pool.wait(_core.POOL_BELL_VERSION, ticket, min(left, _SLEEP_S))
+
+    def is_removed(self) -> bool:
+        """Whether the pool has lost its name, so that nothing more is published into it.
+
+        Returns
+        -------
+        bool
+        """
+        return self._identity is None or not leads_to(self._path, self._identity)
+
+    def _check_name(self) -> None:
+        if self.is_removed():
+            raise errors.BusRemovedError(
+                f"pool {self.kind!r} of bus {self.bus!r} was removed: no version follows. What is "
+                "leased stays readable; make a new reader once it is published again"
+            )
+
+    def _nothing_came(self, after: int, timeout: float) -> str:
+        status = status_of_pool(self.bus, self.kind, self._pool)
+        publisher = [rank for rank in status.ranks if rank.rank == 0]
+        state = "there is no publisher: start it"
+        if publisher and publisher[0].state == "alive":
+            state = f"its publisher (pid {publisher[0].pid}) lives"
+        elif publisher:
+            state = f"its publisher (pid {publisher[0].pid}) has died: start it again"
+        what = "no version" if after == 0 else "no newer version"
+        newest = "there was none before" if status.version is None else f"newest: {status.version}"
+        return (
+            f"pool {self.kind!r} of bus {self.bus!r}: {what} came in {show_wait(timeout)} "
+            f"({newest}); {state}"
+        )
+
+    def applied(self, lease: VersionLease) -> None:
+        """Say that this process runs a version.
+
+        Parameters
+        ----------
+        lease : VersionLease
+            Of that version.
+        """
+        self._pool.applied(lease.sequence, lease.version)
+
+    def refused(self, lease: VersionLease, code: int, reason: str) -> None:
+        """Say that this process could not take a version; what it runs stays.
+
+        Parameters
+        ----------
+        lease : VersionLease
+            Of that version.
+        code : int
+            For programs.
+        reason : str
+            For people; its first 119 bytes are kept.
+        """
+        text = _fit(reason, _core.POOL_ERROR_BYTES)
+        self._pool.refused(lease.sequence, lease.version, code, text)
+
+    def close(self) -> None:
+        """Leave the pool; leases that are out keep what they need."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class VersionLease:
+    """One version, whole and unchanged for as long as this object or an array of it lives."""
+
+    def __init__(self, reader: PoolReader, lease: _core.PoolLease) -> None:
+        self._reader = reader
+        self._lease: _core.PoolLease | None = lease
+        self.version: Final = lease.version
+        self.sequence: Final = lease.sequence
+        self.size: Final = lease.bytes
+        self.text: Final = lease.text
+        self.digests: Final = lease.digests
+        self.published_unix_ns: Final = lease.published_unix_ns
+
+    @property
+    def buffer(self) -> _core.PoolLease:
+        """Return the payload as an object with a read-only buffer.
+
+        Raises
+        ------
+        BusClosedError
+            The lease is closed.
+        """
+        if self._lease is None:
+            raise errors.BusClosedError(
+                f"the lease of version {self.version} is closed; take the latest again"
+            )
+        return self._lease
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """View the payload as a read-only array of bytes.
+
+        Returns
+        -------
+        uint8 [size]
+        """
+        return np.frombuffer(memoryview(self.buffer), np.uint8)
+
+    def meta(self) -> bytes:
+        """Return what the version says of itself, copied and checked.
+
+        Raises
+        ------
+        PoolDamagedError
+            It does not match its checksum.
+        """
+        found = self.buffer.meta()
+        if found is None:
+            raise PoolDamagedError(
+                f"version {self.version}: what it says of itself does not match its checksum; "
+                "nothing was read of it: publish again"
+            )
+        return found
+
+    def check(self, first: int = 0, count: int = 1 << 31) -> None:
+        """Compare blocks with their digests; nothing to compare where there are none.
+
+        Parameters
+        ----------
+        first, count : int
+            Which blocks; all by default.
+
+        Raises
+        ------
+        PoolDamagedError
+            A block differs; the message has its place.
+        """
+        wrong = self.buffer.check(first, count)
+        if wrong is not None:
+            block = self._reader.pool.block_bytes
+            raise PoolDamagedError(
+                f"version {self.version}: bytes {wrong * block} to "
+                f"{min(self.size, (wrong + 1) * block)} do not match their digest; do not load "
+                "it: publish again, and look for a process that writes where it should not"
+            )
+
+    def close(self) -> None:
+        """Let go of it; arrays that are left keep the slot until they are gone."""
+        self._lease = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,272 @@
+"""What a slot pool holds, who reads it, and who holds what: seen from outside, nothing is written.
+
+Rows come from processes that may be dead or hostile: they are shown, and decide nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shmbus._format import printable
+from shmbus.pool.lifecycle import open_pool, pool_path
+from shmbus_ext import _core
+
+__all__ = [
+    "PoolStatus",
+    "RankStatus",
+    "ReaderStatus",
+    "SlotStatus",
+    "describe_holders",
+    "read_pool",
+    "status_of_pool",
+]
+
+_LIVES: dict[int, Literal["alive", "dead"]] = {_core.ROW_ALIVE: "alive", _core.ROW_DEAD: "dead"}
+
+
+class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One slot.
+
+    Attributes
+    ----------
+    slot : int
+        Its number.
+    state : "empty" | "writing" | "ready" | "damaged"
+        Damaged: its row does not match its checksum.
+    newest : bool
+        Whether readers get this one.
+    version, text : int, str
+        The publisher's number and name of what it holds.
+    sequence : int
+        Publications before it, and one.
+    size, meta_size : int
+        Bytes.
+    digests : int
+        Blocks that have a digest.
+    ranks : int
+        Ranks that wrote it.
+    published_unix_ns : int
+        When; 0 while it is being written.
+    held_by : list[str]
+        Readers that have views or copy, by label and pid.
+    """
+
+    slot: int
+    state: str
+    newest: bool
+    version: int
+    text: str
+    sequence: int
+    size: int
+    meta_size: int
+    digests: int
+    ranks: int
+    published_unix_ns: int
+    held_by: list[str]
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that writes.
+
+    Attributes
+    ----------
+    rank : int
+        0 is the publisher.
+    state : "alive" | "dead"
+        By its file lock.
+    pid, label : int, str
+        What it called itself.
+    done : int
+        The newest sequence that it has written.
+    error : str
+        Why it could not write the last one that failed.
+    """
+
+    rank: int
+    state: Literal["alive", "dead"]
+    pid: int
+    label: str
+    done: int
+    error: str
+
+
+class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that reads.
+
+    Attributes
+    ----------
+    reader : int
+        Its row.
+    state : "alive" | "dead"
+        By its file lock.
+    pid, label, device : int, str, str
+        What it called itself.
+    applied_version : int | None
+        What it runs; None before the first.
+    refused_version : int | None
+        What it could not take, when that is newer than what it runs.
+    error_code, error : int, str
+        Why.
+    holds : list[int]
+        Slots.
+    """
+
+    reader: int
+    state: Literal["alive", "dead"]
+    pid: int
+    label: str
+    device: str
+    applied_version: int | None
+    refused_version: int | None
+    error_code: int
+    error: str
+    holds: list[int]
+
+
+class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole pool.
+
+    Attributes
+    ----------
+    bus, kind, path : str
+        Its name.
+    size : int
+        Bytes of the slots that have memory.
+    slot_size, slots_open, max_slots : int
+        Bytes of one version; slots with memory; slots that it may grow to.
+    published, skipped : int
+        Versions so far; versions that were given up because every slot was held.
+    version : int | None
+        The newest; None before the first.
+    slots : list[SlotStatus]
+    ranks : list[RankStatus]
+        Those that are there, or died.
+    readers : list[ReaderStatus]
+        The same.
+    """
+
+    bus: str
+    kind: str
+    path: str
+    size: int
+    slot_size: int
+    slots_open: int
+    max_slots: int
+    published: int
+    skipped: int
+    version: int | None
+    slots: list[SlotStatus]
+    ranks: list[RankStatus]
+    readers: list[ReaderStatus]
+
+
+def read_pool(bus: str, kind: str) -> PoolStatus:
+    """Read the status of a pool.
+
+    Parameters
+    ----------
+    bus, kind : str
+        As for `create_pool`.
+
+    Returns
+    -------
+    PoolStatus
+
+    Raises
+    ------
+    BusNotFoundError, LayoutMismatchError, PermissionError
+        There is none that can be read.
+    """
+    pool = open_pool(bus, kind, read_only=True, wait_s=0)
+    try:
+        return status_of_pool(bus, kind, pool)
+    finally:
+        pool.close()
+
+
+def status_of_pool(bus: str, kind: str, pool: _core.SlotPool) -> PoolStatus:
+    """Describe a pool that is open."""
+    rows = _core.pool_rows(pool)
+    readers = [_reader(row) for row in rows["readers"]]
+    slots = [_slot(row, readers) for row in rows["slots"]]
+    newest = [slot.version for slot in slots if slot.newest and slot.state == "ready"]
+    return PoolStatus(
+        bus=printable(bus),
+        kind=kind,
+        path=printable(pool_path(bus, kind)),
+        size=pool.slot_stride * min(rows["slots_open"], pool.max_slots),
+        slot_size=pool.slot_bytes,
+        slots_open=rows["slots_open"],
+        max_slots=pool.max_slots,
+        published=rows["published"],
+        skipped=rows["skipped"],
+        version=newest[0] if newest else None,
+        slots=slots,
+        ranks=[_rank(row) for row in rows["ranks"]],
+        readers=readers,
+    )
+
+
+def _slot(row: _core.PoolSlotRow, readers: list[ReaderStatus]) -> SlotStatus:
+    return SlotStatus(
+        slot=row["slot"],
+        state=row["state"],
+        newest=row["newest"],
+        version=row["version"],
+        text=printable(row["text"]),
+        sequence=row["sequence"],
+        size=row["bytes"],
+        meta_size=row["meta_bytes"],
+        digests=row["digests"],
+        ranks=row["ranks"],
+        published_unix_ns=row["published_unix_ns"],
+        held_by=[
+            f"{reader.label} (pid {reader.pid})"
+            for reader in readers
+            if reader.state == "alive" and row["slot"] in reader.holds
+        ],
+    )
+
+
+def _rank(row: _core.PoolRankRow) -> RankStatus:
+    return RankStatus(
+        rank=row["rank"],
+        state=_LIVES[row["life"]],
+        pid=row["pid"],
+        label=printable(row["label"]),
+        done=row["done"],
+        error=printable(row["error"]),
+    )
+
+
+def _reader(row: _core.PoolReaderRow) -> ReaderStatus:
+    refused = row["refused"] > row["applied"]
+    return ReaderStatus(
+        reader=row["reader"],
+        state=_LIVES[row["life"]],
+        pid=row["pid"],
+        label=printable(row["label"]),
+        device=printable(row["device"]),
+        applied_version=row["applied_version"] if row["applied"] else None,
+        refused_version=row["refused_version"] if refused else None,
+        error_code=row["error_code"] if refused else 0,
+        error=printable(row["error"]) if refused else "",
+        holds=[slot for slot in range(_core.POOL_MAX_SLOTS) if row["holds"] >> slot & 1],
+    )
+
+
+def describe_holders(status: PoolStatus) -> str:
+    """Say who keeps the slots that a publisher could not take."""
+    parts = [
+        f"slot {slot.slot} (version {slot.version}) by {', '.join(slot.held_by)}"
+        for slot in status.slots
+        if slot.held_by and not slot.newest
+    ]
+    parts += [
+        f"rank {rank.rank} (pid {rank.pid}) still writes"
+        for rank in status.ranks
+        if rank.rank and rank.state == "alive" and not parts
+    ]
+    return "; ".join(parts) or "by a process that has said nothing of itself"

@@ -1,0 +1,155 @@
+"""Types of the slot pool in the C core; ``_core`` has them all. Only ``shmbus.pool`` calls them."""
+
+from typing import TypeAlias, TypedDict
+
+_Bytes: TypeAlias = bytes  # where a field is called like the type
+
+POOL_LAYOUT_VERSION: int
+POOL_MAX_SLOTS: int
+POOL_MAX_RANKS: int
+POOL_MAX_READERS: int
+POOL_MAX_META_BYTES: int
+POOL_MAX_SLOT_BYTES: int
+POOL_MIN_BLOCK: int
+POOL_MAX_BLOCK: int
+POOL_LABEL_BYTES: int
+POOL_DEVICE_BYTES: int
+POOL_TEXT_BYTES: int
+POOL_ERROR_BYTES: int
+POOL_NO_SPACE: int
+POOL_UNFINISHED: int
+POOL_BAD_MAGIC: int
+POOL_BAD_VERSION: int
+POOL_BAD_GEOMETRY: int
+POOL_TRUNCATED: int
+POOL_NOTHING: int
+POOL_HELD: int
+POOL_DAMAGED: int
+POOL_BELL_VERSION: int
+POOL_BELL_SPACE: int
+POOL_BELL_RANKS: int
+PIECE_ABSENT: int
+PIECE_AWAITED: int
+PIECE_BEGUN: int
+PIECE_DONE: int
+PIECE_FAILED: int
+PIECE_DEAD: int
+ROW_FREE: int
+ROW_ALIVE: int
+ROW_DEAD: int
+
+class PoolSlotRow(TypedDict):
+    slot: int
+    state: str
+    newest: bool
+    sequence: int
+    version: int
+    bytes: int
+    meta_bytes: int
+    digests: int
+    ranks: int
+    published_unix_ns: int
+    text: str
+
+class PoolRankRow(TypedDict):
+    rank: int
+    life: int
+    pid: int
+    label: str
+    started: int
+    done: int
+    failed: int
+    error: str
+
+class PoolReaderRow(TypedDict):
+    reader: int
+    life: int
+    pid: int
+    label: str
+    device: str
+    holds: int
+    applied: int
+    applied_version: int
+    refused: int
+    refused_version: int
+    error_code: int
+    error: str
+
+class PoolRows(TypedDict):
+    slots: list[PoolSlotRow]
+    ranks: list[PoolRankRow]
+    readers: list[PoolReaderRow]
+    slots_open: int
+    published: int
+    skipped: int
+    writing: int
+
+class SlotPool:
+    name: str
+    slot_bytes: int
+    meta_bytes: int
+    block_bytes: int
+    file_bytes: int
+    slot_stride: int
+    max_slots: int
+    created_unix_ns: int
+    rank: int
+    reader: int
+    closed: bool
+    @classmethod
+    def create(
+        cls,
+        fd: int,
+        name: str,
+        slots: int,
+        max_slots: int,
+        slot_bytes: int,
+        meta_bytes: int,
+        block_bytes: int,
+        /,
+    ) -> SlotPool | tuple[int, int]: ...
+    @classmethod
+    def open(cls, fd: int, name: str, read_only: bool = ..., /) -> SlotPool | tuple[int, int]: ...
+    def close(self) -> None: ...
+    def claim_writer(self, rank: int, label: str, /) -> bool: ...
+    def claim_reader(self, label: str, device: str, /) -> bool: ...
+    def grow(self) -> bool: ...
+    def newest(self) -> int: ...
+    def announce(self, bell: int, /) -> int: ...
+    def wait(self, bell: int, ticket: int, timeout_s: float, /) -> bool: ...
+    def applied(self, sequence: int, version: int, /) -> None: ...
+    def refused(self, sequence: int, version: int, code: int, text: str, /) -> None: ...
+    def count_skipped(self) -> None: ...
+    def outcome(self, sequence: int, /) -> bool | None: ...
+    def piece_state(self, sequence: int, rank: int, /) -> int: ...
+
+class PoolLease:
+    slot: int
+    sequence: int
+    version: int
+    bytes: int
+    digests: int
+    ranks: int
+    published_unix_ns: int
+    text: str
+    def meta(self) -> _Bytes | None: ...
+    def check(self, first: int, count: int, /) -> int | None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class PoolWrite:
+    slot: int
+    sequence: int
+    version: int
+    bytes: int
+    meta: _Bytes
+    ended: bool
+    def finish(self, digests: bool, /) -> None: ...
+    def give_up(self, error: str, /) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def pool_lease(pool: SlotPool, after: int, /) -> PoolLease | int: ...
+def pool_begin(
+    pool: SlotPool, version: int, bytes: int, meta: _Bytes, text: str, ranks: int, /
+) -> PoolWrite | int: ...
+def pool_join(pool: SlotPool, /) -> PoolWrite | int: ...
+def pool_rows(pool: SlotPool, /) -> PoolRows: ...

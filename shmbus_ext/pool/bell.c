@@ -1,0 +1,58 @@
+/* The futex calls behind bell.h. Shared futexes (no PRIVATE flag), since processes wait. */
+#define _GNU_SOURCE
+#include "pool/bell.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define NS_PER_S INT64_C(1000000000)
+
+struct bell_words {
+    _Atomic uint32_t *count;
+    _Atomic uint32_t *wanted;
+};
+
+static struct bell_words words_of(struct pool_header *header, enum pool_bell which) {
+    switch (which) {
+    case POOL_BELL_VERSION:
+        return (struct bell_words){&header->bell, &header->bell_wanted};
+    case POOL_BELL_SPACE:
+        return (struct bell_words){&header->space_bell, &header->space_wanted};
+    default:
+        return (struct bell_words){&header->ranks_bell, &header->ranks_wanted};
+    }
+}
+
+void bell_ring(struct pool_header *header, enum pool_bell which) {
+    struct bell_words words = words_of(header, which);
+    /* SYNC: pool-bell. What was changed, and the count, come before the look at the flag. */
+    atomic_fetch_add_explicit(words.count, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(words.wanted, memory_order_seq_cst) == 0) {
+        return;
+    }
+    atomic_store_explicit(words.wanted, 0, memory_order_seq_cst);
+    (void)syscall(SYS_futex, words.count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+uint32_t bell_announce(struct pool_header *header, enum pool_bell which) {
+    struct bell_words words = words_of(header, which);
+    uint32_t ticket = atomic_load_explicit(words.count, memory_order_acquire);
+    /* SYNC: pool-bell. An exchange, so that it also comes before the loads that follow. */
+    (void)atomic_exchange_explicit(words.wanted, 1, memory_order_seq_cst);
+    return ticket;
+}
+
+enum bell_wait bell_wait(struct pool_header *header, enum pool_bell which, uint32_t ticket,
+                         int64_t timeout_ns) {
+    struct timespec limit = {timeout_ns / NS_PER_S, timeout_ns % NS_PER_S};
+    struct bell_words words = words_of(header, which);
+    long rc = syscall(SYS_futex, words.count, FUTEX_WAIT, ticket, &limit, NULL, 0);
+    if (rc == 0 || errno == EAGAIN) {
+        return BELL_RUNG;
+    }
+    return errno == ETIMEDOUT ? BELL_TIMEOUT : BELL_INTERRUPTED;
+}

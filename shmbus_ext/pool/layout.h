@@ -1,0 +1,239 @@
+/* Every byte of a slot pool that processes share: structs, lock bytes, and the assertions that pin
+ * them. LAYOUT.md of this folder says the same in prose, with the ordering argument.
+ *
+ * A pool is n slots of bytes with one publisher, or one a rank, many readers, and versions. It is a
+ * segment of its own beside a bus, for what is larger than a record: weights, activations.
+ *
+ * File:  | pool_header | slot_row[POOL_MAX_SLOTS] | rank_row[POOL_MAX_RANKS]
+ *        | reader_row[POOL_MAX_READERS] | pad | slot 0 | slot 1 | ... |
+ * Slot:  | payload | meta | digests (u32 a block) | pad |
+ * Rules: fixed-width types only, no pointers; a field that two processes touch concurrently is
+ * _Atomic; an offset or a size that moves needs a new POOL_LAYOUT_VERSION. */
+#ifndef SHMBUS_POOL_LAYOUT_H
+#define SHMBUS_POOL_LAYOUT_H
+
+#include <stdalign.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the pool is little-endian; this machine is not"
+#endif
+
+#define POOL_MAGIC UINT64_C(0x314C4F4F50424853) /* "SHBPOOL1" */
+#define POOL_LAYOUT_VERSION 1u
+#define POOL_PAGE 4096u
+/* Slots of at least a huge page begin at a multiple of one, so that large pages and device
+ * registration fit them. */
+#define POOL_HUGE_PAGE (UINT64_C(2) << 20)
+
+/* A slot more is memory of a whole set; eight of them are more than any pipeline needs. */
+#define POOL_MAX_SLOTS 8u
+/* Ranks that write one version together: those of one host. */
+#define POOL_MAX_RANKS 64u
+#define POOL_MAX_READERS 128u
+#define POOL_LABEL_BYTES 48u
+#define POOL_DEVICE_BYTES 40u /* the text of a UUID, and more */
+#define POOL_TEXT_BYTES 64u   /* of a version's name */
+#define POOL_ERROR_BYTES 120u
+/* What a version says of itself beside its bytes, such as a manifest. */
+#define POOL_MAX_META_BYTES (UINT64_C(64) << 20)
+#define POOL_MIN_BLOCK (UINT64_C(1) << 20)
+#define POOL_MAX_BLOCK (UINT64_C(64) << 20)
+#define POOL_MAX_SLOT_BYTES (UINT64_C(1) << 44)
+
+/* Where a version lies, in one word that nobody reads in halves: sequence << 8 | slot + 1; 0 for
+ * none. Sequences grow by one a version and begin at 1. */
+#define POOL_NO_VERSION UINT64_C(0)
+
+/* Offset  Size  Field            Written by      Read by    Order
+ *      0     8  magic            creator         all        release / acquire, stored last
+ *      8     4  layout_version   creator         all        before magic
+ *     12    68  geometry         creator         all        before magic; geometry_crc covers 8..80
+ *     80     4  geometry_crc     creator         all        before magic
+ *    128     8  latest           publisher       readers    release / acquire: newest whole version
+ *    136     8  writing          publisher       ranks      seq_cst: version that ranks may write
+ *    144     8  next_sequence    publisher       publisher  relaxed
+ *    192     4  bell             publisher       readers    futex word, bumped by each version
+ *    196     4  bell_wanted      readers         publisher  seq_cst: 1 while a reader may sleep
+ *    256     4  space_bell       readers         publisher  futex word, bumped by each slot let go
+ *    260     4  space_wanted     publisher       readers    seq_cst
+ *    320     4  ranks_bell       ranks           ranks      futex word, bumped by each change
+ *    324     4  ranks_wanted     ranks           ranks      seq_cst
+ *    384     4  slots_open       publisher       publisher  release / acquire: slots with memory
+ *    392     8  published        publisher       all        relaxed, for messages
+ *    400     8  skipped          publisher       all        relaxed, for messages
+ */
+struct pool_header {
+    _Atomic uint64_t magic;
+    uint32_t layout_version;
+    uint32_t max_slots;
+    uint64_t file_bytes;
+    uint64_t slots_offset;
+    uint64_t slot_stride;
+    uint64_t slot_bytes; /* of payload */
+    uint64_t meta_bytes;
+    uint64_t block_bytes; /* of one digest */
+    uint64_t created_unix_ns;
+    uint64_t reserved0;
+    uint32_t geometry_crc;
+    uint32_t reserved1;
+
+    alignas(128) _Atomic uint64_t latest;
+    _Atomic uint64_t writing;
+    _Atomic uint64_t next_sequence;
+    alignas(64) _Atomic uint32_t bell;
+    _Atomic uint32_t bell_wanted;
+    alignas(64) _Atomic uint32_t space_bell;
+    _Atomic uint32_t space_wanted;
+    alignas(64) _Atomic uint32_t ranks_bell;
+    _Atomic uint32_t ranks_wanted;
+    alignas(64) _Atomic uint32_t slots_open;
+    uint32_t reserved2;
+    _Atomic uint64_t published;
+    _Atomic uint64_t skipped;
+};
+#define POOL_HEADER_BYTES 4096u
+#define POOL_GEOMETRY_FROM 8u
+#define POOL_GEOMETRY_TO 80u
+_Static_assert(sizeof(struct pool_header) <= POOL_HEADER_BYTES, "the header has its place");
+_Static_assert(offsetof(struct pool_header, max_slots) == 12, "layout");
+_Static_assert(offsetof(struct pool_header, geometry_crc) == POOL_GEOMETRY_TO, "layout");
+_Static_assert(offsetof(struct pool_header, latest) == 128, "layout");
+_Static_assert(offsetof(struct pool_header, writing) == 136, "layout");
+_Static_assert(offsetof(struct pool_header, bell) == 192, "layout");
+_Static_assert(offsetof(struct pool_header, space_bell) == 256, "layout");
+_Static_assert(offsetof(struct pool_header, ranks_bell) == 320, "layout");
+_Static_assert(offsetof(struct pool_header, slots_open) == 384, "layout");
+_Static_assert(offsetof(struct pool_header, skipped) == 400, "layout");
+
+/* States are spread over the word, so that a scribble is seldom one of them. */
+enum pool_slot_state {
+    POOL_EMPTY = 0,
+    POOL_WRITING = 0x54495257, /* "WRIT" */
+    POOL_READY = 0x59444552,   /* "REDY" */
+};
+
+/* What a slot holds. Written under the slot's exclusive lock, read under a shared one; without a
+ * lock, for messages only and after the checksum.
+ *
+ * Offset  Size  Field            Order
+ *      0     4  state            release / acquire, stored last
+ *      4     4  crc              over 8..256
+ *      8     8  sequence         .. and all that follows: before state
+ */
+struct slot_row {
+    alignas(256) _Atomic uint32_t state;
+    uint32_t crc;
+    uint64_t sequence;
+    int64_t version; /* the publisher's number */
+    uint64_t bytes;  /* of payload in use */
+    uint64_t meta_bytes;
+    uint32_t meta_crc;
+    uint32_t digests; /* blocks that have one; 0 for none */
+    uint32_t ranks;   /* that write it */
+    uint32_t reserved0;
+    uint64_t published_unix_ns;
+    char text[POOL_TEXT_BYTES]; /* the version's name */
+    uint8_t reserved1[120];
+};
+#define POOL_ROW_CRC_FROM 8u
+_Static_assert(sizeof(struct slot_row) == 256, "layout");
+_Static_assert(offsetof(struct slot_row, version) == 16, "layout");
+_Static_assert(offsetof(struct slot_row, text) == 64, "layout");
+
+/* What a rank has written. It belongs to whoever holds the lock byte POOL_LOCK_WRITER + rank.
+ *
+ * Offset  Size  Field    Written by  Read by    Order
+ *      0     8  started  its rank    publisher  release / acquire: sequence that it writes
+ *      8     8  done     its rank    publisher  release / acquire: sequence that it has written
+ *     16     8  failed   its rank    publisher  release / acquire: sequence that it could not write
+ *     24     4  pid      its rank    all        for messages; 0 after a regular end
+ *     28   168  texts    its rank    all        before failed, for messages
+ */
+struct rank_row {
+    alignas(256) _Atomic uint64_t started;
+    _Atomic uint64_t done;
+    _Atomic uint64_t failed;
+    _Atomic uint32_t pid;
+    char label[POOL_LABEL_BYTES];
+    char error[POOL_ERROR_BYTES];
+    uint8_t reserved0[60];
+};
+_Static_assert(sizeof(struct rank_row) == 256, "layout");
+_Static_assert(offsetof(struct rank_row, pid) == 24, "layout");
+
+/* What a reader runs, and why it does not. It belongs to whoever holds POOL_LOCK_READER + index.
+ *
+ * Offset  Size  Field            Order
+ *      0     8  applied          release / acquire: sequence that it runs; 0 for none
+ *      8     8  refused          release / acquire: sequence that it could not take; 0 for none
+ *     16     8  applied_version  before applied, for messages
+ *     24     8  refused_version  before refused, for messages
+ *     32     4  holds            relaxed: slots that it has leased, by bit, for messages
+ *     36     4  pid              for messages; 0 after a regular end
+ *     40     4  error_code       before refused
+ *     44   212  texts            before applied or refused, for messages
+ */
+struct reader_row {
+    alignas(256) _Atomic uint64_t applied;
+    _Atomic uint64_t refused;
+    _Atomic int64_t applied_version;
+    _Atomic int64_t refused_version;
+    _Atomic uint32_t holds;
+    _Atomic uint32_t pid;
+    _Atomic int32_t error_code;
+    char label[POOL_LABEL_BYTES];
+    char device[POOL_DEVICE_BYTES];
+    char error[POOL_ERROR_BYTES];
+    uint32_t reserved0;
+};
+_Static_assert(sizeof(struct reader_row) == 256, "layout");
+_Static_assert(offsetof(struct reader_row, holds) == 32, "layout");
+_Static_assert(offsetof(struct reader_row, label) == 44, "layout");
+
+#define POOL_TABLES_BYTES                                                                        \
+    (POOL_HEADER_BYTES + POOL_MAX_SLOTS * sizeof(struct slot_row) +                              \
+     POOL_MAX_RANKS * sizeof(struct rank_row) + POOL_MAX_READERS * sizeof(struct reader_row))
+
+/* Bytes of the file that stand for something while they are locked; no content is there.
+ *
+ * SLOT     shared: whoever copies out of the slot or has views of it; exclusive: the publisher
+ * WRITER   exclusive: the process that is this rank; rank 0 is the publisher
+ * READER   exclusive: the process whose row it is
+ * PIECE    exclusive: a rank that writes into this slot, also after its publisher's death */
+#define POOL_LOCK_BASE (INT64_C(1) << 61)
+#define POOL_LOCK_SLOT POOL_LOCK_BASE
+#define POOL_LOCK_WRITER (POOL_LOCK_BASE + 64)
+#define POOL_LOCK_READER (POOL_LOCK_BASE + 256)
+#define POOL_LOCK_PIECE (POOL_LOCK_BASE + 1024)
+
+static inline int64_t pool_lock_slot(uint32_t slot) {
+    return POOL_LOCK_SLOT + slot;
+}
+static inline int64_t pool_lock_writer(uint32_t rank) {
+    return POOL_LOCK_WRITER + rank;
+}
+static inline int64_t pool_lock_reader(uint32_t row) {
+    return POOL_LOCK_READER + row;
+}
+static inline int64_t pool_lock_piece(uint32_t slot, uint32_t rank) {
+    return POOL_LOCK_PIECE + (int64_t)slot * POOL_MAX_RANKS + rank;
+}
+
+static inline uint64_t pool_word(uint64_t sequence, uint32_t slot) {
+    return sequence << 8 | (slot + 1u);
+}
+static inline uint64_t pool_word_sequence(uint64_t word) {
+    return word >> 8;
+}
+/* UINT32_MAX, which is no slot, for a word that names none. */
+static inline uint32_t pool_word_slot(uint64_t word) {
+    return (uint32_t)(word & 0xFFu) - 1u;
+}
+static inline uint64_t pool_align_up(uint64_t value, uint64_t to) {
+    return (value + to - 1) / to * to;
+}
+
+#endif

@@ -1,0 +1,104 @@
+/* How a version is leased (see lease.h). */
+#define _GNU_SOURCE
+#include "pool/lease.h"
+
+#include <string.h>
+
+#include "pool/bell.h"
+#include "ring/checksum.h"
+#include "ring/failpoints.h"
+#include "ring/file_lock.h"
+
+/* A reader loses a try only to a publication. One that loses so many was put off the processor each
+ * time; its caller goes on after a look at its deadline. */
+#define LEASE_TRIES 64
+
+uint64_t lease_newest(const struct pool *self) {
+    /* SYNC: pool-latest. */
+    return atomic_load_explicit(&self->header->latest, memory_order_acquire);
+}
+
+static void note_held(struct pool *self, uint32_t slot, bool held) {
+    if (self->reader < 0) {
+        return;
+    }
+    _Atomic uint32_t *holds = &self->reader_rows[self->reader].holds;
+    uint32_t now = atomic_load_explicit(holds, memory_order_relaxed);
+    uint32_t bit = UINT32_C(1) << slot;
+    atomic_store_explicit(holds, held ? now | bit : now & ~bit, memory_order_relaxed);
+}
+
+/* The copy is checked and used, never the shared original. */
+static bool row_holds(const struct pool *self, const struct slot_row *row) {
+    uint32_t crc = shmbus_crc32c(0, (const uint8_t *)row + POOL_ROW_CRC_FROM,
+                                 sizeof *row - POOL_ROW_CRC_FROM);
+    return crc == row->crc && row->bytes <= self->slot_bytes &&
+           row->meta_bytes <= self->meta_bytes && row->digests <= pool_digest_room(self) &&
+           row->ranks >= 1 && row->ranks <= POOL_MAX_RANKS;
+}
+
+bool lease_peek(const struct pool *self, uint32_t slot, struct slot_row *row) {
+    struct slot_row *shared = &self->slot_rows[slot];
+    /* SYNC: pool-slot. */
+    uint32_t state = atomic_load_explicit(&shared->state, memory_order_acquire);
+    memcpy(row, shared, sizeof *row);
+    return state == POOL_READY && row_holds(self, row);
+}
+
+/* Drops what was locked for a look; leases of this process stay. */
+static void let_go(struct pool *self, uint32_t slot) {
+    if (self->leases[slot] == 0) {
+        file_lock_drop(self->fd, pool_lock_slot(slot));
+        note_held(self, slot, false);
+    }
+}
+
+enum pool_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
+                              struct slot_row *row) {
+    for (int i = 0; i < LEASE_TRIES; i++) {
+        uint64_t word = lease_newest(self);
+        uint32_t at = pool_word_slot(word);
+        if (word == POOL_NO_VERSION || pool_word_sequence(word) <= after) {
+            return POOL_NOTHING;
+        }
+        if (at >= self->max_slots) {
+            return POOL_DAMAGED;
+        }
+        /* Before the lock, so that a publisher which finds it held can name its holder. */
+        note_held(self, at, true);
+        enum lock_status lock = self->leases[at] > 0
+                                    ? LOCK_TAKEN
+                                    : file_lock_share(self->fd, pool_lock_slot(at));
+        if (lock != LOCK_TAKEN) {
+            note_held(self, at, false);
+            if (lock == LOCK_ERROR) {
+                return POOL_SYSTEM_ERROR;
+            }
+            continue; /* it is not the newest any more */
+        }
+        FAILPOINT("pool-lease-locked");
+        bool whole = lease_peek(self, at, row) && row->sequence == pool_word_sequence(word);
+        if (whole) {
+            self->leases[at]++;
+            *slot = at;
+            FAILPOINT("pool-leased");
+            return POOL_OK;
+        }
+        let_go(self, at);
+        bell_ring(self->header, POOL_BELL_SPACE);
+        /* Nobody may take the newest slot, so one that is not whole was scribbled on. */
+        if (lease_newest(self) == word) {
+            return POOL_DAMAGED;
+        }
+    }
+    return POOL_HELD;
+}
+
+void lease_drop(struct pool *self, uint32_t slot) {
+    self->leases[slot]--;
+    if (self->leases[slot] == 0) {
+        let_go(self, slot);
+        FAILPOINT("pool-let-go");
+        bell_ring(self->header, POOL_BELL_SPACE);
+    }
+}

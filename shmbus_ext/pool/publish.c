@@ -1,0 +1,240 @@
+/* How a version is written (see publish.h). */
+#define _GNU_SOURCE
+#include "pool/publish.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "pool/bell.h"
+#include "pool/rows.h"
+#include "ring/checksum.h"
+#include "ring/clock.h"
+#include "ring/failpoints.h"
+#include "ring/file_lock.h"
+
+static void set_state(struct pool *self, uint32_t slot, uint32_t state) {
+    /* SYNC: pool-slot. The row, and all payload, before the state that vouches for them. */
+    atomic_store_explicit(&self->slot_rows[slot].state, state, memory_order_release);
+}
+
+/* Whether a rank still writes into the slot, for this publisher or for one that died. */
+static bool has_writer(const struct pool *self, uint32_t slot) {
+    int64_t start = pool_lock_piece(slot, 0), bytes = POOL_MAX_RANKS;
+    return file_lock_find(self->fd, &start, &bytes) != LOCK_TAKEN;
+}
+
+static bool take_slot(struct pool *self, uint32_t slot) {
+    /* One's own lock does not keep oneself out. */
+    if ((self->own_writes >> slot & 1u) != 0) {
+        return false;
+    }
+    if (file_lock_take(self->fd, pool_lock_slot(slot)) != LOCK_TAKEN) {
+        return false;
+    }
+    FAILPOINT("pool-slot-locked");
+    /* SYNC: pool-writing. First, so that a rank which joins late finds the version gone, or is
+     * found by its lock. */
+    (void)atomic_exchange_explicit(&self->header->writing, 0, memory_order_seq_cst);
+    if (has_writer(self, slot)) {
+        file_lock_drop(self->fd, pool_lock_slot(slot));
+        return false;
+    }
+    return true;
+}
+
+/* The slot that was written longest ago and can be taken; max_slots for none. What the rows say
+ * decides only the order. */
+static uint32_t choose_slot(struct pool *self) {
+    uint32_t newest = pool_word_slot(
+        atomic_load_explicit(&self->header->latest, memory_order_relaxed));
+    uint32_t open = atomic_load_explicit(&self->header->slots_open, memory_order_acquire);
+    bool tried[POOL_MAX_SLOTS] = {false};
+    open = open < self->max_slots ? open : self->max_slots;
+    for (uint32_t n = 0; n < open; n++) {
+        uint32_t oldest = POOL_MAX_SLOTS;
+        for (uint32_t i = 0; i < open; i++) {
+            if (i != newest && !tried[i] &&
+                (oldest == POOL_MAX_SLOTS ||
+                 self->slot_rows[i].sequence < self->slot_rows[oldest].sequence)) {
+                oldest = i;
+            }
+        }
+        if (oldest == POOL_MAX_SLOTS) {
+            break;
+        }
+        if (take_slot(self, oldest)) {
+            return oldest;
+        }
+        tried[oldest] = true;
+    }
+    return self->max_slots;
+}
+
+enum pool_status publish_begin(struct pool *self, const struct version_facts *facts,
+                               uint32_t *slot, uint64_t *sequence) {
+    uint32_t at = choose_slot(self);
+    if (at >= self->max_slots) {
+        return POOL_NOTHING;
+    }
+    struct slot_row *row = &self->slot_rows[at];
+    set_state(self, at, POOL_WRITING);
+    FAILPOINT("pool-writing");
+    uint64_t number =
+        atomic_fetch_add_explicit(&self->header->next_sequence, 1, memory_order_relaxed);
+    row->sequence = number;
+    row->version = facts->version;
+    row->bytes = facts->bytes;
+    row->meta_bytes = facts->meta_bytes;
+    row->meta_crc = shmbus_crc32c(0, facts->meta, facts->meta_bytes);
+    row->digests = 0;
+    row->ranks = facts->ranks;
+    row->published_unix_ns = 0;
+    memset(row->text, 0, sizeof row->text);
+    snprintf(row->text, sizeof row->text, "%s", facts->text);
+    memcpy(pool_meta(self, at), facts->meta, facts->meta_bytes);
+    /* SYNC: pool-writing. The row before the word by which ranks find it. */
+    atomic_store_explicit(&self->header->writing, pool_word(number, at), memory_order_seq_cst);
+    FAILPOINT("pool-announced");
+    bell_ring(self->header, POOL_BELL_RANKS);
+    self->own_writes |= UINT32_C(1) << at;
+    *slot = at;
+    *sequence = number;
+    return POOL_OK;
+}
+
+void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_t digests) {
+    struct pool_header *header = self->header;
+    struct slot_row *row = &self->slot_rows[slot];
+    row->sequence = sequence;
+    row->digests = digests;
+    row->published_unix_ns = clock_realtime_ns();
+    row->crc = shmbus_crc32c(0, (const uint8_t *)row + POOL_ROW_CRC_FROM,
+                             sizeof *row - POOL_ROW_CRC_FROM);
+    FAILPOINT("pool-written");
+    set_state(self, slot, POOL_READY);
+    FAILPOINT("pool-ready");
+    self->own_writes &= ~(UINT32_C(1) << slot);
+    /* Unlocked first: readers would spin on a publisher that was put off the processor here. */
+    file_lock_drop(self->fd, pool_lock_slot(slot));
+    FAILPOINT("pool-unlocked");
+    /* SYNC: pool-latest. */
+    atomic_store_explicit(&header->latest, pool_word(sequence, slot), memory_order_release);
+    FAILPOINT("pool-latest");
+    /* SYNC: pool-writing. After latest: a rank that finds neither knows that it was given up. */
+    atomic_store_explicit(&header->writing, 0, memory_order_seq_cst);
+    atomic_fetch_add_explicit(&header->published, 1, memory_order_relaxed);
+    bell_ring(header, POOL_BELL_VERSION);
+    FAILPOINT("pool-rung");
+    bell_ring(header, POOL_BELL_RANKS);
+}
+
+void publish_give_up(struct pool *self) {
+    /* SYNC: pool-writing. */
+    (void)atomic_exchange_explicit(&self->header->writing, 0, memory_order_seq_cst);
+    bell_ring(self->header, POOL_BELL_RANKS);
+}
+
+void publish_let_go(struct pool *self, uint32_t slot) {
+    set_state(self, slot, POOL_EMPTY);
+    self->own_writes &= ~(UINT32_C(1) << slot);
+    file_lock_drop(self->fd, pool_lock_slot(slot));
+}
+
+void publish_count_skipped(struct pool *self) {
+    atomic_fetch_add_explicit(&self->header->skipped, 1, memory_order_relaxed);
+}
+
+enum pool_status publish_join(struct pool *self, uint32_t *slot, struct slot_row *row) {
+    struct rank_row *mine = &self->rank_rows[self->rank];
+    uint32_t rank = (uint32_t)self->rank;
+    /* SYNC: pool-writing. */
+    uint64_t word = atomic_load_explicit(&self->header->writing, memory_order_seq_cst);
+    uint64_t sequence = pool_word_sequence(word);
+    uint32_t at = pool_word_slot(word);
+    if (word == 0 || sequence <= atomic_load_explicit(&mine->done, memory_order_relaxed) ||
+        sequence <= atomic_load_explicit(&mine->failed, memory_order_relaxed)) {
+        return POOL_NOTHING;
+    }
+    if (at >= self->max_slots) {
+        return POOL_DAMAGED;
+    }
+    /* An own piece that was given up while arrays of it were left is still one. */
+    if ((self->own_writes >> at & 1u) != 0 ||
+        file_lock_take(self->fd, pool_lock_piece(at, rank)) != LOCK_TAKEN) {
+        return POOL_HELD;
+    }
+    FAILPOINT("pool-piece-locked");
+    /* SYNC: pool-writing. Again, under the lock: if it is gone, so may be the slot. */
+    if (atomic_load_explicit(&self->header->writing, memory_order_seq_cst) != word) {
+        file_lock_drop(self->fd, pool_lock_piece(at, rank));
+        return POOL_NOTHING;
+    }
+    memcpy(row, &self->slot_rows[at], sizeof *row);
+    if (row->sequence != sequence || row->bytes > self->slot_bytes ||
+        row->meta_bytes > self->meta_bytes) {
+        file_lock_drop(self->fd, pool_lock_piece(at, rank));
+        return POOL_DAMAGED;
+    }
+    self->own_writes |= UINT32_C(1) << at;
+    atomic_store_explicit(&mine->started, sequence, memory_order_release);
+    FAILPOINT("pool-piece-begun");
+    *slot = at;
+    return POOL_OK;
+}
+
+void publish_piece_done(struct pool *self, uint64_t sequence) {
+    FAILPOINT("pool-piece-written");
+    /* SYNC: pool-piece. The piece before the word that vouches for it. */
+    atomic_store_explicit(&self->rank_rows[self->rank].done, sequence, memory_order_release);
+    FAILPOINT("pool-piece-done");
+    bell_ring(self->header, POOL_BELL_RANKS);
+}
+
+void publish_piece_failed(struct pool *self, uint64_t sequence, const char *error) {
+    struct rank_row *mine = &self->rank_rows[self->rank];
+    snprintf(mine->error, sizeof mine->error, "%s", error);
+    atomic_store_explicit(&mine->failed, sequence, memory_order_release);
+    bell_ring(self->header, POOL_BELL_RANKS);
+}
+
+void publish_piece_let_go(struct pool *self, uint32_t slot) {
+    self->own_writes &= ~(UINT32_C(1) << slot);
+    file_lock_drop(self->fd, pool_lock_piece(slot, (uint32_t)self->rank));
+    bell_ring(self->header, POOL_BELL_SPACE);
+}
+
+enum pool_status publish_outcome(const struct pool *self, uint64_t sequence) {
+    /* SYNC: pool-writing. Before latest, which the publisher stores first. */
+    uint64_t word = atomic_load_explicit(&self->header->writing, memory_order_seq_cst);
+    /* SYNC: pool-latest. */
+    uint64_t latest = atomic_load_explicit(&self->header->latest, memory_order_acquire);
+    if (pool_word_sequence(latest) >= sequence) {
+        return POOL_OK;
+    }
+    if (pool_word_sequence(word) != sequence) {
+        return POOL_GONE;
+    }
+    if (rows_writer_life(self, 0) == ROW_ALIVE) {
+        return POOL_NOTHING;
+    }
+    /* It may have finished between the looks and its end. */
+    latest = atomic_load_explicit(&self->header->latest, memory_order_acquire);
+    return pool_word_sequence(latest) >= sequence ? POOL_OK : POOL_GONE;
+}
+
+enum piece_state publish_piece_state(const struct pool *self, uint64_t sequence, uint32_t rank) {
+    const struct rank_row *row = &self->rank_rows[rank];
+    enum row_life life = rows_writer_life(self, rank);
+    /* SYNC: pool-piece. Read after the lock, so that what a dead rank had done counts. */
+    if (atomic_load_explicit(&row->done, memory_order_acquire) == sequence) {
+        return PIECE_DONE;
+    }
+    if (atomic_load_explicit(&row->failed, memory_order_acquire) == sequence) {
+        return PIECE_FAILED;
+    }
+    bool begun = atomic_load_explicit(&row->started, memory_order_acquire) == sequence;
+    if (life != ROW_ALIVE) {
+        return begun ? PIECE_DEAD : PIECE_ABSENT;
+    }
+    return begun ? PIECE_BEGUN : PIECE_AWAITED;
+}

@@ -1,0 +1,167 @@
+/* PoolLease: a read-only buffer over a slot's payload.
+ *
+ * Invariant: the slot is leased until the object is gone; arrays and tensors that were made of its
+ * buffer keep the object. There is no earlier end, since a view cannot be taken back. */
+#include "python/pool/pool_lease.h"
+
+#include "python/pool/pool_object.h"
+#include "pool/digest.h"
+#include "pool/lease.h"
+#include "ring/checksum.h"
+
+typedef struct {
+    PyObject_HEAD
+    PoolObject *pool;
+    uint32_t slot;
+    struct slot_row row; /* a private copy, which was checked */
+} PoolLeaseObject;
+
+/* pool_lease(pool, after): a PoolLease of the newest version, or a status. */
+static PyObject *py_pool_lease(PyObject *module, PyObject *args) {
+    (void)module;
+    PoolObject *pool;
+    unsigned long long after;
+    uint32_t slot;
+    struct slot_row row;
+    if (!PyArg_ParseTuple(args, "O!K", &PoolType, &pool, &after) || !py_pool_usable(pool)) {
+        return NULL;
+    }
+    if (pool->c.reader < 0) {
+        return PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", pool->name);
+    }
+    PoolLeaseObject *self = PyObject_New(PoolLeaseObject, &PoolLeaseType);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->pool = NULL;
+    enum pool_status status = lease_latest(&pool->c, after, &slot, &row);
+    if (status != POOL_OK) {
+        Py_DECREF(self);
+        return status == POOL_SYSTEM_ERROR
+                   ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, pool->name)
+                   : PyLong_FromLong(status);
+    }
+    self->slot = slot;
+    self->row = row;
+    self->pool = pool;
+    py_pool_add_user(pool);
+    return (PyObject *)self;
+}
+
+static void py_pool_lease_dealloc(PoolLeaseObject *self) {
+    if (self->pool != NULL) {
+        if (py_pool_is_own(self->pool)) {
+            lease_drop(&self->pool->c, self->slot);
+        }
+        py_pool_drop_user(self->pool);
+    }
+    PyObject_Free(self);
+}
+
+static bool is_readable(const PoolLeaseObject *self) {
+    if (!py_pool_is_own(self->pool)) {
+        PyErr_SetString(PyExc_BufferError,
+                        "this lease was taken before a fork: its memory is not mapped in the "
+                        "child; open the pool there");
+        return false;
+    }
+    return true;
+}
+
+static int py_pool_lease_buffer(PoolLeaseObject *self, Py_buffer *view, int flags) {
+    if (!is_readable(self)) {
+        view->obj = NULL;
+        return -1;
+    }
+    return PyBuffer_FillInfo(view, (PyObject *)self, pool_payload(&self->pool->c, self->slot),
+                             (Py_ssize_t)self->row.bytes, 1, flags);
+}
+
+/* meta(): a copy of it; None where it does not match its checksum. */
+static PyObject *py_pool_lease_meta(PoolLeaseObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!is_readable(self)) {
+        return NULL;
+    }
+    PyObject *copy = PyBytes_FromStringAndSize((char *)pool_meta(&self->pool->c, self->slot),
+                                               (Py_ssize_t)self->row.meta_bytes);
+    if (copy != NULL && shmbus_crc32c(0, PyBytes_AS_STRING(copy), self->row.meta_bytes) !=
+                            self->row.meta_crc) {
+        Py_SETREF(copy, Py_NewRef(Py_None));
+    }
+    return copy;
+}
+
+/* check(first, count): the first block in that range that is not what was published, or None. */
+static PyObject *py_pool_lease_check(PoolLeaseObject *self, PyObject *args) {
+    unsigned int first, count;
+    if (!PyArg_ParseTuple(args, "II", &first, &count) || !is_readable(self)) {
+        return NULL;
+    }
+    const struct pool *pool = &self->pool->c;
+    uint32_t blocks = self->row.digests;
+    uint32_t room = (uint32_t)((self->row.bytes + pool->block_bytes - 1) / pool->block_bytes);
+    uint32_t end = blocks < room ? blocks : room;
+    uint32_t from = first < end ? first : end;
+    uint32_t to = count < end - from ? from + count : end;
+    uint32_t wrong;
+    Py_BEGIN_ALLOW_THREADS
+    wrong = digest_first_wrong(pool_payload(pool, self->slot), self->row.bytes, pool->block_bytes,
+                               pool_digests(pool, self->slot), from, to);
+    Py_END_ALLOW_THREADS
+    if (wrong == to) {
+        Py_RETURN_NONE;
+    }
+    return PyLong_FromUnsignedLong(wrong);
+}
+
+static PyObject *py_pool_lease_text(PoolLeaseObject *self, void *ignored) {
+    (void)ignored;
+    size_t length = strnlen(self->row.text, sizeof self->row.text);
+    return PyUnicode_DecodeUTF8(self->row.text, (Py_ssize_t)length, "replace");
+}
+
+static PyMethodDef lease_methods[] = {
+    {"meta", (PyCFunction)(void (*)(void))py_pool_lease_meta, METH_NOARGS, NULL},
+    {"check", (PyCFunction)(void (*)(void))py_pool_lease_check, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef lease_getset[] = {
+    {"text", (getter)py_pool_lease_text, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef lease_members[] = {
+    {"slot", T_UINT, offsetof(PoolLeaseObject, slot), READONLY, NULL},
+    {"sequence", T_ULONGLONG, offsetof(PoolLeaseObject, row.sequence), READONLY, NULL},
+    {"version", T_LONGLONG, offsetof(PoolLeaseObject, row.version), READONLY, NULL},
+    {"bytes", T_ULONGLONG, offsetof(PoolLeaseObject, row.bytes), READONLY, NULL},
+    {"digests", T_UINT, offsetof(PoolLeaseObject, row.digests), READONLY, NULL},
+    {"ranks", T_UINT, offsetof(PoolLeaseObject, row.ranks), READONLY, NULL},
+    {"published_unix_ns", T_ULONGLONG, offsetof(PoolLeaseObject, row.published_unix_ns), READONLY,
+     NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyBufferProcs lease_buffer = {.bf_getbuffer = (getbufferproc)py_pool_lease_buffer};
+
+PyTypeObject PoolLeaseType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.PoolLease",
+    .tp_basicsize = sizeof(PoolLeaseObject),
+    .tp_dealloc = (destructor)py_pool_lease_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = lease_methods,
+    .tp_members = lease_members,
+    .tp_getset = lease_getset,
+    .tp_as_buffer = &lease_buffer,
+};
+
+static PyMethodDef functions[] = {
+    {"pool_lease", py_pool_lease, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_pool_lease_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
+}

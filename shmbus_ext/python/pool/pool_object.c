@@ -1,0 +1,426 @@
+/* SlotPool: mapping, roles, bells, and what this process says in its row.
+ *
+ * Invariants: a handle is a writer or a reader, never both, since a lock that it took as the one
+ * would replace that of the other. Leases and writes keep the mapping and its locks until the last
+ * of them is gone, whatever was closed before. */
+#include "python/pool/pool_object.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include "python/hooks.h"
+#include "python/segment/segment_object.h"
+#include "pool/bell.h"
+#include "pool/lease.h"
+#include "pool/publish.h"
+#include "pool/rows.h"
+
+static struct list_link all_pools = {&all_pools, &all_pools};
+
+/* A copy of a description keeps its locks, and with them the parent's proof of life. */
+static void after_fork_in_child(void) {
+    for (struct list_link *l = all_pools.next; l != &all_pools; l = l->next) {
+        pool_isolate(&LIST_ENTRY(l, PoolObject, of_all)->c);
+    }
+}
+
+bool py_pool_init_fork(void) {
+    return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
+}
+
+bool py_pool_is_own(const PoolObject *self) {
+    return self->generation == fork_generation && self->c.fd >= 0;
+}
+
+bool py_pool_usable(PoolObject *self) {
+    if (self->generation != fork_generation) {
+        PyErr_Format(hooks.closed_error,
+                     "pool '%U': this handle was made in process %d, before a fork; make a new one "
+                     "in this process",
+                     self->name, self->pid);
+        return false;
+    }
+    if (self->handle_closed) {
+        PyErr_Format(hooks.closed_error, "pool '%U': this handle is closed; make a new one",
+                     self->name);
+        return false;
+    }
+    return true;
+}
+
+static void shut(PoolObject *self) {
+    if (py_pool_is_own(self)) {
+        rows_leave(&self->c);
+        close(self->c.fd);
+        self->c.fd = -1;
+    }
+    pool_unmap(&self->c);
+}
+
+void py_pool_add_user(PoolObject *self) {
+    Py_INCREF(self);
+    self->users++;
+}
+
+void py_pool_drop_user(PoolObject *self) {
+    self->users--;
+    if (self->users == 0 && self->handle_closed) {
+        shut(self);
+    }
+    Py_DECREF(self);
+}
+
+static PoolObject *pool_alloc(PyTypeObject *type, PyObject *name) {
+    PoolObject *self = (PoolObject *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->c.fd = -1;
+        self->name = Py_NewRef(name);
+        self->generation = fork_generation;
+        self->pid = (int)getpid();
+        list_insert_before(&all_pools, &self->of_all);
+    }
+    return self;
+}
+
+static void py_pool_dealloc(PoolObject *self) {
+    list_unlink(&self->of_all);
+    shut(self);
+    Py_XDECREF(self->name);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* The pool, or (status, what was found) where it is none; the descriptor is the caller's then. */
+static PyObject *result_of(PoolObject *self, enum pool_status status) {
+    if (status == POOL_OK) {
+        return (PyObject *)self;
+    }
+    unsigned long long found = status == POOL_TRUNCATED ? self->c.found_bytes
+                                                        : self->c.found_version;
+    PyObject *result = NULL;
+    if (status == POOL_SYSTEM_ERROR) {
+        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
+    } else {
+        result = Py_BuildValue("(iK)", (int)status, found);
+    }
+    self->c.fd = -1;
+    Py_DECREF(self);
+    return result;
+}
+
+/* create(fd, name, slots, max_slots, slot_bytes, meta_bytes, block_bytes) */
+static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
+    int fd;
+    PyObject *name;
+    struct pool_geometry plan;
+    unsigned long long slot_bytes, meta_bytes, block_bytes;
+    if (!PyArg_ParseTuple(args, "iUIIKKK", &fd, &name, &plan.slots, &plan.max_slots, &slot_bytes,
+                          &meta_bytes, &block_bytes)) {
+        return NULL;
+    }
+    plan.slot_bytes = slot_bytes;
+    plan.meta_bytes = meta_bytes;
+    plan.block_bytes = block_bytes;
+    if (!pool_plan(&plan)) {
+        PyErr_Format(PyExc_ValueError,
+                     "pool '%U': no pool can be laid out for slots=%u of max_slots=%u (1 to %u), "
+                     "slot_bytes=%llu, meta_bytes=%llu (to %llu), block_bytes=%llu (a power of two "
+                     "from %llu to %llu)",
+                     name, plan.slots, plan.max_slots, POOL_MAX_SLOTS, slot_bytes, meta_bytes,
+                     (unsigned long long)POOL_MAX_META_BYTES, block_bytes,
+                     (unsigned long long)POOL_MIN_BLOCK, (unsigned long long)POOL_MAX_BLOCK);
+        return NULL;
+    }
+    PoolObject *self = pool_alloc(type, name);
+    if (self == NULL) {
+        return NULL;
+    }
+    enum pool_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = pool_create(&self->c, fd, &plan);
+    Py_END_ALLOW_THREADS
+    return result_of(self, status);
+}
+
+static PyObject *py_pool_open(PyTypeObject *type, PyObject *args) {
+    int fd, read_only = 0;
+    PyObject *name;
+    if (!PyArg_ParseTuple(args, "iU|p", &fd, &name, &read_only)) {
+        return NULL;
+    }
+    PoolObject *self = pool_alloc(type, name);
+    if (self == NULL) {
+        return NULL;
+    }
+    return result_of(self, pool_open(&self->c, fd, read_only != 0));
+}
+
+static PyObject *py_pool_close(PoolObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!self->handle_closed) {
+        self->handle_closed = true;
+        if (self->users == 0) {
+            shut(self);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *raise_system(PoolObject *self) {
+    return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
+}
+
+static bool has_no_role(PoolObject *self) {
+    if (self->c.rank >= 0 || self->c.reader >= 0 || self->c.read_only) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "pool '%U': a handle has one role, and this one has it: open another handle",
+                     self->name);
+        return false;
+    }
+    return true;
+}
+
+static PyObject *py_pool_claim_writer(PoolObject *self, PyObject *args) {
+    unsigned int rank;
+    const char *label;
+    if (!PyArg_ParseTuple(args, "Is", &rank, &label) || !py_pool_usable(self) ||
+        !has_no_role(self)) {
+        return NULL;
+    }
+    if (rank >= POOL_MAX_RANKS) {
+        return PyErr_Format(PyExc_ValueError, "rank: expected 0 to %u, got %u", POOL_MAX_RANKS - 1,
+                            rank);
+    }
+    enum pool_status status = rows_claim_writer(&self->c, rank, label, (uint32_t)getpid());
+    if (status == POOL_OK) {
+        Py_BEGIN_ALLOW_THREADS
+        status = pool_allow_writing(&self->c);
+        Py_END_ALLOW_THREADS
+        if (status != POOL_OK) {
+            rows_leave(&self->c);
+        }
+    }
+    return status == POOL_SYSTEM_ERROR ? raise_system(self) : PyBool_FromLong(status == POOL_OK);
+}
+
+static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
+    const char *label, *device;
+    if (!PyArg_ParseTuple(args, "ss", &label, &device) || !py_pool_usable(self) ||
+        !has_no_role(self)) {
+        return NULL;
+    }
+    enum pool_status status = rows_claim_reader(&self->c, label, device, (uint32_t)getpid());
+    return status == POOL_SYSTEM_ERROR ? raise_system(self) : PyBool_FromLong(status == POOL_OK);
+}
+
+/* True; False where all slots have their memory; raises where there is no memory. */
+static PyObject *py_pool_grow(PoolObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_pool_usable(self)) {
+        return NULL;
+    }
+    enum pool_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = pool_grow(&self->c);
+    Py_END_ALLOW_THREADS
+    if (status == POOL_NO_SPACE || status == POOL_SYSTEM_ERROR) {
+        return raise_system(self);
+    }
+    return PyBool_FromLong(status == POOL_OK);
+}
+
+static PyObject *py_pool_newest(PoolObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_pool_usable(self)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(pool_word_sequence(lease_newest(&self->c)));
+}
+
+static bool parse_bell(PoolObject *self, unsigned int which) {
+    if (which >= POOL_BELLS) {
+        PyErr_Format(PyExc_ValueError, "bell: expected 0 to %d, got %u", POOL_BELLS - 1, which);
+        return false;
+    }
+    return py_pool_usable(self);
+}
+
+static PyObject *py_pool_announce(PoolObject *self, PyObject *args) {
+    unsigned int which;
+    if (!PyArg_ParseTuple(args, "I", &which) || !parse_bell(self, which)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLong(bell_announce(self->c.header, (enum pool_bell)which));
+}
+
+/* wait(bell, ticket, timeout_s): whether it was rung. */
+static PyObject *py_pool_wait(PoolObject *self, PyObject *args) {
+    unsigned int which, ticket;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "IId", &which, &ticket, &timeout_s) || !parse_bell(self, which)) {
+        return NULL;
+    }
+    timeout_s = timeout_s > 0 ? timeout_s < 3600 ? timeout_s : 3600 : 0;
+    enum bell_wait result;
+    py_pool_add_user(self); /* another thread may close the handle meanwhile */
+    Py_BEGIN_ALLOW_THREADS
+    result = bell_wait(self->c.header, (enum pool_bell)which, ticket, (int64_t)(timeout_s * 1e9));
+    Py_END_ALLOW_THREADS
+    py_pool_drop_user(self);
+    if (result == BELL_INTERRUPTED && PyErr_CheckSignals() != 0) {
+        return NULL;
+    }
+    return PyBool_FromLong(result == BELL_RUNG);
+}
+
+static bool is_reader(PoolObject *self) {
+    if (py_pool_usable(self) && self->c.reader < 0) {
+        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", self->name);
+    }
+    return !PyErr_Occurred();
+}
+
+static PyObject *py_pool_applied(PoolObject *self, PyObject *args) {
+    unsigned long long sequence;
+    long long version;
+    if (!PyArg_ParseTuple(args, "KL", &sequence, &version) || !is_reader(self)) {
+        return NULL;
+    }
+    rows_applied(&self->c, sequence, version);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_pool_refused(PoolObject *self, PyObject *args) {
+    unsigned long long sequence;
+    long long version;
+    int code;
+    const char *text;
+    if (!PyArg_ParseTuple(args, "KLis", &sequence, &version, &code, &text) || !is_reader(self)) {
+        return NULL;
+    }
+    rows_refused(&self->c, sequence, version, code, text);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_pool_count_skipped(PoolObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_pool_usable(self)) {
+        return NULL;
+    }
+    publish_count_skipped(&self->c);
+    Py_RETURN_NONE;
+}
+
+/* outcome(sequence): True when it became whole, False when it was given up, None for not yet. */
+static PyObject *py_pool_outcome(PoolObject *self, PyObject *args) {
+    unsigned long long sequence;
+    if (!PyArg_ParseTuple(args, "K", &sequence) || !py_pool_usable(self)) {
+        return NULL;
+    }
+    enum pool_status status = publish_outcome(&self->c, sequence);
+    if (status == POOL_NOTHING) {
+        Py_RETURN_NONE;
+    }
+    return PyBool_FromLong(status == POOL_OK);
+}
+
+static PyObject *py_pool_piece_state(PoolObject *self, PyObject *args) {
+    unsigned long long sequence;
+    unsigned int rank;
+    if (!PyArg_ParseTuple(args, "KI", &sequence, &rank) || !py_pool_usable(self)) {
+        return NULL;
+    }
+    if (rank >= POOL_MAX_RANKS) {
+        return PyErr_Format(PyExc_ValueError, "rank: expected 0 to %u, got %u", POOL_MAX_RANKS - 1,
+                            rank);
+    }
+    return PyLong_FromLong(publish_piece_state(&self->c, sequence, rank));
+}
+
+static PyMethodDef pool_methods[] = {
+    {"create", (PyCFunction)(void (*)(void))py_pool_create, METH_VARARGS | METH_CLASS, NULL},
+    {"open", (PyCFunction)(void (*)(void))py_pool_open, METH_VARARGS | METH_CLASS, NULL},
+    {"close", (PyCFunction)(void (*)(void))py_pool_close, METH_NOARGS, NULL},
+    {"claim_writer", (PyCFunction)(void (*)(void))py_pool_claim_writer, METH_VARARGS, NULL},
+    {"claim_reader", (PyCFunction)(void (*)(void))py_pool_claim_reader, METH_VARARGS, NULL},
+    {"grow", (PyCFunction)(void (*)(void))py_pool_grow, METH_NOARGS, NULL},
+    {"newest", (PyCFunction)(void (*)(void))py_pool_newest, METH_NOARGS, NULL},
+    {"announce", (PyCFunction)(void (*)(void))py_pool_announce, METH_VARARGS, NULL},
+    {"wait", (PyCFunction)(void (*)(void))py_pool_wait, METH_VARARGS, NULL},
+    {"applied", (PyCFunction)(void (*)(void))py_pool_applied, METH_VARARGS, NULL},
+    {"refused", (PyCFunction)(void (*)(void))py_pool_refused, METH_VARARGS, NULL},
+    {"count_skipped", (PyCFunction)(void (*)(void))py_pool_count_skipped, METH_NOARGS, NULL},
+    {"outcome", (PyCFunction)(void (*)(void))py_pool_outcome, METH_VARARGS, NULL},
+    {"piece_state", (PyCFunction)(void (*)(void))py_pool_piece_state, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef pool_members[] = {
+    {"name", T_OBJECT_EX, offsetof(PoolObject, name), READONLY, NULL},
+    {"slot_bytes", T_ULONGLONG, offsetof(PoolObject, c.slot_bytes), READONLY, NULL},
+    {"meta_bytes", T_ULONGLONG, offsetof(PoolObject, c.meta_bytes), READONLY, NULL},
+    {"block_bytes", T_ULONGLONG, offsetof(PoolObject, c.block_bytes), READONLY, NULL},
+    {"file_bytes", T_ULONGLONG, offsetof(PoolObject, c.file_bytes), READONLY, NULL},
+    {"slot_stride", T_ULONGLONG, offsetof(PoolObject, c.slot_stride), READONLY, NULL},
+    {"max_slots", T_UINT, offsetof(PoolObject, c.max_slots), READONLY, NULL},
+    {"created_unix_ns", T_ULONGLONG, offsetof(PoolObject, c.created_unix_ns), READONLY, NULL},
+    {"rank", T_INT, offsetof(PoolObject, c.rank), READONLY, NULL},
+    {"reader", T_INT, offsetof(PoolObject, c.reader), READONLY, NULL},
+    {"closed", T_BOOL, offsetof(PoolObject, handle_closed), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject PoolType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.SlotPool",
+    .tp_basicsize = sizeof(PoolObject),
+    .tp_dealloc = (destructor)py_pool_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = pool_methods,
+    .tp_members = pool_members,
+};
+
+bool py_pool_add_constants(PyObject *module) {
+    struct {
+        const char *name;
+        long value;
+    } constants[] = {
+        {"POOL_LAYOUT_VERSION", POOL_LAYOUT_VERSION},
+        {"POOL_MAX_SLOTS", POOL_MAX_SLOTS},
+        {"POOL_MAX_RANKS", POOL_MAX_RANKS},
+        {"POOL_MAX_READERS", POOL_MAX_READERS},
+        {"POOL_MAX_META_BYTES", (long)POOL_MAX_META_BYTES},
+        {"POOL_MAX_SLOT_BYTES", (long)POOL_MAX_SLOT_BYTES},
+        {"POOL_MIN_BLOCK", (long)POOL_MIN_BLOCK},
+        {"POOL_MAX_BLOCK", (long)POOL_MAX_BLOCK},
+        {"POOL_LABEL_BYTES", POOL_LABEL_BYTES - 1}, /* less the byte that ends it */
+        {"POOL_DEVICE_BYTES", POOL_DEVICE_BYTES - 1},
+        {"POOL_TEXT_BYTES", POOL_TEXT_BYTES - 1},
+        {"POOL_ERROR_BYTES", POOL_ERROR_BYTES - 1},
+        {"POOL_NO_SPACE", POOL_NO_SPACE},
+        {"POOL_UNFINISHED", POOL_UNFINISHED},
+        {"POOL_BAD_MAGIC", POOL_BAD_MAGIC},
+        {"POOL_BAD_VERSION", POOL_BAD_VERSION},
+        {"POOL_BAD_GEOMETRY", POOL_BAD_GEOMETRY},
+        {"POOL_TRUNCATED", POOL_TRUNCATED},
+        {"POOL_NOTHING", POOL_NOTHING},
+        {"POOL_HELD", POOL_HELD},
+        {"POOL_DAMAGED", POOL_DAMAGED},
+        {"POOL_BELL_VERSION", POOL_BELL_VERSION},
+        {"POOL_BELL_SPACE", POOL_BELL_SPACE},
+        {"POOL_BELL_RANKS", POOL_BELL_RANKS},
+        {"PIECE_ABSENT", PIECE_ABSENT},
+        {"PIECE_AWAITED", PIECE_AWAITED},
+        {"PIECE_BEGUN", PIECE_BEGUN},
+        {"PIECE_DONE", PIECE_DONE},
+        {"PIECE_FAILED", PIECE_FAILED},
+        {"PIECE_DEAD", PIECE_DEAD},
+        {"ROW_FREE", ROW_FREE},
+        {"ROW_ALIVE", ROW_ALIVE},
+        {"ROW_DEAD", ROW_DEAD},
+    };
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
+            return false;
+        }
+    }
+    return true;
+}

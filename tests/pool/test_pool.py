@@ -1,0 +1,455 @@
+"""A slot pool: versions, leases, rows, and what happens where a reader is slow."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Child, Spawner, wait_until
+
+from shmbus import errors
+from shmbus.pool import (
+    PoolBusyError,
+    PoolDamagedError,
+    PoolPublisher,
+    PoolReader,
+    PoolSpec,
+    PoolTimeoutError,
+    VersionLease,
+    create_pool,
+    read_pool,
+    unlink_pool,
+)
+from shmbus.pool.lifecycle import pool_path
+from shmbus_ext import _core
+
+SIZE = 1 << 20
+KIND = "weights"
+MakePublisher = Callable[..., PoolPublisher]
+
+READER = """
+import sys, time
+from shmbus.pool import PoolReader
+reader = PoolReader(sys.argv[1], "weights", label="replica-3")
+lease = reader.latest(timeout=20)
+print("leased", lease.version, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def publishers(bus_name: str) -> Iterator[MakePublisher]:
+    """Make publishers of one pool; they are closed, and the pool removed, after the test."""
+    made: list[PoolPublisher] = []
+
+    def make(slots: int = 2, size: int = SIZE, **options: object) -> PoolPublisher:
+        spec = PoolSpec(slot_bytes=size, slots=slots, max_slots=options.pop("max_slots", None))  # type: ignore[arg-type]
+        made.append(PoolPublisher(bus_name, KIND, spec=spec, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+    Path(pool_path(bus_name, KIND)).unlink(missing_ok=True)
+
+
+def publish(publisher: PoolPublisher, version: int, size: int = SIZE, **options: bool) -> bool:
+    """Publish a version all of whose bytes are its number; whether it was not skipped."""
+    write = publisher.begin(version, size, meta=b"meta-%d" % version, text=f"step {version}")
+    if write is None:
+        return False
+    write.view()[:] = version % 256
+    write.finish(**options)
+    return True
+
+
+def holds_one_value(lease: VersionLease) -> int:
+    array = lease.view()
+    assert (array == array[0]).all()
+    return int(array[0])
+
+
+def test_a_reader_gets_the_newest_version_with_its_meta(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    publisher = publishers()
+    with PoolReader(bus_name, KIND) as reader:
+        for version in (5, 6, 3):  # a publisher may go back
+            publish(publisher, version)
+            with reader.latest(timeout=5) as lease:
+                assert (lease.version, lease.size, lease.text) == (version, SIZE, f"step {version}")
+                assert lease.meta() == b"meta-%d" % version
+                assert holds_one_value(lease) == version
+
+
+def test_what_is_leased_never_changes_and_outlives_its_handles(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    publisher = publishers(timeout=0.1)
+    publish(publisher, 1)
+    reader = PoolReader(bus_name, KIND)
+    lease = reader.latest(timeout=5)
+    view = lease.view()
+    lease.close()
+    reader.close()
+    publish(publisher, 2)
+    with pytest.raises(PoolTimeoutError, match="slot 0"):
+        publish(publisher, 3)
+    assert (view == 1).all()
+    del view
+    publish(publisher, 3)
+
+
+def test_memory_of_a_reader_is_read_only(bus_name: str, publishers: MakePublisher) -> None:
+    publish(publishers(), 1)
+    with PoolReader(bus_name, KIND) as reader, reader.latest(timeout=5) as lease:
+        assert memoryview(lease.buffer).readonly
+        assert not lease.view().flags.writeable
+
+
+def test_several_leases_of_one_reader_end_one_by_one(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    publisher = publishers(timeout=0.1)
+    publish(publisher, 1)
+    with PoolReader(bus_name, KIND) as reader:
+        first, second = reader.latest(timeout=5), reader.latest(timeout=5)
+        publish(publisher, 2)
+        first.close()
+        with pytest.raises(PoolTimeoutError):
+            publish(publisher, 3)
+        second.close()
+        publish(publisher, 3)
+
+
+def test_a_wait_ends_with_the_version_that_comes(bus_name: str, publishers: MakePublisher) -> None:
+    publisher = publishers()
+    with PoolReader(bus_name, KIND) as reader:
+        later = threading.Timer(0.1, publish, (publisher, 9))
+        later.start()
+        with reader.latest(timeout=20) as lease:
+            assert lease.version == 9
+            after = lease.sequence
+        later.join()
+        with pytest.raises(PoolTimeoutError, match=r"no newer version .*newest: 9.* lives"):
+            reader.latest(after=after, timeout=0.05)
+
+
+def test_a_timeout_says_that_the_publisher_died(bus_name: str, spawn: Spawner) -> None:
+    child = spawn.script(
+        "import sys, time\n"
+        "from shmbus.pool import PoolPublisher, PoolSpec\n"
+        'p = PoolPublisher(sys.argv[1], "weights", spec=PoolSpec(slot_bytes=4096))\n'
+        'print("ready", flush=True); time.sleep(600)',
+        bus_name,
+    )
+    child.expect("ready")
+    with PoolReader(bus_name, KIND) as reader:
+        child.kill()
+        with pytest.raises(PoolTimeoutError, match="has died: start it again"):
+            reader.latest(timeout=0.05)
+
+
+def test_a_second_publisher_is_refused_by_the_name_of_the_first(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    publishers(label="trainer-a")
+    with pytest.raises(PoolBusyError, match=rf"pid {os.getpid()} \(trainer-a\) is rank 0 already"):
+        publishers()
+
+
+@pytest.mark.parametrize("policy", ["wait", "skip", "grow"])
+def test_a_slow_reader_is_met_by_the_chosen_policy(
+    policy: str, bus_name: str, publishers: MakePublisher, spawn: Spawner
+) -> None:
+    publisher = publishers(max_slots=3, when_held=policy, timeout=0.2)
+    publish(publisher, 1)
+    child = spawn.script(READER, bus_name)
+    child.expect("leased 1")
+    publish(publisher, 2)
+    if policy == "wait":
+        with pytest.raises(PoolTimeoutError, match=rf"replica-3 \(pid {child.pid}\)"):
+            publish(publisher, 3)
+        assert read_pool(bus_name, KIND).version == 2
+    elif policy == "skip":
+        assert not publish(publisher, 3)
+        status = read_pool(bus_name, KIND)
+        assert (status.version, status.skipped, status.slots_open) == (2, 1, 2)
+    else:
+        assert publish(publisher, 3) and publish(publisher, 4)
+        assert read_pool(bus_name, KIND).slots_open == 3
+    child.kill()
+    publisher.timeout = 20
+    assert publish(publisher, 5)
+
+
+def test_a_waiting_publisher_goes_on_when_the_reader_lets_go(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    publisher = publishers(timeout=20)
+    publish(publisher, 1)
+    with PoolReader(bus_name, KIND) as reader:
+        lease = reader.latest(timeout=5)
+        publish(publisher, 2)
+        threading.Timer(0.1, lease.close).start()
+        publish(publisher, 3)
+        assert read_pool(bus_name, KIND).version == 3
+
+
+def test_a_version_that_raises_is_given_up(bus_name: str, publishers: MakePublisher) -> None:
+    publisher = publishers()
+    publish(publisher, 1)
+    write = publisher.begin(2, SIZE)
+    assert write is not None
+    with pytest.raises(ZeroDivisionError), write:
+        write.view()[:100] = 2
+        raise ZeroDivisionError
+    with PoolReader(bus_name, KIND) as reader, reader.latest(timeout=5) as lease:
+        assert lease.version == 1
+    assert publish(publisher, 3)
+
+
+def test_a_version_is_not_finished_while_arrays_of_it_are_there(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    publisher = publishers()
+    write = publisher.begin(1, SIZE)
+    assert write is not None
+    array = write.view()
+    with pytest.raises(BufferError, match="1 buffers"):
+        write.finish()
+    write.give_up()
+    publisher.timeout = 0.05
+    assert publish(publisher, 2)  # into the other slot: the first keeps its lock
+    with pytest.raises(PoolTimeoutError):
+        publish(publisher, 3)
+    del array
+    assert publish(publisher, 3)
+
+
+def test_readers_say_what_they_run_and_why_not(bus_name: str, publishers: MakePublisher) -> None:
+    publisher = publishers()
+    publish(publisher, 7)
+    with PoolReader(bus_name, KIND, label="replica", device="GPU-12ab") as reader:
+        with reader.latest(timeout=5) as lease:
+            reader.applied(lease)
+        publish(publisher, 8)
+        with reader.latest(timeout=5) as lease:
+            reader.refused(lease, 3, "shape of x\0: " + "é" * 200)
+        (row,) = read_pool(bus_name, KIND).readers
+        assert (row.label, row.device, row.state) == ("replica", "GPU-12ab", "alive")
+        assert (row.applied_version, row.refused_version, row.error_code) == (7, 8, 3)
+        assert row.error.startswith("shape of x : é") and len(row.error.encode()) <= 120
+        with reader.latest(timeout=5) as lease:
+            reader.applied(lease)
+        (row,) = read_pool(bus_name, KIND).readers
+        assert (row.applied_version, row.refused_version, row.error) == (8, None, "")
+    assert read_pool(bus_name, KIND).readers == []
+
+
+def test_a_scribbled_row_or_meta_or_byte_is_found(bus_name: str, publishers: MakePublisher) -> None:
+    publisher = publishers()
+    publish(publisher, 1, digests=True)
+    path = Path(pool_path(bus_name, KIND))
+    with PoolReader(bus_name, KIND) as reader, reader.latest(timeout=5) as lease:
+        lease.check()
+        raw = path.read_bytes()
+        with path.open("r+b") as file:
+            at = raw.index(b"meta-1")
+            file.seek(at)
+            file.write(b"M")
+            file.flush()
+            with pytest.raises(PoolDamagedError, match="checksum"):
+                lease.meta()
+            file.seek(raw.index(bytes([1]) * 4096) + SIZE // 2)
+            file.write(b"x")
+            file.flush()
+            with pytest.raises(PoolDamagedError, match="bytes 0 to 1048576"):
+                lease.check()
+            file.seek(4096 + 8)  # the sequence of slot 0
+            file.write(b"\x63")
+            file.flush()
+        with pytest.raises(PoolDamagedError, match="row is damaged"):
+            reader.latest(timeout=5)
+
+
+def test_a_pool_that_does_not_fit_says_what_it_needs(bus_name: str) -> None:
+    with pytest.raises(errors.CapacityError, match=r"its slots need .* has .* free"):
+        create_pool(bus_name, KIND, PoolSpec(slot_bytes="8TiB"))
+    assert not Path(pool_path(bus_name, KIND)).exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"slots": 0}, {"slots": 9}, {"slots": 3, "max_slots": 2}, {"block_bytes": "3MiB"},
+     {"block_bytes": "128MiB"}, {"meta_bytes": "65MiB"}],
+)  # fmt: skip
+def test_sizes_that_make_no_pool_are_refused(options: dict[str, int], bus_name: str) -> None:
+    with pytest.raises(ValueError, match="no pool can be laid out"):
+        create_pool(bus_name, KIND, PoolSpec(slot_bytes=4096, **options))
+    assert not Path(pool_path(bus_name, KIND)).exists()
+
+
+def test_a_pool_is_created_once_and_removed_once(bus_name: str) -> None:
+    create_pool(bus_name, KIND, PoolSpec(slot_bytes=4096))
+    with pytest.raises(errors.BusExistsError, match="exists already"):
+        create_pool(bus_name, KIND, PoolSpec(slot_bytes=4096))
+    unlink_pool(bus_name, KIND)
+    with pytest.raises(errors.BusNotFoundError):
+        unlink_pool(bus_name, KIND)
+    with pytest.raises(errors.BusNotFoundError, match="start the publisher"):
+        PoolReader(bus_name, KIND)
+
+
+def test_a_pool_that_is_too_small_is_replaced_unless_it_is_in_use(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    publishers().close()
+    assert publishers(size=2 * SIZE).pool.slot_bytes == 2 * SIZE
+    with (
+        PoolReader(bus_name, KIND, label="replica"),
+        pytest.raises(PoolBusyError, match=r"too small: 2 slots of 2097152 bytes.*replica"),
+    ):
+        publishers(size=4 * SIZE)
+
+
+def test_a_removed_pool_is_noticed(bus_name: str, publishers: MakePublisher) -> None:
+    publisher = publishers()
+    publish(publisher, 1)
+    with PoolReader(bus_name, KIND) as reader:
+        with reader.latest(timeout=5) as lease:
+            after = lease.sequence
+        threading.Timer(0.1, publisher.close, kwargs={"remove": True}).start()
+        with pytest.raises(errors.BusRemovedError, match="was removed"):
+            reader.latest(after=after, timeout=20)
+
+
+def test_a_closed_handle_and_a_handle_with_a_role_say_so(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    publisher = publishers()
+    with pytest.raises(RuntimeError, match="one role"):
+        publisher.pool.claim_reader("x", "")
+    with pytest.raises(RuntimeError, match="no reader"):
+        _core.pool_lease(publisher.pool, 0)
+    reader = PoolReader(bus_name, KIND)
+    reader.close()
+    with pytest.raises(errors.BusClosedError, match="is closed"):
+        reader.latest(timeout=0)
+
+
+def test_a_forked_child_neither_uses_nor_keeps_what_it_inherited(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    publisher = publishers(timeout=20)
+    publish(publisher, 1)
+    reader = PoolReader(bus_name, KIND)
+    lease = reader.latest(timeout=5)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            reader.latest(timeout=0)
+        except errors.BusClosedError as error:
+            os.write(write_end, str(error).encode())
+        try:
+            memoryview(lease.buffer)
+        except BufferError as error:
+            os.write(write_end, str(error).encode())
+        time.sleep(20)
+        os._exit(0)
+    try:
+        said = b""
+        while b"not mapped" not in said:
+            said += os.read(read_end, 4096)
+        assert b"before a fork" in said
+        lease.close()
+        reader.close()
+        publish(publisher, 2)
+        publish(publisher, 3)  # the child lives, and keeps no lock of the lease
+        assert read_pool(bus_name, KIND).readers == []
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_rows_run_out_by_name(bus_name: str, publishers: MakePublisher) -> None:
+    publishers()
+    readers = [PoolReader(bus_name, KIND) for _ in range(_core.POOL_MAX_READERS)]
+    with pytest.raises(PoolBusyError, match="all 128 rows"):
+        PoolReader(bus_name, KIND)
+    readers.pop().close()
+    readers.append(PoolReader(bus_name, KIND))
+    for reader in readers:
+        reader.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_cycles_leave_no_descriptor_mapping_or_file(bus_name: str) -> None:
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count(bus_name)
+
+    before = descriptors()
+    for version in range(200):
+        publisher = PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=8192))
+        publish(publisher, version, 8192)
+        with PoolReader(bus_name, KIND) as reader, reader.latest(timeout=5) as lease:
+            assert holds_one_value(lease) == version % 256
+        publisher.close(remove=True)
+    assert (descriptors(), mappings()) == (before, 0)
+    assert not Path(pool_path(bus_name, KIND)).exists()
+
+
+def test_gc_removes_a_pool_only_when_nobody_has_it_open(
+    bus_name: str, publishers: MakePublisher, spawn: Spawner
+) -> None:
+    publisher = publishers()
+    publish(publisher, 1)
+    child = spawn.script(READER, bus_name)
+    child.expect("leased 1")
+    publisher.close()
+    assert gc_of(bus_name).count("in use") == 1
+    child.kill()
+    assert "abandoned" in gc_of(bus_name)
+    assert "removed 1 file" in gc_of(bus_name, "--yes")
+    assert not Path(pool_path(bus_name, KIND)).exists()
+
+
+def gc_of(name: str, *options: str) -> str:
+    import sys
+
+    argv = [sys.executable, "-m", "shmbus.cli", "gc", name, *options]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_a_stopped_publisher_keeps_its_place(bus_name: str, spawn: Spawner) -> None:
+    import signal
+
+    child: Child = spawn.script(
+        "import sys, time\n"
+        "from shmbus.pool import PoolPublisher, PoolSpec\n"
+        'p = PoolPublisher(sys.argv[1], "weights", spec=PoolSpec(slot_bytes=4096))\n'
+        "p.begin(1, 4096).finish()\n"
+        'w = p.begin(2, 4096)\nprint("ready", flush=True); time.sleep(600)',
+        bus_name,
+    )
+    child.expect("ready")
+    child.send_signal(signal.SIGSTOP)
+    with pytest.raises(PoolBusyError):
+        PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=4096))
+    with PoolReader(bus_name, KIND) as reader, reader.latest(timeout=5) as lease:
+        assert lease.version == 1
+    child.kill()
+    publisher = wait_until(lambda: PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=4096)))
+    assert publish(publisher, 3, 4096) and publish(publisher, 4, 4096)
+    publisher.close(remove=True)
