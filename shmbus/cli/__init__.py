@@ -33,6 +33,7 @@ from shmbus.cli import (
     snapshot,
     status,
     top,
+    weights,
 )
 from shmbus.cli import list as list_
 
@@ -53,6 +54,7 @@ _COMMANDS = (
     pause,
     snapshot,
     record,
+    weights,
     bench,
 )
 _PLUGINS = "shmbus.commands"

@@ -1,0 +1,103 @@
+"""``shmbus weights``: versions of a bus's weights, who reads and holds them, and their bytes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING
+
+from shmbus.cli._show import add_command, bus_name, print_json, show_duration, show_size, table
+from shmbus.pool.status import PoolStatus, read_pool
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+#: Columns of a reader's error; all of it is in --json.
+_ERROR_COLUMNS = 60
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = add_command(
+        commands,
+        "weights",
+        run,
+        help="show which weights there are, and what each replica runs",
+        description="Shows the slots of a bus's weights, the ranks that publish them, and each "
+        "reader: what it runs, what it could not take and why, and which slots it holds. Reads "
+        "the tables alone, and disturbs nobody. Exit status 1 where there are none.",
+        examples=["shmbus weights run1", "shmbus weights run1 --json | jq '.readers[].error'"],
+        json=True,
+    )
+    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
+    parser.add_argument("--kind", default="weights", help="another pool of the bus")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the tables."""
+    status = read_pool(arguments.name, arguments.kind)
+    if arguments.json:
+        print_json(status)
+    else:
+        print(_text(status, time.time()))
+    return 0
+
+
+def _text(status: PoolStatus, now_s: float) -> str:
+    newest = "no version yet" if status.version is None else f"version {status.version}"
+    lines = [
+        f"{status.kind} of bus {status.bus}: {newest}, {status.published} published, "
+        f"{status.skipped} skipped; {show_size(status.size)} in {status.slots_open} of "
+        f"{status.max_slots} slots"
+    ]
+    head = ("slot>", "state", "version>", "size>", "ranks>", "age>", "held by")
+    rows = [
+        (
+            str(slot.slot),
+            "newest" if slot.newest and slot.state == "ready" else slot.state,
+            str(slot.version) if slot.sequence else "-",
+            show_size(slot.size) if slot.sequence else "-",
+            str(slot.ranks) if slot.sequence else "-",
+            _age(slot.published_unix_ns, now_s),
+            ", ".join(slot.held_by) or "-",
+        )
+        for slot in status.slots[: status.slots_open]
+    ]
+    lines += ["", table(head, rows, indent="")]
+    if status.ranks:
+        head = ("rank>", "state", "pid>", "label", "error")
+        ranks = [
+            (str(rank.rank), rank.state, str(rank.pid), rank.label, rank.error or "-")
+            for rank in status.ranks
+        ]
+        lines += ["", table(head, ranks, indent="")]
+    else:
+        lines += ["", "no publisher is attached"]
+    if status.readers:
+        head = ("reader>", "state", "pid>", "label", "device", "runs>", "refused")
+        readers = [
+            (
+                str(reader.reader),
+                reader.state,
+                str(reader.pid),
+                reader.label,
+                reader.device or "-",
+                "-" if reader.applied_version is None else str(reader.applied_version),
+                _refusal(reader.refused_version, reader.error),
+            )
+            for reader in status.readers
+        ]
+        lines += ["", table(head, readers, indent="")]
+    else:
+        lines += ["", "no reader is attached"]
+    return "\n".join(lines)
+
+
+def _age(published_unix_ns: int, now_s: float) -> str:
+    if published_unix_ns == 0:
+        return "-"
+    return show_duration(max(0.0, now_s - published_unix_ns / 1e9))
+
+
+def _refusal(version: int | None, error: str) -> str:
+    return "-" if version is None else f"{version}: {error[:_ERROR_COLUMNS]}"
