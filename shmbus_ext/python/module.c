@@ -140,7 +140,6 @@ static bool add_functions(PyObject *module) {
         py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
         py_plan_add_functions,         py_copies_add_methods,
         py_extra_fields_add_functions,
-        py_uninterrupted_add_functions, py_end_lease_add_functions,
         py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
         py_pool_rows_add_functions,
     };
@@ -156,14 +155,6 @@ static bool add_functions(PyObject *module) {
 static bool require_main_interpreter(void) {
     if (PyInterpreterState_Get() == PyInterpreterState_Main()) {
         return true;
-PyMODINIT_FUNC PyInit__core(void) {
-    import_array();
-    PyObject *module = PyModule_Create(&definition);
-    if (module != NULL &&
-        (!py_segment_init_fork() || !py_pool_init_fork() || !py_arguments_init() ||
-         !py_take_add_words() || !add_types(module) || !add_constants(module) ||
-         !add_functions(module))) {
-        Py_CLEAR(module);
     }
     PyErr_SetString(PyExc_ImportError,
                     "shmbus: expected a process's main interpreter, got a subinterpreter; run what "
@@ -179,7 +170,8 @@ static int execute(PyObject *module) {
         return -1;
     }
     import_array1(-1);
-    if (!prepared && (!py_segment_init_fork() || !py_arguments_init() || !py_take_add_words())) {
+    if (!prepared && (!py_segment_init_fork() || !py_pool_init_fork() || !py_arguments_init() ||
+                      !py_take_add_words())) {
         return -1;
     }
     prepared = true;
