@@ -39,13 +39,16 @@ from shmbus_ext._core import Reservation, Trajectory
 if TYPE_CHECKING:
     from shmbus.consumer import Consumer
     from shmbus.copies import GroupCopy, TrajectoryCopy
+    from shmbus.feeder import Feeder
     from shmbus.group import Group
-    from shmbus.ledger import Ledger
+    from shmbus.ledger import Ledger, RequestCounts
     from shmbus.producer import Producer, ProducerStats
+    from shmbus.put.requests import Request
     from shmbus.put.retries import WantedSample
     from shmbus.segment.bus import Bus, BusStats, ProducerInfo
     from shmbus.segment.lifecycle import unlink
     from shmbus.stall import StallReport
+    from shmbus.take.requests import RestoredRequests
 
 __all__ = [
     "Bus",
@@ -59,6 +62,7 @@ __all__ = [
     "CapacityError",
     "Consumer",
     "DaemonUnavailableError",
+    "Feeder",
     "Group",
     "GroupCopy",
     "LayoutMismatchError",
@@ -68,7 +72,10 @@ __all__ = [
     "ProducerStats",
     "ProtocolError",
     "RecordTooLargeError",
+    "Request",
+    "RequestCounts",
     "Reservation",
+    "RestoredRequests",
     "ShmbusError",
     "Slot",
     "StallError",
@@ -87,12 +94,16 @@ _HOMES = {
     "Bus": "shmbus.segment.bus",
     "BusStats": "shmbus.segment.bus",
     "Consumer": "shmbus.consumer",
+    "Feeder": "shmbus.feeder",
     "Group": "shmbus.group",
     "GroupCopy": "shmbus.copies",
     "Ledger": "shmbus.ledger",
     "Producer": "shmbus.producer",
     "ProducerInfo": "shmbus.segment.bus",
     "ProducerStats": "shmbus.producer",
+    "Request": "shmbus.put.requests",
+    "RequestCounts": "shmbus.ledger",
+    "RestoredRequests": "shmbus.take.requests",
     "StallReport": "shmbus.stall",
     "TrajectoryCopy": "shmbus.copies",
     "WantedSample": "shmbus.put.retries",

@@ -33,6 +33,7 @@ from shmbus.stall import OnStall, Watch
 from shmbus.stash.stash import StashPolicy
 from shmbus.take.attached import seconds_left
 from shmbus.take.ending import LeaseEnds
+from shmbus.take.requests import PromptRequests
 from shmbus.take.steps import StepTakes
 
 __all__ = ["Consumer"]
@@ -40,7 +41,7 @@ __all__ = ["Consumer"]
 _T = TypeVar("_T")
 
 
-class Consumer(LeaseEnds, StepTakes):
+class Consumer(LeaseEnds, StepTakes, PromptRequests):
     """Takes complete groups from a bus: from its daemon where there is one, else from the ring.
 
     Without a daemon a bus has one consumer, and a second one gets BusBusyError. With a daemon
@@ -186,6 +187,7 @@ class Consumer(LeaseEnds, StepTakes):
         )
         self._watch = Watch(name, on_stall, stall_timeout)
         self._begin()
+        self._begin_requests()
         try:
             self._require_source()
         except BaseException:
@@ -335,6 +337,7 @@ class Consumer(LeaseEnds, StepTakes):
 
     def _leave(self) -> None:
         self._closed = True
+        self._end_feeding()
         if self._source is not None:
             self._source.close()
 
@@ -362,6 +365,7 @@ def _rebuild(cls: type[Consumer], options: AttachOptions, stall: tuple[OnStall, 
     self._options = options
     self._watch = Watch(options.name, *stall)
     self._begin()
+    self._begin_requests()
     return self
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from shmbus_ext import _core
 
-__all__ = ["Ledger", "TrajectoryCounts"]
+__all__ = ["Ledger", "RequestCounts", "TrajectoryCounts"]
 
 #: Names of the ways out of the bus, by their number in the segment.
 REASONS: tuple[str, ...] = (
@@ -30,6 +30,38 @@ REASONS: tuple[str, ...] = (
     "failed",
 )
 assert REASONS[_core.DROP_DUPLICATE] == "duplicate" and REASONS[_core.DROP_FAILED] == "failed"
+
+
+class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples that were requested, by what became of them; all 0 where the lane is not used.
+
+    Attributes
+    ----------
+    offered : int
+        Since the bus was created.
+    open : int
+        Not taken by a worker, or given back.
+    claimed : int
+        In the hands of workers.
+    done : int
+        Answered: put, or reported as failed.
+    given_up : int
+        Not made, since their group has ended without them.
+    groups : int
+        Requests that have not ended: those whose group was neither acknowledged nor given up.
+    """
+
+    offered: int = 0
+    open: int = 0
+    claimed: int = 0
+    done: int = 0
+    given_up: int = 0
+    groups: int = 0
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every sample that was offered is accounted for exactly once."""
+        return self.offered == self.open + self.claimed + self.done + self.given_up
 
 
 class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +120,8 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
         The trainer's current one.
     capacity, free : int
         Bytes for records, and bytes in free extents.
+    requests : RequestCounts
+        Samples that were requested.
     """
 
     ready: int = 0
@@ -103,6 +137,7 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
     policy_version: int = 0
     capacity: int = 0
     free: int = 0
+    requests: RequestCounts = RequestCounts()
 
     @classmethod
     def from_counts(cls, released: tuple[int, ...], **counts: Any) -> Ledger:

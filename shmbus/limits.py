@@ -24,6 +24,7 @@ __all__ = [
     "READY_PRESSURE",
     "RECLAIM_WAIT_S",
     "REDIAL_INTERVAL_S",
+    "REQUEST_WAIT_S",
     "RETRY_TIMEOUT_S",
     "SMALLEST_DEFAULT_CAPACITY",
     "SPACE_WAIT_S",
@@ -53,6 +54,10 @@ SWEEP_INTERVAL_S = 1.0
 
 #: Seconds that an asyncio producer waits for space before it checks its deadline.
 SPACE_WAIT_S = 0.1
+
+#: Seconds that a worker sleeps for a prompt before it gives back what dead workers had in hand: a
+#: system call for each slot, twice a second.
+REQUEST_WAIT_S = 0.5
 
 #: Fill of the bus below which `Producer.wait_ready` lets a worker start a rollout: the trajectories
 #: of many workers that start together still fit.

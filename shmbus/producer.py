@@ -15,9 +15,8 @@ import msgspec
 from shmbus import limits
 from shmbus._arguments import check_choice, check_flag, check_int, check_label, check_wait
 from shmbus._fields import FieldSpec, check_sizes, parse_field
-from shmbus.put.asynchronous import AsynchronousPuts
 from shmbus.put.attached import Attach
-from shmbus.put.retries import RetryPuts
+from shmbus.put.requests import RequestPuts
 from shmbus.put.rounds import RoundPuts
 from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
@@ -50,12 +49,13 @@ class ProducerStats(msgspec.Struct, frozen=True):
     full_waits: int
 
 
-class Producer(AsynchronousPuts, RetryPuts, RoundPuts):
+class Producer(RequestPuts, RoundPuts):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
     `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`
     waits without blocking an event loop, and `fail` reports that a sample will not come.
     `next_round` gives an epoch of its own to each round of a prompt that is sampled again.
+    `next_request` takes a prompt to sample, and `put_for` answers it.
 
     A handle pickles by name, so it can be sent to a spawned process or a Ray actor, where it
     attaches again. After a fork the child's copy raises BusClosedError; make a new one there.
@@ -113,6 +113,7 @@ class Producer(AsynchronousPuts, RetryPuts, RoundPuts):
         shown = check_label(label)
         self._begin_retries()
         self._begin_waits()
+        self._begin_requests()
         self._open(shown, self._checksum)
 
     def reserve(

@@ -13,6 +13,7 @@ from shmbus_ext._public import GroupBase as GroupBase
 from shmbus_ext._public import Reservation as Reservation
 from shmbus_ext._public import Trajectory as Trajectory
 from shmbus_ext._public import Writer as Writer
+from shmbus_ext._requests import *  # noqa: F403
 
 LAYOUT_VERSION: int
 LAYOUT_HASH: int
@@ -112,9 +113,19 @@ class Segment:
     policy_version: int
     closed: bool
     removed: bool
+    attach_epoch: int
     @classmethod
     def create(
-        cls, fd: int, name: str, capacity: int, max_producers: int, extent_bytes: int, /
+        cls,
+        fd: int,
+        name: str,
+        capacity: int,
+        max_producers: int,
+        extent_bytes: int,
+        request_bytes: int = ...,
+        max_lead: int = ...,
+        max_versions: int = ...,
+        /,
     ) -> Segment: ...
     @classmethod
     def open(cls, fd: int, name: str, read_only: bool = ..., /) -> Segment: ...
@@ -228,6 +239,7 @@ class Intake:
     due_s: float
     wake_s: float
     delegate_all: bool
+    lease: Callable[[int], list[GroupEntry[Trajectory]]] | None
     def __init__(
         self,
         reader: Reader,

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from shmbus import Bus, Consumer, Producer
+from shmbus import Bus, Consumer, Feeder, Producer
 from shmbus.client.daemon_client import DaemonClient
 
 # A shell that starts this in the background has it ignore Ctrl-C, and children inherit that; the
@@ -314,6 +314,13 @@ def bus(bus_name: str) -> Iterator[Bus]:
 def producer(bus: Bus) -> Iterator[Producer]:
     """A producer of it."""
     with Producer(bus.name) as handle:
+        yield handle
+
+
+@pytest.fixture
+def feeder(bus: Bus) -> Iterator[Feeder]:
+    """A feeder of it."""
+    with Feeder(bus.name) as handle:
         yield handle
 
 

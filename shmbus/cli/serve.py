@@ -69,7 +69,12 @@ def run(parsed: argparse.Namespace) -> int:
         if creation.remove_unfinished(parsed.name):
             logger.warning("removed what a creator that died had left of bus %r", parsed.name)
         with contextlib.suppress(errors.BusExistsError):
-            creation.create_segment(parsed.name, settings.capacity, settings.max_producers).close()
+            creation.create_segment(
+                parsed.name,
+                settings.capacity,
+                settings.max_producers,
+                bounds=settings.bounds(),
+            ).close()
         ours = server.serve(
             parsed.name,
             policy,

@@ -18,6 +18,7 @@ import msgspec
 
 from shmbus import limits
 from shmbus._arguments import parse_size
+from shmbus.segment.bounds import Bounds, check_bounds
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
@@ -41,6 +42,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         free where that is less.
     max_producers : int | None
         Producers attached at once, if the bus is created; None for 64, or as many as have room.
+    max_lead, max_lead_versions : int | None
+        How far producers may be ahead, if the bus is created; as for `shmbus.Bus.create`.
+    request_capacity : str | int | None
+        Bytes for requests, if the bus is created.
     group_timeout, on_timeout, max_policy_lag, skip_zero_variance, duplicate, max_stash_bytes,
     on_overflow, sample_retries, retry_timeout, on_failure
         As for `shmbus.Consumer`.
@@ -60,6 +65,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     capacity: str | int | None = None
     max_producers: int | None = None
+    max_lead: int | None = None
+    max_lead_versions: int | None = None
+    request_capacity: str | int | None = None
     group_timeout: float | None = None
     on_timeout: Literal["wait", "drop", "partial"] = "wait"
     max_policy_lag: int | None = None
@@ -83,6 +91,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in self.__struct_fields__:
             _check_bounds(name, getattr(self, name))
 
+    def bounds(self) -> Bounds:
+        """Return what a bus is made with beside its space."""
+        return check_bounds(self.request_capacity, self.max_lead, self.max_lead_versions)
+
     def policy(self) -> StashPolicy:
         """Return the settings of the stash."""
         size = self.max_stash_bytes
@@ -104,6 +116,9 @@ _HELP = {
     "/dev/shm has free where that is less)",
     "max_producers": "producers attached at once, if the bus is created (default 64, or as many "
     "as have room)",
+    "max_lead": "groups that may be begun and not delivered yet, if the bus is created",
+    "max_lead_versions": "the same in policy versions",
+    "request_capacity": "bytes for requests, if the bus is created",
     "group_timeout": "seconds that a group may stay incomplete",
     "on_timeout": "what happens to it then: wait, drop or partial",
     "max_policy_lag": "versions that a group's oldest sample may be behind",
@@ -150,6 +165,8 @@ def _check_bounds(name: str, value: Any) -> None:
         return
     if name in ("capacity", "max_stash_bytes"):
         parse_size(value)
+    elif name in ("request_capacity", "max_lead", "max_lead_versions"):
+        check_bounds(**{name: value})
     elif name in _AT_LEAST_0 and not value >= 0:
         raise ValueError(f"{name}: expected 0 or more, got {value}")
     elif name in _ABOVE_0 and not value > 0:

@@ -17,6 +17,7 @@ from shmbus._space import SpaceWaits
 from shmbus.put.attached import WAITS_FOR_SPACE, AttachedWriter, ProducerOptions
 from shmbus.segment import lifecycle
 from shmbus.segment.names import check_name
+from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -192,10 +193,10 @@ class AsynchronousPuts(AttachedWriter):
             wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
         await self._space.wait(self._await_space, ticket, wait_s)
 
-    async def _look(self, began: float) -> None:
+    async def _look(self, began: float, waits_for: str = WAITS_FOR_SPACE) -> None:
         """Let the watchdog look, in a thread: a report takes longer than a loop may stand still."""
         waited_s = time.monotonic() - began
-        await asyncio.to_thread(self._watch.check, self._segment, WAITS_FOR_SPACE, waited_s)
+        await asyncio.to_thread(self._watch.check, self._segment, waits_for, waited_s)
 
     def pressure(self) -> float:
         """How near the bus is to making producers wait: 0 for empty, 1 for full or paused.
@@ -205,19 +206,32 @@ class AsynchronousPuts(AttachedWriter):
         Returns
         -------
         float
-            The part of the bus's extents that somebody holds, or 1.0 while the bus is paused.
+            The part of the bus's extents that somebody holds, or 1.0 while the bus is paused, or
+            while no group may begin (`max_lead`).
         """
+        return self._pressure(None)
+
+    def _pressure(self, group: tuple[str, int | None] | None) -> float:
         segment = self._here()
         if segment.paused() is not None:
+            return 1.0
+        limit, held, *_ = _core.lead_state(segment)
+        if limit and held >= limit and not (group and _core.lead_knows(segment, *group)):
             return 1.0
         return 1.0 - segment.free_extents() / segment.extent_count
 
     async def wait_ready(
-        self, below: float = limits.READY_PRESSURE, *, timeout: float | None = None
+        self,
+        below: float = limits.READY_PRESSURE,
+        *,
+        timeout: float | None = None,
+        instance_id: str | None = None,
+        epoch: int | None = None,
     ) -> bool:
         """Wait, with all other tasks of the loop, until the pressure is below a bound.
 
-        Ask before a rollout is started, so that none is made for a bus that is full or paused.
+        Ask before a rollout is started, so that none is made for a bus that is full or paused, or
+        for a group that may not begin yet.
 
         Parameters
         ----------
@@ -225,6 +239,11 @@ class AsynchronousPuts(AttachedWriter):
             Above 0, at most 1.
         timeout : float, optional
             Seconds to wait: None waits for ever.
+        instance_id : str, optional
+            The prompt that is to be sampled. Give it where workers share groups: a sample of a
+            group that others have begun need not wait for the bound on groups.
+        epoch : int, optional
+            Its epoch, as for `put`.
 
         Returns
         -------
@@ -245,11 +264,12 @@ class AsynchronousPuts(AttachedWriter):
             raise ValueError(f"below: expected more than 0, at most 1, got {below!r}")
         began = time.monotonic()
         deadline = None if timeout is None else began + timeout
-        while self.pressure() >= below:
+        group = None if instance_id is None else (instance_id, epoch)
+        while self._pressure(group) >= below:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
             ticket = self._want_space()
-            if self.pressure() >= below:
+            if self._pressure(group) >= below:
                 await self._space_freed(ticket, deadline)
                 await self._look(began)
         return True

@@ -17,6 +17,7 @@ from shmbus._arguments import check_policy_version
 from shmbus._format import show_size
 from shmbus.ledger import REASONS
 from shmbus.segment import creation, lifecycle
+from shmbus.segment.bounds import check_bounds
 from shmbus.segment.names import identity, is_named
 from shmbus_ext import _core
 
@@ -109,6 +110,9 @@ class Bus:
         *,
         max_producers: int | None = None,
         extent_bytes: int = 0,
+        request_capacity: int | str | None = None,
+        max_lead: int | None = None,
+        max_lead_versions: int | None = None,
     ) -> Bus:
         """Create a bus: mode 0600, exclusively, with all of its memory allocated and touched.
 
@@ -124,6 +128,16 @@ class Bus:
             many as have room.
         extent_bytes : int
             What a producer leases at a time, a multiple of 4096; 0 chooses.
+        request_capacity : int or str, optional
+            Bytes for requests (`Feeder`), 64 KiB to 4 GiB; by default a 32nd of the capacity.
+        max_lead : int, optional
+            How many groups may be begun and not delivered yet, 1 to 4096. A `put` that would begin
+            another waits, as on a full bus; those of groups that were begun never do. None for no
+            bound but the capacity. Where workers share groups without the request lane, all of them
+            begin groups in the same order, or every one may wait for the others.
+        max_lead_versions : int, optional
+            The same in policy versions, 0 or more: as many groups as the trainer takes in this and
+            so many further versions, as it took them in the last one. Both bounds may be given.
 
         Returns
         -------
@@ -138,7 +152,10 @@ class Bus:
         TypeError, ValueError
             A bad name or size, or more producers than the capacity has extents for.
         """
-        segment = creation.create_segment(name, capacity, max_producers, extent_bytes)
+        bounds = check_bounds(request_capacity, max_lead, max_lead_versions)
+        segment = creation.create_segment(
+            name, capacity, max_producers, extent_bytes, bounds=bounds
+        )
         return cls(segment, owned=True)
 
     @classmethod
@@ -149,6 +166,9 @@ class Bus:
         *,
         max_producers: int | None = None,
         extent_bytes: int = 0,
+        request_capacity: int | str | None = None,
+        max_lead: int | None = None,
+        max_lead_versions: int | None = None,
     ) -> Bus:
         """Create a bus, or open the one that is there if it fits: in any order, by any number.
 
@@ -166,6 +186,10 @@ class Bus:
             Likewise.
         extent_bytes : int
             As for `create`; a bus that is there fits with exactly so many. 0 takes any.
+        request_capacity : int or str, optional
+            As for `create`; a bus that is there fits with as much or more. None takes any.
+        max_lead, max_lead_versions : int, optional
+            As for `create`; a bus that is there fits with exactly these. None takes any.
 
         Returns
         -------
@@ -186,7 +210,10 @@ class Bus:
 
             shmbus.Bus.ensure("run1", capacity="1GiB", max_producers=128)
         """
-        segment = creation.ensure_segment(name, capacity, max_producers, extent_bytes)
+        bounds = check_bounds(request_capacity, max_lead, max_lead_versions)
+        segment = creation.ensure_segment(
+            name, capacity, max_producers, extent_bytes, bounds=bounds
+        )
         return cls(segment, owned=False)
 
     @classmethod

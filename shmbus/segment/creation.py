@@ -23,6 +23,7 @@ import posix_ipc
 from shmbus import errors, limits
 from shmbus._arguments import LARGEST_SIZE, parse_size
 from shmbus._format import show_size
+from shmbus.segment.bounds import NO_BOUNDS, Bounds
 from shmbus.segment.explain import UnfinishedError, no_default_error, space_error
 from shmbus.segment.lifecycle import (
     ATTACH_WAIT_S,
@@ -54,6 +55,7 @@ def create_segment(
     extent_bytes: int = 0,
     *,
     crowded: bool = False,
+    bounds: Bounds = NO_BOUNDS,
 ) -> _core.Segment:
     """Create, allocate and touch the whole segment; it is ready when this returns.
 
@@ -69,6 +71,8 @@ def create_segment(
         What a producer leases at a time; 0 chooses.
     crowded : bool
         Whether there may be fewer extents than producers, as older versions allowed.
+    bounds : Bounds
+        Room for requests, and how far producers may be ahead.
     """
     check_name(name)
     _check_sizes(capacity, max_producers, extent_bytes)
@@ -90,7 +94,7 @@ def create_segment(
         ) from error
     identity = os.fstat(shm.fd)
     try:
-        segment = _core.Segment.create(shm.fd, name, size, max_producers, extent_bytes)
+        segment = _core.Segment.create(shm.fd, name, size, max_producers, extent_bytes, *bounds)
     except BaseException as error:
         os.close(shm.fd)
         # Another process may have removed it, and made another; or it holds the lock to do so.
@@ -190,6 +194,8 @@ def ensure_segment(
     capacity: int | str | None = None,
     max_producers: int | None = None,
     extent_bytes: int = 0,
+    *,
+    bounds: Bounds = NO_BOUNDS,
 ) -> _core.Segment:
     """Open a segment that fits, or create it where there is none; any number of processes at once.
 
@@ -205,7 +211,7 @@ def ensure_segment(
     _check_sizes(capacity, max_producers, extent_bytes)
     deadline = time.monotonic() + ATTACH_WAIT_S
     while True:
-        segment = _open_or_create(name, capacity, max_producers, extent_bytes)
+        segment = _open_or_create(name, capacity, max_producers, extent_bytes, bounds)
         if segment is not None:
             break
         if time.monotonic() > deadline:
@@ -216,7 +222,7 @@ def ensure_segment(
             logger.warning("removed what a creator that died had left of bus %r", name)
         time.sleep(_POLL_S)
     try:
-        _require_fit(segment, capacity, max_producers, extent_bytes)
+        _require_fit(segment, capacity, max_producers, extent_bytes, bounds)
     except BaseException:
         segment.close()
         raise
@@ -224,7 +230,11 @@ def ensure_segment(
 
 
 def _open_or_create(
-    name: str, capacity: int | str | None, max_producers: int | None, extent_bytes: int
+    name: str,
+    capacity: int | str | None,
+    max_producers: int | None,
+    extent_bytes: int,
+    bounds: Bounds,
 ) -> _core.Segment | None:
     """Return a segment, made or found; None where another process was faster, or is at it."""
     try:
@@ -234,7 +244,7 @@ def _open_or_create(
     except errors.BusNotFoundError:
         pass
     try:
-        return create_segment(name, capacity, max_producers, extent_bytes)
+        return create_segment(name, capacity, max_producers, extent_bytes, bounds=bounds)
     except (errors.BusExistsError, errors.BusNotFoundError):
         return None
     except errors.CapacityError:
@@ -254,6 +264,7 @@ def _require_fit(
     capacity: int | str | None,
     max_producers: int | None,
     extent_bytes: int,
+    bounds: Bounds,
 ) -> None:
     """Refuse a bus that is smaller than asked for, or has other extents."""
     wrong = []
@@ -263,6 +274,7 @@ def _require_fit(
         wrong.append(f"max_producers: expected {max_producers}, got {segment.max_producers}")
     if extent_bytes and segment.extent_bytes != extent_bytes:
         wrong.append(f"extent_bytes: expected {extent_bytes}, got {segment.extent_bytes}")
+    wrong += bounds.misfits(segment)
     if wrong:
         name = segment.name
         raise errors.BusExistsError(

@@ -21,10 +21,13 @@ __all__ = [
     "busy_error",
     "full_error",
     "layout_error",
+    "lead_text",
     "memory_error",
     "no_default_error",
     "not_found_error",
     "removed_error",
+    "requests_full_error",
+    "requests_text",
     "space_error",
 ]
 
@@ -61,8 +64,34 @@ def not_found_error(name: str, waited_s: float | None = None) -> errors.BusNotFo
     )
 
 
+def lead_text(segment: _core.Segment) -> str:
+    """Say how far producers are ahead, and how far they may be."""
+    limit, held, max_groups, max_versions, a_version = _core.lead_state(segment)
+    bounds = [f"max_lead={max_groups}"] if max_groups else []
+    if max_versions >= 0:
+        bounds.append(f"max_lead_versions={max_versions}, {a_version} groups in the last version")
+    return f"{held} groups are begun and not delivered, of at most {limit} ({'; '.join(bounds)})"
+
+
+def _lead_error(segment: _core.Segment, waited_s: float) -> errors.BusFullError:
+    """Say that a group may not begin yet."""
+    if not segment.has_collector():
+        reader = "no consumer is attached now: start one"
+    else:
+        collector = segment.collector()
+        reader = (
+            f"consumer pid {collector['pid']} ({printable(collector['label'])}) has "
+            f"{collector['stashed_groups']} of them, incomplete or not taken: wait for it, finish "
+            "groups that are begun, or create the bus with a larger bound"
+        )
+    return errors.BusFullError(
+        f"bus {segment.name!r}: producers are ahead as far as they may: {lead_text(segment)}, and "
+        f"this sample would begin another; it waited {show_wait(waited_s)}; {reader}"
+    )
+
+
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
-    """Say which processes hold the space that a record of `size` bytes did not get."""
+    """Say which processes hold the space that a record did not get; size 0 for the lead."""
     extent = segment.extent_bytes
     paused = segment.paused()
     if paused is not None:
@@ -72,6 +101,8 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
             f"({printable(reason) or 'no reason'}): producers wait, and this one did for "
             f"{show_wait(waited_s)}; resume it with `shmbus resume {segment.name}`, or wait longer"
         )
+    if not size:
+        return _lead_error(segment, waited_s)
     held: dict[int, int] = segment.holders()
     free = segment.free_extents()
     wanted = -(-size // extent)
@@ -108,6 +139,34 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
         f"bus {segment.name!r} is full: a record of {show_size(size)} needs {wanted} free "
         f"neighbouring extents of {show_size(extent)}, {free} of {segment.extent_count} are free "
         f"after {show_wait(waited_s)}; {'; '.join(parts)}"
+    )
+
+
+def requests_text(segment: _core.Segment) -> str:
+    """Say what the request lane holds, and who serves it."""
+    _, open_, claimed, _, _, groups, taken_ns, free, room = _core.request_totals(segment)
+    workers = sum(state == _core.SLOT_ACTIVE for _, state, *_ in segment.producers())
+    if taken_ns:
+        ago_s = (_core.monotonic_ns() - taken_ns) / 1e9
+        served = f"a worker took the last sample {show_duration(max(0.0, ago_s))} ago"
+    else:
+        served = "nobody has ever taken a sample: start workers that call Producer.next_request"
+    return (
+        f"{groups} groups are in the lane, {open_} samples of them open and {claimed} in the hands "
+        f"of workers, {show_size(free)} of {show_size(room)} for prompts are free; {workers} "
+        f"producers are attached, {served}"
+    )
+
+
+def requests_full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
+    """Say why the request lane has no room for a prompt of `size` bytes."""
+    paused = segment.paused()
+    hint = "" if paused is None else f"; resume it with `shmbus resume {segment.name}`"
+    return errors.BusFullError(
+        f"bus {segment.name!r}: the request lane has no room for a group with a prompt of "
+        f"{show_size(size)} after {show_wait(waited_s)}: {requests_text(segment)}{hint}; a request "
+        "leaves the lane when its group is acknowledged: wait for that, or create the bus with a "
+        "larger request_capacity"
     )
 
 

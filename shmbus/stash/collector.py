@@ -20,10 +20,12 @@ from typing import Literal, TypeAlias
 
 from shmbus import errors, limits
 from shmbus._arguments import process_label
-from shmbus.ledger import REASONS, Ledger
+from shmbus.ledger import REASONS, Ledger, RequestCounts
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
 from shmbus.stash.drops import DropLog
+from shmbus.stash.lead import Lead
+from shmbus.stash.requests import Requests
 from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Discard, Stash, StashPolicy
 from shmbus_ext import _core
@@ -37,6 +39,9 @@ _TAKE_POLLS = 16
 _EVACUATE_FREE_FRACTION = 0.125
 #: ... and at most this often, in seconds, since each attempt walks all stashed trajectories.
 _EVACUATE_INTERVAL_S = 0.05
+
+#: What the core's totals of requests begin with.
+_REQUEST_COUNTS = ("offered", "open", "claimed", "done", "given_up", "groups")
 
 Trajectory = _core.Trajectory
 #: Samples that the group table refused, and complete groups that wait for a policy decision.
@@ -89,6 +94,11 @@ class Collector:
         self.drops = DropLog(self.segment)
         self._corrupt = self.segment.released()[_core.DROP_CORRUPT]
         self._retries = Retries(self.segment, self.stash)
+        self._attach_epoch = self.segment.attach_epoch
+        self._lead = Lead(self.segment)
+        self._requests = Requests(self.segment)
+        #: Samples of groups that others hold from an earlier collector, and the stash never had.
+        self.held_elsewhere: Callable[[], list[list[Trajectory]]] = list
 
     def require(self) -> None:
         """Raise BusClosedError in a child of the process that attached."""
@@ -120,13 +130,19 @@ class Collector:
             self.lock,
             kind,
             on_due=self.on_due,
-            lease=None if policy.max_policy_lag is None else self.lease,
+            lease=self.lease if self._notes_deliveries else None,
             watch=None if watch.slice_s is None else check,
             portion=limits.POLL_RECORDS,
             portions=_TAKE_POLLS,
             watch_s=watch.slice_s or math.inf,
             group_timeout_s=math.inf if timeout_s is None else timeout_s,
         )
+
+    @property
+    def _notes_deliveries(self) -> bool:
+        """Whether more is to be done for a delivery than C does."""
+        lag = self.stash.policy.max_policy_lag
+        return lag is not None or self._lead.bounded or self._requests.used
 
     def on_due(self, intake: _core.Intake, undecided: Undecided, wanted: int, now: float) -> bool:
         """Decide on undecided samples, run maintenance, poll, and set when to be called next.
@@ -145,6 +161,8 @@ class Collector:
         stash.apply_policy(undecided, now)
         self.run_maintenance(now)
         more = stash.ready_groups >= wanted or self.pump_once(now)
+        if self._notes_deliveries:
+            intake.lease = self.lease  # the first request may come while this reads
         if stash.discards or self._errors:
             self.release_discarded()
         failures = stash.failures
@@ -159,6 +177,8 @@ class Collector:
     def pump_once(self, now: float) -> bool:
         """Move one portion of records into the stash; True if the ring may have more."""
         stash = self.stash
+        self._lead.begin_check()
+        self._requests.begin_check()
         if self.divert is None:
             undecided: Undecided = []
             count = self.reader.poll_into(stash.table, limits.POLL_RECORDS, now, undecided)
@@ -172,7 +192,25 @@ class Collector:
         more = count == limits.POLL_RECORDS
         if stash.failures.groups or stash.failures.dirty:
             self._update_failing(now, drained=not more)
+        if not more and (self._lead.checks or self._requests.checks):
+            self._end_checks()
         return more
+
+    def _end_checks(self) -> None:
+        """Clear up after deaths and discards, with all that was committed before in the stash."""
+        samples = self.stash.waiting_samples()
+        present = {(sample.instance_id, sample.epoch) for sample in samples}
+        if self._lead.checks:
+            self._lead.end_check(present.union(self._requests.handed_out()))
+        if self._requests.checks:
+            present.update(
+                (held[0].instance_id, held[0].epoch) for held in self.held_elsewhere() if held
+            )
+            self._requests.end_check(lambda group: group in present or self.stash.is_full(group))
+
+    def _doubt(self) -> None:
+        self._lead.doubt()
+        self._requests.doubt()
 
     def expire(self, now: float) -> None:
         """End groups and requests whose deadline has passed, also when no record arrives."""
@@ -198,6 +236,9 @@ class Collector:
         if stash.discards:
             self.release_discarded()
         if leased:
+            if self._lead.bounded:
+                self._lead.delivered(leased)
+            self._requests.delivered(leased)
             # Now, since a producer may need it for a message before the caller comes back.
             self.flush()
         return leased
@@ -220,8 +261,13 @@ class Collector:
         if now >= self._next_sweep_s:
             self._next_sweep_s = now + limits.SWEEP_INTERVAL_S
             self.reader.sweep()
+            if self.segment.attach_epoch != self._attach_epoch:
+                # Whoever died may have been reaped by another producer.
+                self._attach_epoch = self.segment.attach_epoch
+                self._doubt()
             self._retries.check_claimants()
             self._log_drops(now)
+            self._lead.follow_version()
         if now >= self._next_evacuation_s:
             self._next_evacuation_s = now + _EVACUATE_INTERVAL_S
             self._free_space()
@@ -268,6 +314,7 @@ class Collector:
         discards = self.stash.take_discards()
         if not discards:
             return
+        self._doubt()
         now = time.monotonic()
         for discard in discards:
             self.drops.note(discard.reason, discard.samples, now, superseded=discard.superseded)
@@ -289,7 +336,7 @@ class Collector:
 
         Ring, table and group change in one call of C: no exception comes between.
         """
-        if not reason and not self.stash.reports:
+        if not reason and not self.stash.reports and not self._requests.used:
             return _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
         ended = _core.uninterrupted(self._end_noted, consumer, groups, reason, state)
         self.drops.flush()
@@ -305,6 +352,7 @@ class Collector:
             if reason:
                 self.drops.note(REASONS[reason], group._lease.samples, now)
             self.stash.end_reports(group._lease)
+            self._requests.ended(group._lease.samples)
         self.release_discards()
         return ended
 
@@ -321,6 +369,7 @@ class Collector:
             self.drops.note(REASONS[reason], group.samples, time.monotonic())
         self.reader.release(group.samples, reason)
         self.stash.end_lease(group)
+        self._requests.ended(group.samples)
         if reason:
             self.drops.flush()
         if self.stash.discards:
@@ -331,6 +380,7 @@ class Collector:
         if reason:
             self.drops.note(REASONS[reason], samples, time.monotonic())
         self.reader.release(samples, reason)
+        self._requests.ended(samples)
         self.drops.flush()
 
     def give_back(self, group: _core.GroupEntry[Trajectory]) -> None:
@@ -348,6 +398,7 @@ class Collector:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         self.segment.policy_version = version
+        self._lead.follow_version()
 
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""
@@ -375,6 +426,9 @@ class Collector:
                 producers=sum(row[1] == _core.SLOT_ACTIVE for row in segment.producers()),
                 capacity=segment.capacity,
                 free=segment.free_extents() * segment.extent_bytes,
+                requests=RequestCounts(
+                    **dict(zip(_REQUEST_COUNTS, _core.request_totals(segment), strict=False))
+                ),
             )
 
     def close(self) -> None:

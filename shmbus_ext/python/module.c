@@ -25,6 +25,9 @@
 #include "python/read/recursive_lock.h"
 #include "python/read/take.h"
 #include "python/record/copies.h"
+#include "python/requests/lead_functions.h"
+#include "python/requests/request_functions.h"
+#include "python/requests/request_layout.h"
 #include "python/segment/inspect.h"
 #include "python/segment/plan.h"
 #include "python/put/restore.h"
@@ -141,7 +144,8 @@ static bool add_functions(PyObject *module) {
         py_plan_add_functions,         py_copies_add_methods,
         py_extra_fields_add_functions,
         py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
-        py_pool_rows_add_functions,
+        py_pool_rows_add_functions,    py_lead_add_functions,        py_request_add_functions,
+        py_request_layout_add_functions,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

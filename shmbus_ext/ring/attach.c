@@ -10,6 +10,7 @@
 #include "intent_log.h"
 #include "reclaim.h"
 #include "recovery.h"
+#include "request_feed.h"
 
 struct head {
     uint64_t order;
@@ -131,6 +132,7 @@ void reader_detach(struct reader *self) {
 uint32_t reader_sweep(struct reader *self) {
     struct segment *segment = self->segment;
     uint32_t dead = 0;
+    request_heal(segment);
     for (uint32_t i = 0; i < segment->max_producers; i++) {
         struct producer_slot *slot = &segment->slots[i];
         uint32_t state = atomic_load_explicit(&slot->state, memory_order_acquire);

@@ -95,3 +95,34 @@ void doorbell_space_all(struct bus_header *header) {
     atomic_fetch_add_explicit(&header->space_bell, 1, memory_order_seq_cst);
     futex_wake(&header->space_bell, INT_MAX);
 }
+
+void doorbell_space_changed(struct bus_header *header) {
+    doorbell_space_freed(header, UINT32_MAX);
+}
+
+uint32_t shared_bell_want(struct shmbus_bell *bell) {
+    uint32_t ticket = atomic_load_explicit(&bell->word, memory_order_acquire);
+    /* SYNC: request-bell. A flag and no count: a waiter that dies leaves at most one spare wake-up. */
+    atomic_store_explicit(&bell->wanted, 1, memory_order_seq_cst);
+    full_fence(&bell->wanted);
+    return ticket;
+}
+
+enum doorbell_wait shared_bell_await(struct shmbus_bell *bell, uint32_t ticket, int64_t timeout_ns) {
+    return futex_wait(&bell->word, ticket, timeout_ns);
+}
+
+void shared_bell_ring(struct shmbus_bell *bell, uint32_t most) {
+    /* SYNC: request-bell. Orders what is new before the look at the flag. */
+    full_fence(&bell->wanted);
+    if (atomic_load_explicit(&bell->wanted, memory_order_relaxed) == 0) {
+        return;
+    }
+    atomic_store_explicit(&bell->wanted, 0, memory_order_relaxed);
+    atomic_fetch_add_explicit(&bell->word, 1, memory_order_seq_cst);
+    int count = most < INT_MAX ? (int)most : INT_MAX;
+    if (futex_wake(&bell->word, count) >= count) {
+        /* There may be others, for the next time. */
+        atomic_store_explicit(&bell->wanted, 1, memory_order_seq_cst);
+    }
+}

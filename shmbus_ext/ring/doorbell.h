@@ -31,5 +31,13 @@ enum doorbell_wait doorbell_await_space(struct bus_header *header, uint32_t tick
 void doorbell_space_freed(struct bus_header *header, uint32_t extents);
 /* Wakes every process that waits for space, announced or not. */
 void doorbell_space_all(struct bus_header *header);
+/* The same where anybody has announced it: more than extents may let a producer go on. */
+void doorbell_space_changed(struct bus_header *header);
+
+/* A bell of several sleepers: announce, look again, then sleep on the ticket. Ringing wakes at most
+ * so many of them. */
+uint32_t shared_bell_want(struct shmbus_bell *bell);
+enum doorbell_wait shared_bell_await(struct shmbus_bell *bell, uint32_t ticket, int64_t timeout_ns);
+void shared_bell_ring(struct shmbus_bell *bell, uint32_t most);
 
 #endif

@@ -6,7 +6,7 @@
  *
  * Segment:  | bus_header | producer_slot[max_producers + 1] | extent_desc[extent_count]
  *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | retry_entry[SHMBUS_RETRY_ENTRIES]
- *           | pad to a page | extents ... |
+ *           | lead_table | request lane | pad to a page | extents ... |
  * The last slot belongs to the collector: the lane into which it moves stragglers.
  */
 #ifndef SHMBUS_RING_LAYOUT_H
@@ -54,7 +54,6 @@
 #define SHMBUS_RETRY_ENTRIES 128u
 #define SHMBUS_RETRY_ID_BYTES 256u
 #define SHMBUS_RETRY_REASON_BYTES 192u
-
 /* Why records left the bus. Index into bus_header.released. */
 enum shmbus_reason {
     SHMBUS_ACKED = 0,
@@ -287,6 +286,8 @@ _Static_assert(offsetof(struct retry_entry, need) == 48, "layout");
 _Static_assert(offsetof(struct retry_entry, crc) == 60, "layout");
 _Static_assert(offsetof(struct retry_entry, id) == 64, "layout");
 
+#include "layout_requests.h"
+
 /* States are spread over the word, so that a scribble is seldom one of them. */
 enum shmbus_record_state {
     SHMBUS_RESERVED = 0x52534552, /* "RESR" */
@@ -389,6 +390,8 @@ _Static_assert(sizeof(struct schema_entry) == 12, "layout");
 #define SHMBUS_LOCK_BASE (INT64_C(1) << 60)
 #define SHMBUS_LOCK_COLLECTOR (SHMBUS_LOCK_BASE + 0)
 #define SHMBUS_LOCK_USERS (SHMBUS_LOCK_BASE + 1)
+/* Who offers requests, or ends what a dead feeder left: held for moments. */
+#define SHMBUS_LOCK_FEEDER (SHMBUS_LOCK_BASE + 2)
 #define SHMBUS_LOCK_SLOT (SHMBUS_LOCK_BASE + 1024)
 /* Shared locks of processes that a daemon leases groups to: the daemon's death leaves them, the
  * client's ends them. A view's lock, one byte an extent: a client has an array that looks into it,
@@ -409,6 +412,9 @@ _Static_assert(SHMBUS_LOCK_SLOT + SHMBUS_MAX_PRODUCERS <= SHMBUS_LOCK_VIEW &&
                            sizeof(struct extent_desc) * 577u +                                \
                            sizeof(struct record_header) * 97u +                               \
                            sizeof(struct retry_entry) * 31u * SHMBUS_RETRY_ENTRIES +           \
+                           (sizeof(struct lead_table) + SHMBUS_LEAD_ROWS) * 13u +             \
+                           (sizeof(struct request_lane) + sizeof(struct request_row) +        \
+                            sizeof(struct request_cell)) * 7u +                                \
                            SHMBUS_MAX_GROUP_SIZE)))
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,

@@ -6,7 +6,10 @@
 #include "doorbell.h"
 #include "extents.h"
 #include "failpoints.h"
+#include "file_lock.h"
+#include "lead.h"
 #include "record.h"
+#include "requests.h"
 
 /* Whether the commit that an owner intended took effect: the record shows it. */
 static bool commit_happened(const struct segment *segment, const struct producer_slot *slot) {
@@ -131,6 +134,12 @@ static uint32_t take_over(struct segment *segment, uint32_t slot_index) {
     struct producer_slot *slot = &segment->slots[slot_index];
     finish_commit(segment, slot);
     FAILPOINT("take-over-counted");
+    if (slot_index < segment->max_producers) {
+        lead_settle_all(segment, slot_index);
+        request_reap(segment, atomic_load_explicit(&slot->producer_id, memory_order_relaxed),
+                     atomic_load_explicit(&slot->committed, memory_order_relaxed));
+        FAILPOINT("take-over-reopened");
+    }
     seal_chain(segment, slot, slot_index);
     FAILPOINT("take-over-sealed");
     uint32_t kept = free_orphans(segment, slot_index);
@@ -149,4 +158,19 @@ void recover_producer(struct segment *segment, uint32_t slot_index) {
 
 uint32_t recover_collector(struct segment *segment) {
     return take_over(segment, segment->max_producers);
+}
+
+uint32_t recover_dead(struct segment *segment, uint32_t own_slot) {
+    uint32_t dead = 0;
+    for (uint32_t i = 0; i < segment->max_producers; i++) {
+        uint32_t state = atomic_load_explicit(&segment->slots[i].state, memory_order_acquire);
+        if (i == own_slot || state == SHMBUS_SLOT_FREE ||
+            file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
+            continue;
+        }
+        dead += state == SHMBUS_SLOT_ACTIVE;
+        recover_producer(segment, i);
+        file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + i);
+    }
+    return dead;
 }

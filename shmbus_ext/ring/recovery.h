@@ -1,5 +1,5 @@
 /* What a dead producer left, and how it ends: its last commit is counted or not, its lane sealed,
- * its leases that never got a place in the lane freed.
+ * its leases that never got a place in the lane freed, the samples that it had in hand given back.
  *
  * Invariants: the caller holds the lock of the slot, so nobody else writes there. A recovery that
  * is itself ended by death is begun again by the next holder of that lock, from any of its
@@ -17,5 +17,10 @@ void recover_producer(struct segment *segment, uint32_t slot_index);
 /* The same for the lane of the last collector. Returns the extent that it leaves to its successor,
  * or NO_EXTENT. */
 uint32_t recover_collector(struct segment *segment);
+
+/* Recovers every slot whose owner has ended, but the caller's own (or NO_SLOT): a worker that waits
+ * for what a dead one had in hand need not wait for the collector. How many had died. */
+#define NO_SLOT UINT32_MAX
+uint32_t recover_dead(struct segment *segment, uint32_t own_slot);
 
 #endif

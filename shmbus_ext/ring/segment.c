@@ -14,6 +14,7 @@
 #include "checksum.h"
 #include "clock.h"
 #include "file_lock.h"
+#include "request_parts.h"
 #include "rounds.h"
 
 #ifndef MADV_POPULATE_READ
@@ -53,7 +54,8 @@ static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count) {
     return SHMBUS_HEADER_BYTES + ((uint64_t)max_producers + 1) * sizeof(struct producer_slot) +
            (uint64_t)extent_count * sizeof(struct extent_desc) +
            (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t) +
-           (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
+           (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry) +
+           sizeof(struct lead_table) + (uint64_t)SHMBUS_LEAD_ROWS * sizeof(uint64_t);
 }
 
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
@@ -86,9 +88,24 @@ bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_byt
     plan->extent_bytes = extent_bytes;
     plan->extent_count = (uint32_t)count;
     plan->max_producers = max_producers;
-    plan->data_offset =
-        shmbus_align_up(tables_bytes(max_producers, plan->extent_count), SHMBUS_PAGE);
-    plan->segment_bytes = plan->data_offset + count * extent_bytes;
+    plan->max_lead = plan->max_lead_versions = 0;
+    uint64_t requests = capacity / SHMBUS_REQUEST_SHARE;
+    requests = requests < SHMBUS_REQUEST_MIN_BYTES   ? SHMBUS_REQUEST_MIN_BYTES
+               : requests > SHMBUS_REQUEST_MAX_BYTES ? SHMBUS_REQUEST_MAX_BYTES
+                                                     : requests;
+    return segment_plan_requests(plan, requests);
+}
+
+bool segment_plan_requests(struct segment_geometry *plan, uint64_t request_bytes) {
+    struct request_parts parts;
+    if (request_bytes > SHMBUS_REQUEST_MAX_BYTES ||
+        !request_divide(&parts, NULL, request_bytes)) {
+        return false;
+    }
+    plan->data_offset = shmbus_align_up(
+        shmbus_align_up(tables_bytes(plan->max_producers, plan->extent_count), 128) + request_bytes,
+        SHMBUS_PAGE);
+    plan->segment_bytes = plan->data_offset + plan->extent_count * plan->extent_bytes;
     return true;
 }
 
@@ -157,6 +174,12 @@ static void set_pointers(struct segment *self) {
     self->intent_log = (_Atomic uint64_t *)at;
     at += (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t);
     self->retries = (struct retry_entry *)at;
+    at += (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
+    self->lead = (struct lead_table *)at;
+    uint64_t requests_at =
+        shmbus_align_up(tables_bytes(self->max_producers, self->extent_count), 128);
+    (void)request_divide(&self->requests, self->base + requests_at,
+                          self->data_offset - requests_at);
     self->data = self->base + self->data_offset;
     self->max_span = self->extent_count / RECORD_SHARE;
     if (self->max_span < 1) {
@@ -292,6 +315,11 @@ enum segment_status segment_create(struct segment *self, int fd,
     header->max_producers = plan->max_producers;
     header->created_unix_ns = self->created_unix_ns = clock_realtime_ns();
     header->geometry_crc = geometry_crc(header);
+    self->lead->max_groups = plan->max_lead;
+    self->lead->max_versions = plan->max_lead_versions;
+    /* With a bound in versions alone, the first group tells how many there may be. */
+    uint32_t limit = plan->max_lead_versions > 0 ? 1 : plan->max_lead;
+    atomic_store_explicit(&self->lead->limit, limit, memory_order_relaxed);
     atomic_store_explicit(&header->next_producer_id, 1, memory_order_relaxed);
     rounds_begin(header, header->created_unix_ns);
     /* SYNC: segment-ready. Everything above is in place before the magic says so. */
@@ -313,8 +341,14 @@ static bool geometry_holds(const struct bus_header *header, uint64_t file_bytes,
         self->max_producers > SHMBUS_MAX_PRODUCERS || self->extent_bytes % SHMBUS_PAGE != 0 ||
         self->extent_bytes < SHMBUS_PAGE || self->extent_bytes > (UINT64_C(1) << 46) ||
         self->data_offset % SHMBUS_PAGE != 0 ||
-        self->data_offset < tables_bytes(self->max_producers, self->extent_count) ||
         self->data_offset > file_bytes) {
+        return false;
+    }
+    uint64_t tables =
+        shmbus_align_up(tables_bytes(self->max_producers, self->extent_count), 128);
+    struct request_parts parts;
+    if (self->data_offset < tables ||
+        !request_divide(&parts, NULL, self->data_offset - tables)) {
         return false;
     }
     return self->bytes == self->data_offset + self->extent_bytes * self->extent_count;

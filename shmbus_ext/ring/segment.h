@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "layout.h"
+#include "request_parts.h"
 
 enum segment_status {
     SEGMENT_OK = 0,
@@ -41,24 +42,34 @@ struct segment {
     struct extent_desc *extents;
     _Atomic uint64_t *intent_log;
     struct retry_entry *retries; /* SHMBUS_RETRY_ENTRIES */
+    struct lead_table *lead;
+    struct request_parts requests;
     uint8_t *data;
     uint32_t found_version; /* after SEGMENT_BAD_VERSION */
     uint32_t found_hash;
     uint64_t found_bytes; /* after SEGMENT_TRUNCATED: the file's size */
 };
 
+/* What a segment is made of. */
 struct segment_geometry {
     uint64_t segment_bytes;
     uint64_t data_offset;
     uint64_t extent_bytes;
     uint32_t extent_count;
     uint32_t max_producers;
+    /* The bounds of lead.h, 0 for none; for segment_create. */
+    uint32_t max_lead;
+    uint32_t max_lead_versions; /* one more than the versions */
 };
 
 /* Capacity is the bytes for records; what the tables need comes on top. extent_bytes 0 chooses.
  * False when the numbers cannot make a segment. */
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
                   struct segment_geometry *plan);
+
+/* Gives the request lane of a plan so many bytes, in place of its share of the capacity. False where
+ * there are too many. */
+bool segment_plan_requests(struct segment_geometry *plan, uint64_t request_bytes);
 
 /* Extents of a new segment that are leased to its future collector: producers may fill the bus
  * before it attaches, and what it then has to move out of the way needs a place. */

@@ -9,7 +9,9 @@
 #include "doorbell.h"
 #include "failpoints.h"
 #include "file_lock.h"
+#include "lead.h"
 #include "recovery.h"
+#include "requests.h"
 
 /* Passes over the slots: a reader that recovers a slot holds its lock for a moment. */
 #define ATTACH_PASSES 4
@@ -104,6 +106,8 @@ enum writer_status writer_attach_in_time(struct writer *self, struct segment *se
 void writer_close(struct writer *self) {
     writer_seal(self);
     FAILPOINT("close-sealed");
+    /* What it has in hand and has not answered is for others now. */
+    request_reap(self->segment, self->producer_id, self->committed);
     atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_CLOSED, memory_order_release);
     atomic_fetch_add_explicit(&self->segment->header->attach_epoch, 1, memory_order_release);
     doorbell_ring(self->segment->header);
@@ -192,6 +196,8 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
             return status;
         }
     }
+    out->admitted = 0;
+    out->answers.number = 0;
     out->bytes = bytes;
     out->place.extent = self->extent;
     out->place.generation = self->generation;
@@ -203,6 +209,9 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
 
 /* Until `committed` has grown, a successor decides by this intent whether the commit happened. */
 static void intend_commit(struct writer *self, const struct reservation *at) {
+    if (at->answers.number != 0) {
+        request_intend(self->segment, &at->answers, self->committed + 1);
+    }
     atomic_store_explicit(&self->slot->commit_ref, place_pack(&at->place), memory_order_relaxed);
     atomic_store_explicit(&self->slot->commit_generation, at->place.generation,
                           memory_order_relaxed);
@@ -212,12 +221,18 @@ static void intend_commit(struct writer *self, const struct reservation *at) {
     record_close(at->record, self->sequence, self->committed);
 }
 
-static void count_commit(struct writer *self) {
+static void count_commit(struct writer *self, const struct reservation *at) {
     FAILPOINT("commit-marked");
     self->sequence++;
     self->committed++;
     /* SYNC: lane-advanced. A reader that sees the count sees the record. */
     atomic_store_explicit(&self->slot->committed, self->committed, memory_order_release);
+    if (at->admitted != 0) {
+        lead_settle(self->segment, at->admitted, self->slot_index);
+    }
+    if (at->answers.number != 0) {
+        request_answered(self->segment, &at->answers);
+    }
 }
 
 static void make_visible(struct writer *self, const struct reservation *at) {
@@ -234,7 +249,7 @@ void writer_publish(struct writer *self, const struct reservation *at) {
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
     FAILPOINT("record-published");
     make_visible(self, at);
-    count_commit(self);
+    count_commit(self, at);
 }
 
 void writer_publish_moved(struct writer *self, const struct reservation *at) {
@@ -259,7 +274,7 @@ void writer_commit(struct writer *self, const struct reservation *at) {
     intend_commit(self, at);
     /* SYNC: record-published. */
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
-    count_commit(self);
+    count_commit(self, at);
 }
 
 void writer_abort(struct writer *self, const struct reservation *at) {
@@ -267,6 +282,9 @@ void writer_abort(struct writer *self, const struct reservation *at) {
     FAILPOINT("abort-marked");
     self->aborted++;
     atomic_store_explicit(&self->slot->aborted, self->aborted, memory_order_release);
+    if (at->admitted != 0) {
+        lead_withdraw(self->segment, at->admitted, self->slot_index);
+    }
 }
 
 void writer_pin(struct writer *self, const struct reservation *at) {

@@ -14,6 +14,7 @@
 #include "extents.h"
 #include "layout.h"
 #include "record.h"
+#include "requests.h"
 #include "segment.h"
 
 struct writer {
@@ -42,6 +43,8 @@ struct reservation {
     struct record_header *record;
     struct record_place place;
     uint64_t bytes;
+    uint64_t admitted; /* the key of the group that this record begins, where groups are bounded */
+    struct request_claim answers; /* what it answers, if anything (requests.h) */
 };
 
 enum writer_status {
@@ -62,7 +65,8 @@ void writer_attach_collector(struct writer *self, struct segment *segment);
 /* Seals the lane. The caller closes the file description afterwards, which drops the lock. */
 void writer_close(struct writer *self);
 
-/* Room for a record in the lane, not exposed to anybody. */
+/* Room for a record in the lane, not exposed to anybody. What it begins or answers is for the caller
+ * to note; its commit or abort then ends that too. */
 enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct reservation *out);
 
 /* One step for a record that is filled already: expose it committed. */

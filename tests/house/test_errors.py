@@ -21,10 +21,11 @@ from shmbus_ext import _core
 
 ALL = [
     "Bus", "BusBusyError", "BusClosedError", "BusExistsError", "BusFullError", "BusNotFoundError",
-    "BusRemovedError", "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Group",
-    "GroupCopy", "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo", "ProducerStats",
-    "ProtocolError", "RecordTooLargeError", "Reservation", "ShmbusError", "Slot", "StallError",
-    "StallReport", "Trajectory", "TrajectoryCopy", "WantedSample", "__version__", "unlink",
+    "BusRemovedError", "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Feeder",
+    "Group", "GroupCopy", "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo",
+    "ProducerStats", "ProtocolError", "RecordTooLargeError", "Request", "RequestCounts",
+    "Reservation", "RestoredRequests", "ShmbusError", "Slot", "StallError", "StallReport",
+    "Trajectory", "TrajectoryCopy", "WantedSample", "__version__", "unlink",
 ]  # fmt: skip
 
 TREE = {

@@ -39,6 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "shmbus._throttle",
         "shmbus.ledger",
     ),
+    ("shmbus._prompts",),
     # What can be said of a bus; control messages carry some of it. What outlives a lease.
     ("shmbus.inspect.types", "shmbus.copies"),
     # A bus as a file, and the error texts that the extension is given.
@@ -52,6 +53,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.stall",),
     # The handles. A Consumer's source is one of two: the stash here, or a daemon's client.
     ("shmbus.group", "shmbus.put"),
+    ("shmbus.feeder",),
     ("shmbus.stash", "shmbus.client", "shmbus.producer"),
     ("shmbus.source",),
     ("shmbus.take",),
@@ -84,7 +86,7 @@ OPEN_TO_TRAINERS = ("shmbus.batch.", "shmbus.pool.", "shmbus.segment.names.")
 
 # A rollout worker is one of many: importing what it needs loads none of these rooms.
 NOT_FOR_A_PRODUCER = ("client", "consumer", "control", "daemon", "inspect", "stash", "store")
-MOST_MODULES_OF_A_PRODUCER = 23
+MOST_MODULES_OF_A_PRODUCER = 26
 
 
 def modules() -> dict[str, Path]:

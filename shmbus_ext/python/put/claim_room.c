@@ -12,6 +12,7 @@
 #include "ring/clock.h"
 #include "ring/copy.h"
 #include "ring/doorbell.h"
+#include "ring/lead.h"
 #include "ring/removal.h"
 
 /* Copies above this are worth letting other threads run. */
@@ -34,12 +35,35 @@ static bool is_paused(const WriterObject *self) {
     return atomic_load_explicit(&self->segment->c.header->paused, memory_order_acquire) != 0;
 }
 
-enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes,
+struct wanted_room py_writer_wants(const WriterObject *self,
+                                   const struct put_arguments *arguments) {
+    const struct record_spec *spec = &arguments->spec;
+    struct wanted_room wanted = {spec->record_bytes, 0};
+    /* A report of a failure waits for nobody, and the group of an answer was admitted with its
+     * request. */
+    if (lead_is_bounded(&self->segment->c) && (spec->flags & SHMBUS_FLAG_FAILED) == 0 &&
+        arguments->answers.number == 0) {
+        wanted.begins = lead_key(spec->id, spec->id_bytes, spec->epoch);
+    }
+    return wanted;
+}
+
+enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_room *wanted,
                                        struct reservation *at) {
-    if (is_paused(self) && bytes <= self->segment->c.record_limit) {
+    self->too_far = false;
+    if (is_paused(self) && wanted->bytes <= self->segment->c.record_limit) {
         return WRITER_FULL;
     }
-    return writer_claim(&self->c, bytes, at);
+    enum writer_status status = writer_claim(&self->c, wanted->bytes, at);
+    if (wanted->begins == 0 || status != WRITER_OK) {
+        return status;
+    }
+    /* After the space, which need not be given back: nobody sees it yet. */
+    enum lead_verdict verdict =
+        lead_admit(&self->segment->c, wanted->begins, self->c.slot_index);
+    self->too_far = verdict == LEAD_FULL;
+    at->admitted = verdict == LEAD_CLAIMED ? wanted->begins : 0;
+    return self->too_far ? WRITER_FULL : WRITER_OK;
 }
 
 bool py_writer_go_on(WriterObject *self, double timeout_s) {
@@ -101,19 +125,21 @@ static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ti
 
 /* Waits for room in this segment. 1 where it has it, 0 where the bus was removed or the writer is
  * in another by now, -1 with an exception. */
-static int await_room(WriterObject *self, SegmentObject *here, uint64_t bytes, struct wait *wait,
-                      struct reservation *at) {
+static int await_room(WriterObject *self, SegmentObject *here, const struct wanted_room *wanted,
+                      struct wait *wait, struct reservation *at) {
     for (;;) {
         /* A sealed run can be freed; the reader is woken to do so. */
         writer_seal(&self->c);
         uint32_t ticket = doorbell_want_space(here->c.header);
         doorbell_ring(here->c.header);
-        if (py_writer_try_claim(self, bytes, at) == WRITER_OK) {
+        if (py_writer_try_claim(self, wanted, at) == WRITER_OK) {
             return 1;
         }
         if (wait->timeout_s >= 0 && waited_s(wait) >= wait->timeout_s) {
             py_raise_hook(hooks.full_error,
-                          Py_BuildValue("(OKd)", here, (unsigned long long)bytes, waited_s(wait)));
+                          Py_BuildValue("(OKd)", here,
+                                        (unsigned long long)(self->too_far ? 0 : wanted->bytes),
+                                        waited_s(wait)));
             return -1;
         }
         if (!sleep_for_space(self, here, ticket, wait)) {
@@ -125,9 +151,9 @@ static int await_room(WriterObject *self, SegmentObject *here, uint64_t bytes, s
     }
 }
 
-bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
+bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, double timeout_s,
                           struct reservation *at) {
-    enum writer_status status = py_writer_try_claim(self, bytes, at);
+    enum writer_status status = py_writer_try_claim(self, wanted, at);
     if (status == WRITER_OK) {
         return true;
     }
@@ -139,21 +165,21 @@ bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
             if (!py_writer_go_on(self, left_s(&wait))) {
                 return false;
             }
-            status = py_writer_try_claim(self, bytes, at);
+            status = py_writer_try_claim(self, wanted, at);
         }
         if (status == WRITER_OK) {
             return true;
         }
         if (status == WRITER_TOO_LARGE) {
-            raise_too_large(self, bytes);
+            raise_too_large(self, wanted->bytes);
             return false;
         }
         self->full_waits++;
         SegmentObject *here = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
-        found = await_room(self, here, bytes, &wait, at);
+        found = await_room(self, here, wanted, &wait, at);
         Py_DECREF(here);
         if (found == 0) {
-            status = py_writer_try_claim(self, bytes, at);
+            status = py_writer_try_claim(self, wanted, at);
         }
     }
     return found > 0;
@@ -235,9 +261,11 @@ void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arg
 bool py_writer_put_one(WriterObject *self, const struct put_arguments *arguments) {
     struct reservation at;
     uint64_t bytes = arguments->spec.record_bytes;
-    if (!py_writer_claim_room(self, bytes, arguments->timeout_s, &at)) {
+    struct wanted_room wanted = py_writer_wants(self, arguments);
+    if (!py_writer_claim_room(self, &wanted, arguments->timeout_s, &at)) {
         return false;
     }
+    at.answers = arguments->answers;
     py_writer_write_head(self, arguments, &at);
     if (bytes < RELEASE_LOCK_BYTES) {
         copy_payload(self, arguments, (uint8_t *)at.record);

@@ -12,6 +12,12 @@
 
 struct batch;
 
+/* What a record needs of the bus before it can be written. */
+struct wanted_room {
+    uint64_t bytes;
+    uint64_t begins; /* the key of its group where groups are bounded, else 0 */
+};
+
 typedef struct writer_object {
     PyObject_HEAD
     SegmentObject *segment;
@@ -26,6 +32,7 @@ typedef struct writer_object {
     struct watch watch; /* over a wait for space */
     bool attached;
     bool closing;
+    bool too_far; /* what the last claim failed for: its group may not begin yet */
     bool moving; /* a thread is about to take it to another bus */
     /* Goes on in the bus that takes the place of a removed one; NULL where it does not follow. */
     bool (*follow)(struct writer_object *self, double timeout_s);
@@ -36,12 +43,17 @@ typedef struct writer_object {
 
 /* Sets an exception when the writer is closed or was made before a fork. */
 bool py_writer_usable(WriterObject *self);
-/* A paused bus is a full one, to those who want to write. */
-enum writer_status py_writer_try_claim(WriterObject *self, uint64_t bytes, struct reservation *at);
+/* A paused bus is a full one, to those who want to write, and so is one whose producers are too far
+ * ahead for another group. */
+enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_room *wanted,
+                                       struct reservation *at);
 /* Room for a record, waiting for it as long as timeout_s allows, for ever where that is negative;
  * false with an exception. */
-bool py_writer_claim_room(WriterObject *self, uint64_t bytes, double timeout_s,
+bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, double timeout_s,
                           struct reservation *at);
+/* What a record of these finished arguments needs. */
+struct wanted_room py_writer_wants(const WriterObject *self,
+                                   const struct put_arguments *arguments);
 /* Once the bus was removed: waits for the next one for timeout_s, for ever where that is negative,
  * and goes on there; open reservations and batches are aborted. True where the writer may try
  * again; false with an exception, BusRemovedError where it does not follow or none was in time. */

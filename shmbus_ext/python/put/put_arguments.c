@@ -31,6 +31,7 @@ void py_arguments_begin(struct put_arguments *self) {
     self->array_count = 0;
     self->has_group_size = self->has_index = false;
     self->spec = (struct record_spec){.epoch = SHMBUS_NO_EPOCH};
+    self->answers.number = 0;
 }
 
 void py_arguments_end(struct put_arguments *self) {

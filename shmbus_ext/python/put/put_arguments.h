@@ -3,6 +3,7 @@
 #define SHMBUS_PYTHON_PUT_ARGUMENTS_H
 
 #include "python/record/schema.h"
+#include "ring/requests.h"
 
 /* What a producer hands over, between Python and a record. */
 struct put_arguments {
@@ -20,6 +21,7 @@ struct put_arguments {
     uint64_t field_bytes[SHMBUS_MAX_FIELDS];
     uint8_t field_ndim[SHMBUS_MAX_FIELDS];
     struct record_spec spec;
+    struct request_claim answers; /* number 0 for none */
 };
 
 void py_arguments_begin(struct put_arguments *self);

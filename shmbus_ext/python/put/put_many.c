@@ -62,10 +62,12 @@ static bool parse_item(WriterObject *self, struct put_arguments *arguments, PyOb
                        Py_ssize_t at) {
     py_arguments_begin(arguments);
     struct reservation unused;
+    struct wanted_room wanted = {0, 0};
     bool good = py_arguments_take_mapping(arguments, PyList_GET_ITEM(items, at)) &&
                 py_arguments_finish(arguments, &self->schemas) && py_writer_usable(self) &&
-                (arguments->spec.record_bytes <= self->segment->c.record_limit ||
-                 py_writer_claim_room(self, arguments->spec.record_bytes, 0.0, &unused));
+                (wanted.bytes = arguments->spec.record_bytes) != 0 &&
+                (wanted.bytes <= self->segment->c.record_limit ||
+                 py_writer_claim_room(self, &wanted, 0.0, &unused));
     if (!good) {
         name_item(at);
     }
@@ -93,7 +95,7 @@ static double seconds_until(double deadline_s) {
 /* The bus is full: what is reserved must be committed before anybody can make room. A bad item must
  * leave the bus as it was, so the items after `at` are checked before the first commit. */
 static bool commit_and_wait(WriterObject *self, struct batch *batch, PyObject *items, Py_ssize_t at,
-                            uint64_t bytes, double deadline_s) {
+                            const struct wanted_room *wanted, double deadline_s) {
     if (removal_happened(&self->segment->c)) {
         /* Nobody reads it any more: these items begin again, in the bus that takes its place. */
         batch_abort(self, batch);
@@ -105,7 +107,7 @@ static bool commit_and_wait(WriterObject *self, struct batch *batch, PyObject *i
         doorbell_ring(self->segment->c.header);
     }
     batch_commit(self, batch);
-    return py_writer_claim_room(self, bytes, seconds_until(deadline_s), &batch->at[0]);
+    return py_writer_claim_room(self, wanted, seconds_until(deadline_s), &batch->at[0]);
 }
 
 static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, Py_ssize_t at,
@@ -115,9 +117,9 @@ static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, 
     if (!parse_item(self, &arguments, items, at)) {
         goto end;
     }
-    uint64_t bytes = arguments.spec.record_bytes;
-    if (py_writer_try_claim(self, bytes, &batch->at[batch->open]) != WRITER_OK) {
-        added = commit_and_wait(self, batch, items, at, bytes, deadline_s);
+    struct wanted_room wanted = py_writer_wants(self, &arguments);
+    if (py_writer_try_claim(self, &wanted, &batch->at[batch->open]) != WRITER_OK) {
+        added = commit_and_wait(self, batch, items, at, &wanted, deadline_s);
         if (!added || batch->committed + batch->open != at) {
             goto end;
         }

@@ -7,6 +7,7 @@
 
 #include "python/hooks.h"
 #include "ring/doorbell.h"
+#include "ring/lead.h"
 
 /* Takes the arrays back. One that somebody still holds can no longer be written through, and its
  * record's space is kept until it is gone, for views of it that we don't know of. */
@@ -37,6 +38,8 @@ static void move_from_views(ReservationObject *self) {
     record_write_frame(copy.record, &copy.place, copy.bytes, from->producer_id, from->slot,
                        from->flags);
     writer_reserve(writer, &copy);
+    copy.admitted = self->at.admitted;
+    self->at.admitted = 0; /* the copy's group is not given up */
     writer_abort(writer, &self->at);
     self->at = copy;
 }
@@ -234,12 +237,18 @@ PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
     ReservationObject *made = NULL;
     py_arguments_begin(&arguments);
     if (!plan_reservation(self, &arguments, head, &fields, meta_room) ||
-        !py_writer_usable(self) || /* encoding may have let another thread close it */
-        !py_writer_claim_room(self, arguments.spec.record_bytes, arguments.timeout_s, &at)) {
+        !py_writer_usable(self)) { /* encoding may have let another thread close it */
+        goto end;
+    }
+    struct wanted_room wanted = py_writer_wants(self, &arguments);
+    if (!py_writer_claim_room(self, &wanted, arguments.timeout_s, &at)) {
         goto end;
     }
     made = py_reservation_new(self, &at, fields.names);
     if (made == NULL) {
+        if (at.admitted != 0) {
+            lead_withdraw(&self->segment->c, at.admitted, self->c.slot_index);
+        }
         goto end;
     }
     PyObject *meta = arguments.meta_encoded;

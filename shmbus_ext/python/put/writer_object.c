@@ -9,6 +9,7 @@
 
 #include "python/hooks.h"
 #include "python/put/put_many.h"
+#include "python/put/request_claims.h"
 #include "python/put/reservation.h"
 #include "python/put/successor.h"
 #include "ring/doorbell.h"
@@ -76,13 +77,16 @@ static bool take_call(struct put_arguments *arguments, PyObject *const *args, Py
 }
 
 static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t count,
-                          PyObject *kwnames, uint32_t flags) {
+                          PyObject *kwnames, uint32_t flags, const struct request_claim *answers) {
     if (!py_writer_usable(self)) {
         return NULL;
     }
     struct put_arguments arguments;
     py_arguments_begin(&arguments);
     arguments.spec.flags = flags;
+    if (answers != NULL) {
+        arguments.answers = *answers;
+    }
     bool done = take_call(&arguments, args, count, kwnames) &&
                 py_arguments_finish(&arguments, &self->schemas) &&
                 py_writer_usable(self) && /* encoding may have let another thread close it */
@@ -97,19 +101,35 @@ static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t 
 
 static PyObject *py_writer_put(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                PyObject *kwnames) {
-    return put_call(self, args, count, kwnames, 0);
+    return put_call(self, args, count, kwnames, 0, NULL);
 }
 
 /* A report that a sample failed: put's arguments, with the reason as meta, and no arrays. */
 static PyObject *py_writer_fail(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                 PyObject *kwnames) {
-    return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED);
+    return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED, NULL);
 }
 
 /* The same where the group's size is unknown: group_size is any above the index. */
 static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                         PyObject *kwnames) {
-    return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE);
+    return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE, NULL);
+}
+
+/* _answer(claim, failed, instance_id, ...): put, or the report of a failure, which ends the claim of
+ * a request with its commit. */
+static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_ssize_t count,
+                                  PyObject *kwnames) {
+    struct request_claim claim;
+    if (count < 2) {
+        PyErr_SetString(PyExc_TypeError, "_answer: expected a claim, failed, and put's arguments");
+        return NULL;
+    }
+    if (!py_writer_usable(self) || !py_take_claim(self, args[0], &claim)) {
+        return NULL;
+    }
+    uint32_t flags = args[1] == Py_True ? SHMBUS_FLAG_FAILED : 0;
+    return put_call(self, args + 2, count - 2, kwnames, flags, &claim);
 }
 
 /* Announces the wish for space; try again after it, and then await_space with the ticket. */
@@ -297,6 +317,11 @@ static PyMethodDef writer_methods[] = {
     {"_fail", (PyCFunction)(void (*)(void))py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL},
     {"_fail_unsized", (PyCFunction)(void (*)(void))py_writer_fail_unsized,
      METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"_answer", (PyCFunction)(void (*)(void))py_writer_answer, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"_take_request", (PyCFunction)(void (*)(void))py_writer_take_request, METH_NOARGS, NULL},
+    {"_give_back_request", (PyCFunction)(void (*)(void))py_writer_give_back_request, METH_O, NULL},
+    {"_holds_request", (PyCFunction)(void (*)(void))py_writer_holds_request, METH_O, NULL},
+    {"_recover_dead", (PyCFunction)(void (*)(void))py_writer_recover_dead, METH_NOARGS, NULL},
     {"_reserve", (PyCFunction)(void (*)(void))py_writer_reserve, METH_VARARGS, NULL},
     {"_want_space", (PyCFunction)(void (*)(void))py_writer_want_space, METH_NOARGS, NULL},
     {"_await_space", (PyCFunction)(void (*)(void))py_writer_await_space, METH_VARARGS, NULL},

@@ -155,7 +155,7 @@ static PyObject *lease(IntakeObject *self, const struct take_request *request) {
     if (self->table->lists.ready.groups == 0) {
         return PyList_New(0);
     }
-    PyObject *list = self->lease == NULL
+    PyObject *list = self->lease == NULL || self->lease == Py_None
                          ? py_group_lists_lease_ready(&self->table->lists, request->groups)
                          : call_lease(self, request->groups);
     if (list != NULL && !make_groups(self, request->consumer, list)) {
@@ -338,6 +338,8 @@ static PyMemberDef intake_members[] = {
      "Next time on_due must run, even if the caller must be woken."},
     {"delegate_all", T_BOOL, offsetof(IntakeObject, delegate_all), 0,
      "Whether on_due runs on every poll, and reads the ring itself."},
+    {"lease", T_OBJECT, offsetof(IntakeObject, lease), 0,
+     "lease(groups) -> list of entries; None to lease whatever is ready."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -169,17 +169,21 @@ bool py_segment_map_views(SegmentObject *self) {
     return status == SEGMENT_OK;
 }
 
-/* create(fd, name, capacity, max_producers, extent_bytes): takes the descriptor over on success. */
+/* create(fd, name, capacity, max_producers, extent_bytes, request_bytes, max_lead, max_versions):
+ * takes the descriptor over on success. request_bytes 0 chooses; max_lead 0 and max_versions 0 are no
+ * bound, and max_versions is one more than the bound in versions. */
 static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
     int fd;
     PyObject *name;
-    unsigned long long capacity, extent_bytes;
-    unsigned int max_producers;
+    unsigned long long capacity, extent_bytes, request_bytes = 0;
+    unsigned int max_producers, max_lead = 0, max_versions = 0;
     struct segment_geometry plan;
-    if (!PyArg_ParseTuple(args, "iUKIK", &fd, &name, &capacity, &max_producers, &extent_bytes)) {
+    if (!PyArg_ParseTuple(args, "iUKIK|KII", &fd, &name, &capacity, &max_producers, &extent_bytes,
+                          &request_bytes, &max_lead, &max_versions)) {
         return NULL;
     }
-    if (!segment_plan(capacity, max_producers, extent_bytes, &plan)) {
+    if (!segment_plan(capacity, max_producers, extent_bytes, &plan) ||
+        (request_bytes > 0 && !segment_plan_requests(&plan, request_bytes))) {
         PyErr_Format(PyExc_ValueError,
                      "bus '%U': no segment can be laid out for capacity=%llu bytes, "
                      "max_producers=%u (1 to %u), extent_bytes=%llu (a multiple of %u, at most the "
@@ -188,6 +192,8 @@ static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
                      SHMBUS_PAGE);
         return NULL;
     }
+    plan.max_lead = max_lead;
+    plan.max_lead_versions = max_versions;
     SegmentObject *self = py_segment_alloc(type, name);
     if (self == NULL) {
         return NULL;
@@ -369,6 +375,7 @@ static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
         atomic_compare_exchange_strong_explicit(&self->c.header->paused, &paused, SHMBUS_RUNS,
                                                 memory_order_release, memory_order_relaxed);
         doorbell_space_all(self->c.header);
+        shared_bell_ring(&self->c.requests.lane->work, UINT32_MAX);
     }
     Py_RETURN_NONE;
 }
@@ -520,6 +527,12 @@ static PyObject *py_segment_get_capacity(SegmentObject *self, void *ignored) {
     return PyLong_FromUnsignedLongLong(self->c.extent_bytes * self->c.extent_count);
 }
 
+static PyObject *py_segment_get_attach_epoch(SegmentObject *self, void *ignored) {
+    (void)ignored;
+    return PyLong_FromUnsignedLong(
+        atomic_load_explicit(&self->c.header->attach_epoch, memory_order_acquire));
+}
+
 static PyObject *py_segment_get_removed(SegmentObject *self, void *ignored) {
     (void)ignored;
     return PyBool_FromLong(removal_happened(&self->c));
@@ -554,6 +567,7 @@ static PyGetSetDef segment_getset[] = {
     {"policy_version", (getter)py_segment_get_policy_version, (setter)py_segment_set_policy_version,
      NULL, NULL},
     {"capacity", (getter)py_segment_get_capacity, NULL, NULL, NULL},
+    {"attach_epoch", (getter)py_segment_get_attach_epoch, NULL, NULL, NULL},
     {"removed", (getter)py_segment_get_removed, NULL, NULL, NULL},
     {"closed", (getter)py_segment_get_closed, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -1,0 +1,116 @@
+"""Prompts as bytes: named arrays and a meta, as a request carries them.
+
+A prompt is: length of the table (4 bytes) | table, MessagePack | fields, each at a multiple of 16.
+The table is [meta or None, [[name, dtype, shape], ...]], with meta and dtypes as they travel in
+records. Nothing here trusts the bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shmbus._encoding import as_array, decode_dtype, decode_meta, encode_dtype, encode_meta
+from shmbus_ext import _core
+
+__all__ = ["Prompt", "encode_prompt"]
+
+_ALIGN = 16
+_LENGTH = struct.Struct("<I")
+_Table = tuple[bytes | None, list[tuple[str, bytes, list[int]]]]
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Table)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def encode_prompt(fields: Mapping[str, object], meta: object) -> bytes:
+    """Encode a prompt.
+
+    Parameters
+    ----------
+    fields : mapping of str to array
+        Any shape, any dtype of fixed size.
+    meta : object
+        What msgspec can encode; None for none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A value is no array, there are too many fields, or as for meta.
+    """
+    if len(fields) > _core.MAX_FIELDS:
+        raise ValueError(f"prompt: expected at most {_core.MAX_FIELDS} fields, got {len(fields)}")
+    table: list[tuple[str, bytes, tuple[int, ...]]] = []
+    parts: list[bytes] = []
+    for name, value in fields.items():
+        array = as_array(name, value)
+        table.append((name, encode_dtype(name, array.dtype), array.shape))
+        raw = array.tobytes()
+        parts += (raw, bytes(_padded(len(raw)) - len(raw)))
+    head = _encoder.encode((None if meta is None else encode_meta(meta), table))
+    start = _LENGTH.size + len(head)
+    return b"".join((_LENGTH.pack(len(head)), head, bytes(_padded(start) - start), *parts))
+
+
+class Prompt:
+    """A prompt that was decoded as far as somebody asked. It owns its bytes.
+
+    Parameters
+    ----------
+    raw : bytes
+        What `encode_prompt` made, from `start` on.
+    start : int
+        Where it begins.
+    """
+
+    __slots__ = ("_fields", "_meta", "_raw", "_start")
+
+    def __init__(self, raw: bytes, start: int) -> None:
+        self._raw = raw
+        self._start = start
+        self._fields: dict[str, NDArray[Any]] | None = None
+        self._meta: bytes | None = None
+
+    @property
+    def encoded(self) -> bytes:
+        """The bytes, as `encode_prompt` made them."""
+        return self._raw[self._start :]
+
+    @property
+    def fields(self) -> dict[str, NDArray[Any]]:
+        """The arrays by name; they are read-only, and live as long as anybody holds them."""
+        if self._fields is None:
+            self._decode()
+        assert self._fields is not None
+        return self._fields
+
+    @property
+    def meta(self) -> Any:
+        """The meta, decoded anew at each access; None where there is none."""
+        if self._fields is None:
+            self._decode()
+        return None if self._meta is None else decode_meta(self._meta)
+
+    def _decode(self) -> None:
+        raw, at = self._raw, self._start
+        found: dict[str, NDArray[Any]] = {}
+        try:
+            (size,) = _LENGTH.unpack_from(raw, at)
+            meta, table = _decoder.decode(memoryview(raw)[at + 4 : at + 4 + size])
+            offset = at + _padded(4 + size)
+            for name, described, shape in table:
+                dtype = decode_dtype(name, described)
+                count = int(np.prod(shape, dtype=object)) if shape else 1
+                found[name] = np.frombuffer(raw, dtype, count, offset).reshape(shape)
+                offset += _padded(count * dtype.itemsize)
+        except (struct.error, msgspec.DecodeError, ValueError) as error:
+            raise ValueError(f"prompt: its {len(raw) - at} bytes are damaged: {error}") from error
+        self._meta, self._fields = meta, found

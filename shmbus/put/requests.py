@@ -1,0 +1,466 @@
+"""Prompts to sample: taken from the request lane one sample at a time, and answered.
+
+Invariants
+----------
+- A sample is in the hands of one producer at a time. It comes back when that one gives it back,
+  closes, or dies; and it is answered once, whatever dies when (shmbus_ext/ring/requests.h).
+- A retry request of a group that came by the lane is handed out here too, with its prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from numpy.typing import NDArray
+
+from shmbus import limits
+from shmbus._arguments import check_timeout
+from shmbus._prompts import Prompt
+from shmbus._space import SpaceWaits
+from shmbus.put.asynchronous import AsynchronousPuts
+from shmbus.put.retries import RetryPuts, WantedSample
+from shmbus_ext import _core
+
+__all__ = ["Request", "RequestPuts"]
+
+#: What a worker waits for, in a report of a stall.
+_WAITS_FOR = "a prompt to sample"
+
+_Claim = tuple[int, int, int, int, int]
+_Text = tuple[str, "int | None", str, int, int, int, int, int, bytes]
+
+
+class Request:
+    """One sample to make: ``request[name]`` is a field of its prompt.
+
+    It owns its memory: the arrays are read-only copies, valid for as long as they are held.
+
+    Attributes
+    ----------
+    instance_id : str
+        The prompt's key.
+    epoch : int | None
+        Which repetition of the prompt this is.
+    split : str
+        What the group is for.
+    group_size : int
+        Samples of the group.
+    need : int
+        How many of them make it complete.
+    index : int
+        Which of them this one is.
+    priority : int
+        As it was offered.
+    attempt : int
+        0 for the first time that it is asked for.
+    reason : str
+        Why it is asked for again; "" for the first time.
+    """
+
+    __slots__ = (
+        "_claim", "_prompt", "_retry", "attempt", "epoch", "group_size", "index", "instance_id",
+        "need", "priority", "reason", "split",
+    )  # fmt: skip
+
+    instance_id: str
+    epoch: int | None
+    split: str
+    group_size: int
+    need: int
+    index: int
+    priority: int
+    attempt: int
+    reason: str
+    _claim: _Claim | None
+    _prompt: Prompt
+    _retry: tuple[int, WantedSample] | None
+
+    @classmethod
+    def _of(
+        cls,
+        text: _Text,
+        index: int,
+        claim: _Claim | None = None,
+        retry: tuple[int, WantedSample] | None = None,
+    ) -> Request:
+        self = cls.__new__(cls)
+        (
+            self.instance_id, self.epoch, self.split, self.group_size, self.need, self.priority, _,
+            start, data,
+        ) = text  # fmt: skip
+        self.index = index
+        self._claim = claim
+        self._retry = retry
+        self._prompt = Prompt(data, start)
+        self.attempt = 0 if retry is None else retry[1].attempt
+        self.reason = "" if retry is None else retry[1].reason
+        return self
+
+    @property
+    def meta(self) -> Any:
+        """The request's meta, decoded; None where it has none."""
+        return self._prompt.meta
+
+    @property
+    def fields(self) -> dict[str, NDArray[Any]]:
+        """All fields of the prompt by name."""
+        return dict(self._prompt.fields)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        try:
+            return self._prompt.fields[name]
+        except KeyError:
+            raise KeyError(
+                f"{name!r}: the prompt of {self.instance_id!r} has the fields "
+                f"{sorted(self._prompt.fields)}"
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._prompt.fields
+
+    def __repr__(self) -> str:
+        epoch = "" if self.epoch is None else f" epoch={self.epoch}"
+        again = f" attempt={self.attempt}" if self.attempt else ""
+        return f"<Request {self.instance_id!r}{epoch} {self.index}/{self.group_size}{again}>"
+
+
+class RequestPuts(AsynchronousPuts, RetryPuts):
+    """`next_request`, `put_for`, `fail_for`: the workers' side of the request lane."""
+
+    def _begin_requests(self) -> None:
+        self._work = SpaceWaits()
+        self._next_recovery_s = 0.0
+
+    def next_request(self, timeout: float | None = None) -> Request | None:
+        """Take the next sample to make; waits for one, and costs no CPU meanwhile.
+
+        Failed samples that are asked for again come first, then the highest priority, then what was
+        offered first. While the bus is paused nothing is handed out. Where the bus bounds how far
+        producers are ahead (`max_lead`), a group is begun here, and its samples never wait in
+        `put_for` for that bound.
+
+        What is taken is others' again when this producer closes or its process dies, or by
+        `release`.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        Request or None
+            None where nothing came in time.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `timeout` is no number of 0 or more.
+        BusClosedError, BusRemovedError
+            As for `put`.
+        StallError
+            Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall="raise"``.
+        """
+        check_timeout(timeout)
+        began = time.monotonic()
+        while True:
+            request = self._find_request()
+            if request is not None or timeout == 0:
+                return request
+            ticket = _core.request_want(self._here(), False)
+            request = self._find_request()
+            if request is not None:
+                return request
+            waited_s = time.monotonic() - began
+            if timeout is not None and waited_s >= timeout:
+                return None
+            left_s = limits.REQUEST_WAIT_S
+            if timeout is not None:
+                left_s = min(left_s, timeout - waited_s)
+            self._await_request(ticket, left_s)
+            self._after_wait(None if timeout is None else timeout - waited_s)
+            if self._watch.slice_s is not None:
+                self._watch.check(self._segment, _WAITS_FOR, time.monotonic() - began)
+
+    async def anext_request(self, timeout: float | None = None) -> Request | None:
+        """Take the next sample to make, as `next_request`, without blocking the event loop.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        Request or None
+            None where nothing came in time.
+
+        Raises
+        ------
+        TypeError, ValueError, BusClosedError, BusRemovedError, StallError
+            As for `next_request`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing was taken.
+        """
+        check_timeout(timeout)
+        began = time.monotonic()
+        while True:
+            ticket = _core.request_want(self._here(), False)
+            request = self._find_request()
+            if request is not None:
+                return request
+            waited_s = time.monotonic() - began
+            if timeout is not None and waited_s >= timeout:
+                return None
+            left_s = limits.REQUEST_WAIT_S
+            if timeout is not None:
+                left_s = min(left_s, timeout - waited_s)
+            await self._work.wait(self._await_request, ticket, left_s)
+            self._after_wait(0)
+            await self._look(began, _WAITS_FOR)
+
+    def _await_request(self, ticket: int, wait_s: float) -> None:
+        _core.request_await(self._segment, False, ticket, wait_s)
+
+    def _after_wait(self, left_s: float | None) -> None:
+        """Once a while: give back what dead workers had, and notice that the bus was removed."""
+        now = time.monotonic()
+        if now < self._next_recovery_s:
+            return
+        self._next_recovery_s = now + limits.REQUEST_WAIT_S
+        if self._segment.note_removal():
+            self._go_on(left_s)
+        self._recover_dead()
+
+    def _find_request(self) -> Request | None:
+        segment = self._here()
+        if segment.paused() is not None:
+            return None
+        if _core.retry_noted(segment)[0] and _core.request_number(segment):
+            request = self._find_retry(segment)
+            if request is not None:
+                return request
+        found = self._take_request()
+        return Request._of(found[1], found[0][4], claim=found[0]) if found else None
+
+    def _find_retry(self, segment: _core.Segment) -> Request | None:
+        """Claim a failed sample whose prompt is in the lane; others are for `wanted`."""
+        with self._taking:
+            for row, number, claimant, id_, epoch, size, index, attempt, reason, *_ in sorted(
+                _core.retry_requests(segment), key=lambda row: row[1]
+            ):
+                text = None if claimant else _core.request_find(segment, id_, epoch)
+                if text is None or not _core.retry_claim(segment, row, number, self.producer_id):
+                    continue
+                sample = WantedSample(id_, epoch, index, size or None, attempt, reason)
+                self._taken[id_, epoch, index] = sample
+                return Request._of(text, index, retry=(row, sample))
+        return None
+
+    def is_wanted(self, request: Request) -> bool:
+        """Whether the sample is still to be made: its group has neither ended nor been delivered.
+
+        A read of shared memory: a long rollout may ask now and then, and stop.
+
+        Parameters
+        ----------
+        request : Request
+            What `next_request` gave.
+
+        Returns
+        -------
+        bool
+        """
+        if request._claim is not None:
+            return self._holds_request(request._claim)
+        return (request.instance_id, request.epoch, request.index) in self._taken
+
+    def release(self, request: Request) -> bool:
+        """Give a sample back unmade: others may take it.
+
+        Parameters
+        ----------
+        request : Request
+            What `next_request` gave.
+
+        Returns
+        -------
+        bool
+            False where it was not this producer's any more.
+        """
+        if request._claim is not None:
+            return self._give_back_request(request._claim)
+        assert request._retry is not None
+        with self._taking:
+            self._taken.pop((request.instance_id, request.epoch, request.index), None)
+        return _core.retry_unclaim(self._segment, request._retry[0], self.producer_id)
+
+    def put_for(
+        self,
+        request: Request,
+        *,
+        score: float = 0.0,
+        policy_version: int = 0,
+        meta: Any = None,
+        timeout: float | None = None,
+        **arrays: Any,
+    ) -> bool:
+        """Put the sample that a request asked for: id, epoch, index and sizes are the request's.
+
+        The sample and the end of the request are one: whenever this process dies, the sample is in
+        the ring and is asked of nobody, or it is not and is asked of others.
+
+        Parameters
+        ----------
+        request : Request
+            What `next_request` gave.
+        score, policy_version, meta, timeout
+            As for `put`.
+        **arrays
+            As for `put`.
+
+        Returns
+        -------
+        bool
+            False where the sample is not wanted any more, as where its group has ended; then
+            nothing was put.
+
+        Raises
+        ------
+        TypeError, ValueError, RecordTooLargeError
+            As for `put`.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put`; the request is still this producer's.
+        """
+        if not self.is_wanted(request):
+            return False
+        for name in ("instance_id", "group_size", "index", "epoch", "need", "split"):
+            if name in arrays:
+                raise TypeError(f"put_for: {name} is the request's; leave it out")
+        if request.need != request.group_size:
+            arrays["need"] = request.need
+        if request.split != "train":
+            arrays["split"] = request.split
+        head = {
+            "group_size": request.group_size,
+            "index": request.index,
+            "score": score,
+            "policy_version": policy_version,
+            "epoch": request.epoch,
+            "meta": meta,
+            "timeout": timeout,
+        }
+        if request._claim is None:
+            self.put(request.instance_id, **head, **arrays)
+            self._forget(request)
+        else:
+            self._answer(request._claim, False, request.instance_id, **head, **arrays)
+        return True
+
+    def fail_for(
+        self,
+        request: Request,
+        reason: str,
+        *,
+        policy_version: int = 0,
+        timeout: float | None = None,
+    ) -> bool:
+        """Report that the sample of a request failed, as `fail` does.
+
+        With `sample_retries` it is asked for again, with its prompt; else its group is given up.
+
+        Parameters
+        ----------
+        request : Request
+            What `next_request` gave.
+        reason : str
+            What operators and the next worker are told.
+        policy_version : int, default 0
+            Version of the policy that was to sample it.
+        timeout : float, optional
+            Seconds to wait for space, as for `put`.
+
+        Returns
+        -------
+        bool
+            False where the sample is not wanted any more; then nothing was reported.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The reason is no str, or as for `put`.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put`; the request is still this producer's.
+        """
+        if not isinstance(reason, str):
+            raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
+        if not self.is_wanted(request):
+            return False
+        if request._claim is None:
+            self.fail(
+                request.instance_id,
+                request.index,
+                reason,
+                group_size=request.group_size,
+                epoch=request.epoch,
+                policy_version=policy_version,
+                timeout=timeout,
+            )
+            self._forget(request)
+            return True
+        self._answer(
+            request._claim,
+            True,
+            request.instance_id,
+            group_size=request.group_size,
+            index=request.index,
+            score=0.0,
+            policy_version=policy_version,
+            epoch=request.epoch,
+            meta=reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode(),
+            timeout=timeout,
+        )
+        return True
+
+    def _forget(self, request: Request) -> None:
+        with self._taking:
+            self._taken.pop((request.instance_id, request.epoch, request.index), None)
+
+    async def aput_for(
+        self, request: Request, *, timeout: float | None = None, **arguments: Any
+    ) -> bool:
+        """Put the sample that a request asked for, without blocking the event loop.
+
+        Parameters
+        ----------
+        request : Request
+            What `next_request` gave.
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+        **arguments
+            All others of `put_for`, arrays too. The arrays must not change before this returns.
+
+        Returns
+        -------
+        bool
+            As for `put_for`.
+
+        Raises
+        ------
+        TypeError, ValueError, RecordTooLargeError
+            As for `put_for`.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put_for`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing was put.
+        """
+        check_timeout(timeout)
+        done = False
+
+        def attempt() -> None:
+            nonlocal done
+            done = self.put_for(request, timeout=0, **arguments)
+
+        await self._retry(attempt, timeout)
+        return done

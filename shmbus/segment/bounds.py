@@ -1,0 +1,71 @@
+"""What a bus is made with beside its space: room for requests, and how far producers are ahead."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shmbus._arguments import check_count, parse_size
+from shmbus._format import show_size
+from shmbus_ext import _core
+
+__all__ = ["NO_BOUNDS", "Bounds", "check_bounds"]
+
+
+class Bounds(NamedTuple):
+    """The bounds as the core takes them; 0 for what it chooses, or does not bound."""
+
+    request_bytes: int = 0
+    max_lead: int = 0
+    #: One more than `max_lead_versions`.
+    max_versions: int = 0
+
+    def misfits(self, segment: _core.Segment) -> list[str]:
+        """Say in what a bus that is there differs from what is asked for."""
+        wrong = []
+        _, _, max_lead, versions, _ = _core.lead_state(segment)
+        if self.max_lead and max_lead != self.max_lead:
+            wrong.append(f"max_lead: expected {self.max_lead}, got {max_lead or None}")
+        if self.max_versions and versions + 1 != self.max_versions:
+            got = versions if versions >= 0 else None
+            wrong.append(f"max_lead_versions: expected {self.max_versions - 1}, got {got}")
+        room = _core.request_bytes(segment)
+        if room < self.request_bytes:
+            wrong.append(
+                f"request_capacity: expected {show_size(self.request_bytes)}, got {show_size(room)}"
+            )
+        return wrong
+
+
+#: What the core chooses.
+NO_BOUNDS = Bounds()
+
+
+def check_bounds(
+    request_capacity: int | str | None = None,
+    max_lead: int | None = None,
+    max_lead_versions: int | None = None,
+) -> Bounds:
+    """Check what `Bus.create` takes by these names."""
+    requests = 0
+    if request_capacity is not None:
+        requests = parse_size(request_capacity, "request_capacity")
+        if not _core.REQUEST_MIN_BYTES <= requests <= _core.REQUEST_MAX_BYTES:
+            raise ValueError(
+                f"request_capacity: expected {_core.REQUEST_MIN_BYTES} (64 KiB) to "
+                f"{_core.REQUEST_MAX_BYTES} (4 GiB) bytes, got {requests}; leave it out for a 32nd "
+                "of the capacity"
+            )
+    groups = 0 if max_lead is None else check_count("max_lead", max_lead, 1)
+    if groups > _core.LEAD_ROWS:
+        raise ValueError(
+            f"max_lead: expected 1 to {_core.LEAD_ROWS} groups, got {groups}; leave it out for no "
+            "bound but the capacity"
+        )
+    if max_lead_versions is None:
+        return Bounds(requests, groups)
+    versions = check_count("max_lead_versions", max_lead_versions, 0)
+    if versions >= _core.LEAD_ROWS:
+        raise ValueError(
+            f"max_lead_versions: expected 0 to {_core.LEAD_ROWS - 1} versions, got {versions}"
+        )
+    return Bounds(requests, groups, versions + 1)

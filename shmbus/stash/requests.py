@@ -1,0 +1,127 @@
+"""The collector's side of the request lane: which request has ended, and with what.
+
+The lane lies in the segment (shmbus_ext/ring/requests.h). Feeders and workers need nobody to offer
+and to take. Only the end of a request is the collector's to say: it alone knows what became of the
+group.
+
+Invariants
+----------
+- A request stays open until its group was acknowledged, dropped or given up. So what is open is
+  what was offered and not trained, and a prompt can be offered again with any of its samples.
+- Nothing more is handed out of a group that was delivered.
+- A request that an earlier collector left open, though its group has ended, ends once everything
+  that was committed before has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from shmbus_ext import _core
+
+__all__ = ["Requests"]
+
+_Group = tuple[str, "int | None"]
+
+
+class Requests:
+    """Ends the requests of a bus as their groups end.
+
+    Parameters
+    ----------
+    segment : Segment
+        The bus, of which this process is the collector.
+    """
+
+    def __init__(self, segment: _core.Segment) -> None:
+        self._segment = segment
+        #: The last request that `_open` knows of.
+        self._number = 0
+        #: Rows and numbers of open requests by group, oldest first.
+        self._open: dict[_Group, list[tuple[int, int]]] = {}
+        self._doubtful = True
+        #: Open requests with answers when `begin_check` looked.
+        self._begun: list[tuple[int, int]] | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was ever offered; a read of one word."""
+        return _core.request_number(self._segment) != 0
+
+    def _find(self, group: _Group) -> tuple[int, int] | None:
+        found = self._open.get(group)
+        if found is None and _core.request_number(self._segment) != self._number:
+            for row, number, id_, epoch in sorted(
+                _core.request_since(self._segment, self._number), key=lambda row: row[1]
+            ):
+                self._open.setdefault((id_, epoch), []).append((row, number))
+                self._number = number
+            found = self._open.get(group)
+        return found[0] if found else None
+
+    def delivered(self, groups: list[_core.GroupEntry[_core.Trajectory]]) -> None:
+        """Hand out nothing more of groups that were delivered."""
+        if self.used:
+            for group in groups:
+                sample = group.samples[0]
+                at = self._find((sample.instance_id, sample.epoch))
+                if at is not None:
+                    _core.request_close(self._segment, *at)
+
+    def ended(self, samples: list[_core.Trajectory]) -> None:
+        """End the request of a group that was acknowledged or dropped."""
+        if samples and self.used:
+            self._end((samples[0].instance_id, samples[0].epoch))
+
+    def _end(self, group: _Group) -> None:
+        at = self._find(group)
+        if at is not None:
+            _core.request_end(self._segment, *at)
+            rest = self._open[group]
+            del rest[0]
+            if not rest:
+                del self._open[group]
+
+    # -- after a death, and for groups that the stash gave up --------------------------------------
+
+    def doubt(self) -> None:
+        """Check soon: the stash has discarded samples, or a producer died."""
+        self._doubtful = True
+
+    def begin_check(self) -> None:
+        """Note which requests have answers; these are in the ring by now, or have left it."""
+        if self._doubtful and self._begun is None and self.used:
+            self._doubtful = False
+            self._begun = [
+                (row, number)
+                for row, number, _, _, _, done in _core.request_rows(self._segment)
+                if done
+            ]
+
+    @property
+    def checks(self) -> bool:
+        """Whether a check has begun that `end_check` ends."""
+        return self._begun is not None
+
+    def end_check(self, is_present: Callable[[_Group], bool]) -> None:
+        """End requests whose answers are on the bus no more, once the ring was read to its end."""
+        begun, self._begun = self._begun or [], None
+        for row, number in begun:
+            text = _core.request_text(self._segment, row, number)
+            if text is None:
+                continue
+            group = (text[0], text[1])
+            if not is_present(group):
+                self._find(group)
+                if (row, number) in self._open.get(group, ()):
+                    self._open[group].remove((row, number))
+                    if not self._open[group]:
+                        del self._open[group]
+                _core.request_end(self._segment, row, number)
+
+    def handed_out(self) -> Iterable[_Group]:
+        """Yield the groups of which a worker has had a sample."""
+        for row, number, admitted, *_ in _core.request_rows(self._segment) if self.used else ():
+            text = _core.request_text(self._segment, row, number) if admitted else None
+            if text is not None:
+                yield text[0], text[1]

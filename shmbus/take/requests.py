@@ -1,0 +1,247 @@
+"""Prompts offered by whoever collects, and the requests that are open at a checkpoint.
+
+Invariant: a request is open until its group was acknowledged, dropped or given up. So the open ones
+are exactly what was offered and not trained, and a state that has them loses no prompt and trains
+none twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypedDict
+
+import msgspec
+
+from shmbus import limits
+from shmbus._arguments import check_timeout
+from shmbus.feeder import SPLIT_TRAIN, Feeder, check_offer
+from shmbus.take.attached import AttachedConsumer
+from shmbus_ext import _core
+
+__all__ = ["OpenRequest", "PromptRequests", "RequestsState", "RestoredRequests"]
+
+#: The form of a saved state.
+_VERSION = 1
+
+
+class OpenRequest(TypedDict):
+    """A request that was offered, and whose group was not acknowledged; `prompt` is encoded."""
+
+    instance_id: str
+    epoch: int | None
+    split: str
+    group_size: int
+    need: int
+    priority: int
+    prompt: bytes
+
+
+class RequestsState(TypedDict):
+    """What `requests_state` returns: plain values, for any checkpoint."""
+
+    version: int
+    open: list[OpenRequest]
+
+
+class RestoredRequests(msgspec.Struct, frozen=True):
+    """What `load_requests_state` did.
+
+    Attributes
+    ----------
+    offered : int
+        Requests of the state that were offered again.
+    kept : int
+        Requests of the state that were open still.
+    beyond : list of (str, int | None)
+        Instance ids and epochs of open requests that the state does not have: they were offered
+        after it was saved, and whoever feeds should not offer them again.
+    """
+
+    offered: int
+    kept: int
+    beyond: list[tuple[str, int | None]]
+
+
+class PromptRequests(AttachedConsumer):
+    """`request`, and the state of what was requested."""
+
+    def _begin_requests(self) -> None:
+        self._feeder: Feeder | None = None
+
+    def _feeding(self) -> Feeder:
+        """Return the feeder of this consumer's process, which its first use opens."""
+        self._require_source()
+        with self._lock:
+            if self._feeder is None or self._feeder.closed:
+                on_stall, stall_timeout = self._watch.options
+                self._feeder = Feeder(self.name, on_stall=on_stall, stall_timeout=stall_timeout)
+            return self._feeder
+
+    def _end_feeding(self) -> None:
+        feeder = self._feeder
+        if feeder is not None:
+            feeder.close()
+
+    def request(
+        self,
+        instance_id: str,
+        *,
+        group_size: int,
+        need: int | None = None,
+        epoch: int | None = None,
+        split: str = SPLIT_TRAIN,
+        priority: int = 0,
+        meta: Any = None,
+        timeout: float | None = None,
+        **prompt: Any,
+    ) -> int:
+        """Offer one group to the workers; a full lane makes this wait, as a full bus does `put`.
+
+        While this waits nothing is taken: give a `timeout`, or offer fewer groups than the lane has
+        room for, where the same thread takes what makes room. `Feeder` offers from any process.
+
+        Parameters
+        ----------
+        instance_id : str
+            The prompt's key, as for `Producer.put`.
+        group_size : int
+            Samples to make, 1 to 16384.
+        need : int, optional
+            How many of them make the group complete; all by default.
+        epoch : int, optional
+            Which repetition of the prompt this is, 0 or more. Give it where prompts come again.
+        split : str, default "train"
+            What the group is for.
+        priority : int, default 0
+            0 to 7; workers take the highest first, and within it what was offered first.
+        meta : object, optional
+            Whatever msgspec can encode as MessagePack.
+        timeout : float, optional
+            Seconds to wait for room: None waits for ever, 0 does not wait.
+        **prompt : array
+            The prompt: any fields, of any shape and any dtype of fixed size.
+
+        Returns
+        -------
+        int
+            The request's number: 1 for the first that was ever offered on the bus.
+
+        Raises
+        ------
+        TypeError, ValueError, RecordTooLargeError
+            As for `Feeder.request`.
+        BusFullError
+            There was no room within the timeout; the message says who serves the lane.
+        BusClosedError, BusRemovedError, StallError
+            As for `take`.
+        """
+        return self._feeding().request(
+            instance_id,
+            group_size=group_size,
+            need=need,
+            epoch=epoch,
+            split=split,
+            priority=priority,
+            meta=meta,
+            timeout=timeout,
+            **prompt,
+        )
+
+    def requests_state(self) -> RequestsState:
+        """Return what was offered and not trained: every request whose group is not acknowledged.
+
+        Save it with the weights, after the acknowledgement of what they were trained on.
+
+        Returns
+        -------
+        RequestsState
+            Plain values, oldest request first; it has the prompts, as large as they are.
+
+        Raises
+        ------
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+        """
+        return {"version": _VERSION, "open": open_requests(self._feeding()._segment)}
+
+    def load_requests_state(
+        self, state: RequestsState, *, timeout: float | None = limits.RETRY_TIMEOUT_S
+    ) -> RestoredRequests:
+        """Offer again what a state has and the bus has not.
+
+        On a bus that lives on, requests that are open still are not offered twice.
+
+        Parameters
+        ----------
+        state : RequestsState
+            What `requests_state` returned.
+        timeout : float, optional
+            Seconds to wait for room for each; None waits for ever.
+
+        Returns
+        -------
+        RestoredRequests
+
+        Raises
+        ------
+        ValueError
+            It is no such state.
+        BusFullError
+            There was no room in time; call this again with the same state.
+        BusClosedError, BusRemovedError, StallError
+            As for `request`.
+        """
+        check_timeout(timeout)
+        given: Any = state
+        version = given.get("version") if isinstance(given, dict) else type(given).__name__
+        if version != _VERSION:
+            raise ValueError(
+                f"requests state: expected what requests_state returned, of version {_VERSION}, "
+                f"got {version!r}; load the checkpoint that a handler or a Consumer has saved"
+            )
+        feeder = self._feeding()
+        there = Counter(_key(each) for each in open_requests(feeder._segment))
+        offered = kept = 0
+        for saved in state["open"]:
+            if there[_key(saved)] > 0:
+                there[_key(saved)] -= 1
+                kept += 1
+                continue
+            offer = check_offer(
+                saved["instance_id"],
+                saved["group_size"],
+                saved["need"],
+                saved["epoch"],
+                saved["split"],
+                saved["priority"],
+                saved["prompt"],
+            )
+            feeder._offer(offer, timeout)
+            offered += 1
+        beyond = [(id_, epoch) for id_, epoch, _ in there.elements()]
+        return RestoredRequests(offered, kept, beyond)
+
+
+def _key(request: OpenRequest) -> tuple[str, int | None, str]:
+    return request["instance_id"], request["epoch"], request["split"]
+
+
+def open_requests(segment: _core.Segment) -> list[OpenRequest]:
+    """Read the requests that have not ended, in the order of their offers."""
+    found: list[OpenRequest] = []
+    for row, number, *_ in sorted(_core.request_rows(segment), key=lambda row: row[1]):
+        text = _core.request_text(segment, row, number)
+        if text is not None:
+            id_, epoch, split, group_size, need, priority, _, start, data = text
+            found.append(
+                {
+                    "instance_id": id_,
+                    "epoch": epoch,
+                    "split": split,
+                    "group_size": group_size,
+                    "need": need,
+                    "priority": priority,
+                    "prompt": data[start:],
+                }
+            )
+    return found

@@ -1,0 +1,199 @@
+/* The admission table of lead.h. */
+#include "lead.h"
+
+#include "doorbell.h"
+#include "failpoints.h"
+
+/* A word: hash << SLOT_BITS | slot + 1 of a claimant, 0 once it is settled. */
+#define SLOT_BITS 13u
+#define SLOT_MASK ((UINT64_C(1) << SLOT_BITS) - 1)
+_Static_assert(SHMBUS_MAX_PRODUCERS + 1 <= SLOT_MASK, "a word holds every slot");
+
+static uint64_t mixed(uint64_t value) {
+    value ^= value >> 33;
+    value *= UINT64_C(0xFF51AFD7ED558CCD);
+    value ^= value >> 33;
+    value *= UINT64_C(0xC4CEB9FE1A85EC53);
+    return value ^ value >> 33;
+}
+
+uint64_t lead_key(const char *id, uint32_t id_bytes, int64_t epoch) {
+    uint64_t hash = UINT64_C(0xCBF29CE484222325); /* FNV-1a */
+    for (uint32_t i = 0; i < id_bytes; i++) {
+        hash = (hash ^ (uint8_t)id[i]) * UINT64_C(0x100000001B3);
+    }
+    hash = mixed(hash ^ mixed((uint64_t)epoch)) & ~SLOT_MASK;
+    return hash != 0 ? hash : SLOT_MASK + 1;
+}
+
+static uint64_t word_at(const struct segment *segment, uint32_t row) {
+    /* SYNC: group-admitted. */
+    return atomic_load_explicit(&segment->lead->rows[row], memory_order_acquire);
+}
+
+static bool swap(struct segment *segment, uint32_t row, uint64_t from, uint64_t to) {
+    /* SYNC: group-admitted. */
+    return atomic_compare_exchange_strong_explicit(&segment->lead->rows[row], &from, to,
+                                                   memory_order_acq_rel, memory_order_acquire);
+}
+
+/* Rows in use lie below what `limit` is or was: a bound in versions may have shrunk. */
+static uint32_t rows_of(const struct segment *segment) {
+    const struct lead_table *lead = segment->lead;
+    if (lead->max_versions != 0) {
+        return SHMBUS_LEAD_ROWS;
+    }
+    return lead->max_groups < SHMBUS_LEAD_ROWS ? lead->max_groups : SHMBUS_LEAD_ROWS;
+}
+
+/* The search begins where the hash says, so that a sibling finds its group at once. */
+static uint32_t home_of(uint64_t key, uint32_t rows) {
+    return rows == 0 ? 0 : (uint32_t)((key >> SLOT_BITS) % rows);
+}
+
+enum lead_verdict lead_admit(struct segment *segment, uint64_t key, uint32_t slot) {
+    uint32_t rows = rows_of(segment);
+    for (;;) {
+        uint32_t held = 0, room = SHMBUS_LEAD_ROWS;
+        uint32_t row = home_of(key, rows);
+        for (uint32_t i = 0; i < rows; i++, row = row + 1 < rows ? row + 1 : 0) {
+            uint64_t word = word_at(segment, row);
+            if ((word & ~SLOT_MASK) == key) {
+                return LEAD_KNOWN;
+            }
+            held += word != 0;
+            room = word == 0 && room == SHMBUS_LEAD_ROWS ? row : room;
+        }
+        uint32_t limit = atomic_load_explicit(&segment->lead->limit, memory_order_relaxed);
+        if (room == SHMBUS_LEAD_ROWS || held >= limit) {
+            return LEAD_FULL;
+        }
+        if (swap(segment, room, 0, key | (slot + 1))) {
+            FAILPOINT("lead-claimed");
+            return LEAD_CLAIMED;
+        }
+    }
+}
+
+bool lead_knows(const struct segment *segment, uint64_t key) {
+    uint32_t rows = rows_of(segment);
+    for (uint32_t row = 0; row < rows; row++) {
+        if ((word_at(segment, row) & ~SLOT_MASK) == key) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Goes from one word of a group to another; false where no row has the first one. */
+static bool change(struct segment *segment, uint64_t key, uint64_t from, uint64_t to) {
+    uint32_t rows = rows_of(segment);
+    uint32_t row = home_of(key, rows);
+    for (uint32_t i = 0; i < rows; i++, row = row + 1 < rows ? row + 1 : 0) {
+        if (word_at(segment, row) == from && swap(segment, row, from, to)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Whoever waits to begin a group, those that wait with samples of the group that begins next, and
+ * whoever waits for a prompt to sample: all of them are woken. */
+static void tell(struct segment *segment) {
+    doorbell_space_changed(segment->header);
+    shared_bell_ring(&segment->requests.lane->work, UINT32_MAX);
+}
+
+void lead_settle(struct segment *segment, uint64_t key, uint32_t slot) {
+    FAILPOINT("lead-settling");
+    change(segment, key, key | (slot + 1), key);
+}
+
+void lead_withdraw(struct segment *segment, uint64_t key, uint32_t slot) {
+    if (change(segment, key, key | (slot + 1), 0)) {
+        tell(segment);
+    }
+}
+
+void lead_settle_all(struct segment *segment, uint32_t slot) {
+    if (!lead_is_bounded(segment)) {
+        return;
+    }
+    uint32_t rows = rows_of(segment);
+    for (uint32_t row = 0; row < rows; row++) {
+        uint64_t word = word_at(segment, row);
+        if ((word & SLOT_MASK) == slot + 1) {
+            swap(segment, row, word, word & ~SLOT_MASK);
+        }
+    }
+}
+
+bool lead_leave(struct segment *segment, uint64_t key) {
+    uint32_t rows = rows_of(segment);
+    uint32_t row = home_of(key, rows);
+    bool left = false;
+    /* To the end: two siblings may have begun one group at the same time. */
+    for (uint32_t i = 0; i < rows; i++, row = row + 1 < rows ? row + 1 : 0) {
+        uint64_t word = word_at(segment, row);
+        if ((word & ~SLOT_MASK) == key && swap(segment, row, word, 0)) {
+            left = true;
+        }
+    }
+    if (left) {
+        tell(segment);
+    }
+    return left;
+}
+
+uint64_t lead_settled(const struct segment *segment, uint32_t row) {
+    uint64_t word = row < rows_of(segment) ? word_at(segment, row) : 0;
+    return (word & SLOT_MASK) == 0 ? word : 0;
+}
+
+void lead_free(struct segment *segment, uint32_t row, uint64_t word) {
+    if (word != 0 && swap(segment, row, word, 0)) {
+        tell(segment);
+    }
+}
+
+/* AReaL's capacity, counted in groups: (versions + 1) * groups a version, less what this version has
+ * had already; and never none, so that a version that needs more groups than the last gets them. */
+static uint64_t bound_in_versions(const struct lead_table *lead) {
+    uint64_t here = lead->delivered - lead->delivered_before;
+    uint64_t each = lead->a_version > here ? lead->a_version : here;
+    uint64_t bound = (uint64_t)lead->max_versions * each - here;
+    return bound > 0 ? bound : 1;
+}
+
+void lead_delivered(struct segment *segment, uint32_t groups) {
+    struct lead_table *lead = segment->lead;
+    if (lead->max_versions == 0) {
+        return;
+    }
+    int64_t version =
+        atomic_load_explicit(&segment->header->policy_version, memory_order_relaxed);
+    if (version != lead->version) {
+        if (lead->delivered > lead->delivered_before) {
+            lead->a_version = lead->delivered - lead->delivered_before;
+        }
+        lead->delivered_before = lead->delivered;
+        lead->version = version;
+    }
+    lead->delivered += groups;
+    uint64_t bound = bound_in_versions(lead);
+    uint64_t most = lead->max_groups != 0 ? lead->max_groups : SHMBUS_LEAD_ROWS;
+    uint32_t limit = (uint32_t)(bound < most ? bound : most);
+    uint32_t before = atomic_exchange_explicit(&lead->limit, limit, memory_order_relaxed);
+    if (limit > before) {
+        tell(segment);
+    }
+}
+
+uint32_t lead_held(const struct segment *segment) {
+    uint32_t rows = lead_is_bounded(segment) ? rows_of(segment) : 0;
+    uint32_t held = 0;
+    for (uint32_t row = 0; row < rows; row++) {
+        held += word_at(segment, row) != 0;
+    }
+    return held;
+}

@@ -1,0 +1,335 @@
+/* Offering requests (see request_feed.h). */
+#include "request_feed.h"
+
+#include <string.h>
+
+#include "checksum.h"
+#include "clock.h"
+#include "doorbell.h"
+#include "failpoints.h"
+#include "file_lock.h"
+#include "request_row.h"
+
+#define NOWHERE UINT32_MAX
+
+/* ---- room, by bits ---- */
+
+static bool bit_is_set(const uint64_t *bits, uint32_t at) {
+    return (bits[at / 64] >> at % 64 & 1) != 0;
+}
+
+static void set_bits(uint64_t *bits, uint32_t from, uint32_t count, bool on) {
+    for (uint32_t at = from; at < from + count; at++) {
+        uint64_t bit = UINT64_C(1) << at % 64;
+        bits[at / 64] = on ? bits[at / 64] | bit : bits[at / 64] & ~bit;
+    }
+}
+
+/* The first `wanted` neighbours that are free in [from, end), or NOWHERE. */
+static uint32_t find_run(const uint64_t *bits, uint32_t from, uint32_t end, uint32_t wanted) {
+    uint32_t have = 0;
+    for (uint32_t at = from; at < end; at++) {
+        if (at % 64 == 0 && bits[at / 64] == UINT64_MAX) {
+            at += 63;
+            have = 0;
+            continue;
+        }
+        have = bit_is_set(bits, at) ? 0 : have + 1;
+        if (have == wanted) {
+            return at + 1 - wanted;
+        }
+    }
+    return NOWHERE;
+}
+
+/* From the hint on, then from the start: prompts come and go mostly in order. */
+static uint32_t take_run(uint64_t *bits, uint32_t count, uint32_t wanted, uint32_t *hint) {
+    uint32_t from = *hint < count ? *hint : 0;
+    uint32_t at = find_run(bits, from, count, wanted);
+    if (at == NOWHERE && from > 0) {
+        at = find_run(bits, 0, count, wanted);
+    }
+    if (at != NOWHERE) {
+        set_bits(bits, at, wanted, true);
+        *hint = at + wanted;
+    }
+    return at;
+}
+
+static uint32_t blocks_of(uint32_t group_size) {
+    return (group_size + SHMBUS_REQUEST_CELLS_A_BLOCK - 1) / SHMBUS_REQUEST_CELLS_A_BLOCK;
+}
+
+static uint32_t units_of(uint32_t data_bytes) {
+    return (data_bytes + SHMBUS_REQUEST_UNIT - 1) / SHMBUS_REQUEST_UNIT;
+}
+
+/* Whether a row's numbers may be used as bounds; damage costs its room until the bus ends. */
+static bool row_is_sane(const struct request_parts *parts, const struct request_row *row) {
+    return row->crc == request_row_crc(row) &&
+           row->first_cell / SHMBUS_REQUEST_CELLS_A_BLOCK + (uint64_t)blocks_of(row->group_size) <=
+               parts->block_count &&
+           row->first_unit + (uint64_t)units_of(row->data_bytes) <= parts->unit_count &&
+           row->level < SHMBUS_REQUEST_LEVELS;
+}
+
+static void set_room_of(struct request_parts *parts, const struct request_row *row, bool on) {
+    set_bits(parts->block_bits, row->first_cell / SHMBUS_REQUEST_CELLS_A_BLOCK,
+             blocks_of(row->group_size), on);
+    set_bits(parts->unit_bits, row->first_unit, units_of(row->data_bytes), on);
+}
+
+/* ---- freeing rows that have ended ---- */
+
+static uint64_t counted(const _Atomic uint64_t *total) {
+    return atomic_load_explicit(total, memory_order_relaxed);
+}
+
+/* The second half of freeing: it can be done again. */
+static void finish_freeing(struct request_lane *lane, struct request_row *row) {
+    atomic_store_explicit(&row->word, REQUEST_FREE, memory_order_release);
+    atomic_store_explicit(&lane->done, lane->freeing_done, memory_order_relaxed);
+    atomic_store_explicit(&lane->given_up, lane->freeing_given_up, memory_order_release);
+    FAILPOINT("feed-freed");
+    atomic_store_explicit(&lane->freeing, 0, memory_order_release);
+}
+
+static void free_row(struct request_parts *parts, uint32_t index) {
+    struct request_lane *lane = parts->lane;
+    struct request_row *row = &parts->rows[index];
+    lane->freeing_done = counted(&lane->done) + row->ended_done;
+    lane->freeing_given_up = counted(&lane->given_up) + row->ended_given_up;
+    atomic_store_explicit(&lane->freeing, (uint64_t)index + 1, memory_order_release);
+    FAILPOINT("feed-freeing");
+    if (row_is_sane(parts, row)) {
+        set_room_of(parts, row, false);
+    }
+    finish_freeing(lane, row);
+}
+
+static void free_ended(struct request_parts *parts) {
+    for (uint32_t index = 0; index < parts->row_count; index++) {
+        /* SYNC: request-ended. */
+        uint64_t word = atomic_load_explicit(&parts->rows[index].word, memory_order_acquire);
+        if (request_state_of(word) == REQUEST_ENDED) {
+            free_row(parts, index);
+        }
+    }
+}
+
+/* ---- the lock, and what a dead feeder left ---- */
+
+/* Puts an open row behind the others of its priority. */
+static void append(struct request_parts *parts, uint32_t index) {
+    const struct request_row *row = &parts->rows[index];
+    _Atomic uint64_t *tail = &parts->lane->tails[row->level];
+    atomic_store_explicit(
+        &parts->order[row->level * parts->row_count + row->place % parts->row_count], index,
+        memory_order_relaxed);
+    /* SYNC: request-offered. */
+    atomic_store_explicit(tail, row->place + 1, memory_order_release);
+}
+
+/* The rows say what is in use; the feeder that died held the lock, so nothing changes them. */
+static void heal(struct request_parts *parts) {
+    struct request_lane *lane = parts->lane;
+    uint64_t freeing = atomic_load_explicit(&lane->freeing, memory_order_acquire);
+    if (freeing != 0 && freeing <= parts->row_count) {
+        finish_freeing(lane, &parts->rows[freeing - 1]);
+    }
+    atomic_store_explicit(&lane->freeing, 0, memory_order_relaxed);
+    memset(parts->block_bits, 0, (parts->block_count + 63) / 64 * 8);
+    memset(parts->unit_bits, 0, (parts->unit_count + 63) / 64 * 8);
+    for (uint32_t index = 0; index < parts->row_count; index++) {
+        struct request_row *row = &parts->rows[index];
+        uint64_t word = atomic_load_explicit(&row->word, memory_order_acquire);
+        uint32_t state = request_state_of(word);
+        if (state == REQUEST_BUSY) {
+            atomic_store_explicit(&row->word, REQUEST_FREE, memory_order_release);
+        } else if (state != REQUEST_FREE && row_is_sane(parts, row)) {
+            set_room_of(parts, row, true);
+            if (counted(&lane->offered) < row->offered) {
+                atomic_store_explicit(&lane->offered, row->offered, memory_order_relaxed);
+            }
+            if (state == REQUEST_OPEN && row->place >= counted(&lane->tails[row->level])) {
+                append(parts, index);
+            }
+        }
+    }
+    shared_bell_ring(&lane->work, UINT32_MAX);
+}
+
+static void begin_feeding(struct request_parts *parts) {
+    _Atomic uint32_t *feeding = &parts->lane->feeding;
+    if (atomic_load_explicit(feeding, memory_order_relaxed) % 2 != 0) {
+        heal(parts);
+    } else {
+        atomic_fetch_add_explicit(feeding, 1, memory_order_acq_rel);
+    }
+}
+
+static void end_feeding(struct segment *segment) {
+    atomic_fetch_add_explicit(&segment->requests.lane->feeding, 1, memory_order_acq_rel);
+    file_lock_drop(segment->fd, SHMBUS_LOCK_FEEDER);
+}
+
+void request_heal(struct segment *segment) {
+    struct request_parts *parts = &segment->requests;
+    if (atomic_load_explicit(&parts->lane->feeding, memory_order_relaxed) % 2 != 0 &&
+        file_lock_take(segment->fd, SHMBUS_LOCK_FEEDER) == LOCK_TAKEN) {
+        begin_feeding(parts);
+        end_feeding(segment);
+    }
+}
+
+/* ---- offering ---- */
+
+static uint32_t find_row(struct request_parts *parts) {
+    struct request_lane *lane = parts->lane;
+    for (uint32_t i = 0; i < parts->row_count; i++) {
+        uint32_t index = (uint32_t)(((uint64_t)lane->row_hint + i) % parts->row_count);
+        uint64_t word = atomic_load_explicit(&parts->rows[index].word, memory_order_acquire);
+        if (request_state_of(word) == REQUEST_FREE) {
+            lane->row_hint = index + 1;
+            return index;
+        }
+    }
+    return NOWHERE;
+}
+
+/* Whether the order of a priority has a place: places of rows that have ended, where workers have
+ * not gone on for a while, are given up first. */
+static bool order_has_place(struct request_parts *parts, uint32_t level) {
+    _Atomic uint64_t *head = &parts->lane->heads[level];
+    uint64_t tail = counted(&parts->lane->tails[level]);
+    uint64_t place = atomic_load_explicit(head, memory_order_acquire);
+    while (tail - place >= parts->row_count) {
+        uint32_t index = atomic_load_explicit(
+            &parts->order[level * parts->row_count + place % parts->row_count],
+            memory_order_relaxed);
+        const struct request_row *row = &parts->rows[index % parts->row_count];
+        uint64_t word = atomic_load_explicit(&row->word, memory_order_acquire);
+        if (request_state_of(word) == REQUEST_OPEN && row->place == place &&
+            row->level == level) {
+            return false;
+        }
+        if (atomic_compare_exchange_strong_explicit(head, &place, place + 1, memory_order_acq_rel,
+                                                    memory_order_acquire)) {
+            place++;
+        }
+    }
+    return true;
+}
+
+/* A row, cells and room for the prompt, or nothing of it. */
+static uint32_t allocate(struct request_parts *parts, const struct request_offer *offer,
+                         uint32_t *first_cell, uint32_t *first_unit) {
+    struct request_lane *lane = parts->lane;
+    uint32_t index = order_has_place(parts, offer->level) ? find_row(parts) : NOWHERE;
+    if (index == NOWHERE) {
+        return NOWHERE;
+    }
+    uint32_t blocks = blocks_of(offer->group_size);
+    uint32_t block = take_run(parts->block_bits, parts->block_count, blocks, &lane->block_hint);
+    if (block == NOWHERE) {
+        return NOWHERE;
+    }
+    *first_cell = block * SHMBUS_REQUEST_CELLS_A_BLOCK;
+    *first_unit = take_run(parts->unit_bits, parts->unit_count, units_of(offer->data_bytes),
+                           &lane->unit_hint);
+    if (*first_unit == NOWHERE) {
+        set_bits(parts->block_bits, block, blocks, false);
+        return NOWHERE;
+    }
+    return index;
+}
+
+static void write_row(struct request_parts *parts, uint32_t index, uint64_t number,
+                      const struct request_offer *offer, uint32_t first_cell,
+                      uint32_t first_unit) {
+    struct request_lane *lane = parts->lane;
+    struct request_row *row = &parts->rows[index];
+    struct request_row fresh;
+    atomic_store_explicit(&row->word, number << 2 | REQUEST_BUSY, memory_order_relaxed);
+#if !defined(__SANITIZE_THREAD__) /* which knows no fences */
+    /* SYNC: request-offered. Who sees anything of what is written after this sees that it is busy. */
+    atomic_thread_fence(memory_order_release);
+#endif
+    FAILPOINT("feed-busy");
+    memset(&fresh, 0, sizeof fresh);
+    fresh.place = counted(&lane->tails[offer->level]);
+    fresh.epoch = offer->epoch;
+    fresh.offered_ns = clock_monotonic_ns();
+    fresh.offered = counted(&lane->offered) + offer->group_size;
+    fresh.first_cell = first_cell;
+    fresh.first_unit = first_unit;
+    fresh.data_bytes = offer->data_bytes;
+    fresh.data_crc = shmbus_crc32c(0, offer->data, offer->data_bytes);
+    fresh.group_size = (uint16_t)offer->group_size;
+    fresh.need = (uint16_t)offer->need;
+    fresh.id_bytes = (uint16_t)offer->id_bytes;
+    fresh.split_bytes = (uint16_t)offer->split_bytes;
+    fresh.level = (uint16_t)offer->level;
+    fresh.crc = request_row_crc(&fresh);
+    atomic_store_explicit(&fresh.next, request_next_word(number, 0), memory_order_relaxed);
+    memcpy(&row->place, &fresh.place, sizeof fresh - offsetof(struct request_row, place));
+    memcpy(parts->units + (uint64_t)first_unit * SHMBUS_REQUEST_UNIT, offer->data,
+           offer->data_bytes);
+    for (uint32_t i = 0; i < offer->group_size; i++) {
+        struct request_cell *cell = &parts->cells[first_cell + i];
+        atomic_store_explicit(&cell->commit, 0, memory_order_relaxed);
+        atomic_store_explicit(&cell->claim, request_open_word(number), memory_order_release);
+    }
+    FAILPOINT("feed-written");
+    /* SYNC: request-offered. The row is whole before it is open. */
+    atomic_store_explicit(&row->word, number << 2 | REQUEST_OPEN, memory_order_release);
+    FAILPOINT("feed-open");
+    append(parts, index);
+    atomic_store_explicit(&lane->offered, fresh.offered, memory_order_release);
+    FAILPOINT("feed-offered");
+}
+
+static bool can_ever_fit(const struct request_parts *parts, const struct request_offer *offer) {
+    return blocks_of(offer->group_size) <= parts->block_count &&
+           units_of(offer->data_bytes) <= parts->unit_count;
+}
+
+enum request_feed request_offer(struct segment *segment, const struct request_offer *offer,
+                                uint64_t *number) {
+    struct request_parts *parts = &segment->requests;
+    if (!can_ever_fit(parts, offer)) {
+        return FEED_TOO_LARGE;
+    }
+    enum lock_status lock = file_lock_take(segment->fd, SHMBUS_LOCK_FEEDER);
+    if (lock != LOCK_TAKEN) {
+        return lock == LOCK_HELD_ELSEWHERE ? FEED_HELD : FEED_ERROR;
+    }
+    begin_feeding(parts);
+    FAILPOINT("feed-begun");
+    uint32_t first_cell, first_unit;
+    uint32_t index = allocate(parts, offer, &first_cell, &first_unit);
+    if (index == NOWHERE) {
+        free_ended(parts);
+        index = allocate(parts, offer, &first_cell, &first_unit);
+    }
+    if (index != NOWHERE) {
+        *number = counted(&parts->lane->number) + 1;
+        atomic_store_explicit(&parts->lane->number, *number, memory_order_release);
+        write_row(parts, index, *number, offer, first_cell, first_unit);
+    }
+    end_feeding(segment);
+    if (index == NOWHERE) {
+        return FEED_FULL;
+    }
+    shared_bell_ring(&parts->lane->work, offer->group_size);
+    return FEED_DONE;
+}
+
+uint64_t request_free_bytes(const struct segment *segment) {
+    const struct request_parts *parts = &segment->requests;
+    uint64_t units = 0;
+    for (uint32_t at = 0; at < parts->unit_count; at++) {
+        units += !bit_is_set(parts->unit_bits, at);
+    }
+    return units * SHMBUS_REQUEST_UNIT;
+}

@@ -1,0 +1,49 @@
+/* See request_row.h. */
+#include "request_row.h"
+
+#include <string.h>
+
+#include "checksum.h"
+
+uint64_t request_open_word(uint64_t number) {
+    return request_claim_word(CELL_IS_OPEN, 0, number);
+}
+
+uint64_t request_next_word(uint64_t number, uint32_t sample) {
+    return (number & REQUEST_NUMBER_MASK) << 32 | sample;
+}
+
+uint32_t request_row_crc(const struct request_row *row) {
+    return shmbus_crc32c(0, &row->place,
+                         offsetof(struct request_row, crc) - offsetof(struct request_row, place));
+}
+
+bool request_copy_row(const struct segment *segment, uint32_t index, uint64_t number,
+                      struct request_row *copy) {
+    const struct request_parts *parts = &segment->requests;
+    if (index >= parts->row_count) {
+        return false;
+    }
+    const struct request_row *row = &parts->rows[index];
+    /* SYNC: request-offered. */
+    uint64_t word = atomic_load_explicit(&row->word, memory_order_acquire);
+    if (request_state_of(word) != REQUEST_OPEN || request_number_of(word) != number) {
+        return false;
+    }
+    memcpy(&copy->place, &row->place,
+           offsetof(struct request_row, next) - offsetof(struct request_row, place));
+    uint64_t cells = (uint64_t)parts->block_count * SHMBUS_REQUEST_CELLS_A_BLOCK;
+    uint64_t data = (uint64_t)parts->unit_count * SHMBUS_REQUEST_UNIT;
+    return copy->crc == request_row_crc(copy) && copy->group_size >= 1 &&
+           copy->first_cell + (uint64_t)copy->group_size <= cells &&
+           (uint64_t)copy->first_unit * SHMBUS_REQUEST_UNIT + copy->data_bytes <= data &&
+           (uint64_t)copy->id_bytes + copy->split_bytes <= copy->data_bytes &&
+           copy->id_bytes >= 1 && copy->id_bytes <= SHMBUS_MAX_ID_BYTES &&
+           copy->level < SHMBUS_REQUEST_LEVELS;
+}
+
+uint64_t request_open_row(const struct segment *segment, uint32_t index) {
+    uint64_t word =
+        atomic_load_explicit(&segment->requests.rows[index].word, memory_order_acquire);
+    return request_state_of(word) == REQUEST_OPEN ? request_number_of(word) : 0;
+}

@@ -1,0 +1,445 @@
+/* The workers' and the collector's side of requests.h. */
+#include "requests.h"
+
+#include <string.h>
+
+#include "checksum.h"
+#include "clock.h"
+#include "failpoints.h"
+#include "lead.h"
+#include "request_row.h"
+
+/* Passes over the lane for totals of one instant, while feeders are at work. */
+#define TOTAL_TRIES 16
+
+static _Atomic uint64_t *claim_at(const struct segment *segment, uint32_t cell) {
+    return &segment->requests.cells[cell].claim;
+}
+
+static bool swap(_Atomic uint64_t *word, uint64_t from, uint64_t to) {
+    /* SYNC: request-claimed. */
+    return atomic_compare_exchange_strong_explicit(word, &from, to, memory_order_acq_rel,
+                                                   memory_order_relaxed);
+}
+
+/* ---- taking ---- */
+
+/* Says that samples before `next` of a row may be open. The row first: whoever clears the lane's
+ * word looks at all rows afterwards. */
+static void mark_returned(struct segment *segment, uint32_t row) {
+    struct request_parts *parts = &segment->requests;
+    atomic_store_explicit(&parts->rows[row].returned, 1, memory_order_seq_cst);
+    atomic_store_explicit(&parts->lane->returned, 1, memory_order_seq_cst);
+}
+
+struct taker {
+    struct segment *segment;
+    uint64_t producer_id;
+    uint32_t slot;
+    bool too_far;
+    struct request_claim *claim;
+};
+
+static bool claim_cell(const struct taker *self, uint32_t index, uint64_t number,
+                       const struct request_row *row, uint32_t sample) {
+    uint64_t mine = request_claim_word(CELL_IS_CLAIMED, self->producer_id + 1, number);
+    uint32_t cell = row->first_cell + sample;
+    if (!swap(claim_at(self->segment, cell), request_open_word(number), mine)) {
+        return false;
+    }
+    FAILPOINT("request-claimed");
+    *self->claim = (struct request_claim){
+        .number = number, .word = mine, .row = index, .cell = cell, .index = sample};
+    return true;
+}
+
+/* A group is admitted with its first sample, for all of them. */
+static bool admit(struct taker *self, uint32_t index, const struct request_row *row) {
+    struct segment *segment = self->segment;
+    _Atomic uint32_t *admitted = &segment->requests.rows[index].admitted;
+    if (atomic_load_explicit(admitted, memory_order_relaxed) != 0) {
+        return true;
+    }
+    if (lead_is_bounded(segment)) {
+        const char *id = (const char *)segment->requests.units +
+                         (uint64_t)row->first_unit * SHMBUS_REQUEST_UNIT;
+        uint64_t key = lead_key(id, row->id_bytes, row->epoch);
+        enum lead_verdict verdict = lead_admit(segment, key, self->slot);
+        if (verdict == LEAD_FULL) {
+            self->too_far = true;
+            return false;
+        }
+        atomic_store_explicit(admitted, 1, memory_order_release);
+        if (verdict == LEAD_CLAIMED) {
+            /* The row of the lane stands for the group from now on. */
+            lead_settle(segment, key, self->slot);
+        }
+        return true;
+    }
+    atomic_store_explicit(admitted, 1, memory_order_release);
+    return true;
+}
+
+/* Nothing where the row is another's by now. */
+static void raise_next(struct segment *segment, uint32_t index, uint64_t number, uint32_t to) {
+    _Atomic uint64_t *next = &segment->requests.rows[index].next;
+    uint64_t word = request_next_word(number, to);
+    uint64_t now = atomic_load_explicit(next, memory_order_relaxed);
+    while (now >> 32 == word >> 32 && now < word &&
+           !atomic_compare_exchange_strong_explicit(next, &now, word, memory_order_relaxed,
+                                                    memory_order_relaxed)) {
+    }
+}
+
+enum from_row { ROW_GAVE, ROW_IS_OVER, ROW_WAITS };
+
+/* The next sample of a row that nobody has had yet. */
+static enum from_row take_new(struct taker *self, uint32_t index, uint64_t number) {
+    struct request_row row;
+    if (!request_copy_row(self->segment, index, number, &row)) {
+        return ROW_IS_OVER;
+    }
+    uint64_t next = atomic_load_explicit(&self->segment->requests.rows[index].next,
+                                         memory_order_relaxed);
+    uint32_t sample = (uint32_t)next;
+    if (sample >= row.group_size) {
+        return ROW_IS_OVER;
+    }
+    if (!admit(self, index, &row)) {
+        return ROW_WAITS;
+    }
+    for (; sample < row.group_size; sample++) {
+        if (claim_cell(self, index, number, &row, sample)) {
+            raise_next(self->segment, index, number, sample + 1);
+            return ROW_GAVE;
+        }
+    }
+    raise_next(self->segment, index, number, row.group_size);
+    return ROW_IS_OVER;
+}
+
+/* One that was given back. The flag is cleared first: what is given back meanwhile sets it again. A
+ * row that nothing was taken of has its turn in order. */
+static bool take_returned_of(struct taker *self, uint32_t index, uint64_t number) {
+    struct request_row row;
+    struct request_row *shared = &self->segment->requests.rows[index];
+    if (atomic_exchange_explicit(&shared->returned, 0, memory_order_seq_cst) == 0) {
+        return false;
+    }
+    if (!request_copy_row(self->segment, index, number, &row)) {
+        mark_returned(self->segment, index); /* of another request by now */
+        return false;
+    }
+    if (atomic_load_explicit(&shared->admitted, memory_order_acquire) == 0) {
+        return false;
+    }
+    for (uint32_t sample = 0; sample < row.group_size; sample++) {
+        if (claim_cell(self, index, number, &row, sample)) {
+            mark_returned(self->segment, index);
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool take_returned(struct taker *self) {
+    struct request_parts *parts = &self->segment->requests;
+    if (atomic_load_explicit(&parts->lane->returned, memory_order_relaxed) == 0) {
+        return false;
+    }
+    atomic_store_explicit(&parts->lane->returned, 0, memory_order_seq_cst);
+    FAILPOINT("request-searching");
+    for (uint32_t level = SHMBUS_REQUEST_LEVELS; level-- > 0;) {
+        for (uint32_t index = 0; index < parts->row_count; index++) {
+            uint64_t number = request_open_row(self->segment, index);
+            if (number != 0 && parts->rows[index].level == level &&
+                atomic_load_explicit(&parts->rows[index].returned, memory_order_seq_cst) != 0 &&
+                take_returned_of(self, index, number)) {
+                /* Rows behind this one may have some as well. */
+                atomic_store_explicit(&parts->lane->returned, 1, memory_order_seq_cst);
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* The rows of a priority in the order of their offers, from the first that may have a sample. */
+static bool take_in_order(struct taker *self, uint32_t level) {
+    struct request_parts *parts = &self->segment->requests;
+    _Atomic uint64_t *head = &parts->lane->heads[level];
+    uint64_t place = atomic_load_explicit(head, memory_order_acquire);
+    bool first = true;
+    for (;; place++) {
+        /* SYNC: request-offered. */
+        uint64_t tail = atomic_load_explicit(&parts->lane->tails[level], memory_order_acquire);
+        if (place >= tail) {
+            return false;
+        }
+        uint32_t index = atomic_load_explicit(
+            &parts->order[level * parts->row_count + place % parts->row_count],
+            memory_order_relaxed);
+        enum from_row from = ROW_IS_OVER;
+        if (index < parts->row_count) {
+            uint64_t number = request_open_row(self->segment, index);
+            if (number != 0 && parts->rows[index].place == place &&
+                parts->rows[index].level == level) {
+                from = take_new(self, index, number);
+            }
+        }
+        if (from == ROW_GAVE) {
+            return true;
+        }
+        if (from == ROW_WAITS) {
+            return false; /* those behind it have their turn after it */
+        }
+        first = first && swap(head, place, place + 1);
+    }
+}
+
+enum request_take request_take(struct segment *segment, uint64_t producer_id, uint32_t slot,
+                               struct request_claim *claim) {
+    struct taker self = {segment, producer_id, slot, false, claim};
+    if (!requests_are_used(segment) || producer_id + 1 >= REQUEST_NOBODY) {
+        return REQUEST_NONE;
+    }
+    bool found = take_returned(&self);
+    for (uint32_t level = SHMBUS_REQUEST_LEVELS; !found && level-- > 0;) {
+        found = take_in_order(&self, level);
+    }
+    if (found) {
+        atomic_store_explicit(&segment->requests.lane->taken_ns, clock_monotonic_ns(),
+                              memory_order_relaxed);
+        return REQUEST_TAKEN;
+    }
+    return self.too_far ? REQUEST_TOO_FAR_AHEAD : REQUEST_NONE;
+}
+
+bool request_read(const struct segment *segment, uint32_t index, uint64_t number,
+                  struct request_text *text, uint8_t *data) {
+    struct request_row row;
+    if (!request_copy_row(segment, index, number, &row)) {
+        return false;
+    }
+    *text = (struct request_text){
+        .number = number,
+        .epoch = row.epoch,
+        .offered_ns = row.offered_ns,
+        .data_bytes = row.data_bytes,
+        .group_size = row.group_size,
+        .need = row.need,
+        .id_bytes = row.id_bytes,
+        .split_bytes = row.split_bytes,
+        .level = row.level,
+        .admitted = atomic_load_explicit(&segment->requests.rows[index].admitted,
+                                         memory_order_acquire) != 0,
+    };
+    if (data == NULL) {
+        return true;
+    }
+    memcpy(data, segment->requests.units + (uint64_t)row.first_unit * SHMBUS_REQUEST_UNIT,
+           row.data_bytes);
+    return shmbus_crc32c(0, data, row.data_bytes) == row.data_crc &&
+           request_open_row(segment, index) == number;
+}
+
+uint64_t request_find(const struct segment *segment, const char *id, uint32_t id_bytes,
+                      int64_t epoch, uint32_t *found) {
+    const struct request_parts *parts = &segment->requests;
+    uint64_t oldest = 0;
+    for (uint32_t index = 0; index < parts->row_count; index++) {
+        struct request_row row;
+        uint64_t number = request_open_row(segment, index);
+        if (number != 0 && (oldest == 0 || number < oldest) &&
+            request_copy_row(segment, index, number, &row) && row.epoch == epoch &&
+            row.id_bytes == id_bytes &&
+            memcmp(parts->units + (uint64_t)row.first_unit * SHMBUS_REQUEST_UNIT, id, id_bytes) ==
+                0) {
+            oldest = number;
+            *found = index;
+        }
+    }
+    return oldest;
+}
+
+/* ---- ending a claim ---- */
+
+bool request_is_held(const struct segment *segment, const struct request_claim *claim) {
+    /* SYNC: request-claimed. */
+    return request_open_row(segment, claim->row) == claim->number &&
+           atomic_load_explicit(claim_at(segment, claim->cell), memory_order_acquire) ==
+               claim->word;
+}
+
+/* Opens a claimed cell again; the count of an earlier commit goes first. */
+static bool reopen(struct segment *segment, uint32_t row, uint32_t cell, uint64_t word,
+                   uint64_t number) {
+    if (!swap(claim_at(segment, cell), word, request_open_word(number))) {
+        return false;
+    }
+    FAILPOINT("request-reopened");
+    mark_returned(segment, row);
+    return true;
+}
+
+bool request_give_back(struct segment *segment, const struct request_claim *claim) {
+    if (!reopen(segment, claim->row, claim->cell, claim->word, claim->number)) {
+        return false;
+    }
+    shared_bell_ring(&segment->requests.lane->work, 1);
+    return true;
+}
+
+void request_intend(struct segment *segment, const struct request_claim *claim, uint64_t count) {
+    struct request_cell *cell = &segment->requests.cells[claim->cell];
+    if (atomic_load_explicit(&cell->claim, memory_order_relaxed) != claim->word) {
+        return; /* its row has ended */
+    }
+    uint64_t tag = (claim->number & REQUEST_NUMBER_MASK) << (64 - REQUEST_NUMBER_BITS);
+    atomic_store_explicit(&cell->commit, tag | (count & REQUEST_COUNT_MASK), memory_order_relaxed);
+    FAILPOINT("request-intended");
+}
+
+void request_answered(struct segment *segment, const struct request_claim *claim) {
+    FAILPOINT("request-answering");
+    swap(claim_at(segment, claim->cell), claim->word, request_claim_word(CELL_IS_DONE, 0, claim->number));
+    FAILPOINT("request-answered");
+}
+
+/* ---- after a death ---- */
+
+/* Whether the owner of a claim had committed the answer. */
+static bool was_answered(uint64_t commit, uint64_t number, uint64_t committed) {
+    return commit >> (64 - REQUEST_NUMBER_BITS) == (number & REQUEST_NUMBER_MASK) && (commit & REQUEST_COUNT_MASK) != 0 &&
+           (commit & REQUEST_COUNT_MASK) <= (committed & REQUEST_COUNT_MASK);
+}
+
+static bool reap_cell(struct segment *segment, uint32_t row, uint64_t number, uint32_t cell,
+                      const uint64_t owner_and_count[2]) {
+    struct request_cell *at = &segment->requests.cells[cell];
+    uint64_t word = atomic_load_explicit(&at->claim, memory_order_acquire);
+    if (word != request_claim_word(CELL_IS_CLAIMED, owner_and_count[0] + 1, number)) {
+        return false;
+    }
+    uint64_t commit = atomic_load_explicit(&at->commit, memory_order_relaxed);
+    if (was_answered(commit, number, owner_and_count[1])) {
+        swap(&at->claim, word, request_claim_word(CELL_IS_DONE, 0, number));
+        return false;
+    }
+    atomic_store_explicit(&at->commit, 0, memory_order_relaxed);
+    FAILPOINT("request-reaping");
+    return reopen(segment, row, cell, word, number);
+}
+
+void request_reap(struct segment *segment, uint64_t producer_id, uint64_t committed) {
+    struct request_parts *parts = &segment->requests;
+    if (!requests_are_used(segment)) {
+        return;
+    }
+    const uint64_t dead[2] = {producer_id, committed};
+    uint32_t given_back = 0;
+    for (uint32_t index = 0; index < parts->row_count; index++) {
+        struct request_row row;
+        uint64_t number = request_open_row(segment, index);
+        if (number == 0 || !request_copy_row(segment, index, number, &row)) {
+            continue;
+        }
+        for (uint32_t i = 0; i < row.group_size; i++) {
+            given_back += reap_cell(segment, index, number, row.first_cell + i, dead);
+        }
+        /* The dead may have cleared a flag that nobody sets again. */
+        mark_returned(segment, index);
+    }
+    shared_bell_ring(&parts->lane->work, given_back > 0 ? given_back : 1);
+}
+
+/* ---- the collector ---- */
+
+bool request_count(const struct segment *segment, uint32_t index, uint64_t number,
+                   struct request_counts *counts) {
+    struct request_row row;
+    *counts = (struct request_counts){0, 0, 0, 0};
+    if (!request_copy_row(segment, index, number, &row)) {
+        return false;
+    }
+    for (uint32_t i = 0; i < row.group_size; i++) {
+        uint64_t claim =
+            atomic_load_explicit(claim_at(segment, row.first_cell + i), memory_order_acquire);
+        enum request_kind kind = request_kind_of(claim);
+        counts->open += kind == CELL_IS_OPEN;
+        counts->claimed += kind == CELL_IS_CLAIMED;
+        counts->done += kind == CELL_IS_DONE && request_producer_of(claim) != REQUEST_NOBODY;
+    }
+    counts->given_up = row.group_size - counts->open - counts->claimed - counts->done;
+    return request_open_row(segment, index) == number;
+}
+
+void request_close(struct segment *segment, uint32_t index, uint64_t number) {
+    struct request_row row;
+    if (!request_copy_row(segment, index, number, &row)) {
+        return;
+    }
+    raise_next(segment, index, number, row.group_size);
+    for (uint32_t i = 0; i < row.group_size; i++) {
+        swap(claim_at(segment, row.first_cell + i), request_open_word(number),
+             request_claim_word(CELL_IS_DONE, REQUEST_NOBODY, number));
+    }
+}
+
+void request_end(struct segment *segment, uint32_t index, uint64_t number) {
+    struct request_row row;
+    if (!request_copy_row(segment, index, number, &row)) {
+        return;
+    }
+    struct request_counts counts;
+    request_close(segment, index, number);
+    request_count(segment, index, number, &counts);
+    struct request_row *shared = &segment->requests.rows[index];
+    shared->ended_done = counts.done;
+    shared->ended_given_up = row.group_size - counts.done;
+    FAILPOINT("request-ending");
+    /* SYNC: request-ended. What became of its samples is there before a feeder frees the row. */
+    swap(&shared->word, number << 2 | REQUEST_OPEN, number << 2 | REQUEST_ENDED);
+    shared_bell_ring(&segment->requests.lane->room, 1);
+}
+
+/* One pass over the lane. */
+static void add_up(const struct segment *segment, struct request_totals *totals) {
+    const struct request_parts *parts = &segment->requests;
+    const struct request_lane *lane = parts->lane;
+    memset(totals, 0, sizeof *totals);
+    totals->offered = atomic_load_explicit(&lane->offered, memory_order_acquire);
+    totals->done = atomic_load_explicit(&lane->done, memory_order_acquire);
+    totals->given_up = atomic_load_explicit(&lane->given_up, memory_order_acquire);
+    for (uint32_t index = 0; index < parts->row_count; index++) {
+        const struct request_row *row = &parts->rows[index];
+        uint64_t word = atomic_load_explicit(&row->word, memory_order_acquire);
+        struct request_counts counts;
+        if (request_state_of(word) == REQUEST_OPEN &&
+            request_count(segment, index, request_number_of(word), &counts)) {
+            totals->open += counts.open;
+            totals->claimed += counts.claimed;
+            totals->done += counts.done;
+            totals->given_up += counts.given_up;
+            totals->groups++;
+            continue;
+        }
+        word = atomic_load_explicit(&row->word, memory_order_acquire);
+        if (request_state_of(word) == REQUEST_ENDED) {
+            totals->done += row->ended_done;
+            totals->given_up += row->ended_given_up;
+        }
+    }
+}
+
+void request_total(const struct segment *segment, struct request_totals *totals) {
+    _Atomic uint32_t *feeding = &segment->requests.lane->feeding;
+    for (int tries = 0; tries < TOTAL_TRIES; tries++) {
+        uint32_t before = atomic_load_explicit(feeding, memory_order_acquire);
+        add_up(segment, totals);
+        atomic_thread_fence(memory_order_acquire);
+        if (before % 2 == 0 && before == atomic_load_explicit(feeding, memory_order_relaxed)) {
+            return;
+        }
+    }
+}

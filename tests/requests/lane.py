@@ -1,0 +1,36 @@
+"""What the tests of the request lane share."""
+
+from __future__ import annotations
+
+from conftest import wait_until
+
+from shmbus import Bus, Consumer, Producer, Request
+from shmbus_ext import _core
+
+__all__ = ["ask", "take_all", "totals"]
+
+
+def totals(bus: Bus) -> tuple[int, ...]:
+    """Return (offered, open, claimed, done, given_up) and open groups."""
+    return _core.request_totals(bus._segment)[:6]
+
+
+def take_all(producer: Producer) -> list[Request]:
+    """Take every sample that is open."""
+    found = []
+    while (request := producer.next_request(0)) is not None:
+        found.append(request)
+    return found
+
+
+def ask(consumer: Consumer, producer: Producer) -> list[Request]:
+    """Let the consumer work, which has no group to take, until a sample is asked for; take it."""
+    found: list[Request] = []
+
+    def asked() -> bool:
+        assert consumer.take(timeout=0.01) == []
+        found.extend(take_all(producer))
+        return bool(found)
+
+    wait_until(asked)
+    return found

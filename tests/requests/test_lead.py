@@ -1,0 +1,294 @@
+"""Groups ahead of the trainer: a bound that producers see, that blocks no group which has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from conftest import Spawner, wait_until
+
+import shmbus
+from shmbus import Bus, Consumer, Producer
+from shmbus_ext import _core
+
+X = np.zeros(4, np.float32)
+
+# Puts one sample of each group, in order.
+WORKER = """
+import sys, numpy as np, shmbus
+name, index, size, groups = sys.argv[1], *map(int, sys.argv[2:])
+with shmbus.Producer(name) as producer:
+    for number in range(groups):
+        producer.put(f"g{number}", group_size=size, index=index, epoch=0, x=np.ones(8), timeout=60)
+print("done", flush=True)
+"""
+
+# Begins a group and never ends it: its claim on the bound is not settled.
+HOLDER = """
+import sys, time, shmbus
+producer = shmbus.Producer(sys.argv[1])
+slot = producer.reserve("held", group_size=2, index=0, fields={"x": ("f4", 4)})
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+# Takes and acknowledges groups; dies by itself at the end.
+TRAINER = """
+import sys, shmbus
+with shmbus.Consumer(sys.argv[1]) as consumer:
+    print("reads", flush=True)
+    for group in consumer:
+        group.ack()
+"""
+
+
+def held(bus: Bus) -> int:
+    return _core.lead_state(bus._segment)[1]
+
+
+@pytest.fixture
+def one(bus_name: str) -> Iterator[Bus]:
+    """A bus on which one group may be ahead."""
+    with Bus.create(bus_name, "1MiB", max_lead=1) as bus:
+        yield bus
+
+
+def put(producer: Producer, key: str, index: int, size: int = 2, timeout: float = 0) -> None:
+    producer.put(key, group_size=size, index=index, x=X, timeout=timeout)
+
+
+def test_a_sample_that_would_begin_a_group_waits_until_one_is_delivered(one: Bus) -> None:
+    with Producer(one.name) as producer, Consumer(one.name) as consumer:
+        put(producer, "a", 0)
+        with pytest.raises(shmbus.BusFullError, match=r"1 groups are begun .* at most 1 .max_lead"):
+            put(producer, "b", 0, timeout=0.05)
+        put(producer, "a", 1)
+        (group,) = consumer.take(timeout=10)
+        put(producer, "b", 0)  # delivered is enough; it need not be acknowledged
+        group.ack()
+        assert consumer.stats().balanced
+
+
+def test_many_workers_that_share_large_groups_get_through_a_bound_of_one(
+    one: Bus, spawn: Spawner
+) -> None:
+    workers = [spawn.script(WORKER, one.name, index, 4, 40) for index in range(4)]
+    with Consumer(one.name) as consumer:
+        seen = []
+        while len(seen) < 40:
+            for group in consumer.take(8, timeout=30):
+                seen.append(group.instance_id)
+                group.ack()
+                stats = consumer.stats()
+                assert stats.groups_open + stats.groups_ready <= 1, stats
+        assert sorted(seen) == sorted(f"g{number}" for number in range(40))
+        for worker in workers:
+            worker.finish()
+        assert held(one) == 0
+
+
+def test_the_claim_of_a_worker_that_died_is_free_again(one: Bus, spawn: Spawner) -> None:
+    holder = spawn.script(HOLDER, one.name)
+    holder.expect("holds")
+    with Producer(one.name) as producer, Consumer(one.name) as consumer:
+        with pytest.raises(shmbus.BusFullError):
+            put(producer, "b", 0)
+        put(producer, "held", 1)  # a sibling of what the other has begun
+        holder.kill()
+        wait_until(lambda: consumer.take(timeout=0.01) == [] and consumer.stats().in_ring == 0)
+        time.sleep(1.5)  # a sweep; the group is open still, and keeps its place
+        consumer.take(timeout=0.05)
+        assert held(one) == 1
+        put(producer, "held", 0)
+        consumer.take(timeout=10)[0].ack()
+        assert held(one) == 0
+
+
+def test_a_claim_without_any_sample_is_free_after_its_owners_death(
+    one: Bus, spawn: Spawner
+) -> None:
+    holder = spawn.script(HOLDER, one.name)
+    holder.expect("holds")
+    holder.kill()
+    with Producer(one.name) as producer, Consumer(one.name) as consumer:
+
+        def begins() -> bool:
+            consumer.take(timeout=0.05)
+            return held(one) == 0
+
+        wait_until(begins)
+        put(producer, "b", 0)
+
+
+def test_an_aborted_reservation_and_one_that_commits(one: Bus) -> None:
+    with Producer(one.name) as producer:
+        fields = {"x": ("f4", 4)}
+        slot = producer.reserve("a", group_size=2, index=0, fields=fields)
+        assert held(one) == 1
+        slot.abort()
+        assert held(one) == 0
+        with producer.reserve("b", group_size=2, index=0, fields=fields):
+            pass
+        assert held(one) == 1
+        with pytest.raises(shmbus.BusFullError, match="max_lead=1"):
+            producer.reserve("c", group_size=2, index=0, fields=fields, timeout=0)
+
+
+def test_put_many_commits_what_may_begin_and_says_how_much(one: Bus) -> None:
+    items = [
+        {"instance_id": key, "group_size": 2, "index": index, "x": X}
+        for key in "ab"
+        for index in range(2)
+    ]
+    with Producer(one.name) as producer, Consumer(one.name) as consumer:
+        with pytest.raises(shmbus.BusFullError) as caught:
+            producer.put_many(items, timeout=0.05)
+        assert caught.value.accepted == 2
+        consumer.take(timeout=10)[0].ack()
+        assert producer.put_many(items[2:], timeout=0) == 2
+
+
+def test_reports_of_failures_wait_for_nobody_and_a_group_given_up_makes_room(one: Bus) -> None:
+    with Producer(one.name) as producer, Consumer(one.name) as consumer:
+        put(producer, "a", 0)
+        producer.fail("b", 0, "crashed", group_size=2, timeout=0)
+        producer.fail("a", 1, "crashed", group_size=2, timeout=0)
+
+        def made_room() -> bool:
+            assert consumer.take(timeout=0.05) == []
+            return held(one) == 0
+
+        wait_until(made_room)
+        assert consumer.stats().dropped["failed"] == 2
+
+
+def test_surplus_samples_hold_no_place(one: Bus) -> None:
+    with Producer(one.name) as producer, Consumer(one.name) as consumer:
+        for index in range(2):
+            producer.put("a", group_size=2, index=index, epoch=1, x=X)
+        consumer.take(timeout=10)[0].ack()
+        producer.put("a", group_size=2, index=0, epoch=1, x=X)  # begins, as far as it knows
+        wait_until(lambda: consumer.take(timeout=0.05) == [] and held(one) == 0)
+        assert consumer.stats().dropped == {"surplus": 1}
+
+
+def test_no_place_is_lost_by_deaths_of_the_consumer(one: Bus, spawn: Spawner) -> None:
+    workers = [spawn.script(WORKER, one.name, index, 2, 60) for index in range(2)]
+    for _ in range(4):
+        trainer = spawn.script(TRAINER, one.name)
+        trainer.expect("reads")
+        time.sleep(0.05)
+        trainer.kill()
+    with Consumer(one.name) as consumer:
+
+        def all_done() -> bool:
+            for group in consumer.take(16, timeout=0.05):
+                group.ack()
+            return not any(worker.running for worker in workers)
+
+        wait_until(all_done, 60)
+        for worker in workers:
+            worker.finish()
+        for group in consumer.take(16, timeout=0.2):
+            group.ack()
+        assert held(one) == 0
+        assert consumer.stats().acknowledged >= 120
+
+
+def test_what_awaits_sees_the_bound_and_siblings_do_not(one: Bus) -> None:
+    async def scenario(producer: Producer, consumer: Consumer) -> None:
+        await producer.aput("a", group_size=2, index=0, x=X)
+        assert producer.pressure() == 1.0
+        assert not await producer.wait_ready(timeout=0.05)
+        assert await producer.wait_ready(timeout=5, instance_id="a")
+        assert not await producer.wait_ready(timeout=0.05, instance_id="a", epoch=7)
+        waiting = asyncio.create_task(producer.aput("b", group_size=2, index=0, x=X, timeout=30))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await producer.aput("a", group_size=2, index=1, x=X)
+        await asyncio.to_thread(lambda: consumer.take(timeout=10)[0].ack())
+        await waiting
+
+    with Producer(one.name) as producer, Consumer(one.name) as consumer:
+        asyncio.run(scenario(producer, consumer))
+
+
+def test_a_daemon_that_leases_makes_room_as_a_consumer_does(
+    bus_name: str, daemon: object, spawn: Spawner
+) -> None:
+    server = daemon("--capacity", "1MiB", "--max-lead", "1")  # type: ignore[operator]
+    workers = [spawn.script(WORKER, bus_name, index, 2, 30) for index in range(2)]
+    with Consumer(bus_name) as consumer:
+        seen = 0
+        while seen < 30:
+            for group in consumer.take(8, timeout=30):
+                group.ack()
+                seen += 1
+                if seen == 10:
+                    server.kill()
+                    server.start()
+    for worker in workers:
+        worker.finish()
+
+
+def test_a_bound_in_versions_follows_what_the_trainer_takes(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "1MiB", max_lead_versions=1) as bus,
+        Producer(bus_name) as producer,
+        Consumer(bus_name) as consumer,
+    ):
+        number = 0
+
+        def fill() -> int:
+            """Begin as many groups as may begin; return how many are ahead."""
+            nonlocal number
+            while True:
+                try:
+                    put(producer, f"g{number}", 0, size=1)
+                except shmbus.BusFullError:
+                    return held(bus)
+                number += 1
+
+        def train(groups: int) -> None:
+            left = groups
+            while left:
+                fill()
+                taken = consumer.take(left, timeout=10)
+                consumer.ack(taken)
+                left -= len(taken)
+
+        assert fill() == 1  # nothing is known yet
+        train(4)
+        consumer.policy_version = 1
+        # (1 + 1) versions of 4 groups, none of which this version has had.
+        assert fill() == 8
+        train(3)
+        assert fill() == 5
+        # More than the last version had: one version ahead of what this one has had.
+        train(3)
+        assert fill() == 6
+        consumer.policy_version = 2
+        assert fill() == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"max_lead": 0}, ValueError, "max_lead"),
+        ({"max_lead": 5000}, ValueError, "1 to 4096"),
+        ({"max_lead": "1"}, TypeError, "max_lead"),
+        ({"max_lead_versions": -1}, ValueError, "max_lead_versions"),
+        ({"max_lead_versions": True}, TypeError, "max_lead_versions"),
+        ({"request_capacity": "1KiB"}, ValueError, "request_capacity"),
+    ],
+)
+def test_bad_bounds_are_refused_and_make_no_bus(
+    bus_name: str, options: dict[str, object], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Bus.create(bus_name, "1MiB", **options)  # type: ignore[arg-type]
+    with pytest.raises(shmbus.BusNotFoundError):
+        Bus.open(bus_name)

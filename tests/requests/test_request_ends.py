@@ -1,0 +1,430 @@
+"""How requests end: acknowledged, failed, dropped, and after the deaths of each side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from conftest import Daemon, Spawner, wait_until
+from lane import ask, take_all, totals
+
+import shmbus
+from shmbus import Bus, Consumer, Feeder, Producer, Request
+from shmbus_ext import _core
+
+X = np.zeros(4, np.float32)
+Serve = Callable[..., Daemon]
+
+# Samples prompts of which each token is the group's number; checks every one.
+WORKER = """
+import sys, numpy as np, shmbus
+name = sys.argv[1]
+with shmbus.Producer(name) as producer:
+    print("works", flush=True)
+    while (request := producer.next_request()) is not None:
+        number = int(request.instance_id[1:])
+        assert request.meta == {"number": number}, request.meta
+        assert (request["prompt"] == number).all(), request
+        producer.put_for(request, score=1.0, x=np.full(4, number, np.float32))
+"""
+
+# Takes so many samples, says so, and answers none.
+TAKER = """
+import sys, time, shmbus
+producer = shmbus.Producer(sys.argv[1])
+for _ in range(int(sys.argv[2])):
+    request = producer.next_request(10)
+    print("took", request.instance_id, request.index, flush=True)
+print("all", flush=True)
+time.sleep(600)
+"""
+
+FEEDER = """
+import sys, numpy as np, shmbus
+name, first, count, size = sys.argv[1], *map(int, sys.argv[2:])
+with shmbus.Feeder(name) as feeder:
+    print("feeds", flush=True)
+    for number in range(first, first + count):
+        feeder.request(f"q{number}", group_size=size, epoch=0, meta={"number": number},
+                       prompt=np.full(number % 700, number, np.int32), timeout=60)
+print("done", flush=True)
+"""
+
+
+# -- ends
+
+
+def test_a_failed_sample_comes_again_with_its_prompt(bus: Bus, feeder: Feeder) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
+        feeder.request("q", group_size=2, epoch=4, meta="m", prompt=np.arange(3))
+        first, second = take_all(producer)
+        assert producer.put_for(second, x=X)
+        assert producer.fail_for(first, "the sandbox crashed")
+        (retry,) = ask(consumer, producer)
+        assert (retry.index, retry.epoch, retry.attempt, retry.meta) == (0, 4, 1, "m")
+        assert retry.reason == "the sandbox crashed" and (retry["prompt"] == np.arange(3)).all()
+        assert producer.is_wanted(retry)
+        assert producer.put_for(retry, score=1.0, x=X)
+        assert not producer.is_wanted(retry)
+        (group,) = consumer.take(timeout=10)
+        group.ack()
+        counts = consumer.stats()
+        assert counts.balanced and counts.requests.balanced and counts.requests.groups == 0
+
+
+def test_a_retry_that_is_released_or_fails_for_good(bus: Bus, feeder: Feeder) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
+        feeder.request("q", group_size=1)
+        (first,) = take_all(producer)
+        producer.fail_for(first, "one")
+        found: list[Request] = []
+        wait_until(
+            lambda: (
+                (consumer.take(timeout=0.01) == [] and found.extend(take_all(producer))) or found
+            )
+        )
+        assert producer.release(found[0])
+        (retry,) = take_all(producer)
+        assert producer.fail_for(retry, "two")
+        wait_until(
+            lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 0
+        )
+        assert consumer.stats().dropped == {"failed": 2}
+
+
+def test_a_group_that_is_dropped_ends_its_request(bus: Bus, feeder: Feeder) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name, skip_zero_variance=True) as consumer:
+        feeder.request("flat", group_size=2)
+        feeder.request("good", group_size=2)
+        for request in take_all(producer):
+            producer.put_for(
+                request, score=float(request.index * (request.instance_id == "good")), x=X
+            )
+        (group,) = consumer.take(timeout=10)
+        consumer.drop(group)
+        wait_until(
+            lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 0
+        )
+        assert consumer.stats().requests.balanced
+
+
+def test_a_group_whose_time_is_over_hands_out_nothing_more(bus: Bus, feeder: Feeder) -> None:
+    with (
+        Producer(bus.name) as producer,
+        Consumer(bus.name, group_timeout=0.2, on_timeout="drop") as consumer,
+    ):
+        feeder.request("slow", group_size=3)
+        first, second = producer.next_request(5), producer.next_request(5)
+        assert first is not None and second is not None
+        producer.put_for(first, x=X)
+        wait_until(
+            lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 0
+        )
+        assert not producer.is_wanted(second)
+        assert not producer.put_for(second, x=X), "it would begin another group"
+        assert producer.next_request(0) is None
+        counts = consumer.stats().requests
+        assert (counts.done, counts.given_up) == (1, 2)
+
+
+def test_a_state_offers_again_what_was_not_trained(bus_name: str) -> None:
+    with Bus.create(bus_name, "4MiB") as bus:
+        with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
+            for number in range(4):
+                consumer.request(
+                    f"q{number}", group_size=2, epoch=1, priority=number, meta=number, prompt=X
+                )
+            for _ in range(4):
+                request = producer.next_request(5)
+                assert request is not None
+                producer.put_for(request, x=X)
+            consumer.take(1, timeout=10)[0].ack()
+            state = pickle.loads(pickle.dumps(consumer.requests_state()))
+            assert [each["instance_id"] for each in state["open"]] == ["q0", "q1", "q2"]
+            consumer.take(1, timeout=10)[0].ack()  # trained after the checkpoint
+            consumer.request("later", group_size=1)
+            again = consumer.load_requests_state(state)
+            assert (again.offered, again.kept, again.beyond) == (1, 2, [("later", None)])
+            assert consumer.load_requests_state(state).offered == 0
+        bus.close()
+    with (
+        Bus.create(bus_name, "4MiB"),
+        Producer(bus_name) as producer,
+        Consumer(bus_name) as consumer,
+    ):
+        assert consumer.load_requests_state(state).offered == 3
+        found = take_all(producer)
+        assert [(r.instance_id, r.index) for r in found] == [
+            (f"q{number}", index) for number in (2, 1, 0) for index in range(2)
+        ]
+        assert found[0].meta == 2 and (found[0]["prompt"] == X).all()
+
+
+@pytest.mark.parametrize("state", [None, {}, {"version": 9, "open": []}, []])
+def test_what_is_no_state_is_refused(bus: Bus, state: object) -> None:
+    with Consumer(bus.name) as consumer, pytest.raises(ValueError, match="requests state"):
+        consumer.load_requests_state(state)  # type: ignore[arg-type]
+
+
+# -- deaths ----------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_worker_had_in_hand_is_given_to_others_without_a_consumer(
+    bus: Bus, producer: Producer, feeder: Feeder, spawn: Spawner
+) -> None:
+    feeder.request("q", group_size=4)
+    taker = spawn.script(TAKER, bus.name, 3)
+    taker.expect("all")
+    last = producer.next_request(5)
+    assert last is not None and last.index == 3
+    assert producer.next_request(0.05) is None
+    taker.kill()
+    for index in range(3):
+        request = producer.next_request(30)
+        assert request is not None and request.index == index
+    assert totals(bus) == (4, 0, 4, 0, 0, 1)
+
+
+def test_a_stopped_worker_keeps_what_it_has(
+    bus: Bus, producer: Producer, feeder: Feeder, spawn: Spawner
+) -> None:
+    feeder.request("q", group_size=1)
+    taker = spawn.script(TAKER, bus.name, 1)
+    taker.expect("all")
+    taker.send_signal(signal.SIGSTOP)
+    with Consumer(bus.name) as consumer:
+        assert producer.next_request(1.2) is None
+        assert consumer.take(timeout=1.2) == []
+    taker.send_signal(signal.SIGCONT)
+
+
+def test_feeders_that_are_killed_leave_no_half_request_and_no_leaked_room(
+    bus_name: str, spawn: Spawner, seed: int
+) -> None:
+    rng = random.Random(seed)
+    with Bus.create(bus_name, "4MiB", request_capacity="256KiB") as bus:
+        free = _core.request_totals(bus._segment)[7]
+        workers = [spawn.script(WORKER, bus_name) for _ in range(2)]
+        with Consumer(bus_name) as consumer:
+            seen: list[str] = []
+
+            def train() -> None:
+                for group in consumer.take(64, timeout=0.05):
+                    assert all((t["x"] == int(group.instance_id[1:])).all() for t in group)
+                    seen.append(group.instance_id)
+                    group.ack()
+
+            for round_ in range(6):
+                feeders = [
+                    spawn.script(FEEDER, bus_name, 100_000 * round_ + 10_000 * i, 5000, 3)
+                    for i in range(2)
+                ]
+                for child in feeders:
+                    child.expect("feeds")
+                until = time.monotonic() + rng.uniform(0.02, 0.3)
+                while time.monotonic() < until:
+                    train()
+                for child in feeders:
+                    child.kill()
+            wait_until(lambda: train() or consumer.stats().requests.groups == 0, 60)
+            assert len(seen) == len(set(seen)) > 0
+            counts = consumer.stats()
+            assert counts.balanced and counts.requests.balanced
+            assert counts.requests.done == 3 * len(seen) and not counts.dropped
+            for worker in workers:
+                worker.kill()
+        with Feeder(bus_name) as feeder:
+            feeder.request("last", group_size=1, prompt=np.zeros(free // 8 - 64))
+
+
+def _work(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    producer = Producer(name)
+    mine: list[Request] = []
+    while True:
+        request = producer.next_request(5)
+        if request is not None:
+            mine.append(request)
+        while mine and (request is None or rng.random() < 0.8):
+            each = mine.pop(rng.randrange(len(mine)))
+            what = rng.random()
+            if what < 0.02:
+                producer.release(each)
+            else:
+                producer.put_for(each, score=float(each.index), x=each["prompt"])
+
+
+KILLS = int(os.environ.get("SHMBUS_TEST_REQUEST_KILLS", "120"))
+
+
+@pytest.mark.timeout(120 + KILLS)
+@pytest.mark.parametrize("served", [False, True], ids=["embedded", "daemon"])
+def test_under_kills_of_workers_each_prompt_makes_one_whole_group(
+    bus_name: str, daemon: Serve, seed: int, served: bool
+) -> None:
+    rng = random.Random(seed)
+    context = multiprocessing.get_context("fork")
+    bus = None
+    if served:
+        daemon("--capacity", "8MiB", "--max-producers", "16")
+    else:
+        bus = Bus.create(bus_name, "8MiB", max_producers=16)
+
+    def start() -> multiprocessing.process.BaseProcess:
+        child = context.Process(target=_work, args=(bus_name, rng.getrandbits(32)), daemon=True)
+        child.start()
+        return child
+
+    workers = [start() for _ in range(4)]
+    seen: set[str] = set()
+    offered = kills = 0
+    try:
+        with Consumer(bus_name) as consumer:
+
+            def train() -> None:
+                for group in consumer.take(64, timeout=0.01):
+                    assert group.instance_id not in seen, "a prompt made two groups"
+                    assert [t.index for t in group] == list(range(group.size))
+                    number = int(group.instance_id[1:])
+                    assert all((t["x"] == number).all() for t in group)
+                    seen.add(group.instance_id)
+                    group.ack()
+
+            while kills < KILLS:
+                while offered - len(seen) < 24:
+                    size = rng.choice((1, 2, 4, 8))
+                    consumer.request(
+                        f"q{offered}", group_size=size, prompt=np.full(5, offered, np.int32)
+                    )
+                    offered += 1
+                train()
+                at = rng.randrange(len(workers))
+                child = workers[at]
+                assert child.pid is not None
+                os.kill(child.pid, signal.SIGKILL)
+                child.join()
+                workers[at] = start()
+                kills += 1
+                time.sleep(rng.random() * 0.02)
+            wait_until(lambda: train() or len(seen) == offered, 60)
+            stats = consumer.stats()
+            assert stats.balanced and stats.requests.balanced, stats
+            assert stats.requests.groups == 0 and stats.stashed == 0 and not stats.dropped, stats
+            assert stats.requests.done == stats.requests.offered
+    finally:
+        for child in workers:
+            child.kill()
+            child.join()
+        if bus is not None:
+            bus.close()
+            shmbus.unlink(bus_name)
+    print(f"{kills} kills, {offered} prompts")
+
+
+def test_requests_survive_the_deaths_of_the_daemon(
+    bus_name: str, daemon: Serve, spawn: Spawner
+) -> None:
+    server = daemon("--capacity", "4MiB")
+    workers = [spawn.script(WORKER, bus_name) for _ in range(2)]
+    fed = spawn.script(FEEDER, bus_name, 0, 300, 4)
+    seen: list[str] = []
+    with Consumer(bus_name) as consumer:
+        while len(seen) < 300:
+            for group in consumer.take(32, timeout=30):
+                seen.append(group.instance_id)
+                group.ack()
+            if len(seen) > 100 * (1 + seen.count("killed")) and "killed" not in seen:
+                server.kill()
+                server.start()
+                seen.append("killed")
+        fed.finish()
+        seen.remove("killed")
+        while len(seen) < 300:
+            for group in consumer.take(32, timeout=30):
+                seen.append(group.instance_id)
+                group.ack()
+        assert len(set(seen)) == len(seen) == 300
+        wait_until(lambda: consumer.stats().requests.groups == 0)
+        assert consumer.stats().requests.balanced
+    for worker in workers:
+        worker.kill()
+
+
+def test_a_consumer_that_died_after_its_acknowledgement_leaves_no_open_request(
+    bus: Bus, producer: Producer, feeder: Feeder
+) -> None:
+    feeder.request("q", group_size=1)
+    feeder.request("r", group_size=1)
+    for request in take_all(producer):
+        producer.put_for(request, x=X)
+    consumer = Consumer(bus.name)
+    groups = consumer.take(timeout=10)
+    # What a death between the acknowledgement and the end of the request leaves.
+    _core.end_groups(
+        consumer._source.reader, consumer._source.stash.table, consumer, groups[:1], 0, "acked"
+    )  # type: ignore[union-attr]
+    consumer.close()
+    assert totals(bus)[5] == 2
+    with Consumer(bus.name) as successor:
+        wait_until(lambda: len(successor.take(timeout=0.05)) >= 0 and totals(bus)[5] == 1)
+        (left,) = successor.requests_state()["open"]
+        assert left["instance_id"] == "r"
+
+
+# -- with a bound on how far producers are ahead
+
+
+def test_groups_are_begun_as_others_are_delivered_and_their_samples_never_wait(
+    bus_name: str, spawn: Spawner
+) -> None:
+    with (
+        Bus.create(bus_name, "4MiB", max_lead=1) as bus,
+        Feeder(bus_name) as feeder,
+        Consumer(bus_name) as consumer,
+    ):
+        for number in range(20):
+            feeder.request(
+                f"q{number}", group_size=8, meta={"number": number}, prompt=np.full(3, number)
+            )
+        workers = [spawn.script(WORKER, bus_name) for _ in range(4)]
+        victim = spawn.script(TAKER, bus_name, 1)
+        seen = []
+        while len(seen) < 20:
+            for group in consumer.take(4, timeout=30):
+                seen.append(group.instance_id)
+                group.ack()
+                stats = consumer.stats()
+                assert stats.groups_open + stats.groups_ready <= 1
+            if victim.running and "all" in victim.output():
+                victim.kill()
+        assert sorted(seen) == sorted(f"q{number}" for number in range(20))
+        assert _core.lead_state(bus._segment)[1] == 0
+        for worker in workers:
+            worker.kill()
+
+
+def test_a_failed_group_lets_the_next_begin(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "4MiB", max_lead=1),
+        Feeder(bus_name) as feeder,
+        Producer(bus_name) as producer,
+        Consumer(bus_name) as consumer,
+    ):
+        for name in "ab":
+            feeder.request(name, group_size=1)
+        (request,) = take_all(producer)
+        producer.fail_for(request, "no")
+        found: list[Request] = []
+        wait_until(
+            lambda: (
+                (consumer.take(timeout=0.02) == [] and found.extend(take_all(producer))) or found
+            )
+        )
+        assert found[0].instance_id == "b"
