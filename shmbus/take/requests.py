@@ -7,6 +7,7 @@ none twice.
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
 from typing import Any, TypedDict
 
@@ -25,7 +26,7 @@ _VERSION = 1
 
 
 class OpenRequest(TypedDict):
-    """A request that was offered, and whose group was not acknowledged; `prompt` is encoded."""
+    """A request that was offered, and whose group was not acknowledged; `prompt` is base64."""
 
     instance_id: str
     epoch: int | None
@@ -33,7 +34,7 @@ class OpenRequest(TypedDict):
     group_size: int
     need: int
     priority: int
-    prompt: bytes
+    prompt: str
 
 
 class RequestsState(TypedDict):
@@ -214,7 +215,7 @@ class PromptRequests(AttachedConsumer):
                 saved["epoch"],
                 saved["split"],
                 saved["priority"],
-                saved["prompt"],
+                base64.b64decode(saved["prompt"]),
             )
             feeder._offer(offer, timeout)
             offered += 1
@@ -241,7 +242,7 @@ def open_requests(segment: _core.Segment) -> list[OpenRequest]:
                     "group_size": group_size,
                     "need": need,
                     "priority": priority,
-                    "prompt": data[start:],
+                    "prompt": base64.b64encode(data[start:]).decode(),
                 }
             )
     return found

@@ -23,7 +23,7 @@ PAGES = sorted(
     ]
 )
 MAX_PROSE_COLUMNS = 120
-MAX_MAP_LINES = 150
+MAX_MAP_LINES = 170
 MAX_DECISION_LINES = 60
 
 # Names that look like ours, and what they are.

@@ -46,12 +46,15 @@ class HandlerState(msgspec.Struct, frozen=True):
         Creation time of its bus.
     trained : set of (int, int)
         Identities of the trajectories of all batches that were yielded, acknowledged or not.
+    requests : dict | None
+        Requests that were offered and not trained, as `shmbus.Consumer.requests_state` has them.
     """
 
     step: int
     policy_version: int
     bus_created_unix_ns: int
     trained: set[Identity]
+    requests: Any = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state as a dict, for `parse`.
@@ -60,13 +63,16 @@ class HandlerState(msgspec.Struct, frozen=True):
         -------
         dict
         """
-        return {
+        state = {
             "version": STATE_VERSION,
             "step": self.step,
             "policy_version": self.policy_version,
             "bus_created_unix_ns": self.bus_created_unix_ns,
             "trained": sorted(map(list, self.trained)),
         }
+        if self.requests is not None:
+            state["requests"] = self.requests
+        return state
 
     @classmethod
     def parse(cls, state: Any) -> HandlerState:
@@ -97,6 +103,7 @@ class HandlerState(msgspec.Struct, frozen=True):
                 int(state["policy_version"]),
                 int(state["bus_created_unix_ns"]),
                 _pairs(state["trained"]),
+                state.get("requests"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(

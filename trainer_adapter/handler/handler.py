@@ -51,6 +51,7 @@ from trainer_adapter.handler.metrics import MeteredHandler, OnMetrics, check_on_
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import Progress, describe_wait
+from trainer_adapter.handler.requests import RequestingHandler
 from trainer_adapter.handler.take import QUIET_NOTE_S, Take, take_groups, take_shard, take_until_due
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ __all__ = ["OnlineDataHandler"]
 logger = logging.getLogger(__name__)
 
 
-class OnlineDataHandler(MeteredHandler, BatchIteration):
+class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
     """Takes complete groups from a bus and yields them as batches of tensors.
 
     It is a torch `IterableDataset`, for a DataLoader with ``batch_size=None`` and no workers.
@@ -181,6 +182,7 @@ class OnlineDataHandler(MeteredHandler, BatchIteration):
         self._planner: BatchPlanner[Batch] = BatchPlanner(
             tokens_per_batch, groups_per_batch, max_wait_s, world_size
         )
+        self._saves_requests = rank == 0  # the lane is one for all ranks
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
         try:
             max_policy_lag = consumer_options.get("max_policy_lag")
@@ -476,7 +478,8 @@ class OnlineDataHandler(MeteredHandler, BatchIteration):
         Returns
         -------
         dict
-            Plain ints, strs and lists, for any serialiser.
+            Plain ints, strs and lists, for any serialiser. With requests that are not trained it
+            has these too, with their prompts; of several ranks, rank 0 has them.
         """
         self._take_back_unseen()
         with self._locked():
@@ -484,11 +487,17 @@ class OnlineDataHandler(MeteredHandler, BatchIteration):
         for made in self._planner.out.values():
             trained |= identities(one.group for one in made.planned)
         return HandlerState(
-            self.step, self._consumer.policy_version, self._created_unix_ns, trained
+            self.step,
+            self._consumer.policy_version,
+            self._created_unix_ns,
+            trained,
+            self._requests_to_save(),
         ).as_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from a checkpoint. Its policy version is set, even if it is a lower one.
+
+        Requests that it had not trained and that the bus has not are offered again.
 
         Parameters
         ----------
@@ -510,6 +519,8 @@ class OnlineDataHandler(MeteredHandler, BatchIteration):
             self._admission.end_trained()
             if self._prefetcher is not None:
                 self._prefetcher.wake()
+        if saved.requests is not None:
+            self._consumer.load_requests_state(saved.requests)
 
     def stats(self) -> shmbus.Ledger:
         """Return the ledger of the bus.
