@@ -31,6 +31,7 @@ from shmbus.segment.names import check_name
 from shmbus.source import AttachOptions
 from shmbus.stall import OnStall, Watch
 from shmbus.stash.stash import StashPolicy
+from shmbus.take.asynchronous import AsynchronousTakes
 from shmbus.take.attached import seconds_left
 from shmbus.take.ending import LeaseEnds
 from shmbus.take.requests import PromptRequests
@@ -41,7 +42,7 @@ __all__ = ["Consumer"]
 _T = TypeVar("_T")
 
 
-class Consumer(LeaseEnds, StepTakes, PromptRequests):
+class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
     """Takes complete groups from a bus: from its daemon where there is one, else from the ring.
 
     Without a daemon a bus has one consumer, and a second one gets BusBusyError. With a daemon

@@ -9,6 +9,7 @@ from __future__ import annotations
 from shmbus_ext import _core
 
 __all__ = [
+    "ASYNC_TAKE_S",
     "CLIENT_WAIT_S",
     "DEFAULT_CAPACITY",
     "DEFAULT_MAX_PRODUCERS",
@@ -58,6 +59,10 @@ SPACE_WAIT_S = 0.1
 #: Seconds that a worker sleeps for a prompt before it gives back what dead workers had in hand: a
 #: system call for each slot, twice a second.
 REQUEST_WAIT_S = 0.5
+
+#: Seconds that the thread sleeps which waits for the groups of an event loop: at the end of
+#: `asyncio.run` the loop waits for it.
+ASYNC_TAKE_S = 0.25
 
 #: Fill of the bus below which `Producer.wait_ready` lets a worker start a rollout: the trajectories
 #: of many workers that start together still fit.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmbus import errors, limits
 from shmbus._arguments import SECONDS, check_timeout, check_wait
-from shmbus._space import SpaceWaits
+from shmbus._loop_waits import LoopWaits
 from shmbus.put.attached import WAITS_FOR_SPACE, AttachedWriter, ProducerOptions
 from shmbus.segment import lifecycle
 from shmbus.segment.names import check_name
@@ -32,7 +32,7 @@ class AsynchronousPuts(AttachedWriter):
     """`aput` and `wait_ready`, and the waiting of every other verb that a loop awaits."""
 
     def _begin_waits(self) -> None:
-        self._space = SpaceWaits()
+        self._space = LoopWaits()
 
     @classmethod
     async def awaited(
@@ -191,7 +191,7 @@ class AsynchronousPuts(AttachedWriter):
         wait_s = limits.SPACE_WAIT_S
         if deadline is not None:
             wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
-        await self._space.wait(self._await_space, ticket, wait_s)
+        await self._space.wait(functools.partial(self._await_space, ticket, wait_s), wait_s)
 
     async def _look(self, began: float, waits_for: str = WAITS_FOR_SPACE) -> None:
         """Let the watchdog look, in a thread: a report takes longer than a loop may stand still."""

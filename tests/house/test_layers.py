@@ -27,8 +27,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "shmbus._version",
         "shmbus._format",
+        "shmbus._loop_waits",
         "shmbus._near_names",
-        "shmbus._space",
         "shmbus.errors",
         "shmbus.limits",
     ),

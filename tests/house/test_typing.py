@@ -65,6 +65,7 @@ CALLS = [
     ('shmbus.Consumer("b", {})', "group_timeout=1.0", "group_time_out=1.0"),
     ('shmbus.Consumer("b", {})', 'on_timeout="drop"', 'on_timeout="discard"'),
     ("consumer.take({})", "max_groups=4", "groups=4"),
+    ("repr(consumer.atake({}))", "max_groups=4", "groups=4"),
     ("consumer.take_step(groups=1, {})", "only_full=True", "full_only=True"),
     ("consumer.ack({})", "group", "batch"),
     ("consumer.ack({})", "group", "group.copy()"),
