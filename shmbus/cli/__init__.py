@@ -36,6 +36,7 @@ from shmbus.cli import (
     weights,
 )
 from shmbus.cli import list as list_
+from shmbus.cli._words import complete, unknown_command
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -86,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if not words or words[0] not in commands.choices:
         _add_plugins(commands)
+    complete(parser, commands.choices.values())
+    if words and not words[0].startswith("-") and words[0] not in commands.choices:
+        parser.error(unknown_command(words[0], commands.choices))
     parsed = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
