@@ -33,8 +33,8 @@ class AsynchronousTakes(AttachedConsumer):
     def _begin(self) -> None:
         super()._begin()
         self._loop_waits = LoopWaits()
-        #: One for each task that waits.
-        self._tasks: set[object] = set()
+        #: How many groups each task wants that waits.
+        self._tasks: dict[object, int] = {}
         #: What the thread met that asks the daemon; the next task raises it.
         self._failure: Exception | None = None
 
@@ -71,18 +71,18 @@ class AsynchronousTakes(AttachedConsumer):
             await asyncio.to_thread(self._require_source)
         source = self._require_source()
         task = object()
-        self._tasks.add(task)
+        self._tasks[task] = max_groups
         try:
             if isinstance(source, Collector):
                 return await self._atake_here(source, max_groups, deadline)
             return await self._atake_leased(source, max_groups, deadline)
         except BaseException:
-            self._tasks.discard(task)
+            self._tasks.pop(task, None)
             if isinstance(source, DaemonClient):
                 self._leave_nothing(source)
             raise
         finally:
-            self._tasks.discard(task)
+            self._tasks.pop(task, None)
 
     async def _atake_here(
         self, source: Collector, max_groups: int, deadline: float | None
@@ -115,21 +115,23 @@ class AsynchronousTakes(AttachedConsumer):
             if groups or (asked and left_s == 0):
                 return groups
             slice_s = limits.ASYNC_TAKE_S if left_s is None else min(limits.ASYNC_TAKE_S, left_s)
-            ask = functools.partial(self._ask, source, max_groups, slice_s, by_step)
+            # For all that wait here, in one question. All ranks ask for a step with one number.
+            wanted = max_groups if by_step else sum(list(self._tasks.values()))
+            ask = functools.partial(self._ask, source, wanted, slice_s, by_step)
             await self._loop_waits.wait(ask, slice_s)
             asked = True
             checked_s = await self._look_for_stall(source, began_s, checked_s)
 
-    def _ask(self, source: DaemonClient, max_groups: int, slice_s: float, by_step: bool) -> None:
+    def _ask(self, source: DaemonClient, wanted: int, slice_s: float, by_step: bool) -> None:
         """Ask the daemon for groups, in a thread."""
         try:
             if by_step:
                 source.receive_step(
-                    groups=max_groups, tokens=None, max_wait=0.0, field="tokens",
+                    groups=wanted, tokens=None, max_wait=0.0, field="tokens",
                     timeout=slice_s, only_full=False,
                 )  # fmt: skip
             else:
-                source.receive(max_groups, slice_s)
+                source.receive(min(wanted, limits.MAX_REQUESTED), slice_s)
         except Exception as error:
             self._failure = error
         if not self._tasks:
