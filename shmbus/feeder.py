@@ -7,6 +7,7 @@ need no feeder to take.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -14,8 +15,8 @@ from typing import Any, NamedTuple
 
 from shmbus import errors, limits
 from shmbus._arguments import check_count, check_int, check_timeout
+from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import encode_prompt
-from shmbus._space import SpaceWaits
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import requests_full_error
 from shmbus.segment.names import check_name
@@ -128,7 +129,7 @@ class Feeder:
     ) -> None:
         self.name = check_name(name)
         self._watch = Watch(name, on_stall, stall_timeout)
-        self._room = SpaceWaits()
+        self._room = LoopWaits()
         self._segment = lifecycle.open_segment(name)
 
     def request(
@@ -277,7 +278,7 @@ class Feeder:
             left_s = limits.SPACE_WAIT_S
             if timeout is not None:
                 left_s = min(left_s, timeout - waited_s)
-            await self._room.wait(self._await_room, ticket, left_s)
+            await self._room.wait(functools.partial(self._await_room, ticket, left_s), left_s)
             await asyncio.to_thread(self._watch.check, self._segment, _WAITS_FOR, waited_s)
 
     def _await_room(self, ticket: int, wait_s: float) -> None:

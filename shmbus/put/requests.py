@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 
 from shmbus import limits
 from shmbus._arguments import check_timeout
+from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import Prompt
-from shmbus._space import SpaceWaits
 from shmbus.put.asynchronous import AsynchronousPuts
 from shmbus.put.retries import RetryPuts, WantedSample
 from shmbus_ext import _core
@@ -129,7 +130,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
     """`next_request`, `put_for`, `fail_for`: the workers' side of the request lane."""
 
     def _begin_requests(self) -> None:
-        self._work = SpaceWaits()
+        self._work = LoopWaits()
         self._next_recovery_s = 0.0
 
     def next_request(self, timeout: float | None = None) -> Request | None:
@@ -216,7 +217,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             left_s = limits.REQUEST_WAIT_S
             if timeout is not None:
                 left_s = min(left_s, timeout - waited_s)
-            await self._work.wait(self._await_request, ticket, left_s)
+            await self._work.wait(functools.partial(self._await_request, ticket, left_s), left_s)
             self._after_wait(0)
             await self._look(began, _WAITS_FOR)
 
