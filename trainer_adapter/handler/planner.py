@@ -305,9 +305,11 @@ class BatchPlanner(Generic[BatchT]):
         if isinstance(first, BaseException):
             self._places = places._replace(ready=tuple(ready))
             raise first
-        out = {**self.out, step: first}
+        made: MadeBatch[BatchT] = first
+        out = {**self.out, step: made}
         self._places = places._replace(ready=tuple(ready), out=out, step=step + 1)
-        return cast("BatchT", first.batch)
+        # Through no other call, whose frame would have it: see `OnlineDataHandler._hand_out`.
+        return made.batch
 
     def take_back(self) -> None:
         """Make the batch that was handed out last the first of the ready ones again."""
