@@ -132,5 +132,7 @@ def _why(report: Trajectory) -> str:
 
 
 def _level(reason: str) -> int:
-    # Somebody has asked for the one, and nothing is lost by the other.
-    return logging.INFO if reason in ("zero_variance", _SUPERSEDED) else logging.WARNING
+    # Somebody has asked for the first, who refused the second has said why, and nothing is lost by
+    # the third.
+    quiet = reason in ("zero_variance", "malformed", _SUPERSEDED)
+    return logging.INFO if quiet else logging.WARNING

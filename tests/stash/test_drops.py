@@ -104,6 +104,7 @@ def overflow(producer: Producer, consumer: Consumer) -> None:
 def test_the_first_drop_of_a_reason_names_group_sample_producer_and_what_to_do(
     bus: Bus, caplog: pytest.LogCaptureFixture, happens: Any, options: dict[str, Any], said: str
 ) -> None:
+    caplog.set_level(logging.INFO, "shmbus.drops")
     with Producer(bus.name, label="worker-7") as producer, Consumer(bus.name, **options) as reader:
         happens(producer, reader)
         (line,) = lines(caplog)
@@ -152,6 +153,7 @@ def test_a_group_of_which_only_a_failure_is_known_is_a_warning(
 def test_only_groups_whose_lease_really_ended_are_told_as_dropped(
     bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "shmbus.drops")
     with Consumer(bus.name) as consumer:
         for number in range(4):
             put(producer, f"g{number}", group_size=1)
@@ -169,6 +171,7 @@ def test_only_groups_whose_lease_really_ended_are_told_as_dropped(
 def test_a_dropped_group_is_told_with_the_failures_that_belonged_to_it(
     bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "shmbus.drops")
     with Consumer(bus.name, on_failure="partial") as consumer:
         put(producer, "a")
         producer.fail("a", 1, "no sandbox", group_size=2)

@@ -64,6 +64,34 @@ def test_a_prompt_under_way_twice_is_told_with_the_remedy(bus: Bus, producer: Pr
             handler.next_batch(timeout=0.1)
 
 
+def test_a_malformed_group_is_one_warning_with_its_reason(
+    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1, malformed="drop") as handler:
+        producer.put("bad", group_size=1, index=0, tokens=TOKENS, loss_mask=TOKENS[:2])
+        with pytest.raises(TimeoutError):
+            handler.next_batch(timeout=0.1)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "group 'bad'" in line and "loss_mask" in line
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_batch_that_nobody_kept_and_looked_at_is_the_next_one_again(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
+    for number in range(3):
+        put(producer, f"g{number}")
+    with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch) as handler:
+        handler.next_batch(timeout=10)
+        batch = handler.next_batch(timeout=10)
+        assert (batch.step, batch.groups[0].instance_id) == (0, "g0")
+        # One that was looked at is out, though nobody keeps it.
+        assert handler.next_batch(timeout=10).step == 1
+        last = handler.next_batch(timeout=10)
+        assert (last.step, last.groups[0].instance_id) == (2, "g2")
+        assert handler.state_dict()["step"] == 3
+
+
 def test_a_policy_version_never_goes_back_but_to_a_checkpoint(bus: Bus) -> None:
     with OnlineDataHandler(bus.name) as handler:
         handler.set_policy_version(3)

@@ -260,6 +260,11 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
             A group is malformed, under ``malformed="raise"``. It has been dropped.
         BusClosedError
             The handler is closed, or was made before a fork.
+
+        Notes
+        -----
+        A batch that nobody keeps, and at which nobody has looked, was not delivered: as after an
+        exception on its way, it is the next one again, of the same step.
         """
         check_wait("timeout", timeout)
         began_s = time.monotonic()
