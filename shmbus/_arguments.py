@@ -26,6 +26,10 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[_letter] = 1024**_power
 
 
+#: The script of every process of Ray, and bytes of a title that a label may need.
+_RAY_SCRIPT = "default_worker.py"
+_TITLE_BYTES = 256
+
 # Types of a timeout. Named here, since each poll of a reader checks one.
 SECONDS = (int, float, np.integer, np.floating)
 _LONGEST_S = sys.float_info.max
@@ -131,9 +135,27 @@ def check_policy_version(version: object) -> int:
 
 
 def process_label() -> str:
-    """Return the name of this process for messages of others: its script and its host."""
+    """Return the name of this process for messages of others: its script and its host.
+
+    All processes of Ray have one script; there it is the actor, or the task, that the process's
+    title says.
+    """
     script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
+    if script == _RAY_SCRIPT:
+        script = _ray_name() or script
     return f"{script}@{os.uname().nodename}"
+
+
+def _ray_name() -> str | None:
+    """Return what of Ray this process is, by its title: ``ray::name:Class.method``."""
+    try:
+        with open("/proc/self/cmdline", "rb") as file:
+            title = file.read(_TITLE_BYTES).split(b"\0")[0].decode("utf-8", "replace")
+    except OSError:
+        return None
+    if not title.startswith("ray::"):
+        return None
+    return title.removeprefix("ray::").partition(".")[0].strip() or None
 
 
 def check_timeout(timeout: object, name: str = "timeout") -> None:

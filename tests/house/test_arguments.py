@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import segments_named
+from conftest import segments_named, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -213,3 +216,36 @@ def test_a_bus_pickles_by_name(bus: Bus) -> None:
     with pickle.loads(pickle.dumps(bus)) as copy:
         assert (copy.name, copy.created_unix_ns) == (bus.name, bus.created_unix_ns)
     assert segments_named(bus.name) != []
+
+
+@pytest.mark.parametrize(
+    ("title", "label"),
+    [
+        ("ray::rollout-7:Rollout.__init__", "rollout-7:Rollout"),
+        ("ray::Rollout.look", "Rollout"),
+        ("ray::sample", "sample"),
+        ("python", "default_worker.py"),
+    ],
+)
+def test_a_process_of_ray_is_named_by_its_actor(
+    bus: Bus, tmp_path: Path, title: str, label: str
+) -> None:
+    script = tmp_path / "default_worker.py"
+    script.write_text(
+        "import sys\nfrom shmbus import Producer\n"
+        "with Producer(sys.argv[1]) as producer:\n    sys.stdin.read()\n"
+    )
+    # As Ray does it: the process's title is in the place of its command line. An environment would
+    # be found by that.
+    child = subprocess.Popen(
+        [title, str(script), bus.name],
+        executable=sys.executable,
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with child:
+        try:
+            rows = wait_until(lambda: bus.stats().producers, what="the producer")
+        finally:
+            child.communicate()
+    assert [row.label.rpartition("@")[0] for row in rows] == [label]
