@@ -65,12 +65,12 @@ def _text(status: PoolStatus, now_s: float) -> str:
     ]
     lines += ["", table(head, rows, indent="")]
     if status.ranks:
-        head = ("rank>", "state", "pid>", "label", "error")
+        rank_head = ("rank>", "state", "pid>", "label", "error")
         ranks = [
             (str(rank.rank), rank.state, str(rank.pid), rank.label, rank.error or "-")
             for rank in status.ranks
         ]
-        lines += ["", table(head, ranks, indent="")]
+        lines += ["", table(rank_head, ranks, indent="")]
     else:
         lines += ["", "no publisher is attached"]
     if status.readers:
