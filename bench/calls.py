@@ -89,6 +89,15 @@ def test_put(benchmark: Any, ends: Ends) -> None:
     timed(benchmark, ends.put, lambda: _arguments(ends.items()), drain)
 
 
+def test_put_lists(benchmark: Any, ends: Ends) -> None:
+    lists = {name: array.tolist() for name, array in ARRAYS.items()}
+
+    def drain(*_: Any) -> None:
+        ends.consumer.ack(ends.take())
+
+    timed(benchmark, ends.put, lambda: _arguments([item | lists for item in ends.items()]), drain)
+
+
 def test_put_many(benchmark: Any, ends: Ends) -> None:
     def drain(*_: Any) -> None:
         ends.consumer.ack(ends.take())

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from bench import machine
 from bench.processes import MeasurementError
-from bench.rows import daemon, idle, memcpy, polled, stash, stash_memory, throughput, wake
+from bench.rows import daemon, idle, lists, memcpy, polled, stash, stash_memory, throughput, wake
 from bench.rows.row import Row, table
 from bench.sending import temporary_bus
 from bench.sizes import FULL, QUICK, TINY, Sizes
@@ -36,6 +36,7 @@ NAMES: Final = (
     "four-producers",
     "wake",
     "polled",
+    "lists",
     "stash",
     "stash-memory",
     "idle",
@@ -170,6 +171,9 @@ def _others(
     if "polled" in names:
         say("one way to a polling reader, beside the ring alone")
         rows += polled.measure(sizes.wakes, sizes.wake_turns, capacity)
+    if "lists" in names:
+        say("puts of lists, and by a schema")
+        rows += lists.measure(sizes.wakes, capacity)
     if "stash" in names:
         say("the stash with few and with many open groups")
         rows += stash.measure(sizes.stash_groups, sizes.stash_adds)

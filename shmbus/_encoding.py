@@ -1,19 +1,52 @@
 """Meta and dtypes as bytes. Nothing here, or elsewhere in shmbus, unpickles.
 
 A dtype travels as its NumPy string (``<i4``), or, for structured ones, as the literal that the .npy
-format uses for it (numpy.lib.format.dtype_to_descr).
+format uses for it (numpy.lib.format.dtype_to_descr). One that NumPy has no name for, such as
+bfloat16, travels by its name. It is read as ml_dtypes has it, or, without that package, as unsigned
+integers of its bits whose dtype says so: ``dtype.metadata["shmbus"]`` is the name then.
 """
 
 from __future__ import annotations
 
 import ast
-from typing import Any
+import functools
+import importlib
+import os
+import sys
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.lib import format as npy_format
 
-_encoder = msgspec.msgpack.Encoder()
+#: Dtypes of tensors that NumPy lacks, and what has as many bits.
+_STAND_INS: Final = {"bfloat16": "<u2", "float8_e4m3fn": "|u1", "float8_e5m2": "|u1"}
+#: Where the dtype of a stand-in has the name of what it stands for.
+_STANDS_FOR: Final = "shmbus"
+
+
+def _encode_other(value: Any) -> Any:
+    """Give msgspec what it knows for a value of meta that it does not."""
+    if isinstance(value, np.generic):
+        return _plain(value.item(), value)
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist(), value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    if hasattr(value, "detach") and hasattr(value, "tolist"):
+        return value.detach().tolist()  # a tensor, on whatever device
+    raise TypeError(f"objects of type {type(value).__name__} are not supported")
+
+
+def _plain(converted: Any, value: Any) -> Any:
+    if type(converted) is type(value) or getattr(value, "dtype", None) == np.dtype(object):
+        raise TypeError(f"{type(value).__name__} of {value.dtype} is not supported")
+    return converted
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 _decoder = msgspec.msgpack.Decoder()
 
 
@@ -43,6 +76,8 @@ def decode_meta(raw: bytes) -> Any:
 
 def encode_dtype(name: str, dtype: np.dtype[Any]) -> bytes:
     """Describe a dtype of fixed size; TypeError for one that holds Python objects."""
+    if dtype.metadata is not None and _STANDS_FOR in dtype.metadata:
+        return str(dtype.metadata[_STANDS_FOR]).encode()
     if dtype.hasobject:
         raise TypeError(
             f"{name}: expected a dtype of fixed size, got {dtype}; objects cannot be shared, "
@@ -61,6 +96,8 @@ def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
     try:
         if text[:1] in "[({":
             dtype = npy_format.descr_to_dtype(ast.literal_eval(text))
+        elif text in _STAND_INS:
+            dtype = _extension_dtype(text)
         else:
             dtype = np.dtype(text)
     except Exception as error:  # hostile text makes literal_eval and dtype raise almost anything
@@ -73,30 +110,105 @@ def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
     return dtype
 
 
-def as_array(name: str, value: object) -> np.ndarray[Any, Any]:
+@functools.cache
+def _extension_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype of ml_dtypes, or what stands in for it; one object for each name."""
+    try:
+        ml_dtypes = importlib.import_module("ml_dtypes")
+    except ImportError:
+        stand_in: np.dtype[Any] = np.dtype(_STAND_INS[name], metadata={_STANDS_FOR: name})
+        return stand_in
+    known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return known
+
+
+def parse_dtype(what: str, given: object) -> np.dtype[Any]:
+    """Return the dtype that a user means; TypeError, which begins with `what`, for anything else.
+
+    NumPy's words, the names of PyTorch's dtypes, and these dtypes themselves.
+    """
+    if isinstance(given, np.dtype):
+        dtype = given
+    else:
+        name = str(given).removeprefix("torch.")
+        try:
+            if given is None:
+                raise TypeError("NumPy takes it for float64")
+            if name in _STAND_INS:
+                dtype = _extension_dtype(name)
+            else:
+                dtype = np.dtype(name if str(given) != name else given)  # type: ignore[call-overload]
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{what}: expected a dtype, got {given!r}: {error}") from error
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise TypeError(
+            f"{what}: expected a dtype of fixed size, got {dtype}; objects cannot be shared"
+        )
+    return dtype
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Name a dtype so that people and `parse_dtype` read it."""
+    if dtype.kind in "biuf" and dtype.isnative and dtype.metadata is None:
+        return str(dtype.name)
+    return encode_dtype("dtype", dtype).decode()
+
+
+def as_array(name: str, value: object, declared: bool = False) -> np.ndarray[Any, Any]:
     """Take what exports an array (torch CPU tensor, memoryview, array.array) without a guess.
 
-    One number under a name that is nearly one of put's arguments is refused: it is meant for that.
+    One number under a name that is nearly one of put's arguments is refused where no schema
+    declares the field: it is meant for that.
     """
     if isinstance(value, np.generic) or (
         not isinstance(value, (bytes, bytearray, str, list, tuple, dict))
         and (hasattr(value, "__array__") or _exports_buffer(value))
     ):
         try:
-            array = np.asarray(value)
+            array = _tensor_array(value) if _is_tensor(value) else np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
                 f"{name}: {type(value).__name__} gives no NumPy array: {error}; "
                 f"{_tensor_advice(value)}"
             ) from error
-        if array.ndim == 0:
+        if array.ndim == 0 and not declared:
             _refuse_near(name, value)
         return array
-    if not isinstance(value, (list, tuple)):
+    if not declared and not isinstance(value, (list, tuple)):
         _refuse_near(name, value)
     raise TypeError(
         f"{name}: expected an array, got {type(value).__name__}; {_value_advice(name, value)}"
     )
+
+
+def unknown_field(name: str, names: tuple[str, ...]) -> TypeError:
+    """Say that a schema has no such field, and which it has."""
+    from shmbus._near_names import near_argument, near_field
+
+    near = near_field(name, names) or near_argument(name)
+    hint = "" if near is None else f"; did you mean {near}=?"
+    return TypeError(f"{name}: the schema has no such field, only {', '.join(names)}{hint}")
+
+
+def _is_tensor(value: object) -> bool:
+    """Whether it is PyTorch's. Nothing here imports torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _tensor_array(tensor: Any) -> np.ndarray[Any, Any]:
+    """Make an array of a CPU tensor: without its graph, by its bits where NumPy lacks its dtype."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    try:
+        return np.asarray(tensor)
+    except TypeError:
+        name = str(tensor.dtype).removeprefix("torch.")
+        if name not in _STAND_INS:
+            raise
+    torch = sys.modules["torch"]
+    bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
+    return np.asarray(tensor.view(bits)).view(_extension_dtype(name))
 
 
 def _refuse_near(name: str, value: object) -> None:
@@ -118,10 +230,6 @@ def _tensor_advice(value: object) -> str:
     """Say what makes an array of a tensor that NumPy cannot take."""
     if getattr(value, "is_cuda", False):
         return "copy it to the host first: .detach().cpu()"
-    if getattr(value, "requires_grad", False):
-        return "take it out of the graph first: .detach()"
-    if "float" in str(getattr(value, "dtype", "")):
-        return "convert it to a dtype that NumPy has first: .float()"
     return "convert it to a contiguous CPU array first"
 
 
@@ -140,7 +248,10 @@ def _value_advice(name: str, value: object) -> str:
     else:
         return f"put it into the meta: meta={{{name!r}: ...}}"
     dtype = "float32" if isinstance(first, float) else "int32"
-    return f"wrap it with its dtype, such as np.asarray({name}, dtype=np.{dtype})"
+    return (
+        f"declare its dtype, as in Producer(..., schema={{{name!r}: {dtype!r}, ...}}), or wrap it: "
+        f"np.asarray({name}, dtype=np.{dtype})"
+    )
 
 
 def _exports_buffer(value: object) -> bool:

@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from shmbus import errors
+from shmbus._encoding import parse_dtype
 
-__all__ = ["FieldSpec", "check_sizes", "parse_field"]
+__all__ = ["FieldSpec", "check_sizes", "is_argument", "parse_field"]
 
-FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]]"
+#: A dtype and sizes; or sizes alone, of a field whose dtype is known.
+FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]] | int | tuple[int, ...]"
 
 _RESERVED = frozenset(
     {"instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout"}
@@ -22,22 +24,35 @@ _RESERVED = frozenset(
 _MOST_BYTES = 1 << 48
 
 
-def parse_field(name: str, spec: FieldSpec) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Check one field, and return its dtype and sizes."""
+def is_argument(name: str) -> bool:
+    """Whether a name is one of put's own arguments, and so cannot be a field's."""
+    return name in _RESERVED
+
+
+def _is_size(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, np.ndarray)
+
+
+def parse_field(
+    name: str, spec: FieldSpec, known: np.dtype[Any] | None = None
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Check one field, and return its dtype and sizes; sizes alone where the dtype is known."""
     if not isinstance(name, str):
         raise TypeError(f"fields: expected str names, got {type(name).__name__}")
-    if name in _RESERVED:
+    if is_argument(name):
         raise ValueError(f"fields: {name!r} is an argument's name; call the array something else")
-    pair: object = spec
+    pair: Any = spec
+    if _is_size(pair) or (isinstance(pair, (tuple, list)) and all(_is_size(n) for n in pair)):
+        if known is None:
+            raise TypeError(
+                f"field {name!r}: expected (dtype, shape), got {spec!r}: no schema says its dtype; "
+                f"declare it, as in Producer(..., schema={{{name!r}: 'int32'}})"
+            )
+        pair = (known, pair)
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"field {name!r}: expected (dtype, shape), got {spec!r}")
-    try:
-        if spec[0] is None:
-            raise TypeError("NumPy takes it for float64")
-        dtype = np.dtype(spec[0])
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"field {name!r}: expected a dtype, got {spec[0]!r}: {error}") from error
-    sizes = spec[1] if isinstance(spec[1], (tuple, list)) else (spec[1],)
+    dtype = parse_dtype(f"field {name!r}", pair[0])
+    sizes = pair[1] if isinstance(pair[1], (tuple, list)) else (pair[1],)
     shape = []
     for size in sizes:
         if isinstance(size, bool) or not hasattr(size, "__index__"):

@@ -41,4 +41,5 @@ _core.install(
     decode_dtype=_encoding.decode_dtype,
     as_array=_encoding.as_array,
     copy_trajectory=_copy_trajectory,
+    unknown_field=_encoding.unknown_field,
 )

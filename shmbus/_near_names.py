@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import Final
 
-__all__ = ["near_argument"]
+__all__ = ["near_argument", "near_field"]
 
 #: How much two names have to have in common, from 0 to 1: "timout" and "timeout" have 0.92.
 ALIKE: Final = 0.8
@@ -50,4 +50,22 @@ def near_argument(name: str) -> str | None:
     if plain in SYNONYMS:
         return SYNONYMS[plain]
     near = difflib.get_close_matches(plain, ARGUMENTS, n=1, cutoff=ALIKE)
+    return near[0] if near else None
+
+
+def near_field(name: str, fields: tuple[str, ...]) -> str | None:
+    """Return the declared field that a name is probably meant for; None where none is like it.
+
+    Parameters
+    ----------
+    name : str
+        As it was given to put.
+    fields : tuple of str
+        The declared ones.
+
+    Returns
+    -------
+    str or None
+    """
+    near = difflib.get_close_matches(name, fields, n=1, cutoff=ALIKE)
     return near[0] if near else None

@@ -14,7 +14,8 @@ import msgspec
 
 from shmbus import limits
 from shmbus._arguments import check_choice, check_flag, check_int, check_label, check_wait
-from shmbus._fields import FieldSpec, check_sizes, parse_field
+from shmbus._fields import FieldSpec, check_sizes
+from shmbus._schema import Schema, mapping_of
 from shmbus.put.attached import Attach
 from shmbus.put.requests import RequestPuts
 from shmbus.put.rounds import RoundPuts
@@ -81,9 +82,13 @@ class Producer(RequestPuts, RoundPuts):
     wait : float, optional
         Seconds to wait for the bus where there is none yet: None waits for ever, 0 does not wait.
         `awaited` does so without blocking an event loop.
+    schema : mapping of str to dtype or (dtype, shape), optional
+        The fields of each sample, as for `Bus.create`; by default what the bus declares.
 
     Raises
     ------
+    ValueError
+        The schema is not the one that the bus declares; the message names the field.
     BusNotFoundError
         There is no such bus, also after `wait` seconds.
     BusBusyError
@@ -102,6 +107,7 @@ class Producer(RequestPuts, RoundPuts):
         stall_timeout: float = limits.STALL_TIMEOUT_S,
         attach: Attach = "same",
         wait: float | None = 0.0,
+        schema: Schema | None = None,
     ) -> None:
         self.name = check_name(name)
         self._wait = check_wait(wait)
@@ -111,6 +117,7 @@ class Producer(RequestPuts, RoundPuts):
         self._checksum = check_flag("checksum", checksum)
         self._label = label
         shown = check_label(label)
+        self._begin_schema(schema)
         self._begin_retries()
         self._begin_waits()
         self._begin_requests()
@@ -118,7 +125,7 @@ class Producer(RequestPuts, RoundPuts):
 
     def reserve(
         self,
-        instance_id: str,
+        instance_id: str | int,
         *,
         group_size: int,
         index: int,
@@ -137,14 +144,15 @@ class Producer(RequestPuts, RoundPuts):
 
         Parameters
         ----------
-        instance_id : str
+        instance_id : str or int
             The prompt's key, as for `put`.
         group_size : int
             Samples in a complete group, 1 to 16384.
         index : int
             Which sample of its group this is, 0 to group_size - 1.
         fields : mapping of str to (dtype, shape)
-            The arrays; shape is an int or a tuple of int. Their content starts uninitialised.
+            The arrays; shape is an int or a tuple of int, and enough alone where a schema declares
+            the dtype. Their content starts uninitialised.
             ``slot.resize(name, n)`` cuts the first dimension to what was really written.
         score : float, default 0.0
             The reward, finite; ``slot.score = ...`` sets it later.
@@ -191,21 +199,16 @@ class Producer(RequestPuts, RoundPuts):
             "meta": meta,
             "timeout": timeout,
         }
-        if not isinstance(fields, Mapping):
-            raise TypeError(
-                f"fields: expected a mapping of names to (dtype, shape), got "
-                f"{type(fields).__name__}"
-            )
+        parsed = self._parse_fields(fields)
         meta_room = check_int("meta_room", meta_room)
         if not 0 <= meta_room < 2**31:
             raise ValueError(f"meta_room: expected 0 to 2 GiB, got {meta_room}")
-        parsed = [parse_field(field, spec) for field, spec in fields.items()]
-        check_sizes(self.name, self.record_limit, dict(zip(fields, parsed, strict=True)))
+        check_sizes(self.name, self.record_limit, parsed)
         return self._reserve(
             head,
-            tuple(fields),
-            tuple(dtype for dtype, _ in parsed),
-            tuple(shape for _, shape in parsed),
+            tuple(parsed),
+            tuple(dtype for dtype, _ in parsed.values()),
+            tuple(shape for _, shape in parsed.values()),
             meta_room,
         )
 
@@ -250,7 +253,7 @@ class Producer(RequestPuts, RoundPuts):
     def __reduce__(self) -> tuple[Callable[..., Producer], tuple[Any, ...]]:
         return _rebuild, (
             type(self), self.name, self._checksum, self._label, self._watch.options, self._attach,
-            self._wait,
+            self._wait, None if self._own_schema is None else mapping_of(self._own_schema),
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -266,6 +269,7 @@ def _rebuild(
     stall: tuple[OnStall, float],
     attach: Attach,
     wait: float | None = 0.0,
+    schema: Schema | None = None,
 ) -> Producer:
     return cls(
         name,
@@ -275,4 +279,5 @@ def _rebuild(
         stall_timeout=stall[1],
         attach=attach,
         wait=wait,
+        schema=schema,
     )

@@ -14,6 +14,8 @@ from shmbus_ext._public import Reservation as Reservation
 from shmbus_ext._public import Trajectory as Trajectory
 from shmbus_ext._public import Writer as Writer
 from shmbus_ext._requests import *  # noqa: F403
+from shmbus_ext._values import *  # noqa: F403
+from shmbus_ext._values import DeclaredSchema as DeclaredSchema
 
 LAYOUT_VERSION: int
 LAYOUT_HASH: int
@@ -125,6 +127,7 @@ class Segment:
         request_bytes: int = ...,
         max_lead: int = ...,
         max_versions: int = ...,
+        declared: bytes = ...,
         /,
     ) -> Segment: ...
     @classmethod
@@ -376,9 +379,11 @@ def install(
     decode_meta: Callable[[bytes], Any],
     encode_dtype: Callable[[str, np.dtype[Any]], bytes],
     decode_dtype: Callable[[str, bytes], np.dtype[Any]],
-    as_array: Callable[[str, object], NDArray[Any]],
+    as_array: Callable[[str, object, bool], NDArray[Any]],
+    unknown_field: Callable[[str, tuple[str, ...]], BaseException],
     copy_trajectory: Callable[[tuple[Any, ...]], Any],
 ) -> None: ...
+def declared_bytes(source: Segment | bytes, /) -> bytes | None: ...
 def end_groups(
     reader: Reader,
     table: GroupTable[Trajectory],

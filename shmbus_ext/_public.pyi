@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from shmbus.copies import TrajectoryCopy
 from shmbus_ext._core import Intake, Segment
+from shmbus_ext._values import DeclaredSchema, FieldValue, SupportsItem
 
 class Reservation:
     """A record whose arrays are filled in the ring itself; `Producer.reserve` makes it.
@@ -88,6 +89,9 @@ class Reservation:
 
         Raises
         ------
+        ValueError
+            What `resize` left is not what the schema declares. The reservation stays open; at the
+            end of a ``with`` block it is aborted.
         BusClosedError
             The reservation has ended, or the producer is closed.
         """
@@ -117,19 +121,20 @@ class Writer:
     producer_id: int
     closed: bool
     _segment: Segment
+    _declared: DeclaredSchema | None
     def __init__(self, segment: Segment, label: str, checksum: bool = ...) -> None: ...
     def put(
         self,
-        instance_id: str,
+        instance_id: str | int,
         *,
         group_size: int,
         index: int,
-        score: float = 0.0,
+        score: float | SupportsItem = 0.0,
         policy_version: int = 0,
         epoch: int | None = None,
         meta: Any = None,
         timeout: float | None = None,
-        **arrays: Any,
+        **arrays: FieldValue,
     ) -> None:
         """Copy one trajectory into the ring and commit it.
 
@@ -138,16 +143,16 @@ class Writer:
 
         Parameters
         ----------
-        instance_id : str
+        instance_id : str or int
             The prompt's key, 1 to 255 bytes of UTF-8. The samples of one key form a group, whoever
-            puts them.
+            puts them. An int is its decimal text: 17 and "17" are one prompt.
         group_size : int
             Samples in a complete group, 1 to 16384; the same for every sample of it.
         index : int
             Which sample of its group this is, 0 to group_size - 1. Of several with one index the
             first is kept, the others are dropped as duplicates.
         score : float, default 0.0
-            The reward; finite.
+            The reward; finite. An array or tensor with one element is that number.
         policy_version : int, default 0
             Version of the policy that sampled it, 0 or more. A consumer's `max_policy_lag` compares
             it with the trainer's current version, which `Producer.policy_version` reads.
@@ -157,7 +162,9 @@ class Writer:
             and a sample of a group that was complete before is dropped as surplus. Without one,
             such a sample begins the prompt's next group.
         meta : object, optional
-            Whatever msgspec can encode as MessagePack, for the reader of the trajectory.
+            Whatever msgspec can encode as MessagePack, for the reader of the trajectory. NumPy
+            scalars, arrays and tensors come back as numbers and nested lists, pydantic models and
+            dataclasses as dicts, sets as lists, paths as str, enums as their values.
         timeout : float, optional
             Seconds to wait for space while the bus is full or paused: None waits for ever, 0 does
             not wait.
@@ -166,15 +173,20 @@ class Writer:
             A value is a NumPy array, or exports one: a CPU tensor, a memoryview, an array.array.
             Any shape of at most 32 dimensions, any dtype of fixed size. One that is not
             C-contiguous is copied into that order first.
+            Lists and tuples, nested too, become arrays of the dtype that the schema declares;
+            without a schema, tokens become int32, loss_mask uint8, logprobs and advantages float32.
 
         Raises
         ------
         TypeError
-            An argument is missing or has the wrong type, a value is no array (a list has no dtype),
-            a dtype holds Python objects, or msgspec cannot encode meta.
+            An argument is missing or has the wrong type, a value is no array, a list has no
+            declared dtype, an element is no number (a bool is none, but in masks), a dtype holds
+            Python objects, msgspec cannot encode meta, or the schema has no such field, another
+            dtype for it, or requires one that is missing.
         ValueError
-            An argument is out of range, the score is not finite, or there are too many fields or
-            dimensions.
+            An argument is out of range, the score is not finite, there are too many fields or
+            dimensions, a list is ragged, its dtype cannot hold a number of it, or a shape is not
+            what the schema declares; the message names field and index.
         RecordTooLargeError
             The record is larger than `Producer.record_limit`, a quarter of the bus; also a
             ValueError.
@@ -281,7 +293,7 @@ class Writer:
     def _await_space(self, ticket: int, timeout_s: float, /) -> None: ...
     def _fail(
         self,
-        instance_id: str,
+        instance_id: str | int,
         *,
         group_size: int,
         index: int,
@@ -292,6 +304,7 @@ class Writer:
         timeout: float | None,
     ) -> None: ...
     _fail_unsized = _fail
+    def _declare(self, schema: DeclaredSchema | None, /) -> None: ...
     def _answer(
         self, claim: _Claim, failed: bool, instance_id: str, /, **arguments: Any
     ) -> None: ...

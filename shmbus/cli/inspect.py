@@ -16,6 +16,7 @@ from shmbus.cli._show import (
     table,
 )
 from shmbus.inspect.dump import Inspection, RecordView, RunView, inspect
+from shmbus.inspect.schema import schema_text
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -96,6 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _blocks(found: Inspection) -> list[str]:
     blocks = [_header(found)]
+    schema = schema_text(found.schema, found.schema_problem)
+    if schema:
+        blocks.append(schema)
     if found.slots:
         blocks.append(_slots(found))
     if found.runs:

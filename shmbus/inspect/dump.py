@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 
 from shmbus._format import label_text, printable
+from shmbus._schema import SchemaField
 from shmbus.inspect.records import RecordRow, Run, Scan
+from shmbus.inspect.schema import read_schema
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import ProducerSlot
 from shmbus_ext import _core
@@ -146,6 +148,10 @@ class Inspection(msgspec.Struct, frozen=True):
         What was asked for; empty where the header makes no sense.
     records_omitted : int
         Records beyond the limit.
+    schema : list[SchemaField] | None
+        The fields that the bus declares; None where it declares none.
+    schema_problem : str
+        Why these cannot be read; "" where they can.
     """
 
     name: str
@@ -159,6 +165,8 @@ class Inspection(msgspec.Struct, frozen=True):
     runs: list[RunView]
     records: list[RecordView]
     records_omitted: int
+    schema: list[SchemaField] | None = None
+    schema_problem: str = ""
 
 
 def inspect(
@@ -196,7 +204,9 @@ def inspect(
         runs: list[RunView] = []
         records: list[RecordView] = []
         omitted = 0
+        schema, schema_problem = None, ""
         if file.walkable:
+            schema, schema_problem = read_schema(file)
             slots = [s for s in _slots(file) if producer in (None, s.producer_id)]
             leased = [
                 r
@@ -222,6 +232,8 @@ def inspect(
             runs=runs,
             records=records,
             records_omitted=omitted,
+            schema=schema,
+            schema_problem=schema_problem,
         )
 
 

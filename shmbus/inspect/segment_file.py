@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import errors
+from shmbus._schema import decode_part
 from shmbus.inspect.records import RecordRow, Run, Scan, unreadable_rest
 from shmbus.segment.explain import layout_error, not_found_error
 from shmbus.segment.names import shm_path
@@ -34,6 +35,7 @@ _HEADER: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["bus_header"]))  # type: i
 _SLOT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["producer_slot"]))  # type: ignore[call-overload]
 _EXTENT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["extent_desc"]))  # type: ignore[call-overload]
 _RETRY_BYTES: Final = _core.RETRY_ENTRIES * _LAYOUT["retry_entry"]["itemsize"]
+_DECLARED_BYTES: Final = _LAYOUT["declared_part"]["itemsize"]
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024
@@ -204,8 +206,12 @@ class SegmentFile:
 
     def retry_table(self) -> bytes:
         """Read the bytes of the retry table."""
-        end = _tables_bytes(self.max_producers, self.extent_count)
-        return self._read(_RETRY_BYTES, end - _RETRY_BYTES)
+        return self._read(_RETRY_BYTES, _retries_at(self.max_producers, self.extent_count))
+
+    def schema(self) -> _core.DeclaredSchema | None:
+        """Read the declared schema; LayoutMismatchError where it is damaged."""
+        position = _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
+        return decode_part(self.name, self._read(_DECLARED_BYTES, position))
 
     def runs(self) -> list[Run]:
         """Find every leased run, lane by lane in the order of writing."""
@@ -351,11 +357,14 @@ class SegmentFile:
         self.close()
 
 
-def _tables_bytes(max_producers: int, extent_count: int) -> int:
+def _retries_at(max_producers: int, extent_count: int) -> int:
     return (
         _core.HEADER_BYTES
         + (max_producers + 1) * _SLOT.itemsize
         + extent_count * _EXTENT.itemsize
         + 8 * _core.MAX_GROUP_SIZE
-        + _RETRY_BYTES
     )
+
+
+def _tables_bytes(max_producers: int, extent_count: int) -> int:
+    return _retries_at(max_producers, extent_count) + _RETRY_BYTES + _DECLARED_BYTES

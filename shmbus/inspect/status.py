@@ -22,6 +22,7 @@ from shmbus.control.ask import ask_status
 from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
 from shmbus.inspect.records import Run
 from shmbus.inspect.retry_table import read_wanted
+from shmbus.inspect.schema import read_schema
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import (
     BusStatus,
@@ -142,6 +143,7 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
     free = file.free_extents() * file.extent_bytes
     capacity = file.extent_count * file.extent_bytes
     header = file.header
+    schema, schema_problem = read_schema(file)
     return BusStatus(
         name=printable(file.name),
         path=printable(file.path),
@@ -165,6 +167,8 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
         wanted=read_wanted(file),
         groups_given_up=int(header["groups_failed"]),
         producers=_producers(file, runs, walk=walk),
+        schema=schema,
+        schema_problem=schema_problem,
     )
 
 

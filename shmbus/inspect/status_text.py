@@ -6,6 +6,7 @@ Invariant: texts of a segment are printed escaped; `shmbus.inspect.status` has e
 from __future__ import annotations
 
 from shmbus._format import bar, show_count, show_duration, show_size, table
+from shmbus.inspect.schema import schema_text
 from shmbus.inspect.types import BusStatus, DaemonStatus
 
 __all__ = ["status_text"]
@@ -22,7 +23,9 @@ def status_text(status: BusStatus) -> str:
     blocks.append(_collector(status))
     if status.daemon is not None:
         blocks.append(_daemon(status.daemon))
-    return "\n\n".join([*blocks, _producers(status)])
+    blocks.append(_producers(status))
+    schema = schema_text(status.schema, status.schema_problem)
+    return "\n\n".join([*blocks, schema] if schema else blocks)
 
 
 def _head(status: BusStatus) -> str:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from shmbus._schema import SchemaField
 from shmbus.ledger import TrajectoryCounts
 from shmbus_ext import _core
 
@@ -355,6 +356,10 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         Groups that were given up for a failed sample, since the bus was created.
     daemon : DaemonStatus | None
         The daemon's answer, where one serves the bus.
+    schema : list[SchemaField] | None
+        The fields that the bus declares; None where it declares none.
+    schema_problem : str
+        Why these cannot be read; "" where they can.
     """
 
     name: str
@@ -380,3 +385,5 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     wanted: list[WantedStatus] = []
     groups_given_up: int = 0
     daemon: DaemonStatus | None = None
+    schema: list[SchemaField] | None = None
+    schema_problem: str = ""

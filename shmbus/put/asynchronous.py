@@ -22,6 +22,8 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from shmbus_ext._values import FieldValue, SupportsItem
+
 __all__ = ["AsynchronousPuts"]
 
 #: Seconds between two polls of `aput` for the successor of a removed bus.
@@ -68,16 +70,16 @@ class AsynchronousPuts(AttachedWriter):
 
     async def aput(
         self,
-        instance_id: str,
+        instance_id: str | int,
         *,
         group_size: int,
         index: int,
-        score: float = 0.0,
+        score: float | SupportsItem = 0.0,
         policy_version: int = 0,
         epoch: int | None = None,
         meta: Any = None,
         timeout: float | None = None,
-        **arrays: Any,
+        **arrays: FieldValue,
     ) -> None:
         """Put without blocking the event loop: where the bus is full, other tasks run.
 

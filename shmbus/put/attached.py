@@ -4,17 +4,25 @@ Every verb of a Producer is a base class upon this one. Each keeps what it needs
 its own, and makes them in a method ``_begin_...`` that the Producer's constructor calls before it
 attaches.
 
-Invariant: nothing that is given to the core refers to the writer, which so ends with its last
-reference.
+Invariants:
+
+- Nothing that is given to the core refers to the writer, which so ends with its last reference.
+- The core checks each record by the schema that was agreed on when the writer attached. A successor
+  of the bus is gone on in only under that schema.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Final, Literal, TypeAlias, TypedDict
+from collections.abc import Mapping
+from typing import Any, Final, Literal, TypeAlias, TypedDict
+
+import numpy as np
 
 from shmbus import errors
+from shmbus._fields import FieldSpec, parse_field
+from shmbus._schema import Schema, agreed_schema, mapping_of, parse, require_same_schema
 from shmbus.segment import lifecycle
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
@@ -36,6 +44,7 @@ class ProducerOptions(TypedDict, total=False):
     on_stall: OnStall
     stall_timeout: float
     attach: Attach
+    schema: Schema | None
 
 
 class AttachedWriter(_core.Writer):
@@ -45,16 +54,19 @@ class AttachedWriter(_core.Writer):
     _attach: Attach
     _wait: float | None
     _watch: Watch
+    _own_schema: _core.DeclaredSchema | None
 
     def _open(self, label: str, checksum: bool) -> None:
         """Attach to the bus of that name, once there is one."""
         lifecycle.wait_for_bus(self.name, self._wait)
         segment = lifecycle.open_segment(self.name)
         try:
+            declared = agreed_schema(segment, self._own_schema)
             _core.Writer.__init__(self, segment, label, checksum)
         except BaseException:
             segment.close()
             raise
+        self._declare(declared)
         self._watch_space(segment)
         if self._attach == "successor":
             self._follow()
@@ -68,6 +80,11 @@ class AttachedWriter(_core.Writer):
         """Open the bus that has taken the place of the removed one; C moves there."""
         segment = lifecycle.open_if_there(self.name)
         if segment is not None:
+            try:
+                require_same_schema(segment, self._own_schema, self._declared)
+            except BaseException:
+                segment.close()
+                raise
             self._watch_space(segment)
         return segment
 
@@ -77,3 +94,30 @@ class AttachedWriter(_core.Writer):
             with contextlib.suppress(errors.BusRemovedError):
                 self._go_on(0)
         return self._segment
+
+    def _begin_schema(self, schema: Schema | None) -> None:
+        self._own_schema = None if schema is None else parse(schema)
+
+    @property
+    def schema(self) -> dict[str, tuple[str, Any]] | None:
+        """By name the (dtype, shape) that each `put` is checked by; None without a schema.
+
+        The bus's, or this producer's own; ``Producer(name, schema=...)`` takes it again.
+        """
+        return None if self._declared is None else mapping_of(self._declared)
+
+    def _parse_fields(
+        self, fields: Mapping[str, FieldSpec]
+    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Check the fields of a reservation; the schema has the dtypes that are not given."""
+        if not isinstance(fields, Mapping):
+            raise TypeError(
+                f"fields: expected a mapping of names to (dtype, shape), got "
+                f"{type(fields).__name__}"
+            )
+        return {name: parse_field(name, spec, self._dtype(name)) for name, spec in fields.items()}
+
+    def _dtype(self, name: str) -> np.dtype[Any] | None:
+        if self._declared is not None:
+            return self._declared.dtype(name)
+        return _core.STANDARD_DTYPES.get(name)

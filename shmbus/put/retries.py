@@ -58,7 +58,7 @@ class RetryPuts(AttachedWriter):
 
     def fail(
         self,
-        instance_id: str,
+        instance_id: str | int,
         index: int,
         reason: str,
         *,
@@ -76,7 +76,7 @@ class RetryPuts(AttachedWriter):
 
         Parameters
         ----------
-        instance_id : str
+        instance_id : str or int
             The prompt's key, as for `put`.
         index : int
             Which sample of its group failed, from 0.
@@ -103,7 +103,7 @@ class RetryPuts(AttachedWriter):
         reason = reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode()
         index = check_count("index", index, 0)
         with self._taking:
-            request = self._taken.get((instance_id, epoch, index))
+            request = self._taken.get((str(instance_id), epoch, index))
         if group_size is None and request is not None:
             group_size = request.group_size
         (self._fail_unsized if group_size is None else self._fail)(

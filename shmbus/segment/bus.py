@@ -9,12 +9,14 @@ import contextlib
 import os
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
 from shmbus import errors
 from shmbus._arguments import check_policy_version
 from shmbus._format import show_size
+from shmbus._schema import Schema, declared_schema, mapping_of, parse
 from shmbus.ledger import REASONS
 from shmbus.segment import creation, lifecycle
 from shmbus.segment.bounds import check_bounds
@@ -113,6 +115,7 @@ class Bus:
         request_capacity: int | str | None = None,
         max_lead: int | None = None,
         max_lead_versions: int | None = None,
+        schema: Schema | None = None,
     ) -> Bus:
         """Create a bus: mode 0600, exclusively, with all of its memory allocated and touched.
 
@@ -138,6 +141,12 @@ class Bus:
         max_lead_versions : int, optional
             The same in policy versions, 0 or more: as many groups as the trainer takes in this and
             so many further versions, as it took them in the last one. Both bounds may be given.
+        schema : mapping of str to dtype or (dtype, shape), optional
+            The fields that every sample has, kept in the segment: each `put` of each producer is
+            checked by it, and converts lists by it. A name that ends in "?" may be missing. A shape
+            is a tuple of sizes, of names such as "T" that have one size in all fields of a sample,
+            and of None for any size; ``...`` is any shape. Without a shape, tokens, loss_mask,
+            logprobs and advantages have ("T",), and others any shape.
 
         Returns
         -------
@@ -150,11 +159,19 @@ class Bus:
         CapacityError
             /dev/shm cannot hold it, or has too little free to choose (also a ValueError).
         TypeError, ValueError
-            A bad name or size, or more producers than the capacity has extents for.
+            A bad name, size or schema, or more producers than the capacity has extents for.
+
+        Examples
+        --------
+        >>> import shmbus
+        >>> schema = {"tokens": "int32", "logprobs": "float32", "experts?": ("uint8", ("T", 48, 8))}
+        >>> with shmbus.Bus.create("run1", "1MiB", schema=schema), shmbus.Producer("run1") as p:
+        ...     p.put("q1", group_size=1, index=0, tokens=[1, 2, 3], logprobs=[-0.1, -0.2, -0.3])
         """
         bounds = check_bounds(request_capacity, max_lead, max_lead_versions)
+        declared = None if schema is None else parse(schema)
         segment = creation.create_segment(
-            name, capacity, max_producers, extent_bytes, bounds=bounds
+            name, capacity, max_producers, extent_bytes, bounds=bounds, schema=declared
         )
         return cls(segment, owned=True)
 
@@ -169,6 +186,7 @@ class Bus:
         request_capacity: int | str | None = None,
         max_lead: int | None = None,
         max_lead_versions: int | None = None,
+        schema: Schema | None = None,
     ) -> Bus:
         """Create a bus, or open the one that is there if it fits: in any order, by any number.
 
@@ -190,6 +208,8 @@ class Bus:
             As for `create`; a bus that is there fits with as much or more. None takes any.
         max_lead, max_lead_versions : int, optional
             As for `create`; a bus that is there fits with exactly these. None takes any.
+        schema : mapping of str to dtype or (dtype, shape), optional
+            As for `create`; a bus that is there fits with exactly these fields. None takes any.
 
         Returns
         -------
@@ -211,8 +231,9 @@ class Bus:
             shmbus.Bus.ensure("run1", capacity="1GiB", max_producers=128)
         """
         bounds = check_bounds(request_capacity, max_lead, max_lead_versions)
+        declared = None if schema is None else parse(schema)
         segment = creation.ensure_segment(
-            name, capacity, max_producers, extent_bytes, bounds=bounds
+            name, capacity, max_producers, extent_bytes, bounds=bounds, schema=declared
         )
         return cls(segment, owned=False)
 
@@ -272,6 +293,12 @@ class Bus:
     def policy_version(self, version: int) -> None:
         self._require_open()
         self._segment.policy_version = check_policy_version(version)
+
+    @property
+    def schema(self) -> dict[str, tuple[str, Any]] | None:
+        """What it was created with, by name (dtype, shape), for `schema=` again; None without."""
+        declared = declared_schema(self._segment)
+        return None if declared is None else mapping_of(declared)
 
     @property
     def closed(self) -> bool:

@@ -23,6 +23,7 @@ import posix_ipc
 from shmbus import errors, limits
 from shmbus._arguments import LARGEST_SIZE, parse_size
 from shmbus._format import show_size
+from shmbus._schema import declared_schema, difference
 from shmbus.segment.bounds import NO_BOUNDS, Bounds
 from shmbus.segment.explain import UnfinishedError, no_default_error, space_error
 from shmbus.segment.lifecycle import (
@@ -54,6 +55,7 @@ def create_segment(
     max_producers: int | None = None,
     extent_bytes: int = 0,
     *,
+    schema: _core.DeclaredSchema | None = None,
     crowded: bool = False,
     bounds: Bounds = NO_BOUNDS,
 ) -> _core.Segment:
@@ -69,6 +71,8 @@ def create_segment(
         How many may be attached at once; None for as many as have room, 64 at most.
     extent_bytes : int
         What a producer leases at a time; 0 chooses.
+    schema : DeclaredSchema, optional
+        The fields of its samples.
     crowded : bool
         Whether there may be fewer extents than producers, as older versions allowed.
     bounds : Bounds
@@ -94,7 +98,10 @@ def create_segment(
         ) from error
     identity = os.fstat(shm.fd)
     try:
-        segment = _core.Segment.create(shm.fd, name, size, max_producers, extent_bytes, *bounds)
+        declared = b"" if schema is None else schema.encoded
+        segment = _core.Segment.create(
+            shm.fd, name, size, max_producers, extent_bytes, *bounds, declared
+        )
     except BaseException as error:
         os.close(shm.fd)
         # Another process may have removed it, and made another; or it holds the lock to do so.
@@ -196,6 +203,7 @@ def ensure_segment(
     extent_bytes: int = 0,
     *,
     bounds: Bounds = NO_BOUNDS,
+    schema: _core.DeclaredSchema | None = None,
 ) -> _core.Segment:
     """Open a segment that fits, or create it where there is none; any number of processes at once.
 
@@ -211,7 +219,7 @@ def ensure_segment(
     _check_sizes(capacity, max_producers, extent_bytes)
     deadline = time.monotonic() + ATTACH_WAIT_S
     while True:
-        segment = _open_or_create(name, capacity, max_producers, extent_bytes, bounds)
+        segment = _open_or_create(name, capacity, max_producers, extent_bytes, bounds, schema)
         if segment is not None:
             break
         if time.monotonic() > deadline:
@@ -222,7 +230,7 @@ def ensure_segment(
             logger.warning("removed what a creator that died had left of bus %r", name)
         time.sleep(_POLL_S)
     try:
-        _require_fit(segment, capacity, max_producers, extent_bytes, bounds)
+        _require_fit(segment, capacity, max_producers, extent_bytes, bounds, schema)
     except BaseException:
         segment.close()
         raise
@@ -235,6 +243,7 @@ def _open_or_create(
     max_producers: int | None,
     extent_bytes: int,
     bounds: Bounds,
+    schema: _core.DeclaredSchema | None,
 ) -> _core.Segment | None:
     """Return a segment, made or found; None where another process was faster, or is at it."""
     try:
@@ -244,7 +253,9 @@ def _open_or_create(
     except errors.BusNotFoundError:
         pass
     try:
-        return create_segment(name, capacity, max_producers, extent_bytes, bounds=bounds)
+        return create_segment(
+            name, capacity, max_producers, extent_bytes, bounds=bounds, schema=schema
+        )
     except (errors.BusExistsError, errors.BusNotFoundError):
         return None
     except errors.CapacityError:
@@ -265,8 +276,9 @@ def _require_fit(
     max_producers: int | None,
     extent_bytes: int,
     bounds: Bounds,
+    schema: _core.DeclaredSchema | None,
 ) -> None:
-    """Refuse a bus that is smaller than asked for, or has other extents."""
+    """Refuse a bus that is smaller than asked for, or has other extents or another schema."""
     wrong = []
     if capacity is not None and segment.capacity < (size := parse_size(capacity, "capacity")):
         wrong.append(f"capacity: expected {show_size(size)}, got {show_size(segment.capacity)}")
@@ -275,6 +287,15 @@ def _require_fit(
     if extent_bytes and segment.extent_bytes != extent_bytes:
         wrong.append(f"extent_bytes: expected {extent_bytes}, got {segment.extent_bytes}")
     wrong += bounds.misfits(segment)
+    if schema is not None:
+        found = declared_schema(segment)
+        differs = (
+            "the bus declares none"
+            if found is None
+            else difference(schema, found, "schema=", "the bus")
+        )
+        if differs is not None:
+            wrong.append(f"schema: {differs}")
     if wrong:
         name = segment.name
         raise errors.BusExistsError(

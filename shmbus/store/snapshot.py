@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import secrets
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ import msgspec
 from shmbus import errors
 from shmbus._arguments import parse_size, process_label
 from shmbus._format import show_size
+from shmbus._schema import SchemaField, encode, fields_of
 from shmbus._version import VERSION
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import Count, ProducerSlot
@@ -81,6 +83,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         the first consumer after a restore counts them as corrupt.
     parts : list[Part]
         The files.
+    schema : list[SchemaField] | None
+        The fields that the bus declares; None where it declares none.
     """
 
     format: str
@@ -99,6 +103,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     records: Count
     unreadable: Count
     parts: list[Part]
+    schema: list[SchemaField] | None = None
 
 
 # -- taking -----------------------------------------------------------------------------------
@@ -161,6 +166,7 @@ def _collector(name: str) -> Iterator[None]:
 
 
 def _write(file: SegmentFile, directory: Path) -> Manifest:
+    declared = file.schema()
     writer = PartWriter(directory)
     released, committed, _ = counters(file)
     slots = _slots(file, committed)
@@ -191,6 +197,7 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
         records=written,
         unreadable=max(0, sum(committed) - sum(released) - written),
         parts=writer.finish(),
+        schema=None if declared is None else list(fields_of(declared)),
     )
 
 
@@ -362,11 +369,14 @@ def _restore_as(
     # No process uses the bus by this name; `shmbus gc` finds it if this process dies.
     hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        segment = creation.create_segment(hidden, *how, crowded=True)
-    except ValueError as error:
+        declared = None if manifest.schema is None else encode(manifest.schema)
+        segment = creation.create_segment(hidden, *how, schema=declared, crowded=True)
+    except (TypeError, ValueError, struct.error) as error:
         if isinstance(error, errors.CapacityError):
             raise
-        raise damaged(directory / MANIFEST, f"no bus has its sizes: {error}") from error
+        raise damaged(
+            directory / MANIFEST, f"no bus has its sizes and its schema: {error}"
+        ) from error
     try:
         if not _fill(segment, manifest, directory, by_runs=by_runs):
             return False

@@ -8,6 +8,9 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#if PY_VERSION_HEX < 0x030B0000
+#include <longintrepr.h>
+#endif
 
 #define PY_ARRAY_UNIQUE_SYMBOL shmbus_numpy_api
 #ifndef SHMBUS_IMPORTS_NUMPY

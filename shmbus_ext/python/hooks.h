@@ -17,8 +17,9 @@ struct hooks {
     PyObject *decode_meta;       /* buffer -> object */
     PyObject *encode_dtype;      /* numpy.dtype -> bytes */
     PyObject *decode_dtype;      /* bytes -> numpy.dtype */
-    PyObject *as_array;          /* (name, object) -> numpy.ndarray */
+    PyObject *as_array;          /* (name, object, declared) -> numpy.ndarray */
     PyObject *copy_trajectory;   /* tuple: all of it, meta encoded -> TrajectoryCopy */
+    PyObject *unknown_field;     /* (name, declared names) -> exception */
 };
 extern struct hooks hooks;
 /* Raises what a hook that makes exceptions returns. */

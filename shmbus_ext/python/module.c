@@ -17,6 +17,8 @@
 #include "python/pool/pool_object.h"
 #include "python/pool/pool_rows.h"
 #include "python/pool/pool_write.h"
+#include "python/record/declared.h"
+#include "python/put/plan_fields.h"
 #include "python/put/reservation.h"
 #include "python/put/writer_object.h"
 #include "python/read/borrower.h"
@@ -78,6 +80,7 @@ static bool add_types(PyObject *module) {
         {"Intake", &IntakeType},           {"ConsumerBase", &ConsumerBaseType},
         {"SlotPool", &PoolType},           {"PoolLease", &PoolLeaseType},
         {"PoolWrite", &PoolWriteType},
+        {"DeclaredSchema", &DeclaredSchemaType},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
@@ -104,6 +107,12 @@ static bool add_constants(PyObject *module) {
         {"MAX_NDIM", SHMBUS_MAX_NDIM},
         {"MAX_GROUP_SIZE", SHMBUS_MAX_GROUP_SIZE},
         {"MAX_PRODUCERS", SHMBUS_MAX_PRODUCERS},
+        {"MAX_DIMENSION_NAMES", SHMBUS_MAX_DIMENSION_NAMES},
+        {"MAX_DECLARED_BYTES", SHMBUS_DECLARED_BYTES},
+        {"DECLARED_OPTIONAL", SHMBUS_DECLARED_OPTIONAL},
+        {"DECLARED_ANY_SHAPE", SHMBUS_DECLARED_ANY_SHAPE},
+        {"DIMENSION_FREE", (long)SHMBUS_DIMENSION_FREE},
+        {"DIMENSION_NAMED", (long)SHMBUS_DIMENSION_NAMED},
         {"LABEL_BYTES", SHMBUS_LABEL_BYTES - 1},               /* less the byte that ends it */
         {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1}, /* likewise */
         {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
@@ -146,6 +155,7 @@ static bool add_functions(PyObject *module) {
         py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
         py_pool_rows_add_functions,    py_lead_add_functions,        py_request_add_functions,
         py_request_layout_add_functions,
+        py_declared_add_functions,     py_plan_fields_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {
@@ -175,7 +185,7 @@ static int execute(PyObject *module) {
     }
     import_array1(-1);
     if (!prepared && (!py_segment_init_fork() || !py_pool_init_fork() || !py_arguments_init() ||
-                      !py_take_add_words())) {
+                      !py_plan_fields_init() || !py_take_add_words())) {
         return -1;
     }
     prepared = true;

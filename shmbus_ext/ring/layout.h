@@ -6,7 +6,7 @@
  *
  * Segment:  | bus_header | producer_slot[max_producers + 1] | extent_desc[extent_count]
  *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | retry_entry[SHMBUS_RETRY_ENTRIES]
- *           | lead_table | request lane | pad to a page | extents ... |
+ *           | declared_part | lead_table | request lane | pad to a page | extents ... |
  * The last slot belongs to the collector: the lane into which it moves stragglers.
  */
 #ifndef SHMBUS_RING_LAYOUT_H
@@ -54,6 +54,12 @@
 #define SHMBUS_RETRY_ENTRIES 128u
 #define SHMBUS_RETRY_ID_BYTES 256u
 #define SHMBUS_RETRY_REASON_BYTES 192u
+/* A declared schema as text and sizes: 64 fields of 40 bytes of name and dtype and 8 dimensions
+ * take 7 KiB. */
+#define SHMBUS_DECLARED_BYTES 16376u
+/* Names of dimensions in one declared schema. */
+#define SHMBUS_MAX_DIMENSION_NAMES 64u
+
 /* Why records left the bus. Index into bus_header.released. */
 enum shmbus_reason {
     SHMBUS_ACKED = 0,
@@ -384,6 +390,44 @@ struct schema_entry {
 };
 _Static_assert(sizeof(struct schema_entry) == 12, "layout");
 
+/* The schema that a bus was created with; 0 bytes for none.
+ *
+ * Offset  Size  Field  Written by  Read by    Order
+ *      0     4  bytes  creator     producers  before magic
+ *      4     4  crc    creator     producers  before magic; over the bytes
+ *      8   ...  text   creator     producers  before magic: declared_head, names of dimensions (each
+ *                                             behind a byte with its length), declared_entry's
+ */
+struct declared_part {
+    alignas(8) uint32_t bytes;
+    uint32_t crc;
+    uint8_t text[SHMBUS_DECLARED_BYTES];
+};
+_Static_assert(sizeof(struct declared_part) == 16384, "four pages");
+_Static_assert(offsetof(struct declared_part, text) == 8, "layout");
+
+struct declared_head {
+    uint16_t field_count;
+    uint16_t dimension_names;
+};
+_Static_assert(sizeof(struct declared_head) == 4, "layout");
+
+#define SHMBUS_DECLARED_OPTIONAL 1u  /* a record may lack the field */
+#define SHMBUS_DECLARED_ANY_SHAPE 2u /* of any number of dimensions; ndim is 0 */
+/* A dimension of a declared field: its size, or one of these; name k is DIMENSION_NAMED - k. */
+#define SHMBUS_DIMENSION_FREE INT64_C(-1)
+#define SHMBUS_DIMENSION_NAMED INT64_C(-2)
+struct declared_entry {
+    uint16_t name_bytes;
+    uint16_t dtype_bytes;
+    uint32_t itemsize;
+    uint8_t ndim;
+    uint8_t flags;
+    uint8_t reserved[2];
+    /* name, dtype, i64 a dimension; without padding */
+};
+_Static_assert(sizeof(struct declared_entry) == 12, "layout");
+
 /* File locks (open file description locks) on the segment: byte offsets, all behind its end. Every
  * process that has the segment open shares USERS, so one that gets it alone knows that no other has
  * it open. */
@@ -415,6 +459,7 @@ _Static_assert(SHMBUS_LOCK_SLOT + SHMBUS_MAX_PRODUCERS <= SHMBUS_LOCK_VIEW &&
                            (sizeof(struct lead_table) + SHMBUS_LEAD_ROWS) * 13u +             \
                            (sizeof(struct request_lane) + sizeof(struct request_row) +        \
                             sizeof(struct request_cell)) * 7u +                                \
+                           sizeof(struct declared_part) * 11u +                                \
                            SHMBUS_MAX_GROUP_SIZE)))
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,

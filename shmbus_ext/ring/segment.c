@@ -13,6 +13,7 @@
 
 #include "checksum.h"
 #include "clock.h"
+#include "declared_schema.h"
 #include "file_lock.h"
 #include "request_parts.h"
 #include "rounds.h"
@@ -55,7 +56,8 @@ static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count) {
            (uint64_t)extent_count * sizeof(struct extent_desc) +
            (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t) +
            (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry) +
-           sizeof(struct lead_table) + (uint64_t)SHMBUS_LEAD_ROWS * sizeof(uint64_t);
+           sizeof(struct declared_part) + sizeof(struct lead_table) +
+           (uint64_t)SHMBUS_LEAD_ROWS * sizeof(uint64_t);
 }
 
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
@@ -88,7 +90,7 @@ bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_byt
     plan->extent_bytes = extent_bytes;
     plan->extent_count = (uint32_t)count;
     plan->max_producers = max_producers;
-    plan->max_lead = plan->max_lead_versions = 0;
+    plan->max_lead = plan->max_lead_versions = plan->declared_bytes = 0;
     uint64_t requests = capacity / SHMBUS_REQUEST_SHARE;
     requests = requests < SHMBUS_REQUEST_MIN_BYTES   ? SHMBUS_REQUEST_MIN_BYTES
                : requests > SHMBUS_REQUEST_MAX_BYTES ? SHMBUS_REQUEST_MAX_BYTES
@@ -175,7 +177,8 @@ static void set_pointers(struct segment *self) {
     at += (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t);
     self->retries = (struct retry_entry *)at;
     at += (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
-    self->lead = (struct lead_table *)at;
+    self->declared = (struct declared_part *)at;
+    self->lead = (struct lead_table *)(at + sizeof(struct declared_part));
     uint64_t requests_at =
         shmbus_align_up(tables_bytes(self->max_producers, self->extent_count), 128);
     (void)request_divide(&self->requests, self->base + requests_at,
@@ -305,6 +308,7 @@ enum segment_status segment_create(struct segment *self, int fd,
         atomic_store_explicit(&self->extents[i].word,
                               UINT64_C(1) << 32 | (plan->max_producers + 1), memory_order_relaxed);
     }
+    declared_schema_write(self->declared, plan->declared, plan->declared_bytes);
     struct bus_header *header = self->header;
     header->layout_version = SHMBUS_LAYOUT_VERSION;
     header->layout_hash = SHMBUS_LAYOUT_HASH;

@@ -44,6 +44,7 @@ struct segment {
     struct retry_entry *retries; /* SHMBUS_RETRY_ENTRIES */
     struct lead_table *lead;
     struct request_parts requests;
+    struct declared_part *declared; /* read through declared_schema.h */
     uint8_t *data;
     uint32_t found_version; /* after SEGMENT_BAD_VERSION */
     uint32_t found_hash;
@@ -60,10 +61,13 @@ struct segment_geometry {
     /* The bounds of lead.h, 0 for none; for segment_create. */
     uint32_t max_lead;
     uint32_t max_lead_versions; /* one more than the versions */
+    /* What declared_schema_parse accepts, of the caller; 0 bytes for none. */
+    const void *declared;
+    uint32_t declared_bytes;
 };
 
 /* Capacity is the bytes for records; what the tables need comes on top. extent_bytes 0 chooses.
- * False when the numbers cannot make a segment. */
+ * The plan is without a declared schema. False when the numbers cannot make a segment. */
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
                   struct segment_geometry *plan);
 

@@ -211,7 +211,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"epoch": 2**63}, ValueError, ["epoch", str(2**63)]),
     ({"epoch": "0"}, TypeError, ["epoch", "int", "str"]),
     ({"meta": object()}, TypeError, ["meta", "msgspec", "object"]),
-    ({"meta": {"deep": [X]}}, TypeError, ["meta", "ndarray"]),
+    ({"meta": {"deep": [np.array([None])]}}, TypeError, ["meta", "ndarray"]),
     ({"meta": 2**64}, TypeError, ["meta", "int"]),
 ]
 BAD_PUT: list[tuple[dict[str, Any], type[Exception], list[str]]] = [

@@ -35,11 +35,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "shmbus._arguments",
         "shmbus._encoding",
-        "shmbus._fields",
         "shmbus._throttle",
         "shmbus.ledger",
     ),
     ("shmbus._prompts",),
+    ("shmbus._fields",),
+    ("shmbus._schema",),
     # What can be said of a bus; control messages carry some of it. What outlives a lease.
     ("shmbus.inspect.types", "shmbus.copies"),
     # A bus as a file, and the error texts that the extension is given.

@@ -149,9 +149,8 @@ def test_torch_tensors_are_taken_as_they_are(bus: Bus) -> None:
         trajectory = take_one(consumer)
         for name, tensor in tensors.items():
             assert np.array_equal(trajectory[name], tensor.numpy()), name
-        for refused in (torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.bfloat16)):
-            with pytest.raises(TypeError, match="x: Tensor gives no NumPy array"):
-                put_one(producer, "b", x=refused)
+        with pytest.raises(TypeError, match="x: Tensor gives no NumPy array"):
+            put_one(producer, "b", x=torch.ones(2, device="meta"))
 
 
 METAS: list[Any] = [

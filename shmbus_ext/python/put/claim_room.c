@@ -219,6 +219,11 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
     }
     const uint64_t *shape = spec->shape;
     for (uint32_t i = 0; i < arguments->array_count; i++) {
+        if (arguments->arrays[i] == NULL) {
+            /* A list: its elements are there already. */
+            shape += 1 + arguments->field_ndim[i];
+            continue;
+        }
         const void *data = PyArray_DATA(arguments->arrays[i]);
         if (non_temporal) {
             copy_non_temporal(record + shape[0], data, arguments->field_bytes[i]);
@@ -258,11 +263,35 @@ void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arg
     }
 }
 
-bool py_writer_put_one(WriterObject *self, const struct put_arguments *arguments) {
+void py_writer_leave_room(WriterObject *self, const struct reservation *at) {
+    if (at->admitted != 0) {
+        lead_withdraw(&self->segment->c, at->admitted, self->c.slot_index);
+    }
+}
+
+bool py_writer_claim_filled(WriterObject *self, struct put_arguments *arguments,
+                            struct reservation *at) {
+    struct wanted_room wanted = py_writer_wants(self, arguments);
+    if (arguments->list_count > 0 && wanted.bytes <= self->segment->c.record_limit) {
+        /* Until it is published the room is this lane's, and nobody reads it. */
+        if (py_writer_try_claim(self, &wanted, at) == WRITER_OK) {
+            if (py_arguments_fill_lists(arguments, (uint8_t *)at->record)) {
+                return true;
+            }
+            py_writer_leave_room(self, at);
+        }
+        /* Code of the elements may run, here or in other threads during a wait for room. */
+        if (!py_arguments_convert_lists(arguments) || !py_writer_usable(self)) {
+            return false;
+        }
+    }
+    return py_writer_claim_room(self, &wanted, arguments->timeout_s, at);
+}
+
+bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments) {
     struct reservation at;
     uint64_t bytes = arguments->spec.record_bytes;
-    struct wanted_room wanted = py_writer_wants(self, arguments);
-    if (!py_writer_claim_room(self, &wanted, arguments->timeout_s, &at)) {
+    if (!py_writer_claim_filled(self, arguments, &at)) {
         return false;
     }
     at.answers = arguments->answers;

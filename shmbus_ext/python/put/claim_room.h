@@ -2,7 +2,7 @@
 #ifndef SHMBUS_PYTHON_CLAIM_ROOM_H
 #define SHMBUS_PYTHON_CLAIM_ROOM_H
 
-#include "python/put/put_arguments.h"
+#include "python/put/plan_fields.h"
 #include "python/segment/segment_object.h"
 #include "python/watch.h"
 #include "ring/writer.h"
@@ -23,6 +23,7 @@ typedef struct writer_object {
     SegmentObject *segment;
     struct writer c;
     struct schema_cache schemas;
+    DeclaredSchemaObject *declared; /* what it puts is checked by; NULL for no schema */
     struct list_link reservations; /* that are not ended */
     struct batch *batches;         /* put_many's under way, in whatever thread */
     uint64_t bytes;
@@ -58,6 +59,11 @@ struct wanted_room py_writer_wants(const WriterObject *self,
  * and goes on there; open reservations and batches are aborted. True where the writer may try
  * again; false with an exception, BusRemovedError where it does not follow or none was in time. */
 bool py_writer_go_on(WriterObject *self, double timeout_s);
+/* Gives up room that was claimed and is not published or reserved. */
+void py_writer_leave_room(WriterObject *self, const struct reservation *at);
+/* Room for a record whose arguments are finished, its lists converted: in their place already, or in arrays that py_writer_fill_reserved copies. */
+bool py_writer_claim_filled(WriterObject *self, struct put_arguments *arguments,
+                            struct reservation *at);
 /* Frame and body of a record whose arguments are finished. */
 void py_writer_write_head(WriterObject *self, const struct put_arguments *arguments,
                           const struct reservation *at);
@@ -66,7 +72,7 @@ void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arg
                              const struct reservation *at);
 /* Copies a record whose arguments are finished into the ring and commits it; false with an
  * exception. */
-bool py_writer_put_one(WriterObject *self, const struct put_arguments *arguments);
+bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments);
 /* After a commit: wakes the reader where it sleeps, and lets it run first where that helps. */
 void py_writer_tell_reader(WriterObject *self);
 

@@ -27,8 +27,10 @@ void py_arguments_begin(struct put_arguments *self) {
     self->meta_object = NULL;
     self->meta_encoded = NULL;
     self->schema = NULL;
+    self->declared = NULL;
     self->timeout_s = -1.0;
     self->array_count = 0;
+    self->list_count = 0;
     self->has_group_size = self->has_index = false;
     self->spec = (struct record_spec){.epoch = SHMBUS_NO_EPOCH};
     self->answers.number = 0;
@@ -45,6 +47,7 @@ void py_arguments_end(struct put_arguments *self) {
     Py_CLEAR(self->meta_object);
     Py_CLEAR(self->meta_encoded);
     Py_CLEAR(self->schema);
+    Py_CLEAR(self->declared);
 }
 
 /* An int, by __index__: numpy integers are, floats are not. */
@@ -98,21 +101,59 @@ bool py_parse_policy_version(PyObject *value, int64_t *version) {
     return take_integer(value, "policy_version", 0, INT64_MAX, version);
 }
 
+/* One number as tensors and arrays give theirs; NULL with an exception. */
+static PyObject *score_item(PyObject *value) {
+    PyObject *item = PyObject_CallMethod(value, "item", NULL);
+    if (item != NULL && !PyFloat_Check(item) && !PyLong_Check(item)) {
+        PyErr_Format(PyExc_TypeError, "score: expected a float, got %.100s, whose item() is %.100s",
+                     Py_TYPE(value)->tp_name, Py_TYPE(item)->tp_name);
+        Py_CLEAR(item);
+    } else if (item == NULL && (PyErr_ExceptionMatches(PyExc_ValueError) ||
+                                PyErr_ExceptionMatches(PyExc_RuntimeError) ||
+                                PyErr_ExceptionMatches(PyExc_TypeError))) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_TypeError,
+                     "score: expected a float, got %.100s with more or less than one element; "
+                     "a number for each token is a field of its own",
+                     Py_TYPE(value)->tp_name);
+    }
+    return item;
+}
+
+static bool score_of_number(PyObject *value, double *number) {
+    if (!PyNumber_Check(value) || PyComplex_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "score: expected a float, got %.100s",
+                     Py_TYPE(value)->tp_name);
+        return false;
+    }
+    *number = PyFloat_AsDouble(value);
+    if (*number == -1.0 && PyErr_Occurred()) {
+        number_error("score", "a finite float", value);
+        return false;
+    }
+    return true;
+}
+
+/* Whether it is asked by item(): an array, a tensor, or what else is no number of Python or NumPy
+ * and has one. */
+static bool has_item(PyObject *value) {
+    return !PyLong_Check(value) && !PyFloat_Check(value) && !PyArray_IsScalar(value, Generic) &&
+           PyObject_HasAttrString(value, "item");
+}
+
 bool py_parse_score(PyObject *value, double *score) {
     double number;
     if (PyFloat_CheckExact(value)) {
         number = PyFloat_AS_DOUBLE(value);
-    } else {
-        if (!PyNumber_Check(value) || PyComplex_Check(value)) {
-            PyErr_Format(PyExc_TypeError, "score: expected a float, got %.100s",
-                         Py_TYPE(value)->tp_name);
+    } else if (has_item(value)) {
+        PyObject *item = score_item(value);
+        bool found = item != NULL && score_of_number(item, &number);
+        Py_XDECREF(item);
+        if (!found) {
             return false;
         }
-        number = PyFloat_AsDouble(value);
-        if (number == -1.0 && PyErr_Occurred()) {
-            number_error("score", "a finite float", value);
-            return false;
-        }
+    } else if (!score_of_number(value, &number)) {
+        return false;
     }
     if (!isfinite(number)) {
         PyErr_Format(PyExc_ValueError,
@@ -157,14 +198,27 @@ bool py_parse_timeout(PyObject *value, double *timeout_s) {
     return true;
 }
 
+/* A new reference to the decimal text of an id that is no text; NULL with an exception. */
+static PyObject *id_text(PyObject *value) {
+    if (!PyBool_Check(value) && !PyArray_IsScalar(value, Bool) && !PyArray_Check(value) &&
+        PyIndex_Check(value)) {
+        return PyNumber_ToBase(value, 10);
+    }
+    PyErr_Format(PyExc_TypeError, "instance_id: expected a str or an int, got %.100s",
+                 Py_TYPE(value)->tp_name);
+    return NULL;
+}
+
 bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
-    if (!PyUnicode_Check(value)) {
-        PyErr_Format(PyExc_TypeError, "instance_id: expected a str, got %.100s",
-                     Py_TYPE(value)->tp_name);
+    PyObject *id = PyUnicode_Check(value) ? Py_NewRef(value) : id_text(value);
+    if (id == NULL) {
         return false;
     }
+    /* Owned, like all that is taken: converting runs code of the caller's, which may change the
+     * mapping that it came from. */
+    Py_XSETREF(self->id_object, id);
     Py_ssize_t bytes;
-    const char *text = PyUnicode_AsUTF8AndSize(value, &bytes);
+    const char *text = PyUnicode_AsUTF8AndSize(id, &bytes);
     if (text == NULL) {
         PyErr_Clear();
         PyErr_Format(PyExc_ValueError,
@@ -180,9 +234,6 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
                      SHMBUS_MAX_ID_BYTES, bytes);
         return false;
     }
-    /* Owned, like all that is taken: converting runs code of the caller's, which may change the
-     * mapping that it came from. */
-    Py_XSETREF(self->id_object, Py_NewRef(value));
     self->spec.id = text;
     self->spec.id_bytes = (uint32_t)bytes;
     return true;
@@ -314,94 +365,6 @@ bool py_arguments_finish_head(struct put_arguments *self) {
             return false;
         }
         self->spec.meta_bytes = (uint64_t)PyBytes_GET_SIZE(self->meta_encoded);
-    }
-    return true;
-}
-
-static bool convert_array(struct put_arguments *self, uint32_t i) {
-    PyObject *value = self->values[i];
-    PyObject *array;
-    /* The hook refuses one number under a name that is nearly an argument's. */
-    if (PyArray_Check(value) && PyArray_NDIM((PyArrayObject *)value) > 0) {
-        array = Py_NewRef(value);
-    } else {
-        array = PyObject_CallFunctionObjArgs(hooks.as_array, self->names[i], value, NULL);
-        if (array == NULL) {
-            return false;
-        }
-        if (!PyArray_Check(array)) {
-            Py_DECREF(array);
-            PyErr_Format(PyExc_TypeError, "%U: expected an array", self->names[i]);
-            return false;
-        }
-    }
-    if (!PyArray_IS_C_CONTIGUOUS((PyArrayObject *)array)) {
-        PyObject *contiguous = PyArray_NewCopy((PyArrayObject *)array, NPY_CORDER);
-        Py_DECREF(array);
-        if (contiguous == NULL) {
-            return false;
-        }
-        array = contiguous;
-    }
-    self->arrays[i] = (PyArrayObject *)array;
-    return true;
-}
-
-bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim) {
-    if (ndim > (Py_ssize_t)SHMBUS_MAX_NDIM) {
-        PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %zd", name,
-                     SHMBUS_MAX_NDIM, ndim);
-        return false;
-    }
-    if (words + 1 + (uint64_t)ndim > SHMBUS_MAX_SHAPE_WORDS) {
-        PyErr_Format(PyExc_ValueError,
-                     "%U: expected at most %u words of shapes in a record, one a field and one a "
-                     "dimension, got %zd with this field of %zd dimensions; give fewer fields, or "
-                     "flatten some",
-                     name, SHMBUS_MAX_SHAPE_WORDS, (Py_ssize_t)words + 1 + ndim, ndim);
-        return false;
-    }
-    return true;
-}
-
-bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache) {
-    if (!py_arguments_finish_head(self)) {
-        return false;
-    }
-    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
-    uint32_t words = 0;
-    for (uint32_t i = 0; i < self->array_count; i++) {
-        if (!convert_array(self, i)) {
-            return false;
-        }
-        PyArrayObject *array = self->arrays[i];
-        int ndim = PyArray_NDIM(array);
-        if (!py_arguments_shape_fits(self->names[i], words, ndim)) {
-            return false;
-        }
-        dtypes[i] = PyArray_DESCR(array);
-        self->field_ndim[i] = (uint8_t)ndim;
-        self->field_bytes[i] = (uint64_t)PyArray_NBYTES(array);
-        words++;
-        for (int d = 0; d < ndim; d++) {
-            self->shape[words++] = (uint64_t)PyArray_DIM(array, d);
-        }
-    }
-    struct record_spec *spec = &self->spec;
-    spec->field_count = self->array_count;
-    spec->shape = self->shape;
-    spec->shape_words = words;
-    spec->field_bytes = self->field_bytes;
-    spec->field_ndim = self->field_ndim;
-    self->schema = py_schema_cache_find(cache, spec, self->names, dtypes, self->field_ndim);
-    if (self->schema == NULL) {
-        return false;
-    }
-    if (!record_plan(spec)) {
-        PyErr_SetString(hooks.too_large_error,
-                        "the record's parts add up to more than a record can hold (2^48 bytes a "
-                        "field, 4 GiB of meta); split it");
-        return false;
     }
     return true;
 }

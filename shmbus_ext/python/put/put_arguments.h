@@ -11,11 +11,15 @@ struct put_arguments {
     PyObject *meta_object; /* NULL for none */
     PyObject *values[SHMBUS_MAX_FIELDS];
     PyObject *names[SHMBUS_MAX_FIELDS];
-    PyArrayObject *arrays[SHMBUS_MAX_FIELDS]; /* owned, contiguous */
+    PyArrayObject *arrays[SHMBUS_MAX_FIELDS]; /* owned, contiguous; NULL for a list */
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* of the array, of `declared`, or for ever */
+    uint8_t kinds[SHMBUS_MAX_FIELDS];         /* enum stored_kind; of lists only */
     PyObject *meta_encoded;                   /* owned */
     PyObject *schema;                         /* owned: the bytes that spec.schema points into */
     double timeout_s;                         /* negative: for ever */
+    PyObject *declared; /* owned: the schema that it was checked against */
     uint32_t array_count;
+    uint32_t list_count; /* fields that are still lists */
     bool has_group_size, has_index;
     uint64_t shape[SHMBUS_MAX_SHAPE_WORDS];
     uint64_t field_bytes[SHMBUS_MAX_FIELDS];
@@ -31,11 +35,7 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
 /* Every entry of a dict; false with an exception. */
 bool py_arguments_take_mapping(struct put_arguments *self, PyObject *item);
 bool py_arguments_take_id(struct put_arguments *self, PyObject *value);
-/* After all were taken: checks, converts the arrays, and plans the record. */
-bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache);
-/* Whether a field of so many dimensions fits behind so many words of shapes; false with an
- * exception. */
-bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim);
+/* After all were taken: what is no field is complete and encoded. */
 bool py_arguments_finish_head(struct put_arguments *self);
 bool py_parse_timeout(PyObject *value, double *timeout_s);
 bool py_parse_score(PyObject *value, double *score);

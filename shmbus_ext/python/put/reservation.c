@@ -6,6 +6,7 @@
 #include "python/put/reservation.h"
 
 #include "python/hooks.h"
+#include "python/put/plan_reservation.h"
 #include "ring/doorbell.h"
 #include "ring/lead.h"
 
@@ -73,82 +74,24 @@ static bool py_reservation_usable(ReservationObject *self) {
     return py_writer_usable(self->writer);
 }
 
-struct field_list {
-    PyObject *names;  /* tuple of str */
-    PyObject *dtypes; /* tuple of dtype */
-    PyObject *shapes; /* tuple of tuple of int */
-};
-
-/* Sizes of the fields into the arguments, as put takes them from arrays. */
-static bool take_shapes(struct put_arguments *arguments, const struct field_list *fields,
-                        uint64_t limit) {
-    uint32_t words = 0;
-    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *shape = PyTuple_GET_ITEM(fields->shapes, i);
-        Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
-        if (!py_arguments_shape_fits(PyTuple_GET_ITEM(fields->names, i), words, ndim)) {
-            return false;
-        }
-        uint64_t bytes =
-            (uint64_t)PyDataType_ELSIZE((PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i));
-        double estimate = (double)bytes;
-        arguments->field_ndim[i] = (uint8_t)ndim;
-        words++;
-        for (Py_ssize_t d = 0; d < ndim; d++) {
-            uint64_t size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, d));
-            if (PyErr_Occurred()) {
-                return false;
-            }
-            estimate *= (double)size;
-            bytes *= size;
-            arguments->shape[words++] = size;
-        }
-        /* A product that overflows is above any limit, and must stay so. */
-        arguments->field_bytes[i] = estimate > (double)limit ? limit + 1 : bytes;
-    }
-    arguments->spec.shape_words = words;
-    return true;
-}
-
-/* All that can be refused before anything is taken from the ring. */
-static bool plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
-                             const struct field_list *fields, uint64_t meta_room) {
-    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
+/* Whether the schema has the sizes that its fields have in the end; false with an exception. */
+static bool check_sizes(ReservationObject *self) {
     PyObject *names[SHMBUS_MAX_FIELDS];
-    struct record_spec *spec = &arguments->spec;
-    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
-    if (!py_arguments_take_mapping(arguments, head) || !py_arguments_finish_head(arguments)) {
-        return false;
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
+    uint8_t ndim[SHMBUS_MAX_FIELDS];
+    uint64_t shape[SHMBUS_MAX_SHAPE_WORDS];
+    uint64_t *at = shape;
+    for (uint32_t i = 0; i < self->count; i++) {
+        names[i] = PyTuple_GET_ITEM(self->names, i);
+        dtypes[i] = PyArray_DESCR(self->arrays[i]);
+        ndim[i] = (uint8_t)PyArray_NDIM(self->arrays[i]);
+        for (int d = 0; d < ndim[i]; d++) {
+            at[1 + d] = (uint64_t)PyArray_DIM(self->arrays[i], d);
+        }
+        at += 1 + ndim[i];
     }
-    if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(fields->dtypes) != count ||
-        PyTuple_GET_SIZE(fields->shapes) != count) {
-        PyErr_Format(PyExc_ValueError, "fields: expected at most %u, got %zd", SHMBUS_MAX_FIELDS,
-                     count);
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        names[i] = PyTuple_GET_ITEM(fields->names, i);
-        dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
-    }
-    if (!take_shapes(arguments, fields, self->segment->c.record_limit)) {
-        return false;
-    }
-    spec->field_count = (uint32_t)count;
-    spec->shape = arguments->shape;
-    spec->field_bytes = arguments->field_bytes;
-    spec->field_ndim = arguments->field_ndim;
-    arguments->schema =
-        py_schema_cache_find(&self->schemas, spec, names, dtypes, arguments->field_ndim);
-    if (arguments->schema == NULL) {
-        return false;
-    }
-    spec->meta_bytes = meta_room > spec->meta_bytes ? meta_room : spec->meta_bytes;
-    if (!record_plan(spec)) {
-        PyErr_SetString(hooks.too_large_error, "the reservation is larger than any record");
-        return false;
-    }
-    return true;
+    return py_check_declared((const DeclaredSchemaObject *)self->declared, names, dtypes,
+                             self->count, ndim, shape);
 }
 
 static PyObject *field_view(ReservationObject *self, PyArray_Descr *dtype, int ndim,
@@ -191,6 +134,7 @@ static void py_reservation_open(ReservationObject *self, struct put_arguments *a
                                 uint64_t meta_bytes) {
     WriterObject *writer = self->writer;
     struct record_spec *spec = &arguments->spec;
+    self->declared = Py_XNewRef(arguments->declared);
     self->meta_room = (uint32_t)spec->meta_bytes;
     self->score = spec->score;
     self->policy_version = spec->policy_version;
@@ -236,7 +180,7 @@ PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
     struct reservation at;
     ReservationObject *made = NULL;
     py_arguments_begin(&arguments);
-    if (!plan_reservation(self, &arguments, head, &fields, meta_room) ||
+    if (!py_plan_reservation(self, &arguments, head, &fields, meta_room) ||
         !py_writer_usable(self)) { /* encoding may have let another thread close it */
         goto end;
     }
@@ -311,6 +255,7 @@ static PyObject *py_reservation_resize(ReservationObject *self, PyObject *args) 
     }
     uint64_t *shape = (uint64_t *)(void *)((uint8_t *)self->at.record + sizeof *self->at.record) +
                       self->shape_at[field];
+    self->resized = true;
     uint64_t before = shape[1];
     shape[1] = (uint64_t)length;
     PyObject *shorter = field_view(self, PyArray_DESCR(array), PyArray_NDIM(array), shape);
@@ -325,7 +270,8 @@ static PyObject *py_reservation_resize(ReservationObject *self, PyObject *args) 
 }
 
 static PyObject *py_reservation_end(ReservationObject *self, bool commit) {
-    if (!py_reservation_usable(self)) {
+    if (!py_reservation_usable(self) ||
+        (commit && self->resized && self->declared != NULL && !check_sizes(self))) {
         return NULL;
     }
     py_reservation_finish(self, commit);
@@ -346,6 +292,13 @@ static PyObject *py_reservation_exit(ReservationObject *self, PyObject *args) {
     PyObject *type = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : Py_None;
     if (!self->ended) {
         PyObject *result = py_reservation_end(self, type == Py_None);
+        if (result == NULL && !self->ended && self->resized) {
+            /* Its sizes are not those of the schema, and nobody will mend them any more. */
+            PyObject *error = py_set_aside_error();
+            Py_XDECREF(py_reservation_end(self, false));
+            PyErr_Clear();
+            py_restore_error(error);
+        }
         if (result == NULL) {
             return NULL;
         }
@@ -431,6 +384,7 @@ static void py_reservation_dealloc(ReservationObject *self) {
         Py_XDECREF(self->arrays[i]);
     }
     Py_XDECREF(self->keeper);
+    Py_XDECREF(self->declared);
     Py_XDECREF(self->names);
     Py_XDECREF(self->writer);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -495,6 +449,9 @@ PyDoc_STRVAR(commit_doc,
     "Its views are read-only from then on. Where a slice of one is still held, which stays\n"
     "writable, a copy of the record is committed in its place if there is room for one.\n\n"
     "Raises\n------\n"
+    "ValueError\n"
+    "    What `resize` left is not what the schema declares. The reservation stays open; at the\n"
+    "    end of a ``with`` block it is aborted.\n"
     "BusClosedError\n"
     "    The reservation has ended, or the producer is closed.");
 

@@ -18,6 +18,8 @@ typedef struct {
     double score;
     int64_t policy_version;
     bool ended;
+    bool resized;
+    PyObject *declared; /* the schema that it was checked by, or NULL */
     struct list_link link; /* of its writer, until it is ended */
 } ReservationObject;
 extern PyTypeObject ReservationType;

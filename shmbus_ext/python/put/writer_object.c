@@ -88,7 +88,7 @@ static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t 
         arguments.answers = *answers;
     }
     bool done = take_call(&arguments, args, count, kwnames) &&
-                py_arguments_finish(&arguments, &self->schemas) &&
+                py_arguments_finish(&arguments, &self->schemas, self->declared) &&
                 py_writer_usable(self) && /* encoding may have let another thread close it */
                 py_writer_put_one(self, &arguments);
     py_arguments_end(&arguments);
@@ -199,6 +199,7 @@ static void py_writer_dealloc(WriterObject *self) {
         py_writer_detach(self);
     }
     py_schema_cache_clear(&self->schemas);
+    Py_XDECREF(self->declared);
     Py_XDECREF(self->watch.call);
     Py_XDECREF(self->segment);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -213,6 +214,17 @@ static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
     }
     Py_XSETREF(self->watch.call, Py_NewRef(call));
     self->watch.period_s = seconds;
+    Py_RETURN_NONE;
+}
+
+/* _declare(schema or None): what is put from now on is checked by it. */
+static PyObject *py_writer_declare(WriterObject *self, PyObject *schema) {
+    if (schema != Py_None && !PyObject_TypeCheck(schema, &DeclaredSchemaType)) {
+        PyErr_SetString(PyExc_TypeError, "expected a DeclaredSchema or None");
+        return NULL;
+    }
+    Py_XSETREF(self->declared,
+               schema == Py_None ? NULL : (DeclaredSchemaObject *)Py_NewRef(schema));
     Py_RETURN_NONE;
 }
 
@@ -237,16 +249,16 @@ PyDoc_STRVAR(put_doc,
     "The consumer finds all of a record or nothing of it. When this returns, the arrays are the\n"
     "caller's again, and the record outlives this process.\n\n"
     "Parameters\n----------\n"
-    "instance_id : str\n"
+    "instance_id : str or int\n"
     "    The prompt's key, 1 to 255 bytes of UTF-8. The samples of one key form a group, whoever\n"
-    "    puts them.\n"
+    "    puts them. An int is its decimal text: 17 and \"17\" are one prompt.\n"
     "group_size : int\n"
     "    Samples in a complete group, 1 to 16384; the same for every sample of it.\n"
     "index : int\n"
     "    Which sample of its group this is, 0 to group_size - 1. Of several with one index the\n"
     "    first is kept, the others are dropped as duplicates.\n"
     "score : float, default 0.0\n"
-    "    The reward; finite.\n"
+    "    The reward; finite. An array or tensor with one element is that number.\n"
     "policy_version : int, default 0\n"
     "    Version of the policy that sampled it, 0 or more. A consumer's `max_policy_lag` compares\n"
     "    it with the trainer's current version, which `Producer.policy_version` reads.\n"
@@ -256,7 +268,9 @@ PyDoc_STRVAR(put_doc,
     "    and a sample of a group that was complete before is dropped as surplus. Without one,\n"
     "    such a sample begins the prompt's next group.\n"
     "meta : object, optional\n"
-    "    Whatever msgspec can encode as MessagePack, for the reader of the trajectory.\n"
+    "    Whatever msgspec can encode as MessagePack, for the reader of the trajectory. NumPy\n"
+    "    scalars, arrays and tensors come back as numbers and nested lists, pydantic models and\n"
+    "    dataclasses as dicts, sets as lists, paths as str, enums as their values.\n"
     "timeout : float, optional\n"
     "    Seconds to wait for space while the bus is full or paused: None waits for ever, 0 does\n"
     "    not wait.\n"
@@ -264,14 +278,19 @@ PyDoc_STRVAR(put_doc,
     "    The payload, at most 64 fields; each keyword is a field's name, 1 to 255 bytes of UTF-8.\n"
     "    A value is a NumPy array, or exports one: a CPU tensor, a memoryview, an array.array.\n"
     "    Any shape of at most 32 dimensions, any dtype of fixed size. One that is not\n"
-    "    C-contiguous is copied into that order first.\n\n"
+    "    C-contiguous is copied into that order first.\n"
+    "    Lists and tuples, nested too, become arrays of the dtype that the schema declares;\n"
+    "    without a schema, tokens become int32, loss_mask uint8, logprobs and advantages float32.\n\n"
     "Raises\n------\n"
     "TypeError\n"
-    "    An argument is missing or has the wrong type, a value is no array (a list has no dtype),\n"
-    "    a dtype holds Python objects, or msgspec cannot encode meta.\n"
+    "    An argument is missing or has the wrong type, a value is no array, a list has no\n"
+    "    declared dtype, an element is no number (a bool is none, but in masks), a dtype holds\n"
+    "    Python objects, msgspec cannot encode meta, or the schema has no such field, another\n"
+    "    dtype for it, or requires one that is missing.\n"
     "ValueError\n"
-    "    An argument is out of range, the score is not finite, or there are too many fields or\n"
-    "    dimensions.\n"
+    "    An argument is out of range, the score is not finite, there are too many fields or\n"
+    "    dimensions, a list is ragged, its dtype cannot hold a number of it, or a shape is not\n"
+    "    what the schema declares; the message names field and index.\n"
     "RecordTooLargeError\n"
     "    The record is larger than `Producer.record_limit`, a quarter of the bus; also a\n"
     "    ValueError.\n"
@@ -328,6 +347,7 @@ static PyMethodDef writer_methods[] = {
     {"_watch_waits", (PyCFunction)(void (*)(void))py_writer_watch_waits, METH_VARARGS, NULL},
     {"_follow", (PyCFunction)(void (*)(void))py_writer_follow, METH_NOARGS, NULL},
     {"_go_on", (PyCFunction)(void (*)(void))py_writer_go_on_call, METH_O, NULL},
+    {"_declare", (PyCFunction)(void (*)(void))py_writer_declare, METH_O, NULL},
     {"_counts", (PyCFunction)(void (*)(void))py_writer_counts, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))py_writer_close, METH_NOARGS,
      close_doc},
@@ -340,6 +360,7 @@ static PyGetSetDef writer_getset[] = {
 };
 
 static PyMemberDef writer_members[] = {
+    {"_declared", T_OBJECT, offsetof(WriterObject, declared), READONLY, NULL},
     {"_segment", T_OBJECT_EX, offsetof(WriterObject, segment), READONLY, NULL},
     {"producer_id", T_ULONGLONG, offsetof(WriterObject, c.producer_id), READONLY,
      "This producer's number; never used again on this bus."},

@@ -60,25 +60,18 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, pause_policy_version, 'i'),
     FIELD(bus_header, pause_unix_ns, 'u'),
     FIELD(bus_header, pause_reason, 'S'),
-    FIELD(bus_header, retries_open, 'u'),
-    FIELD(bus_header, groups_failed, 'u'),
+    FIELD(bus_header, retries_open, 'u'), FIELD(bus_header, groups_failed, 'u'),
     FIELD(bus_header, next_round, 'u'),
     {NULL, 0, 0, 0},
 };
 
 static const struct field_note slot_fields[] = {
-    FIELD(producer_slot, committed, 'u'),
-    FIELD(producer_slot, aborted, 'u'),
-    FIELD(producer_slot, committing, 'u'),
-    FIELD(producer_slot, commit_ref, 'u'),
-    FIELD(producer_slot, commit_generation, 'u'),
-    FIELD(producer_slot, state, 'u'),
-    FIELD(producer_slot, first, 'u'),
-    FIELD(producer_slot, current, 'u'),
-    FIELD(producer_slot, next_order, 'u'),
-    FIELD(producer_slot, producer_id, 'u'),
-    FIELD(producer_slot, pid, 'u'),
-    FIELD(producer_slot, label, 'S'),
+    FIELD(producer_slot, committed, 'u'),         FIELD(producer_slot, aborted, 'u'),
+    FIELD(producer_slot, committing, 'u'),        FIELD(producer_slot, commit_ref, 'u'),
+    FIELD(producer_slot, commit_generation, 'u'), FIELD(producer_slot, state, 'u'),
+    FIELD(producer_slot, first, 'u'),             FIELD(producer_slot, current, 'u'),
+    FIELD(producer_slot, next_order, 'u'),        FIELD(producer_slot, producer_id, 'u'),
+    FIELD(producer_slot, pid, 'u'),               FIELD(producer_slot, label, 'S'),
     {NULL, 0, 0, 0},
 };
 
@@ -102,11 +95,20 @@ static const struct field_note retry_fields[] = {
 };
 
 static const struct field_note schema_fields[] = {
-    FIELD(schema_entry, name_bytes, 'u'),
-    FIELD(schema_entry, dtype_bytes, 'u'),
-    FIELD(schema_entry, itemsize, 'u'),
-    FIELD(schema_entry, ndim, 'u'),
+    FIELD(schema_entry, name_bytes, 'u'), FIELD(schema_entry, dtype_bytes, 'u'),
+    FIELD(schema_entry, itemsize, 'u'),   FIELD(schema_entry, ndim, 'u'),
     {NULL, 0, 0, 0},
+};
+
+static const struct field_note declared_fields[] = {
+    FIELD(declared_part, bytes, 'u'), FIELD(declared_part, crc, 'u'),
+    FIELD(declared_part, text, 'S'),  {NULL, 0, 0, 0},
+};
+
+static const struct field_note declared_entry_fields[] = {
+    FIELD(declared_entry, name_bytes, 'u'), FIELD(declared_entry, dtype_bytes, 'u'),
+    FIELD(declared_entry, itemsize, 'u'),   FIELD(declared_entry, ndim, 'u'),
+    FIELD(declared_entry, flags, 'u'),      {NULL, 0, 0, 0},
 };
 
 static const struct {
@@ -119,6 +121,8 @@ static const struct {
     {"extent_desc", extent_fields, sizeof(struct extent_desc)},
     {"retry_entry", retry_fields, sizeof(struct retry_entry)},
     {"schema_entry", schema_fields, sizeof(struct schema_entry)},
+    {"declared_part", declared_fields, sizeof(struct declared_part)},
+    {"declared_entry", declared_entry_fields, sizeof(struct declared_entry)},
 };
 
 static bool add_field(PyObject *names, PyObject *formats, PyObject *offsets,

@@ -169,20 +169,23 @@ bool py_segment_map_views(SegmentObject *self) {
     return status == SEGMENT_OK;
 }
 
-/* create(fd, name, capacity, max_producers, extent_bytes, request_bytes, max_lead, max_versions):
- * takes the descriptor over on success. request_bytes 0 chooses; max_lead 0 and max_versions 0 are no
- * bound, and max_versions is one more than the bound in versions. */
+/* create(fd, name, capacity, max_producers, extent_bytes, request_bytes, max_lead, max_versions,
+ * declared): takes the descriptor over on success. request_bytes 0 chooses; max_lead 0 and
+ * max_versions 0 are no bound, and max_versions is one more than the bound in versions. */
 static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
     int fd;
     PyObject *name;
     unsigned long long capacity, extent_bytes, request_bytes = 0;
     unsigned int max_producers, max_lead = 0, max_versions = 0;
+    const char *declared = NULL;
+    Py_ssize_t declared_bytes = 0;
     struct segment_geometry plan;
-    if (!PyArg_ParseTuple(args, "iUKIK|KII", &fd, &name, &capacity, &max_producers, &extent_bytes,
-                          &request_bytes, &max_lead, &max_versions)) {
+    if (!PyArg_ParseTuple(args, "iUKIK|KIIy#", &fd, &name, &capacity, &max_producers, &extent_bytes,
+                          &request_bytes, &max_lead, &max_versions, &declared, &declared_bytes)) {
         return NULL;
     }
-    if (!segment_plan(capacity, max_producers, extent_bytes, &plan) ||
+    if (declared_bytes > (Py_ssize_t)SHMBUS_DECLARED_BYTES ||
+        !segment_plan(capacity, max_producers, extent_bytes, &plan) ||
         (request_bytes > 0 && !segment_plan_requests(&plan, request_bytes))) {
         PyErr_Format(PyExc_ValueError,
                      "bus '%U': no segment can be laid out for capacity=%llu bytes, "
@@ -194,6 +197,8 @@ static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
     }
     plan.max_lead = max_lead;
     plan.max_lead_versions = max_versions;
+    plan.declared = declared;
+    plan.declared_bytes = (uint32_t)declared_bytes;
     SegmentObject *self = py_segment_alloc(type, name);
     if (self == NULL) {
         return NULL;

@@ -1,0 +1,387 @@
+/* A declared schema, as what is put is checked against it (see declared.h).
+ *
+ * Invariants: the schema was bounded when it was parsed, once. A check allocates nothing unless it
+ * fails; its messages name the field, what was declared, and what came. */
+#include "python/record/declared.h"
+
+#include "python/hooks.h"
+#include "python/segment/segment_object.h"
+
+/* ---- dtypes ---- */
+
+/* Of a dtype that NumPy itself has no name for, or that stands in for such a one. */
+static bool is_bfloat16(PyArray_Descr *dtype) {
+    PyObject *described =
+        PyObject_CallFunction(hooks.encode_dtype, "sO", "dtype", (PyObject *)dtype);
+    bool found = described != NULL && PyBytes_Check(described) &&
+                 strcmp(PyBytes_AS_STRING(described), "bfloat16") == 0;
+    Py_XDECREF(described);
+    PyErr_Clear();
+    return found;
+}
+
+enum stored_kind py_stored_kind(PyArray_Descr *dtype) {
+    if (PyTypeNum_ISUSERDEF(dtype->type_num) || PyDataType_METADATA(dtype) != NULL) {
+        return is_bfloat16(dtype) ? STORED_BF16 : STORED_OTHER;
+    }
+    if (dtype->byteorder == '>') {
+        return STORED_OTHER;
+    }
+    npy_intp itemsize = PyDataType_ELSIZE(dtype);
+    bool is_signed = dtype->kind == 'i';
+    switch (dtype->kind) {
+    case 'b':
+        return STORED_BOOL;
+    case 'i':
+    case 'u':
+        return itemsize == 1   ? (is_signed ? STORED_I8 : STORED_U8)
+               : itemsize == 2 ? (is_signed ? STORED_I16 : STORED_U16)
+               : itemsize == 4 ? (is_signed ? STORED_I32 : STORED_U32)
+                               : (is_signed ? STORED_I64 : STORED_U64);
+    case 'f':
+        return itemsize == 2   ? STORED_F16
+               : itemsize == 4 ? STORED_F32
+               : itemsize == 8 ? STORED_F64
+                               : STORED_OTHER;
+    default:
+        return STORED_OTHER;
+    }
+}
+
+/* ---- checks ---- */
+
+bool py_declared_refuse_missing(const DeclaredSchemaObject *self, uint64_t missing) {
+    PyErr_Format(PyExc_TypeError,
+                 "missing the field %R, which the schema requires; give it, or declare it as "
+                 "\"%U?\" if samples may lack it",
+                 PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)),
+                 PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)));
+    return false;
+}
+
+static int find_field(const DeclaredSchemaObject *self, PyObject *name) {
+    uint32_t count = self->parsed.count;
+    for (uint32_t i = 0; i < count; i++) {
+        if (PyTuple_GET_ITEM(self->names, i) == name) {
+            return (int)i;
+        }
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        if (PyUnicode_Compare(PyTuple_GET_ITEM(self->names, i), name) == 0) {
+            return (int)i;
+        }
+    }
+    return -1;
+}
+
+int py_declared_find(const DeclaredSchemaObject *self, PyObject *name) {
+    int field = find_field(self, name);
+    if (field < 0) {
+        py_raise_hook(hooks.unknown_field, Py_BuildValue("(OO)", name, self->names));
+    }
+    return field;
+}
+
+/* A new reference to the declared dimensions as text; NULL with an exception. */
+static PyObject *shape_text(const DeclaredSchemaObject *self, uint32_t field) {
+    const struct declared_field *declared = &self->parsed.fields[field];
+    PyObject *shape = PyTuple_New(declared->ndim);
+    for (uint32_t d = 0; shape != NULL && d < declared->ndim; d++) {
+        int64_t size = declared_schema_dimension(declared, d);
+        PyObject *item = size == SHMBUS_DIMENSION_FREE ? Py_NewRef(Py_None)
+                         : size >= 0
+                             ? PyLong_FromLongLong(size)
+                             : Py_NewRef(PyTuple_GET_ITEM(self->dimension_names,
+                                                          SHMBUS_DIMENSION_NAMED - size));
+        if (item == NULL) {
+            Py_CLEAR(shape);
+        } else {
+            PyTuple_SET_ITEM(shape, d, item);
+        }
+    }
+    return shape;
+}
+
+/* The name of a dimension whose size another field, or another dimension, has said; -1 for none. */
+static int64_t find_disagreement(const DeclaredSchemaObject *self,
+                                 const struct declared_bindings *bindings, uint32_t field, int ndim,
+                                 const uint64_t *sizes) {
+    for (int d = 0; d < ndim && ndim == self->ndim[field]; d++) {
+        int64_t wanted = self->dimensions[field][d];
+        if (wanted >= 0 && sizes[d] != (uint64_t)wanted) {
+            return -1;
+        }
+        int64_t name = SHMBUS_DIMENSION_NAMED - wanted;
+        if (wanted <= SHMBUS_DIMENSION_NAMED && (bindings->bound >> name & 1) != 0 &&
+            sizes[d] != bindings->sizes[name]) {
+            return name;
+        }
+    }
+    return -1;
+}
+
+bool py_declared_refuse_shape(const DeclaredSchemaObject *self,
+                              const struct declared_bindings *bindings, uint32_t field, int ndim,
+                              const uint64_t *sizes) {
+    int64_t name = find_disagreement(self, bindings, field, ndim, sizes);
+    PyObject *wanted = shape_text(self, field);
+    PyObject *got = PyTuple_New(ndim);
+    for (int d = 0; got != NULL && d < ndim; d++) {
+        PyObject *size = PyLong_FromUnsignedLongLong(sizes[d]);
+        if (size == NULL) {
+            Py_CLEAR(got);
+        } else {
+            PyTuple_SET_ITEM(got, d, size);
+        }
+    }
+    if (wanted != NULL && got != NULL && name >= 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "%U: expected the shape %R with %U = %llu, as %U has it, got %R",
+                     PyTuple_GET_ITEM(self->names, field), wanted,
+                     PyTuple_GET_ITEM(self->dimension_names, name),
+                     (unsigned long long)bindings->sizes[name],
+                     PyTuple_GET_ITEM(self->names, bindings->fields[name]), got);
+    } else if (wanted != NULL && got != NULL) {
+        PyErr_Format(PyExc_ValueError, "%U: expected the shape %R, got %R",
+                     PyTuple_GET_ITEM(self->names, field), wanted, got);
+    }
+    Py_XDECREF(wanted);
+    Py_XDECREF(got);
+    return false;
+}
+
+int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int ndim,
+                         uint64_t sizes[SHMBUS_MAX_NDIM]) {
+    const struct declared_field *declared = &self->parsed.fields[field];
+    if (ndim == 0 || sizes[ndim - 1] != 0) {
+        return ndim;
+    }
+    for (; ndim < declared->ndim; ndim++) {
+        int64_t size = declared_schema_dimension(declared, (uint32_t)ndim);
+        sizes[ndim] = size >= 0 ? (uint64_t)size : 0;
+    }
+    return ndim;
+}
+
+bool py_declared_has_dtype(const DeclaredSchemaObject *self, uint32_t field,
+                           PyArray_Descr *dtype) {
+    PyArray_Descr *declared = self->dtypes[field];
+    if (dtype == declared) {
+        return true;
+    }
+    /* Where uint16 stands in for bfloat16, NumPy takes the two for the same. */
+    bool stands_in = self->kinds[field] == STORED_BF16 && declared->kind == 'u';
+    return !stands_in && PyArray_EquivTypes(dtype, declared);
+}
+
+/* ---- the type ---- */
+
+static bool take_names(DeclaredSchemaObject *self) {
+    const struct declared_fields *parsed = &self->parsed;
+    self->names = PyTuple_New(parsed->count);
+    self->dimension_names = PyTuple_New(parsed->dimension_names);
+    if (self->names == NULL || self->dimension_names == NULL) {
+        return false;
+    }
+    for (uint32_t i = 0; i < parsed->count; i++) {
+        PyObject *name =
+            PyUnicode_DecodeUTF8(parsed->fields[i].name, parsed->fields[i].name_bytes, "strict");
+        if (name == NULL) {
+            return false;
+        }
+        PyUnicode_InternInPlace(&name);
+        PyTuple_SET_ITEM(self->names, i, name);
+    }
+    for (uint32_t i = 0; i < parsed->dimension_names; i++) {
+        PyObject *name = PyUnicode_DecodeUTF8((const char *)parsed->names[i] + 1,
+                                              parsed->names[i][0], "strict");
+        if (name == NULL) {
+            return false;
+        }
+        PyTuple_SET_ITEM(self->dimension_names, i, name);
+    }
+    return true;
+}
+
+/* The dimensions of all fields, where each check finds them. */
+static bool take_dimensions(DeclaredSchemaObject *self) {
+    const struct declared_fields *parsed = &self->parsed;
+    self->room = PyMem_Calloc((size_t)parsed->count * SHMBUS_MAX_NDIM, sizeof *self->room);
+    if (self->room == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    int64_t *at = self->room;
+    for (uint32_t i = 0; i < parsed->count; i++) {
+        const struct declared_field *field = &parsed->fields[i];
+        self->ndim[i] = field->ndim;
+        self->dimensions[i] = at;
+        for (uint32_t d = 0; d < field->ndim; d++) {
+            *at++ = declared_schema_dimension(field, d);
+        }
+        if (field->flags & SHMBUS_DECLARED_ANY_SHAPE) {
+            self->any_shape |= UINT64_C(1) << i;
+        }
+    }
+    return true;
+}
+
+static bool take_dtype(DeclaredSchemaObject *self, uint32_t i) {
+    const struct declared_field *field = &self->parsed.fields[i];
+    PyObject *name = PyTuple_GET_ITEM(self->names, i);
+    PyObject *dtype = PyObject_CallFunction(hooks.decode_dtype, "Oy#", name, field->dtype,
+                                            (Py_ssize_t)field->dtype_bytes);
+    if (dtype == NULL) {
+        return false;
+    }
+    if (!PyArray_DescrCheck(dtype) ||
+        (uint32_t)PyDataType_ELSIZE((PyArray_Descr *)dtype) != field->itemsize ||
+        PyDataType_REFCHK((PyArray_Descr *)dtype)) {
+        PyErr_Format(PyExc_TypeError, "field %R: its dtype %R does not fit its itemsize %u", name,
+                     dtype, field->itemsize);
+        Py_DECREF(dtype);
+        return false;
+    }
+    self->dtypes[i] = (PyArray_Descr *)dtype;
+    self->kinds[i] = (uint8_t)py_stored_kind(self->dtypes[i]);
+    if ((field->flags & SHMBUS_DECLARED_OPTIONAL) == 0) {
+        self->required |= UINT64_C(1) << i;
+    }
+    return true;
+}
+
+static PyObject *py_declared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    (void)kwargs;
+    PyObject *encoded;
+    if (!PyArg_ParseTuple(args, "S", &encoded)) {
+        return NULL;
+    }
+    DeclaredSchemaObject *self = (DeclaredSchemaObject *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->encoded = Py_NewRef(encoded);
+    if (PyBytes_GET_SIZE(encoded) > (Py_ssize_t)SHMBUS_DECLARED_BYTES ||
+        !declared_schema_parse((const uint8_t *)PyBytes_AS_STRING(encoded),
+                               (uint32_t)PyBytes_GET_SIZE(encoded), &self->parsed)) {
+        PyErr_SetString(PyExc_ValueError, "these bytes are no declared schema");
+        Py_DECREF(self);
+        return NULL;
+    }
+    bool taken = take_names(self) && take_dimensions(self);
+    for (uint32_t i = 0; taken && i < self->parsed.count; i++) {
+        taken = take_dtype(self, i);
+    }
+    if (!taken) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+static void py_declared_dealloc(DeclaredSchemaObject *self) {
+    for (uint32_t i = 0; i < SHMBUS_MAX_FIELDS; i++) {
+        Py_XDECREF(self->dtypes[i]);
+    }
+    Py_XDECREF(self->names);
+    Py_XDECREF(self->dimension_names);
+    Py_XDECREF(self->encoded);
+    PyMem_Free(self->room);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* fields() -> [(name, dtype, shape or None for any, required)] */
+static PyObject *py_declared_list(DeclaredSchemaObject *self, PyObject *ignored) {
+    (void)ignored;
+    PyObject *found = PyList_New(0);
+    for (uint32_t i = 0; found != NULL && i < self->parsed.count; i++) {
+        const struct declared_field *field = &self->parsed.fields[i];
+        PyObject *shape = field->flags & SHMBUS_DECLARED_ANY_SHAPE ? Py_NewRef(Py_None)
+                                                                   : shape_text(self, i);
+        PyObject *row = shape == NULL
+                            ? NULL
+                            : Py_BuildValue("(OONO)", PyTuple_GET_ITEM(self->names, i),
+                                            self->dtypes[i], shape,
+                                            self->required >> i & 1 ? Py_True : Py_False);
+        if (row == NULL || PyList_Append(found, row) < 0) {
+            Py_CLEAR(found);
+        }
+        Py_XDECREF(row);
+    }
+    return found;
+}
+
+/* dtype(name) -> numpy.dtype, or None where there is no such field. */
+static PyObject *py_declared_dtype(DeclaredSchemaObject *self, PyObject *name) {
+    int field = PyUnicode_Check(name) ? find_field(self, name) : -1;
+    return Py_NewRef(field < 0 ? Py_None : (PyObject *)self->dtypes[field]);
+}
+
+static PyMethodDef declared_methods[] = {
+    {"fields", (PyCFunction)(void (*)(void))py_declared_list, METH_NOARGS, NULL},
+    {"dtype", (PyCFunction)(void (*)(void))py_declared_dtype, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef declared_members[] = {
+    {"encoded", T_OBJECT_EX, offsetof(DeclaredSchemaObject, encoded), READONLY, NULL},
+    {"names", T_OBJECT_EX, offsetof(DeclaredSchemaObject, names), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject DeclaredSchemaType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.DeclaredSchema",
+    .tp_basicsize = sizeof(DeclaredSchemaObject),
+    .tp_dealloc = (destructor)py_declared_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = declared_methods,
+    .tp_members = declared_members,
+    .tp_new = py_declared_new,
+};
+
+/* declared_bytes(part) -> bytes or None; ValueError where it is damaged. Of a Segment, or of the
+ * part's bytes as they were read from its file. */
+static PyObject *py_declared_bytes(PyObject *module, PyObject *source) {
+    (void)module;
+    struct declared_part *part = NULL, *copy = NULL;
+    if (PyObject_TypeCheck(source, &SegmentType)) {
+        if (!py_segment_usable((SegmentObject *)source, "handle")) {
+            return NULL;
+        }
+        part = ((SegmentObject *)source)->c.declared;
+    } else if (PyBytes_Check(source) && PyBytes_GET_SIZE(source) == sizeof *part) {
+        part = copy = PyMem_Malloc(sizeof *copy); /* aligned */
+        if (copy != NULL) {
+            memcpy(copy, PyBytes_AS_STRING(source), sizeof *copy);
+        }
+    } else {
+        PyErr_SetString(PyExc_TypeError, "expected a Segment, or the bytes of a declared part");
+        return NULL;
+    }
+    uint8_t *text = part == NULL ? NULL : PyMem_Malloc(SHMBUS_DECLARED_BYTES);
+    PyObject *found = NULL;
+    if (text == NULL) {
+        PyErr_NoMemory();
+    } else {
+        uint32_t bytes;
+        enum declared_status status = declared_schema_read(part, text, &bytes);
+        if (status == DECLARED_DAMAGED) {
+            PyErr_SetString(PyExc_ValueError, "the declared schema is damaged");
+        } else {
+            found = status == DECLARED_NONE
+                        ? Py_NewRef(Py_None)
+                        : PyBytes_FromStringAndSize((const char *)text, (Py_ssize_t)bytes);
+        }
+    }
+    PyMem_Free(text);
+    PyMem_Free(copy);
+    return found;
+}
+
+static PyMethodDef functions[] = {
+    {"declared_bytes", (PyCFunction)(void (*)(void))py_declared_bytes, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_declared_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
+}
