@@ -21,7 +21,7 @@ from shmbus.pool.errors import (
     PoolTimeoutError,
 )
 from shmbus.pool.lifecycle import PoolSpec, create_pool, unlink_pool
-from shmbus.pool.publisher import PoolPublisher, VersionWrite
+from shmbus.pool.publisher import PoolPublisher, VersionWrite, WhenHeld
 from shmbus.pool.reader import PoolReader, VersionLease
 from shmbus.pool.status import PoolStatus, RankStatus, ReaderStatus, SlotStatus, read_pool
 
@@ -40,6 +40,7 @@ __all__ = [
     "SlotStatus",
     "VersionLease",
     "VersionWrite",
+    "WhenHeld",
     "create_pool",
     "read_pool",
     "unlink_pool",

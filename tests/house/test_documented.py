@@ -39,6 +39,8 @@ MODULES = [
     "trainer_adapter.compat",
     "trainer_adapter.microbatch",
     "trainer_adapter.balance",
+    "trainer_adapter.weights",
+    "shmbus.pool",
     *(f"shmbus.batch.{module.name}" for module in pkgutil.iter_modules(shmbus.batch.__path__)),
 ]
 
@@ -67,7 +69,14 @@ RAISED_IN_C = {
 }  # fmt: skip
 
 #: Classes that users never make themselves, and who does.
-MADE_BY_OTHERS = {"Bus": "Bus.create and Bus.open"}
+MADE_BY_OTHERS = {
+    "Bus": "Bus.create and Bus.open",
+    "Publication": "WeightPublisher.publish_async",
+    "VersionLease": "PoolReader.latest",
+    "VersionWrite": "PoolPublisher.begin",
+    "WeightSource": "a protocol",
+    "Weights": "WeightSubscriber.latest",
+}
 
 _HEADING = re.compile(r"^(\w[\w ]*)\n-+$", re.M)
 

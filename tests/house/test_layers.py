@@ -74,7 +74,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "trainer_adapter.corrections",
         "trainer_adapter.device",
     ),
-    ("trainer_adapter.batches", "trainer_adapter.balance"),
+    ("trainer_adapter.batches", "trainer_adapter.balance", "trainer_adapter.weights"),
     ("trainer_adapter.gpu", "trainer_adapter.microbatch"),
     ("trainer_adapter.handler",),
     ("trainer_adapter.demo",),

@@ -1,0 +1,250 @@
+"""What publishing and loading weights costs: ``python -m bench.weights``, against memcpy.
+
+Method: one thread, a model of tensors of a transformer's sizes in memory that was touched before.
+Each contender takes turns with memcpy of the same bytes, from memory to memory in one call, in the
+same process; a figure is the best of its rounds over the best memcpy of the same rounds, since
+whatever else runs on the machine only ever slows one of them down. The load of the machine is
+printed: on a busy one both sides suffer, and not alike.
+
+Contenders write the same tensors: safetensors and torch.save into a new file on tmpfs. Loading them
+is not part of their figure. Readers are processes that wait for each version and look at its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from bench import machine
+from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+
+__all__ = ["main"]
+
+#: Elements of a layer's matrices over the hidden size squared: q, k, v, o, gate, up, down.
+LAYER: Final = (1.0, 0.25, 0.25, 1.0, 2.75, 2.75, 2.75)
+TENSORS: Final = 340
+ROUNDS: Final = 5
+#: Targets, as shares of memcpy; attaching in milliseconds; readers as a factor of none.
+PUBLISH_TARGET: Final = 0.85
+LOAD_TARGET: Final = 0.85
+DIGEST_TARGET: Final = 0.9
+ATTACH_TARGET_MS: Final = 10.0
+READERS_TARGET: Final = 1.1
+SAFETENSORS_TARGET: Final = 5.0
+TORCH_SAVE_TARGET: Final = 8.0
+
+READER: Final = """
+import sys
+from trainer_adapter.weights import WeightSubscriber
+with WeightSubscriber(sys.argv[1]) as reader:
+    newest = reader.wait(timeout=60)
+    print("ready", flush=True)
+    while True:
+        newest = reader.wait(newer_than=newest)
+"""
+
+
+def model_of(size: int) -> torch.nn.Module:
+    """Make a model of so many bytes of bfloat16 in `TENSORS` tensors, every seventh one small."""
+    layers = TENSORS // (len(LAYER) + 1)
+    hidden = int((size / 2 / layers / sum(LAYER)) ** 0.5) // 64 * 64
+    module = torch.nn.Module()
+    for number in range(TENSORS):
+        which = number % (len(LAYER) + 1)
+        shape = (hidden,) if which == len(LAYER) else (int(hidden * LAYER[which]), hidden)
+        value = torch.full(shape, float(number % 17), dtype=torch.bfloat16)
+        module.register_parameter(f"layer{number}", torch.nn.Parameter(value))
+    return module
+
+
+def best_of(rounds: int, *calls: Callable[[], object]) -> list[float]:
+    """Return the best seconds of each call; they take turns."""
+    best = [float("inf")] * len(calls)
+    for _ in range(rounds):
+        for number, call in enumerate(calls):
+            began = time.perf_counter()
+            call()
+            best[number] = min(best[number], time.perf_counter() - began)
+    return best
+
+
+class Versions:
+    """Numbers of versions, one after the other."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self) -> int:
+        """Return the next one."""
+        self._next += 1
+        return self._next
+
+
+def measure(size: int, readers: int, rounds: int) -> dict[str, Any]:
+    """Measure every row."""
+    torch.set_num_threads(1)
+    bus = f"bench-weights-{os.getpid()}-{secrets.token_hex(3)}"
+    model, live = model_of(size), model_of(size)
+    total = sum(value.numel() * value.element_size() for value in model.parameters())
+    source = torch.ones(total, dtype=torch.uint8)
+    target = torch.ones(total, dtype=torch.uint8)
+    version = Versions()
+
+    def memcpy() -> None:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), total)
+
+    rows: dict[str, Any] = {"bytes": total, "tensors": TENSORS, "rounds": rounds}
+    with WeightPublisher(bus, ModuleSource(model), label="bench") as publisher:
+        for _ in range(2):  # the first touch of each slot is not what a step pays
+            publisher.publish(version())
+        copied, published = best_of(rounds, memcpy, lambda: publisher.publish(version()))
+        rows |= {"memcpy_gb_per_s": total / copied / 1e9, "publish_of_memcpy": copied / published}
+        with WeightSubscriber(bus) as subscriber:
+            rows["attach_ms"], rows["attach_views"] = attach(subscriber)
+
+            def load() -> None:
+                with subscriber.latest(timeout=5) as weights:
+                    weights.load_into(live)
+
+            load()
+            copied, loaded = best_of(rounds, memcpy, load)
+            rows["load_of_memcpy"] = copied / loaded
+        rows |= with_readers(bus, readers, rounds, lambda: publisher.publish(version()))
+    rows |= digests(bus, model, rounds, memcpy)
+    rows |= contenders(bus, model, rounds, rows["publish_of_memcpy"], memcpy)
+    return rows
+
+
+def attach(subscriber: WeightSubscriber) -> tuple[float, int]:
+    """Return milliseconds until every tensor of the newest version is a view, and how many."""
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        with subscriber.latest(timeout=5) as weights:
+            views = [weights[name] for name in weights]
+            best = min(best, time.perf_counter() - began)
+            count = len(views)
+            del views
+    return best * 1e3, count
+
+
+def with_readers(
+    bus: str, readers: int, rounds: int, publish: Callable[[], object]
+) -> dict[str, Any]:
+    """Measure publishing alone, then beside readers that wait for each version."""
+    (alone,) = best_of(rounds, publish)
+    children = [
+        subprocess.Popen([sys.executable, "-c", READER, bus], stdout=subprocess.PIPE)
+        for _ in range(readers)
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()
+        (beside,) = best_of(rounds, publish)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    return {"readers": readers, "publish_beside_readers": beside / alone}
+
+
+def digests(
+    bus: str, model: torch.nn.Module, rounds: int, memcpy: Callable[[], None]
+) -> dict[str, Any]:
+    """Measure comparing each block of a version with its digest."""
+    with (
+        WeightPublisher(bus, ModuleSource(model), digests=True) as publisher,
+        WeightSubscriber(bus) as subscriber,
+    ):
+        publisher.publish(1)
+        with subscriber.latest(timeout=5) as weights:
+            carried = weights._open()
+            carried.verify(sample=False)
+            copied, checked = best_of(rounds, memcpy, lambda: carried.verify(sample=False))
+    return {"digests_of_memcpy": copied / checked}
+
+
+def contenders(
+    bus: str, model: torch.nn.Module, rounds: int, published: float, memcpy: Callable[[], None]
+) -> dict[str, Any]:
+    """Measure writing the same tensors to tmpfs, and how many times publishing is faster."""
+    from safetensors.torch import save_file
+
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    directory = Path("/dev/shm") / f"{bus}.files"
+    directory.mkdir()
+    try:
+
+        def safetensors() -> None:
+            (directory / "model").unlink(missing_ok=True)
+            save_file(state, directory / "model")
+
+        def torch_save() -> None:
+            (directory / "model").unlink(missing_ok=True)
+            torch.save(state, directory / "model")
+
+        copied, safe, saved = best_of(max(2, rounds // 2), memcpy, safetensors, torch_save)
+    finally:
+        shutil.rmtree(directory)
+    return {
+        "safetensors_of_memcpy": copied / safe,
+        "torch_save_of_memcpy": copied / saved,
+        "times_safetensors": published / (copied / safe),
+        "times_torch_save": published / (copied / saved),
+    }
+
+
+def verdicts(rows: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
+    """Return each figure with its target, and whether it is met."""
+    least = [
+        ("publish, of memcpy", "publish_of_memcpy", PUBLISH_TARGET),
+        ("load into live parameters, of memcpy", "load_of_memcpy", LOAD_TARGET),
+        ("digests of a whole set, of memcpy", "digests_of_memcpy", DIGEST_TARGET),
+        ("publish, times safetensors to tmpfs", "times_safetensors", SAFETENSORS_TARGET),
+        ("publish, times torch.save to tmpfs", "times_torch_save", TORCH_SAVE_TARGET),
+    ]
+    most = [
+        (f"attach {rows['attach_views']} tensors, ms", "attach_ms", ATTACH_TARGET_MS),
+        (f"publish beside {rows['readers']} readers", "publish_beside_readers", READERS_TARGET),
+    ]
+    told = [(n, f"{rows[k]:.2f}", f">= {goal:g}", rows[k] >= goal) for n, k, goal in least]
+    return told + [(n, f"{rows[k]:.2f}", f"<= {goal:g}", rows[k] <= goal) for n, k, goal in most]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and write the JSON; exit status 1 where a target is missed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.weights", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--size", type=float, default=2.0, help="GB of weights (2)")
+    parser.add_argument("--readers", type=int, default=64, help="processes that wait (64)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each figure ({ROUNDS})")
+    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    options = parser.parse_args(argv)
+    facts = machine.describe()
+    print(machine.summary(facts), flush=True)
+    rows = measure(int(options.size * 1e9), options.readers, options.rounds)
+    print(f"{rows['bytes'] / 1e9:.2f} GB, memcpy {rows['memcpy_gb_per_s']:.1f} GB/s")
+    told = verdicts(rows)
+    for name, figure, target, met in told:
+        print(f"  {name:40} {figure:>8}   target {target:8} {'' if met else 'MISSED'}")
+    if options.output:
+        options.output.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
+    return 0 if all(met for *_, met in told) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

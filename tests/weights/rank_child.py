@@ -1,0 +1,109 @@
+"""One rank of a trainer or of an inference server, with a sharded model: what test_ranks starts.
+
+usage: python -m rank_child ROLE BUS RANK WORLD LAYOUT RENDEZVOUS
+
+LAYOUT is "rows", "columns", "fsdp" or "replicated"; a reader compares each shard with what
+it should have become.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from weight_models import bits
+
+from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+
+VERSIONS = (1, 2, 3)
+
+
+def whole_model() -> torch.nn.Sequential:
+    """The same on every rank: sizes that no number of ranks divides."""
+    torch.manual_seed(11)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(13, 30), torch.nn.Linear(30, 7), torch.nn.LayerNorm(7)
+    )
+    return model.to(torch.float32)
+
+
+def sharded(layout: str, world: int) -> torch.nn.Sequential:
+    """The model in one layout."""
+    model = whole_model()
+    if layout == "replicated" or world == 1:
+        return model
+    mesh = init_device_mesh("cpu", (world,))
+    if layout == "fsdp":
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+    for module in model:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            dim = 1 if layout == "columns" and parameter.dim() > 1 else 0
+            placed = Replicate() if parameter.dim() == 1 and layout == "columns" else Shard(dim)
+            made = distribute_tensor(parameter.detach(), mesh, [placed])
+            module.register_parameter(name, torch.nn.Parameter(made))
+    return model
+
+
+def step(model: torch.nn.Module, version: int) -> None:
+    """What a version's parameters are: known without talking to anybody."""
+    fresh = whole_model().state_dict()
+    with torch.no_grad():
+        for name, parameter in model.state_dict(keep_vars=True).items():
+            value = fresh[name] + version
+            if isinstance(parameter, DTensor):
+                made = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                parameter.to_local().copy_(made.to_local())
+            else:
+                parameter.copy_(value)
+
+
+def publish(bus: str, rank: int, world: int, layout: str) -> None:
+    model = sharded(layout, world)
+    source = ModuleSource(model, dtype=torch.bfloat16)
+    with WeightPublisher(
+        bus, source, rank=rank, world_size=world, timeout=20, keep=True
+    ) as publisher:
+        for version in VERSIONS:
+            step(model, version)
+            publisher.publish(version=version)
+    print("published", flush=True)
+
+
+def read(bus: str, world: int, layout: str) -> None:
+    model = sharded(layout, world).to(torch.bfloat16) if world == 1 else sharded(layout, world)
+    with WeightSubscriber(bus) as subscriber, subscriber.latest(timeout=20) as weights:
+        weights.load_into(model, cast=True)
+        assert weights.version == VERSIONS[-1]
+    wanted = sharded(layout, world)
+    step(wanted, VERSIONS[-1])
+    for name, value in model.state_dict().items():
+        expected = wanted.state_dict()[name]
+        if isinstance(value, DTensor):
+            value, expected = value.to_local(), expected.to_local()
+        assert bits(value.bfloat16()) == bits(expected.bfloat16()), name
+    print("read", flush=True)
+
+
+def main() -> None:
+    role, bus, rank, world, layout, rendezvous = sys.argv[1:]
+    if int(world) > 1 and layout != "replicated":
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world)
+        )
+    if role == "publish":
+        publish(bus, int(rank), int(world), layout)
+    else:
+        read(bus, int(world), layout)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

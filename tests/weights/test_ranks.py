@@ -1,0 +1,51 @@
+"""Trainers of 1, 2 and 4 ranks in every layout, against readers that are sharded otherwise."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Child, Spawner
+from weight_models import bits
+
+from shmbus.pool import unlink_pool
+from trainer_adapter.weights import WeightSubscriber
+
+HERE = Path(__file__).parent
+ENV = {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
+
+
+def start(
+    spawn: Spawner, role: str, bus: str, world: int, layout: str, directory: Path
+) -> list[Child]:
+    rendezvous = directory / f"{role}-{world}-{layout}"
+    return [
+        spawn.module("rank_child", role, bus, rank, world, layout, rendezvous, env=ENV)
+        for rank in range(world)
+    ]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [("rows", 1), ("rows", 2), ("columns", 2), ("fsdp", 2), ("replicated", 2), ("columns", 4),
+     ("fsdp", 4)],
+)  # fmt: skip
+def test_a_model_of_many_ranks_is_one_model_for_every_reader(
+    layout: str, world: int, bus_name: str, spawn: Spawner, tmp_path: Path
+) -> None:
+    for child in start(spawn, "publish", bus_name, world, layout, tmp_path):
+        assert "published" in child.finish(timeout=110)
+    from rank_child import VERSIONS, whole_model
+
+    with WeightSubscriber(bus_name) as subscriber, subscriber.latest(timeout=5) as weights:
+        assert weights.version == VERSIONS[-1]
+        for name, value in whole_model().state_dict().items():
+            assert bits(weights[name]) == bits((value + weights.version).bfloat16())
+    if (layout, world) in (("rows", 2), ("columns", 4)):
+        for readers, shape in ((1, "rows"), (2, "columns"), (4, "rows")):
+            for child in start(spawn, "read", bus_name, readers, shape, tmp_path):
+                assert "read" in child.finish(timeout=110)
+    unlink_pool(bus_name, "weights")

@@ -1,0 +1,452 @@
+"""Weights from a publisher to subscribers: every bit equal, all faults named, nothing half."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Spawner, wait_until
+from weight_models import Odd, bits, many, same
+
+from shmbus import BusClosedError
+from shmbus.pool import read_pool
+from shmbus.pool.lifecycle import pool_path
+from trainer_adapter.weights import (
+    DeviceMismatchError,
+    LocalPiece,
+    ManifestError,
+    ModuleSource,
+    Slice,
+    TornWeightsError,
+    WeightPublisher,
+    WeightsBusyError,
+    WeightsError,
+    WeightSource,
+    WeightsTimeoutError,
+    WeightSubscriber,
+    probe_carriers,
+)
+
+MakePublisher = Callable[..., WeightPublisher]
+
+
+@pytest.fixture
+def publishers(bus_name: str) -> Iterator[MakePublisher]:
+    """Make publishers of one bus; their weights are removed after the test."""
+    made: list[WeightPublisher] = []
+
+    def make(model: torch.nn.Module | WeightSource, **options: object) -> WeightPublisher:
+        source = ModuleSource(model) if isinstance(model, torch.nn.Module) else model
+        made.append(WeightPublisher(bus_name, source, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+    Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def subscriber(bus_name: str) -> Iterator[WeightSubscriber]:
+    with WeightSubscriber(bus_name, label="replica") as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "make", [Odd, lambda seed=0: many(300, seed), lambda seed=0: many(1000, seed)]
+)
+def test_every_bit_of_a_model_arrives(
+    make: Callable[..., torch.nn.Module], publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    model, replica = make(seed=1), make(seed=2)
+    assert not same(model, replica)
+    publisher = publishers(model)
+    for version in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point() and parameter.element_size() > 1:
+                    parameter.add_(version)
+        told = publisher.publish(version=version)
+        assert (told.version, told.skipped) == (version, False)
+        with subscriber.latest(timeout=5) as weights:
+            assert weights.version == version
+            assert weights.load_into(replica) > 0
+        assert same(model, replica)
+
+
+def test_views_are_the_published_bytes_and_copy_none(
+    publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    model = Odd(3)
+    publishers(model).publish(version=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with subscriber.latest(timeout=5) as weights:
+            state = model.state_dict()
+            assert set(weights) == state.keys() and len(weights) == len(state)
+            assert all(bits(weights[name]) == bits(state[name]) for name in weights)
+            assert weights["head.weight"].data_ptr() == weights["embed.weight"].data_ptr()
+            starts = sorted(place.offset for place in weights.manifest.tensors)
+            assert all(start % 256 == 0 for start in starts)
+            with pytest.raises(KeyError):
+                weights["no.such"]
+
+
+def test_a_view_outlives_its_lease_and_keeps_its_bytes(
+    publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    model = many(5)
+    publisher = publishers(model, when_held="skip")
+    publisher.publish(version=1)
+    with subscriber.latest(timeout=5) as weights:
+        view = weights["p3"]
+    before = bits(view)
+    with torch.no_grad():
+        model.p3.zero_()  # type: ignore[operator]
+    assert not publisher.publish(version=2).skipped
+    assert publisher.publish(version=3).skipped
+    assert bits(view) == before
+    del view
+    assert not publisher.publish(version=4).skipped
+
+
+def test_masters_are_cast_while_they_are_copied(
+    bus_name: str, publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    masters = many(40, dtype=torch.float32)
+    masters.register_buffer("count", torch.arange(5))
+    publishers(ModuleSource(masters, dtype=torch.bfloat16)).publish(version=1)
+    with subscriber.latest(timeout=5) as weights:
+        for name, value in masters.state_dict().items():
+            wanted = value.bfloat16() if value.is_floating_point() else value
+            assert bits(weights[name]) == bits(wanted)
+
+
+def test_a_tensor_of_many_blocks_arrives_and_is_verified(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    model = torch.nn.Linear(3000, 3000)
+    publishers(model, digests=True).publish(version=1)
+    replica = torch.nn.Linear(3000, 3000)
+    for verify in ("sample", "all"):
+        with (
+            WeightSubscriber(bus_name, verify=verify) as reader,  # type: ignore[arg-type]
+            reader.latest(timeout=5) as weights,
+        ):
+            weights.load_into(replica)
+    assert same(model, replica)
+
+
+def test_a_scribbled_byte_is_found_and_said(bus_name: str, publishers: MakePublisher) -> None:
+    model = torch.nn.Linear(500, 500)
+    publishers(model, digests=True).publish(version=8)
+    path = Path(pool_path(bus_name, "weights"))
+    at = path.read_bytes().index(bits(model.weight))
+    with path.open("r+b") as file:
+        file.seek(at + 1000)
+        file.write(b"\xff\xfe")
+    with WeightSubscriber(bus_name, verify="all") as reader:
+        with pytest.raises(TornWeightsError, match="version 8: bytes 0 to"):
+            reader.latest(timeout=5)
+        (row,) = read_pool(bus_name, "weights").readers
+        assert row.refused_version == 8 and "digest" in row.error
+
+
+def test_verifying_without_digests_says_what_to_do(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    publishers(many(3)).publish(version=8)
+    with (
+        WeightSubscriber(bus_name, verify="sample") as reader,
+        pytest.raises(WeightsError, match="digests=True"),
+    ):
+        reader.latest(timeout=5)
+
+
+def test_a_model_that_does_not_fit_has_all_its_faults_named_and_no_byte_changed(
+    bus_name: str, publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    publishers(many(6)).publish(version=4)
+    replica = {f"p{number}": torch.zeros(value.shape, dtype=value.dtype)
+               for number, value in enumerate(many(6).parameters())}  # fmt: skip
+    del replica["p0"]
+    replica["p1"] = torch.zeros(9, 9, dtype=torch.bfloat16)
+    replica["p2"] = replica["p2"].float()
+    replica["extra"] = torch.zeros(2)
+    with subscriber.latest(timeout=5) as weights:
+        with pytest.raises(ManifestError, match="nothing of it was changed") as raised:
+            weights.load_into(replica)
+        assert raised.value.faults == [
+            "missing: 'extra'",
+            "unexpected: 'p0'",
+            "shape of 'p1': expected [9, 9], got [2, 8]",
+            "dtype of 'p2': expected float32, got bfloat16",
+        ]
+        assert all(not value.any() for value in replica.values())
+        (row,) = read_pool(bus_name, "weights").readers
+        assert (row.applied_version, row.refused_version) == (None, 4)
+        assert "missing: 'extra'" in row.error
+        del replica["p1"]
+        weights.load_into(replica, strict=False, cast=True)
+        (row,) = read_pool(bus_name, "weights").readers
+        assert (row.applied_version, row.refused_version) == (4, None)
+    assert replica["p2"].any() and not replica["extra"].any()
+
+
+def test_a_copy_that_fails_says_that_the_model_is_torn(
+    bus_name: str, publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    publishers(many(4)).publish(version=4)
+    replica = {f"p{number}": torch.zeros(value.shape, dtype=value.dtype)
+               for number, value in enumerate(many(4).parameters())}  # fmt: skip
+    replica["p2"] = torch.zeros(1, 1, dtype=torch.bfloat16).expand(replica["p2"].shape)
+    with subscriber.latest(timeout=5) as weights:
+        with pytest.raises(TornWeightsError, match=r"copying 'p2' failed .* The model is torn"):
+            weights.load_into(replica)
+        (row,) = read_pool(bus_name, "weights").readers
+        assert row.refused_version == 4
+
+
+def test_names_for_parts_lead_to_the_parts(
+    publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    model = torch.nn.Module()
+    model.register_parameter("qkv", torch.nn.Parameter(torch.randn(12, 8)))
+    model.register_parameter("experts", torch.nn.Parameter(torch.randn(3, 10, 4)))
+    slices = {
+        "q": Slice("qkv", 0, 0, 4),
+        "k": Slice("qkv", 0, 4, 4),
+        "v": Slice("qkv", 0, 8, 4),
+        **{f"e{i}": Slice("experts", 0, i, 1, drop_dim=True) for i in range(3)},
+        "e2.gate": Slice("e2", 0, 0, 5),
+    }
+    publishers(ModuleSource(model, slices=slices)).publish(version=1)
+    names = [*slices.keys() - {"e2.gate"}]
+    with subscriber.latest(timeout=5) as weights:
+        assert torch.equal(weights["k"], model.qkv[4:8])  # type: ignore[index]
+        assert torch.equal(weights["e2.gate"], model.experts[2, :5])  # type: ignore[index]
+        plain = {name: torch.zeros_like(weights[name]) for name in names}
+        weights.load_into(plain)
+        assert all(torch.equal(plain[name], weights[name]) for name in names)
+
+
+def test_parts_are_loaded_into_a_fused_tensor_of_the_model(
+    publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(6, 4, bias=False) for n in "qkv"})
+    publishers(model).publish(version=1)
+    fused = {"qkv.weight": torch.zeros(12, 6)}
+    slices = {f"{n}.weight": Slice("qkv.weight", 0, 4 * i, 4) for i, n in enumerate("qkv")}
+    with subscriber.latest(timeout=5) as weights:
+        weights.load_into(fused, slices=slices)
+        rows = [model[n].weight for n in "qkv"]
+        assert torch.equal(fused["qkv.weight"], torch.cat(rows))  # type: ignore[arg-type]
+        del slices["v.weight"]
+        with pytest.raises(ManifestError, match=r"slices of 'qkv.weight' are 8 of 12 rows"):
+            weights.load_into(fused, slices=slices)
+
+
+def test_versions_may_be_zero_negative_and_go_back(
+    publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    publisher = publishers(many(2))
+    for version in (-5, 0, 7, 3):
+        publisher.publish(version=version, text=f"step {version}")
+        assert subscriber.wait(timeout=5) == version
+        with subscriber.latest(timeout=5) as weights:
+            assert (weights.version, weights.text) == (version, f"step {version}")
+
+
+def test_a_wait_takes_only_what_is_newer(
+    publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    publisher = publishers(many(2))
+    publisher.publish(version=7)
+    with pytest.raises(WeightsTimeoutError, match=r"newest: 7|newest is 7"):
+        subscriber.wait(newer_than=7, timeout=0.05)
+    threading.Timer(0.1, publisher.publish, (8,)).start()
+    assert subscriber.wait(newer_than=7, timeout=20) == 8
+
+
+def test_a_subscriber_may_come_first_and_outlives_its_publisher(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    got: list[int] = []
+    with WeightSubscriber(bus_name) as early:
+        thread = threading.Thread(target=lambda: got.append(early.wait(timeout=20)))
+        thread.start()
+        first = publishers(many(2))
+        first.publish(version=1)
+        thread.join()
+        first.close()  # its weights go with it
+        second = publishers(many(3))
+        second.publish(version=2)
+        assert early.wait(newer_than=1, timeout=20) == 2
+        with early.latest(timeout=5) as weights:
+            assert len(weights) == 3
+    assert got == [1]
+
+
+def test_weights_can_be_kept_and_taken_over(
+    bus_name: str, publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    publishers(many(2), keep=True).publish(version=1)
+    assert subscriber.wait(timeout=5) == 1
+    with pytest.raises(WeightsBusyError, match="is rank 0 already"):
+        publishers(many(2))
+
+
+def test_a_killed_publisher_leaves_the_last_whole_version(
+    bus_name: str, spawn: Spawner, subscriber: WeightSubscriber
+) -> None:
+    child = spawn.script(
+        "import sys, time, torch\nfrom trainer_adapter.weights import *\n"
+        "model = torch.nn.Linear(700, 700)\n"
+        "publisher = WeightPublisher(sys.argv[1], ModuleSource(model), digests=True)\n"
+        "version = 0\n"
+        "while True:\n"
+        "    torch.nn.init.constant_(model.weight, version)\n"
+        "    torch.nn.init.constant_(model.bias, version)\n"
+        "    publisher.publish(version=version)\n"
+        "    version += 1\n",
+        bus_name,
+    )
+    assert subscriber.wait(newer_than=20, timeout=30) > 20
+    child.kill()
+    replica = torch.nn.Linear(700, 700)
+    with subscriber.latest(timeout=5) as weights:
+        weights.load_into(replica)
+        assert (replica.weight == weights.version).all() and (replica.bias == weights.version).all()
+    with WeightPublisher(bus_name, ModuleSource(replica)) as successor:
+        successor.publish(version=-1)
+        with subscriber.latest(timeout=5) as weights:
+            assert weights.version == -1
+
+
+def test_publishing_beside_a_step(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
+    model = many(300)
+    publisher = publishers(model)
+    publication = publisher.publish_async(version=1)
+    publication.wait_copied(timeout=20)
+    before = {name: bits(value) for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert publication.wait(timeout=20).version == 1 and publication.done
+    with subscriber.latest(timeout=5) as weights:
+        assert {name: bits(weights[name]) for name in weights} == before
+    several = [publisher.publish_async(version=v) for v in (2, 3, 4)]
+    assert sorted(each.wait(timeout=20).version for each in several) == [2, 3, 4]
+
+
+def test_a_source_that_fails_leaves_the_old_version_in_force(
+    publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    class Failing(ModuleSource):
+        fails = False
+
+        def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
+            for number, piece in enumerate(super().iter_local(rank, world_size)):
+                if self.fails and number == 3:
+                    raise ConnectionError("gone")
+                yield piece
+
+    source = Failing(many(6))
+    publisher = publishers(source)
+    publisher.publish(version=1)
+    source.fails = True
+    with pytest.raises(ConnectionError):
+        publisher.publish(version=2)
+    with pytest.raises(ConnectionError):
+        publisher.publish_async(version=2).wait(timeout=20)
+    with subscriber.latest(timeout=5) as weights:
+        assert weights.version == 1
+    source.fails = False
+    assert not publisher.publish(version=3).skipped
+
+
+def test_a_source_whose_model_changed_is_refused(publishers: MakePublisher) -> None:
+    model = many(3)
+    publisher = publishers(model)
+    model.register_parameter("late", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(WeightsError, match="'late' is not in the manifest"):
+        publisher.publish(version=1)
+    del model.late
+    model.p1 = torch.nn.Parameter(torch.zeros(50, 50, dtype=torch.bfloat16))
+    with pytest.raises(WeightsError, match="'p1': a piece of shape"):
+        publisher.publish(version=1)
+    del model.p1
+    with pytest.raises(WeightsError, match="the source gave"):
+        publisher.publish(version=1)
+
+
+def test_wrong_arguments_are_refused_by_name(bus_name: str, publishers: MakePublisher) -> None:
+    publisher = publishers(many(1))
+    for version in (1.5, True, "1"):
+        with pytest.raises(TypeError, match="version: expected an int"):
+            publisher.publish(version=version)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected an int64"):
+        publisher.publish(version=1 << 63)
+    with pytest.raises(ValueError, match="carrier: expected"):
+        WeightSubscriber(bus_name, carrier="pigeon")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="verify: expected"):
+        WeightSubscriber(bus_name, verify="some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="an option of the carrier 'checkpoint'"):
+        WeightSubscriber(bus_name, carrier="shm", directory="x")
+    with pytest.raises(DeviceMismatchError, match="'cuda:77' is not here; this process has cpu"):
+        WeightSubscriber(bus_name, device="cuda:77")
+
+
+def test_what_is_closed_says_so(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
+    publisher = publishers(many(1))
+    publisher.publish(version=1)
+    weights = subscriber.latest(timeout=5)
+    weights.close()
+    with pytest.raises(BusClosedError, match="version 1 is closed"):
+        weights["p0"]
+    subscriber.close()
+    with pytest.raises(BusClosedError):
+        subscriber.latest()
+    publisher.close()
+    with pytest.raises(BusClosedError):
+        publisher.publish(version=2)
+    with pytest.raises(BusClosedError):
+        publisher.publish_async(version=2)
+
+
+def test_a_probe_asks_and_changes_nothing(tmp_path: Path) -> None:
+    before = (sorted(os.listdir("/dev/shm")), torch.cuda.is_initialized())
+    choice = probe_carriers("cpu")
+    assert choice.name == "shm" and "no directory" in choice.refused["checkpoint"]
+    choice = probe_carriers("cpu", size=1 << 60, directory=tmp_path)
+    assert choice.name == "checkpoint" and "free, the slots need" in choice.refused["shm"]
+    with pytest.raises(WeightsError, match=r"no carrier can serve here: shm: .*; checkpoint: no"):
+        probe_carriers("cpu", size=1 << 60)
+    new = [name for name in sorted(os.listdir("/dev/shm")) if name not in before[0]]
+    assert not [name for name in new if str(os.getpid()) in name]
+    assert torch.cuda.is_initialized() == before[1]
+
+
+def test_readers_rows_say_what_each_runs(
+    bus_name: str, publishers: MakePublisher, spawn: Spawner
+) -> None:
+    publisher = publishers(many(2))
+    publisher.publish(version=5)
+    child = spawn.script(
+        "import sys, time, torch\nfrom trainer_adapter.weights import *\n"
+        'reader = WeightSubscriber(sys.argv[1], label="vllm-0")\n'
+        "with reader.latest(timeout=20) as weights:\n"
+        "    weights.load_into({name: torch.empty_like(weights[name]) for name in weights})\n"
+        "print('loaded', flush=True)\ntime.sleep(600)",
+        bus_name,
+    )
+    child.expect("loaded")
+    (row,) = read_pool(bus_name, "weights").readers
+    assert (row.label, row.applied_version, row.holds) == ("vllm-0", 5, [])
+    child.kill()
+    wait_until(lambda: read_pool(bus_name, "weights").readers[0].state == "dead")

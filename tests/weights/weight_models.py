@@ -1,0 +1,53 @@
+"""Models of the shapes that weights come in, and comparing them bit for bit."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Odd(torch.nn.Module):
+    """Tied, transposed, mixed dtypes, empty, scalar, and buffers that stay or do not."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(seed)
+        self.embed = torch.nn.Embedding(97, 24)
+        self.head = torch.nn.Linear(24, 97, bias=False)
+        self.head.weight = self.embed.weight
+        self.turned = torch.nn.Parameter(torch.randn(33, 17, generator=made).t())
+        self.low = torch.nn.Parameter(torch.randn(5, 7, generator=made).half())
+        self.brain = torch.nn.Parameter(torch.randn(129, 3, generator=made).bfloat16())
+        self.high = torch.nn.Parameter(torch.randn(3, generator=made).double())
+        self.scale = torch.nn.Parameter(torch.randn((), generator=made))
+        self.empty = torch.nn.Parameter(torch.zeros(0, 4))
+        self.eight = torch.nn.Parameter(
+            torch.randn(4, 4, generator=made).to(torch.float8_e4m3fn), requires_grad=False
+        )
+        self.register_buffer("steps", torch.tensor([seed], dtype=torch.int64))
+        self.register_buffer("mask", torch.rand(11, generator=made) > 0.5)
+        self.register_buffer("scratch", torch.randn(5), persistent=False)
+        with torch.no_grad():
+            self.embed.weight.copy_(torch.randn(97, 24, generator=made))
+
+
+def many(count: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """A model of so many small tensors of uneven shapes."""
+    made = torch.Generator().manual_seed(seed)
+    module = torch.nn.Module()
+    for number in range(count):
+        shape = (1 + number % 13, 1 + number * 7 % 31)
+        value = torch.randn(shape, generator=made).to(dtype)
+        module.register_parameter(f"p{number}", torch.nn.Parameter(value))
+    return module
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor in C order."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether two models have the same state, bit for bit."""
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(bits(left[k]) == bits(right[k]) for k in left)

@@ -1,0 +1,58 @@
+"""Weights from a trainer to every inference process of one machine, whole versions only.
+
+::
+
+    with WeightPublisher("run1", ModuleSource(model)) as publisher:
+        publisher.publish(version=7)
+
+    with WeightSubscriber("run1") as subscriber, subscriber.latest(timeout=5.0) as weights:
+        weights.load_into(model)
+
+Invariants:
+
+- A reader has one version, whole, whoever died when; or an error that says what it has instead.
+- Nothing that is read is unpickled; everything that is read is checked before a byte is used.
+"""
+
+from __future__ import annotations
+
+from trainer_adapter.weights.carriers.base import Promises
+from trainer_adapter.weights.errors import (
+    DeviceMismatchError,
+    ManifestError,
+    PeerGoneError,
+    TornWeightsError,
+    WeightsBusyError,
+    WeightsError,
+    WeightsTimeoutError,
+)
+from trainer_adapter.weights.manifest import Manifest, ParamMeta, Slice, TensorPlace
+from trainer_adapter.weights.probe import Choice, probe_carriers
+from trainer_adapter.weights.publisher import Publication, Published, WeightPublisher
+from trainer_adapter.weights.source import LocalPiece, ModuleSource, WeightSource
+from trainer_adapter.weights.subscriber import Weights, WeightSubscriber
+
+__all__ = [
+    "Choice",
+    "DeviceMismatchError",
+    "LocalPiece",
+    "Manifest",
+    "ManifestError",
+    "ModuleSource",
+    "ParamMeta",
+    "PeerGoneError",
+    "Promises",
+    "Publication",
+    "Published",
+    "Slice",
+    "TensorPlace",
+    "TornWeightsError",
+    "WeightPublisher",
+    "WeightSource",
+    "WeightSubscriber",
+    "Weights",
+    "WeightsBusyError",
+    "WeightsError",
+    "WeightsTimeoutError",
+    "probe_carriers",
+]

@@ -1,0 +1,110 @@
+"""The interface of a carrier: a writer's side, a reader's side, and what is promised.
+
+Invariants that every carrier keeps: a version that a reader gets was finished by its writer; what
+was newest stays so until then; a reader's views do not change for as long as it has them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import torch
+
+from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.source import LocalPiece
+
+__all__ = ["CarriedVersion", "Promises", "ReaderCarrier", "VersionSink", "WriterCarrier"]
+
+
+class Promises(msgspec.Struct, frozen=True, kw_only=True):
+    """What a carrier keeps.
+
+    Attributes
+    ----------
+    whole_version : bool
+        A reader never sees a part of a version, whoever dies.
+    late_readers : bool
+        A reader that comes later gets the newest version without the publisher's help.
+    survives_publisher : bool
+        The newest version stays readable when the publisher has died.
+    survives_reboot : bool
+        It also stays when the machine was restarted.
+    views : bool
+        Tensors are views of shared memory: attaching copies no byte.
+    ranks : bool
+        Several ranks may write one version.
+    memory : str
+        What it costs.
+    """
+
+    whole_version: bool
+    late_readers: bool
+    survives_publisher: bool
+    survives_reboot: bool
+    views: bool
+    ranks: bool
+    memory: str
+
+
+class VersionSink(Protocol):
+    """A version that is being written."""
+
+    def put(self, piece: LocalPiece) -> int:
+        """Copy a piece to its place; its bytes there."""
+
+    def finish(self) -> None:
+        """Make the version the newest, once all ranks have written theirs."""
+
+    def give_up(self, reason: str) -> None:
+        """Leave what was newest in force."""
+
+
+class WriterCarrier(Protocol):
+    """A publisher's side."""
+
+    name: str
+    promises: Promises
+
+    def begin(self, version: int, text: str) -> VersionSink | None:
+        """Begin a version; None where the policy skipped it."""
+
+    def close(self, *, remove: bool) -> None:
+        """Leave; remove: nobody is to find the weights any more."""
+
+
+class CarriedVersion(Protocol):
+    """A version that a reader has, until it is closed."""
+
+    version: int
+    sequence: int
+    text: str
+    manifest: Manifest
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the manifest's tensors by name."""
+
+    def verify(self, *, sample: bool) -> None:
+        """Compare digests, of some blocks or of all."""
+
+    def applied(self) -> None:
+        """Say that this process runs it."""
+
+    def refused(self, code: int, reason: str) -> None:
+        """Say that this process could not take it."""
+
+    def close(self) -> None:
+        """Let go; tensors that are left keep what they need."""
+
+
+class ReaderCarrier(Protocol):
+    """A subscriber's side."""
+
+    name: str
+    promises: Promises
+
+    def latest(self, after: int, timeout: float | None) -> CarriedVersion:
+        """Wait for a version whose sequence is above `after`."""
+
+    def close(self) -> None:
+        """Leave."""

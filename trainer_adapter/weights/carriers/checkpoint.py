@@ -1,0 +1,303 @@
+"""The carrier ``checkpoint``: safetensors files in a directory, for engines that reload by a path.
+
+::
+
+    DIRECTORY/version-7-00000003/model.safetensors    version 7, the third publication
+    DIRECTORY/latest -> version-7-00000003            swapped by a rename
+
+Invariant: `latest` leads to a directory whose file was written whole and synced before the link was
+swapped. Files are read by safetensors, which runs no code of theirs.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from trainer_adapter.weights.carriers.base import Promises
+from trainer_adapter.weights.errors import (
+    ManifestError,
+    TornWeightsError,
+    WeightsError,
+    WeightsTimeoutError,
+)
+from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.source import LocalPiece, dtype_name
+
+__all__ = ["PROMISES", "CheckpointReader", "CheckpointVersion", "CheckpointWriter"]
+
+PROMISES: Final = Promises(
+    whole_version=True,
+    late_readers=True,
+    survives_publisher=True,
+    survives_reboot=True,
+    views=False,
+    ranks=False,
+    memory="`keep` times the model, on the directory's disk",
+)
+
+FILE: Final = "model.safetensors"
+_LINK: Final = "latest"
+_NAME: Final = re.compile(r"version-(-?\d+)-(\d+)")
+#: Seconds between two looks at the link; there is no bell on a disk.
+_POLL_S: Final = 0.05
+
+
+class CheckpointWriter:
+    """One process that writes whole files.
+
+    Parameters
+    ----------
+    directory : path
+        Made if need be; on a disk, or on tmpfs for speed.
+    manifest : Manifest
+        Of the model.
+    keep : int
+        Versions that stay; older ones are removed, never the newest.
+    """
+
+    name = "checkpoint"
+    promises = PROMISES
+
+    def __init__(self, directory: Path | str, manifest: Manifest, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep: expected at least 1 version, got {keep}")
+        self._directory = Path(directory)
+        self._manifest = manifest
+        self._keep = keep
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for left in self._directory.glob(".new-*"):  # by a publisher that died
+            if left.is_symlink():
+                left.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(left, ignore_errors=True)
+
+    def begin(self, version: int, text: str) -> _CheckpointSink:
+        """Begin a version; its tensors are referred to until it is finished."""
+        return _CheckpointSink(self, version, text)
+
+    def close(self, *, remove: bool) -> None:
+        """Leave; `remove` is not obeyed: a checkpoint is kept."""
+
+    def write(self, version: int, text: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Write, sync, rename, swap the link, and remove what is old."""
+        from safetensors.torch import save_file
+
+        numbers = [number for number, _ in _published(self._directory)]
+        name = f"version-{version}-{max(numbers, default=0) + 1:08}"
+        fresh = self._directory / f".new-{secrets.token_hex(4)}"
+        fresh.mkdir()
+        try:
+            said = base64.b64encode(self._manifest.encode()).decode()
+            metadata = {"shmbus": said, "version": str(version), "text": text}
+            save_file(tensors, fresh / FILE, metadata)
+            _sync(fresh / FILE)
+            _sync(fresh)
+            fresh.rename(self._directory / name)
+            link = self._directory / f".new-{secrets.token_hex(4)}"
+            link.symlink_to(name)
+            link.replace(self._directory / _LINK)
+            _sync(self._directory)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        for _, old in _published(self._directory)[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+class _CheckpointSink:
+    """Tensors that will be one file."""
+
+    def __init__(self, writer: CheckpointWriter, version: int, text: str) -> None:
+        self._writer, self._version, self._text = writer, version, text
+        self._places = writer._manifest.by_name()
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def put(self, piece: LocalPiece) -> int:
+        """Take a whole tensor, cast to what is published."""
+        place = self._places.get(piece.name)
+        if place is None or tuple(piece.tensor.shape) != place.shape:
+            expected = "no such tensor" if place is None else f"{list(place.shape)} in one piece"
+            raise WeightsError(
+                f"{piece.name!r}: expected {expected}, got {list(piece.tensor.shape)}; the carrier "
+                "'checkpoint' takes whole tensors from one rank, 'shm' takes shards from all"
+            )
+        # A copy even where nothing is cast: the model may go on before the file is written.
+        made = torch.empty(place.shape, dtype=getattr(torch, place.dtype))
+        made.copy_(piece.tensor)
+        self._tensors[place.name] = made
+        return place.size
+
+    def finish(self) -> None:
+        """Write the file, and make it the newest."""
+        missing = [t.name for t in self._writer._manifest.tensors if t.name not in self._tensors]
+        if missing:
+            raise ManifestError("this version has not all of its tensors", missing)
+        self._writer.write(self._version, self._text, self._tensors)
+        self._tensors = {}
+
+    def give_up(self, reason: str) -> None:
+        """Forget the tensors."""
+        del reason
+        self._tensors = {}
+
+
+class CheckpointVersion:
+    """A file that was read.
+
+    Parameters
+    ----------
+    directory : path
+        Of this version.
+    sequence : int
+        By the directory's name.
+    """
+
+    def __init__(self, directory: Path, sequence: int) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        path = directory / FILE
+        try:
+            with safe_open(path, framework="pt") as opened:
+                metadata = opened.metadata() or {}
+                self._tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise TornWeightsError(
+                f"{path}: {error}; nothing was loaded: publish again, or remove the directory"
+            ) from error
+        try:
+            said = base64.b64decode(metadata["shmbus"], validate=True)
+            self.version = int(metadata["version"])
+        except (KeyError, ValueError) as error:
+            raise ManifestError(f"{path}: not published by shmbus", [str(error)]) from error
+        self.text = metadata.get("text", "")
+        self.sequence = sequence
+        self.manifest = Manifest.decode(said, _payload_bytes(said))
+        self._check()
+
+    def _check(self) -> None:
+        faults = []
+        for place in self.manifest.tensors:
+            found = self._tensors.get(place.name)
+            if found is None:
+                faults.append(f"{place.name!r} is missing")
+            elif (dtype_name(found.dtype), tuple(found.shape)) != (place.dtype, place.shape):
+                faults.append(f"{place.name!r}: {found.dtype} {list(found.shape)}")
+        if faults:
+            raise ManifestError("the file does not have what its manifest says", faults)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that were read."""
+        return self._tensors
+
+    def verify(self, *, sample: bool) -> None:
+        """Refuse: the file has no digests."""
+        del sample
+        raise WeightsError(
+            "the carrier 'checkpoint' writes no digests; subscribe with verify='off'"
+        )
+
+    def applied(self) -> None:
+        """Nobody reads it: a directory has no rows."""
+
+    def refused(self, code: int, reason: str) -> None:
+        """Nobody reads it: a directory has no rows."""
+
+    def close(self) -> None:
+        """Forget the tensors."""
+        self._tensors = {}
+
+
+class CheckpointReader:
+    """A process that reads the newest file.
+
+    Parameters
+    ----------
+    directory : path
+        As the writer's.
+    """
+
+    name = "checkpoint"
+    promises = PROMISES
+
+    def __init__(self, directory: Path | str) -> None:
+        self._directory = Path(directory)
+
+    def latest(self, after: int, timeout: float | None) -> CheckpointVersion:
+        """Wait for a version.
+
+        Parameters
+        ----------
+        after : int
+            A sequence.
+        timeout : float | None
+            Seconds.
+
+        Returns
+        -------
+        CheckpointVersion
+
+        Raises
+        ------
+        WeightsTimeoutError
+            None came.
+        TornWeightsError, ManifestError
+            It cannot be used.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            sequence, target = self._newest()
+            if target is not None and sequence > after:
+                try:
+                    return CheckpointVersion(target, sequence)
+                except TornWeightsError:
+                    if target.exists():  # else a newer one has replaced it
+                        raise
+            elif deadline is not None and time.monotonic() >= deadline:
+                raise WeightsTimeoutError(
+                    f"{self._directory}: no {'newer ' if after else ''}version in {timeout:g} s "
+                    f"(newest publication: {sequence or 'none'}); start the publisher, or wait"
+                )
+            else:
+                time.sleep(_POLL_S)
+
+    def _newest(self) -> tuple[int, Path | None]:
+        with contextlib.suppress(FileNotFoundError, OSError):
+            name = os.readlink(self._directory / _LINK)
+            if found := _NAME.fullmatch(name):
+                return int(found[2]), self._directory / name
+        return 0, None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _published(directory: Path) -> list[tuple[int, Path]]:
+    found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match[2]), path) for match, path in found)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _payload_bytes(said: bytes) -> int:
+    """Return what the manifest says: a file has no payload of its own to compare with."""
+    try:
+        return msgspec.msgpack.decode(said, type=Manifest).total
+    except msgspec.DecodeError:
+        return 0

@@ -1,0 +1,301 @@
+"""The carrier ``shm``: a slot pool in host memory.
+
+Each rank copies its pieces once, into their place; a reader's tensors are views of the slot, leased
+until the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Final
+
+import torch
+
+from shmbus import BusNotFoundError, BusRemovedError
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
+from trainer_adapter.weights.carriers.base import Promises
+from trainer_adapter.weights.errors import (
+    MANIFEST_CODE,
+    TORN_CODE,
+    TornWeightsError,
+    WeightsError,
+    WeightsTimeoutError,
+    translated,
+)
+from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.memory import payload_tensor, tensor_at
+from trainer_adapter.weights.source import LocalPiece
+
+__all__ = ["PROMISES", "ShmReader", "ShmVersion", "ShmWriter", "WhenHeld"]
+
+KIND: Final = "weights"
+
+PROMISES: Final = Promises(
+    whole_version=True,
+    late_readers=True,
+    survives_publisher=True,
+    survives_reboot=False,
+    views=True,
+    ranks=True,
+    memory="`slots` times the model, in /dev/shm",
+)
+
+#: Blocks that a sample compares: a scribble over a hundredth of the bytes is found once in three
+#: times, and each costs a hundredth of reading a model of a hundred blocks.
+SAMPLED_BLOCKS: Final = 4
+
+#: Room for a manifest that grows by a few names before the pool has to be made again.
+_META_SPARE: Final = 1.25
+
+#: Seconds between two attempts to find a pool that is not there yet.
+_RETRY_S: Final = 0.05
+
+
+class ShmWriter:
+    """A rank of the publisher.
+
+    Parameters
+    ----------
+    bus : str
+        The bus that the weights belong to.
+    manifest : Manifest
+        The same on every rank.
+    slots, max_slots : int, int | None
+        Versions that have memory, and to how many that may grow.
+    rank, world_size : int
+        Of the publisher.
+    when_held : "wait" | "skip" | "grow"
+        See `shmbus.pool.PoolPublisher`.
+    timeout : float
+        Seconds.
+    digests : bool
+        Whether each block gets a digest.
+    label : str
+        For messages.
+    """
+
+    name = "shm"
+    promises = PROMISES
+
+    def __init__(
+        self,
+        bus: str,
+        manifest: Manifest,
+        *,
+        slots: int = 2,
+        max_slots: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        when_held: WhenHeld = "wait",
+        timeout: float = 60.0,
+        digests: bool = False,
+        label: str = "",
+    ) -> None:
+        self._manifest = manifest
+        self._meta = manifest.encode()
+        self._places = manifest.by_name()
+        self._digests = digests
+        spec = PoolSpec(
+            slot_bytes=manifest.total,
+            slots=slots,
+            max_slots=max_slots,
+            meta_bytes=int(len(self._meta) * _META_SPARE),
+        )
+        with translated():
+            self._publisher = PoolPublisher(
+                bus,
+                KIND,
+                rank=rank,
+                world_size=world_size,
+                spec=spec if rank == 0 else None,
+                label=label,
+                when_held=when_held,
+                timeout=timeout,
+            )
+
+    def begin(self, version: int, text: str) -> _ShmSink | None:
+        """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
+        with translated():
+            write = self._publisher.begin(version, self._manifest.total, meta=self._meta, text=text)
+        if write is None:
+            return None
+        return _ShmSink(self, write)
+
+    def close(self, *, remove: bool) -> None:
+        """Leave the pool."""
+        self._publisher.close(remove=remove)
+
+
+class _ShmSink:
+    """A slot that is being written."""
+
+    def __init__(self, writer: ShmWriter, write: VersionWrite) -> None:
+        self._writer = writer
+        self._write = write
+        self._payload: torch.Tensor | None = payload_tensor(write.buffer)
+
+    def put(self, piece: LocalPiece) -> int:
+        """Copy a piece to its place, cast if need be."""
+        assert self._payload is not None
+        place = self._writer._places.get(piece.name)
+        if place is None:
+            raise WeightsError(f"{piece.name!r} is not in the manifest of these weights")
+        target = tensor_at(self._payload, place)
+        ends = [at + size for at, size in zip(piece.start, piece.tensor.shape, strict=False)]
+        if len(ends) != target.dim() or any(
+            end > size for end, size in zip(ends, target.shape, strict=True)
+        ):
+            raise WeightsError(
+                f"{piece.name!r}: a piece of shape {list(piece.tensor.shape)} at "
+                f"{list(piece.start)} is not inside {list(target.shape)}, which the manifest has; "
+                "make a new publisher when the model changes"
+            )
+        for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
+            if size != target.shape[dim]:
+                target = target.narrow(dim, start, size)
+        target.copy_(piece.tensor)
+        return target.numel() * target.element_size()
+
+    def finish(self) -> None:
+        """Publish."""
+        self._payload = None
+        with translated():
+            self._write.finish(digests=self._writer._digests)
+
+    def give_up(self, reason: str) -> None:
+        """Leave what was newest in force."""
+        self._payload = None
+        self._write.give_up(reason)
+
+
+class ShmVersion:
+    """A leased version.
+
+    Parameters
+    ----------
+    lease : VersionLease
+        Of a pool.
+    reader : PoolReader
+        Which has leased it.
+    """
+
+    def __init__(self, lease: VersionLease, reader: PoolReader) -> None:
+        self._lease = lease
+        self._reader = reader
+        self.version = lease.version
+        self.sequence = lease.sequence
+        self.text = lease.text
+        with translated():
+            self.manifest = Manifest.decode(lease.meta(), lease.size)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """View every tensor; no byte is copied."""
+        payload = payload_tensor(self._lease.buffer)
+        return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+
+    def verify(self, *, sample: bool) -> None:
+        """Compare digests."""
+        blocks = self._lease.digests
+        if blocks == 0:
+            raise WeightsError(
+                f"version {self.version} was published without digests, so nothing can be "
+                "verified; make the publisher with digests=True, or subscribe with verify='off'"
+            )
+        with translated():
+            if not sample:
+                self._lease.check()
+                return
+            for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
+                self._lease.check(block, 1)
+
+    def applied(self) -> None:
+        """Say that this process runs it, while it has a row."""
+        if not self._reader.pool.closed:
+            self._reader.applied(self._lease)
+
+    def refused(self, code: int, reason: str) -> None:
+        """Say that this process could not take it, while it has a row."""
+        if not self._reader.pool.closed:
+            self._reader.refused(self._lease, code, reason)
+
+    def close(self) -> None:
+        """Let go of the lease; views that are left keep the slot."""
+        self._lease.close()
+
+
+class ShmReader:
+    """A subscriber.
+
+    Parameters
+    ----------
+    bus : str
+        The bus that the weights belong to.
+    label, device : str
+        For messages.
+    """
+
+    name = "shm"
+    promises = PROMISES
+
+    def __init__(self, bus: str, *, label: str = "", device: str = "") -> None:
+        self._bus, self._label, self._device = bus, label, device
+        self._reader: PoolReader | None = None
+
+    def latest(self, after: int, timeout: float | None) -> ShmVersion:
+        """Wait for a version; one that is removed and made again begins anew.
+
+        Parameters
+        ----------
+        after : int
+            A sequence.
+        timeout : float | None
+            Seconds.
+
+        Returns
+        -------
+        ShmVersion
+
+        Raises
+        ------
+        WeightsTimeoutError
+            None came.
+        TornWeightsError, ManifestError
+            It cannot be used; the reader's row says so.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with translated():
+                reader = self._reader or self._attach(left)
+                self._reader = reader
+                try:
+                    lease = reader.latest(after=after, timeout=left)
+                except BusRemovedError:
+                    reader.close()
+                    self._reader = None
+                    after = 0  # the pool that follows counts from 1
+                    continue
+            try:
+                return ShmVersion(lease, reader)
+            except WeightsError as error:
+                code = TORN_CODE if isinstance(error, TornWeightsError) else MANIFEST_CODE
+                reader.refused(lease, code, str(error))
+                raise
+
+    def _attach(self, timeout: float | None) -> PoolReader:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                return PoolReader(self._bus, KIND, label=self._label, device=self._device)
+            except BusNotFoundError as error:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise WeightsTimeoutError(
+                        f"no weights of bus {self._bus!r} in {timeout:g} s: {error}"
+                    ) from error
+                time.sleep(_RETRY_S)
+
+    def close(self) -> None:
+        """Leave the pool; versions that are out keep what they need."""
+        if self._reader is not None:
+            self._reader.close()

@@ -1,0 +1,189 @@
+"""Copying a version into a model in place: the whole check first, then the bytes.
+
+Invariant: no element of the model is written before every name, shape and dtype was compared. If a
+copy fails after that, the error says that the model is torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trainer_adapter.weights.errors import ManifestError, TornWeightsError
+from trainer_adapter.weights.manifest import Manifest, Slice
+from trainer_adapter.weights.memory import view_of
+from trainer_adapter.weights.source import dtype_name, local_part
+
+__all__ = ["Targets", "load", "targets_of"]
+
+#: What `load_into` writes into: a module, or tensors by name.
+Targets = torch.nn.Module | Mapping[str, torch.Tensor]
+
+
+def targets_of(model: Targets) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module, or those that were given, by name."""
+    found = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+    return {
+        name: value.detach() for name, value in found.items() if isinstance(value, torch.Tensor)
+    }
+
+
+def load(
+    version: int,
+    manifest: Manifest,
+    tensors: dict[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    slices: Mapping[str, Slice] | None = None,
+) -> int:
+    """Check everything, then copy.
+
+    Parameters
+    ----------
+    version : int
+        For messages.
+    manifest : Manifest
+        Checked.
+    tensors : dict of Tensor
+        By the manifest's names.
+    targets : mapping of Tensor
+        Written in place; of a DTensor, the local shard.
+    strict : bool
+        Whether each tensor of one side has to be on the other.
+    cast : bool
+        Whether dtypes may differ.
+    slices : mapping of Slice, optional
+        Where a published tensor is a part of a fused one of the model: its name -> the part.
+
+    Returns
+    -------
+    int
+        Bytes written.
+
+    Raises
+    ------
+    ManifestError
+        What does not fit, all of it; nothing was written.
+    TornWeightsError
+        A copy failed: the model has some of this version.
+    """
+    destinations = _destinations(targets, slices or {})
+    faults = _faults(manifest, targets, destinations, strict=strict, cast=cast, slices=slices or {})
+    if faults:
+        raise ManifestError(
+            f"version {version} does not fit the model, and nothing of it was changed", faults
+        )
+    names = set(manifest.names())
+    written = 0
+    with torch.no_grad():
+        for name, target in destinations.items():
+            if name not in names:
+                continue
+            try:
+                written += _copy(name, view_of(tensors, manifest, name), target)
+            except (RuntimeError, OSError) as error:
+                raise TornWeightsError(
+                    f"version {version}: copying {name!r} failed after {written} bytes: {error}. "
+                    "The model is torn: load a whole version before it is used"
+                ) from error
+    return written
+
+
+def _destinations(
+    targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]
+) -> dict[str, torch.Tensor]:
+    """Target tensors by the names that are published: fused ones by their parts."""
+    fused = {part.of for part in slices.values()}
+    found = {name: tensor for name, tensor in targets.items() if name not in fused}
+    for name, part in slices.items():
+        whole = targets.get(part.of)
+        if whole is None or isinstance(whole, DTensor) or not _is_inside(part, whole):
+            continue
+        view = whole.narrow(part.dim, part.start, part.length)
+        found[name] = view.squeeze(part.dim) if part.drop_dim else view
+    return found
+
+
+def _is_inside(part: Slice, whole: torch.Tensor) -> bool:
+    return (
+        0 <= part.dim < whole.dim()
+        and part.start >= 0
+        and part.length >= 0
+        and part.start + part.length <= whole.shape[part.dim]
+        and not (part.drop_dim and part.length != 1)
+    )
+
+
+def _faults(
+    manifest: Manifest,
+    targets: Mapping[str, torch.Tensor],
+    destinations: Mapping[str, torch.Tensor],
+    *,
+    strict: bool,
+    cast: bool,
+    slices: Mapping[str, Slice],
+) -> list[str]:
+    """Everything that does not fit, in the order missing, unexpected, shape, dtype."""
+    places = manifest.by_name()
+    missing, unexpected, shapes, dtypes = [], [], [], []
+    for name, part in slices.items():
+        if name not in destinations:
+            shapes.append(f"slice {name!r}: {part} is not inside a plain tensor of the model")
+    shapes += _uncovered(targets, slices)
+    for name, target in destinations.items():
+        if target.is_meta:
+            shapes.append(f"{name!r} of the model is on the meta device and has no memory")
+            continue
+        if name not in places and name not in manifest.slices:
+            missing.append(f"missing: {name!r}")
+            continue
+        dtype, shape = manifest.shape_of(name, places)
+        if shape != tuple(target.shape):
+            shapes.append(f"shape of {name!r}: expected {list(target.shape)}, got {list(shape)}")
+        if dtype != dtype_name(target.dtype) and not cast:
+            dtypes.append(f"dtype of {name!r}: expected {dtype_name(target.dtype)}, got {dtype}")
+    if strict:
+        taken = _covered(manifest, destinations)
+        unexpected = [f"unexpected: {t.name!r}" for t in manifest.tensors if t.name not in taken]
+    return [*(missing if strict else []), *unexpected, *shapes, *dtypes]
+
+
+def _covered(manifest: Manifest, destinations: Mapping[str, torch.Tensor]) -> set[str]:
+    """Tensors of which the model takes something, by itself, an alias or a slice."""
+    taken = set()
+    for name in destinations:
+        at = name
+        while at in manifest.slices:
+            at = manifest.slices[at].of
+        taken.add(manifest.aliases.get(at, at))
+    return taken
+
+
+def _uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> list[str]:
+    """Fused tensors whose parts are not all there."""
+    lengths: dict[str, int] = {}
+    for part in slices.values():
+        lengths[part.of] = lengths.get(part.of, 0) + part.length
+    return [
+        f"the slices of {name!r} are {length} of {targets[name].shape[part.dim]} rows"
+        for name, length in lengths.items()
+        for part in [next(part for part in slices.values() if part.of == name)]
+        if name in targets
+        and part.dim < targets[name].dim()
+        and length != targets[name].shape[part.dim]
+    ]
+
+
+def _copy(name: str, view: torch.Tensor, target: torch.Tensor) -> int:
+    if isinstance(target, DTensor):
+        start, local, _ = local_part(name, target)
+        for dim, (at, size) in enumerate(zip(start, local.shape, strict=True)):
+            if size != view.shape[dim]:
+                view = view.narrow(dim, at, size)
+        target = local
+    target.copy_(view)
+    return target.numel() * target.element_size()

@@ -1,0 +1,94 @@
+"""Tensors over the bytes of a payload, without a copy."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from trainer_adapter.weights.manifest import Manifest, TensorPlace
+
+__all__ = ["payload_tensor", "tensor_at", "view_of"]
+
+_first_use = threading.Lock()
+_warned = False
+
+
+def payload_tensor(memory: Any) -> torch.Tensor:
+    """View a buffer as a tensor of bytes.
+
+    Parameters
+    ----------
+    memory : object
+        With a buffer. A read-only one is mapped read-only: a store into a view of it ends the
+        process, and never changes what others read.
+
+    Returns
+    -------
+    uint8 [bytes]
+        It keeps `memory` alive.
+    """
+    global _warned
+    if _warned or not memoryview(memory).readonly:
+        return torch.frombuffer(memory, dtype=torch.uint8)
+    with _first_use, warnings.catch_warnings():
+        # Torch says once a process that it knows no read-only tensors.
+        warnings.filterwarnings("ignore", message=".*not writable")
+        made = torch.frombuffer(memory, dtype=torch.uint8)
+        _warned = True
+        return made
+
+
+def tensor_at(payload: torch.Tensor, place: TensorPlace) -> torch.Tensor:
+    """View one tensor of a payload.
+
+    Parameters
+    ----------
+    payload : uint8 [bytes]
+        From `payload_tensor`.
+    place : TensorPlace
+        Of a manifest that was checked against this payload.
+
+    Returns
+    -------
+    Tensor
+    """
+    dtype: torch.dtype = getattr(torch, place.dtype)
+    offset = place.offset // dtype.itemsize
+    strides = [1] * len(place.shape)
+    for dim in range(len(place.shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(place.shape[dim + 1], 1)
+    return torch.empty(0, dtype=dtype).set_(
+        payload.untyped_storage(), offset, place.shape, tuple(strides)
+    )
+
+
+def view_of(tensors: dict[str, torch.Tensor], manifest: Manifest, name: str) -> torch.Tensor:
+    """Look up a tensor, an alias or a slice.
+
+    Parameters
+    ----------
+    tensors : dict of Tensor
+        By the names of the manifest's tensors.
+    manifest : Manifest
+        Checked.
+    name : str
+        Any of its names.
+
+    Returns
+    -------
+    Tensor
+        A view.
+
+    Raises
+    ------
+    KeyError
+        There is no such name.
+    """
+    part = manifest.slices.get(name)
+    if part is None:
+        return tensors[manifest.aliases.get(name, name)]
+    view = view_of(tensors, manifest, part.of).narrow(part.dim, part.start, part.length)
+    return view.squeeze(part.dim) if part.drop_dim else view

@@ -1,0 +1,176 @@
+"""Which carrier serves: questions about this machine, and nothing else.
+
+Invariant: nothing is allocated, shared or mapped here, and no device gets a context. A probe that
+shares a tensor can wedge a device that several processes use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+import torch
+
+from trainer_adapter.weights.errors import DeviceMismatchError, WeightsError
+
+__all__ = ["CARRIERS", "CarrierName", "Choice", "checked_device", "choose", "probe_carriers"]
+
+CarrierName: TypeAlias = Literal["auto", "shm", "checkpoint"]
+
+#: In the order of preference.
+CARRIERS: Final = ("shm", "checkpoint")
+
+_SHM: Final = Path("/dev/shm")
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A carrier, and the reasons.
+
+    Attributes
+    ----------
+    name : str
+        The carrier.
+    why : tuple of str
+        What speaks for it.
+    refused : dict of str
+        Each carrier that cannot serve here, and why.
+    """
+
+    name: str
+    why: tuple[str, ...]
+    refused: dict[str, str]
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """Return a device that this process has.
+
+    Parameters
+    ----------
+    device : str | torch.device
+        Such as "cpu" or "cuda:0".
+
+    Returns
+    -------
+    torch.device
+
+    Raises
+    ------
+    DeviceMismatchError
+        It is not here.
+    """
+    wanted = torch.device(device)
+    count = torch.cuda.device_count() if wanted.type == "cuda" else 0
+    known = wanted.type == "cpu" or (wanted.type == "cuda" and (wanted.index or 0) < count)
+    if not known:
+        have = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+        raise DeviceMismatchError(
+            f"device {str(wanted)!r} is not here; this process has {have}. The weights that it "
+            "runs stay as they are; check CUDA_VISIBLE_DEVICES"
+        )
+    return wanted
+
+
+def probe_carriers(
+    device: str | torch.device = "cpu", *, size: int = 0, directory: Path | str | None = None
+) -> Choice:
+    """Say which carrier would be chosen, and why not the others.
+
+    Parameters
+    ----------
+    device : str | torch.device
+        Where the weights go.
+    size : int
+        Bytes that all slots need together; 0 where that is not known, or they are there.
+    directory : path, optional
+        For the carrier "checkpoint".
+
+    Returns
+    -------
+    Choice
+
+    Raises
+    ------
+    WeightsError
+        None can serve; the message has each reason.
+    DeviceMismatchError
+        The device is not here.
+    """
+    checked_device(device)
+    why, refused = {}, {}
+    if problem := _shm_problem(size):
+        refused["shm"] = problem
+    else:
+        why["shm"] = ("/dev/shm is there", "whole versions, views without a copy, any death")
+    if problem := _checkpoint_problem(directory):
+        refused["checkpoint"] = problem
+    else:
+        why["checkpoint"] = ("a directory was given", "whole versions, which outlive a reboot")
+    for name in CARRIERS:
+        if name in why:
+            return Choice(name=name, why=why[name], refused=refused)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    raise WeightsError(f"no carrier can serve here: {reasons}")
+
+
+def _shm_problem(size: int) -> str:
+    if not os.access(_SHM, os.W_OK):
+        return f"{_SHM} is not writable"
+    room = os.statvfs(_SHM)
+    free = room.f_bavail * room.f_frsize
+    if size > free:
+        return (
+            f"{_SHM} has {free} bytes free, the slots need {size}; enlarge it (docker run "
+            "--shm-size=..., mount -o remount,size=...), or remove old segments (`shmbus gc`)"
+        )
+    return ""
+
+
+def _checkpoint_problem(directory: Path | str | None) -> str:
+    if directory is None:
+        return "no directory was given (directory=...)"
+    if importlib.util.find_spec("safetensors") is None:
+        return "safetensors is not installed (pip install safetensors)"
+    return ""
+
+
+def choose(
+    carrier: CarrierName,
+    device: str | torch.device,
+    *,
+    size: int = 0,
+    directory: Path | str | None = None,
+) -> Choice:
+    """Choose a carrier, or check the one that was asked for.
+
+    Parameters
+    ----------
+    carrier : "auto" | "shm" | "checkpoint"
+        What the user asked for.
+    device, size, directory
+        As for `probe_carriers`.
+
+    Returns
+    -------
+    Choice
+
+    Raises
+    ------
+    ValueError
+        There is no such carrier, or an option belongs to another one.
+    WeightsError
+        It cannot serve here.
+    """
+    if carrier not in ("auto", *CARRIERS):
+        raise ValueError(f"carrier: expected 'auto', 'shm' or 'checkpoint', got {carrier!r}")
+    if carrier == "shm" and directory is not None:
+        raise ValueError("directory: an option of the carrier 'checkpoint', and carrier='shm'")
+    if carrier == "auto":
+        return probe_carriers(device, size=size, directory=directory)
+    checked_device(device)
+    problem = _shm_problem(size) if carrier == "shm" else _checkpoint_problem(directory)
+    if problem:
+        raise WeightsError(f"carrier {carrier!r} cannot serve here: {problem}")
+    return Choice(name=carrier, why=("it was asked for",), refused={})

@@ -1,0 +1,357 @@
+"""Publishing weights: each rank writes its own pieces, and readers get whole versions.
+
+Invariants:
+
+- A version is published whole or not at all: an error names what failed, and which one is in force.
+- What `publish` has returned for is copied: the parameters may change from then on.
+- One version at a time: a second call waits for the one under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import msgspec
+import torch
+from typing_extensions import Self
+
+from shmbus import BusClosedError
+from shmbus.pool import WhenHeld
+from trainer_adapter.weights.carriers.base import VersionSink, WriterCarrier
+from trainer_adapter.weights.carriers.checkpoint import CheckpointWriter
+from trainer_adapter.weights.carriers.shm import ShmWriter
+from trainer_adapter.weights.errors import WeightsError, WeightsTimeoutError
+from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.probe import CarrierName, choose
+from trainer_adapter.weights.source import WeightSource
+
+__all__ = ["Publication", "Published", "WeightPublisher"]
+
+#: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
+PUBLISH_TIMEOUT_S: Final = 60.0
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a version.
+
+    Attributes
+    ----------
+    version : int
+        As given.
+    skipped : bool
+        Whether readers held every slot, and ``when_held="skip"`` went on without it.
+    copied_bytes : int
+        Bytes that this rank wrote.
+    copied_s, seconds : float
+        Seconds until the parameters were copied, and until the version was whole.
+    """
+
+    version: int
+    skipped: bool
+    copied_bytes: int
+    copied_s: float
+    seconds: float
+
+
+class Publication:
+    """A version that is being published by a thread.
+
+    The parameters must not change until `wait_copied` has returned.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version: Final = version
+        self._copied = threading.Event()
+        self._ended = threading.Event()
+        self._result: Published | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, either way."""
+        return self._ended.is_set()
+
+    def wait_copied(self, timeout: float | None = None) -> None:
+        """Wait until the parameters may change.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None waits for the end.
+
+        Raises
+        ------
+        WeightsTimeoutError
+            They are still being copied.
+        """
+        if not self._copied.wait(timeout):
+            raise WeightsTimeoutError(
+                f"version {self.version}: still being copied after {timeout:g} s; do not change "
+                "the parameters before wait_copied() returns"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, timeout: float | None = None) -> Published:
+        """Wait until readers get it.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None waits for the end, which the publisher's own deadlines bound.
+
+        Returns
+        -------
+        Published
+
+        Raises
+        ------
+        WeightsTimeoutError
+            It is still under way; it goes on.
+        WeightsError
+            It failed; what was newest stays in force.
+        """
+        if not self._ended.wait(timeout):
+            raise WeightsTimeoutError(
+                f"version {self.version}: still being published after {timeout:g} s; it goes on"
+            )
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _end(self, result: Published | None, error: BaseException | None) -> None:
+        self._result, self._error = result, error
+        self._copied.set()
+        self._ended.set()
+
+
+class WeightPublisher:
+    """Publishes the weights of a bus.
+
+    Parameters
+    ----------
+    bus : str
+        The bus that they belong to; that need not exist.
+    source : WeightSource
+        Such as ``ModuleSource(model)``. Its names, dtypes and shapes are read now.
+    carrier : "auto" | "shm" | "checkpoint"
+        How they travel; "auto" asks `probe_carriers`.
+    slots, max_slots : int, int | None
+        Carrier "shm": versions that have memory, and to how many that may grow.
+    rank, world_size : int
+        This process among those that write a version together. Every rank publishes each version.
+    when_held : "wait" | "skip" | "grow"
+        What happens where slow readers hold every slot but the newest.
+    timeout : float
+        Seconds to wait for readers and for other ranks.
+    digests : bool
+        Carrier "shm": compute a digest of each block, which costs another pass over memory.
+    directory : path, optional
+        Carrier "checkpoint": where files go.
+    keep : bool
+        Whether the weights stay when this publisher is closed. A death always leaves them.
+    label : str
+        For messages, and for `shmbus weights`.
+
+    Raises
+    ------
+    ManifestError
+        The source contradicts itself.
+    WeightsBusyError
+        Another process publishes these weights.
+    WeightsError
+        The carrier cannot serve here.
+    ValueError
+        An option is none, or is another carrier's.
+    CapacityError
+        The slots do not fit /dev/shm.
+
+    Examples
+    --------
+    >>> with WeightPublisher("run1", ModuleSource(model)) as publisher:
+    ...     publisher.publish(version=7)
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        source: WeightSource,
+        *,
+        carrier: CarrierName = "auto",
+        slots: int = 2,
+        max_slots: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        when_held: WhenHeld = "wait",
+        timeout: float = PUBLISH_TIMEOUT_S,
+        digests: bool = False,
+        directory: Path | str | None = None,
+        keep: bool = False,
+        label: str = "",
+    ) -> None:
+        self.bus: Final = bus
+        self.rank, self.world_size = rank, world_size
+        self._source = source
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._closed = False
+        self.manifest: Final = Manifest.plan(
+            source.params(), aliases=source.aliases(), slices=source.slices(), model=bus
+        )
+        self.carrier: Final = choose(carrier, "cpu", directory=directory)
+        self._writer: WriterCarrier
+        if self.carrier.name == "checkpoint":
+            if world_size != 1 or directory is None or digests:
+                raise ValueError(
+                    "carrier 'checkpoint': expected directory=..., world_size=1 and "
+                    f"digests=False, got {directory!r}, {world_size} and {digests}"
+                )
+            self._writer = CheckpointWriter(directory, self.manifest)
+        else:
+            self._writer = ShmWriter(
+                bus,
+                self.manifest,
+                slots=slots,
+                max_slots=max_slots,
+                rank=rank,
+                world_size=world_size,
+                when_held=when_held,
+                timeout=timeout,
+                digests=digests,
+                label=label,
+            )
+
+    def publish(self, version: int, *, text: str = "") -> Published:
+        """Publish the parameters as they are now; returns when readers get them.
+
+        Parameters
+        ----------
+        version : int
+            An int64; 0 and negative ones are versions too.
+        text : str
+            A name for it.
+
+        Returns
+        -------
+        Published
+
+        Raises
+        ------
+        PeerGoneError
+            Another rank has ended.
+        WeightsTimeoutError
+            Readers or ranks took too long; names them.
+        ManifestError
+            The model is not the one that this publisher was made for.
+        WeightsError
+            Another rank could not write its pieces.
+        BusClosedError
+            This publisher is closed.
+        TypeError, ValueError
+            The version is no int64.
+        """
+        return self._publish(_checked_version(version), text, threading.Event())
+
+    def publish_async(self, version: int, *, text: str = "") -> Publication:
+        """Publish in a thread, beside the next step's forward pass.
+
+        Parameters
+        ----------
+        version, text
+            As for `publish`.
+
+        Returns
+        -------
+        Publication
+            Call its `wait_copied` before the optimizer changes the parameters.
+
+        Raises
+        ------
+        BusClosedError
+            This publisher is closed.
+        """
+        publication = Publication(_checked_version(version))
+        if self._closed:
+            raise BusClosedError(f"the publisher of bus {self.bus!r} is closed; make a new one")
+
+        def run() -> None:
+            try:
+                result = self._publish(publication.version, text, publication._copied)
+            except BaseException as error:  # it is raised by the waits
+                publication._end(None, error)
+            else:
+                publication._end(result, None)
+
+        threading.Thread(target=run, name=f"publish {version}", daemon=True).start()
+        return publication
+
+    def _publish(self, version: int, text: str, copied: threading.Event) -> Published:
+        with self._lock:
+            if self._closed:
+                raise BusClosedError(f"the publisher of bus {self.bus!r} is closed; make a new one")
+            began = time.monotonic()
+            sink = self._writer.begin(version, text)
+            if sink is None:
+                took = time.monotonic() - began
+                return Published(
+                    version=version, skipped=True, copied_bytes=0, copied_s=took, seconds=took
+                )
+            try:
+                size = self._copy(sink)
+                copied_s = time.monotonic() - began
+                copied.set()
+                sink.finish()
+            except BaseException as error:
+                sink.give_up(f"{type(error).__name__}: {error}")
+                raise
+            return Published(
+                version=version,
+                skipped=False,
+                copied_bytes=size,
+                copied_s=copied_s,
+                seconds=time.monotonic() - began,
+            )
+
+    def _copy(self, sink: VersionSink) -> int:
+        written = 0
+        with torch.no_grad():
+            for piece in self._source.iter_local(self.rank, self.world_size):
+                written += sink.put(piece)
+        whole = sum(tensor.size for tensor in self.manifest.tensors)
+        if self.world_size == 1 and written != whole:
+            raise WeightsError(
+                f"the source gave {written} of {whole} bytes: each tensor of params() has to come "
+                "from iter_local() once. The weights that were published stay in force"
+            )
+        return written
+
+    def close(self) -> None:
+        """Wait for the version under way, and leave; the weights go too, unless `keep`."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._writer.close(remove=self.rank == 0 and not self._keep)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _checked_version(version: int) -> int:
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise TypeError(f"version: expected an int, got {type(version).__name__}")
+    if not -(1 << 63) <= version < 1 << 63:
+        raise ValueError(f"version: expected an int64, got {version}")
+    return version

@@ -1,0 +1,243 @@
+"""Where published weights come from: a module, plain or sharded, or anything with four methods.
+
+Invariant: every rank names the same tensors, in the same order, with the same dtypes and whole
+shapes; together their pieces are each tensor exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Protocol, runtime_checkable
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from trainer_adapter.weights.errors import WeightsError
+from trainer_adapter.weights.manifest import ParamMeta, Slice
+
+__all__ = ["LocalPiece", "ModuleSource", "WeightSource", "dtype_name", "local_part"]
+
+
+class LocalPiece:
+    """The part of a tensor that this rank writes.
+
+    Parameters
+    ----------
+    name : str
+        The tensor.
+    start : tuple of int
+        Where the part begins in each dimension of the whole.
+    tensor : Tensor
+        The part, of any dtype and strides; it is cast while it is copied.
+    """
+
+    __slots__ = ("name", "start", "tensor")
+
+    def __init__(self, name: str, start: tuple[int, ...], tensor: torch.Tensor) -> None:
+        self.name = name
+        self.start = start
+        self.tensor = tensor
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """What a publisher asks for: the names are those of vLLM's weight transfer."""
+
+    def params(self) -> list[ParamMeta]:
+        """Return all tensors of the whole model, in the order of the layers."""
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return other names of tied tensors: other name -> name."""
+
+    def slices(self) -> Mapping[str, Slice]:
+        """Return names for parts of tensors."""
+
+    def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
+        """Yield what this rank writes; called for each version.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            Of the publisher.
+
+        Yields
+        ------
+        LocalPiece
+        """
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def local_part(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor, bool]:
+    """Find what a rank has of a DTensor.
+
+    Parameters
+    ----------
+    name : str
+        For messages.
+    tensor : DTensor
+        With `Shard` and `Replicate` placements.
+
+    Returns
+    -------
+    (tuple of int, Tensor, bool)
+        Where its part begins, the part, and whether this rank is the first that has it.
+
+    Raises
+    ------
+    WeightsError
+        A placement is another one.
+    """
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise WeightsError(
+                f"{name!r}: placement {placement} has no place in the whole tensor; call "
+                "redistribute() to Shard or Replicate before publishing. The weights that were "
+                "published stay in force"
+            )
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not part of the mesh
+        return (0,) * tensor.dim(), tensor.to_local(), False
+    start = [0] * tensor.dim()
+    sizes = list(tensor.shape)
+    first = True
+    for mesh_dim, placement in enumerate(tensor.placements):
+        at = coordinate[mesh_dim]
+        if isinstance(placement, Shard):
+            # torch.chunk's rule: equal parts, rounded up, until nothing is left.
+            chunk = -(-sizes[placement.dim] // tensor.device_mesh.size(mesh_dim))
+            begin = min(at * chunk, sizes[placement.dim])
+            start[placement.dim] += begin
+            sizes[placement.dim] = min(chunk, sizes[placement.dim] - begin)
+        else:
+            first = first and at == 0
+    local = tensor.to_local()
+    if tuple(local.shape) != tuple(sizes):
+        raise WeightsError(
+            f"{name!r}: its shard has shape {list(local.shape)}, {sizes} was expected of "
+            f"{list(tensor.shape)} by {tensor.placements}; publish it through a WeightSource of "
+            "your own. The weights that were published stay in force"
+        )
+    return tuple(start), local, first
+
+
+class ModuleSource:
+    """The parameters and persistent buffers of a module.
+
+    Tied tensors are published once, with aliases. A DTensor, as FSDP2 and tensor parallelism make
+    them, is published in whole-model coordinates: each rank writes its own shard. What all ranks
+    have alike is shared out among them, so that each copies its part.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Read anew for each version.
+    dtype : torch.dtype, optional
+        What floating-point tensors are published as, such as torch.bfloat16 for float32 masters;
+        their own by default.
+    rename : callable, optional
+        From the module's names to those of the checkpoint.
+    slices : mapping of Slice, optional
+        Names for parts, in the checkpoint's names.
+    buffers : bool
+        Whether persistent buffers are published too.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Callable[[str], str] | None = None,
+        slices: Mapping[str, Slice] | None = None,
+        buffers: bool = True,
+    ) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._rename = rename
+        self._slices: Final = dict(slices or {})
+        self._buffers = buffers
+
+    def _named(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Tensors by name, and aliases. What is one object under two names is tied."""
+        kept = None if self._buffers else {name for name, _ in self._model.named_buffers()}
+        found: dict[str, torch.Tensor] = {}
+        aliases: dict[str, str] = {}
+        first: dict[object, str] = {}
+        for own_name, tensor in self._model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor) or (kept is not None and own_name in kept):
+                continue
+            name = own_name if self._rename is None else self._rename(own_name)
+            if tensor.is_meta:
+                raise WeightsError(
+                    f"{name!r} is on the meta device and has no bytes; load the model before it is "
+                    "published. The weights that were published stay in force"
+                )
+            known = first.setdefault(_identity(tensor), name)
+            if known == name:
+                found[name] = tensor
+            else:
+                aliases[name] = known
+        return found, aliases
+
+    def _published_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        cast = self._dtype is not None and tensor.is_floating_point()
+        return self._dtype if cast and self._dtype is not None else tensor.dtype
+
+    def params(self) -> list[ParamMeta]:
+        """List all tensors of the whole model.
+
+        Returns
+        -------
+        list of ParamMeta
+        """
+        return [
+            ParamMeta(name, dtype_name(self._published_dtype(tensor)), tuple(tensor.shape))
+            for name, tensor in self._named()[0].items()
+        ]
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return the other names of tied tensors."""
+        return self._named()[1]
+
+    def slices(self) -> Mapping[str, Slice]:
+        """Return names for parts, as given."""
+        return self._slices
+
+    def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
+        """Yield what this rank writes.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            Of the publisher.
+
+        Yields
+        ------
+        LocalPiece
+        """
+        written = [0] * world_size
+        for name, tensor in self._named()[0].items():
+            detached = tensor.detach()
+            if isinstance(detached, DTensor):
+                start, local, first = local_part(name, detached)
+                if first:
+                    yield LocalPiece(name, start, local)
+                continue
+            # Alike on all ranks, so all of them come to the same division.
+            lightest = written.index(min(written))
+            written[lightest] += detached.numel() * detached.element_size()
+            if lightest == rank:
+                yield LocalPiece(name, (0,) * detached.dim(), detached)
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Equal for tensors that are the same elements, seen alike."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.numel() == 0 or isinstance(tensor, DTensor):
+        return id(tensor)
+    at = (local.data_ptr(), local.device, local.dtype)
+    return (*at, tuple(local.shape), local.stride())

@@ -1,0 +1,317 @@
+"""Reading weights: leased views of the newest version, and a model that gets all of it.
+
+Invariants:
+
+- A version is checked whole before a tensor of it is handed out.
+- What this process runs, and why it does not run the newest, is in its row: `applied` is said after
+  the last byte was copied, `refused` before the error is raised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, TypeAlias
+
+import torch
+from typing_extensions import Self
+
+from shmbus import BusClosedError
+from trainer_adapter.weights.carriers.base import CarriedVersion, ReaderCarrier
+from trainer_adapter.weights.carriers.checkpoint import CheckpointReader
+from trainer_adapter.weights.carriers.shm import ShmReader
+from trainer_adapter.weights.errors import (
+    LOAD_CODE,
+    MANIFEST_CODE,
+    TORN_CODE,
+    ManifestError,
+    TornWeightsError,
+    WeightsError,
+    WeightsTimeoutError,
+)
+from trainer_adapter.weights.loading import Targets, load, targets_of
+from trainer_adapter.weights.manifest import Manifest, Slice
+from trainer_adapter.weights.memory import view_of
+from trainer_adapter.weights.probe import CarrierName, choose
+
+__all__ = ["Verify", "WeightSubscriber", "Weights"]
+
+Verify: TypeAlias = Literal["off", "sample", "all"]
+
+
+class WeightSubscriber:
+    """Reads the weights of a bus; they need not be there yet.
+
+    Parameters
+    ----------
+    bus : str
+        The bus that they belong to.
+    device : str | torch.device
+        Where they go; said in this process's row.
+    carrier : "auto" | "shm" | "checkpoint"
+        As the publisher's.
+    verify : "off" | "sample" | "all"
+        Whether digests of some blocks, or of all, are compared before a version is handed out. The
+        publisher has to compute them.
+    directory : path, optional
+        Carrier "checkpoint": where files are.
+    label : str
+        For messages, and for `shmbus weights`.
+
+    Raises
+    ------
+    DeviceMismatchError
+        The device is not here.
+    WeightsError
+        The carrier cannot serve here.
+    ValueError
+        An option is none, or is another carrier's.
+
+    Examples
+    --------
+    >>> with WeightSubscriber("run1") as subscriber:
+    ...     with subscriber.latest(timeout=5.0) as weights:
+    ...         weights.load_into(model)
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        *,
+        device: str | torch.device = "cpu",
+        carrier: CarrierName = "auto",
+        verify: Verify = "off",
+        directory: Path | str | None = None,
+        label: str = "",
+    ) -> None:
+        if verify not in ("off", "sample", "all"):
+            raise ValueError(f"verify: expected 'off', 'sample' or 'all', got {verify!r}")
+        self.bus: Final = bus
+        self.carrier: Final = choose(carrier, device, directory=directory)
+        self._verify = verify
+        self._closed = False
+        self._reader: ReaderCarrier
+        if self.carrier.name == "checkpoint" and directory is not None:
+            self._reader = CheckpointReader(directory)
+        else:
+            self._reader = ShmReader(bus, label=label, device=str(torch.device(device)))
+
+    def latest(self, *, timeout: float | None = None) -> Weights:
+        """Lease the newest version.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for the first one; None waits for ever.
+
+        Returns
+        -------
+        Weights
+            For a ``with`` block.
+
+        Raises
+        ------
+        WeightsTimeoutError
+            There is none yet.
+        ManifestError
+            Its manifest cannot be used.
+        TornWeightsError
+            Its bytes are not what was published.
+        WeightsBusyError
+            There is no place for another reader.
+        BusClosedError
+            This subscriber is closed.
+        """
+        return self._open(0, timeout)
+
+    def wait(self, *, newer_than: int | None = None, timeout: float | None = None) -> int:
+        """Wait for a version.
+
+        Parameters
+        ----------
+        newer_than : int, optional
+            Any version with a larger number; None takes any.
+        timeout : float, optional
+            Seconds; None waits for ever.
+
+        Returns
+        -------
+        int
+            The newest version, which `latest` leases.
+
+        Raises
+        ------
+        WeightsTimeoutError
+            None came.
+        ManifestError, TornWeightsError, WeightsBusyError, BusClosedError
+            As for `latest`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        after = 0
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with self._open(after, left) as found:
+                if newer_than is None or found.version > newer_than:
+                    return found.version
+                after = found.sequence
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise WeightsTimeoutError(
+                        f"weights of bus {self.bus!r}: no version above {newer_than} in "
+                        f"{timeout:g} s; the newest is {found.version}"
+                    )
+
+    def _open(self, after: int, timeout: float | None) -> Weights:
+        if self._closed:
+            raise BusClosedError(f"the subscriber of bus {self.bus!r} is closed; make a new one")
+        version = self._reader.latest(after, timeout)
+        if self._verify != "off":
+            try:
+                version.verify(sample=self._verify == "sample")
+            except WeightsError as error:
+                code = TORN_CODE if isinstance(error, TornWeightsError) else LOAD_CODE
+                version.refused(code, str(error))
+                version.close()
+                raise
+        return Weights(version)
+
+    def close(self) -> None:
+        """Leave; weights that are out keep what they need."""
+        self._closed = True
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """One whole version: tensors by name, which are views of shared memory.
+
+    A view is read-only, though torch has no such thing: a store into it ends the process. It stays
+    what it is for as long as it lives, and so keeps its slot from the publisher; copy what is to
+    stay.
+    """
+
+    def __init__(self, version: CarriedVersion) -> None:
+        self._carried: CarriedVersion | None = version
+        self._tensors: dict[str, torch.Tensor] | None = None
+        self.version: Final = version.version
+        self.sequence: Final = version.sequence
+        self.text: Final = version.text
+        self.manifest: Final[Manifest] = version.manifest
+
+    def _open(self) -> CarriedVersion:
+        if self._carried is None:
+            raise BusClosedError(f"version {self.version} is closed; take the latest again")
+        return self._carried
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        if self._tensors is None:
+            self._tensors = self._open().tensors()
+        return self._tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return view_of(self._views(), self.manifest, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.names())
+
+    def __len__(self) -> int:
+        return len(self.manifest.names())
+
+    def load_into(
+        self,
+        model: Targets,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        slices: Mapping[str, Slice] | None = None,
+    ) -> int:
+        """Copy this version into parameters in place; checks all of it before the first byte.
+
+        Parameters
+        ----------
+        model : torch.nn.Module | mapping of Tensor
+            Of a DTensor, the local shard is written, and only its part is read.
+        strict : bool
+            Whether each tensor of one side has to be on the other.
+        cast : bool
+            Whether dtypes may differ.
+        slices : mapping of Slice, optional
+            Where a published tensor is a part of a fused one of the model: its name -> the part.
+
+        Returns
+        -------
+        int
+            Bytes written.
+
+        Raises
+        ------
+        ManifestError
+            What does not fit: missing, unexpected, shapes, dtypes, all of them. Nothing was
+            changed.
+        TornWeightsError
+            A copy failed: the model has some of this version.
+        BusClosedError
+            These weights are closed.
+        """
+        carried = self._open()
+        try:
+            written = load(
+                self.version,
+                self.manifest,
+                self._views(),
+                targets_of(model),
+                strict=strict,
+                cast=cast,
+                slices=slices,
+            )
+        except WeightsError as error:
+            code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
+            carried.refused(code, str(error))
+            raise
+        carried.applied()
+        return written
+
+    def applied(self) -> None:
+        """Say that this process runs this version, where something else has loaded it."""
+        self._open().applied()
+
+    def refused(self, reason: str, *, code: int = LOAD_CODE) -> None:
+        """Say that this process could not take this version; what it runs stays.
+
+        Parameters
+        ----------
+        reason : str
+            For people.
+        code : int
+            For programs.
+        """
+        self._open().refused(code, reason)
+
+    def close(self) -> None:
+        """Let go; views that are left keep the slot."""
+        self._tensors = None
+        if self._carried is not None:
+            self._carried.close()
+            self._carried = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
