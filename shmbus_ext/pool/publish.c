@@ -175,6 +175,11 @@ enum pool_status publish_join(struct pool *self, uint32_t *slot, struct slot_row
         file_lock_drop(self->fd, pool_lock_piece(at, rank));
         return POOL_DAMAGED;
     }
+    if (rank >= row->ranks) {
+        /* This publisher does not wait for it, and may be done with the slot at any moment. */
+        file_lock_drop(self->fd, pool_lock_piece(at, rank));
+        return POOL_NOTHING;
+    }
     self->own_writes |= UINT32_C(1) << at;
     atomic_store_explicit(&mine->started, sequence, memory_order_release);
     FAILPOINT("pool-piece-begun");

@@ -127,6 +127,23 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(
         reader.latest(timeout=0)
 
 
+def test_a_rank_never_writes_for_a_publisher_that_does_not_wait_for_it(
+    bus_name: str, spawn: Spawner
+) -> None:
+    with PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=SIZE), timeout=20) as alone:
+        text = RANK.replace("timeout=20", "timeout=0.2")
+        child = spawn.script(text, bus_name, 1, 2, "go")
+        child.expect("ready")
+        write = alone.begin(1, SIZE, meta=b"same")
+        assert write is not None
+        wait_until(lambda: "PoolTimeoutError" in child.output())
+        assert "published" not in child.output()
+        write.view()[:] = 1
+        write.finish()
+        assert read(bus_name) == (1, True)
+        alone.close(remove=True)
+
+
 def test_a_rank_learns_that_rank_0_has_died(bus_name: str, spawn: Spawner) -> None:
     leader = spawn.script(
         RANK.replace("rank=rank,", "rank=rank, spec=PoolSpec(slot_bytes=1 << 20),").replace(

@@ -1,0 +1,306 @@
+/* Processes as coroutines, and a search over all that may happen next.
+ *
+ * A process runs up to its next shared step and stops in front of it. The search tries each
+ * process's next step, late stores, and each death, depth first; a state that was met before is not
+ * entered again. What a process knows is told by the history of what it has observed.
+ *
+ * Invariant: when visit() returns, the world is what it was when it was called. */
+#include "pool_model.h"
+
+#include <limits.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+enum {
+    MAX_DEPTH = 4000,
+    MAX_TIMEOUTS = 30, /* of one run: more are no progress */
+    TABLE_BITS = 24,
+    STACK_MARGIN_BYTES = 256,
+    TRACE_LINES = 70,
+};
+
+struct world world;
+static alignas(64) uint8_t stacks[PROCESSES][STACK_BYTES];
+int running = -1;
+struct bounds bounds;
+uint64_t states_seen, runs_ended;
+
+static const struct scenario *scenario;
+static jmp_buf scheduler_at;
+static ucontext_t first_context;
+static uint64_t *table;
+static bool at_bound;
+static struct choice {
+    int8_t process;
+    uint8_t variant;
+    const char *where;
+} path[MAX_DEPTH];
+static unsigned depth;
+static uint8_t *saved;
+static size_t saved_room, saved_used;
+
+static void run_script(void) {
+    scenario->scripts[running]();
+    memory_drain(running);
+    world.processes[running].state = P_DONE;
+    _longjmp(scheduler_at, 1);
+}
+
+void engine_yield(const char *where, bool is_store) {
+    struct process *p = &world.processes[running];
+    p->where = where;
+    p->is_store = is_store;
+    p->lowest = (uint8_t *)__builtin_frame_address(0) - STACK_MARGIN_BYTES;
+    if (_setjmp(p->at) == 0) {
+        _longjmp(scheduler_at, 1);
+    }
+}
+
+void engine_pause(void) {
+    engine_yield("(idles)", false);
+    memory_drain(running);
+    world.processes[running].state = P_BLOCKED;
+    world.processes[running].futex = NOWHERE;
+    engine_yield("(waits for its turn)", false);
+}
+
+void engine_observe(uint64_t value) {
+    uint64_t *history = &world.processes[running].history;
+    *history = (*history ^ value) * UINT64_C(0x9E3779B97F4A7C15) + (*history >> 29);
+}
+
+static void resume(int process) {
+    struct process *p = &world.processes[process];
+    running = process;
+    if (_setjmp(scheduler_at) == 0) {
+        if (p->started) {
+            _longjmp(p->at, 1);
+        }
+        p->started = true;
+        getcontext(&first_context);
+        first_context.uc_stack.ss_sp = stacks[process];
+        first_context.uc_stack.ss_size = STACK_BYTES;
+        makecontext(&first_context, run_script, 0);
+        setcontext(&first_context);
+    }
+    if (world.processes[process].state == P_DONE) {
+        memory_release_locks(process);
+    }
+    /* A step is part of what it knows: the same values may have been seen elsewhere. */
+    for (const char *at = world.processes[process].where; at != NULL && *at != '\0'; at++) {
+        engine_observe((uint64_t)*at);
+    }
+    running = -1;
+}
+
+/* ---- snapshots ---- */
+
+static void push(const void *from, size_t bytes) {
+    if (saved_used + bytes > saved_room) {
+        saved_room = saved_room ? saved_room * 2 : 64 << 20;
+        saved = realloc(saved, saved_room);
+        if (saved == NULL) {
+            engine_fail("no memory for snapshots");
+        }
+    }
+    memcpy(saved + saved_used, from, bytes);
+    saved_used += bytes;
+}
+
+static void pop(void *to, size_t bytes) {
+    saved_used -= bytes;
+    memcpy(to, saved + saved_used, bytes);
+}
+
+static size_t stack_used(int process) {
+    const struct process *p = &world.processes[process];
+    return p->started ? (size_t)(stacks[process] + STACK_BYTES - p->lowest) : 0;
+}
+
+static void save(int process) {
+    size_t stack = stack_used(process);
+    push(stacks[process] + STACK_BYTES - stack, stack);
+    push(&world, sizeof world);
+}
+
+static void restore(int process) {
+    pop(&world, sizeof world);
+    size_t stack = stack_used(process);
+    pop(stacks[process] + STACK_BYTES - stack, stack);
+}
+
+/* ---- the search ---- */
+
+static uint64_t mix(uint64_t hash, uint64_t value) {
+    hash = (hash ^ value) * UINT64_C(0x9E3779B97F4A7C15);
+    return hash ^ (hash >> 32);
+}
+
+static bool enter_state(void) {
+    uint64_t hash = memory_hash();
+    const uint8_t *control = (const uint8_t *)&world.control;
+    for (size_t i = 0; i < sizeof world.control; i++) {
+        hash = mix(hash, control[i]);
+    }
+    for (int i = 0; i < PROCESSES; i++) {
+        const struct process *p = &world.processes[i];
+        bool lives = p->state == P_READY || p->state == P_BLOCKED;
+        hash = mix(hash, lives ? p->history : 0);
+        hash = mix(hash, (uint64_t)p->state | (uint64_t)p->started << 8 |
+                             (uint64_t)p->futex << 16);
+        for (uint32_t k = 0; k < p->late_count; k++) {
+            hash = mix(mix(hash, p->late[k].offset), p->late[k].value);
+        }
+    }
+    hash |= 1;
+    uint64_t mask = (UINT64_C(1) << TABLE_BITS) - 1;
+    uint64_t at = (hash >> 1) & mask;
+    for (; table[at] != 0; at = (at + 1) & mask) {
+        if (table[at] == hash) {
+            return false;
+        }
+    }
+    if (states_seen >= bounds.states || states_seen > mask / 8 * 7) {
+        at_bound = true;
+        return false;
+    }
+    table[at] = hash;
+    states_seen++;
+    return true;
+}
+
+static unsigned list_choices(struct choice *choices) {
+    const struct control *control = &world.control;
+    unsigned n = 0;
+    bool going = control->current >= 0 && world.processes[control->current].state == P_READY;
+    for (int i = 0; i < PROCESSES; i++) {
+        const struct process *p = &world.processes[i];
+        bool preempts = going && i != control->current;
+        if (p->state != P_READY || (preempts && control->preemptions >= bounds.preemptions)) {
+            continue;
+        }
+        choices[n++] = (struct choice){(int8_t)i, V_RUN, p->where};
+        if (p->started && p->is_store && control->delays < bounds.delays) {
+            choices[n++] = (struct choice){(int8_t)i, V_DELAY_STORE, p->where};
+        }
+    }
+    for (int i = 0; n == 0 && i < PROCESSES; i++) {
+        if (world.processes[i].state == P_BLOCKED) {
+            choices[n++] = (struct choice){(int8_t)i, V_TIMEOUT, world.processes[i].where};
+        }
+    }
+    for (int i = 0; i < PROCESSES && control->deaths < bounds.deaths; i++) {
+        const struct process *p = &world.processes[i];
+        bool lives = p->state == P_READY || p->state == P_BLOCKED;
+        if ((scenario->mortal >> i & 1) != 0 && p->started && lives) {
+            choices[n++] = (struct choice){(int8_t)i, V_KILL, p->where};
+        }
+    }
+    return n;
+}
+
+static void apply(const struct choice *choice) {
+    struct control *control = &world.control;
+    struct process *p = &world.processes[choice->process];
+    path[depth] = *choice;
+    if (choice->variant == V_KILL) {
+        /* What it has executed arrives; then the kernel drops its locks. */
+        memory_drain(choice->process);
+        memory_release_locks(choice->process);
+        p->state = P_DEAD;
+        control->deaths++;
+        return;
+    }
+    if (choice->variant == V_TIMEOUT) {
+        if (control->deaths == 0 && p->futex != NOWHERE && scripts_is_owed(choice->process)) {
+            engine_fail("P%d sleeps, though nobody died and there is work for it: a lost wake-up",
+                        choice->process);
+        }
+        if (++control->timeouts > MAX_TIMEOUTS) {
+            engine_fail("no progress after %d timeouts", MAX_TIMEOUTS);
+        }
+        p->state = P_READY;
+        p->wait_result = 1;
+        return;
+    }
+    if (control->current != choice->process) {
+        bool preempts =
+            control->current >= 0 && world.processes[control->current].state == P_READY;
+        control->preemptions = (uint8_t)(control->preemptions + preempts);
+        control->current = choice->process;
+    }
+    control->delays = (uint8_t)(control->delays + (choice->variant == V_DELAY_STORE));
+    p->variant = (enum variant)choice->variant;
+    resume(choice->process);
+}
+
+/* Not part of visit(), whose frames are as many as a run has steps. */
+__attribute__((noinline)) static void audit(void) {
+    struct world before = world;
+    scripts_audit();
+    world = before;
+    runs_ended++;
+}
+
+static void visit(void) {
+    if (!enter_state()) {
+        return;
+    }
+    if (depth + 1 >= MAX_DEPTH) {
+        engine_fail("a run of %d steps: no progress", MAX_DEPTH);
+    }
+    struct choice choices[PROCESSES * 4];
+    unsigned n = list_choices(choices);
+    if (n == 0) {
+        audit();
+        return;
+    }
+    for (unsigned i = 0; i < n; i++) {
+        int process = choices[i].process;
+        save(process);
+        apply(&choices[i]);
+        depth++;
+        visit();
+        depth--;
+        restore(process);
+    }
+}
+
+bool engine_search(const struct scenario *which) {
+    scenario = which;
+    depth = 0;
+    saved_used = 0;
+    states_seen = runs_ended = 0;
+    at_bound = false;
+    free(table);
+    table = calloc(UINT64_C(1) << TABLE_BITS, sizeof *table);
+    memset(&world, 0, sizeof world);
+    world.control.current = -1;
+    for (int i = 0; i < PROCESSES; i++) {
+        world.processes[i].state = which->scripts[i] == NULL ? P_UNUSED : P_READY;
+        world.processes[i].history = 1;
+    }
+    scripts_prepare(which);
+    visit();
+    return !at_bound;
+}
+
+void engine_fail(const char *format, ...) {
+    static const char *const variants[] = {"", "(late)", "DIES", "times out"};
+    va_list arguments;
+    fprintf(stderr, "violation in scenario '%s': ", scenario->name);
+    va_start(arguments, format);
+    vfprintf(stderr, format, arguments);
+    va_end(arguments);
+    fprintf(stderr, "\n  after %u steps; the last of them:\n", depth + 1);
+    for (unsigned i = depth > TRACE_LINES ? depth - TRACE_LINES : 0; i <= depth; i++) {
+        const char *where = path[i].where == NULL ? "(begins)" : path[i].where;
+        const char *slash = strrchr(where, '/');
+        fprintf(stderr, "  %4u  P%d %-28s %s\n", i, path[i].process, slash ? slash + 1 : where,
+                variants[path[i].variant]);
+    }
+    exit(1);
+}
