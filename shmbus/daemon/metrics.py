@@ -71,6 +71,7 @@ class BusCollector(Collector):
         yield up
         yield from _ledger(status)
         yield from _failures(status)
+        yield from _requests(status)
         yield from _space(status)
         yield from _collector(status)
         yield from _producers(status)
@@ -133,6 +134,36 @@ def _failures(status: BusStatus) -> Iterator[Metric]:
         "state",
         {"taken": taken, "open": len(status.wanted) - taken},
     )
+
+
+def _requests(status: BusStatus) -> Iterator[Metric]:
+    lane, lead = status.requests, status.lead
+    if lane is not None:
+        counter = CounterMetricFamily(
+            "shmbus_requested_samples", "Samples requested of workers.", labels=["bus"]
+        )
+        counter.add_metric([status.name], lane.offered)
+        yield counter
+        yield _gauges(
+            "shmbus_requests",
+            "Requested samples, by state.",
+            status,
+            "state",
+            {
+                "open": lane.open,
+                "claimed": lane.claimed,
+                "done": lane.done,
+                "given_up": lane.given_up,
+            },
+        )
+    if lead is not None:
+        yield _gauges(
+            "shmbus_lead_groups",
+            "Groups begun and not delivered, and how many there may be.",
+            status,
+            "kind",
+            {"held": lead.held, "limit": lead.limit},
+        )
 
 
 def _space(status: BusStatus) -> Iterator[Metric]:

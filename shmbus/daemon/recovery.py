@@ -233,6 +233,10 @@ class InDoubt:
         """Keep leases until their client claims them or is dead."""
         self._leases.setdefault(client, []).extend(leases)
 
+    def leases(self) -> list[Lease]:
+        """Return the leases in doubt, in no order."""
+        return [lease for leases in self._leases.values() for lease in leases]
+
     def clients(self) -> set[int]:
         """Clients that may still hold leases."""
         return self.withheld.clients() | set(self._leases)

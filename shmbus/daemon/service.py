@@ -105,7 +105,16 @@ class Service:
         self._claims: Claims | None = Claims()
         self._reclaim_until_s = self.began_s + limits.RECLAIM_WAIT_S
         self._next_reap_s = 0.0
+        collector.held_elsewhere = self._held_elsewhere
         self._finish_recovery(self.began_s)
+
+    def _held_elsewhere(self) -> list[list[_core.Trajectory]] | None:
+        """Return groups of clients that the stash never had; None while some are unknown."""
+        if len(self._in_doubt.withheld):
+            return None
+        leases = [lease for session in self.sessions.values() for lease in session.leases.values()]
+        leases += [*self._table.returned, *self._in_doubt.leases()]
+        return [lease.samples for lease in leases if lease.group is None]
 
     # -- the ring -------------------------------------------------------------------------------
 

@@ -36,6 +36,9 @@ _SLOT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["producer_slot"]))  # type: 
 _EXTENT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["extent_desc"]))  # type: ignore[call-overload]
 _RETRY_BYTES: Final = _core.RETRY_ENTRIES * _LAYOUT["retry_entry"]["itemsize"]
 _DECLARED_BYTES: Final = _LAYOUT["declared_part"]["itemsize"]
+_LEAD_BYTES: Final = _core.request_layout()["lead_table"]["itemsize"] + 8 * _core.LEAD_ROWS
+#: The request lane begins at a multiple of this, as its widest fields ask for.
+_LANE_ALIGN: Final = 128
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024
@@ -212,6 +215,20 @@ class SegmentFile:
         """Read the declared schema; LayoutMismatchError where it is damaged."""
         position = _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
         return decode_part(self.name, self._read(_DECLARED_BYTES, position))
+
+    def read(self, count: int, position: int) -> bytes:
+        """Read `count` bytes of the file, with zeros beyond its end."""
+        return self._read(count, position)
+
+    @property
+    def lead_offset(self) -> int:
+        """Where the bound on groups lies, behind the retry table."""
+        return _tables_bytes(self.max_producers, self.extent_count)
+
+    @property
+    def requests_offset(self) -> int:
+        """Where the request lane begins."""
+        return -(-(self.lead_offset + _LEAD_BYTES) // _LANE_ALIGN) * _LANE_ALIGN
 
     def runs(self) -> list[Run]:
         """Find every leased run, lane by lane in the order of writing."""

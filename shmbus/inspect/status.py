@@ -21,6 +21,7 @@ from shmbus.control import messages
 from shmbus.control.ask import ask_status
 from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
 from shmbus.inspect.records import Run
+from shmbus.inspect.request_lane import read_lead, read_requests
 from shmbus.inspect.retry_table import read_wanted
 from shmbus.inspect.schema import read_schema
 from shmbus.inspect.segment_file import SegmentFile
@@ -166,6 +167,8 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
         collector=collector,
         wanted=read_wanted(file),
         groups_given_up=int(header["groups_failed"]),
+        lead=read_lead(file),
+        requests=read_requests(file),
         producers=_producers(file, runs, walk=walk),
         schema=schema,
         schema_problem=schema_problem,

@@ -20,6 +20,8 @@ def status_text(status: BusStatus) -> str:
     blocks = [_head(status), _ledger(status), _groups(status)]
     if status.wanted or status.groups_given_up or status.ledger.dropped.get("failed"):
         blocks.append(_wanted(status))
+    if status.lead is not None or status.requests is not None:
+        blocks.append(_requests(status))
     blocks.append(_collector(status))
     if status.daemon is not None:
         blocks.append(_daemon(status.daemon))
@@ -99,6 +101,28 @@ def _groups(status: BusStatus) -> str:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
+
+
+def _requests(status: BusStatus) -> str:
+    lines = []
+    if status.requests is not None:
+        lane = status.requests
+        served = (
+            "nobody has ever taken one: start workers that call Producer.next_request"
+            if lane.taken_s is None
+            else f"the last was taken {show_duration(lane.taken_s)} ago"
+        )
+        lines.append(
+            f"requests  {show_count(lane.groups)} groups; of {show_count(lane.offered)} samples "
+            f"{show_count(lane.open)} are open, {show_count(lane.claimed)} with workers, "
+            f"{show_count(lane.done)} done, {show_count(lane.given_up)} given up; {served}"
+        )
+    if status.lead is not None:
+        lines.append(
+            f"lead  {show_count(status.lead.held)} groups are begun and not delivered, of at most "
+            f"{show_count(status.lead.limit)} now"
+        )
+    return "\n".join(lines)
 
 
 def _wanted(status: BusStatus) -> str:

@@ -314,6 +314,49 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     leases: list[LeaseStatus] = []
 
 
+class LeadStatus(msgspec.Struct, frozen=True):
+    """How far producers are ahead.
+
+    Attributes
+    ----------
+    held, limit : int
+        Groups that are begun and not delivered, and how many there may be now.
+    max_lead, max_lead_versions : int | None
+        The bounds that the bus was created with.
+    """
+
+    held: int
+    limit: int
+    max_lead: int | None
+    max_lead_versions: int | None
+
+
+class RequestsStatus(msgspec.Struct, frozen=True):
+    """Samples that were requested, by what became of them.
+
+    Attributes
+    ----------
+    offered : int
+        Since the bus was created.
+    open, claimed : int
+        Not taken by a worker, or given back; and in the hands of workers.
+    done, given_up : int
+        Answered; and not made, since their group has ended without them.
+    groups : int
+        Requests that have not ended.
+    taken_s : float | None
+        Seconds since a worker took one; None where none ever did.
+    """
+
+    offered: int
+    open: int
+    claimed: int
+    done: int
+    given_up: int
+    groups: int
+    taken_s: float | None
+
+
 class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A bus at a glance.
 
@@ -354,6 +397,10 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         Open retry requests.
     groups_given_up : int
         Groups that were given up for a failed sample, since the bus was created.
+    lead : LeadStatus | None
+        How far producers are ahead, where the bus bounds it.
+    requests : RequestsStatus | None
+        Samples that were requested, where any was.
     daemon : DaemonStatus | None
         The daemon's answer, where one serves the bus.
     schema : list[SchemaField] | None
@@ -384,6 +431,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     producers: list[ProducerStatus]
     wanted: list[WantedStatus] = []
     groups_given_up: int = 0
+    lead: LeadStatus | None = None
+    requests: RequestsStatus | None = None
     daemon: DaemonStatus | None = None
     schema: list[SchemaField] | None = None
     schema_problem: str = ""

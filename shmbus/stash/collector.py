@@ -97,8 +97,9 @@ class Collector:
         self._attach_epoch = self.segment.attach_epoch
         self._lead = Lead(self.segment)
         self._requests = Requests(self.segment)
-        #: Samples of groups that others hold from an earlier collector, and the stash never had.
-        self.held_elsewhere: Callable[[], list[list[Trajectory]]] = list
+        #: Groups that others hold from an earlier collector, and the stash never had; None while
+        #: some of them are not known.
+        self.held_elsewhere: Callable[[], list[list[Trajectory]] | None] = list
 
     def require(self) -> None:
         """Raise BusClosedError in a child of the process that attached."""
@@ -200,13 +201,22 @@ class Collector:
         """Clear up after deaths and discards, with all that was committed before in the stash."""
         samples = self.stash.waiting_samples()
         present = {(sample.instance_id, sample.epoch) for sample in samples}
+        if self._requests.checks:
+            # First: a request that has ended holds no place for its group.
+            self._end_requests(present)
         if self._lead.checks:
             self._lead.end_check(present.union(self._requests.handed_out()))
-        if self._requests.checks:
-            present.update(
-                (held[0].instance_id, held[0].epoch) for held in self.held_elsewhere() if held
-            )
-            self._requests.end_check(lambda group: group in present or self.stash.is_full(group))
+
+    def _end_requests(self, present: set[tuple[str, int | None]]) -> None:
+        elsewhere = self.held_elsewhere()
+        if elsewhere is None:
+            self._requests.end_check(lambda group: True)
+            self._requests.doubt()
+            return
+        held = {(samples[0].instance_id, samples[0].epoch) for samples in elsewhere if samples}
+        self._requests.end_check(
+            lambda group: group in present or group in held or self.stash.is_full(group)
+        )
 
     def _doubt(self) -> None:
         self._lead.doubt()

@@ -33,6 +33,15 @@ void map_segment(struct segment *s) {
     s->extents = (struct extent_desc *)(void *)((uint8_t *)s->extents + shift);
     s->intent_log = (_Atomic uint64_t *)(void *)((uint8_t *)s->intent_log + shift);
     s->retries = (struct retry_entry *)(void *)((uint8_t *)s->retries + shift);
+    s->lead = (struct lead_table *)(void *)((uint8_t *)s->lead + shift);
+    struct request_parts *parts = &s->requests;
+    parts->lane = (struct request_lane *)(void *)((uint8_t *)parts->lane + shift);
+    parts->rows = (struct request_row *)(void *)((uint8_t *)parts->rows + shift);
+    parts->order = (_Atomic uint32_t *)(void *)((uint8_t *)parts->order + shift);
+    parts->cells = (struct request_cell *)(void *)((uint8_t *)parts->cells + shift);
+    parts->block_bits = (uint64_t *)(void *)((uint8_t *)parts->block_bits + shift);
+    parts->unit_bits = (uint64_t *)(void *)((uint8_t *)parts->unit_bits + shift);
+    parts->units += shift;
     s->data += shift;
 }
 
@@ -158,6 +167,9 @@ static bool take(struct actor *self) {
     ghost_delivered(&self->reader, &ref, self->life);
     self->keys[self->held_count][0] = self->reader.copy.header.producer_id;
     self->keys[self->held_count][1] = self->reader.copy.header.sequence;
+    if (self->reader.copy.header.group_size == 2) {
+        world.control.ghost.prompt_answers[self->reader.copy.header.index]++;
+    }
     self->held[self->held_count++] = ref;
     return true;
 }
@@ -256,6 +268,7 @@ void audit_script(void) {
     drain(self);
     ghost_end(&self->reader);
     audit_retries(&self->segment);
+    audit_prompts(&self->segment);
     if (writer_attach(&self->writer, &self->segment, "a") != WRITER_OK) {
         engine_fail("no slot is free at the end");
     }

@@ -22,6 +22,10 @@ void request_one(enum patience patience, uint8_t takers);
 void take_request(enum deed deed, uint8_t askers);
 void scribble(enum part part);
 
+void offer_prompt(void);
+/* Takes and answers samples until those have finished and none is left. */
+void work_on_prompts(uint8_t feeders);
+
 /* What scripts share. */
 void map_segment(struct segment *segment); /* as the process that runs sees it */
 bool are_finished(uint8_t processes);      /* by bit: ended, or dead */

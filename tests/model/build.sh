@@ -20,8 +20,8 @@ compile() { # SOURCE FLAGS...
     # shellcheck disable=SC2086 # several words
     $cc $flags "$@" -c "$source" -o "$into/$(basename "$source" .c).o"
 }
-for name in attach clock count doorbell extents intent_log lane moved_set reader reclaim record \
-    recovery retry_table writer; do
+for name in attach clock count doorbell extents intent_log lane lead moved_set reader reclaim record \
+    recovery request_feed request_row requests retry_table writer; do
     compile "$ring/$name.c" -include tests/model/hooks.h
 done
 kernel="-Dfile_lock_take=kernel_take -Dfile_lock_drop=kernel_drop"
@@ -30,7 +30,9 @@ compile "$ring/segment.c" $small $kernel
 # shellcheck disable=SC2086
 compile "$ring/file_lock.c" $kernel
 compile "$ring/checksum.c"
-for name in engine memory ghost ghost_retry actors retries explore; do
+# shellcheck disable=SC2086
+compile "$ring/request_parts.c" $small
+for name in engine memory ghost ghost_retry actors prompts retries explore; do
     # shellcheck disable=SC2086
     compile "tests/model/$name.c" $small
 done

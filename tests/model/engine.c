@@ -73,7 +73,7 @@ void engine_yield(enum operation op, uint32_t offset, int order, const char *whe
 }
 
 static void release_locks(int process) {
-    for (unsigned i = 0; i <= MAX_SLOTS; i++) {
+    for (unsigned i = 0; i < sizeof world.control.lock_owner; i++) {
         if (world.control.lock_owner[i] == process + 1) {
             world.control.lock_owner[i] = 0;
         }

@@ -62,6 +62,9 @@ ROLE(gives_back, take_request(GIVES_BACK, 4))
 ROLE(answers_either, take_request(ANSWERS, 12))
 ROLE(answers_beside, take_request(ANSWERS, 2))
 
+ROLE(offers_prompt, offer_prompt())
+ROLE(works_on_prompts, work_on_prompts(1))
+
 ROLE(scribbles_text, scribble(A_TEXT))
 ROLE(scribbles_number, scribble(A_NUMBER))
 ROLE(scribbles_claim, scribble(A_CLAIM))
@@ -188,6 +191,14 @@ static const struct scenario scenarios[] = {
      .mortal = 15,
      .deaths = 2,
      .preemptions = 1},
+    {.name = "prompts",
+     .about = "a feeder offers a group of two, and two workers answer it",
+     .scripts = {offers_prompt, works_on_prompts, works_on_prompts},
+     .extents = 4,
+     .producers = 2,
+     .mortal = 7,
+     .deaths = 2,
+     .preemptions = 2},
     {.name = "text",
      .about = "a request is scribbled over",
      .scripts = {answers_beside, asks_one, scribbles_text},

@@ -400,6 +400,7 @@ int model_clock_gettime(clockid_t clock, struct timespec *ts) {
 
 static uint8_t *lock_place(int64_t byte) {
     return &world.control.lock_owner[byte == SHMBUS_LOCK_COLLECTOR ? MAX_SLOTS
+                                     : byte == SHMBUS_LOCK_FEEDER  ? MAX_SLOTS + 1
                                                                    : byte - SHMBUS_LOCK_SLOT];
 }
 

@@ -5,6 +5,7 @@
  * ghost.c    what must hold: told by the scripts, checked at each step and at each end
  * ghost_retry.c  the same, of retry requests
  * actors.c   what a producer, a collector and the auditor do
+ * prompts.c  what a feeder and workers do with the request lane
  * retries.c  what the collector and the producers of retry requests do
  * explore.c  the scenarios, the command line
  *
@@ -119,6 +120,7 @@ struct ghost {
     uint8_t ack_set_undone[MAX_ACK_SETS];
     uint8_t ack_set_owner[MAX_ACK_SETS]; /* process */
     uint8_t ack_sets;
+    uint8_t prompt_answers[2]; /* that were read, by index; of groups of two */
     uint8_t readers; /* lives of collectors so far */
     uint8_t finished; /* producers that closed or died, by bit */
 };
@@ -128,7 +130,7 @@ struct control {
     uint64_t memory_hash;
     uint64_t clock_ns;
     struct ghost ghost;
-    uint8_t lock_owner[MAX_SLOTS + 1]; /* process + 1; the last is the collector's */
+    uint8_t lock_owner[MAX_SLOTS + 2]; /* process + 1; the last are the collector's and the feeders' */
     int8_t current;
     uint8_t preemptions, deaths, delays, timeouts;
     uint8_t vain; /* who has looked in vain since anything changed, by bit */
@@ -223,5 +225,7 @@ bool ghost_wants_in_vain(void);
 void audit_script(void);
 /* retries.c */
 void audit_retries(const struct segment *segment);
+/* prompts.c */
+void audit_prompts(struct segment *segment);
 
 #endif

@@ -17,6 +17,8 @@ from lane import ask, take_all, totals
 
 import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer, Request
+from shmbus.inspect.status import read_status
+from shmbus.inspect.status_text import status_text
 from shmbus_ext import _core
 
 X = np.zeros(4, np.float32)
@@ -428,3 +430,36 @@ def test_a_failed_group_lets_the_next_begin(bus_name: str) -> None:
             )
         )
         assert found[0].instance_id == "b"
+
+
+# -- seen from outside
+
+
+def test_a_status_says_what_the_lane_holds_and_how_far_producers_are_ahead(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "4MiB", max_lead=3) as bus,
+        Feeder(bus_name) as feeder,
+        Producer(bus_name) as producer,
+        Consumer(bus_name, group_timeout=0.1, on_timeout="drop") as consumer,
+    ):
+        status = read_status(bus_name)
+        assert status.requests is None and status.lead is not None
+        assert (status.lead.held, status.lead.limit, status.lead.max_lead) == (0, 3, 3)
+        for number in range(5):
+            feeder.request(f"q{number}", group_size=2)
+        assert "nobody has ever taken one" in status_text(read_status(bus_name))
+        requests = [producer.next_request(5) for _ in range(5)]
+        for request in requests[:3]:
+            assert request is not None and producer.put_for(request, x=X)
+        consumer.take(1, timeout=10)[0].ack()
+        wait_until(
+            lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 3
+        )
+        status = read_status(bus_name)
+        assert status.requests is not None and status.lead is not None
+        seen = status.requests
+        assert (seen.offered, seen.open, seen.claimed, seen.done, seen.given_up) == totals(bus)[:5]
+        assert (seen.done, seen.given_up, seen.groups) == (3, 1, 3)
+        assert status.lead.held == 1
+        text = status_text(status)
+        assert "3 groups; of 10 samples" in text and "lead  1 groups are begun" in text

@@ -1,0 +1,86 @@
+"""The request lane and the bound on groups of a segment's file, for operators.
+
+Invariant: the lane's sizes follow from the geometry, and every index that a row gives is bounded by
+them; a row that changes while it is read may be counted as it was or as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import LeadStatus, RequestsStatus
+from shmbus_ext import _core
+
+__all__ = ["read_lead", "read_requests"]
+
+_TYPES: Final[dict[str, np.dtype[Any]]] = {
+    name: np.dtype(dict(note))  # type: ignore[call-overload]
+    for name, note in _core.request_layout().items()
+}
+_OPEN, _ENDED = 2, 3
+#: Kinds of a cell's claim, and the producer of a sample that nobody will make.
+_IS_OPEN, _IS_CLAIMED, _IS_DONE = 1, 2, 3
+_NOBODY = (1 << 34) - 1
+
+
+def read_lead(file: SegmentFile) -> LeadStatus | None:
+    """Read how far producers are ahead; None where the bus does not bound it."""
+    at = file.lead_offset
+    head = np.frombuffer(file.read(_TYPES["lead_table"].itemsize, at), _TYPES["lead_table"])[0]
+    limit = int(head["limit"])
+    if not limit:
+        return None
+    rows = np.frombuffer(file.read(8 * _core.LEAD_ROWS, at + _TYPES["lead_table"].itemsize), "<u8")
+    versions = int(head["max_versions"])
+    return LeadStatus(
+        held=int(np.count_nonzero(rows)),
+        limit=limit,
+        max_lead=int(head["max_groups"]) or None,
+        max_lead_versions=versions - 1 if versions else None,
+    )
+
+
+def read_requests(file: SegmentFile) -> RequestsStatus | None:
+    """Count requested samples by what became of them; None where none was ever requested."""
+    start = file.requests_offset
+    lane = np.frombuffer(file.read(_TYPES["request_lane"].itemsize, start), _TYPES["request_lane"])
+    parts = _core.request_divide(file.data_offset - start)
+    if parts is None or not int(lane["number"][0]):
+        return None
+    size = _TYPES["request_row"].itemsize
+    rows = np.frombuffer(
+        file.read(parts["row_count"] * size, start + parts["rows"]), _TYPES["request_row"]
+    )
+    cells = np.frombuffer(
+        file.read(parts["units"] - parts["cells"], start + parts["cells"]), _TYPES["request_cell"]
+    )["claim"]
+    states = rows["word"] & np.uint64(3)
+    ended = rows[states == _ENDED]
+    done = int(lane["done"][0]) + int(ended["ended_done"].sum())
+    given_up = int(lane["given_up"][0]) + int(ended["ended_given_up"].sum())
+    counts = {_IS_OPEN: 0, _IS_CLAIMED: 0, _IS_DONE: 0}
+    open_rows = rows[states == _OPEN]
+    for first, group_size in zip(
+        open_rows["first_cell"].tolist(), open_rows["group_size"].tolist(), strict=True
+    ):
+        claims = cells[first : first + group_size]
+        kinds = claims >> np.uint64(62)
+        producers = (claims >> np.uint64(28)) & np.uint64(_NOBODY)
+        nobody = (kinds == _IS_DONE) & (producers == _NOBODY)
+        given_up += int(np.count_nonzero(nobody))
+        done -= int(np.count_nonzero(nobody))
+        for kind in counts:
+            counts[kind] += int(np.count_nonzero(kinds == kind))
+    taken_ns = int(lane["taken_ns"][0])
+    return RequestsStatus(
+        offered=int(lane["offered"][0]),
+        open=counts[_IS_OPEN],
+        claimed=counts[_IS_CLAIMED],
+        done=done + counts[_IS_DONE],
+        given_up=given_up,
+        groups=len(open_rows),
+        taken_s=max(0.0, (_core.monotonic_ns() - taken_ns) / 1e9) if taken_ns else None,
+    )
