@@ -56,7 +56,9 @@
 #define SHMBUS_RETRY_REASON_BYTES 192u
 /* A declared schema as text and sizes: 64 fields of 40 bytes of name and dtype and 8 dimensions
  * take 7 KiB. */
+#ifndef SHMBUS_DECLARED_BYTES /* the explorer's segments are small */
 #define SHMBUS_DECLARED_BYTES 16376u
+#endif
 /* Names of dimensions in one declared schema. */
 #define SHMBUS_MAX_DIMENSION_NAMES 64u
 
@@ -403,7 +405,7 @@ struct declared_part {
     uint32_t crc;
     uint8_t text[SHMBUS_DECLARED_BYTES];
 };
-_Static_assert(sizeof(struct declared_part) == 16384, "four pages");
+_Static_assert(sizeof(struct declared_part) == 8 + SHMBUS_DECLARED_BYTES, "layout");
 _Static_assert(offsetof(struct declared_part, text) == 8, "layout");
 
 struct declared_head {

@@ -10,7 +10,7 @@ ring=$1
 into=$2
 shift 2
 cc=${CC:-cc}
-flags="-std=c11 -D_GNU_SOURCE= -Wall -Wextra -Wconversion -Werror -g -I$ring/.. -Itests/model $*"
+flags="-std=c11 -D_GNU_SOURCE= -Wall -Wextra -Wconversion -Werror -g -I$ring/.. -Itests/model -DSHMBUS_DECLARED_BYTES=56u $*"
 mkdir -p "$into"
 rm -f "$into"/*.o
 small="-include tests/model/small.h"
@@ -32,6 +32,8 @@ compile "$ring/file_lock.c" $kernel
 compile "$ring/checksum.c"
 # shellcheck disable=SC2086
 compile "$ring/request_parts.c" $small
+# shellcheck disable=SC2086
+compile "$ring/declared_schema.c" $small
 for name in engine memory ghost ghost_retry actors prompts retries explore; do
     # shellcheck disable=SC2086
     compile "tests/model/$name.c" $small
