@@ -36,7 +36,7 @@ from trainer_adapter.demo.report import (
 )
 from trainer_adapter.demo.sampler import PolicyConfig, Sampler
 from trainer_adapter.demo.supervisor import Supervisor
-from trainer_adapter.demo.task import SortTask
+from trainer_adapter.demo.task import SortTask, show
 from trainer_adapter.demo.view import Figures, LiveView, PlainView
 from trainer_adapter.demo.weights import WeightsChannel
 from trainer_adapter.demo.worker import WorkerConfig
@@ -46,8 +46,8 @@ from trainer_adapter.handler.handler import OnlineDataHandler
 CAPACITY: Final = "32MiB"
 #: Groups in a batch: enough that the direction of a step is not noise.
 GROUPS_PER_BATCH: Final = 48
-#: Prompts that a worker samples as one batch.
-PROMPTS_AT_ONCE: Final = 6
+#: Samples that a worker makes as one batch.
+SAMPLES_AT_ONCE: Final = 48
 #: How far the workers may be ahead of the trainer, in batches.
 AHEAD_BATCHES: Final = 1.0
 #: Groups whose oldest sample is more versions behind are dropped: older ones slow the learning.
@@ -99,6 +99,8 @@ class Demo:
         self.evaluations: list[Point] = []
         self.last: Evaluation | None = None
         self.groups = self.sequences = self.tokens = 0
+        self.requested = 0
+        self._rng = np.random.default_rng(config.seed)
         self.interrupted = False
         self._recent: list[tuple[float, int, int]] = []
         self._next_look_s = 0.0
@@ -158,16 +160,12 @@ class Demo:
         return self._summary(handler, supervisor)
 
     def _worker_config(self, name: str) -> WorkerConfig:
-        share = GROUPS_PER_BATCH / self.config.workers
         return WorkerConfig(
             bus=name,
             number=0,
             life=0,
             seed=self.config.seed,
-            group_size=self.config.group_size,
-            prompts_at_once=PROMPTS_AT_ONCE,
-            groups_per_version=share,
-            ahead=AHEAD_BATCHES,
+            samples_at_once=SAMPLES_AT_ONCE,
             parent=os.getpid(),
         )
 
@@ -198,6 +196,7 @@ class Demo:
         """Wait in short turns, so that dead workers are restarted while the trainer waits."""
         deadline = time.monotonic() + FIRST_BATCH_S
         while True:
+            self._request_groups(handler)
             supervisor.tend()
             with suppress(TimeoutError):
                 return handler.next_batch(timeout=LOOK_PERIOD_S)
@@ -205,6 +204,18 @@ class Demo:
             if time.monotonic() > deadline:
                 # The message of this error says what is missing.
                 return handler.next_batch(timeout=0)
+
+    def _request_groups(self, handler: OnlineDataHandler) -> None:
+        """Offer prompts, so that the workers have as many as they may be ahead."""
+        open_groups = handler.stats().requests.groups
+        for _ in range(round(GROUPS_PER_BATCH * (1 + AHEAD_BATCHES)) - open_groups):
+            prompt = self.task.sample_prompt(self._rng)
+            self.requested += 1
+            handler.request(
+                f"{show(prompt)}#{self.requested}",
+                group_size=self.config.group_size,
+                prompt=prompt,
+            )
 
     def _evaluate(self, policy: Policy) -> None:
         self.sampler.load(policy.export_weights())

@@ -1,17 +1,15 @@
 """A rollout worker of the demo, as a process of its own: numpy and the bus, no torch.
 
-It samples the completions of several prompts at once and puts them interleaved, some of them a
-round later, as rollouts of different lengths would finish: so the groups of all workers mix in the
-ring, and a worker that is killed leaves groups behind that never become complete. It keeps pace
-with the trainer: for each policy version it puts its share of a batch, and is ahead by a bounded
-number of batches, which keeps the samples fresh.
+It takes prompts that the trainer requests, many samples at once, and puts the answers interleaved,
+some of them a round later, as rollouts of different lengths would finish. So the groups of all
+workers mix in the ring. What a worker that is killed had in hand is taken by others. The trainer
+requests a bounded number of groups, which keeps the samples fresh.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import Any, Final
 
 import msgspec
@@ -19,13 +17,11 @@ import numpy as np
 
 import shmbus
 from trainer_adapter.demo.sampler import PolicyConfig, Sampler
-from trainer_adapter.demo.task import SortTask, reward, show
+from trainer_adapter.demo.task import SortTask, reward
 from trainer_adapter.demo.weights import WeightsChannel
 
-#: Seconds between checks for a new policy version while this worker is ahead of the trainer.
-AHEAD_POLL_S: Final = 0.002
-#: Seconds after which it continues anyway: groups may be lost with another worker.
-AHEAD_LIMIT_S: Final = 1.0
+#: Seconds that a worker waits for a prompt before it looks whether the trainer is there still.
+REQUEST_WAIT_S: Final = 0.5
 #: Share of the samples at hand that finish a round later.
 KEPT_BACK_SHARE: Final = 0.3
 #: Seconds that a put waits for space.
@@ -40,13 +36,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     bus : str
     number, life : int
         Which worker it is, and how often it was restarted: its randomness follows from both.
-    seed, group_size : int
-    prompts_at_once : int
-        Prompts sampled together, as one batch of the sampler.
-    groups_per_version : float
-        This worker's share of a batch.
-    ahead : float
-        How many batches it may be ahead of the trainer.
+    seed : int
+    samples_at_once : int
+        Samples that one batch of the sampler makes.
     parent : int
         Process id of the trainer: the worker ends when that is gone.
     """
@@ -55,10 +47,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     number: int
     life: int
     seed: int
-    group_size: int
-    prompts_at_once: int
-    groups_per_version: float
-    ahead: float
+    samples_at_once: int
     parent: int
 
 
@@ -72,25 +61,16 @@ class Worker:
         self.rng = np.random.default_rng((config.seed, config.number, config.life))
         self.weights = WeightsChannel(config.bus, policy.num_parameters)
         self.producer = shmbus.Producer(config.bus, label=f"rollout worker {config.number}")
-        self.first_version = self.producer.policy_version
         self.version = -1
-        self.prompts = 0
-        self.waived = 0.0
-        self.unsent: list[dict[str, Any]] = []
+        self.unsent: list[tuple[shmbus.Request, dict[str, Any]]] = []
 
     def run(self) -> None:
         """Work until the trainer is gone or the bus is closed."""
         while os.getppid() == self.config.parent:
             self.refresh()
-            if self.prompts >= self.allowance():
-                self.wait_for_version()
-            else:
-                self.put_groups()
-
-    def allowance(self) -> float:
-        """Return how many groups may have been put by now."""
-        versions = self.version - self.first_version + 1 + self.config.ahead
-        return versions * self.config.groups_per_version + self.waived
+            requests = self.take()
+            if requests:
+                self.sample(requests)
 
     def refresh(self) -> None:
         """Load the newest weights, if they are newer than these."""
@@ -102,36 +82,32 @@ class Worker:
             self.sampler.load(weights)
             self.version = version
 
-    def wait_for_version(self) -> None:
-        """Put the samples that were kept back, and wait some time for newer weights."""
-        self.send(len(self.unsent))
-        deadline = time.monotonic() + AHEAD_LIMIT_S
-        while self.producer.policy_version == self.version and time.monotonic() < deadline:
-            time.sleep(AHEAD_POLL_S)
-        if self.producer.policy_version == self.version:
-            self.waived += self.config.prompts_at_once
+    def take(self) -> list[shmbus.Request]:
+        """Take samples to make, as many as one batch of the sampler; wait where there is none."""
+        found: list[shmbus.Request] = []
+        while len(found) < self.config.samples_at_once:
+            request = self.producer.next_request(timeout=0)
+            if request is None:
+                break
+            found.append(request)
+        if not found:
+            # Nothing to do: what was kept back finishes now.
+            self.send(len(self.unsent))
+            request = self.producer.next_request(timeout=REQUEST_WAIT_S)
+            found += [] if request is None else [request]
+        return found
 
-    def put_groups(self) -> None:
-        """Sample a few groups, and put most of their samples and of those kept back before."""
-        config = self.config
-        prompts = [self.task.sample_prompt(self.rng) for _ in range(config.prompts_at_once)]
-        groups = self.sampler.sample(
-            prompts, config.group_size, self.task.max_completion_len, self.rng
-        )
-        for prompt, samples in zip(prompts, groups, strict=True):
-            self.prompts += 1
-            name = f"{show(prompt)}#{config.number}.{config.life}.{self.prompts}"
-            for index, sample in enumerate(samples):
-                self.unsent.append(
-                    {
-                        "instance_id": name,
-                        "group_size": config.group_size,
-                        "index": index,
-                        "score": reward(prompt, sample.completion),
-                        "policy_version": self.version,
-                        **sample.fields(),
-                    }
-                )
+    def sample(self, requests: list[shmbus.Request]) -> None:
+        """Sample once for each request, and put most of the samples at hand."""
+        prompts = [request["prompt"] for request in requests]
+        groups = self.sampler.sample(prompts, 1, self.task.max_completion_len, self.rng)
+        for request, prompt, (sample,) in zip(requests, prompts, groups, strict=True):
+            answer = {
+                "score": reward(prompt, sample.completion),
+                "policy_version": self.version,
+                **sample.fields(),
+            }
+            self.unsent.append((request, answer))
         self.send(round(len(self.unsent) * (1 - KEPT_BACK_SHARE)))
 
     def send(self, count: int) -> None:
@@ -139,7 +115,8 @@ class Worker:
         order = self.rng.permutation(len(self.unsent))
         chosen = [self.unsent[i] for i in order[:count]]
         self.unsent = [self.unsent[i] for i in order[count:]]
-        self.producer.put_many(chosen, timeout=PUT_TIMEOUT_S)
+        for request, answer in chosen:
+            self.producer.put_for(request, timeout=PUT_TIMEOUT_S, **answer)
 
 
 def main() -> None:
