@@ -18,7 +18,18 @@ from typing import Any, Final
 
 from bench import machine
 from bench.processes import MeasurementError
-from bench.rows import daemon, idle, lists, memcpy, polled, stash, stash_memory, throughput, wake
+from bench.rows import (
+    daemon,
+    idle,
+    lists,
+    memcpy,
+    polled,
+    requests,
+    stash,
+    stash_memory,
+    throughput,
+    wake,
+)
 from bench.rows.row import Row, table
 from bench.sending import temporary_bus
 from bench.sizes import FULL, QUICK, TINY, Sizes
@@ -37,6 +48,7 @@ NAMES: Final = (
     "wake",
     "polled",
     "lists",
+    "requests",
     "stash",
     "stash-memory",
     "idle",
@@ -174,6 +186,9 @@ def _others(
     if "lists" in names:
         say("puts of lists, and by a schema")
         rows += lists.measure(sizes.wakes, capacity)
+    if "requests" in names:
+        say("requests to workers")
+        rows.append(requests.measure(max(16, sizes.hop_2048 // 64)))
     if "stash" in names:
         say("the stash with few and with many open groups")
         rows += stash.measure(sizes.stash_groups, sizes.stash_adds)

@@ -19,10 +19,10 @@ _POLICY_VERSION = 3
 
 
 @contextmanager
-def temporary_bus(capacity: str) -> Iterator[str]:
+def temporary_bus(capacity: str, request_capacity: int | None = None) -> Iterator[str]:
     """Create a bus, all of it allocated and touched; yield its name, and remove it."""
     name = f"bench-{os.getpid()}-{secrets.token_hex(4)}"
-    with shmbus.Bus.create(name, capacity):
+    with shmbus.Bus.create(name, capacity, request_capacity=request_capacity):
         yield name
 
 

@@ -34,6 +34,7 @@ ROWS = [
     "lists-sample",
     "lists-ids",
     "lists-schema",
+    "requests",
     "stash-by-age",
     "stash-scrambled",
     "stash-memory",

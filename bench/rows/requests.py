@@ -1,0 +1,85 @@
+"""Requests a second from one feeder to four workers: offered, taken sample by sample, decoded.
+
+The workers wait before the feeder begins, and end nothing: the lane has room for all groups. The
+clock runs from the first offer to the last sample that any worker took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+import shmbus
+from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.rows.row import Row, Target
+from bench.sending import temporary_bus
+
+__all__ = ["measure"]
+
+WORKERS: Final = 4
+GROUP_SIZE: Final = 8
+#: Seconds without a request after which a worker has seen the last one.
+IDLE_S: Final = 1.0
+#: Tokens of a prompt.
+PROMPT: Final = 64
+#: Bytes of the lane a group: a row's share of it.
+LANE_BYTES: Final = 2304
+#: Groups that the lane has rows for, whatever its bytes.
+MOST_GROUPS: Final = 16_000
+
+
+def measure(groups: int) -> Row:
+    """Offer so many groups to four workers."""
+    groups = min(groups, MOST_GROUPS)
+    lane = max(1 << 16, groups * LANE_BYTES)
+    with temporary_bus("16MiB", request_capacity=lane) as name:
+        workers = [Role(_work, (name,)) for _ in range(WORKERS)]
+        (began_s, fed_s, cpu_s), *taken = run_together([Role(_feed, (name, groups)), *workers])
+    samples = sum(count for count, _, _ in taken)
+    if samples != groups * GROUP_SIZE:
+        raise MeasurementError(f"expected {groups * GROUP_SIZE} samples, got {samples}")
+    seconds = max(last_s for _, last_s, _ in taken) - began_s
+    worker_us = sum(spent_s for _, _, spent_s in taken) / samples * 1e6
+    return Row(
+        name="requests",
+        title=f"requests, one feeder and {WORKERS} workers, groups of {GROUP_SIZE}",
+        measured=f"{samples / seconds:,.0f} samples/s; processor: {cpu_s / groups * 1e6:.1f} us an "
+        f"offer of {GROUP_SIZE}, {worker_us:.1f} us a sample taken",
+        value=samples / seconds,
+        target=Target("at least", 200_000, "samples/s"),
+        figures={
+            "groups": groups,
+            "seconds": seconds,
+            "offering_s": fed_s,
+            "feeder_cpu_s": cpu_s,
+            "worker_us": worker_us,
+        },
+    )
+
+
+def _feed(start: Callable[[], None], name: str, groups: int) -> tuple[float, float, float]:
+    prompt = np.arange(PROMPT, dtype=np.int32)
+    with shmbus.Feeder(name) as feeder:
+        start()
+        time.sleep(0.2)  # until the workers sleep
+        began_s, began_cpu = time.monotonic(), time.process_time()
+        for number in range(groups):
+            feeder.request(f"q{number}", group_size=GROUP_SIZE, prompt=prompt, timeout=STALL_S)
+        return began_s, time.monotonic() - began_s, time.process_time() - began_cpu
+
+
+def _work(start: Callable[[], None], name: str) -> tuple[int, float, float]:
+    taken, last_s = 0, 0.0
+    with shmbus.Producer(name) as producer:
+        start()
+        began_cpu = time.process_time()
+        while (request := producer.next_request(timeout=IDLE_S)) is not None:
+            if request["prompt"].size != PROMPT:
+                raise MeasurementError(f"expected a prompt of {PROMPT}, got {request}")
+            taken, last_s = taken + 1, time.monotonic()
+        spent_s = time.process_time() - began_cpu
+        time.sleep(2 * IDLE_S)  # until the others have nothing to take what this gives back
+        return taken, last_s, spent_s
