@@ -81,19 +81,19 @@ class Request:
     def _of(
         cls,
         text: _Text,
+        prompt: Prompt,
         index: int,
         claim: _Claim | None = None,
         retry: tuple[int, WantedSample] | None = None,
     ) -> Request:
         self = cls.__new__(cls)
         (
-            self.instance_id, self.epoch, self.split, self.group_size, self.need, self.priority, _,
-            start, data,
+            self.instance_id, self.epoch, self.split, self.group_size, self.need, self.priority, *_
         ) = text  # fmt: skip
         self.index = index
         self._claim = claim
         self._retry = retry
-        self._prompt = Prompt(data, start)
+        self._prompt = prompt
         self.attempt = 0 if retry is None else retry[1].attempt
         self.reason = "" if retry is None else retry[1].reason
         return self
@@ -132,6 +132,14 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
     def _begin_requests(self) -> None:
         self._work = LoopWaits()
         self._next_recovery_s = 0.0
+        #: Of the request that a sample was last taken of: number, text and prompt.
+        self._last_request: tuple[int, _Text | None, Prompt | None] = (0, None, None)
+
+    def _successor(self) -> _core.Segment | None:
+        segment = super()._successor()
+        if segment is not None:
+            self._last_request = (0, None, None)  # its numbers begin anew
+        return segment
 
     def next_request(self, timeout: float | None = None) -> Request | None:
         """Take the next sample to make; waits for one, and costs no CPU meanwhile.
@@ -242,8 +250,17 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             request = self._find_retry(segment)
             if request is not None:
                 return request
-        found = self._take_request()
-        return Request._of(found[1], found[0][4], claim=found[0]) if found else None
+        number, text, prompt = self._last_request
+        found = self._take_request(number)
+        if not found:
+            return None
+        claim, new = found
+        if new is not None or text is None or prompt is None:
+            assert new is not None
+            text, prompt = new, Prompt(new[8], new[7])
+            # One prompt for all of its samples that this producer takes, decoded once.
+            self._last_request = (claim[0], text, prompt)
+        return Request._of(text, prompt, claim[4], claim=claim)
 
     def _find_retry(self, segment: _core.Segment) -> Request | None:
         """Claim a failed sample whose prompt is in the lane; others are for `wanted`."""
@@ -256,7 +273,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
                     continue
                 sample = WantedSample(id_, epoch, index, size or None, attempt, reason)
                 self._taken[id_, epoch, index] = sample
-                return Request._of(text, index, retry=(row, sample))
+                return Request._of(text, Prompt(text[8], text[7]), index, retry=(row, sample))
         return None
 
     def is_wanted(self, request: Request) -> bool:

@@ -6,11 +6,12 @@
 #include "python/requests/request_functions.h"
 #include "ring/recovery.h"
 
-/* _take_request() -> (claim, text); None where there is nothing to do, False where only the bound on
+/* _take_request(known) -> (claim, text), where text is None for a sample of the request of that number,
+ * whose text the caller has; None where there is nothing to do, False where only the bound on
  * groups keeps one from being taken. `claim` is (number, word, row, cell, index). */
-PyObject *py_writer_take_request(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
-    if (!py_writer_usable(self)) {
+PyObject *py_writer_take_request(WriterObject *self, PyObject *argument) {
+    unsigned long long known = PyLong_AsUnsignedLongLong(argument);
+    if ((known == (unsigned long long)-1 && PyErr_Occurred()) || !py_writer_usable(self)) {
         return NULL;
     }
     struct segment *segment = &self->segment->c;
@@ -21,8 +22,11 @@ PyObject *py_writer_take_request(WriterObject *self, PyObject *ignored) {
         if (taken != REQUEST_TAKEN) {
             return taken == REQUEST_NONE ? Py_NewRef(Py_None) : Py_NewRef(Py_False);
         }
-        PyObject *text = py_describe_request(self->segment, claim.row, claim.number);
-        if (text == Py_None) {
+        bool again =
+            claim.number == known && request_open_row(segment, claim.row) == claim.number;
+        PyObject *text = again ? Py_NewRef(Py_None)
+                               : py_describe_request(self->segment, claim.row, claim.number);
+        if (text == Py_None && !again) {
             /* Its row has ended, or is damaged: it stays claimed, and is nobody's. */
             Py_DECREF(text);
             continue;

@@ -4,7 +4,7 @@
 
 #include "python/put/claim_room.h"
 
-PyObject *py_writer_take_request(WriterObject *self, PyObject *ignored);
+PyObject *py_writer_take_request(WriterObject *self, PyObject *known);
 PyObject *py_writer_give_back_request(WriterObject *self, PyObject *claim);
 PyObject *py_writer_holds_request(WriterObject *self, PyObject *claim);
 PyObject *py_writer_recover_dead(WriterObject *self, PyObject *ignored);
