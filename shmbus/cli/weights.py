@@ -74,7 +74,7 @@ def _text(status: PoolStatus, now_s: float) -> str:
     else:
         lines += ["", "no publisher is attached"]
     if status.readers:
-        fields = ("reader>", "state", "pid>", "label", "device", "runs>", "refused")
+        head = ("reader>", "state", "pid>", "label", "device", "runs>", "refused")
         readers = [
             (
                 str(reader.reader),
@@ -87,7 +87,7 @@ def _text(status: PoolStatus, now_s: float) -> str:
             )
             for reader in status.readers
         ]
-        lines += ["", table(fields, readers, indent="")]
+        lines += ["", table(head, readers, indent="")]
     else:
         lines += ["", "no reader is attached"]
     return "\n".join(lines)

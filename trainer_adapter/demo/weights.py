@@ -1,33 +1,27 @@
-"""The way back: new weights from the trainer to all workers, through shared memory.
-
-Two buffers, used in turn, each with a checksum of its content and version. A worker copies the
-buffer of the version that the bus announces, and takes it if the checksum holds; if not, the
-trainer was writing it, and the next look finds the newer one. No lock, so no death can block it.
+"""The way back: new weights from the trainer to all workers, through a slot pool.
 
 Invariants:
 
 - A set of weights that `read` returns is one that `publish` was given, whole.
-- Each user holds a shared lock on the file, so that `shmbus gc` removes an abandoned one only.
+- A worker that dies keeps nothing; one that is stopped while it copies keeps a slot, and the pool
+  grows around it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import mmap
-import os
-import zlib
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import posix_ipc
 
-from shmbus.segment.names import companion_name
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, PoolTimeoutError
 
 FloatArray = npt.NDArray[np.float32]
 
-_HEADER: Final = np.dtype([("version", "<i8"), ("crc", "<u4"), ("unused", "<u4")])
+_KIND: Final = "weights"
+
+#: Sets that are kept while workers are stopped: a set of the demo has some hundred kilobytes.
+_MAX_SLOTS: Final = 8
 
 
 class WeightsChannel:
@@ -36,41 +30,24 @@ class WeightsChannel:
     Parameters
     ----------
     bus : str
-        The bus that the weights belong to; their segment is its companion "weights".
+        The bus that the weights belong to; their pool is its companion "weights".
     size : int
         Weights in one set, float32.
     create : bool
-        True in the trainer, which also removes the segment when it closes.
+        True in the trainer, which also removes the pool when it closes.
     """
 
     def __init__(self, bus: str, size: int, *, create: bool = False) -> None:
-        self._name = companion_name("weights", bus)
-        self._created = create
-        stride = _HEADER.itemsize + 4 * size
-        flags = posix_ipc.O_CREX if create else 0
-        self._fd = posix_ipc.SharedMemory(self._name, flags, mode=0o600).fd
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
-            if not os.fstat(self._fd).st_nlink:  # `shmbus gc` was faster than the lock
-                raise FileNotFoundError(
-                    f"the weights of bus {bus!r} were removed while they were opened; start again"
-                )
-            if create:
-                os.posix_fallocate(self._fd, 0, 2 * stride)
-            self._memory = mmap.mmap(self._fd, 2 * stride)
-        except BaseException:
-            os.close(self._fd)
-            if create:
-                with contextlib.suppress(posix_ipc.ExistentialError):  # it is gone already
-                    posix_ipc.unlink_shared_memory(self._name)
-            raise
-        raw = np.frombuffer(self._memory, np.uint8)
-        self._headers = [
-            raw[i * stride : i * stride + _HEADER.itemsize].view(_HEADER) for i in (0, 1)
-        ]
-        self._weights: list[FloatArray] = [
-            raw[i * stride + _HEADER.itemsize : (i + 1) * stride].view(np.float32) for i in (0, 1)
-        ]
+        self._publisher: PoolPublisher | None = None
+        self._reader: PoolReader | None = None
+        self._bytes = 4 * size
+        if create:
+            spec = PoolSpec(slot_bytes=self._bytes, max_slots=_MAX_SLOTS)
+            self._publisher = PoolPublisher(
+                bus, _KIND, spec=spec, label="demo trainer", when_held="grow"
+            )
+        else:
+            self._reader = PoolReader(bus, _KIND, label="demo worker")
 
     def publish(self, weights: FloatArray, version: int) -> None:
         """Write one set; the one before it stays readable until the next.
@@ -81,10 +58,11 @@ class WeightsChannel:
         version : int
             Announce it on the bus afterwards.
         """
-        which = version % 2
-        np.copyto(self._weights[which], weights)
-        self._headers[which]["crc"] = _checksum(weights, version)
-        self._headers[which]["version"] = version
+        assert self._publisher is not None
+        write = self._publisher.begin(version, self._bytes)
+        assert write is not None
+        with write:
+            np.copyto(write.view().view(np.float32), weights)
 
     def read(self, version: int) -> FloatArray | None:
         """Copy one set.
@@ -97,23 +75,23 @@ class WeightsChannel:
         Returns
         -------
         float32 [size] or None
-            None if that version is not there any more, or was being overwritten.
+            None if that version is not the newest: the bus will announce another.
         """
-        which = version % 2
-        if int(self._headers[which]["version"][0]) != version:
+        assert self._reader is not None
+        try:
+            lease = self._reader.latest(timeout=0)
+        except PoolTimeoutError:
             return None
-        copy = self._weights[which].copy()
-        holds = int(self._headers[which]["crc"][0]) == _checksum(copy, version)
-        return copy if holds else None
+        with lease:
+            if lease.version != version or lease.size != self._bytes:
+                return None
+            copy: FloatArray = lease.view().view(np.float32).copy()
+            self._reader.applied(lease)
+            return copy
 
     def close(self) -> None:
         """Let go of the memory; the trainer's end removes the name."""
-        self._headers, self._weights = [], []
-        self._memory.close()
-        if self._created:
-            posix_ipc.unlink_shared_memory(self._name)
-        os.close(self._fd)
-
-
-def _checksum(weights: FloatArray, version: int) -> int:
-    return zlib.crc32(weights.tobytes(), version & 0xFFFFFFFF)
+        if self._reader is not None:
+            self._reader.close()
+        if self._publisher is not None:
+            self._publisher.close(remove=True)
