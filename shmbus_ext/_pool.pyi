@@ -1,6 +1,6 @@
 """Types of the slot pool in the C core; ``_core`` has them all. Only ``shmbus.pool`` calls them."""
 
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 _Bytes: TypeAlias = bytes  # where a field is called like the type
 
@@ -152,4 +152,5 @@ def pool_begin(
     pool: SlotPool, version: int, bytes: int, meta: _Bytes, text: str, ranks: int, /
 ) -> PoolWrite | int: ...
 def pool_join(pool: SlotPool, /) -> PoolWrite | int: ...
+def pool_copy(target: Any, source: Any, /) -> None: ...
 def pool_rows(pool: SlotPool, /) -> PoolRows: ...

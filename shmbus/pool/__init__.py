@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+from shmbus.pool.copying import copy_bytes
 from shmbus.pool.errors import (
     PeerGoneError,
     PoolBusyError,
@@ -41,6 +42,7 @@ __all__ = [
     "VersionLease",
     "VersionWrite",
     "WhenHeld",
+    "copy_bytes",
     "create_pool",
     "read_pool",
     "unlink_pool",

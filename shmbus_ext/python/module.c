@@ -13,6 +13,7 @@
 #include "python/group/group_object.h"
 #include "python/group/group_table_object.h"
 #include "python/hooks.h"
+#include "python/pool/pool_copy.h"
 #include "python/pool/pool_lease.h"
 #include "python/pool/pool_object.h"
 #include "python/pool/pool_rows.h"
@@ -153,7 +154,7 @@ static bool add_functions(PyObject *module) {
         py_plan_add_functions,         py_copies_add_methods,
         py_extra_fields_add_functions,
         py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
-        py_pool_rows_add_functions,    py_lead_add_functions,        py_request_add_functions,
+        py_pool_rows_add_functions, py_pool_copy_add_functions,    py_lead_add_functions,        py_request_add_functions,
         py_request_layout_add_functions,
         py_declared_add_functions,     py_plan_fields_add_constants,
     };

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import Child, Spawner, wait_until
 
@@ -21,6 +22,7 @@ from shmbus.pool import (
     PoolSpec,
     PoolTimeoutError,
     VersionLease,
+    copy_bytes,
     create_pool,
     read_pool,
     unlink_pool,
@@ -378,6 +380,19 @@ def test_a_forked_child_neither_uses_nor_keeps_what_it_inherited(
         os.waitpid(child, 0)
         os.close(read_end)
         os.close(write_end)
+
+
+def test_copies_are_exact_at_any_place_and_length() -> None:
+    source = np.random.default_rng(7).integers(0, 256, 300_000, np.uint8)
+    for start, length in ((0, 300_000), (1, 299_990), (63, 200_001), (5, 0), (3, 17)):
+        target = np.zeros(300_002, np.uint8)
+        copy_bytes(target[start : start + length], source[:length])
+        assert (target[start : start + length] == source[:length]).all()
+        assert not target[:start].any() and not target[start + length :].any()
+    with pytest.raises(ValueError, match="one length, got 2 and 3 bytes"):
+        copy_bytes(bytearray(2), bytes(3))
+    with pytest.raises(TypeError, match="writable target"):
+        copy_bytes(bytes(2), bytes(2))
 
 
 def test_rows_run_out_by_name(bus_name: str, publishers: MakePublisher) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer_adapter.weights.errors import ManifestError, TornWeightsError
 from trainer_adapter.weights.manifest import Manifest, Slice
-from trainer_adapter.weights.memory import view_of
+from trainer_adapter.weights.memory import copy_tensor, view_of
 from trainer_adapter.weights.source import dtype_name, local_part
 
 __all__ = ["Targets", "load", "targets_of"]
@@ -185,5 +185,5 @@ def _copy(name: str, view: torch.Tensor, target: torch.Tensor) -> int:
             if size != view.shape[dim]:
                 view = view.narrow(dim, at, size)
         target = local
-    target.copy_(view)
+    copy_tensor(target, view)
     return target.numel() * target.element_size()

@@ -6,11 +6,14 @@ import threading
 import warnings
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from shmbus.pool import copy_bytes
 from trainer_adapter.weights.manifest import Manifest, TensorPlace
 
-__all__ = ["payload_tensor", "tensor_at", "view_of"]
+__all__ = ["copy_tensor", "payload_tensor", "tensor_at", "view_of"]
 
 _first_use = threading.Lock()
 _warned = False
@@ -63,6 +66,35 @@ def tensor_at(payload: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     return torch.empty(0, dtype=dtype).set_(
         payload.untyped_storage(), offset, place.shape, tuple(strides)
     )
+
+
+def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy like ``target.copy_(source)``; large pieces past the caches, where nothing is converted.
+
+    Parameters
+    ----------
+    target, source : Tensor
+        Of the same shape, on any device, of any dtype and strides; they do not overlap.
+    """
+    plain = (
+        target.dtype == source.dtype
+        and target.device.type == source.device.type == "cpu"
+        and target.shape == source.shape
+        and target.is_contiguous()
+        and source.is_contiguous()
+        and target.numel() > 0
+        and not (source.is_conj() or source.is_neg())
+    )
+    if plain:
+        copy_bytes(_bytes_of(target), _bytes_of(source))
+    else:
+        target.copy_(source)
+
+
+def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    array: npt.NDArray[np.uint8] = flat.numpy()
+    return array
 
 
 def view_of(tensors: dict[str, torch.Tensor], manifest: Manifest, name: str) -> torch.Tensor:

@@ -24,7 +24,7 @@ from trainer_adapter.weights.errors import (
     translated,
 )
 from trainer_adapter.weights.manifest import Manifest
-from trainer_adapter.weights.memory import payload_tensor, tensor_at
+from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
 from trainer_adapter.weights.source import LocalPiece
 
 __all__ = ["PROMISES", "ShmReader", "ShmVersion", "ShmWriter", "WhenHeld"]
@@ -154,7 +154,7 @@ class _ShmSink:
         for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
             if size != target.shape[dim]:
                 target = target.narrow(dim, start, size)
-        target.copy_(piece.tensor)
+        copy_tensor(target, piece.tensor)
         return target.numel() * target.element_size()
 
     def finish(self) -> None:

@@ -1,0 +1,36 @@
+"""Copying large pieces into and out of a pool, past the caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmbus_ext import _core
+
+__all__ = ["copy_bytes"]
+
+
+def copy_bytes(target: Any, source: Any) -> None:
+    """Copy one buffer into another, by non-temporal stores where they are worth it.
+
+    Parameters
+    ----------
+    target : object
+        With a writable, contiguous buffer of bytes.
+    source : object
+        With a contiguous buffer of as many bytes, none of which `target` has.
+
+    Raises
+    ------
+    ValueError
+        The lengths differ.
+    TypeError
+        One is no such buffer.
+    """
+    if memoryview(target).nbytes != memoryview(source).nbytes:
+        raise ValueError(
+            f"copy_bytes: expected two buffers of one length, got {memoryview(target).nbytes} and "
+            f"{memoryview(source).nbytes} bytes"
+        )
+    if memoryview(target).readonly:
+        raise TypeError("copy_bytes: expected a writable target, got a read-only buffer")
+    _core.pool_copy(target, source)
