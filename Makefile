@@ -36,8 +36,8 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets must not install into one environment at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test check docs bench bench-calls bench-contenders bench-report explore fuzz soak
-.PHONY: interrupts kills points versions leaks valgrind cross sanitize clean FORCE
+.PHONY: help demo test test-peers check docs bench bench-calls bench-contenders bench-report
+.PHONY: explore fuzz soak interrupts kills points versions leaks valgrind cross sanitize clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
@@ -48,6 +48,15 @@ demo: $(VENV)/.demo ## Train a small policy over the bus, workers and trainer on
 
 test: $(VENV)/.dev ## Run the whole test suite
 	$(BIN)/pytest $(DISTRIBUTED) $(ARGS)
+
+test-peers: build/peers/atropos/.made ## Test the adapters against other projects as they are, each in an environment of its own
+	HF_HUB_OFFLINE=1 build/peers/atropos/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/atropos
+
+build/peers/atropos/.made: tests/peers/atropos/requirements.txt constraints.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
+	    -r $< -e '.[gateway]' pytest pytest-asyncio pytest-timeout
+	@touch $@
 
 check: $(VENV)/.dev check-c ## Check lint, formatting and types; compile C with warnings as errors; run the C tests
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import secrets
@@ -49,6 +50,18 @@ PATIENCE = float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 POLL_INTERVAL_S = 0.005
 
 Value = TypeVar("Value")
+
+
+def _has(*names: str) -> bool:
+    return all(importlib.util.find_spec(name) for name in names)
+
+
+# Tests against other projects run in environments that have these; see `make test-peers`.
+collect_ignore = [
+    folder
+    for folder, needs in {"gateway": ("aiohttp", "isal"), "peers/atropos": ("atroposlib",)}.items()
+    if not _has(*needs)
+]
 
 
 def wait_until(
@@ -294,6 +307,28 @@ def daemon(spawn: Spawner, bus_name: str) -> Callable[..., Daemon]:
         return Daemon(spawn, name, options)
 
     return start
+
+
+@pytest.fixture
+def gateway_of(spawn: Spawner, bus_name: str) -> Iterator[Callable[..., Any]]:
+    """Start a gateway: `gateway_of("--create", "1MiB")`; it is killed after the test."""
+    from gateways import Gateway
+
+    made: list[Any] = []
+
+    def start(*options: object, name: str = bus_name) -> Any:
+        made.append(Gateway(spawn, name, options))
+        return made[-1]
+
+    yield start
+    for gateway in made:
+        assert "Traceback" not in gateway.child.output(), gateway.child.output()
+
+
+@pytest.fixture
+def gateway(gateway_of: Callable[..., Any]) -> Any:
+    """A gateway with a bus of 16 MiB."""
+    return gateway_of("--create", "16MiB")
 
 
 def client_of(consumer: Consumer) -> DaemonClient:

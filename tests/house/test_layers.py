@@ -65,6 +65,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus",),
     ("shmbus.cli",),
     ("shmbus.__main__", "shmbus.batch"),
+    # Other stacks: their groups as records, and their HTTP. Nothing knows the gateway.
+    ("shmbus.peers",),
+    ("shmbus.gateway",),
     # The trainer's side.
     ("trainer_adapter._masked", "trainer_adapter.scored_group"),
     ("trainer_adapter.advantages", "trainer_adapter.compat", "trainer_adapter.losses"),
@@ -83,7 +86,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What a trainer may use of shmbus: its public names, these rooms, and how files are called.
-OPEN_TO_TRAINERS = ("shmbus.batch.", "shmbus.pool.", "shmbus.segment.names.")
+OPEN_TO_TRAINERS = ("shmbus.batch.", "shmbus.peers.", "shmbus.pool.", "shmbus.segment.names.")
+# The gateway and what it shares with trainers: the same, and how a daemon's log is written.
+OPEN_TO_THE_GATEWAY = (*OPEN_TO_TRAINERS, "shmbus.daemon.logs", "shmbus.gateway.")
 
 # A rollout worker is one of many: importing what it needs loads none of these rooms.
 NOT_FOR_A_PRODUCER = ("client", "consumer", "control", "daemon", "inspect", "stash", "store")
@@ -171,27 +176,46 @@ def test_every_room_has_a_module() -> None:
     report([f"{room}: a room without a module" for room in sorted(FLOOR_OF.keys() - named)])
 
 
-def test_a_trainer_uses_only_what_is_open_to_it() -> None:
+def used_of_shmbus(path: Path) -> set[str]:
+    """What a file uses of shmbus, by dotted names."""
+    used = {name for name in imported_names(path) if name.split(".")[0].startswith("shmbus")}
+    # After `import shmbus`, each shmbus.NAME is a use.
+    return used | {
+        f"shmbus.{node.attr}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "shmbus"
+    }
+
+
+def test_a_trainer_and_the_gateway_use_only_what_is_open_to_them() -> None:
     public = {f"shmbus.{name}" for name in SHMBUS_ALL} | {"shmbus"}
     offences = []
     for module, path in modules().items():
-        if not module.startswith("trainer_adapter"):
+        if module.startswith("trainer_adapter"):
+            is_open = OPEN_TO_TRAINERS
+        elif module.startswith(("shmbus.gateway", "shmbus.peers")):
+            is_open = OPEN_TO_THE_GATEWAY
+        else:
             continue
-        used = {name for name in imported_names(path) if name.split(".")[0].startswith("shmbus")}
-        # After `import shmbus`, each shmbus.NAME is a use.
-        used |= {
-            f"shmbus.{node.attr}"
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "shmbus"
-        }
         offences += [
             f"{module} uses {name}, which is not public"
-            for name in sorted(used - public)
-            if not name.startswith(OPEN_TO_TRAINERS)
+            for name in sorted(used_of_shmbus(path) - public)
+            if not f"{name}.".startswith(tuple(f"{each.rstrip('.')}." for each in is_open))
         ]
     report(offences)
+
+
+def test_nothing_knows_the_gateway() -> None:
+    report(
+        [
+            f"{module} imports {imported}"
+            for module, found in imports().items()
+            for imported in sorted(found)
+            if room_of(imported) == "shmbus.gateway" != room_of(module)
+        ]
+    )
 
 
 def test_a_producer_loads_few_modules_and_nothing_of_the_other_side() -> None:

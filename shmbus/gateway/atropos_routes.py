@@ -1,0 +1,266 @@
+"""The trajectory API of Atropos 0.4.0: its routes, its answers, its statuses where they make sense.
+
+What differs from the server of atroposlib is in docs/gateway.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from shmbus.gateway.answers import json_answer, text_answer
+from shmbus.gateway.gateway import Gateway
+from shmbus.gateway.intake import Records
+from shmbus.gateway.refusal import Refusal
+from shmbus.gateway.registry import NewEnvironment, Registration
+from shmbus.gateway.shapes import ScoredGroup, decode, decode_groups
+from shmbus.gateway.supply import ATROPOS
+from shmbus.peers import atropos
+
+__all__ = ["AtroposRoutes"]
+
+
+class _EnvironmentNumber(msgspec.Struct):
+    env_id: int
+
+
+#: What ``/latest_example`` answers before the first group.
+_NO_EXAMPLE: dict[str, list[Any]] = {
+    key: []
+    for key in (
+        "tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params",
+        "inference_logprobs", "messages", "images",
+    )
+}  # fmt: skip
+
+
+class _Sample:
+    """A record as `shmbus.peers.atropos.group_of` reads a trajectory."""
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self._record = record
+        self.meta = record.get("meta")
+        self.score = record["score"]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._record
+
+    def __getitem__(self, name: str) -> Any:
+        return self._record[name]
+
+
+class _Example(list[_Sample]):
+    """Records as it reads a group."""
+
+    @property
+    def trajectories(self) -> list[_Sample]:
+        return list(self)
+
+
+class AtroposRoutes:
+    """The routes of one gateway.
+
+    Parameters
+    ----------
+    gateway : Gateway
+        What they act on.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.routes = {
+            ("GET", "/"): self.root,
+            ("POST", "/register"): self.register,
+            ("POST", "/register-env"): self.register_env,
+            ("POST", "/disconnect-env"): self.disconnect_env,
+            ("GET", "/wandb_info"): self.wandb_info,
+            ("GET", "/info"): self.info,
+            ("GET", "/batch"): self.batch,
+            ("GET", "/latest_example"): self.latest_example,
+            ("POST", "/scored_data"): self.scored_data,
+            ("POST", "/scored_data_list"): self.scored_data_list,
+            ("GET", "/status"): self.status,
+            ("GET", "/status-env"): self.status_env,
+            ("GET", "/reset_data"): self.reset_data,
+        }
+
+    async def root(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Say that this is the API."""
+        return await json_answer(request, {"message": "AtroposLib API"})
+
+    # -- registrations --------------------------------------------------------------------------
+
+    async def register(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Register a trainer; one that was started again gets what its last life did not end."""
+        gateway = self._gateway
+        registration = decode(await gateway.bodies.small(request), Registration)
+        again = gateway.supply.answered
+        answer = gateway.registry.register(registration, again=again)
+        if not registration.reads_bus:
+            try:
+                await gateway.supply.attach()
+            except Refusal as refusal:
+                if refusal.status != HTTPStatus.CONFLICT:
+                    raise
+                # The trainer's own process reads the bus: its environments may begin.
+                registration.reads_bus = gateway.registry.state.started = True
+        if again:
+            gateway.supply.restarted()
+        gateway.store()
+        return await json_answer(request, answer)
+
+    async def register_env(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Register an environment."""
+        new = decode(await self._gateway.bodies.small(request), NewEnvironment)
+        answer = self._gateway.registry.register_env(new)
+        self._gateway.store()
+        return await json_answer(request, answer)
+
+    async def disconnect_env(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Note that an environment has ended."""
+        number = decode(await self._gateway.bodies.small(request), _EnvironmentNumber)
+        answer = self._gateway.registry.disconnect_env(number.env_id)
+        self._gateway.store()
+        return await json_answer(request, answer)
+
+    async def wandb_info(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer the names of the run."""
+        return await json_answer(request, self._gateway.registry.wandb_info())
+
+    async def info(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer the numbers of the run."""
+        return await json_answer(request, self._gateway.registry.info())
+
+    # -- groups in ------------------------------------------------------------------------------
+
+    async def scored_data(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Put a group."""
+        return await self._post(request, several=False)
+
+    async def scored_data_list(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Put several."""
+        return await self._post(request, several=True)
+
+    async def _post(self, request: web.BaseRequest, *, several: bool) -> web.StreamResponse:
+        gateway = self._gateway
+        async with gateway.body(request) as (raw, deadline_s):
+            groups = decode_groups(raw, several=several)
+            sizes = [(group.env_id, len(group.tokens)) for group in groups]
+            records = _records_of(groups, gateway.producer.policy_version)
+            body = await gateway.put(request, raw, deadline_s, len(groups), records, ATROPOS)
+            del groups, records
+        waiting = await self._buffered(sizes)
+        answer: dict[str, Any]
+        if several:
+            answer = {"status": "received", "groups_processed": len(sizes)}
+            if waiting:
+                answer |= {"buffered": len(waiting), "last_buffer_size": waiting[-1]}
+        elif waiting:
+            answer = {"status": "buffered", "buffer_size": waiting[-1]}
+        else:
+            answer = {"status": "received"}
+        return await gateway.answer_put(request, await json_answer(request, answer), body)
+
+    async def _buffered(self, sizes: list[tuple[int | None, int]]) -> list[int]:
+        """Return how many sequences wait, for each group that its environment has to complete."""
+        gateway = self._gateway
+        uneven = []
+        for env_id, size in sizes:
+            expected = gateway.registry.group_size(env_id)
+            if env_id is not None and expected is not None and size != expected:
+                uneven.append(env_id)
+        if not uneven or not gateway.supply.attached:
+            return []
+        await gateway.supply.drain()
+        return [gateway.supply.queue.buffered(env_id) for env_id in uneven]
+
+    # -- groups out -----------------------------------------------------------------------------
+
+    async def batch(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Give a trainer its next batch."""
+        gateway = self._gateway
+        registry = gateway.registry
+        if not registry.registered:
+            text = "Trainer not registered. Call /register first."
+            return await json_answer(request, {"status": "error", "message": text, "batch": []})
+        if registry.reads_bus:
+            raise Refusal(
+                HTTPStatus.CONFLICT,
+                f"/batch: the trainer of bus {gateway.bus.name!r} reads it itself; register again "
+                "to take batches from here, after that process has ended",
+            )
+        await gateway.supply.attach()
+        if not registry.state.started:
+            registry.state.started = True
+            gateway.store()
+        batch = await gateway.supply.next_batch()
+        if batch is None:
+            return await json_answer(request, {"batch": None})
+        deliveries = gateway.supply.batches
+        try:
+            content = {"batch": [atropos.group_of(part.group) for part in batch.parts]}
+            response = await json_answer(request, content)
+            del content
+        except BaseException:
+            gateway.supply.lost(deliveries, batch)
+            raise
+        return await gateway.answer_batch(request, response, deliveries, batch)
+
+    async def latest_example(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Show the group that came last."""
+        latest = self._gateway.latest
+        if latest is None:
+            return await json_answer(request, _NO_EXAMPLE)
+        example: Any = _Example(map(_Sample, latest))
+        return await json_answer(request, atropos.group_of(example))
+
+    # -- state ----------------------------------------------------------------------------------
+
+    async def status(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer the step, and how many groups wait."""
+        gateway = self._gateway
+        await gateway.supply.drain()
+        counts = gateway.supply.counts()
+        answer = {
+            "current_step": gateway.registry.state.step,
+            "queue_size": sum(counts.values()),
+        }
+        return await json_answer(request, answer)
+
+    async def status_env(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer an environment what it throttles itself by."""
+        gateway = self._gateway
+        number = decode(await gateway.bodies.small(request), _EnvironmentNumber)
+        if gateway.supply.stale:
+            await gateway.supply.drain()
+        counts = gateway.supply.counts_for(number.env_id)
+        return await json_answer(request, gateway.registry.status_env(number.env_id, counts))
+
+    async def reset_data(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Discard all groups, and forget trainer and environments."""
+        gateway = self._gateway
+        await gateway.supply.reset()
+        gateway.registry.reset()
+        gateway.store()
+        return text_answer("Reset successful")
+
+
+def _records_of(
+    groups: list[ScoredGroup], policy_version: int
+) -> Callable[[Callable[[int], str]], Sequence[Records]]:
+    def make(id_of: Callable[[int], str]) -> Sequence[Records]:
+        return [
+            atropos.records_of(
+                msgspec.structs.asdict(group),
+                id_of(number),
+                policy_version=policy_version,
+                typed=True,
+            )
+            for number, group in enumerate(groups)
+        ]
+
+    return make

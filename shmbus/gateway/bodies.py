@@ -1,0 +1,276 @@
+"""Bodies of requests: read within a deadline, inflated within a limit, all of them within a budget.
+
+Invariants:
+
+- What bodies occupy together stays below the budget; who comes later waits unread, first come first
+  served. Compressed bodies have a budget of their own, so that none waits for room that only
+  itself could free.
+- A gzip stream that is truncated, damaged or longer than the limit is refused before it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from typing import cast
+
+from aiohttp import web
+from isal import igzip_lib, isal_zlib
+
+from shmbus.gateway import settings
+from shmbus.gateway.refusal import Refusal
+
+__all__ = ["Bodies", "Budget"]
+
+_ISAL_ERROR = cast("type[Exception]", igzip_lib.IsalError)
+
+#: For `isal_zlib.decompressobj`: a gzip header and trailer around the stream.
+_GZIP = 31
+#: Bytes of a gzip trailer's size field, and of the shortest member.
+_SIZE_BYTES = 4
+_SHORTEST = 18
+
+
+class Budget:
+    """Bytes that several bodies share.
+
+    Parameters
+    ----------
+    total : int
+        Bytes.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many bodies wait for their part."""
+        return len(self._queue)
+
+    async def acquire(self, count: int) -> None:
+        """Wait for `count` bytes, after all that came before."""
+        if not self._queue and self.used + count <= self.total:
+            self.used += count
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (count, turn)
+        self._queue.append(entry)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release(count)
+            else:
+                with contextlib.suppress(ValueError):
+                    self._queue.remove(entry)
+                self._admit()
+            raise
+
+    def release(self, count: int) -> None:
+        """Give `count` bytes back."""
+        self.used -= count
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._queue and self.used + self._queue[0][0] <= self.total:
+            count, turn = self._queue.popleft()
+            if not turn.done():
+                self.used += count
+                turn.set_result(None)
+
+
+def _encoding(request: web.BaseRequest) -> bool:
+    """Whether the body is gzip; refuse what it may be beside that."""
+    found = request.headers.getall("Content-Encoding", [])
+    names = [name.strip().lower() for value in found for name in value.split(",")]
+    if names in ([], [""], ["identity"]):
+        return False
+    if names in (["gzip"], ["x-gzip"]):
+        return True
+    raise Refusal(
+        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        f"Content-Encoding: expected gzip, or none, got {', '.join(names)}; compress the body "
+        "once, with gzip",
+        close=True,
+    )
+
+
+def require_json(request: web.BaseRequest) -> None:
+    """Refuse a body that is said to be something else than JSON."""
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        raise Refusal(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"Content-Type: expected application/json, got {kind or 'none'}; send the body as JSON",
+            close=True,
+        )
+
+
+class Bodies:
+    """Reads bodies.
+
+    Parameters
+    ----------
+    limit : int
+        Bytes of one body, inflated.
+    memory : int
+        Bytes of all bodies together; a quarter of it is for compressed ones.
+    """
+
+    def __init__(self, limit: int, memory: int) -> None:
+        compressed = memory // 4
+        # What one body may need must fit, or it would wait for ever.
+        self.limit = min(limit, memory - compressed)
+        self.plain = Budget(memory - compressed)
+        self.compressed = Budget(compressed)
+        self._compressed_limit = min(self.limit, compressed)
+
+    def _too_large(self, got: str) -> Refusal:
+        return Refusal(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"body: expected at most {self.limit} bytes, got {got}; send fewer groups at "
+            "once, or start the gateway with a larger --body-limit",
+            close=True,
+        )
+
+    async def small(self, request: web.BaseRequest) -> bytes:
+        """Return the body of a request that has a few names and numbers."""
+        require_json(request)
+        if (request.content_length or 0) > settings.SMALL_BYTES:
+            raise self._small_refusal(request.path)
+        body = await self._read(request, settings.SMALL_BYTES, self._small_refusal(request.path))
+        if _encoding(request):
+            body = _inflate(body, settings.SMALL_BYTES, self._small_refusal(request.path))
+        return body
+
+    def _small_refusal(self, path: str) -> Refusal:
+        return Refusal(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"{path}: expected at most {settings.SMALL_BYTES} bytes, got more; this "
+            "route takes no groups",
+            close=True,
+        )
+
+    @contextlib.asynccontextmanager
+    async def large(self, request: web.BaseRequest, deadline_s: float) -> AsyncIterator[bytes]:
+        """Have the body of a request with groups; its bytes are in the budget for the block.
+
+        `deadline_s` says until when it may wait for its part, by `time.monotonic`.
+        """
+        require_json(request)
+        is_gzip = _encoding(request)
+        budget = self.compressed if is_gzip else self.plain
+        limit = self._compressed_limit if is_gzip else self.limit
+        said = request.content_length
+        if said is not None and said > limit:
+            raise self._too_large(str(said))
+        # Without a length any body may come.
+        reserved = limit if said is None else said
+        too_large = self._too_large("more")
+        await self._acquire(budget, reserved, deadline_s)
+        try:
+            body = await self._read(request, limit, too_large)
+            if said is None:
+                budget.release(reserved - len(body))
+                reserved = len(body)
+            if not is_gzip:
+                yield body
+                return
+            inflated_bytes = min(_said_size(body), self.limit)
+            await self._acquire(self.plain, inflated_bytes, deadline_s)
+            try:
+                inflated = _inflate(
+                    body,
+                    inflated_bytes,
+                    too_large if inflated_bytes == self.limit else _bad_gzip("more than it says"),
+                )
+                del body
+                budget.release(reserved)
+                reserved = 0
+                yield inflated
+            finally:
+                self.plain.release(inflated_bytes)
+        finally:
+            budget.release(reserved)
+
+    async def _acquire(self, budget: Budget, count: int, deadline_s: float) -> None:
+        left = max(0.0, deadline_s - time.monotonic())
+        try:
+            await asyncio.wait_for(budget.acquire(count), left)
+        except asyncio.TimeoutError:
+            raise Refusal(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"body: expected room for {count} bytes in time, but the bodies that wait for the "
+                f"bus have all {budget.total}; nothing was lost: send it again",
+                close=True,
+            ) from None
+
+    async def _read(self, request: web.BaseRequest, limit: int, too_large: Refusal) -> bytes:
+        seconds = settings.BODY_S * (1 + (request.content_length or limit) / settings.SLOW_BYTES)
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            transport = request.transport
+            if transport is not None:
+                transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            return await asyncio.wait_for(self._collect(request, limit, too_large), seconds)
+        except asyncio.TimeoutError:
+            raise Refusal(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"body: expected all of it within {seconds:g} s; send it faster, or in parts",
+                close=True,
+            ) from None
+
+    async def _collect(self, request: web.BaseRequest, limit: int, too_large: Refusal) -> bytes:
+        parts: list[bytes] = []
+        total = 0
+        content = request.content
+        while True:
+            part = await content.readany()
+            if not part:
+                break
+            total += len(part)
+            if total > limit:
+                raise too_large
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _said_size(body: bytes) -> int:
+    """Return how long a gzip stream says that its last member is."""
+    if len(body) < _SHORTEST or body[:2] != b"\x1f\x8b":
+        raise _bad_gzip("a body that is no gzip stream")
+    return int.from_bytes(body[-_SIZE_BYTES:], "little")
+
+
+def _bad_gzip(got: str) -> Refusal:
+    return Refusal(
+        HTTPStatus.BAD_REQUEST,
+        f"Invalid gzip payload: expected one whole gzip stream, got {got}; compress it again, or "
+        "leave Content-Encoding out",
+    )
+
+
+def _inflate(body: bytes, limit: int, too_large: Refusal) -> bytes:
+    """Return what a gzip stream of one member holds, at most `limit` bytes."""
+    stream = isal_zlib.decompressobj(wbits=_GZIP)
+    try:
+        found: bytes = stream.decompress(body, limit + 1)
+    except (_ISAL_ERROR, EOFError, OSError) as error:
+        raise _bad_gzip(f"damaged bytes ({error})") from error
+    if len(found) > limit:
+        # A bomb, or the first of several members.
+        raise too_large
+    if not stream.eof:
+        raise _bad_gzip("one that ends too early")
+    if stream.unused_data:
+        raise _bad_gzip("bytes after its end")
+    return found

@@ -1,0 +1,176 @@
+"""``shmbus gateway NAME``: its options, and what it needs; found by its entry point.
+
+Invariant: importing this loads nothing of the extra; `run` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import resource
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import shmbus
+
+if TYPE_CHECKING:
+    from shmbus.gateway.settings import Settings
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_parser", "run"]
+
+_NEEDS = ("aiohttp", "isal")
+
+_EXAMPLES = """\
+examples:
+  shmbus gateway run1 --create 4GiB
+  shmbus serve run1 --capacity 4GiB --http 127.0.0.1:8000
+  shmbus gateway run1 --http 0.0.0.0:8000 --token-file /etc/shmbus/token
+
+The token may also be in the variable SHMBUS_GATEWAY_TOKEN. See docs/gateway.md.
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = commands.add_parser(
+        "gateway",
+        help="let environments and trainers of Atropos and slime use a bus over HTTP",
+        description="Speak the trajectory API of Atropos and the rollout buffer of slime, over a "
+        "bus, until SIGTERM or SIGINT.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="the bus")
+    parser.add_argument(
+        "--http",
+        metavar="HOST:PORT",
+        type=_address,
+        default=("127.0.0.1", 8000),
+        help="where to listen (default 127.0.0.1:8000); port 0 for any free one",
+    )
+    parser.add_argument(
+        "--create", metavar="CAPACITY", help="create the bus, such as 4GiB, where there is none"
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="what clients send as 'Authorization: Bearer TOKEN'"
+    )
+    parser.add_argument(
+        "--body-limit",
+        metavar="MIB",
+        type=_count,
+        default=64,
+        help="MiB of one body, inflated (default 64)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="MIB",
+        type=_count,
+        default=256,
+        help="MiB of all bodies that are read or held (default 256)",
+    )
+    parser.add_argument(
+        "--keep-batches",
+        metavar="N",
+        type=_count,
+        default=1,
+        help="batches that come again when the trainer dies (default 1: the last one)",
+    )
+    parser.add_argument(
+        "--group-size",
+        metavar="N",
+        type=_count,
+        default=16,
+        help="samples of a group of slime's rollout buffer (default 16)",
+    )
+    parser.add_argument("--log-format", choices=("json", "text"), default="text")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
+    )
+    # For `shmbus serve --http`: groups come from the daemon, and this ends with it.
+    parser.add_argument("--daemon", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(
+            f"expected HOST:PORT, such as 127.0.0.1:8000, got {text!r}"
+        )
+    return host, int(port)
+
+
+def _token(path: str | None) -> str | None:
+    if path is None:
+        return os.environ.get("SHMBUS_GATEWAY_TOKEN")
+    with open(path, encoding="utf-8") as file:
+        token = file.read().strip()
+    if not token:
+        raise RuntimeError(
+            f"--token-file {path}: expected a token, found nothing; write one into it"
+        )
+    return token
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    from shmbus.gateway.settings import Settings
+
+    host, port = arguments.http
+    return Settings(
+        bus=arguments.name,
+        host=host,
+        port=port,
+        token=_token(arguments.token_file),
+        body_limit=arguments.body_limit << 20,
+        memory=arguments.memory << 20,
+        keep_batches=arguments.keep_batches,
+        group_size=arguments.group_size,
+        daemon=True if arguments.daemon else None,
+        log_format=arguments.log_format,
+        log_level=arguments.log_level,
+    )
+
+
+def _allow_connections() -> None:
+    """Raise the number of open files that this process may have as far as it may itself."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve; 1 with a hint where its extra is not installed."""
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"shmbus gateway needs {', '.join(missing)}; install the extra: "
+            "pip install 'shmbus[gateway]'",
+            file=sys.stderr,
+        )
+        return 1
+    from shmbus.daemon import logs
+    from shmbus.gateway.server import serve
+
+    settings = _settings(arguments)
+    logs.set_up(settings.log_format, settings.log_level)
+    if arguments.create is not None:
+        with contextlib.suppress(shmbus.BusExistsError):
+            # Closed and not removed: the bus outlives this process, as with `shmbus serve`.
+            shmbus.Bus.create(arguments.name, arguments.create).close()
+    _allow_connections()
+    parent = None if arguments.parent_fd is None else socket.socket(fileno=arguments.parent_fd)
+    return serve(settings, parent)

@@ -1,0 +1,222 @@
+"""A client's connection: what it was answered, and whether that reached it.
+
+It stands between the transport and aiohttp's parser, and passes everything on.
+
+Invariants:
+
+- An answer that somebody tracks ends once: delivered, or lost. It is delivered when all of it was
+  written, and the client then asked again or closed in order; it is lost when the connection ended
+  before that, or was reset, as the kernel does for a client that dies without reading.
+- A connection without a request ends after IDLE_S, one that does not read an answer after ANSWER_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from aiohttp import web
+
+from shmbus.gateway import settings
+
+__all__ = ["Connection", "Connections", "connection_of"]
+
+
+class _Answer:
+    """An answer of which it is not known yet whether it was delivered."""
+
+    def __init__(self, on_end: Callable[[bool], None] | None) -> None:
+        self._on_end = on_end
+        self.delivered: bool | None = None
+
+    def end(self, delivered: bool) -> None:
+        if self.delivered is None:
+            self.delivered = delivered
+            if self._on_end is not None:
+                self._on_end(delivered)
+
+
+class Connection(asyncio.Protocol):
+    """One client.
+
+    Parameters
+    ----------
+    connections : Connections
+        All of them.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._inner: Any = connections.make_inner()
+        self._transport: asyncio.Transport | None = None
+        #: Set while the transport has room, so that what was written has left this process.
+        self._flushed = asyncio.Event()
+        self._flushed.set()
+        self._answers: list[_Answer] = []
+        self.busy = 0
+        self.idle_since_s = time.monotonic()
+
+    # -- what the transport calls ---------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, and have the transport tell when its buffer is empty."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=0)
+        self._inner.connection_made(transport)
+        self._connections.admit(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass it on; a client that sends again has had its answers."""
+        if self._answers and self._flushed.is_set():
+            self._settle(True)
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """Pass it on."""
+        return cast("bool | None", self._inner.eof_received())
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """End: what was not written whole, or was reset, is lost."""
+        transport = self._transport
+        self._transport = None
+        self._settle(exc is None and transport is not None and self._flushed.is_set())
+        self._flushed.set()
+        self._connections.forget(self)
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Note that something is not written yet."""
+        self._flushed.clear()
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Note that everything is."""
+        self._flushed.set()
+        self._inner.resume_writing()
+
+    # -- what the routes call -------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether the client can still be answered."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def send(
+        self,
+        request: web.BaseRequest,
+        response: web.StreamResponse,
+        on_end: Callable[[bool], None] | None = None,
+    ) -> None:
+        """Write an answer, and wait until all of it has left this process.
+
+        `on_end` is called once, with whether it was delivered: maybe before this returns, maybe
+        long after.
+
+        Raises
+        ------
+        ConnectionResetError
+            The client has gone, or does not read. `on_end` was called with False.
+        """
+        answer = _Answer(on_end)
+        try:
+            if not self.alive:
+                raise ConnectionResetError("the client has gone")
+            await response.prepare(request)
+            # From here on, all of the body is the transport's before anything else happens.
+            self._answers.append(answer)
+            await asyncio.wait_for(self._write(response), settings.ANSWER_S)
+        except BaseException as error:
+            if answer.delivered:
+                return
+            if answer in self._answers:
+                self._answers.remove(answer)
+            answer.end(False)
+            if isinstance(error, asyncio.TimeoutError):
+                self.abort()
+                raise ConnectionResetError(
+                    f"the client read nothing for {settings.ANSWER_S:g} s"
+                ) from error
+            raise
+        if answer.delivered is False:
+            raise ConnectionResetError("the client went while it was answered")
+
+    async def _write(self, response: web.StreamResponse) -> None:
+        await response.write_eof()
+        await self._flushed.wait()
+
+    def _settle(self, delivered: bool) -> None:
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            answer.end(delivered)
+
+
+class Connections:
+    """All connections, and their limit.
+
+    Parameters
+    ----------
+    make_inner : callable
+        Makes the protocol of aiohttp for one connection.
+    """
+
+    def __init__(self, make_inner: Callable[[], Any]) -> None:
+        self.make_inner = make_inner
+        self._all: dict[Connection, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __call__(self) -> Connection:
+        """Return the protocol of a new connection."""
+        return Connection(self)
+
+    def admit(self, connection: Connection) -> None:
+        """Make room for a connection: the one that is idle longest ends, or the new one."""
+        if len(self._all) >= settings.MAX_CONNECTIONS:
+            next((each for each in self._all if not each.busy), connection).abort()
+        self._all[connection] = None
+
+    def forget(self, connection: Connection) -> None:
+        """Note that a connection has ended."""
+        self._all.pop(connection, None)
+
+    def touch(self, connection: Connection) -> None:
+        """Note that a request has ended; the order is that of the last requests."""
+        connection.idle_since_s = time.monotonic()
+        if self._all.pop(connection, connection) is None:
+            self._all[connection] = None
+
+    def end_idle(self) -> None:
+        """End connections that have had no request for IDLE_S."""
+        before = time.monotonic() - settings.IDLE_S
+        for connection in list(self._all):
+            if not connection.busy and connection.idle_since_s < before:
+                connection.abort()
+
+    async def close(self) -> None:
+        """End all of them."""
+        for connection in list(self._all):
+            connection.abort()
+        # One turn of the loop, in which they end.
+        await asyncio.sleep(0)
+
+
+def connection_of(request: web.BaseRequest) -> Connection:
+    """Return the connection of a request.
+
+    Raises
+    ------
+    ConnectionResetError
+        It has ended.
+    """
+    transport = request.transport
+    if transport is None:
+        raise ConnectionResetError("the client has gone")
+    return cast(Connection, transport.get_protocol())

@@ -1,0 +1,364 @@
+"""Groups into the bus: a POST is held while the bus is full, and a body is put once.
+
+A client whose answer was lost sends its body again, and nothing in it says so. So a body is known
+by its bytes from its first record until its answer was delivered, in the journal too, where a
+successor finds it.
+
+Invariants:
+
+- What was answered 200 is in the bus, whole.
+- Bodies are put one after the other, in the order in which they came, so that none starves.
+- A body whose answer was lost is put no second time, also by a successor. Equal bodies whose
+  answers were delivered are different groups.
+- A group of which some records are in the bus is completed, or reported as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from isal import isal_zlib
+
+import shmbus
+from shmbus.gateway import settings
+from shmbus.gateway.handover import PUT, PUTTING, BodyKey, Handover, JournalEntry
+from shmbus.gateway.refusal import Refusal
+
+__all__ = ["Body", "Intake", "key_of"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks whether the client of a held body is there still.
+_LOOK_S: Final = 1.0
+#: Seconds between two tries, where there is room that no record can have.
+_RETRY_PAUSE_S: Final = 0.01
+#: Bytes of a record beside its arrays and meta: header, schema, shapes, padding.
+_RECORD_BYTES: Final = 1024
+
+#: The part of a bus that one group may need: a batch has several, and others wait beside it.
+_GROUP_PART: Final = 0.5
+
+Records = list[dict[str, Any]]
+
+
+def key_of(body: bytes) -> BodyKey:
+    """Return what tells a body from others."""
+    return BodyKey(len(body), isal_zlib.crc32(body), isal_zlib.adler32(body))
+
+
+class Body:
+    """A body that is put, or was.
+
+    Attributes
+    ----------
+    key : BodyKey
+        Of its bytes.
+    producer_id, first, count : int
+        What its groups are called, and how many they are.
+    done : int
+        Groups that are in the bus, whole.
+    accepted : int
+        Records of the next one that are.
+    """
+
+    def __init__(self, key: BodyKey, producer_id: int, first: int, count: int) -> None:
+        self.key = key
+        self.producer_id = producer_id
+        self.first = first
+        self.count = count
+        self.done = 0
+        self.accepted = 0
+        self.open_sizes: list[int] = []
+        self.entry: int | None = None
+        self.lost_s = 0.0
+        #: Whether a predecessor died while it put this body.
+        self.inherited = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its groups are in the bus."""
+        return self.done == self.count
+
+    def id_of(self, number: int, kind: str) -> str:
+        """Return the key of one of its groups on the bus."""
+        return f"{kind}-{self.producer_id}-{self.first + number}"
+
+
+class Intake:
+    """Puts bodies into one bus.
+
+    Parameters
+    ----------
+    bus : Bus
+        The bus.
+    producer : Producer
+        This gateway's.
+    handover : Handover
+        The journal.
+    hold_s : float
+        Seconds that a body waits for room.
+    """
+
+    def __init__(
+        self, bus: shmbus.Bus, producer: shmbus.Producer, handover: Handover, hold_s: float
+    ) -> None:
+        self._bus = bus
+        self._producer = producer
+        self._handover = handover
+        self._hold_s = hold_s
+        self._turn = asyncio.Lock()
+        self._next = 0
+        #: Bodies whose answers were lost, the oldest first.
+        self._lost: dict[BodyKey, Body] = {}
+        self._awaited: set[str] = set()
+        self.holding = 0
+        self.repeated = 0
+        now = time.monotonic()
+        for number, entry in handover.entries:
+            body = Body(entry.key, entry.producer_id, entry.first, entry.groups)
+            body.entry = number
+            body.lost_s = now
+            body.inherited = entry.state == PUTTING
+            body.done = 0 if body.inherited else body.count
+            self._lost[entry.key] = body
+            if body.inherited:
+                for at in range(body.count):
+                    self._awaited |= {body.id_of(at, kind) for kind in ("atropos", "slime")}
+
+    # -- a body ---------------------------------------------------------------------------------
+
+    def known(self, key: BodyKey) -> Body | None:
+        """Return a body whose answer was lost, as this one comes again."""
+        body = self._lost.pop(key, None)
+        if body is not None:
+            self.repeated += 1
+        return body
+
+    def new(self, key: BodyKey, count: int) -> Body:
+        """Return a body that was not there before."""
+        body = Body(key, self._producer.producer_id, self._next, count)
+        self._next += count
+        return body
+
+    async def put(
+        self, body: Body, groups: Sequence[Records], deadline_s: float, alive: Callable[[], bool]
+    ) -> None:
+        """Put what is not in the bus yet.
+
+        Parameters
+        ----------
+        body : Body
+            Of `known` or `new`.
+        groups : sequence of list of dict
+            The records of each group.
+        deadline_s : float
+            Until when this may wait for room, by `time.monotonic`.
+        alive : callable
+            Whether the client waits still.
+
+        Raises
+        ------
+        Refusal
+            There was no room in time, or never will be.
+        ConnectionResetError
+            The client went before anything was put.
+        """
+        if body.whole:
+            return
+        body.open_sizes = [len(records) for records in groups]
+        for records in groups:
+            self._require_possible(body.key, records)
+        self.holding += 1
+        try:
+            await self._acquire(deadline_s)
+            try:
+                await self._put_all(body, groups, deadline_s, alive)
+            finally:
+                self._turn.release()
+        except BaseException:
+            if body.done or body.accepted or body.inherited:
+                # The client sends it again: what is missing follows then.
+                self.lost(body)
+            else:
+                self._close_entry(body)
+            raise
+        finally:
+            self.holding -= 1
+
+    async def _acquire(self, deadline_s: float) -> None:
+        left = max(0.0, deadline_s - time.monotonic())
+        try:
+            await asyncio.wait_for(self._turn.acquire(), left)
+        except asyncio.TimeoutError:
+            raise self._full() from None
+
+    async def _put_all(
+        self,
+        body: Body,
+        groups: Sequence[Records],
+        deadline_s: float,
+        alive: Callable[[], bool],
+    ) -> None:
+        if not alive() and not (body.done or body.accepted):
+            raise ConnectionResetError("the client went while its groups were held")
+        if body.entry is None:
+            entry = JournalEntry(PUTTING, body.count, body.key, body.producer_id, body.first)
+            body.entry = self._handover.open_entry(entry)
+            if body.entry is None:
+                self._forget_oldest()
+                body.entry = self._handover.open_entry(entry)
+        while body.done < body.count:
+            records = groups[body.done]
+            seen = body.inherited and records and records[0]["instance_id"] not in self._awaited
+            if not seen:
+                await self._put_group(body, records, deadline_s, alive)
+            body.done += 1
+            body.accepted = 0
+        if body.entry is not None:
+            self._handover.write_entry(
+                body.entry,
+                JournalEntry(PUT, body.count, body.key, body.producer_id, body.first),
+            )
+
+    async def _put_group(
+        self, body: Body, records: Records, deadline_s: float, alive: Callable[[], bool]
+    ) -> None:
+        while body.accepted < len(records):
+            left = records[body.accepted :]
+            if await self._room_for(_bytes_of(left), deadline_s):
+                try:
+                    self._producer.put_many(left, timeout=0)
+                    return
+                except shmbus.BusFullError as error:
+                    body.accepted += error.accepted
+                    await asyncio.sleep(_RETRY_PAUSE_S)
+                except shmbus.RecordTooLargeError as error:
+                    raise Refusal(
+                        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"one sequence is too long: {error}"
+                    ) from error
+                except (TypeError, ValueError) as error:
+                    raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
+                except (shmbus.BusRemovedError, shmbus.BusClosedError) as error:
+                    raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+            begun = body.done or body.accepted
+            if not begun and not alive():
+                raise ConnectionResetError("the client went while its groups were held")
+            if time.monotonic() >= deadline_s:
+                raise self._full()
+
+    async def _room_for(self, count: int, deadline_s: float) -> bool:
+        """Wait a little for room; whether there is some."""
+        # As the fill below which so many bytes are free; no group needs more than a part.
+        below = 1.0 - count / self._bus.capacity
+        if self._producer.pressure() < below:
+            return True
+        wait_s = min(_LOOK_S, max(0.0, deadline_s - time.monotonic()))
+        return await self._producer.wait_ready(below, timeout=wait_s)
+
+    def _require_possible(self, key: BodyKey, records: Records) -> None:
+        most = int(self._bus.capacity * _GROUP_PART)
+        limit = self._bus.record_limit
+        # What arrays do not show: only a large body can have a meta that matters.
+        with_meta = key.length > limit // 2
+        for record in records:
+            count = _bytes_of([record])
+            if with_meta and "meta" in record:
+                count += len(msgspec.msgpack.encode(record["meta"]))
+            if count > limit:
+                raise Refusal(
+                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                    f"one sequence: expected at most {limit} bytes, a quarter of bus "
+                    f"{self._bus.name!r}, got about {count}; create the bus with a larger capacity",
+                )
+        count = _bytes_of(records)
+        if count > most:
+            raise Refusal(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"a group: expected at most {most} bytes, half of bus {self._bus.name!r}, got "
+                f"about {count}; create the bus with a larger capacity",
+            )
+
+    def _full(self) -> Refusal:
+        paused = self._bus.paused
+        why = "is paused" + (f" ({paused})" if paused else "") if paused is not None else "is full"
+        return Refusal(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"bus {self._bus.name!r}: expected room within {self._hold_s:g} s, but it "
+            f"{why}; nothing was lost: send the group again once the trainer has taken batches, or "
+            "create the bus with a larger capacity (one batch must fit, and what environments send "
+            "meanwhile)",
+        )
+
+    # -- answers --------------------------------------------------------------------------------
+
+    def delivered(self, body: Body) -> None:
+        """Note that the client has its answer: an equal body is another one."""
+        self._close_entry(body)
+
+    def lost(self, body: Body) -> None:
+        """Note that the client does not have its answer: it sends the body again."""
+        body.lost_s = time.monotonic()
+        self._lost[body.key] = body
+
+    def _close_entry(self, body: Body) -> None:
+        if body.entry is not None:
+            self._handover.close_entry(body.entry)
+            body.entry = None
+
+    # -- what nobody sent again -----------------------------------------------------------------
+
+    def seen(self, instance_id: str) -> None:
+        """Note that a group is complete, which a predecessor had begun."""
+        self._awaited.discard(instance_id)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether there are groups whose arrival matters."""
+        return bool(self._awaited)
+
+    async def forget_old(self) -> None:
+        """Forget bodies that were not sent again for RETRY_S."""
+        before = time.monotonic() - settings.RETRY_S
+        while self._lost:
+            body = next(iter(self._lost.values()))
+            if body.lost_s > before:
+                return
+            self._forget_oldest()
+            await asyncio.sleep(0)
+
+    def _forget_oldest(self) -> None:
+        if not self._lost:
+            return
+        body = self._lost.pop(next(iter(self._lost)))
+        self._close_entry(body)
+        if body.accepted and body.open_sizes:
+            size = body.open_sizes[body.done]
+            instance_id = body.id_of(body.done, "atropos")
+            logger.warning(
+                "group %r was not sent again: it is given up", instance_id,
+                extra={"bus": self._bus.name, "records": body.accepted, "group_size": size},
+            )  # fmt: skip
+            for index in range(body.accepted, size):
+                with contextlib.suppress(shmbus.BusFullError):
+                    self._producer.fail(
+                        instance_id,
+                        index,
+                        "its group was not sent again",
+                        group_size=size,
+                        timeout=0,
+                    )
+
+
+def _bytes_of(records: Records) -> int:
+    """Return about how many bytes records need in the ring."""
+    return sum(
+        _RECORD_BYTES + sum(value.nbytes for value in record.values() if hasattr(value, "nbytes"))
+        for record in records
+    )

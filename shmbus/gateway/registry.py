@@ -1,0 +1,240 @@
+"""Who is registered: the trainer, its environments, and the step. Pure state, kept for a successor.
+
+Statuses and arithmetic are those of the API server of Atropos 0.4.0. What is different:
+
+- A trainer that registers again brings its own numbers; there the first ones stay for ever.
+- An environment that is not known is told so, where that server ends with an error of its own.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+
+from shmbus.gateway import settings
+from shmbus.gateway.refusal import Refusal
+from shmbus.peers.atropos_queue import available
+
+__all__ = ["Environment", "NewEnvironment", "Registration", "Registry"]
+
+#: The least weight that an environment is told, so that none starves; as in Atropos.
+MIN_WEIGHT: Final = 0.01
+
+
+class Registration(msgspec.Struct, kw_only=True):
+    """What a trainer registers with. `reads_bus` is ours: it takes its groups without HTTP."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    reads_bus: bool = False
+
+
+class NewEnvironment(msgspec.Struct, kw_only=True):
+    """What an environment registers with."""
+
+    max_token_length: int
+    desired_name: str
+    weight: float
+    group_size: int
+    min_batch_allocation: float | None = None
+
+
+class Environment(NewEnvironment, kw_only=True):
+    """An environment that has registered."""
+
+    connected: bool = True
+
+
+class _State(msgspec.Struct, kw_only=True):
+    """All of it, as it is stored."""
+
+    registration: Registration | None = None
+    #: After a reset, the length of the last trainer's contexts; as in Atropos.
+    max_token_len: int = -1
+    was_registered: bool = False
+    step: int = 0
+    started: bool = False
+    trainers: int = 0
+    environments: list[Environment] = []
+    #: Groups of each batch that a trainer was given and has not acknowledged, by kind and number.
+    given: dict[str, list[list[str]]] = {}
+
+
+class Registry:
+    """Registrations of one bus.
+
+    Parameters
+    ----------
+    stored : bytes, optional
+        What a predecessor stored.
+    """
+
+    def __init__(self, stored: bytes | None = None) -> None:
+        self.state = _State()
+        if stored is not None:
+            self.state = msgspec.json.decode(stored, type=_State)
+
+    # -- the trainer ----------------------------------------------------------------------------
+
+    @property
+    def registered(self) -> bool:
+        """Whether a trainer has registered since the last reset."""
+        return self.state.registration is not None
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a batch; -1 without a trainer."""
+        found = self.state.registration
+        return -1 if found is None else found.batch_size
+
+    @property
+    def reads_bus(self) -> bool:
+        """Whether the trainer takes its groups from the bus itself."""
+        found = self.state.registration
+        return found is not None and found.reads_bus
+
+    def register(self, registration: Registration, *, again: bool) -> dict[str, Any]:
+        """Register a trainer.
+
+        `again` says that batches were given out since the last registration: this is a trainer that
+        was started again, and no further process of one that is there.
+        """
+        _check_names(registration.wandb_group, registration.wandb_project)
+        _check_names(registration.checkpoint_dir)
+        if registration.batch_size < 1:
+            raise Refusal(
+                HTTPStatus.UNPROCESSABLE_ENTITY,
+                f"batch_size: expected 1 or more sequences, got {registration.batch_size}; "
+                "register with the sequences of one batch",
+            )
+        state = self.state
+        if state.registration is None or again:
+            state.step = registration.starting_step
+            state.trainers = 0
+        state.registration = registration
+        state.was_registered = True
+        state.max_token_len = registration.max_token_len
+        state.trainers += 1
+        state.started = state.started or registration.reads_bus
+        return {"uuid": uuid.uuid4().int}
+
+    def reset(self) -> None:
+        """Forget trainer and environments."""
+        kept = self.state
+        self.state = _State(max_token_len=kept.max_token_len, was_registered=kept.was_registered)
+
+    def wandb_info(self) -> dict[str, Any]:
+        """Answer ``/wandb_info``."""
+        found = self.state.registration
+        if found is None:
+            return {"group": None, "project": None}
+        return {"group": found.wandb_group, "project": found.wandb_project}
+
+    def info(self) -> dict[str, Any]:
+        """Answer ``/info``."""
+        return {"batch_size": self.batch_size, "max_token_len": self.state.max_token_len}
+
+    # -- environments ---------------------------------------------------------------------------
+
+    def register_env(self, new: NewEnvironment) -> dict[str, Any]:
+        """Register an environment, once the trainer has started."""
+        state = self.state
+        found = state.registration
+        if not state.started or found is None:
+            return {"status": "wait for trainer to start"}
+        _check_names(new.desired_name)
+        if not 1 <= new.group_size <= settings.MAX_GROUP_SIZE:
+            raise Refusal(
+                HTTPStatus.UNPROCESSABLE_ENTITY,
+                f"group_size: expected 1 to {settings.MAX_GROUP_SIZE}, which a group of a bus may "
+                f"have, got {new.group_size}; register with the sequences of one group",
+            )
+        if len(state.environments) >= settings.MAX_ENVS:
+            raise Refusal(
+                HTTPStatus.INSUFFICIENT_STORAGE,
+                f"environments: expected at most {settings.MAX_ENVS} of one trainer, got one more; "
+                "reset the data before the next run",
+            )
+        same = sum(each.desired_name == new.desired_name for each in state.environments)
+        env_id = len(state.environments)
+        state.environments.append(Environment(**msgspec.structs.asdict(new)))
+        return {
+            "status": "success",
+            "env_id": env_id,
+            "wandb_name": f"{new.desired_name}_{same}",
+            "checkpoint_dir": found.checkpoint_dir,
+            "starting_step": state.step,
+            "checkpoint_interval": found.save_checkpoint_interval,
+            "num_steps": found.num_steps,
+        }
+
+    def disconnect_env(self, env_id: int) -> dict[str, Any]:
+        """Answer ``/disconnect-env``."""
+        if not 0 <= env_id < len(self.state.environments):
+            return {"status": "failure", "error": self._unknown(env_id)}
+        self.state.environments[env_id].connected = False
+        return {"status": "success"}
+
+    def _unknown(self, env_id: int) -> str:
+        count = len(self.state.environments)
+        known = f"one of 0 to {count - 1}" if count else "one that has registered; none has"
+        return f"env_id: expected {known}, got {env_id}; register by POST /register-env first"
+
+    def group_size(self, env_id: int | None) -> int | None:
+        """Return the group size that an environment registered; None where it did not."""
+        if env_id is None or not 0 <= env_id < len(self.state.environments):
+            return None
+        return self.state.environments[env_id].group_size
+
+    def minimums(self) -> dict[int, float]:
+        """Return the least share of each batch, by environment."""
+        return {
+            number: env.min_batch_allocation
+            for number, env in enumerate(self.state.environments)
+            if env.connected and env.min_batch_allocation is not None
+        }
+
+    def status_env(
+        self, env_id: int, counts: Mapping[tuple[int | None, int], int]
+    ) -> dict[str, Any]:
+        """Answer ``/status-env``, by how many groups wait of each (env_id, size)."""
+        environments = self.state.environments
+        if not 0 <= env_id < len(environments):
+            raise Refusal(HTTPStatus.NOT_FOUND, self._unknown(env_id))
+        env = environments[env_id]
+        total = sum(
+            each.max_token_length * max(0.0, each.weight) for each in environments if each.connected
+        )
+        weight = env.max_token_length * env.weight / total if total else 0.0
+        minimums = self.minimums()
+        quotas = {each: int(self.batch_size * share) for each, share in minimums.items()}
+        queue, own, largest, size = available(counts, env_id, env.group_size, quotas)
+        env.group_size = size
+        return {
+            "current_step": self.state.step,
+            "queue_size": queue,
+            "unallocated_fraction": 1.0 - min(sum(minimums.values()), 1.0),
+            "self_queue_size": own,
+            "max_group_size": largest,
+            "env_weight": max(MIN_WEIGHT, weight),
+        }
+
+
+def _check_names(*names: str) -> None:
+    for name in names:
+        if len(name) > settings.NAME_CHARS:
+            raise Refusal(
+                HTTPStatus.UNPROCESSABLE_ENTITY,
+                f"a name: expected at most {settings.NAME_CHARS} characters, got {len(name)}; "
+                "choose a shorter one",
+            )

@@ -1,0 +1,148 @@
+"""Bodies as JSON: decoded by type, with a sentence for what is wrong.
+
+msgspec reads a body in one pass. What Python's own ``json`` writes and JSON does not have (NaN, and
+true for 1) is looked at a second time, so that it is taken or refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+
+from shmbus.gateway.refusal import Refusal
+from shmbus.peers.atropos import KEYS
+
+__all__ = ["ScoredGroup", "decode", "decode_groups", "decode_object"]
+
+_T = TypeVar("_T")
+
+
+class ScoredGroup(msgspec.Struct, kw_only=True):
+    """A ScoredDataGroup: its keys are those of `shmbus.peers.atropos.KEYS`."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+
+
+_strict: dict[bool, msgspec.json.Decoder[Any]] = {
+    False: msgspec.json.Decoder(ScoredGroup),
+    True: msgspec.json.Decoder(list[ScoredGroup]),
+}
+#: Keys whose numbers Python may have written as true and false.
+_NUMBERS = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "inference_logprobs",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+
+
+def unprocessable(message: str) -> Refusal:
+    """Return the refusal of a body that is JSON and cannot be used."""
+    return Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, message)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise unprocessable(
+        f"{name}: expected finite numbers, since JSON has no others and a batch with one could not "
+        "be answered; replace it before the group is sent"
+    )
+
+
+def _parse(body: bytes) -> Any:
+    """Parse as Python's json does, and refuse NaN and its like by name."""
+    try:
+        return json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise unprocessable(
+            f"body: expected JSON, got {error}; send what json.dumps writes"
+        ) from error
+
+
+def _as_numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_numbers(each) for each in value]
+    return int(value) if isinstance(value, bool) else value
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """Return a body as `kind`.
+
+    Raises
+    ------
+    Refusal
+        It is no JSON, or lacks something, or has it in another type.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        pass
+    try:
+        return msgspec.convert(_parse(body), kind, strict=False)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        raise unprocessable(f"body: {error}; correct it and send it again") from error
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Return a body that is any JSON object."""
+    return decode(body, dict[str, Any])
+
+
+def decode_groups(body: bytes, *, several: bool) -> list[ScoredGroup]:
+    """Return the groups of a body: one, or a list of them.
+
+    Raises
+    ------
+    Refusal
+        As for `decode`, or a message has no role or content.
+    """
+    try:
+        found = _strict[several].decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        found = _decode_leniently(body, several)
+    groups: list[ScoredGroup] = found if several else [found]
+    for group in groups:
+        for messages in group.messages or ():
+            for message in messages:
+                if "role" not in message or "content" not in message:
+                    raise unprocessable(
+                        "messages: expected 'role' and 'content' in each, got one with "
+                        f"{', '.join(map(repr, message)) or 'nothing'}; add what is absent"
+                    )
+    return groups
+
+
+def _decode_leniently(body: bytes, several: bool) -> Any:
+    parsed = _parse(body)
+    for group in parsed if isinstance(parsed, list) else [parsed]:
+        if isinstance(group, dict):
+            for name in _NUMBERS:
+                if name in group:
+                    group[name] = _as_numbers(group[name])
+    kind: Any = list[ScoredGroup] if several else ScoredGroup
+    try:
+        return msgspec.convert(parsed, kind, strict=False)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        raise unprocessable(f"body: {error}; correct it and send the group again") from error
+
+
+assert tuple(ScoredGroup.__struct_fields__) == KEYS

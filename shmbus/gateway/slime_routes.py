@@ -1,0 +1,98 @@
+"""The routes of slime's rollout buffer, over the same bus.
+
+``/start_rollout`` runs a generator's code in the server there. This gateway runs nobody's code, and
+says so.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from shmbus.gateway.answers import json_answer
+from shmbus.gateway.gateway import Gateway
+from shmbus.gateway.refusal import Refusal
+from shmbus.gateway.shapes import decode_object
+from shmbus.gateway.supply import SLIME
+from shmbus.peers import slime
+
+__all__ = ["SlimeRoutes"]
+
+
+class SlimeRoutes:
+    """The routes of one gateway.
+
+    Parameters
+    ----------
+    gateway : Gateway
+        What they act on.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.routes = {
+            ("POST", "/buffer/write"): self.write,
+            ("POST", "/get_rollout_data"): self.rollout_data,
+            ("POST", "/start_rollout"): self.start_rollout,
+        }
+
+    async def write(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Put a sample."""
+        gateway = self._gateway
+        async with gateway.body(request) as (raw, deadline_s):
+            item = decode_object(raw)
+            version = gateway.producer.policy_version
+            body = await gateway.put(
+                request,
+                raw,
+                deadline_s,
+                1,
+                lambda id_of: [[slime.record_of(item, id_of(0), policy_version=version)]],
+                SLIME,
+            )
+        content = {
+            "success": True,
+            "message": "Data has been successfully written to buffer",
+            "data": {"data": [item], "meta_info": "write to buffer"},
+        }
+        return await gateway.answer_put(request, await json_answer(request, content), body)
+
+    async def rollout_data(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Give all groups that have enough samples; a call acknowledges what the last one gave."""
+        gateway = self._gateway
+        await gateway.supply.attach()
+        await gateway.supply.drain()
+        summary = gateway.supply.samples.summary()
+        batch = await gateway.supply.next_samples()
+        if batch is None:
+            content: dict[str, Any] = {
+                "success": False,
+                "message": "No data available to read",
+                "data": {"data": [], "meta_info": summary if summary["num_groups"] else {}},
+            }
+            return await json_answer(request, content)
+        deliveries = gateway.supply.sample_batches
+        try:
+            items = [part.item for part in batch.parts]
+            content = {
+                "success": True,
+                "message": f"Successfully read {len(items)} items",
+                "data": {"data": items, "meta_info": {**summary, "finished_groups": []}},
+            }
+            response = await json_answer(request, content)
+        except BaseException:
+            gateway.supply.lost(deliveries, batch)
+            raise
+        return await gateway.answer_batch(request, response, deliveries, batch)
+
+    async def start_rollout(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Say that generators are processes of their own here."""
+        raise Refusal(
+            HTTPStatus.NOT_IMPLEMENTED,
+            "/start_rollout: this gateway runs no generator's code; start the generator as a "
+            "process of its own, let it POST /buffer/write here, and say how many samples a group "
+            "has by `shmbus gateway --group-size`",
+            close=True,
+        )

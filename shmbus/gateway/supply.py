@@ -1,0 +1,271 @@
+"""Groups from the bus to trainers: the queue that batches are made of, and what was given.
+
+Invariants:
+
+- Every group that was taken is in one place: the queue, a batch, or acknowledged.
+- `drain` returns after everything that was in the bus when it was called is in the queue.
+- What was given is stored before it is acknowledged by a request for more, so that a successor
+  neither gives it again to a trainer that has it, nor forgets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import shmbus
+from shmbus.gateway.deliveries import Batch, Deliveries
+from shmbus.gateway.reader import BusReader
+from shmbus.gateway.registry import Registry
+from shmbus.gateway.settings import DRAIN_S
+from shmbus.peers import atropos, slime
+from shmbus.peers.atropos_queue import GroupQueue, Waiting
+
+__all__ = ["ATROPOS", "SLIME", "Supply"]
+
+logger = logging.getLogger(__name__)
+
+ATROPOS: Final = "atropos"
+SLIME: Final = "slime"
+
+#: How many groups wait, by (env_id, size).
+Counts = Mapping[tuple["int | None", int], int]
+
+
+class Supply:
+    """What trainers are given.
+
+    Parameters
+    ----------
+    bus : Bus
+        The bus.
+    reader : BusReader
+        Takes its groups.
+    registry : Registry
+        Whose group sizes and shares apply.
+    keep_batches, group_size : int
+        As in the settings.
+    store : callable
+        Stores the registry's state for a successor.
+    on_seen : callable
+        Called with the key of each group that was taken.
+    """
+
+    def __init__(
+        self,
+        bus: shmbus.Bus,
+        reader: BusReader,
+        registry: Registry,
+        *,
+        keep_batches: int,
+        group_size: int,
+        store: Callable[[], None],
+        on_seen: Callable[[str], None],
+    ) -> None:
+        self._bus = bus
+        self._reader = reader
+        self._registry = registry
+        self._store = store
+        self._on_seen = on_seen
+        self.queue = GroupQueue()
+        self.samples = slime.SampleGroups(group_size)
+        self.batches: Deliveries[Waiting] = Deliveries(keep_batches)
+        self.sample_batches: Deliveries[slime.Sample] = Deliveries(keep_batches)
+        self._draining = asyncio.Lock()
+        self._giving = asyncio.Lock()
+        self.drained_s = 0.0
+        #: What a predecessor gave, by key; the parts come as the bus delivers them again.
+        self._restoring: dict[str, tuple[Deliveries[Any], Batch[Any]]] = {}
+        for kind, deliveries in self._kinds():
+            for ids in registry.state.given.get(kind, []):
+                batch = deliveries.restore(ids)
+                self._restoring |= dict.fromkeys(ids, (deliveries, batch))
+
+    def _kinds(self) -> tuple[tuple[str, Deliveries[Any]], ...]:
+        return ((ATROPOS, self.batches), (SLIME, self.sample_batches))
+
+    # -- from the bus ---------------------------------------------------------------------------
+
+    async def attach(self) -> None:
+        """Have groups come to this process."""
+        if not self._reader.attached:
+            await self._reader.attach()
+            await self.drain()
+
+    async def drain(self) -> None:
+        """Take all groups that are complete now."""
+        if not self._reader.attached:
+            return
+        async with self._draining:
+            unusable: list[shmbus.Group] = []
+            acknowledged: list[shmbus.Group] = []
+            for group in await self._reader.take():
+                self._on_seen(group.instance_id)
+                if not self._sort(group, acknowledged):
+                    unusable.append(group)
+            self.drained_s = time.monotonic()
+            await self._reader.ack(acknowledged)
+            await self._reader.drop(unusable)
+
+    def _sort(self, group: shmbus.Group, acknowledged: list[shmbus.Group]) -> bool:
+        """Put a group where it belongs; False for one that no trainer here can use."""
+        part: Waiting | slime.Sample
+        if slime.is_slime(group):
+            part = slime.Sample(slime.item_of(group), group)
+        elif atropos.is_atropos(group):
+            part = Waiting(len(group), atropos.env_id_of(group), group)
+        elif all("tokens" in sample for sample in group):
+            part = Waiting(len(group), None, group)
+        else:
+            logger.warning(
+                "group %r has no tokens: dropped", group.instance_id, extra={"bus": self._bus.name}
+            )
+            return False
+        restored = self._restoring.pop(group.instance_id, None)
+        if restored is not None:
+            _, batch = restored
+            if batch.acknowledged:
+                acknowledged.append(group)
+            else:
+                batch.parts.append(part)
+        elif isinstance(part, Waiting):
+            self.queue.add(part, self._registry.group_size(part.env_id))
+        elif not self.samples.add(part):
+            logger.warning(
+                "a second sample with uid %r: dropped", part.item.get("uid"),
+                extra={"bus": self._bus.name},
+            )  # fmt: skip
+            return False
+        return True
+
+    @property
+    def attached(self) -> bool:
+        """Whether groups come to this process."""
+        return self._reader.attached
+
+    def counts(self) -> Counts:
+        """Return how many groups wait, given back ones too.
+
+        Where another process reads the bus, nobody here knows the groups: they count as groups of
+        one sequence, of no environment.
+        """
+        if not self._reader.attached:
+            return {(None, 1): self._bus.stats().undelivered}
+        counts: Counter[tuple[int | None, int]] = Counter(self.queue.counts)
+        counts.update((part.env_id, part.size) for part in self.batches.ready_parts())
+        return counts
+
+    def counts_for(self, env_id: int) -> Counts:
+        """Return the same for one environment: where nobody here knows the groups, as its own."""
+        counts = self.counts()
+        if self._reader.attached:
+            return counts
+        size = self._registry.group_size(env_id) or 1
+        return {(env_id, size): counts[None, 1] // size}
+
+    @property
+    def answered(self) -> bool:
+        """Whether a batch was given since the last registration."""
+        return any(deliveries.answered for _, deliveries in self._kinds())
+
+    def note_put(self) -> None:
+        """Note that a body was put: what environments are told next counts it."""
+        self.drained_s = 0.0
+
+    @property
+    def stale(self) -> bool:
+        """Whether the queue was not read for DRAIN_S, or since a body was put."""
+        return time.monotonic() - self.drained_s > DRAIN_S
+
+    # -- to a trainer ---------------------------------------------------------------------------
+
+    async def next_batch(self) -> Batch[Waiting] | None:
+        """Acknowledge what was given, and begin the answer of the next batch, if there is one."""
+        async with self._giving:
+            await self._acknowledge(self.batches)
+            await self.drain()
+            batch = self.batches.next_ready()
+            if batch is None:
+                registry = self._registry
+                chosen = self.queue.take(registry.batch_size, registry.minimums())
+                if chosen is None:
+                    return None
+                batch = Batch(chosen)
+            self.batches.begin(batch)
+            return batch
+
+    async def next_samples(self) -> Batch[slime.Sample] | None:
+        """Do the same for slime: all groups that are complete."""
+        async with self._giving:
+            await self._acknowledge(self.sample_batches)
+            await self.drain()
+            batch = self.sample_batches.next_ready()
+            if batch is None:
+                parts = [sample for group in self.samples.take() for sample in group]
+                if not parts:
+                    return None
+                batch = Batch(parts)
+            self.sample_batches.begin(batch)
+            return batch
+
+    async def _acknowledge(self, deliveries: Deliveries[Any]) -> None:
+        due = deliveries.due(self._registry.state.trainers)
+        for batch in due:
+            batch.acknowledged = True
+        groups = [part.group for batch in due for part in batch.parts]
+        if due:
+            await self._reader.ack(groups)
+            self._note()
+
+    def delivered(self, deliveries: Deliveries[Any], batch: Batch[Any]) -> None:
+        """Note that the answer was written."""
+        if deliveries.delivered(batch):
+            if batch.times == 1 and deliveries is self.batches:
+                self._registry.state.step += 1
+            self._note()
+
+    def lost(self, deliveries: Deliveries[Any], batch: Batch[Any]) -> None:
+        """Note that the answer did not reach its trainer."""
+        if deliveries.lost(batch):
+            logger.warning(
+                "a batch did not reach its trainer: it comes again",
+                extra={"bus": self._bus.name, "groups": len(batch.parts), "times": batch.times},
+            )
+            self._note()
+
+    def restarted(self) -> None:
+        """Have everything come again that the last trainer did not acknowledge."""
+        count = sum(deliveries.restarted() for _, deliveries in self._kinds())
+        if count:
+            logger.warning(
+                "a trainer registered again: what the last one had not acknowledged comes again",
+                extra={"bus": self._bus.name, "batches": count},
+            )
+            self._note()
+
+    def _note(self) -> None:
+        self._registry.state.given = {
+            kind: ids for kind, deliveries in self._kinds() if (ids := deliveries.given_ids())
+        }
+        self._store()
+
+    async def reset(self) -> int:
+        """Discard everything; returns how many groups that were."""
+        await self.drain()
+        parts: Iterable[Any] = [
+            *self.queue.clear(), *self.batches.clear(), *self.samples.clear(),
+            *self.sample_batches.clear(),
+        ]  # fmt: skip
+        self._restoring.clear()
+        groups = [part.group for part in parts if part.group.state == "leased"]
+        await self._reader.drop(groups)
+        self._note()
+        return len(groups)
+
+    async def close(self) -> None:
+        """Leave the bus."""
+        await self._reader.close()

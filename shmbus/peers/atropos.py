@@ -1,0 +1,328 @@
+"""A ScoredDataGroup of Atropos as the records of one bus group, and back, at equal value.
+
+One sequence is one sample: its numbers are arrays of int64 and float64, what else belongs to it is
+its meta. What belongs to the whole group is in the meta of sample 0, under GROUP_KEY.
+
+Invariants:
+
+- `group_of` gives what `records_of` was given, with None for each key that was absent.
+- A group that this refuses puts nothing: every check comes before the first record.
+- Numbers are finite, as JSON needs them; a reader never meets one that it cannot write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import shmbus
+
+__all__ = ["ENV_KEY", "GROUP_KEY", "KEYS", "env_id_of", "group_of", "is_atropos", "records_of"]
+
+#: The keys of a group, in the order in which the API server of Atropos 0.4.0 answers them.
+KEYS: Final = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "generation_params",
+    "inference_logprobs",
+    "overrides",
+    "group_overrides",
+    "images",
+    "env_id",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+#: Where sample 0's meta has what belongs to the whole group.
+GROUP_KEY: Final = "atropos"
+#: The key of the environment's number in it.
+ENV_KEY: Final = "env_id"
+#: The mask's value at tokens that are not trained on.
+MASKED: Final = -100
+
+_FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
+_TABLES: tuple[tuple[str, type[np.generic]], ...] = (
+    ("distill_token_ids", np.int64),
+    ("distill_logprobs", np.float64),
+)
+_OBJECTS = ("messages", "overrides")
+_OF_THE_GROUP = ("generation_params", "group_overrides", "images", ENV_KEY)
+#: Under it, optional keys with another number of items than there are sequences.
+_UNEVEN = "uneven"
+
+
+def _numbers(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
+    """Return one sequence's numbers; integers that are written as floats are taken as such."""
+    try:
+        array = np.asarray(values)
+        if array.size == 0 and array.ndim <= 1:
+            return np.empty(0, dtype)
+        if array.dtype.kind not in "biuf" or array.ndim != 1:
+            raise ValueError("not a flat list of numbers")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError("a number that is not finite")
+        found = array.astype(dtype)
+        if dtype is np.int64 and array.dtype.kind in "uf" and not np.array_equal(found, array):
+            raise ValueError("a number that is no 64-bit integer")
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = "64-bit integers" if dtype is np.int64 else "finite numbers"
+        raise ValueError(
+            f"{where}: expected a list of {kind}, got {error}; correct it and send the group again"
+        ) from error
+    return found
+
+
+def _typed(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
+    """Do the same for a list whose items are known to be of the right type."""
+    try:
+        found = np.array(values, dtype)
+        if dtype is np.float64 and not np.isfinite(found).all():
+            raise ValueError
+    except (OverflowError, ValueError):
+        return _numbers(where, values, dtype)
+    return found
+
+
+def _listed(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim):
+        return value
+    raise ValueError(
+        f"{name}: expected a list with an item for each sequence, got {type(value).__name__}"
+    )
+
+
+def _table(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any] | None:
+    """Return [position][k] as an array of two dimensions; None where positions differ in k."""
+    rows = [_numbers(f"{where}[{at}]", row, dtype) for at, row in enumerate(_listed(where, values))]
+    if len({len(row) for row in rows}) > 1:
+        return None
+    return np.stack(rows) if rows else np.empty((0, 0), dtype)
+
+
+def _scores(value: Any, count: int) -> list[float]:
+    scores = [float(score) for score in _numbers("scores", value, np.float64)]
+    if len(scores) != count:
+        raise ValueError(
+            f"scores: expected {count}, one for each sequence of tokens, got {len(scores)}; a "
+            "sample without a score cannot be compared with its group"
+        )
+    return scores
+
+
+def records_of(
+    group: Mapping[str, Any],
+    instance_id: str,
+    *,
+    policy_version: int = 0,
+    typed: bool = False,
+) -> list[dict[str, Any]]:
+    """Return the records of a group, as `Producer.put_many` takes them.
+
+    Parameters
+    ----------
+    group : mapping
+        With the keys of `KEYS`; tokens, masks and scores must be there. Lists or arrays:
+        tokens and masks [sequence][position], int64; scores [sequence], float64.
+    instance_id : str
+        The group's key on the bus, unique.
+    policy_version : int
+        Of all samples.
+    typed : bool
+        Whether all numbers are known to be int and float where they should be.
+
+    Returns
+    -------
+    list of dict
+        One for each sequence; empty where the group has none.
+
+    Raises
+    ------
+    ValueError
+        Something that no record can have, or that cannot be trained on; the message names it.
+
+    Notes
+    -----
+    Beside Atropos' arrays each record has ``loss_mask`` (uint8, 1 where the mask is not -100), so
+    that `OnlineDataHandler` can train on it.
+    """
+    numbers = _typed if typed else _numbers
+    rows = _listed("tokens", group["tokens"])
+    count = len(rows)
+    masks = _listed("masks", group["masks"])
+    if len(masks) != count:
+        raise ValueError(
+            f"masks: expected {count}, one for each sequence of tokens, got {len(masks)}"
+        )
+    scores = _scores(group["scores"], count)
+    whole = {key: group[key] for key in _OF_THE_GROUP if group.get(key) is not None}
+    records: list[dict[str, Any]] = []
+    metas: list[dict[str, Any]] = [{} for _ in range(count)]
+    for index in range(count):
+        tokens = numbers(f"tokens[{index}]", rows[index], np.int64)
+        mask = numbers(f"masks[{index}]", masks[index], np.int64)
+        if len(mask) != len(tokens):
+            raise ValueError(
+                f"masks[{index}]: expected {len(tokens)} numbers, one for each token, got "
+                f"{len(mask)}"
+            )
+        records.append(
+            {
+                "instance_id": instance_id,
+                "group_size": count,
+                "index": index,
+                "score": scores[index],
+                "policy_version": policy_version,
+                "tokens": tokens,
+                "masks": mask,
+                "loss_mask": (mask != MASKED).view(np.uint8),
+            }
+        )
+    uneven = _add_optional(group, records, metas, numbers)
+    if uneven:
+        whole[_UNEVEN] = uneven
+    for index, (record, meta) in enumerate(zip(records, metas, strict=True)):
+        if index == 0:
+            meta[GROUP_KEY] = whole
+        if meta:
+            record["meta"] = meta
+    return records
+
+
+def _add_optional(
+    group: Mapping[str, Any],
+    records: list[dict[str, Any]],
+    metas: list[dict[str, Any]],
+    numbers: Any,
+) -> dict[str, Any]:
+    """Add what only some groups have; return the keys that have no item for each sequence."""
+    count = len(records)
+    uneven: dict[str, Any] = {}
+    for name in (*_FLOATS, *_OBJECTS, *(name for name, _ in _TABLES)):
+        value = group.get(name)
+        if value is not None and len(_listed(name, value)) != count:
+            uneven[name] = value if name in _OBJECTS else _plain(name, value)
+    for name in _FLOATS:
+        if name not in uneven and (value := group.get(name)) is not None:
+            for index, record in enumerate(records):
+                record[name] = numbers(f"{name}[{index}]", value[index], np.float64)
+    for name in _OBJECTS:
+        if name not in uneven and (value := group.get(name)) is not None:
+            for index, meta in enumerate(metas):
+                meta[name] = value[index]
+    for name, dtype in _TABLES:
+        if name not in uneven and (value := group.get(name)) is not None:
+            for index, record in enumerate(records):
+                table = _table(f"{name}[{index}]", value[index], dtype)
+                if table is None:
+                    metas[index][name] = _plain(f"{name}[{index}]", value[index])
+                else:
+                    record[name] = table
+    return uneven
+
+
+def _plain(where: str, value: Any) -> Any:
+    """Return nested numbers as lists, for a meta."""
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [_plain(where, each) for each in value]
+    number = value.item() if isinstance(value, np.generic) else value
+    if isinstance(number, (int, float)) and math.isfinite(number):
+        return number
+    raise ValueError(f"{where}: expected finite numbers, got {number!r}")
+
+
+def is_atropos(group: shmbus.Group) -> bool:
+    """Whether a bus group was made by `records_of`.
+
+    Parameters
+    ----------
+    group : Group
+        Leased.
+
+    Returns
+    -------
+    bool
+    """
+    meta = group[0].meta if len(group) else None
+    return isinstance(meta, dict) and isinstance(meta.get(GROUP_KEY), dict)
+
+
+def env_id_of(group: shmbus.Group) -> int | None:
+    """Return the number of the environment that made a group; None where it said none.
+
+    Parameters
+    ----------
+    group : Group
+        Leased, and one of `records_of`.
+
+    Returns
+    -------
+    int or None
+    """
+    number = group[0].meta[GROUP_KEY].get(ENV_KEY)
+    return number if isinstance(number, int) else None
+
+
+def group_of(group: shmbus.Group) -> dict[str, Any]:
+    """Return the ScoredDataGroup that a bus group was made of.
+
+    Parameters
+    ----------
+    group : Group
+        Leased. One that `records_of` did not make needs ``tokens``; its ``loss_mask`` and
+        ``logprobs`` become masks and inference_logprobs.
+
+    Returns
+    -------
+    dict
+        All keys of `KEYS`, with lists of int and float, and None for what was not given.
+    """
+    if not is_atropos(group):
+        return _of_another_producer(group)
+    samples = group.trajectories
+    metas = [sample.meta or {} for sample in samples]
+    whole = metas[0][GROUP_KEY]
+    uneven = whole.get(_UNEVEN, {})
+    found: dict[str, Any] = dict.fromkeys(KEYS)
+    found["tokens"] = [sample["tokens"].tolist() for sample in samples]
+    found["masks"] = [sample["masks"].tolist() for sample in samples]
+    found["scores"] = [sample.score for sample in samples]
+    for name in _OF_THE_GROUP:
+        found[name] = whole.get(name)
+    for name in (*_FLOATS, *(name for name, _ in _TABLES)):
+        if name in uneven:
+            found[name] = uneven[name]
+        elif name in samples[0] or name in metas[0]:
+            found[name] = [
+                sample[name].tolist() if name in sample else meta[name]
+                for sample, meta in zip(samples, metas, strict=True)
+            ]
+    for name in _OBJECTS:
+        if name in uneven:
+            found[name] = uneven[name]
+        elif name in metas[0]:
+            found[name] = [meta[name] for meta in metas]
+    return found
+
+
+def _of_another_producer(group: shmbus.Group) -> dict[str, Any]:
+    samples = group.trajectories
+    found: dict[str, Any] = dict.fromkeys(KEYS)
+    found["tokens"] = [sample["tokens"].tolist() for sample in samples]
+    found["masks"] = [
+        np.where(sample["loss_mask"], sample["tokens"], MASKED).tolist()
+        if "loss_mask" in sample
+        else sample["tokens"].tolist()
+        for sample in samples
+    ]
+    found["scores"] = [sample.score for sample in samples]
+    for ours, theirs in (("logprobs", "inference_logprobs"), ("advantages", "advantages")):
+        if all(ours in sample for sample in samples):
+            found[theirs] = [sample[ours].tolist() for sample in samples]
+    return found

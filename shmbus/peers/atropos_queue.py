@@ -1,0 +1,322 @@
+"""Which groups make the next batch, and what environments are told of the queue.
+
+Groups of differing sizes make batches of exactly so many sequences, as in the API server of Atropos
+0.4.0: groups of one size are taken in packs that are as large as the largest group that waits, so
+sizes have to divide each other. A group of another size than its environment registered waits until
+it and others of that environment have that size together. No clock, no socket, no thread.
+
+Invariant: a group is in the queue or in one buffer, until `take` or `clear` hands it out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+__all__ = ["GroupQueue", "Waiting", "available", "choose", "choose_with_minimums", "fitting"]
+
+#: Groups of one environment that may wait for others to make its group size; above that, the oldest
+#: go on alone. The search for a sum is linear in it, and an environment that never fits must not
+#: hold the bus.
+MAX_BUFFERED: Final = 1024
+
+
+class Waiting(NamedTuple):
+    """A group that waits for its batch.
+
+    Attributes
+    ----------
+    size : int
+        Sequences.
+    env_id : int or None
+        The environment that made it.
+    group : object
+        Whatever the caller keeps of it.
+    """
+
+    size: int
+    env_id: int | None
+    group: Any
+
+
+def fitting(sizes: Sequence[int], target: int) -> list[int]:
+    """Return the indices of items whose sizes have a sum, the earlier ones first.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        In the order of arrival, each 1 or more.
+    target : int
+        The sum.
+
+    Returns
+    -------
+    list of int
+        Ascending; empty where no items have that sum.
+    """
+    total, chosen = 0, []
+    for at, size in enumerate(sizes):
+        if total + size <= target:
+            total += size
+            chosen.append(at)
+            if total == target:
+                return chosen
+    if sum(sizes) < target:
+        return []
+    # Bit s of reach[i] says whether some of the first i items have the sum s.
+    reach = [1]
+    for size in sizes:
+        reach.append((reach[-1] | reach[-1] << size) & ((2 << target) - 1))
+    if not reach[-1] >> target & 1:
+        return []
+    chosen, left = [], target
+    for at in range(len(sizes) - 1, -1, -1):
+        if left >= sizes[at] and reach[at] >> (left - sizes[at]) & 1:
+            chosen.append(at)
+            left -= sizes[at]
+    return chosen[::-1]
+
+
+def _packs(waiting: Iterable[Waiting], largest: int) -> list[Waiting]:
+    """Return the groups that are in whole packs, pack by pack."""
+    open_packs: dict[int, list[Waiting]] = {}
+    packed = []
+    for each in waiting:
+        pack = open_packs.setdefault(each.size, [])
+        pack.append(each)
+        if len(pack) * each.size == largest:
+            packed += open_packs.pop(each.size)
+    return packed
+
+
+def choose(waiting: Sequence[Waiting], batch_size: int) -> list[Waiting] | None:
+    """Choose groups for one batch, the oldest packs first.
+
+    Parameters
+    ----------
+    waiting : sequence of Waiting
+        In the order of arrival.
+    batch_size : int
+        Sequences of the batch.
+
+    Returns
+    -------
+    list of Waiting, or None
+        Together they have exactly so many sequences; None where that cannot be yet.
+    """
+    if sum(each.size for each in waiting) < batch_size or not waiting or batch_size < 1:
+        return None
+    chosen, total = [], 0
+    for each in _packs(waiting, max(each.size for each in waiting)):
+        chosen.append(each)
+        total += each.size
+        if total >= batch_size:
+            break
+    return chosen if total == batch_size else None
+
+
+def _quotas(
+    packed: Mapping[int, list[Waiting]], batch_size: int, minimums: Mapping[int, float]
+) -> dict[int, int] | None:
+    """Return how many sequences each environment gets at least; None where one has no pack."""
+    quotas = {env: int(batch_size * share) for env, share in minimums.items()}
+    quotas = {env: quota for env, quota in quotas.items() if quota > 0}
+    if any(not packed.get(env) for env in quotas):
+        return None
+    total = sum(quotas.values())
+    if total > batch_size:
+        for env, quota in quotas.items():
+            smallest = min(each.size for each in packed[env])
+            quotas[env] = max(smallest, int(quota * (batch_size / total)))
+    return quotas
+
+
+def choose_with_minimums(
+    waiting: Sequence[Waiting], batch_size: int, minimums: Mapping[int, float]
+) -> list[Waiting] | None:
+    """Choose groups for one batch in which some environments have a share.
+
+    Parameters
+    ----------
+    waiting : sequence of Waiting
+        In the order of arrival. Groups of no environment are not chosen.
+    batch_size : int
+        Sequences of the batch.
+    minimums : mapping of int to float
+        The least share of the batch, 0 to 1, by environment. Shares of more than 1 together are
+        scaled down.
+
+    Returns
+    -------
+    list of Waiting, or None
+        As for `choose`; None also while an environment with a share has no pack.
+    """
+    if not minimums:
+        return choose(waiting, batch_size)
+    if not waiting or batch_size < 1:
+        return None
+    largest = max(each.size for each in waiting)
+    by_env: dict[int, list[Waiting]] = {}
+    for each in waiting:
+        if each.env_id is not None:
+            by_env.setdefault(each.env_id, []).append(each)
+    packed = {env: _packs(groups, largest) for env, groups in by_env.items()}
+    quotas = _quotas(packed, batch_size, minimums)
+    if quotas is None:
+        return None
+    chosen: dict[int, Waiting] = {}
+    total = 0
+    for env, quota in quotas.items():
+        taken = 0
+        for each in packed[env]:
+            if taken >= quota:
+                break
+            if total + each.size <= batch_size:
+                chosen[id(each)] = each
+                taken += each.size
+                total += each.size
+    packable = {id(each) for groups in packed.values() for each in groups}
+    for each in waiting:
+        if total == batch_size:
+            break
+        fits = id(each) in packable and id(each) not in chosen
+        if fits and total + each.size <= batch_size:
+            chosen[id(each)] = each
+            total += each.size
+    return list(chosen.values()) if total == batch_size else None
+
+
+class GroupQueue:
+    """Groups that wait for a trainer, in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Waiting] = {}
+        self._buffers: dict[int, list[Waiting]] = {}
+        #: How many groups wait by (env_id, size); buffered ones are not among them.
+        self.counts: Counter[tuple[int | None, int]] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, waiting: Waiting, expected_size: int | None) -> None:
+        """Add a group.
+
+        Parameters
+        ----------
+        waiting : Waiting
+            The group.
+        expected_size : int, optional
+            The group size of its environment; None where that is not registered.
+        """
+        env = waiting.env_id
+        if env is None or expected_size is None or waiting.size == expected_size:
+            self._append(waiting)
+            return
+        buffer = self._buffers.setdefault(env, [])
+        buffer.append(waiting)
+        found = fitting([each.size for each in buffer], expected_size)
+        for each in [buffer[at] for at in found]:
+            self._append(each)
+        for at in reversed(found):
+            del buffer[at]
+        if len(buffer) > MAX_BUFFERED:
+            self._append(buffer.pop(0))
+
+    def _append(self, waiting: Waiting) -> None:
+        self._waiting[id(waiting)] = waiting
+        self.counts[waiting.env_id, waiting.size] += 1
+
+    def buffered(self, env_id: int) -> int:
+        """Return how many sequences of an environment wait for others of it.
+
+        Parameters
+        ----------
+        env_id : int
+            The environment.
+
+        Returns
+        -------
+        int
+        """
+        return sum(each.size for each in self._buffers.get(env_id, ()))
+
+    def take(self, batch_size: int, minimums: Mapping[int, float]) -> list[Waiting] | None:
+        """Take the groups of the next batch out of the queue.
+
+        Parameters
+        ----------
+        batch_size : int
+            Sequences of the batch.
+        minimums : mapping of int to float
+            As for `choose_with_minimums`.
+
+        Returns
+        -------
+        list of Waiting, or None
+            None where no batch can be made yet.
+        """
+        chosen = choose_with_minimums(list(self._waiting.values()), batch_size, minimums)
+        for each in chosen or ():
+            del self._waiting[id(each)]
+            key = (each.env_id, each.size)
+            self.counts[key] -= 1
+            if not self.counts[key]:
+                del self.counts[key]
+        return chosen
+
+    def clear(self) -> list[Waiting]:
+        """Forget all groups, and return them.
+
+        Returns
+        -------
+        list of Waiting
+            The buffered ones too.
+        """
+        found = [*self._waiting.values()]
+        for buffer in self._buffers.values():
+            found += buffer
+        self._waiting.clear()
+        self._buffers.clear()
+        self.counts.clear()
+        return found
+
+
+def available(
+    counts: Mapping[tuple[int | None, int], int],
+    env_id: int,
+    env_group_size: int,
+    quotas: Mapping[int, int],
+) -> tuple[int, int, int, int]:
+    """Return what an environment is told: queue, its own part, the largest group, its group size.
+
+    Parameters
+    ----------
+    counts : mapping
+        How many groups wait, by (env_id, size).
+    env_id, env_group_size : int
+        The environment that asks, and the group size that it registered.
+    quotas : mapping of int to int
+        Sequences of each batch that environments with a minimum share get.
+
+    Returns
+    -------
+    tuple of int
+        The queue in groups of the environment's size: its own, and of the others what is in whole
+        packs above their quotas. Then the same of its own alone; the largest group, at least 1; and
+        its group size, which the largest group that it sent may have raised.
+    """
+    largest = max([1, *(size for _, size in counts)])
+    own_size = max([env_group_size, *(size for env, size in counts if env == env_id)])
+    sequences: Counter[int | None] = Counter()
+    for (env, size), groups in counts.items():
+        sequences[env] += size * groups
+    own = sequences.pop(env_id, 0)
+    others = 0
+    if largest > 1:
+        for env, count in sequences.items():
+            quota = 0 if env is None else quotas.get(env, 0)
+            others += max(0, math.ceil(count / largest) * largest - quota)
+    divisor = max(1, own_size)
+    return (own + others) // divisor, own // divisor, largest, own_size

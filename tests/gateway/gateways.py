@@ -1,0 +1,171 @@
+"""What the tests of the gateway share: a gateway as a process of its own, and raw HTTP to it.
+
+The client here is a socket: it sends what a test says, also what no library would.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import struct
+from typing import Any, NamedTuple
+
+from conftest import Child, Spawner, wait_until
+
+#: Runs the command without the entry point, which an environment may lack that was made before.
+RUN = """
+import argparse, sys
+from shmbus.gateway import command
+parser = argparse.ArgumentParser()
+command.add_parser(parser.add_subparsers())
+arguments = parser.parse_args(["gateway", *sys.argv[1:]])
+sys.exit(arguments.run(arguments))
+"""
+TIMEOUT_S = 60.0
+
+REGISTRATION = {
+    "wandb_group": "group", "wandb_project": "project", "batch_size": 4, "max_token_len": 512,
+    "checkpoint_dir": "/checkpoints", "save_checkpoint_interval": 10, "starting_step": 0,
+    "num_steps": 100,
+}  # fmt: skip
+ENVIRONMENT = {"max_token_length": 512, "desired_name": "math", "weight": 1.0, "group_size": 2}
+
+
+def scored(*rows: list[int], env_id: int | None = None, **more: Any) -> dict[str, Any]:
+    """A group with these tokens."""
+    return {
+        "tokens": list(rows), "masks": [[-100, *row[1:]] for row in rows],
+        "scores": [float(n) for n in range(len(rows))], "env_id": env_id, **more,
+    }  # fmt: skip
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body."""
+        return json.loads(self.body)
+
+    @property
+    def detail(self) -> str:
+        """What a refusal says."""
+        detail = self.json()["detail"]
+        return detail if isinstance(detail, str) else detail[0]["msg"]
+
+
+class Gateway:
+    """A gateway of one bus, to be killed and started again."""
+
+    def __init__(self, spawner: Spawner, name: str, options: tuple[object, ...]) -> None:
+        self.name = name
+        self.port = 0
+        self._spawner = spawner
+        self._options = options
+        self.child = self.start()
+
+    def start(self) -> Child:
+        """Start it, and wait until it serves; the port stays."""
+        self.child = self._spawner.script(
+            RUN, self.name, "--http", f"127.0.0.1:{self.port}", *self._options
+        )
+        wait_until(
+            lambda: " serving " in self.child.output() or not self.child.running,
+            what=f"the gateway of {self.name} to serve",
+        )
+        found = re.search(r"http=http://127.0.0.1:(\d+)", self.child.output())
+        if found is None:
+            raise AssertionError(f"the gateway ended:\n{self.child.output()}")
+        self.port = int(found[1])
+        return self.child
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.child.kill()
+
+    def stop(self) -> str:
+        """SIGTERM; it must end in order."""
+        self.child.send_signal(signal.SIGTERM)
+        return self.child.finish()
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def connect(self) -> socket.socket:
+        """A new connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S)
+
+    def get(self, path: str, content: Any = None, **headers: str) -> Answer:
+        """GET, with JSON where there is some."""
+        return self.ask("GET", path, content, **headers)
+
+    def post(self, path: str, content: Any, **headers: str) -> Answer:
+        """POST JSON, or bytes as they are."""
+        return self.ask("POST", path, content, **headers)
+
+    def ask(self, method: str, path: str, content: Any = None, **headers: str) -> Answer:
+        """One request on a connection of its own."""
+        with self.connect() as connection:
+            connection.sendall(request_bytes(method, path, content, **headers))
+            return read_answer(connection, has_body=method != "HEAD")
+
+    def register(self, **changes: Any) -> None:
+        """Register a trainer, and let it start."""
+        assert self.post("/register", {**REGISTRATION, **changes}).status == 200
+        assert self.get("/batch").status == 200
+
+    def register_env(self, **changes: Any) -> int:
+        """Register an environment; returns its number."""
+        answer = self.post("/register-env", {**ENVIRONMENT, **changes}).json()
+        assert answer["status"] == "success", answer
+        return int(answer["env_id"])
+
+    def batch(self) -> Any:
+        """The next batch."""
+        return self.get("/batch").json()["batch"]
+
+
+def request_bytes(method: str, path: str, content: Any = None, **headers: str) -> bytes:
+    """A request as it goes over the wire; header names have _ for -."""
+    body = b""
+    lines = {"Host": "127.0.0.1"}
+    if content is not None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        lines |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    lines |= {name.replace("_", "-"): value for name, value in headers.items()}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value)
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
+
+def read_answer(connection: socket.socket, *, has_body: bool = True) -> Answer:
+    """Read one answer; an end before its end is a ConnectionError."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += _more(connection)
+    head, _, body = data.partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").split("\r\n")
+    headers = {
+        name.lower(): value.strip()
+        for name, _, value in (line.partition(":") for line in lines[1:])
+    }
+    length = int(headers.get("content-length", "0")) if has_body else 0
+    while len(body) < length:
+        body += _more(connection)
+    return Answer(int(lines[0].split()[1]), headers, body)
+
+
+def _more(connection: socket.socket) -> bytes:
+    found = connection.recv(1 << 20)
+    if not found:
+        raise ConnectionError("the connection ended in the answer")
+    return found
+
+
+def reset(connection: socket.socket) -> None:
+    """End a connection as the kernel does for a client that dies with something unread."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()

@@ -1,0 +1,351 @@
+"""What is wrong with a request is answered with a status and a sentence, never with a 500.
+
+The first table is what was asked of atroposlib's own server too; `make test-peers` shows both side
+by side. After each request the gateway still serves a batch, so nothing was stuck or lost.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from gateways import ENVIRONMENT, REGISTRATION, Gateway, read_answer, request_bytes, scored
+from gateways import reset as reset_connection
+
+GOOD = scored([1, 2], [3, 4])
+
+
+def raw(group: dict[str, Any], **texts: str) -> bytes:
+    """A group as JSON in which quoted marks stand for texts that json.dumps does not write."""
+    body = json.dumps(group)
+    for mark, text in texts.items():
+        body = body.replace(f'"{mark}"', text)
+    return body.encode()
+
+
+class Case(NamedTuple):
+    """A request, and what it is answered."""
+
+    name: str
+    method: str
+    path: str
+    content: Any
+    status: int
+    says: str = ""
+    headers: dict[str, str] = {}  # noqa: RUF012  (never changed)
+
+
+PACKED = gzip.compress(json.dumps(GOOD).encode())
+DAMAGED = PACKED[:20] + bytes([PACKED[20] ^ 0xFF]) + PACKED[21:]
+GZIP = {"Content_Encoding": "gzip"}
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in GOOD.items() if name != key}
+
+
+CASES = [
+    # Taken, as there.
+    Case("good", "POST", "/scored_data", GOOD, 200),
+    Case("gzip", "POST", "/scored_data", PACKED, 200, headers=GZIP),
+    Case("x-gzip", "POST", "/scored_data", PACKED, 200, headers={"Content_Encoding": "x-gzip"}),
+    Case("token as text", "POST", "/scored_data", {**GOOD, "tokens": [["1", 2], [3, 4]]}, 200),
+    Case("token 1.0", "POST", "/scored_data", {**GOOD, "tokens": [[1.0, 2], [3, 4]]}, 200),
+    Case("mask true", "POST", "/scored_data", {**GOOD, "masks": [[True, 2], [3, False]]}, 200),
+    Case("score of int", "POST", "/scored_data", {**GOOD, "scores": [1, 0]}, 200),
+    Case("unknown keys", "POST", "/scored_data", {**GOOD, "more": {"a": 1}}, 200),
+    Case("unknown env_id", "POST", "/scored_data", {**GOOD, "env_id": 99}, 200),
+    Case("env_id -1", "POST", "/scored_data", {**GOOD, "env_id": -1}, 200),
+    Case("empty group", "POST", "/scored_data", {"tokens": [], "masks": [], "scores": []}, 200),
+    Case("empty list", "POST", "/scored_data_list", [], 200),
+    Case("empty sequence", "POST", "/scored_data", 
+         {**scored([], [1]), "masks": [[], [1]]}, 200),
+    Case("options", "OPTIONS", "/scored_data", None, 200),
+    Case("query", "GET", "/info?x=1", None, 200),
+    Case("disconnect unknown", "POST", "/disconnect-env", {"env_id": 99}, 200),
+    Case("charset", "POST", "/scored_data", GOOD, 200,
+         headers={"Content_Type": "application/json; charset=utf-8"}),
+    # Not JSON, or not that JSON.
+    Case("malformed", "POST", "/scored_data", b'{"tokens": [[1]', 422, "expected JSON"),
+    Case("no body", "POST", "/scored_data", b"", 422, "expected JSON"),
+    Case("null", "POST", "/scored_data", None, 415, "application/json"),
+    Case("array", "POST", "/scored_data", [GOOD], 422, "object"),
+    Case("object for list", "POST", "/scored_data_list", GOOD, 422, "array"),
+    Case("number", "POST", "/scored_data", 7, 422, "object"),
+    Case("not UTF-8", "POST", "/scored_data", b'{"tokens": "\xff"}', 422, "expected JSON"),
+    Case("deep", "POST", "/scored_data", b"[" * 100_000, 422),
+    Case("no tokens", "POST", "/scored_data", without("tokens"), 422, "tokens"),
+    Case("no masks", "POST", "/scored_data", without("masks"), 422, "masks"),
+    Case("no scores", "POST", "/scored_data", without("scores"), 422, "scores"),
+    Case("token 1.5", "POST", "/scored_data", {**GOOD, "tokens": [[1.5], [3]]}, 422, "tokens"),
+    Case("token null", "POST", "/scored_data", {**GOOD, "tokens": [[None], [3]]}, 422, "tokens"),
+    Case("flat tokens", "POST", "/scored_data", {**GOOD, "tokens": [1, 2]}, 422, "tokens"),
+    Case("score null", "POST", "/scored_data", {**GOOD, "scores": [None, 1]}, 422, "scores"),
+    Case("score as text", "POST", "/scored_data", {**GOOD, "scores": ["high", 1]}, 422, "scores"),
+    Case("message without role", "POST", "/scored_data",
+         {**GOOD, "messages": [[{"content": "x"}], []]}, 422, "'role'"),
+    Case("message of text", "POST", "/scored_data", {**GOOD, "messages": [["x"], []]}, 422),
+    Case("list with one bad", "POST", "/scored_data_list", [GOOD, without("masks")], 422, "masks"),
+    # What cannot be trained on, or lost a batch there.
+    Case("score NaN", "POST", "/scored_data", {**GOOD, "scores": [float("nan"), 1]}, 422, "NaN"),
+    Case("score -Infinity", "POST", "/scored_data", {**GOOD, "scores": [float("-inf"), 1]}, 422,
+         "finite"),
+    Case("logprob NaN", "POST", "/scored_data",
+         {**GOOD, "inference_logprobs": [[float("nan")], []]}, 422, "NaN"),
+    Case("score 1e999", "POST", "/scored_data", raw({**GOOD, "scores": ["@", 1]}, **{"@": "1e999"}),
+         422),
+    Case("token 2**70", "POST", "/scored_data", {**GOOD, "tokens": [[2**70, 2], [3, 4]]}, 422,
+         "64-bit"),
+    Case("env_id 2**70", "POST", "/scored_data", {**GOOD, "env_id": 2**70}, 422),
+    Case("fewer scores", "POST", "/scored_data", {**GOOD, "scores": [1.0]}, 422, "one for each"),
+    Case("fewer masks", "POST", "/scored_data", {**GOOD, "masks": [[1, 2]]}, 422, "one for each"),
+    Case("shorter mask", "POST", "/scored_data", {**GOOD, "masks": [[1], [3, 4]]}, 422,
+         "one for each token"),
+    # Encodings and types.
+    Case("text/plain", "POST", "/scored_data", GOOD, 415, "application/json",
+         {"Content_Type": "text/plain"}),
+    Case("no type", "POST", "/scored_data", GOOD, 415, "application/json", {"Content_Type": ""}),
+    Case("deflate", "POST", "/scored_data", PACKED, 415, "gzip", {"Content_Encoding": "deflate"}),
+    Case("two encodings", "POST", "/scored_data", PACKED, 415, "once",
+         {"Content_Encoding": "gzip, gzip"}),
+    Case("no gzip", "POST", "/scored_data", json.dumps(GOOD).encode(), 400, "Invalid gzip", GZIP),
+    Case("truncated gzip", "POST", "/scored_data", PACKED[:-9], 400, "Invalid gzip", GZIP),
+    Case("damaged gzip", "POST", "/scored_data", DAMAGED, 400, "Invalid gzip", GZIP),
+    Case("gzip and more", "POST", "/scored_data", PACKED + b"more" + PACKED[-4:], 400,
+         "Invalid gzip", GZIP),
+    Case("empty gzip", "POST", "/scored_data", b"", 400, "Invalid gzip", GZIP),
+    # Routes, methods, numbers of environments.
+    Case("unknown path", "GET", "/nothing", None, 404, "no such route"),
+    Case("wrong method", "GET", "/scored_data", None, 405, "POST"),
+    Case("head", "HEAD", "/info", None, 405),
+    Case("status of unknown", "GET", "/status-env", {"env_id": 99}, 404, "register-env"),
+    Case("status of -1", "GET", "/status-env", {"env_id": -1}, 404, "register-env"),
+    Case("status without body", "GET", "/status-env", None, 415, "application/json"),
+    Case("status of text", "GET", "/status-env", {"env_id": "x"}, 422, "env_id"),
+    Case("large status", "GET", "/status-env", b" " * 70_000, 413, "takes no groups"),
+    Case("batch size 0", "POST", "/register", {**REGISTRATION, "batch_size": 0}, 422, "batch_size"),
+    Case("no batch size", "POST", "/register", {"wandb_group": "g"}, 422),
+    Case("endless name", "POST", "/register", {**REGISTRATION, "wandb_group": "g" * 2000}, 422,
+         "1024 characters"),
+    Case("group size 0", "POST", "/register-env", {**ENVIRONMENT, "group_size": 0}, 422),
+    Case("endless group", "POST", "/register-env", {**ENVIRONMENT, "group_size": 10**12}, 422),
+    Case("start_rollout", "POST", "/start_rollout", {}, 501, "process of its own"),
+    Case("slime without id", "POST", "/buffer/write", {"reward": 1.0}, 422, "instance_id"),
+    Case("slime reward", "POST", "/buffer/write", {"instance_id": "a", "reward": "x"}, 422,
+         "reward"),
+    # Other sites and names.
+    Case("another host", "GET", "/info", None, 403, "loopback", {"Host": "evil.example"}),
+    Case("another site", "POST", "/scored_data", GOOD, 403, "another site",
+         {"Origin": "https://evil.example"}),
+    Case("reset by a page", "GET", "/reset_data", None, 403, "another site",
+         {"Sec_Fetch_Site": "cross-site"}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One gateway for all of the table."""
+    import os
+
+    from conftest import RUN_PREFIX, Spawner
+
+    spawner = Spawner(tmp_path_factory.mktemp("children"))
+    name = f"{RUN_PREFIX}bad-requests"
+    gateway = Gateway(spawner, name, ("--create", "4MiB"))
+    gateway.register(batch_size=2)
+    gateway.register_env()
+    yield gateway
+    output = gateway.child.output()
+    spawner.end_all()
+    for path in (f"/dev/shm/shmbus.{name}", f"/dev/shm/shmbus-gateway.{name}"):
+        os.unlink(path)
+    assert "Traceback" not in output, output
+
+
+def still_serves(gateway: Gateway) -> None:
+    """A group goes through, alone."""
+    while gateway.batch() is not None:
+        pass
+    assert gateway.post("/scored_data", scored([7], [8])).status == 200
+    [group] = gateway.batch()
+    assert group["tokens"] == [[7], [8]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_is_answered_and_nothing_is_lost(shared: Gateway, case: Case) -> None:
+    answer = shared.ask(case.method, case.path, case.content, **case.headers)
+    assert answer.status == case.status, answer
+    if case.says:
+        assert case.says in answer.detail
+    still_serves(shared)
+
+
+def test_before_registration_too(gateway: Gateway) -> None:
+    assert gateway.get("/status-env", {"env_id": 0}).status == 404
+    assert gateway.post("/scored_data", GOOD).status == 200
+    assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
+    assert gateway.get("/info").json()["batch_size"] == 2
+    assert len(gateway.batch()) == 1
+
+
+def test_environments_that_all_disconnected_are_answered(gateway: Gateway) -> None:
+    gateway.register()
+    env = gateway.register_env()
+    gateway.post("/disconnect-env", {"env_id": env})
+    answer = gateway.get("/status-env", {"env_id": env})
+    assert (answer.status, answer.json()["env_weight"]) == (200, 0.01)
+
+
+# --- what no library sends
+
+
+def talk(gateway: Gateway, data: bytes) -> bytes:
+    """Send bytes, and return everything that comes until the gateway ends the connection."""
+    with gateway.connect() as connection:
+        connection.sendall(data)
+        found = b""
+        while part := connection.recv(1 << 16):
+            found += part
+        return found
+
+
+def test_a_truncated_chunked_body_is_not_taken(shared: Gateway) -> None:
+    body = json.dumps(GOOD).encode()
+    head = request_bytes("POST", "/scored_data", None, Transfer_Encoding="chunked",
+                         Content_Type="application/json")  # fmt: skip
+    with shared.connect() as connection:
+        connection.sendall(head + f"{len(body):x}\r\n".encode() + body + b"\r\n")
+    assert shared.get("/status").json()["queue_size"] == 0
+    whole = head + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+    with shared.connect() as connection:
+        connection.sendall(whole)
+        assert read_answer(connection).status == 200
+    still_serves(shared)
+
+
+def test_a_body_that_ends_early_is_not_taken(shared: Gateway) -> None:
+    whole = request_bytes("POST", "/scored_data", GOOD)
+    for cut in (len(whole) - 1, len(whole) // 2, 30):
+        for end in (reset_connection, socket.socket.close):
+            connection = shared.connect()
+            connection.sendall(whole[:cut])
+            end(connection)
+    assert shared.get("/status").json()["queue_size"] == 0
+    still_serves(shared)
+
+
+def test_two_content_encoding_headers_are_refused(shared: Gateway) -> None:
+    request = request_bytes("POST", "/scored_data", PACKED, Content_Encoding="gzip")
+    request = request.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n", 1)
+    with shared.connect() as connection:
+        connection.sendall(request)
+        assert read_answer(connection).status == 415
+    still_serves(shared)
+
+
+def test_a_header_of_a_megabyte_is_refused(shared: Gateway) -> None:
+    with shared.connect() as connection:
+        connection.sendall(b"GET /info HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
+        answer = b""
+        try:
+            for _ in range(1024):
+                connection.sendall(b"x" * 1024)
+            connection.sendall(b"\r\n\r\n")
+            answer = connection.recv(1 << 16)
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        assert not answer or b" 400 " in answer.split(b"\r\n")[0]
+    still_serves(shared)
+
+
+def test_garbage_behind_a_request_ends_the_connection_and_nothing_else(shared: Gateway) -> None:
+    found = talk(shared, request_bytes("GET", "/info") + b"\x00\xffnonsense\r\n\r\n")
+    assert len(re.findall(rb"HTTP/1\.[01] 400 ", found)) == 1
+    with shared.connect() as connection:
+        connection.sendall(request_bytes("GET", "/info"))
+        assert read_answer(connection).status == 200
+        connection.sendall(b"\x00\xffnonsense\r\n\r\n")
+        assert read_answer(connection).status == 400
+        assert connection.recv(1) == b""
+    assert b" 400 " in talk(shared, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")
+    still_serves(shared)
+
+
+def test_requests_in_a_row_are_answered_in_their_order(shared: Gateway) -> None:
+    with shared.connect() as connection:
+        connection.sendall(request_bytes("GET", "/info") + request_bytes("GET", "/nothing")[:10])
+        assert read_answer(connection).status == 200
+        connection.sendall(request_bytes("GET", "/nothing")[10:])
+        assert read_answer(connection).status == 404
+
+
+def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(shared: Gateway) -> None:
+    head, _, body = request_bytes("POST", "/scored_data", GOOD, Expect="100-continue").partition(
+        b"\r\n\r\n"
+    )
+    with shared.connect() as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        assert connection.recv(1 << 10).startswith(b"HTTP/1.1 100 Continue")
+        connection.sendall(body)
+        assert read_answer(connection).status == 200
+    still_serves(shared)
+
+
+def test_a_client_that_sends_a_byte_at_a_time_keeps_nobody_from_being_answered(
+    shared: Gateway,
+) -> None:
+    slow = shared.connect()
+    whole = request_bytes("POST", "/scored_data", GOOD)
+    for number in range(100):
+        slow.sendall(whole[number : number + 1])
+        if number % 10 == 0:
+            still_serves(shared)
+        time.sleep(0.002)
+    slow.sendall(whole[100:])
+    assert read_answer(slow).status == 200
+    slow.close()
+    still_serves(shared)
+
+
+def test_a_bomb_is_refused_before_it_is_inflated(gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB", "--body-limit", 1, "--memory", 8)
+    bomb = gzip.compress(b" " * (200 << 20), 6)
+    answer = gateway.post("/scored_data", bomb, Content_Encoding="gzip")
+    assert answer.status == 413
+    lying = bomb[:-4] + (1000).to_bytes(4, "little")
+    assert gateway.post("/scored_data", lying, Content_Encoding="gzip").status == 400
+    large = gateway.ask("POST", "/scored_data", b" " * (1 << 20) + b"  ")
+    assert (large.status, "--body-limit" in large.detail) == (413, True)
+    status = Path(f"/proc/{gateway.child.pid}/status").read_text()
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert peak is not None
+    assert int(peak[1]) < 200 << 10
+
+
+def test_a_token_is_asked_for(gateway_of: Any, tmp_path: Any) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    gateway = gateway_of("--create", "4MiB", "--token-file", tmp_path / "token")
+    assert gateway.get("/healthz").status == 200
+    for given in ("", "Bearer wrong", "secret", "Bearer secret "[:-2]):
+        answer = gateway.get("/info", Authorization=given)
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert gateway.post("/scored_data", GOOD, Authorization=given).status == 401
+    assert gateway.get("/info", Authorization="Bearer secret").status == 200
+    assert gateway.get("/status").status == 401
+
+
+def test_pages_of_this_machine_may_read_what_only_looks(shared: Gateway) -> None:
+    origin = "http://localhost:3000"
+    read = shared.get("/status", Origin=origin)
+    assert read.headers["access-control-allow-origin"] == origin
+    assert "access-control-allow-origin" not in shared.get("/batch", Origin=origin).headers
+    other = shared.get("/status", Origin="https://evil.example")
+    assert "access-control-allow-origin" not in other.headers
+    asked = shared.ask("OPTIONS", "/status", None, Origin=origin)
+    assert (asked.status, asked.headers["access-control-allow-methods"]) == (200, "GET")
