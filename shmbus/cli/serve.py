@@ -10,6 +10,7 @@ import os
 import sys
 
 from shmbus import errors
+from shmbus.cli._gateway_process import gateway_process, require_extra
 from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
 from shmbus.segment import creation, lifecycle
@@ -24,6 +25,7 @@ logger = logging.getLogger("shmbus.serve")
 _EXAMPLES = """\
 examples:
   shmbus serve run1 --capacity 1GiB --group-timeout 600 --on-timeout partial
+  shmbus serve run1 --capacity 4GiB --http 127.0.0.1:8000
   shmbus serve run1 --metrics-port 9464 --restore /data/run1-before-reboot
   SHMBUS_LOG_FORMAT=json shmbus serve run1 --config run1.toml
 
@@ -58,6 +60,8 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"shmbus serve: {error}", file=sys.stderr)
         return 2
     logs.set_up(settings.log_format, settings.log_level)
+    if settings.http is not None:
+        require_extra()
     policy = settings.policy()
     require_place(parsed.name)
     with contextlib.ExitStack() as stack:
@@ -75,17 +79,28 @@ def run(parsed: argparse.Namespace) -> int:
                 settings.max_producers,
                 bounds=settings.bounds(),
             ).close()
+        on_stop = None
+        if settings.http is not None:
+            on_stop = stack.enter_context(gateway_process(parsed.name, _gateway_options(settings)))
         ours = server.serve(
             parsed.name,
             policy,
             settings.duplicate,
             stash_options(policy, settings.duplicate),
             settings.drain_timeout,
+            on_stop,
         )
     if settings.unlink_on_exit and ours:
         with contextlib.suppress(errors.BusNotFoundError):
             lifecycle.unlink(parsed.name)
     return 0
+
+
+def _gateway_options(settings: config.Settings) -> list[str]:
+    options = ["--http", str(settings.http)]
+    if settings.http_token_file is not None:
+        options += ["--token-file", settings.http_token_file]
+    return [*options, "--log-format", settings.log_format, "--log-level", settings.log_level]
 
 
 def _restore(name: str, directory: str) -> None:

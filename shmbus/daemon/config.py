@@ -59,6 +59,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Port of the Prometheus metrics; None for no metrics, 0 for any free port.
     metrics_host : str
         Their address; loopback by default.
+    http : str | None
+        HOST:PORT of the HTTP gateway; None for none.
+    http_token_file : str | None
+        A file with the token that its clients send.
     log_format : "json" | "text"
     log_level : "debug" | "info" | "warning" | "error"
     """
@@ -83,6 +87,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     restore: str | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
+    http: str | None = None
+    http_token_file: str | None = None
     log_format: Literal["json", "text"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -134,6 +140,8 @@ _HELP = {
     "restore": "a snapshot to create the bus from, if there is none yet",
     "metrics_port": "serve Prometheus metrics and /healthz at this port, such as 9464",
     "metrics_host": "the address of that port",
+    "http": "HOST:PORT of a gateway for Atropos and slime (extra gateway; see docs/gateway.md)",
+    "http_token_file": "a file with the token that its clients send",
     "log_format": "json or text",
     "log_level": "debug, info, warning or error",
 }

@@ -63,10 +63,17 @@ class Server:
         The stash's options by the names that Consumer gives them.
     drain_timeout_s : float
         Seconds that leases have to end after SIGTERM or SIGINT.
+    on_stop : callable, optional
+        Called before that, and must not block: what started beside the daemon ends its leases.
     """
 
     def __init__(
-        self, collector: Collector, policy: dict[str, Any], *, drain_timeout_s: float
+        self,
+        collector: Collector,
+        policy: dict[str, Any],
+        *,
+        drain_timeout_s: float,
+        on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.service = Service(collector, policy)
         self.connections: set[Connection] = set()
@@ -75,6 +82,7 @@ class Server:
         self.path = socket_path.socket_path(collector.segment.name)
         self._collector = collector
         self._drain_timeout_s = drain_timeout_s
+        self._on_stop = on_stop
         self._failure: BaseException | None = None
         #: Set when the loop has read the ring: the watcher thread may sleep on it again.
         self._ring_read = threading.Event()
@@ -106,6 +114,8 @@ class Server:
         try:
             await self._stop.wait()
             notify.notify("STOPPING=1")
+            if self._on_stop is not None:
+                self._on_stop()
             if self._failure is None:
                 await self._drain()
             if self._snapshot is not None:
@@ -292,7 +302,12 @@ class Server:
 
 
 def serve(
-    name: str, policy: StashPolicy, duplicate: Any, options: dict[str, Any], drain_timeout_s: float
+    name: str,
+    policy: StashPolicy,
+    duplicate: Any,
+    options: dict[str, Any],
+    drain_timeout_s: float,
+    on_stop: Callable[[], None] | None = None,
 ) -> bool:
     """Attach to a bus and serve it until SIGTERM or SIGINT.
 
@@ -308,6 +323,8 @@ def serve(
         The same, by the names that Consumer gives them.
     drain_timeout_s : float
         Seconds that leases have to end after SIGTERM or SIGINT.
+    on_stop : callable, optional
+        Called before that, and must not block.
 
     Returns
     -------
@@ -321,7 +338,7 @@ def serve(
     """
     collector = Collector(name, policy, duplicate, DAEMON_LABEL)
     collector.reader.lend()
-    server = Server(collector, options, drain_timeout_s=drain_timeout_s)
+    server = Server(collector, options, drain_timeout_s=drain_timeout_s, on_stop=on_stop)
     loop = uvloop.new_event_loop()
     try:
         loop.run_until_complete(server.run())

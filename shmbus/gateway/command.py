@@ -74,6 +74,14 @@ def add_parser(commands: Commands) -> None:
         help="MiB of all bodies that are read or held (default 256)",
     )
     parser.add_argument(
+        "--hold",
+        metavar="SECONDS",
+        type=_seconds,
+        default=240.0,
+        help="how long a POST waits for room before it is answered 503 (default 240: clients of "
+        "Atropos wait 300, and give up after three quick ones)",
+    )
+    parser.add_argument(
         "--keep-batches",
         metavar="N",
         type=_count,
@@ -101,6 +109,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text}")
     return value
 
 
@@ -137,6 +152,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         token=_token(arguments.token_file),
         body_limit=arguments.body_limit << 20,
         memory=arguments.memory << 20,
+        hold_s=arguments.hold,
         keep_batches=arguments.keep_batches,
         group_size=arguments.group_size,
         daemon=True if arguments.daemon else None,

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -24,11 +25,19 @@ from shmbus.gateway import settings
 __all__ = ["Connection", "Connections", "connection_of"]
 
 
+def _body_of(response: web.Response) -> bytes:
+    body = response.body
+    assert isinstance(body, bytes) and body
+    return body
+
+
 class _Answer:
     """An answer of which it is not known yet whether it was delivered."""
 
     def __init__(self, on_end: Callable[[bool], None] | None) -> None:
         self._on_end = on_end
+        #: Whether all of it is the transport's, or has left.
+        self.whole = False
         self.delivered: bool | None = None
 
     def end(self, delivered: bool) -> None:
@@ -111,13 +120,15 @@ class Connection(asyncio.Protocol):
     async def send(
         self,
         request: web.BaseRequest,
-        response: web.StreamResponse,
+        response: web.Response,
         on_end: Callable[[bool], None] | None = None,
-    ) -> None:
-        """Write an answer, and wait until all of it has left this process.
+        on_written: Callable[[], None] | None = None,
+    ) -> web.StreamResponse:
+        """Write an answer, and wait until all of it has left this process; returns it.
 
         `on_end` is called once, with whether it was delivered: maybe before this returns, maybe
-        long after.
+        long after. `on_written` is called right after the last byte has left: a death of this
+        process between the two is a matter of microseconds.
 
         Raises
         ------
@@ -125,16 +136,22 @@ class Connection(asyncio.Protocol):
             The client has gone, or does not read. `on_end` was called with False.
         """
         answer = _Answer(on_end)
+        sent: web.StreamResponse = response
         try:
             if not self.alive:
                 raise ConnectionResetError("the client has gone")
-            await response.prepare(request)
+            if on_written is not None:
+                sent = web.StreamResponse(status=response.status, headers=response.headers)
+                sent.content_length = len(_body_of(response))
+            await sent.prepare(request)
             # From here on, all of the body is the transport's before anything else happens.
+            answer.whole = on_written is None
             self._answers.append(answer)
-            await asyncio.wait_for(self._write(response), settings.ANSWER_S)
+            writing = self._write(answer, response, sent, on_written)
+            await asyncio.wait_for(writing, settings.ANSWER_S)
         except BaseException as error:
             if answer.delivered:
-                return
+                return sent
             if answer in self._answers:
                 self._answers.remove(answer)
             answer.end(False)
@@ -146,15 +163,44 @@ class Connection(asyncio.Protocol):
             raise
         if answer.delivered is False:
             raise ConnectionResetError("the client went while it was answered")
+        return sent
 
-    async def _write(self, response: web.StreamResponse) -> None:
-        await response.write_eof()
+    async def _write(
+        self,
+        answer: _Answer,
+        response: web.Response,
+        sent: web.StreamResponse,
+        on_written: Callable[[], None] | None,
+    ) -> None:
+        if on_written is None:
+            await sent.write_eof()
+            await self._flushed.wait()
+            return
+        body = _body_of(response)
+        await sent.write(body[:-1])
         await self._flushed.wait()
+        if not self._write_now(body[-1:]):
+            await sent.write(body[-1:])
+            await self._flushed.wait()
+        if answer.delivered is None:
+            answer.whole = True
+            on_written()
+        await sent.write_eof()
+
+    def _write_now(self, data: bytes) -> bool:
+        """Write to the socket itself, past the transport, whose buffer is empty."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client went while it was answered")
+        try:
+            return os.write(transport.get_extra_info("socket").fileno(), data) == len(data)
+        except BlockingIOError:
+            return False
 
     def _settle(self, delivered: bool) -> None:
         answers, self._answers = self._answers, []
         for answer in answers:
-            answer.end(delivered)
+            answer.end(delivered and answer.whole)
 
 
 class Connections:

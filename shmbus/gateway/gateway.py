@@ -183,7 +183,7 @@ class Gateway:
         return body
 
     async def answer_put(
-        self, request: web.BaseRequest, response: web.StreamResponse, body: Body
+        self, request: web.BaseRequest, response: web.Response, body: Body
     ) -> web.StreamResponse:
         """Answer a body that is in the bus, and learn whether the answer arrived."""
 
@@ -195,13 +195,12 @@ class Gateway:
         except ConnectionResetError:
             note(False)
             raise
-        await connection.send(request, response, note)
-        return response
+        return await connection.send(request, response, note)
 
     async def answer_batch(
         self,
         request: web.BaseRequest,
-        response: web.StreamResponse,
+        response: web.Response,
         deliveries: Deliveries[Any],
         batch: Batch[Any],
     ) -> web.StreamResponse:
@@ -216,9 +215,9 @@ class Gateway:
         except ConnectionResetError:
             note(False)
             raise
-        await connection.send(request, response, note)
-        self.supply.delivered(deliveries, batch)
-        return response
+        return await connection.send(
+            request, response, note, lambda: self.supply.delivered(deliveries, batch)
+        )
 
     def gauges(self) -> dict[str, float]:
         """Return what a scrape is told of the present."""
