@@ -1,0 +1,282 @@
+"""The adapters of Atropos and slime, without those: real buses, and classes with their members.
+
+`make test-peers` runs the first against atroposlib itself. slime cannot be installed without a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import wait_until
+
+import shmbus
+from trainer_adapter.adapters.atropos import AtroposTrainer, ShmbusEnv
+from trainer_adapter.adapters.slime import SlimeRollouts, generate_rollout, put_sample
+
+
+def scored(*rows: list[int], **more: Any) -> dict[str, Any]:
+    return {
+        "tokens": list(rows), "masks": [[-100, *row[1:]] for row in rows],
+        "scores": [float(n) for n in range(len(rows))], **more,
+    }  # fmt: skip
+
+
+class Env(ShmbusEnv):
+    """What the mix-in uses of a BaseEnv."""
+
+    env_id = 3
+    name = "math"
+
+
+@pytest.fixture
+def env(bus: shmbus.Bus, monkeypatch: pytest.MonkeyPatch) -> Iterator[Env]:
+    monkeypatch.setenv("SHMBUS_BUS", bus.name)
+    found = Env()
+    yield found
+    if found._shmbus_producer is not None:
+        found._shmbus_producer.close()
+
+
+def test_importing_them_loads_no_stack() -> None:
+    code = (
+        "import sys, trainer_adapter.adapters.atropos, trainer_adapter.adapters.slime\n"
+        "print([m for m in ('torch', 'atroposlib', 'slime', 'aiohttp') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+async def test_groups_of_differing_sizes_come_in_packs(bus: shmbus.Bus, env: Env) -> None:
+    with AtroposTrainer(bus.name, batch_size=4) as trainer:
+        assert trainer.get_batch() == {"batch": None}
+        await env._send_scored_data_to_api(scored([1]))
+        await env._send_scored_data_to_api([scored([2], [3])])
+        # A pack is as large as the largest group: one of 1 waits for another.
+        assert trainer.get_batch() == {"batch": None}
+        await env._send_scored_data_to_api(scored([4]))
+        batch = trainer.get_batch()["batch"]
+    assert [group["tokens"] for group in batch] == [[[2], [3]], [[1]], [[4]]]
+
+
+async def test_everything_of_a_group_is_in_the_batch(bus: shmbus.Bus, env: Env) -> None:
+    group = scored(
+        [1, 2**40], [3, 4], inference_logprobs=[[1.0, -0.1], np.array([0.5, -1 / 3])],
+        group_overrides={"a": 1}, generation_params={"temperature": 1.0},
+    )  # fmt: skip
+    with AtroposTrainer(bus.name, batch_size=2) as trainer:
+        await env._send_scored_data_to_api(group)
+        [found] = trainer.get_batch()["batch"]
+    assert found["env_id"] == 3
+    assert found["tokens"] == group["tokens"]
+    assert found["inference_logprobs"] == [[1.0, -0.1], [0.5, -1 / 3]]
+    assert found["group_overrides"] == {"a": 1}
+    assert found["images"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokens": [[1.5], [2]]}, r"tokens\[0\]: expected .* 64-bit"),
+        ({"scores": [float("nan"), 1.0]}, "scores: expected .*finite"),
+        ({"masks": [[1]]}, "masks: expected 2"),
+        ({"advantages": [[float("inf")], []]}, r"advantages\[0\]: expected .*finite"),
+    ],
+)
+async def test_a_group_that_no_batch_can_have_puts_nothing(
+    bus: shmbus.Bus, env: Env, change: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        await env._send_scored_data_to_api([scored([1], [2]), {**scored([1], [2]), **change}])
+    assert bus.stats().committed == 0
+
+
+async def test_a_full_bus_holds_the_environment_and_its_loop_goes_on(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB", max_producers=2):
+        env = Env()
+        env.shmbus_bus = bus_name  # type: ignore[misc]
+        row = list(range(2000))
+        with AtroposTrainer(bus_name, batch_size=2) as trainer:
+            sending = [
+                asyncio.create_task(env._send_scored_data_to_api(scored(row, row)))
+                for _ in range(30)
+            ]
+            await asyncio.sleep(0.05)
+            held = [task for task in sending if not task.done()]
+            assert held
+            # Cancelled while it is held: the group is put whole still.
+            held[0].cancel()
+            count = 0
+            while count < 30:
+                batch = await asyncio.to_thread(trainer.get_batch, 10.0)
+                count += len(batch["batch"] or ())
+            trainer.ack()
+            await asyncio.gather(*sending, return_exceptions=True)
+            assert trainer._consumer.stats().balanced
+            assert trainer._consumer.stats().undelivered == 0
+        env._shmbus().close()
+
+
+def test_a_batch_that_was_not_acknowledged_comes_again(bus: shmbus.Bus, env: Env) -> None:
+    for number in range(3):
+        asyncio.run(env._send_scored_data_to_api(scored([number], [number])))
+    with AtroposTrainer(bus.name, batch_size=2) as trainer:
+        assert [trainer.get_batch()["batch"][0]["tokens"][0][0] for _ in range(2)] == [0, 1]
+    with AtroposTrainer(bus.name, batch_size=2) as trainer:
+        assert trainer.get_batch()["batch"][0]["tokens"][0][0] == 1
+        trainer.ack()
+    with AtroposTrainer(bus.name, batch_size=2, keep_batches=0) as trainer:
+        groups = trainer.take()
+        assert groups is not None
+        assert groups[0][1]["loss_mask"].tolist() == [0]
+        trainer.ack()
+        assert trainer.get_batch(timeout=0.01) == {"batch": None}
+
+
+def test_without_a_bus_the_mix_in_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHMBUS_BUS", raising=False)
+    with pytest.raises(ValueError, match="shmbus_bus: expected the name of a bus"):
+        asyncio.run(Env()._send_scored_data_to_api(scored([1])))
+    with pytest.raises(ValueError, match="batch_size: expected 1 or more"):
+        AtroposTrainer("none", 0)
+    with pytest.raises(ValueError, match="keep_batches: expected 0 or more"):
+        AtroposTrainer("none", 1, keep_batches=-1)
+
+
+# --- slime
+
+
+@dataclasses.dataclass
+class SlimeSample:
+    """The members of slime's Sample that a rollout sets."""
+
+    class Status(enum.Enum):
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+
+    group_index: int | None = None
+    index: int | None = None
+    prompt: str = ""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    response_length: int = 0
+    reward: float | None = None
+    loss_mask: list[int] | None = None
+    rollout_log_probs: list[float] | None = None
+    status: Status = Status.PENDING
+
+
+def item(group: str, number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "instance_id": group, "uid": f"{group}/{number}", "reward": number / 4,
+        "tokens": [1, 2, 3 + number], "loss_mask": [1, 1], "rollout_log_probs": [-0.5, -0.1],
+        "prompt": f"solve {group}", **more,
+    }  # fmt: skip
+
+
+def test_slimes_groups_come_whole_and_are_acknowledged_by_the_next_call(
+    bus: shmbus.Bus, producer: shmbus.Producer
+) -> None:
+    rollouts = SlimeRollouts(bus.name, 2, SlimeSample)
+    for number in range(2):
+        for group in ("a", "b", "c"):
+            put_sample(producer, item(group, number, status="truncated" if number else "completed"))
+    first = rollouts.take(2, timeout=10)
+    assert [[sample.prompt for sample in group] for group in first] == [
+        ["solve a"] * 2,
+        ["solve b"] * 2,
+    ]
+    sample = first[0][1]
+    assert (sample.group_index, sample.index, sample.response_length) == (0, 1, 2)
+    assert sample.tokens == [1, 2, 4]
+    assert sample.rollout_log_probs == [-0.5, -0.1]
+    assert (sample.reward, sample.status) == (0.25, SlimeSample.Status.TRUNCATED)
+    assert bus.stats().acknowledged == 0
+    assert len(rollouts.take(1, timeout=10)) == 1
+    assert bus.stats().acknowledged == 4
+    rollouts.close()
+    again = SlimeRollouts(bus.name, 2, SlimeSample)
+    assert again.take(1, timeout=10)[0][0].prompt == "solve c"
+    again.ack()
+    assert again.take(1, timeout=0.01) == []
+    again.close()
+
+
+def test_a_second_sample_with_the_same_uid_completes_no_group(
+    bus: shmbus.Bus, producer: shmbus.Producer
+) -> None:
+    rollouts = SlimeRollouts(bus.name, 2, SlimeSample)
+    for _ in range(2):
+        put_sample(producer, item("a", 0))
+    assert rollouts.take(1, timeout=0.05) == []
+    put_sample(producer, item("a", 1))
+    assert len(rollouts.take(1, timeout=10)[0]) == 2
+    rollouts.close()
+
+
+def test_the_rollout_function_answers_as_slime_calls_it(
+    bus: shmbus.Bus, producer: shmbus.Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclasses.dataclass
+    class RolloutFnTrainOutput:
+        samples: list[list[SlimeSample]]
+        metrics: dict[str, Any] | None = None
+
+    names = {
+        "slime": {}, "slime.utils": {}, "slime.utils.types": {"Sample": SlimeSample},
+        "slime.rollout": {},
+        "slime.rollout.base_types": {"RolloutFnTrainOutput": RolloutFnTrainOutput},
+    }  # fmt: skip
+    for name, members in names.items():
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("trainer_adapter.adapters.slime._rollouts", None)
+    args = types.SimpleNamespace(rollout_batch_size=1, n_samples_per_prompt=2)
+    monkeypatch.delenv("SHMBUS_BUS", raising=False)
+    with pytest.raises(ValueError, match="shmbus_bus"):
+        generate_rollout(args, 0, None)
+    args.shmbus_bus = bus.name
+    for number in range(2):
+        put_sample(producer, item("a", number))
+    output = generate_rollout(args, 0, None, evaluation=False)
+    assert [sample.reward for sample in output.samples[0]] == [0.0, 0.25]
+    with pytest.raises(ValueError, match="--eval-function-path"):
+        generate_rollout(args, 0, None, evaluation=True)
+    from trainer_adapter.adapters import slime
+
+    assert slime._rollouts is not None
+    slime._rollouts.close()
+
+
+def test_what_is_no_sample_is_refused(producer: shmbus.Producer) -> None:
+    with pytest.raises(ValueError, match="instance_id: expected"):
+        put_sample(producer, {"reward": 1.0})
+    with pytest.raises(ValueError, match="reward: expected a finite number"):
+        put_sample(producer, item("a", 0, reward=float("nan")))
+
+
+def test_items_come_back_as_they_were_written(bus: shmbus.Bus, producer: shmbus.Producer) -> None:
+    from shmbus.peers.slime import item_of
+
+    items = [
+        item("a", 0), item("b", 0, tokens=[], loss_mask=[True, 2], rollout_log_probs=[1, -0.5]),
+        {"instance_id": 7, "reward": {"math": 1.0}, "tokens": [2**62], "nested": {"x": [None]}},
+    ]  # fmt: skip
+    with shmbus.Consumer(bus.name) as consumer:
+        for each in items:
+            put_sample(producer, each)
+        groups = wait_until(lambda: consumer.take(8, timeout=0.1))
+        found = [item_of(group) for group in groups]
+        consumer.ack(groups)
+    assert found == items
+    assert [list(each) for each in found] == [list(each) for each in items]
+    assert found[1]["loss_mask"][0] is True
