@@ -1,0 +1,261 @@
+"""Processor time of the HTTP gateway, and of atroposlib's server, for the same requests in one run.
+
+``python -m bench.gateway [--rounds N] [--output FILE.json]``, where atroposlib is installed
+(``make test-peers`` makes such an environment).
+
+A round is one group of 1.1 MB, posted as an environment does, and taken as a trainer does, over
+connections of their own, with gzip both ways or without. What counts is the time that all threads
+of the server were on a processor, from the kernel's own nanoseconds: the load of the machine
+changes it little. Then environments that poll ``/status-env``, each time over a new connection; and
+groups that go through the ring beside the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import http.client
+import json
+import os
+import random
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import shmbus
+from bench import machine
+from bench.contenders.base import free_port
+from trainer_adapter.adapters.atropos import AtroposTrainer, ShmbusEnv
+
+__all__ = ["main"]
+
+SEQUENCES: Final = 8
+TOKENS: Final = 4042
+#: Rounds that are not counted: imports, memory, caches.
+WARM_UP: Final = 5
+#: Environments that poll, how often a second each does, and for how many seconds.
+POLLERS: Final = 200
+POLLS_HZ: Final = 10
+POLL_SECONDS: Final = 5
+START_S: Final = 60.0
+
+REGISTRATION: Final = {
+    "wandb_group": "g", "wandb_project": "p", "batch_size": SEQUENCES, "max_token_len": 1 << 20,
+    "checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 1 << 30,
+}  # fmt: skip
+
+
+def group() -> dict[str, Any]:
+    """Return 8 sequences with 97,008 numbers, of which a third need all of their digits."""
+    dice = random.Random(1)
+    tokens = [[dice.randrange(150_000) for _ in range(TOKENS)] for _ in range(SEQUENCES)]
+    return {
+        "tokens": tokens,
+        "masks": [[-100] * 200 + row[200:] for row in tokens],
+        "scores": [dice.random() for _ in tokens],
+        "inference_logprobs": [[-dice.expovariate(1.0) for _ in row] for row in tokens],
+    }
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds that all threads of a process have been on a processor."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError):
+            total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def ask(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
+    """Ask once, over a new connection; returns the body as it came."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
+    try:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, {"Content-Type": "application/json", **named})
+        response = connection.getresponse()
+        found = response.read()
+        if response.status != http.client.OK:
+            raise RuntimeError(f"{method} {path}: {response.status} {found[:300]!r}")
+        if response.headers.get("Content-Encoding") == "gzip":
+            found = gzip.decompress(found)
+        return found
+    finally:
+        connection.close()
+
+
+@contextmanager
+def server(argv: list[str], port: int) -> Iterator[int]:
+    """Run a server; yields its pid."""
+    with subprocess.Popen(
+        [sys.executable, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            deadline = time.monotonic() + START_S
+            while True:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"{' '.join(argv)}: it does not answer")
+                with suppress(OSError, http.client.HTTPException):
+                    ask(port, "GET", "/info")
+                    break
+                time.sleep(0.1)
+            yield process.pid
+        finally:
+            process.terminate()
+
+
+def round_trips(pid: int, port: int, rounds: int, packed: bool) -> dict[str, float]:
+    """Return milliseconds of the server for a POST, and for a batch."""
+    sent = group()
+    body = json.dumps(sent).encode()
+    wire = gzip.compress(body) if packed else body
+    sending = {"Content_Encoding": "gzip"} if packed else {}
+    asking = {"Accept_Encoding": "gzip, deflate" if packed else "identity"}
+    spent = [0.0, 0.0]
+    for number in range(-WARM_UP, rounds):
+        began = cpu_s(pid)
+        ask(port, "POST", "/scored_data", wire, **sending)
+        posted = cpu_s(pid)
+        answer = ask(port, "GET", "/batch", None, **asking)
+        taken = cpu_s(pid)
+        if number >= 0:
+            spent[0] += posted - began
+            spent[1] += taken - posted
+        if number in (-WARM_UP, rounds - 1):
+            [found] = json.loads(answer)["batch"]
+            if any(found[key] != value for key, value in sent.items()):
+                raise RuntimeError("the batch is another group")
+    post_ms, batch_ms = (1e3 * seconds / rounds for seconds in spent)
+    return {"post_ms": post_ms, "batch_ms": batch_ms, "together_ms": post_ms + batch_ms}
+
+
+async def _poll(port: int) -> int:
+    """Have the environments poll; returns how many answers came."""
+    answered = 0
+    body = b'{"env_id": 0}'
+    request = (
+        b"GET /status-env HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(body), body)
+    )
+    end = time.monotonic() + POLL_SECONDS
+
+    async def one(number: int) -> None:
+        nonlocal answered
+        due = time.monotonic() + number / POLLERS / POLLS_HZ
+        while due < end:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request)
+            if (await reader.read()).startswith(b"HTTP/1.1 200 "):
+                answered += 1
+            writer.close()
+            due += 1 / POLLS_HZ
+
+    await asyncio.gather(*(one(number) for number in range(POLLERS)))
+    return answered
+
+
+def polls(pid: int, port: int) -> dict[str, float]:
+    """Return what a poll costs, and what the environments need of a core."""
+    environment = {
+        "max_token_length": 4096, "desired_name": "e", "weight": 1.0, "group_size": SEQUENCES,
+    }  # fmt: skip
+    ask(port, "POST", "/register-env", json.dumps(environment).encode())
+    began = cpu_s(pid)
+    answered = asyncio.run(_poll(port))
+    spent = cpu_s(pid) - began
+    us = 1e6 * spent / answered
+    return {"poll_us": us, "polls": answered, "core_percent": us * POLLERS * POLLS_HZ / 1e4}
+
+
+class _Env(ShmbusEnv):
+    env_id = 0
+
+
+def through_the_ring(pid: int, bus: str, rounds: int) -> dict[str, float]:
+    """Return what the gateway's process spends on a group that goes beside it."""
+    environment = _Env()
+    environment.shmbus_bus = bus  # type: ignore[misc]
+    sent = group()
+    with AtroposTrainer(bus, SEQUENCES) as trainer:
+        began, began_s = cpu_s(pid), time.monotonic()
+        for _ in range(rounds):
+            asyncio.run(environment._send_scored_data_to_api(sent))
+            [found] = trainer.get_batch(timeout=START_S)["batch"]
+            if found["tokens"] != sent["tokens"]:
+                raise RuntimeError("the batch is another group")
+        spent, seconds = cpu_s(pid) - began, time.monotonic() - began_s
+    environment._shmbus().close()
+    return {"server_ms": 1e3 * spent / rounds, "seconds": seconds, "groups": rounds}
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Measure both, and return everything."""
+    found: dict[str, Any] = {"machine": machine.describe(), "rounds": rounds}
+    bus = f"bench-gateway-{secrets.token_hex(4)}"
+    port = free_port()
+    theirs = ["-m", "uvicorn", "atroposlib.api:app", "--port", str(port), "--log-level", "warning"]
+    ours = ["-m", "shmbus", "gateway", bus, "--create", "256MiB", "--http", f"127.0.0.1:{port}"]
+    try:
+        for name, argv in (("atroposlib", theirs), ("gateway", ours)):
+            with server(argv, port) as pid:
+                ask(port, "POST", "/register", json.dumps(REGISTRATION).encode())
+                ask(port, "GET", "/batch")
+                found[name] = {
+                    "plain": round_trips(pid, port, rounds, packed=False),
+                    "gzip": round_trips(pid, port, rounds, packed=True),
+                    "polls": polls(pid, port),
+                }
+        # A gateway that is no consumer: the trainer reads the bus itself.
+        with shmbus.Bus.open(bus) as handle:
+            handle.unlink()
+        with server([*ours, "--log-level", "warning"], port) as pid:
+            found["ring"] = through_the_ring(pid, bus, rounds)
+    finally:
+        with suppress(shmbus.BusNotFoundError):
+            shmbus.unlink(bus)
+        with suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm/shmbus-gateway.{bus}")
+    return found
+
+
+def show(found: dict[str, Any]) -> str:
+    """Return the measurement as a table."""
+    lines = [f"{'ms of the server a group':28}{'atroposlib':>12}{'gateway':>12}{'ratio':>8}"]
+    for kind in ("plain", "gzip"):
+        for part in ("post_ms", "batch_ms", "together_ms"):
+            theirs, ours = (found[name][kind][part] for name in ("atroposlib", "gateway"))
+            label = f"{kind}, {part.removesuffix('_ms')}"
+            lines.append(f"{label:28}{theirs:12.2f}{ours:12.2f}{theirs / ours:8.1f}")
+    theirs, ours = (found[name]["polls"] for name in ("atroposlib", "gateway"))
+    lines.append(
+        f"{'us a poll of /status-env':28}{theirs['poll_us']:12.0f}{ours['poll_us']:12.0f}"
+        f"{theirs['poll_us'] / ours['poll_us']:8.1f}"
+    )
+    lines.append(
+        f"{POLLERS} environments at {POLLS_HZ} Hz: {ours['core_percent']:.0f} % of a core, "
+        f"atroposlib {theirs['core_percent']:.0f} %"
+    )
+    lines.append(f"through the ring: {found['ring']['server_ms']:.4f} ms of the gateway a group")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60, help="groups of each kind (default 60)")
+    parser.add_argument("--output", type=Path, help="where the figures go as JSON")
+    arguments = parser.parse_args()
+    found = measure(arguments.rounds)
+    print(show(found))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
