@@ -88,11 +88,8 @@ class BusReader:
 
         def take() -> list[shmbus.Group]:
             found: list[shmbus.Group] = []
-            while len(found) < _MOST:
-                groups = consumer.take(settings.TAKE_GROUPS, timeout=0)
+            while len(found) < _MOST and (groups := consumer.take(settings.TAKE_GROUPS, timeout=0)):
                 found += groups
-                if len(groups) < settings.TAKE_GROUPS:
-                    break
             return found
 
         return await self._call(take)

@@ -51,7 +51,7 @@ _SWEEP_S: Final = 5.0
 _BACKLOG: Final = 4096
 #: Bytes that are read ahead of a body that waits for its part of the budget. Times MAX_CONNECTIONS
 #: this is what the budget does not show.
-_READ_AHEAD: Final = 16 << 10
+_READ_AHEAD: Final = 64 << 10
 #: Bytes of one header and of the request line.
 _HEADER_BYTES: Final = 16 << 10
 

@@ -79,11 +79,11 @@ class Supply:
         self._giving = asyncio.Lock()
         self.drained_s = 0.0
         #: What a predecessor gave, by key; the parts come as the bus delivers them again.
-        self._restoring: dict[str, tuple[Deliveries[Any], Batch[Any]]] = {}
+        self._restoring: dict[str, Batch[Any]] = {}
         for kind, deliveries in self._kinds():
             for ids in registry.state.given.get(kind, []):
                 batch = deliveries.restore(ids)
-                self._restoring |= dict.fromkeys(ids, (deliveries, batch))
+                self._restoring |= dict.fromkeys(ids, batch)
 
     def _kinds(self) -> tuple[tuple[str, Deliveries[Any]], ...]:
         return ((ATROPOS, self.batches), (SLIME, self.sample_batches))
@@ -125,13 +125,12 @@ class Supply:
                 "group %r has no tokens: dropped", group.instance_id, extra={"bus": self._bus.name}
             )
             return False
-        restored = self._restoring.pop(group.instance_id, None)
-        if restored is not None:
-            _, batch = restored
-            if batch.acknowledged:
-                acknowledged.append(group)
-            else:
-                batch.parts.append(part)
+        batch = self._restoring.pop(group.instance_id, None)
+        if batch is not None and batch.acknowledged:
+            acknowledged.append(group)
+        elif batch is not None and not batch.times:
+            batch.parts.append(part)
+        # What was answered again without this part does not have it: it is for the next batch.
         elif isinstance(part, Waiting):
             self.queue.add(part, self._registry.group_size(part.env_id))
         elif not self.samples.add(part):

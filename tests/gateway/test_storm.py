@@ -1,0 +1,199 @@
+"""SIGKILL of gateway, environments and trainer at random instants, and connections that are cut.
+
+What was answered 200 is trained on; nothing is trained on twice, but the batch that a trainer had
+when it was killed; the ledger balances. SHMBUS_STORM_SECONDS=1800 is the long form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Child, Spawner, wait_until
+from gateways import REGISTRATION, Gateway
+
+import shmbus
+
+SECONDS = float(os.environ.get("SHMBUS_STORM_SECONDS", "15"))
+ENVIRONMENTS = 3
+
+COMMON = """
+import contextlib, json, random, socket, sys, time
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
+from gateways import read_answer, request_bytes, reset, scored
+port, log, dice = int(sys.argv[2]), open(sys.argv[3], "a", buffering=1), random.Random()
+
+def ask(*request, cut):
+    # None where no whole answer came: the same is asked again.
+    with contextlib.suppress(OSError):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            data = request_bytes(*request)
+            if cut and dice.random() < 0.1:
+                connection.sendall(data[: dice.randrange(len(data))])
+                reset(connection)
+                return None
+            connection.sendall(data)
+            if cut and dice.random() < 0.1:
+                connection.recv(dice.randrange(1, 200))
+                reset(connection)
+                return None
+            return read_answer(connection)
+    time.sleep(0.05)
+    return None
+"""
+
+ENVIRONMENT = (
+    COMMON
+    + """
+number = int(sys.argv[4])
+while True:
+    group = scored([number] * dice.choice([2, 50, 3000]), [number])
+    while True:
+        answer = ask("POST", "/scored_data", group, cut=True)
+        if answer is not None and answer.status == 200:
+            break
+        assert answer is None or answer.status == 503, answer
+    log.write(f"{number}\\n")
+    number += 1
+    time.sleep(0.005)
+"""
+)
+
+TRAINER = (
+    COMMON
+    + """
+life = sys.argv[4]
+registration = json.loads(sys.argv[5])
+while (answer := ask("POST", "/register", registration, cut=False)) is None or answer.status != 200:
+    pass
+while True:
+    answer = ask("GET", "/batch", cut=True)
+    if answer is None or answer.status != 200:
+        continue
+    batch = answer.json()["batch"]
+    if batch is None:
+        log.write(f"{life} none\\n")
+        time.sleep(0.01)
+        continue
+    log.write(f"{life} " + " ".join(str(g["tokens"][0][0]) for g in batch) + "\\n")
+"""
+)
+
+
+class Storm:
+    """All processes, each started again after its death."""
+
+    def __init__(self, spawner: Spawner, gateway: Gateway, directory: Path, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.gateway = gateway
+        self.answered = directory / "answered"
+        self.trained = directory / "trained"
+        self._spawn = spawner
+        self._lives = 0
+        self.kills: Counter[str] = Counter()
+        self.trainer = self._trainer()
+        self.environments = [self._environment(n) for n in range(ENVIRONMENTS)]
+
+    def _start(self, text: str, log: Path, *more: object) -> Child:
+        here = Path(__file__).parent
+        return self._spawn.script(text, here, self.gateway.port, log, *more)
+
+    def _trainer(self) -> Child:
+        self._lives += 1
+        content = json.dumps({**REGISTRATION, "batch_size": 4})
+        return self._start(TRAINER, self.trained, self._lives, content)
+
+    def _environment(self, number: int) -> Child:
+        """Start one; a number whose answer nobody noted is not used again."""
+        first = (number + 1) * 10**9 + self.kills[f"environment {number}"] * 10**6
+        return self._start(ENVIRONMENT, Path(f"{self.answered}{number}"), first)
+
+    def strike(self) -> None:
+        """Kill one process, and start it again; none has died by itself."""
+        for child in (self.gateway.child, self.trainer, *self.environments):
+            assert child.running, child.output()
+        who = self.dice.choice(["gateway", "gateway", "trainer", "environment"])
+        if who == "gateway":
+            self.gateway.kill()
+            self.gateway.start()
+        elif who == "trainer":
+            self.trainer.kill()
+            self.trainer = self._trainer()
+        else:
+            number = self.dice.randrange(ENVIRONMENTS)
+            self.environments[number].kill()
+            who = f"environment {number}"
+            self.kills[who] += 1
+            self.environments[number] = self._environment(number)
+            return
+        self.kills[who] += 1
+
+    def finish(self) -> None:
+        """End the environments, and let the trainer take what is there."""
+        for environment in self.environments:
+            environment.kill()
+        wait_until(self._is_drained, 60.0, "the trainer to take everything")
+        self.trainer.kill()
+
+    def _is_drained(self) -> bool:
+        lines = self.trained.read_text().splitlines()
+        return len(lines) > 20 and all(line.endswith("none") for line in lines[-20:])
+
+    def audit(self, waiting: set[int]) -> tuple[int, int]:
+        """Check what was answered against what was trained on; returns how many those were.
+
+        `waiting` is what too few others are there for to make a batch.
+        """
+        answered = {
+            int(line)
+            for number in range(ENVIRONMENTS)
+            for line in Path(f"{self.answered}{number}").read_text().split()
+        }
+        lives: dict[str, list[list[int]]] = {}
+        for line in self.trained.read_text().splitlines():
+            life, *numbers = line.split()
+            batches = lives.setdefault(life, [])
+            if numbers != ["none"]:
+                batches.append([int(number) for number in numbers])
+            else:
+                batches.append([])
+        trained: Counter[int] = Counter()
+        again: set[int] = set()
+        for batches in lives.values():
+            for batch in batches:
+                trained.update(batch)
+            # What a trainer had when it was killed, and had not acknowledged by asking for more.
+            again.update(batches[-1] if batches else ())
+        lost = answered - trained.keys() - waiting
+        doubled = {n: count for n, count in trained.items() if count > 1 and n not in again}
+        assert not lost, f"{len(lost)} lost: {sorted(lost)[:20]}"
+        assert not doubled, f"{len(doubled)} trained twice: {sorted(doubled.items())[:20]}"
+        return len(answered), len(trained)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 240)
+def test_nothing_is_lost_or_trained_twice(
+    spawn: Spawner, gateway_of: Any, tmp_path: Path, seed: int
+) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    storm = Storm(spawn, gateway, tmp_path, seed)
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        time.sleep(storm.dice.uniform(0.2, 1.5))
+        storm.strike()
+    storm.finish()
+    gateway.stop()
+    with shmbus.Consumer(gateway.name) as consumer:
+        ledger = consumer.stats()
+        assert ledger.balanced
+        waiting = {int(t["tokens"][0]) for g in consumer.take(100, timeout=0) for t in g}
+    answered, trained = storm.audit(waiting)
+    print(f"{answered} answered, {trained} trained on, kills {dict(storm.kills)}, {ledger}")
+    assert answered > 50
