@@ -115,13 +115,13 @@ def round_trips(pid: int, port: int, rounds: int, packed: bool) -> dict[str, flo
     body = json.dumps(sent).encode()
     wire = gzip.compress(body) if packed else body
     sending = {"Content_Encoding": "gzip"} if packed else {}
-    asking = {"Accept_Encoding": "gzip, deflate" if packed else "identity"}
+    accepting = {"Accept_Encoding": "gzip, deflate" if packed else "identity"}
     spent = [0.0, 0.0]
     for number in range(-WARM_UP, rounds):
         began = cpu_s(pid)
         ask(port, "POST", "/scored_data", wire, **sending)
         posted = cpu_s(pid)
-        answer = ask(port, "GET", "/batch", None, **asking)
+        answer = ask(port, "GET", "/batch", None, **accepting)
         taken = cpu_s(pid)
         if number >= 0:
             spent[0] += posted - began

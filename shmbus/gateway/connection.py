@@ -196,6 +196,8 @@ class Connection(asyncio.Protocol):
             return os.write(transport.get_extra_info("socket").fileno(), data) == len(data)
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise ConnectionResetError("the client went while it was answered") from error
 
     def _settle(self, delivered: bool) -> None:
         answers, self._answers = self._answers, []

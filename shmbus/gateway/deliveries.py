@@ -58,7 +58,7 @@ class Deliveries(Generic[T]):
     Parameters
     ----------
     keep : int
-        Batches that stay given for each trainer process.
+        Batches that stay given, 1 or more: with several trainer processes, one for each.
     """
 
     def __init__(self, keep: int) -> None:
@@ -80,17 +80,10 @@ class Deliveries(Generic[T]):
         """Return what waits to be answered again: no trainer has it."""
         return [part for batch in self._ready for part in batch.parts]
 
-    def due(self, trainers: int) -> list[Batch[T]]:
-        """Take out what a request for the next batch acknowledges.
-
-        Parameters
-        ----------
-        trainers : int
-            Processes that ask; each is thought to work on its last batch until it asks again.
-        """
-        kept = self._keep * max(1, trainers) - 1
+    def due(self) -> list[Batch[T]]:
+        """Take out what a request for the next batch acknowledges."""
         found = []
-        while len(self._given) > kept:
+        while len(self._given) >= self._keep:
             found.append(self._given.popleft())
         return found
 

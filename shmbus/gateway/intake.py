@@ -80,6 +80,8 @@ class Body:
         self.lost_s = 0.0
         #: Whether a predecessor died while it put this body.
         self.inherited = False
+        #: How many of its groups were not seen complete since.
+        self.unseen = 0
 
     @property
     def whole(self) -> bool:
@@ -117,7 +119,8 @@ class Intake:
         self._next = 0
         #: Bodies whose answers were lost, the oldest first.
         self._lost: dict[BodyKey, Body] = {}
-        self._awaited: set[str] = set()
+        #: Groups that a predecessor had begun to put, and that were not seen complete.
+        self._awaited: dict[str, Body] = {}
         self.holding = 0
         self.repeated = 0
         now = time.monotonic()
@@ -129,8 +132,10 @@ class Intake:
             body.done = 0 if body.inherited else body.count
             self._lost[entry.key] = body
             if body.inherited:
+                body.unseen = body.count
                 for at in range(body.count):
-                    self._awaited |= {body.id_of(at, kind) for kind in ("atropos", "slime")}
+                    keys = (body.id_of(at, kind) for kind in ("atropos", "slime"))
+                    self._awaited |= dict.fromkeys(keys, body)
 
     # -- a body ---------------------------------------------------------------------------------
 
@@ -221,11 +226,12 @@ class Intake:
                 await self._put_group(body, records, deadline_s, alive)
             body.done += 1
             body.accepted = 0
+        self._note_put(body)
+
+    def _note_put(self, body: Body) -> None:
         if body.entry is not None:
-            self._handover.write_entry(
-                body.entry,
-                JournalEntry(PUT, body.count, body.key, body.producer_id, body.first),
-            )
+            entry = JournalEntry(PUT, body.count, body.key, body.producer_id, body.first)
+            self._handover.write_entry(body.entry, entry)
 
     async def _put_group(
         self, body: Body, records: Records, deadline_s: float, alive: Callable[[], bool]
@@ -316,12 +322,14 @@ class Intake:
 
     def seen(self, instance_id: str) -> None:
         """Note that a group is complete, which a predecessor had begun."""
-        self._awaited.discard(instance_id)
-
-    @property
-    def awaits(self) -> bool:
-        """Whether there are groups whose arrival matters."""
-        return bool(self._awaited)
+        body = self._awaited.pop(instance_id, None)
+        if body is None:
+            return
+        body.unseen -= 1
+        if not body.unseen:
+            # The next successor must know it too: by then the group may be gone.
+            body.done, body.inherited = body.count, False
+            self._note_put(body)
 
     async def forget_old(self) -> None:
         """Forget bodies that were not sent again for RETRY_S."""

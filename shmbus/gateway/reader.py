@@ -41,6 +41,8 @@ class BusReader:
         self._consumer: shmbus.Consumer | None = None
         self._thread = ThreadPoolExecutor(1, "shmbus-gateway-bus")
         self._attaching = asyncio.Lock()
+        #: Whether everything that was in the bus at the beginning has been read.
+        self._read_before = False
 
     @property
     def attached(self) -> bool:
@@ -88,6 +90,11 @@ class BusReader:
 
         def take() -> list[shmbus.Group]:
             found: list[shmbus.Group] = []
+            if not self._read_before:
+                # What a predecessor gave must be known before the first request for more.
+                while consumer.stats().in_ring:
+                    found += consumer.take(settings.TAKE_GROUPS, timeout=0)
+                self._read_before = True
             while len(found) < _MOST and (groups := consumer.take(settings.TAKE_GROUPS, timeout=0)):
                 found += groups
             return found

@@ -64,7 +64,6 @@ class _State(msgspec.Struct, kw_only=True):
     was_registered: bool = False
     step: int = 0
     started: bool = False
-    trainers: int = 0
     environments: list[Environment] = []
     #: Groups of each batch that a trainer was given and has not acknowledged, by kind and number.
     given: dict[str, list[list[str]]] = {}
@@ -120,11 +119,9 @@ class Registry:
         state = self.state
         if state.registration is None or again:
             state.step = registration.starting_step
-            state.trainers = 0
         state.registration = registration
         state.was_registered = True
         state.max_token_len = registration.max_token_len
-        state.trainers += 1
         state.started = state.started or registration.reads_bus
         return {"uuid": uuid.uuid4().int}
 

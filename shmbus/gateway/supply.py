@@ -212,7 +212,7 @@ class Supply:
             return batch
 
     async def _acknowledge(self, deliveries: Deliveries[Any]) -> None:
-        due = deliveries.due(self._registry.state.trainers)
+        due = deliveries.due()
         for batch in due:
             batch.acknowledged = True
         groups = [part.group for batch in due for part in batch.parts]

@@ -180,7 +180,8 @@ def test_a_trainer_that_died_with_its_batch_has_it_again(gateway: Gateway) -> No
     assert all_batches(gateway) == [1, 2]
 
 
-def test_with_several_trainer_processes_each_keeps_its_last_batch(gateway: Gateway) -> None:
+def test_with_several_trainer_processes_each_keeps_its_last_batch(gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "16MiB", "--keep-batches", 2)
     gateway.post("/register", {**REGISTRATION, "batch_size": 2})
     gateway.register(batch_size=2)
     for number in range(4):
