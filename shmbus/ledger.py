@@ -28,8 +28,10 @@ REASONS: tuple[str, ...] = (
     "malformed",
     "corrupt",
     "failed",
+    "filtered",
 )
 assert REASONS[_core.DROP_DUPLICATE] == "duplicate" and REASONS[_core.DROP_FAILED] == "failed"
+assert REASONS[_core.DROP_FILTERED] == "filtered" and len(REASONS) == _core.REASONS
 
 
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +112,9 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
         How often a deadline or the stash's bound took effect, in this consumer.
     groups_given_up : int
         Groups that this consumer gave up for a failed sample.
+    groups_useless : int
+        Groups without variance, or refused by a filter, since the bus was created: as many more
+        have to be sampled for as many to train on.
     samples_wanted : int
         Open retry requests.
     moved : int
@@ -131,6 +136,7 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
     groups_timed_out: int = 0
     stash_overflows: int = 0
     groups_given_up: int = 0
+    groups_useless: int = 0
     samples_wanted: int = 0
     moved: int = 0
     producers: int = 0

@@ -2,7 +2,8 @@
 
 Invariants:
 
-- Each scrape reads the bus; nothing is cached or counted here.
+- Each scrape reads the bus; nothing is cached or counted here. Histograms are the collector's, with
+  fixed buckets.
 - Cardinality is bounded: labels are states, reasons and producer slots, the latter up to
   `MAX_SLOTS_LABELLED`; no pid, process label or instance id becomes a label.
 - No client keeps another from being answered (`shmbus.daemon.http_server`).
@@ -11,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -20,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
@@ -72,6 +75,7 @@ class BusCollector(Collector):
         yield from _ledger(status)
         yield from _failures(status)
         yield from _requests(status)
+        yield from _delivered(status)
         yield from _space(status)
         yield from _collector(status)
         yield from _producers(status)
@@ -164,6 +168,42 @@ def _requests(status: BusStatus) -> Iterator[Metric]:
             "kind",
             {"held": lead.held, "limit": lead.limit},
         )
+
+
+#: Of each histogram of a status: its name, and what it says.
+_HISTOGRAMS = {
+    "lag": ("shmbus_policy_lag", "Versions that delivered samples were behind the trainer."),
+    "age": (
+        "shmbus_group_age_seconds",
+        "Seconds from the first sample of a group to its delivery.",
+    ),
+    "length": ("shmbus_sample_tokens", "Tokens of delivered samples."),
+    "score": ("shmbus_score", "Scores of delivered samples."),
+}
+
+
+def _delivered(status: BusStatus) -> Iterator[Metric]:
+    """Yield the histograms of what was delivered; groups count once, however often given back."""
+    for histogram in status.delivered:
+        name, text = _HISTOGRAMS[histogram.name]
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip([*histogram.bounds, math.inf], histogram.buckets, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == math.inf else repr(bound), total))
+        family = HistogramMetricFamily(name, text, labels=["bus"])
+        # A histogram with a bound below 0 has no sum: it may fall.
+        family.add_metric(
+            [status.name], buckets, None if histogram.bounds[0] < 0 else histogram.sum
+        )
+        yield family
+    useless = CounterMetricFamily(
+        "shmbus_groups_useless",
+        "Groups without variance, or refused by a trainer's filter.",
+        labels=["bus"],
+    )
+    useless.add_metric([status.name], status.groups_useless)
+    yield useless
 
 
 def _space(status: BusStatus) -> Iterator[Metric]:

@@ -39,6 +39,7 @@ _DECLARED_BYTES: Final = _LAYOUT["declared_part"]["itemsize"]
 _LEAD_BYTES: Final = _core.request_layout()["lead_table"]["itemsize"] + 8 * _core.LEAD_ROWS
 #: The request lane begins at a multiple of this, as its widest fields ask for.
 _LANE_ALIGN: Final = 128
+_FIGURES_BYTES: Final = _LAYOUT["delivery_figures"]["itemsize"]
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024
@@ -230,6 +231,15 @@ class SegmentFile:
         """Where the request lane begins."""
         return -(-(self.lead_offset + _LEAD_BYTES) // _LANE_ALIGN) * _LANE_ALIGN
 
+    def figures(self) -> tuple[list[list[int]], list[float], int]:
+        """Read the histograms of what was delivered, their sums, and the useless groups."""
+        end = _tables_bytes(self.max_producers, self.extent_count)
+        raw = np.frombuffer(self._read(_FIGURES_BYTES, end - _FIGURES_BYTES), "<u8")
+        words, count = _core.FIGURE_WORDS, len(_core.FIGURE_BOUNDS)
+        entries = raw[: words * count].reshape(count, words)
+        sums = np.ascontiguousarray(entries[:, -1]).view("<f8")
+        return entries[:, :-1].tolist(), sums.tolist(), int(raw[words * count])
+
     def runs(self) -> list[Run]:
         """Find every leased run, lane by lane in the order of writing."""
         table = self.extents()
@@ -384,4 +394,5 @@ def _retries_at(max_producers: int, extent_count: int) -> int:
 
 
 def _tables_bytes(max_producers: int, extent_count: int) -> int:
-    return _retries_at(max_producers, extent_count) + _RETRY_BYTES + _DECLARED_BYTES
+    before = _retries_at(max_producers, extent_count)
+    return before + _RETRY_BYTES + _DECLARED_BYTES + _FIGURES_BYTES

@@ -19,6 +19,7 @@ import msgspec
 from shmbus._format import label_text, printable
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
+from shmbus.inspect.histograms import read_histograms
 from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
 from shmbus.inspect.records import Run
 from shmbus.inspect.request_lane import read_lead, read_requests
@@ -145,6 +146,7 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
     capacity = file.extent_count * file.extent_bytes
     header = file.header
     schema, schema_problem = read_schema(file)
+    histograms, useless = read_histograms(file)
     return BusStatus(
         name=printable(file.name),
         path=printable(file.path),
@@ -169,6 +171,8 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
         groups_given_up=int(header["groups_failed"]),
         lead=read_lead(file),
         requests=read_requests(file),
+        groups_useless=useless,
+        delivered=histograms,
         producers=_producers(file, runs, walk=walk),
         schema=schema,
         schema_problem=schema_problem,

@@ -355,6 +355,25 @@ class RequestsStatus(msgspec.Struct, frozen=True):
     given_up: int
     groups: int
     taken_s: float | None
+class Histogram(msgspec.Struct, frozen=True, kw_only=True):
+    """How often values fell between bounds.
+
+    Attributes
+    ----------
+    name : str
+        "lag" in versions, "age" of a group in seconds, "length" in tokens, or "score".
+    bounds : list[float]
+        Upper bounds of the buckets, ascending; the last bucket has none.
+    buckets : list[int]
+        Values up to each bound and above the one before; one more than bounds.
+    sum : float
+        Of all values.
+    """
+
+    name: str
+    bounds: list[float]
+    buckets: list[int]
+    sum: float
 
 
 class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -401,6 +420,10 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         How far producers are ahead, where the bus bounds it.
     requests : RequestsStatus | None
         Samples that were requested, where any was.
+    groups_useless : int
+        Groups without variance, or refused by a filter, since the bus was created.
+    delivered : list[Histogram]
+        Policy lag, age, length and score of what was delivered, since the bus was created.
     daemon : DaemonStatus | None
         The daemon's answer, where one serves the bus.
     schema : list[SchemaField] | None
@@ -433,6 +456,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups_given_up: int = 0
     lead: LeadStatus | None = None
     requests: RequestsStatus | None = None
+    groups_useless: int = 0
+    delivered: list[Histogram] = []
     daemon: DaemonStatus | None = None
     schema: list[SchemaField] | None = None
     schema_problem: str = ""

@@ -249,6 +249,7 @@ class Collector:
             if self._lead.bounded:
                 self._lead.delivered(leased)
             self._requests.delivered(leased)
+            _core.count_delivered(self.segment, leased)
             # Now, since a producer may need it for a message before the caller comes back.
             self.flush()
         return leased
@@ -326,6 +327,9 @@ class Collector:
             return
         self._doubt()
         now = time.monotonic()
+        useless = sum(discard.reason == "zero_variance" for discard in discards)
+        if useless:
+            _core.note_useless(self.segment, useless)
         for discard in discards:
             self.drops.note(discard.reason, discard.samples, now, superseded=discard.superseded)
             self.reader.release(discard.samples, REASONS.index(discard.reason))
@@ -357,6 +361,8 @@ class Collector:
     ) -> int:
         """Do so where a drop must be logged, or reports of failures belong to some groups."""
         ended = _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
+        if reason == _core.DROP_FILTERED:
+            _core.note_useless(self.segment, ended)
         now = time.monotonic()
         for group in groups[:ended]:
             if reason:
@@ -377,6 +383,8 @@ class Collector:
         """Release a leased group: if this process dies now, all of its samples or none."""
         if reason:
             self.drops.note(REASONS[reason], group.samples, time.monotonic())
+        if reason == _core.DROP_FILTERED:
+            _core.note_useless(self.segment, 1)
         self.reader.release(group.samples, reason)
         self.stash.end_lease(group)
         self._requests.ended(group.samples)
@@ -429,6 +437,7 @@ class Collector:
                 groups_leased=stash.leased_groups,
                 groups_timed_out=stash.timeouts,
                 groups_given_up=stash.given_up,
+                groups_useless=_core.groups_useless(segment),
                 samples_wanted=len(stash.failures.requests),
                 stash_overflows=stash.overflows,
                 moved=self.reader.moves,

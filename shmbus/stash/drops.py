@@ -44,6 +44,7 @@ _REMEDIES = {
     "corrupt": "its bytes in the segment are damaged; `shmbus inspect` shows where",
     "failed": "a sample failed for good; raise sample_retries, or deliver the others by "
     "on_failure='partial'",
+    "filtered": "the trainer's filter refused its group, as it may",
     _SUPERSEDED: "its sample was requested again, or has come since, or its group had ended",
 }
 
@@ -132,7 +133,7 @@ def _why(report: Trajectory) -> str:
 
 
 def _level(reason: str) -> int:
-    # Somebody has asked for the first, who refused the second has said why, and nothing is lost by
-    # the third.
-    quiet = reason in ("zero_variance", "malformed", _SUPERSEDED)
+    # Somebody has asked for the first two, who refused the third has said why, and nothing is lost
+    # by the fourth.
+    quiet = reason in ("zero_variance", "filtered", "malformed", _SUPERSEDED)
     return logging.INFO if quiet else logging.WARNING

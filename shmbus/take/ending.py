@@ -59,20 +59,24 @@ class LeaseEnds(AttachedConsumer):
         """
         self._end("ack", groups, _core.ACKED, "acknowledged")
 
-    def drop(self, groups: Group | Iterable[Group]) -> None:
-        """Discard leased groups; the ledger counts their samples as malformed.
+    def drop(self, groups: Group | Iterable[Group], *, useless: bool = False) -> None:
+        """Discard leased groups; the ledger counts their samples as malformed, or as filtered.
 
         Parameters
         ----------
         groups : Group or iterable of Group
             Delivered by this consumer and still leased.
+        useless : bool
+            Nothing is wrong with them, but there is nothing to learn from them: they are counted as
+            "filtered", and in `Ledger.groups_useless`, which says how many more to sample.
 
         Raises
         ------
         ProtocolError, TypeError, DaemonUnavailableError, BusClosedError
             As for `ack`; those before it are dropped.
         """
-        self._end("drop", groups, _core.DROP_MALFORMED, "dropped")
+        reason = _core.DROP_FILTERED if useless else _core.DROP_MALFORMED
+        self._end("drop", groups, reason, "dropped")
 
     def _end(
         self, verb: str, groups: Group | Iterable[Group], reason: int, state: GroupState

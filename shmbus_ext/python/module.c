@@ -10,6 +10,7 @@
 #include "python/batch/meta_search.h"
 #include "python/batch/pack.h"
 #include "python/group/client_lease.h"
+#include "python/group/delivery.h"
 #include "python/group/group_object.h"
 #include "python/group/group_table_object.h"
 #include "python/hooks.h"
@@ -133,6 +134,7 @@ static bool add_constants(PyObject *module) {
         {"DROP_MALFORMED", SHMBUS_DROP_MALFORMED},
         {"DROP_CORRUPT", SHMBUS_DROP_CORRUPT},
         {"DROP_FAILED", SHMBUS_DROP_FAILED},
+        {"DROP_FILTERED", SHMBUS_DROP_FILTERED},
         {"LEASE_HELD", LEASE_HELD},
         {"TRAJECTORY_BYTES", sizeof(TrajectoryObject)},
     };
@@ -152,7 +154,7 @@ static bool add_functions(PyObject *module) {
         py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
         py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
         py_plan_add_functions,         py_copies_add_methods,
-        py_extra_fields_add_functions,
+        py_extra_fields_add_functions, py_delivery_add_functions,
         py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
         py_pool_rows_add_functions, py_pool_copy_add_functions,    py_lead_add_functions,        py_request_add_functions,
         py_request_layout_add_functions,

@@ -6,7 +6,8 @@
  *
  * Segment:  | bus_header | producer_slot[max_producers + 1] | extent_desc[extent_count]
  *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | retry_entry[SHMBUS_RETRY_ENTRIES]
- *           | declared_part | lead_table | request lane | pad to a page | extents ... |
+ *           | declared_part | delivery_figures | lead_table | request lane | pad to a page
+ *           | extents ... |
  * The last slot belongs to the collector: the lane into which it moves stragglers.
  */
 #ifndef SHMBUS_RING_LAYOUT_H
@@ -16,6 +17,8 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#include "layout_figures.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the segment is little-endian; this machine is not"
@@ -75,7 +78,8 @@ enum shmbus_reason {
     SHMBUS_DROP_MALFORMED = 8,
     SHMBUS_DROP_CORRUPT = 9,
     SHMBUS_DROP_FAILED = 10,
-    SHMBUS_REASONS = 11,
+    SHMBUS_DROP_FILTERED = 11,
+    SHMBUS_REASONS = 12,
 };
 
 /* Whether producers go on: they wait while the bus is paused, and for ever once it was removed. */
@@ -96,7 +100,7 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    320     8  policy_version   trainer      producers   relaxed
  *    328     4  consumer_packs   reader      producers   relaxed: 1 once the consumer packs batches
  *    384   ...  collector        reader       all         relaxed, for messages only
- *    512    88  released[]       reader       all         relaxed; exact through the intent
+ *    512    96  released[]       reader       all         relaxed; exact through the intent
  *    640    48  intents          reader       reader      counts, move_from: release / acquire
  *    704     4  paused           anybody      producers   release / acquire: enum shmbus_pause
  *    708     4  lent             reader       reader      relaxed: 1 once view locks may be held
@@ -458,6 +462,7 @@ _Static_assert(SHMBUS_LOCK_SLOT + SHMBUS_MAX_PRODUCERS <= SHMBUS_LOCK_VIEW &&
                            sizeof(struct extent_desc) * 577u +                                \
                            sizeof(struct record_header) * 97u +                               \
                            sizeof(struct retry_entry) * 31u * SHMBUS_RETRY_ENTRIES +           \
+                           sizeof(struct delivery_figures) * 11u +                             \
                            (sizeof(struct lead_table) + SHMBUS_LEAD_ROWS) * 13u +             \
                            (sizeof(struct request_lane) + sizeof(struct request_row) +        \
                             sizeof(struct request_cell)) * 7u +                                \

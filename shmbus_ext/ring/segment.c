@@ -56,8 +56,8 @@ static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count) {
            (uint64_t)extent_count * sizeof(struct extent_desc) +
            (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t) +
            (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry) +
-           sizeof(struct declared_part) + sizeof(struct lead_table) +
-           (uint64_t)SHMBUS_LEAD_ROWS * sizeof(uint64_t);
+           sizeof(struct declared_part) + sizeof(struct delivery_figures) +
+           sizeof(struct lead_table) + (uint64_t)SHMBUS_LEAD_ROWS * sizeof(uint64_t);
 }
 
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
@@ -178,7 +178,10 @@ static void set_pointers(struct segment *self) {
     self->retries = (struct retry_entry *)at;
     at += (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
     self->declared = (struct declared_part *)at;
-    self->lead = (struct lead_table *)(at + sizeof(struct declared_part));
+    at += sizeof(struct declared_part);
+    self->figures = (struct delivery_figures *)at;
+    at += sizeof(struct delivery_figures);
+    self->lead = (struct lead_table *)at;
     uint64_t requests_at =
         shmbus_align_up(tables_bytes(self->max_producers, self->extent_count), 128);
     (void)request_divide(&self->requests, self->base + requests_at,

@@ -42,6 +42,7 @@ struct segment {
     struct extent_desc *extents;
     _Atomic uint64_t *intent_log;
     struct retry_entry *retries; /* SHMBUS_RETRY_ENTRIES */
+    struct delivery_figures *figures;
     struct lead_table *lead;
     struct request_parts requests;
     struct declared_part *declared; /* read through declared_schema.h */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import resource
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import Spawner, wait_until
 from operators import WORKER, cli, header_offset, put_group, write_at
@@ -24,6 +26,8 @@ import shmbus
 from shmbus.daemon import http_server
 from shmbus.daemon.http_server import MAX_THREADS
 from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MetricsServer, health
+from shmbus.inspect.histograms import HISTOGRAMS
+from shmbus_ext import _core
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
@@ -89,6 +93,102 @@ def test_a_scrape_says_what_the_ledger_says(
     assert scrape(server) == {("shmbus_up", ()): 0}
 
 
+def histogram(found: dict[tuple[str, tuple[str, ...]], float], name: str) -> list[float]:
+    """The values of a histogram that fell into each bucket."""
+    rows = [(float(le[0]), count) for (n, le), count in found.items() if n == f"{name}_bucket"]
+    totals = [0.0, *(count for _, count in sorted(rows))]
+    return [after - before for before, after in itertools.pairwise(totals)]
+
+
+def bucket_of(values: list[float], bounds: tuple[float, ...]) -> list[float]:
+    """How many of the values are in each bucket, by NumPy."""
+    places = np.searchsorted(np.array(bounds), values, side="left")
+    return np.bincount(places, minlength=len(bounds) + 1).astype(float).tolist()
+
+
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("options", [{}, {"max_policy_lag": 500}])
+def test_histograms_say_what_was_delivered_once(
+    bus_name: str, server: MetricsServer, spawn: Spawner, served: bool, options: dict[str, int]
+) -> None:
+    lags = [0, 1, 7, 128, 129]
+    scores = [-11.0, -10.0, 0.3, 1.0, 1e9]
+    lengths = [1, 64, 65, 5000, 2_000_000]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    with contextlib.ExitStack() as stack:
+        if served:
+            child = spawn.module("shmbus.cli", "serve", bus_name, "--capacity", "64MiB", *flags)
+            wait_until(lambda: ("shmbus_daemon_up", ()) in scrape(server), what="a daemon")
+            options = {}
+        else:
+            stack.enter_context(shmbus.Bus.create(bus_name, "64MiB"))
+        producer = stack.enter_context(shmbus.Producer(bus_name))
+        consumer = stack.enter_context(shmbus.Consumer(bus_name, **options))
+        consumer.policy_version = 200
+        for index, (lag, score, length) in enumerate(zip(lags, scores, lengths, strict=True)):
+            producer.put(
+                "a", group_size=5, index=index, score=score, policy_version=200 - lag,
+                mask=np.ones(3), tokens=np.zeros(length, np.uint8),
+            )  # fmt: skip
+        # Given back, and delivered again: it is counted once.
+        (group,) = consumer.take(1, timeout=10)
+        group.give_back()
+        (group,) = consumer.take(1, timeout=10)
+        group.ack()
+        found = scrape(server)
+        bounds = dict(zip(HISTOGRAMS, _core.FIGURE_BOUNDS, strict=True))
+        assert histogram(found, "shmbus_policy_lag") == bucket_of(lags, bounds["lag"])
+        assert histogram(found, "shmbus_sample_tokens") == bucket_of(lengths, bounds["length"])
+        assert histogram(found, "shmbus_score") == bucket_of(scores, bounds["score"])
+        assert found["shmbus_policy_lag_sum", ()] == sum(lags)
+        assert found["shmbus_sample_tokens_sum", ()] == sum(lengths)
+        assert found["shmbus_policy_lag_count", ()] == 5
+        assert sum(histogram(found, "shmbus_group_age_seconds")) == 1
+        assert 0 <= found["shmbus_group_age_seconds_sum", ()] < 60
+        # Scores may be negative, so their sum may fall.
+        assert ("shmbus_score_sum", ()) not in found
+        if served:
+            child.send_signal(signal.SIGTERM)
+            child.wait()
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_useless_groups_are_counted_for_who_samples_more(
+    bus_name: str, server: MetricsServer, spawn: Spawner, served: bool
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if served:
+            child = spawn.module(
+                "shmbus.cli", "serve", bus_name, "--capacity", "1MiB", "--skip-zero-variance"
+            )
+            wait_until(lambda: ("shmbus_daemon_up", ()) in scrape(server), what="a daemon")
+        else:
+            stack.enter_context(shmbus.Bus.create(bus_name, "1MiB"))
+        producer = stack.enter_context(shmbus.Producer(bus_name))
+        options = {} if served else {"skip_zero_variance": True}
+        consumer = stack.enter_context(shmbus.Consumer(bus_name, **options))
+        for number in range(5):
+            for index in range(2):
+                # Two of the groups have no variance.
+                score = 1.0 if number < 2 else float(index)
+                producer.put(f"k{number}", group_size=2, index=index, score=score, x=np.zeros(3))
+        taken: list[shmbus.Group] = []
+        wait_until(lambda: taken.extend(consumer.take()) or len(taken) == 3)
+        consumer.drop(taken[:1], useless=True)
+        taken[1].drop()
+        taken[2].ack()
+        wait_until(lambda: consumer.stats().acknowledged == 2)
+        ledger = consumer.stats()
+        assert ledger.groups_useless == producer.groups_useless == 3
+        assert ledger.dropped == {"zero_variance": 4, "filtered": 2, "malformed": 2}
+        found = scrape(server)
+        assert found["shmbus_groups_useless_total", ()] == 3
+        assert found["shmbus_dropped_total", ("filtered",)] == 2
+        if served:
+            child.send_signal(signal.SIGTERM)
+            child.wait()
+
+
 def test_the_number_of_series_is_bounded_whatever_is_on_the_bus(
     bus_name: str, server: MetricsServer
 ) -> None:
@@ -101,7 +201,8 @@ def test_the_number_of_series_is_bounded_whatever_is_on_the_bus(
         assert len(slots) == MAX_SLOTS_LABELLED + 1
         assert found["shmbus_producer_committed_total", ("other",)] == 4 * 36
         assert sum(found[key] for key in slots) == 400
-        assert len(found) < 200
+        # Of those 68 of four histograms, whose buckets are fixed.
+        assert len(found) < 250
         for producer in producers:
             producer.close()
 

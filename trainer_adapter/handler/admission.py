@@ -2,8 +2,9 @@
 
 Invariants:
 
-- A group that a checkpoint had trained is acknowledged; a truncated one (under "drop") and a
-  malformed one are dropped. Each costs itself only: all others wait for their batches.
+- A group that a checkpoint had trained is acknowledged; a truncated one (under "drop"), a malformed
+  one and one that the filter refuses are dropped. Each costs itself only: all others wait for their
+  batches.
 - Every group ends here, or waits in the planner, even if an error is raised. Where a signal's
   handler raises, it stays in the inbox, and is admitted by the next call.
 - Once a group with logprobs was admitted, one without them is malformed. A batch of both kinds has
@@ -15,8 +16,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from itertools import islice
 from typing import Literal
+
+import numpy as np
 
 import shmbus
 from shmbus.batch.field_presence import MixedLogprobsError
@@ -28,6 +32,7 @@ from trainer_adapter.batches.sample_flags import Truncated, is_truncated
 from trainer_adapter.handler.checkpoint import identities
 from trainer_adapter.handler.planner import BatchPlanner
 from trainer_adapter.handler.unread_fields import UnreadFields
+from trainer_adapter.scored_group import ScoredGroup
 
 __all__ = ["Admission"]
 
@@ -51,6 +56,8 @@ class Admission:
         A group with a sample more versions than this behind the Consumer's is too old.
     extra_fields : ExtraFields, optional
         Without one of these a group is malformed.
+    keep_group : callable, optional
+        A group for which it is not true is dropped as useless.
 
     Attributes
     ----------
@@ -71,6 +78,7 @@ class Admission:
         truncated: Truncated,
         max_policy_lag: int | None,
         extra_fields: ExtraFields | None = None,
+        keep_group: Callable[[ScoredGroup], object] | None = None,
     ) -> None:
         self._consumer = consumer
         self._planner = planner
@@ -80,6 +88,7 @@ class Admission:
         self._truncated = truncated
         self._max_policy_lag = max_policy_lag
         self._extra_fields = extra_fields
+        self._keep_group = keep_group
         self._unread = UnreadFields(fields, [] if extra_fields is None else extra_fields.sources)
         self._with_logprobs = False
         self.trained: set[tuple[int, int]] = set()
@@ -197,7 +206,18 @@ class Admission:
         if self._tokens_per_batch is not None and max(lengths) > self._tokens_per_batch:
             check_lengths(trajectories, lengths, self._tokens_per_batch)
         left = iter(lengths)
-        return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]
+        pairs = [(group, [*islice(left, len(group.trajectories))]) for group in groups]
+        if self._keep_group is not None:
+            useless = [group for group, own in pairs if not self._keeps(group, own)]
+            if useless:
+                self._consumer.drop(useless, useless=True)
+        return [(group, sum(own)) for group, own in pairs if group.state == "leased"]
+
+    def _keeps(self, group: shmbus.Group, lengths: list[int]) -> bool:
+        assert self._keep_group is not None
+        samples = group.trajectories
+        scores = np.array([t.score for t in samples], np.float64)
+        return bool(self._keep_group(ScoredGroup.of(scores, samples, lengths)))
 
 
 def _leased(groups: list[shmbus.Group]) -> list[shmbus.Group]:

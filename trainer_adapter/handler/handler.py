@@ -53,6 +53,7 @@ from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import Progress, describe_wait
 from trainer_adapter.handler.requests import RequestingHandler
 from trainer_adapter.handler.take import QUIET_NOTE_S, Take, take_groups, take_shard, take_until_due
+from trainer_adapter.scored_group import ScoredGroup
 
 if TYPE_CHECKING:
     # Of no package that is needed at run time; typing has it from Python 3.11 on.
@@ -121,6 +122,11 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
         Called with `metrics` of its own for each batch, before the trainer gets it, such as
         ``wandb.log``; or one a kind, ``{"reward": ..., "lag": ...}``. Its exception is raised by
         `next_batch`, and the batch is the next one.
+    keep_group : callable, optional
+        Called with each group as a `ScoredGroup`; one for which it is not true is dropped, counted
+        as "filtered", and one more to sample (`refill`). For a filter by other than equal scores,
+        which `skip_zero_variance` drops before. With one rank only. A ValueError of it makes the
+        group malformed.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
@@ -153,13 +159,14 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
         progress: bool | TextIO = False,
         extra_fields: GivenExtraFields | None = None,
         on_metrics: OnMetrics | None = None,
+        keep_group: Callable[[ScoredGroup], object] | None = None,
         **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
         check_choices(layout=layout, malformed=malformed, truncated=truncated)
         check_consumer_options(consumer_options)
         check_on_metrics(on_metrics)
-        check_for_ranks(world_size, truncated)
+        check_for_ranks(world_size, truncated, keep_group)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)
         on_gpu = check_packing(device, fields, advantages, prefetch).type == "cuda"
         self.tokens_per_batch = tokens_per_batch
@@ -196,6 +203,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
                 # A shard stays as it is: all ranks make as many batches.
                 max_policy_lag=max_policy_lag if world_size == 1 else None,
                 extra_fields=extra,
+                keep_group=keep_group,
             )
             self._begin(world_size, prefetch, max_policy_lag)
             self._begin_metrics(on_metrics)

@@ -42,7 +42,7 @@ OnMetrics: TypeAlias = "Callback | Mapping[str, Callback]"
 
 #: The kinds of metrics: what stands before the slash of their names.
 KINDS: Final = (
-    "reward", "lag", "length", "batch", "share", "time", "rate", "drops", "bus",
+    "reward", "lag", "length", "batch", "share", "time", "rate", "drops", "refill", "bus",
 )  # fmt: skip
 
 
@@ -158,6 +158,7 @@ class BatchMeter:
 
     def __init__(self, ledger: shmbus.Ledger, now_s: float) -> None:
         self._dropped: Mapping[str, int] = dict(ledger.dropped)
+        self._useless = ledger.groups_useless
         self._since_s = now_s
         self._begin()
 
@@ -230,6 +231,7 @@ class BatchMeter:
             **self._of_bus(ledger),
         }
         self._dropped = dict(ledger.dropped)
+        self._useless = ledger.groups_useless
         self._since_s = now_s
         self._begin()
         return found
@@ -268,6 +270,7 @@ class BatchMeter:
         return {
             "drops/total": sum(drops.values()),
             **{f"drops/{reason}": count for reason, count in drops.items()},
+            "refill/groups": float(ledger.groups_useless - self._useless),
             "bus/fill": 1 - ledger.free / ledger.capacity if ledger.capacity else 0.0,
             "bus/groups_open": float(ledger.groups_open),
             "bus/groups_ready": float(ledger.groups_ready),
@@ -287,11 +290,21 @@ class MeteredHandler:
     def _begin_metrics(self, on_metrics: OnMetrics | None) -> None:
         self._on_metrics = on_metrics
         now_s, ledger = time.monotonic(), self._consumer.stats()
+        self._useless_before = ledger.groups_useless
         self._meter = BatchMeter(ledger, now_s)
         self._told = None if on_metrics is None else BatchMeter(ledger, now_s)
         # Looking for truncated samples costs a search of each meta.
         self._metered = on_metrics is not None
         self._measured: MadeBatch[Batch] | None = None
+
+    @property
+    def refill(self) -> int:
+        """Groups that were dropped as useless since the handler was made: so many more to sample.
+
+        Those without variance, under `skip_zero_variance`, and those that `keep_group` refused, on
+        the whole bus; workers read the same count by `Producer.groups_useless`.
+        """
+        return self._consumer.stats().groups_useless - self._useless_before
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return figures of the batches since the last call, for a logger of experiments.

@@ -22,6 +22,7 @@ GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *
     made->missing = entry->missing;
     made->nbytes = 0;
     made->leased_ns = 0;
+    made->leases = 0;
     made->samples = PyList_New((Py_ssize_t)(entry->width - entry->missing));
     if (made->samples == NULL) {
         Py_CLEAR(made);
@@ -93,6 +94,7 @@ PyObject *py_group_lists_lease_ready(GroupListsObject *self, Py_ssize_t limit) {
         GroupEntryObject *entry = entry_at(self->ready.entries.next);
         leave(entry);
         entry->leased_ns = now_ns;
+        entry->leases++;
         enter(self, ENTRY_LEASED, &self->leased.entries, entry);
         PyList_SET_ITEM(leased, i, Py_NewRef((PyObject *)entry));
     }

@@ -18,6 +18,7 @@ typedef struct {
     double born_s;
     long long nbytes;
     uint64_t leased_ns; /* when it was leased last; CLOCK_MONOTONIC */
+    uint64_t leases;    /* how often it was leased */
     unsigned int size;
     unsigned int missing;
 } GroupEntryObject;

@@ -16,6 +16,7 @@
 
 #include <math.h>
 
+#include "python/group/delivery.h"
 #include "python/group/group_object.h"
 #include "python/read/reader_object.h"
 #include "python/read/recursive_lock.h"
@@ -158,6 +159,9 @@ static PyObject *lease(IntakeObject *self, const struct take_request *request) {
     PyObject *list = self->lease == NULL || self->lease == Py_None
                          ? py_group_lists_lease_ready(&self->table->lists, request->groups)
                          : call_lease(self, request->groups);
+    if (list != NULL && self->lease == NULL) {
+        py_delivery_count(self->reader->segment, list);
+    }
     if (list != NULL && !make_groups(self, request->consumer, list)) {
         Py_CLEAR(list);
     }

@@ -14,7 +14,7 @@ from conftest import wait_until
 from torch.utils.data import DataLoader
 
 from shmbus import Bus, Producer
-from trainer_adapter import OnlineDataHandler
+from trainer_adapter import OnlineDataHandler, ScoredGroup
 from trainer_adapter.handler.metrics import KINDS, PENDING_BATCHES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,6 +179,59 @@ def test_the_page_has_every_name(bus: Bus, producer: Producer) -> None:
     reasons = {name for name in found if name.startswith("drops/")} - {"drops/total"}
     assert set(found) - reasons | {"drops/REASON"} == named
     assert {name.partition("/")[0] for name in found if "/" in name} == set(KINDS)
+
+
+# --- groups that teach nothing
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_filter_drops_useless_groups_and_says_how_many_to_sample(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
+    def keep(group: ScoredGroup) -> bool:
+        return bool(group.lengths.sum() > 10 and not group.truncated.all())
+
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, keep_group=keep, prefetch=prefetch, skip_zero_variance=True
+    ) as handler:
+        assert handler.refill == 0
+        put(producer, "short", [1.0, 0.0])
+        put(producer, "level", [1.0, 1.0, 1.0, 1.0])
+        put(producer, "long", [1.0, 0.0, 0.0])
+        batch = handler.next_batch(10)
+        assert set(batch.instance_ids) == {"long"}
+        handler.ack(batch)
+        assert handler.stats().dropped == {"filtered": 2, "zero_variance": 4}
+        assert handler.refill == producer.groups_useless == 2
+        assert handler.metrics()["refill/groups"] == 2
+        assert handler.metrics()["refill/groups"] == 0
+        put(producer, "cut", [1.0, 0.0, 0.0], meta={"finish_reason": "length"})
+        with pytest.raises(TimeoutError, match="5 filtered"):
+            handler.next_batch(0.2)
+        assert handler.refill == 3
+
+
+def test_a_filter_that_misses_a_value_makes_its_group_malformed(
+    bus: Bus, producer: Producer
+) -> None:
+    def keep(group: ScoredGroup) -> bool:
+        return bool(group.rewards("exact").any())
+
+    put(producer, "a", [1.0, 0.0])
+    put(producer, "b", [1.0, 0.0], meta={"exact": 1.0})
+    with OnlineDataHandler(bus.name, groups_per_batch=1, keep_group=keep) as handler:
+        with pytest.raises(ValueError, match="group 'a', sample 0: expected a reward 'exact'"):
+            handler.next_batch(10)
+        assert handler.next_batch(10).instance_ids == ["b", "b"]
+        assert handler.stats().dropped == {"malformed": 2}
+        assert handler.refill == 0
+
+
+def test_a_filter_is_for_one_rank(bus: Bus) -> None:
+    with pytest.raises(ValueError, match="keep_group: expected none with several ranks"):
+        OnlineDataHandler(bus.name, world_size=2, keep_group=bool)
+    with pytest.raises(TypeError, match="keep_group: expected a callable, got 'dapo'"):
+        OnlineDataHandler(bus.name, keep_group="dapo")  # type: ignore[arg-type]
 
 
 # --- iteration

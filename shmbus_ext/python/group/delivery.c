@@ -1,0 +1,139 @@
+/* What the segment says of deliveries (see delivery.h).
+ *
+ * Invariant: a group is counted once in the life of its entry, however often it is given back. */
+#include "python/group/delivery.h"
+
+#include "python/group/group_lists.h"
+#include "ring/figures.h"
+
+/* Tokens are the rows of this field; of a record without it, the rows of its first. */
+#define TOKENS_FIELD "tokens"
+
+static PyObject *tokens_field;
+
+/* The word of the shape that counts tokens; -1 where no field has rows. */
+static int length_word(const SchemaObject *schema) {
+    int at = py_schema_find(schema, tokens_field);
+    for (int i = 0; at < 0 && i < (int)schema->count; i++) {
+        at = schema->ndim[i] > 0 ? i : -1;
+    }
+    return at < 0 || schema->ndim[at] == 0 ? -1 : schema->shape_at[at] + 1;
+}
+
+static void count_entry(struct delivery_figures *figures, const GroupEntryObject *entry,
+                        int64_t policy_version) {
+    const SchemaObject *schema = NULL;
+    int word = -1;
+    figure_count(figures, SHMBUS_FIGURE_AGE, (double)entry->leased_ns * 1e-9 - entry->born_s);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entry->samples); i++) {
+        PyObject *item = PyList_GET_ITEM(entry->samples, i);
+        if (!Py_IS_TYPE(item, &TrajectoryType)) {
+            continue;
+        }
+        const TrajectoryObject *t = (const TrajectoryObject *)item;
+        if (t->schema != schema) {
+            schema = t->schema;
+            word = length_word(schema);
+        }
+        figure_count(figures, SHMBUS_FIGURE_LAG, (double)policy_version - (double)t->policy_version);
+        figure_count(figures, SHMBUS_FIGURE_SCORE, t->score);
+        if (word >= 0) {
+            figure_count(figures, SHMBUS_FIGURE_LENGTH, (double)t->shape[word]);
+        }
+    }
+}
+
+void py_delivery_count(SegmentObject *segment, PyObject *entries) {
+    const int64_t version =
+        atomic_load_explicit(&segment->c.header->policy_version, memory_order_relaxed);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); i++) {
+        PyObject *item = PyList_GET_ITEM(entries, i);
+        if (Py_IS_TYPE(item, &GroupEntryType) && ((GroupEntryObject *)item)->leases == 1) {
+            count_entry(segment->c.figures, (GroupEntryObject *)item, version);
+        }
+    }
+}
+
+static SegmentObject *usable(PyObject *object) {
+    if (!PyObject_TypeCheck(object, &SegmentType)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+        return NULL;
+    }
+    SegmentObject *segment = (SegmentObject *)object;
+    return py_segment_usable(segment, "handle") ? segment : NULL;
+}
+
+/* count_delivered(segment, entries): for the collector; each entry is under lease. */
+static PyObject *py_count_delivered(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object, *entries;
+    SegmentObject *segment;
+    if (!PyArg_ParseTuple(args, "OO!", &object, &PyList_Type, &entries) ||
+        (segment = usable(object)) == NULL) {
+        return NULL;
+    }
+    py_delivery_count(segment, entries);
+    Py_RETURN_NONE;
+}
+
+/* note_useless(segment, groups): so many more, for the collector. */
+static PyObject *py_note_useless(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object;
+    SegmentObject *segment;
+    unsigned long long groups;
+    if (!PyArg_ParseTuple(args, "OK", &object, &groups) || (segment = usable(object)) == NULL) {
+        return NULL;
+    }
+    atomic_fetch_add_explicit(&segment->c.figures->groups_useless, groups, memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
+/* groups_useless(segment) -> int: since the bus was created. */
+static PyObject *py_groups_useless(PyObject *module, PyObject *object) {
+    (void)module;
+    SegmentObject *segment = usable(object);
+    return segment == NULL ? NULL
+                           : PyLong_FromUnsignedLongLong(atomic_load_explicit(
+                                 &segment->c.figures->groups_useless, memory_order_relaxed));
+}
+
+static PyMethodDef functions[] = {
+    {"count_delivered", py_count_delivered, METH_VARARGS, NULL},
+    {"note_useless", py_note_useless, METH_VARARGS, NULL},
+    {"groups_useless", py_groups_useless, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* FIGURE_BOUNDS: of each figure, the upper bounds of its buckets. */
+static PyObject *bounds_tuple(void) {
+    PyObject *all = PyTuple_New(SHMBUS_FIGURES);
+    for (int f = 0; all != NULL && f < SHMBUS_FIGURES; f++) {
+        PyObject *own = PyTuple_New(SHMBUS_FIGURE_BOUNDS);
+        for (unsigned i = 0; own != NULL && i < SHMBUS_FIGURE_BOUNDS; i++) {
+            PyObject *bound = PyFloat_FromDouble(figure_bound((enum shmbus_figure)f, i));
+            if (bound == NULL) {
+                Py_CLEAR(own);
+            } else {
+                PyTuple_SET_ITEM(own, i, bound);
+            }
+        }
+        if (own == NULL) {
+            Py_CLEAR(all);
+        } else {
+            PyTuple_SET_ITEM(all, f, own);
+        }
+    }
+    return all;
+}
+
+bool py_delivery_add_functions(PyObject *module) {
+    tokens_field = PyUnicode_InternFromString(TOKENS_FIELD);
+    PyObject *bounds = tokens_field == NULL ? NULL : bounds_tuple();
+    bool added = bounds != NULL && PyModule_AddObjectRef(module, "FIGURE_BOUNDS", bounds) == 0 &&
+                 PyModule_AddIntConstant(module, "FIGURE_WORDS",
+                                         (long)(sizeof(struct figure_entry) / 8)) == 0 &&
+                 PyModule_AddFunctions(module, functions) == 0;
+    Py_XDECREF(bounds);
+    return added;
+}

@@ -1,0 +1,49 @@
+/* The part of the segment that says what was delivered: histograms, and a count of useless groups.
+ *
+ * Invariant: a histogram has a fixed number of buckets, whatever is delivered. */
+#ifndef SHMBUS_RING_LAYOUT_FIGURES_H
+#define SHMBUS_RING_LAYOUT_FIGURES_H
+
+#include <stdalign.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* What is counted of each group when it is delivered first: the age of the group, and of each of
+ * its samples how many policy versions it is behind, its tokens and its score. */
+enum shmbus_figure {
+    SHMBUS_FIGURE_LAG = 0,
+    SHMBUS_FIGURE_AGE = 1,
+    SHMBUS_FIGURE_LENGTH = 2,
+    SHMBUS_FIGURE_SCORE = 3,
+    SHMBUS_FIGURES = 4,
+};
+
+/* Upper bounds of a histogram's buckets; one more bucket has what is above all of them. With the
+ * sum they fill two cache lines. */
+#define SHMBUS_FIGURE_BOUNDS 14u
+#define SHMBUS_FIGURE_BUCKETS (SHMBUS_FIGURE_BOUNDS + 1u)
+
+/* Offset  Size  Field    Written by  Read by  Order
+ *      0   120  buckets  collector   all      relaxed, for messages only
+ *    120     8  sum      collector   all      relaxed: the bits of a double
+ */
+struct figure_entry {
+    alignas(64) _Atomic uint64_t buckets[SHMBUS_FIGURE_BUCKETS];
+    _Atomic uint64_t sum;
+};
+_Static_assert(sizeof(struct figure_entry) == 128, "two cache lines a figure");
+_Static_assert(offsetof(struct figure_entry, sum) == 120, "layout");
+
+/* Offset  Size  Field           Written by  Read by  Order
+ *      0   512  figures         collector   all      as above
+ *    512     8  groups_useless  collector   all      relaxed: refused by a filter, or without variance
+ */
+struct delivery_figures {
+    struct figure_entry figures[SHMBUS_FIGURES];
+    alignas(64) _Atomic uint64_t groups_useless;
+};
+_Static_assert(sizeof(struct delivery_figures) == 576, "layout");
+_Static_assert(offsetof(struct delivery_figures, groups_useless) == 512, "layout");
+
+#endif
