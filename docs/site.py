@@ -35,13 +35,18 @@ REFERENCE = {
     "batch": (
         "shmbus.batch",
         "Many trajectories at once, for those who pack batches themselves.",
-        ["shmbus.batch.gather", "shmbus.batch.gather_plan", "shmbus.batch.baseline"],
+        [
+            "shmbus.batch.gather",
+            "shmbus.batch.extra_fields",
+            "shmbus.batch.gather_plan",
+            "shmbus.batch.baseline",
+        ],
     ),
     "trainer": ("trainer_adapter", "What a training loop imports.", ["trainer_adapter"]),
     "objectives": (
         "Advantages and losses",
         "From scores to gradients, with the source of each formula.",
-        ["trainer_adapter.advantages", "trainer_adapter.losses"],
+        ["trainer_adapter.advantages", "trainer_adapter.losses", "trainer_adapter.corrections"],
     ),
     "batches": (
         "Micro-batches, balance, compatibility",

@@ -23,11 +23,14 @@ import torch
 
 import shmbus
 from trainer_adapter import (
-    Batch, FieldNames, OnlineDataHandler, group_advantages, pack, pad_input, unpad_input,
-    varlen_attention,
+    Batch, ExtraField, FieldNames, OnlineDataHandler, group_advantages, pack, pad_input,
+    unpad_input, varlen_attention,
 )
 from trainer_adapter.attention import attention_backend, register_with_transformers
 from trainer_adapter.balance import balance, by_budget
+from trainer_adapter.corrections import (
+    cispo_loss, gspo_loss, importance_correction, overlong_penalty,
+)
 from trainer_adapter.losses import aggregate_loss, importance_weights, kl_estimate, policy_loss
 from trainer_adapter.microbatch import micro_batches
 
@@ -85,6 +88,19 @@ CALLS = [
     ('OnlineDataHandler("b", {})', "max_policy_lag=4", "max_lag=4"),
     ('OnlineDataHandler("b", {})', 'on_timeout="drop"', 'on_timeout="discard"'),
     ('OnlineDataHandler("b", {})', "on_stall=print", "on_stall=1"),
+    ('OnlineDataHandler("b", {})', 'advantages="grpo"', 'advantags="grpo"'),
+    ('OnlineDataHandler("b", {})', 'extra_fields={"x": "token"}', 'extra_fields={"x": "tokn"}'),
+    ('OnlineDataHandler("b", {})', "on_metrics=print", "on_metric=print"),
+    ('OnlineDataHandler("b", {})', "keep_group=lambda group: len(group) > 1", "keep_group=1"),
+    ("handler.iter({})", "timeout=1.0", 'timeout="1"'),
+    ("handler.metrics({})", 'prefix="a/"', "prefix=1"),
+    ('batch.to("cuda", {})', "non_blocking=True", "nonblocking=True"),
+    ('ExtraField(kind="token", {})', "fill=0", "fil=0"),
+    ("importance_correction(tensor, tensor, tensor, {})", 'mode="mask"', 'mode="cut"'),
+    ("gspo_loss(tensor, tensor, tensor, tensor, {})", "clip_low=0.1", "clip=0.1"),
+    ("cispo_loss(tensor, tensor, tensor, tensor, {})", "high=5.0", "epsilon_high=5.0"),
+    ("overlong_penalty([1], longest=9, {})", "buffer=3", 'buffer="3"'),
+    ("consumer.drop(group, {})", "useless=True", "useles=True"),
     ("handler.next_batch({})", "timeout=1.0", "time_out=1.0"),
     ("handler.ack({})", "batch", "group"),
     ("pack(group, {})", 'advantages="rloo"', 'advantage="rloo"'),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Spawner
+from conftest import Daemon, Spawner
+from torch.utils.data import DataLoader
 
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import Batch, ExtraField, OnlineDataHandler, pack
+from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.microbatch import MicroBatch, micro_batches
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 FIELDS: dict[str, Any] = {
     "ref_logprobs": "token",
@@ -262,6 +268,86 @@ def test_the_kernel_copies_what_the_host_copies(bus: Bus, spawn: Spawner, seed: 
         INTERPRETED, here, bus.name, seed, env={"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     )
     assert child.finish(100).splitlines()[-1] == "equal"
+
+
+@needs_gpu
+@pytest.mark.parametrize("transport", ["gather", "pinned", "copy"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_each_way_to_a_gpu_brings_the_same(
+    bus: Bus, samples: list[dict[str, Any]], transport: Any, layout: Any
+) -> None:
+    packer = GpuPacker("cuda", transport=transport, layout=layout, extra_fields=FIELDS)
+    with Consumer(bus.name) as consumer:
+        batch = packer.deliver(packer.pack(consumer.take(64, 10)))
+        assert batch.transport == transport and batch.extra["routed_experts"].is_cuda
+        assert_extra(batch, samples)
+        for part in micro_batches(batch, count=3):
+            assert_extra(part, [samples[i] for i in part.sequence_indices.tolist()])
+        packer.close()
+
+
+@needs_gpu
+def test_a_gpu_gets_long_rows_and_fills(bus: Bus, producer: Producer) -> None:
+    dtypes = ["u1", "i2", "f4", "f8"]
+    rng = np.random.default_rng(3)
+    group = [
+        {
+            "tokens": np.arange(700),
+            **{kind: rng.integers(0, 99, (700, 3, 13)).astype(kind) for kind in dtypes},
+        }
+        for _ in range(3)
+    ]
+    put(producer, "long", group)
+    put_optional(producer)
+    with Consumer(bus.name) as consumer:
+        for wanted in (dict.fromkeys(dtypes, "token"), OPTIONAL, OPTIONAL):
+            groups = consumer.take(1, 10)
+            packer = GpuPacker("cuda", transport="gather", extra_fields=wanted)  # type: ignore[arg-type]
+            batch, right = packer.pack(groups), pack(groups, extra_fields=wanted)  # type: ignore[arg-type]
+            for name, want in right.extra.items():
+                got = batch.extra[name]
+                assert got == want if isinstance(want, list) else torch.equal(got.cpu(), want)
+            packer.close()
+
+
+@needs_gpu
+def test_a_loader_pins_a_batch_with_its_extra_fields(
+    bus: Bus, samples: list[dict[str, Any]]
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=8, extra_fields=FIELDS) as handler:
+        batch = next(iter(DataLoader(handler, batch_size=None, pin_memory=True)))
+        assert batch.tokens.is_pinned() and batch.extra["ref_logprobs"].is_pinned()
+        assert batch.extra_offsets["pixel_values"].is_pinned()
+        assert_extra(batch.to("cuda", non_blocking=True), samples)
+        handler.ack(batch)
+        assert handler.stats().acknowledged == 24
+
+
+def test_each_rank_has_those_of_its_shard(daemon: Callable[..., Daemon], bus_name: str) -> None:
+    served = daemon("--capacity", "8MiB")
+    rng = np.random.default_rng(5)
+    sent: dict[str, list[dict[str, Any]]] = {}
+    with Producer(bus_name) as producer, contextlib.ExitStack() as stack:
+        for number in range(8):
+            sent[f"k{number}"] = [random_sample(rng, int(rng.integers(1, 30))) for _ in range(3)]
+            put(producer, f"k{number}", sent[f"k{number}"])
+        handlers = [
+            stack.enter_context(
+                OnlineDataHandler(
+                    bus_name, rank=rank, world_size=2, groups_per_batch=4, extra_fields=FIELDS
+                )
+            )
+            for rank in range(2)
+        ]
+        seen: list[str] = []
+        for handler in handlers:
+            batch = handler.next_batch(20)
+            keys = batch.instance_ids[::3]
+            assert_extra(batch, [sample for key in keys for sample in sent[key]])
+            seen += keys
+            handler.ack(batch)
+        assert sorted(seen) == sorted(sent)
+    assert served.child.running
 
 
 # --- what does not fit

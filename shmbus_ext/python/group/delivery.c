@@ -20,11 +20,11 @@ static int length_word(const SchemaObject *schema) {
     return at < 0 || schema->ndim[at] == 0 ? -1 : schema->shape_at[at] + 1;
 }
 
-static void count_entry(struct delivery_figures *figures, const GroupEntryObject *entry,
+static void count_entry(struct figure_tally *tally, const GroupEntryObject *entry,
                         int64_t policy_version) {
     const SchemaObject *schema = NULL;
     int word = -1;
-    figure_count(figures, SHMBUS_FIGURE_AGE, (double)entry->leased_ns * 1e-9 - entry->born_s);
+    figure_count(tally, SHMBUS_FIGURE_AGE, (double)entry->leased_ns * 1e-9 - entry->born_s);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entry->samples); i++) {
         PyObject *item = PyList_GET_ITEM(entry->samples, i);
         if (!Py_IS_TYPE(item, &TrajectoryType)) {
@@ -35,10 +35,10 @@ static void count_entry(struct delivery_figures *figures, const GroupEntryObject
             schema = t->schema;
             word = length_word(schema);
         }
-        figure_count(figures, SHMBUS_FIGURE_LAG, (double)policy_version - (double)t->policy_version);
-        figure_count(figures, SHMBUS_FIGURE_SCORE, t->score);
+        figure_count(tally, SHMBUS_FIGURE_LAG, (double)policy_version - (double)t->policy_version);
+        figure_count(tally, SHMBUS_FIGURE_SCORE, t->score);
         if (word >= 0) {
-            figure_count(figures, SHMBUS_FIGURE_LENGTH, (double)t->shape[word]);
+            figure_count(tally, SHMBUS_FIGURE_LENGTH, (double)t->shape[word]);
         }
     }
 }
@@ -46,11 +46,17 @@ static void count_entry(struct delivery_figures *figures, const GroupEntryObject
 void py_delivery_count(SegmentObject *segment, PyObject *entries) {
     const int64_t version =
         atomic_load_explicit(&segment->c.header->policy_version, memory_order_relaxed);
+    struct figure_tally tally = {.sums = {0}};
+    bool any = false;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); i++) {
         PyObject *item = PyList_GET_ITEM(entries, i);
         if (Py_IS_TYPE(item, &GroupEntryType) && ((GroupEntryObject *)item)->leases == 1) {
-            count_entry(segment->c.figures, (GroupEntryObject *)item, version);
+            count_entry(&tally, (GroupEntryObject *)item, version);
+            any = true;
         }
+    }
+    if (any) {
+        figures_add(segment->c.figures, &tally);
     }
 }
 

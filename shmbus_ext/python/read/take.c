@@ -156,10 +156,10 @@ static PyObject *lease(IntakeObject *self, const struct take_request *request) {
     if (self->table->lists.ready.groups == 0) {
         return PyList_New(0);
     }
-    PyObject *list = self->lease == NULL || self->lease == Py_None
-                         ? py_group_lists_lease_ready(&self->table->lists, request->groups)
-                         : call_lease(self, request->groups);
-    if (list != NULL && self->lease == NULL) {
+    const bool plain = self->lease == NULL || self->lease == Py_None;
+    PyObject *list = plain ? py_group_lists_lease_ready(&self->table->lists, request->groups)
+                           : call_lease(self, request->groups);
+    if (list != NULL && plain) {
         py_delivery_count(self->reader->segment, list);
     }
     if (list != NULL && !make_groups(self, request->consumer, list)) {
