@@ -172,7 +172,6 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
         self.tokens_per_batch = tokens_per_batch
         self.groups_per_batch = groups_per_batch
         self._fields = fields or FieldNames()
-        extra = ExtraFields.of(extra_fields)
         self._malformed = malformed
         self.progress = Progress.of(progress)
         self._closed = False
@@ -181,7 +180,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
             "layout": layout,
             "fields": fields,
             "truncated": truncated,
-            "extra_fields": extra,
+            "extra_fields": ExtraFields.of(extra_fields),
         }
         self._gpu = GpuPacker(device, **options) if on_gpu else None
         on_host = functools.partial(pack, device=device, memory=BatchMemory(), **options)
@@ -202,7 +201,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
                 truncated=truncated,
                 # A shard stays as it is: all ranks make as many batches.
                 max_policy_lag=max_policy_lag if world_size == 1 else None,
-                extra_fields=extra,
+                extra_fields=options["extra_fields"],
                 keep_group=keep_group,
             )
             self._begin(world_size, prefetch, max_policy_lag)
