@@ -17,7 +17,6 @@ from shmbus._arguments import check_choice, check_flag, check_int, check_label, 
 from shmbus._fields import FieldSpec, check_sizes
 from shmbus._schema import Schema, mapping_of
 from shmbus.put.attached import Attach
-from shmbus.put.refill import RefillCount
 from shmbus.put.requests import RequestPuts
 from shmbus.put.rounds import RoundPuts
 from shmbus.segment.names import check_name
@@ -51,7 +50,7 @@ class ProducerStats(msgspec.Struct, frozen=True):
     full_waits: int
 
 
-class Producer(RequestPuts, RoundPuts, RefillCount):
+class Producer(RequestPuts, RoundPuts):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
     `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`

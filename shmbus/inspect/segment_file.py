@@ -39,7 +39,7 @@ _DECLARED_BYTES: Final = _LAYOUT["declared_part"]["itemsize"]
 _LEAD_BYTES: Final = _core.request_layout()["lead_table"]["itemsize"] + 8 * _core.LEAD_ROWS
 #: The request lane begins at a multiple of this, as its widest fields ask for.
 _LANE_ALIGN: Final = 128
-_FIGURES_BYTES: Final = _LAYOUT["delivery_figures"]["itemsize"]
+_FIGURES_BYTES: Final = _core.FIGURES_BYTES
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024

@@ -355,6 +355,8 @@ class RequestsStatus(msgspec.Struct, frozen=True):
     given_up: int
     groups: int
     taken_s: float | None
+
+
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     """How often values fell between bounds.
 

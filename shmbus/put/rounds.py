@@ -1,6 +1,9 @@
-"""Rounds: epochs that producers get without thinking.
+"""Rounds: epochs that producers get without thinking, and how many more rounds are wanted.
 
-Invariant: a number is handed out once on a bus, and never by the bus that takes its place.
+Invariants:
+
+- A number is handed out once on a bus, and never by the bus that takes its place.
+- The count of useless groups never falls, and is the whole bus's.
 """
 
 from __future__ import annotations
@@ -12,7 +15,15 @@ __all__ = ["RoundPuts"]
 
 
 class RoundPuts(AttachedWriter):
-    """`next_round`: what to pass as `epoch` with all samples of one round of a prompt."""
+    """`next_round` and `groups_useless`."""
+
+    @property
+    def groups_useless(self) -> int:
+        """Groups without variance, or refused by a filter, since the bus was created.
+
+        A trainer that wants so many groups a step needs as many more as this grows by.
+        """
+        return _core.groups_useless(self._here())
 
     def next_round(self) -> int:
         """Return a number that nobody else gets on this bus, for the `epoch` of one round.

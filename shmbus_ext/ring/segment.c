@@ -176,12 +176,9 @@ static void set_pointers(struct segment *self) {
     self->intent_log = (_Atomic uint64_t *)at;
     at += (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t);
     self->retries = (struct retry_entry *)at;
-    at += (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
-    self->declared = (struct declared_part *)at;
-    at += sizeof(struct declared_part);
-    self->figures = (struct delivery_figures *)at;
-    at += sizeof(struct delivery_figures);
-    self->lead = (struct lead_table *)at;
+    self->declared = (struct declared_part *)(self->retries + SHMBUS_RETRY_ENTRIES);
+    self->figures = (struct delivery_figures *)(self->declared + 1);
+    self->lead = (struct lead_table *)(self->figures + 1);
     uint64_t requests_at =
         shmbus_align_up(tables_bytes(self->max_producers, self->extent_count), 128);
     (void)request_divide(&self->requests, self->base + requests_at,

@@ -137,6 +137,8 @@ bool py_delivery_add_functions(PyObject *module) {
     tokens_field = PyUnicode_InternFromString(TOKENS_FIELD);
     PyObject *bounds = tokens_field == NULL ? NULL : bounds_tuple();
     bool added = bounds != NULL && PyModule_AddObjectRef(module, "FIGURE_BOUNDS", bounds) == 0 &&
+                 PyModule_AddIntConstant(module, "FIGURES_BYTES",
+                                         (long)sizeof(struct delivery_figures)) == 0 &&
                  PyModule_AddIntConstant(module, "FIGURE_WORDS",
                                          (long)(sizeof(struct figure_entry) / 8)) == 0 &&
                  PyModule_AddFunctions(module, functions) == 0;

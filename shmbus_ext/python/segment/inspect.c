@@ -94,9 +94,6 @@ static const struct field_note retry_fields[] = {
     {NULL, 0, 0, 0},
 };
 
-static const struct field_note delivery_fields[] = {
-    FIELD(delivery_figures, groups_useless, 'u'), {NULL, 0, 0, 0}};
-
 static const struct field_note schema_fields[] = {
     FIELD(schema_entry, name_bytes, 'u'), FIELD(schema_entry, dtype_bytes, 'u'),
     FIELD(schema_entry, itemsize, 'u'),   FIELD(schema_entry, ndim, 'u'),
@@ -123,7 +120,6 @@ static const struct {
     {"producer_slot", slot_fields, sizeof(struct producer_slot)},
     {"extent_desc", extent_fields, sizeof(struct extent_desc)},
     {"retry_entry", retry_fields, sizeof(struct retry_entry)},
-    {"delivery_figures", delivery_fields, sizeof(struct delivery_figures)},
     {"schema_entry", schema_fields, sizeof(struct schema_entry)},
     {"declared_part", declared_fields, sizeof(struct declared_part)},
     {"declared_entry", declared_entry_fields, sizeof(struct declared_entry)},
