@@ -60,8 +60,8 @@ REFERENCE = {
     ),
 }
 
-#: Where the stub says more than the module: classes that are C.
-STUB = "shmbus_ext._public"
+#: Where a stub says more than the module: classes that are C.
+STUBS = ("shmbus_ext._public", "shmbus_ext._public_put")
 
 #: The order of the sections, and of the guides; what is not named here comes last, by name.
 SECTIONS = ("Guides", "API reference", "Examples", "Inside", "Decisions")
@@ -153,10 +153,10 @@ def _section_of(uri: str) -> str:
 def _reference_page(title: str, sentence: str, modules: list[str]) -> str:
     entries = [f"# {title}", "", sentence, ""]
     for module in modules:
-        stub = _names_of_stub()
+        stubs = _names_of_stubs()
         for name in _public_names(module):
-            home = f"{STUB}.{name}" if name in stub else f"{_home(module, name)}.{name}"
-            entries += [f"::: {home}", ""]
+            home = stubs.get(name) or _home(module, name)
+            entries += [f"::: {home}.{name}", ""]
     return "\n".join(entries)
 
 
@@ -173,9 +173,14 @@ def _public_names(module: str) -> list[str]:
     raise LookupError(f"{module} has no __all__")
 
 
-def _names_of_stub() -> set[str]:
-    tree = ast.parse((ROOT / "shmbus_ext" / "_public.pyi").read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+def _names_of_stubs() -> dict[str, str]:
+    """Return which stub has each class."""
+    return {
+        node.name: stub
+        for stub in STUBS
+        for node in ast.parse(_source(stub).with_suffix(".pyi").read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def _home(module: str, name: str) -> str:

@@ -19,6 +19,8 @@ from shmbus_ext import _core
 
 #: Bytes of the largest size: more than any machine has, and the sums of the core cannot overflow.
 LARGEST_SIZE = 1 << 46
+#: The split of what nobody gave one: what is trained on.
+TRAIN = _core.TRAIN
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}IB"] = 1024**_power
@@ -40,6 +42,12 @@ def check_int(name: str, value: object) -> int:
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     return operator.index(value)
+
+
+def check_split(value: object) -> str:
+    """Return the label of a split."""
+    _core.check_split(value)
+    return str(value)
 
 
 def check_flag(name: str, value: object) -> bool:

@@ -17,7 +17,18 @@ __all__ = ["FieldSpec", "check_sizes", "is_argument", "parse_field"]
 FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]] | int | tuple[int, ...]"
 
 _RESERVED = frozenset(
-    {"instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout"}
+    {
+        "instance_id",
+        "group_size",
+        "index",
+        "score",
+        "policy_version",
+        "epoch",
+        "meta",
+        "timeout",
+        "split",
+        "need",
+    }
 )
 
 # Above it C could not count: 2^48 bytes are more than a field of any record can have.

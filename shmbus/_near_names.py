@@ -16,6 +16,7 @@ ALIKE: Final = 0.8
 
 ARGUMENTS: Final = (
     "instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout",
+    "split", "need",
 )  # fmt: skip
 
 #: What other libraries call them.

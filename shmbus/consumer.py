@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from shmbus import errors, limits
 from shmbus._arguments import (
+    TRAIN,
     check_choice,
     check_count,
     check_flag,
@@ -20,6 +21,7 @@ from shmbus._arguments import (
     check_policy_version,
     check_rank,
     check_seconds,
+    check_split,
     check_timeout,
     check_wait,
     clamp_request,
@@ -36,6 +38,7 @@ from shmbus.take.attached import seconds_left
 from shmbus.take.ending import LeaseEnds
 from shmbus.take.requests import PromptRequests
 from shmbus.take.steps import StepTakes
+from shmbus_ext import _core
 
 __all__ = ["Consumer"]
 
@@ -95,6 +98,11 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         Which of how many trainer processes share each step. More than one need the daemon.
     daemon : bool, optional
         True requires a daemon, False never asks for one, None takes one that is there.
+    split : str, default "train"
+        Whose groups it takes. Groups of another split, such as "eval", go to who asks for them, and
+        never to training; until somebody does, they hold space of the ring. Without a daemon
+        ``take(split=...)`` of the one consumer takes any split; with one, there may be a Consumer
+        of another split beside ranks. `max_policy_lag` and `skip_zero_variance` are for "train".
     on_stall : "log" | "raise" | callable | None
         What happens each time that nothing was committed, acknowledged or dropped on the bus for
         `stall_timeout` seconds while `take` or `take_step` waits, in one call or in several: a
@@ -153,6 +161,7 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         rank: int = 0,
         world_size: int = 1,
         daemon: bool | None = None,
+        split: str = TRAIN,
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
         wait: float | None = 0.0,
@@ -183,8 +192,15 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
                     "daemon a bus has one reader; leave daemon out, or world_size"
                 )
             daemon = True
+        split = check_split(split)
+        if split != TRAIN and world_size > 1:
+            raise ValueError(
+                f"split={split!r}: expected {TRAIN!r} with world_size={world_size}: the steps that "
+                "ranks share are those of training; leave rank and world_size out of the Consumer "
+                "of another split"
+            )
         self._options = AttachOptions(
-            self.name, policy, duplicate, label, rank, world_size, daemon, check_wait(wait)
+            self.name, policy, duplicate, label, rank, world_size, daemon, check_wait(wait), split
         )
         self._watch = Watch(name, on_stall, stall_timeout)
         self._begin()
@@ -198,17 +214,28 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
 
     # -- taking ---------------------------------------------------------------------------------
 
-    def _take(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
+    def _take(
+        self, max_groups: int = 64, timeout: float | None = 0.1, *, split: str | None = None
+    ) -> list[Group]:
         """Do what `ConsumerBase.take` leaves to Python: with a daemon, or other kinds of numbers.
 
         `ConsumerBase` is C; it takes plain numbers, from the ring, and documents `take`.
         """
         max_groups = clamp_request("max_groups", max_groups)
         check_timeout(timeout)
+        split = None if split is None else check_split(split)
         source = self._require_source()
         if not isinstance(source, DaemonClient):
+            if split is not None:
+                _core.split_number(source.segment, split)  # or the error that C leaves to this
             # The first call of an unpickled handle, or numbers of other kinds than int and float.
-            return self.take(max_groups, None if timeout is None else float(timeout))
+            return self.take(max_groups, None if timeout is None else float(timeout), split=split)
+        if split not in (None, self._options.split):
+            raise ValueError(
+                f"take: split={split!r}, and this Consumer is of split {self._options.split!r}: "
+                f"with a daemon each split has its own; make Consumer({self.name!r}, "
+                f"split={split!r}) for it"
+            )
         if self._options.world_size > 1:
             return self.take_step(groups=max_groups, max_wait=0.0, timeout=timeout)
         watch = self._watch

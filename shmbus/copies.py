@@ -26,6 +26,10 @@ class _Sample(Protocol):
     def score(self) -> float: ...
     @property
     def meta(self) -> Any: ...
+    @property
+    def need(self) -> int: ...
+    @property
+    def split(self) -> str: ...
 
 
 _T_co = TypeVar("_T_co", bound=_Sample, covariant=True)
@@ -44,9 +48,19 @@ class ReadGroup(Generic[_T_co]):
         def __iter__(self) -> Iterator[_T_co]: ...
 
     @property
+    def split(self) -> str:
+        """Who the group is for: "train", or what its producers said."""
+        return next(iter(self)).split
+
+    @property
+    def need(self) -> int:
+        """Samples that complete the group: `size`, unless its producers asked for fewer."""
+        return next(iter(self)).need
+
+    @property
     def complete(self) -> bool:
-        """Whether every sample is here."""
-        return len(self) == self.size
+        """Whether every sample is here that the group needs."""
+        return len(self) >= self.need
 
     @property
     def scores(self) -> NDArray[np.float64]:
@@ -73,12 +87,20 @@ class TrajectoryCopy:
         Which sample of its group, from 0.
     group_size : int
         Samples in its group.
+    need : int
+        Samples that complete its group.
     epoch : int or None
         The producer's epoch, where it gave one.
+    split : str
+        Who it is for.
+    key : str or tuple
+        What told its group on its bus, as `Trajectory` has it.
     score : float
         The reward.
     policy_version : int
-        Version of the policy that sampled it.
+        Version of the policy that sampled it; the oldest, where there were several.
+    newest_policy_version : int
+        The newest of them.
     producer_id : int
         Its producer's number, unique on the bus.
     sequence : int
@@ -94,8 +116,9 @@ class TrajectoryCopy:
     """
 
     __slots__ = (
-        "_arrays", "committed_ns", "epoch", "group_size", "index", "instance_id", "meta", "nbytes",
-        "policy_version", "producer_id", "score", "sequence",
+        "_arrays", "committed_ns", "epoch", "group_size", "index", "instance_id", "key", "meta",
+        "nbytes", "need", "newest_policy_version", "policy_version", "producer_id", "score",
+        "sequence", "split",
     )  # fmt: skip
 
     #: As of every trajectory that is delivered and was not acknowledged.
@@ -106,9 +129,13 @@ class TrajectoryCopy:
         instance_id: str,
         index: int,
         group_size: int,
+        need: int,
         epoch: int | None,
+        split: str,
+        key: str | tuple[str, int] | tuple[str, int | None, int],
         score: float,
         policy_version: int,
+        newest_policy_version: int,
         producer_id: int,
         sequence: int,
         committed_ns: int,
@@ -119,20 +146,19 @@ class TrajectoryCopy:
         self.instance_id = instance_id
         self.index = index
         self.group_size = group_size
+        self.need = need
         self.epoch = epoch
+        self.split = split
+        self.key = key
         self.score = score
         self.policy_version = policy_version
+        self.newest_policy_version = newest_policy_version
         self.producer_id = producer_id
         self.sequence = sequence
         self.committed_ns = committed_ns
         self.nbytes = nbytes
         self.meta = meta
         self._arrays = fields
-
-    @property
-    def key(self) -> str | tuple[str, int]:
-        """What tells its group: instance_id, or (instance_id, epoch)."""
-        return self.instance_id if self.epoch is None else (self.instance_id, self.epoch)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         try:
@@ -208,25 +234,34 @@ class TrajectoryCopy:
         Returns
         -------
         dict
-            "instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", and
-            each array field by its name: the arrays of this copy, not copied again.
+            "instance_id", "group_size", "index", "score", "policy_version", "epoch", "split",
+            "need", "meta", and each array field by its name: the arrays of this copy, not copied
+            again. "policy_version" is a pair where it was sampled by several.
         """
+        several = self.newest_policy_version != self.policy_version
         return {
             "instance_id": self.instance_id,
             "group_size": self.group_size,
             "index": self.index,
             "score": self.score,
-            "policy_version": self.policy_version,
+            "policy_version": (
+                (self.policy_version, self.newest_policy_version)
+                if several
+                else self.policy_version
+            ),
             "epoch": self.epoch,
+            "split": self.split,
+            "need": None if self.need == self.group_size else self.need,
             "meta": self.meta,
             **self._arrays,
         }
 
     def _arguments(self) -> tuple[Any, ...]:
         return (
-            self.instance_id, self.index, self.group_size, self.epoch, self.score,
-            self.policy_version, self.producer_id, self.sequence, self.committed_ns, self.nbytes,
-            self.meta, self._arrays,
+            self.instance_id, self.index, self.group_size, self.need, self.epoch, self.split,
+            self.key, self.score, self.policy_version, self.newest_policy_version,
+            self.producer_id, self.sequence, self.committed_ns, self.nbytes, self.meta,
+            self._arrays,
         )  # fmt: skip
 
     def __reduce__(self) -> tuple[type[TrajectoryCopy], tuple[Any, ...]]:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from shmbus import errors
+from shmbus._arguments import TRAIN
 from shmbus.copies import GroupCopy, ReadGroup
 from shmbus_ext._core import GroupBase, Trajectory
 
@@ -31,8 +32,8 @@ class Group(ReadGroup[Trajectory], GroupBase):
     epoch : int | None
         The producers' epoch, if they gave one.
     size : int
-        Samples in a complete group. ``len(group)`` is how many are here: fewer only for a group
-        that was delivered under a "partial" option of the Consumer.
+        Samples of the group. ``len(group)`` is how many are here: fewer only for a group that needs
+        no more, or was delivered under a "partial" option of the Consumer.
     state : "leased" | "acknowledged" | "given_back" | "dropped"
         Whether the group is under lease, or how its lease ended.
     trajectories : list[Trajectory]
@@ -166,4 +167,6 @@ class Group(ReadGroup[Trajectory], GroupBase):
 
     def __repr__(self) -> str:
         epoch = "" if self.epoch is None else f" epoch={self.epoch}"
+        if self.split != TRAIN:
+            epoch += f" split={self.split!r}"
         return f"<Group {self.instance_id!r}{epoch} {len(self)}/{self.size} {self.state}>"

@@ -13,7 +13,7 @@ import msgspec
 
 from shmbus_ext import _core
 
-__all__ = ["Ledger", "RequestCounts", "TrajectoryCounts"]
+__all__ = ["Ledger", "RequestCounts", "SplitCounts", "TrajectoryCounts"]
 
 #: Names of the ways out of the bus, by their number in the segment.
 REASONS: tuple[str, ...] = (
@@ -87,6 +87,28 @@ class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
         return self.acknowledged + self.undelivered + sum(self.dropped.values())
 
 
+class SplitCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was read of one split, by where it is; of what nobody has read the split is not known.
+
+    Attributes
+    ----------
+    acknowledged, dropped : int
+        Trajectories released, since the bus was created.
+    leased, stashed : int
+        Trajectories that a trainer holds, and those that wait: for their group, or to be taken.
+    groups_open, groups_ready, groups_leased : int
+        Incomplete groups; complete ones that wait to be taken; leased ones.
+    """
+
+    acknowledged: int = 0
+    dropped: int = 0
+    leased: int = 0
+    stashed: int = 0
+    groups_open: int = 0
+    groups_ready: int = 0
+    groups_leased: int = 0
+
+
 class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
     """Trajectories by where they are, and the counts that go with them.
 
@@ -127,6 +149,8 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
         Bytes for records, and bytes in free extents.
     requests : RequestCounts
         Samples that were requested.
+    splits : dict[str, SplitCounts]
+        What was read, by the label of its split.
     """
 
     ready: int = 0
@@ -144,6 +168,7 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
     capacity: int = 0
     free: int = 0
     requests: RequestCounts = RequestCounts()
+    splits: dict[str, SplitCounts] = {}
 
     @classmethod
     def from_counts(cls, released: tuple[int, ...], **counts: Any) -> Ledger:

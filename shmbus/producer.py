@@ -17,8 +17,8 @@ from shmbus._arguments import check_choice, check_flag, check_int, check_label, 
 from shmbus._fields import FieldSpec, check_sizes
 from shmbus._schema import Schema, mapping_of
 from shmbus.put.attached import Attach
+from shmbus.put.groups import GroupPuts
 from shmbus.put.requests import RequestPuts
-from shmbus.put.rounds import RoundPuts
 from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
@@ -50,7 +50,7 @@ class ProducerStats(msgspec.Struct, frozen=True):
     full_waits: int
 
 
-class Producer(RequestPuts, RoundPuts):
+class Producer(GroupPuts, RequestPuts):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
     `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`
@@ -131,8 +131,10 @@ class Producer(RequestPuts, RoundPuts):
         index: int,
         fields: Mapping[str, FieldSpec],
         score: float = 0.0,
-        policy_version: int = 0,
+        policy_version: int | tuple[int, int] = 0,
         epoch: int | None = None,
+        split: str | None = None,
+        need: int | None = None,
         meta: Any = None,
         meta_room: int = limits.META_ROOM_BYTES,
         timeout: float | None = None,
@@ -156,10 +158,14 @@ class Producer(RequestPuts, RoundPuts):
             ``slot.resize(name, n)`` cuts the first dimension to what was really written.
         score : float, default 0.0
             The reward, finite; ``slot.score = ...`` sets it later.
-        policy_version : int, default 0
+        policy_version : int or tuple of (int, int), default 0
             As for `put`; ``slot.policy_version = ...`` sets it later.
         epoch : int, optional
             Which round of the prompt this is, as for `put`.
+        split : str, optional
+            Who the group is for, as for `put`.
+        need : int, optional
+            Samples that complete the group, as for `put`.
         meta : object, optional
             As for `put`; ``slot.meta = ...`` sets it later.
         meta_room : int, default 1024
@@ -196,6 +202,8 @@ class Producer(RequestPuts, RoundPuts):
             "score": score,
             "policy_version": policy_version,
             "epoch": epoch,
+            "split": split,
+            "need": need,
             "meta": meta,
             "timeout": timeout,
         }

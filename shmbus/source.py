@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from shmbus import errors, limits
-from shmbus._arguments import process_label
+from shmbus._arguments import TRAIN, process_label
 from shmbus._format import show_wait
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.socket_path import obstacle
@@ -118,6 +118,8 @@ class AttachOptions(msgspec.Struct, frozen=True):
         True requires a daemon, False never asks for one, None takes one that is there.
     wait_s : float | None
         Seconds to wait for the bus, and for a daemon that is needed; None for ever.
+    split : str
+        Whose groups it takes.
     """
 
     name: str
@@ -128,6 +130,7 @@ class AttachOptions(msgspec.Struct, frozen=True):
     world_size: int
     daemon: bool | None
     wait_s: float | None = 0.0
+    split: str = TRAIN
 
 
 def attach(
@@ -226,6 +229,7 @@ def _daemon_client(options: AttachOptions, opened: list[Collector | DaemonClient
         options.label or process_label(),
         options.rank,
         options.world_size,
+        options.split,
     )
     opened.append(made)
     made.attach()

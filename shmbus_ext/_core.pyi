@@ -1,4 +1,4 @@
-"""Types of the C core. Only ``shmbus`` calls it; what users meet of it is in ``_public.pyi``."""
+"""Types of the C core. Only ``shmbus`` calls it; what users meet is in ``_public*.pyi``."""
 
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypedDict, TypeVar
@@ -10,16 +10,17 @@ from typing_extensions import Self
 from shmbus_ext._pool import *  # noqa: F403
 from shmbus_ext._public import ConsumerBase as ConsumerBase
 from shmbus_ext._public import GroupBase as GroupBase
-from shmbus_ext._public import Reservation as Reservation
 from shmbus_ext._public import Trajectory as Trajectory
-from shmbus_ext._public import Writer as Writer
+from shmbus_ext._public_put import Reservation as Reservation
+from shmbus_ext._public_put import Writer as Writer
 from shmbus_ext._requests import *  # noqa: F403
+from shmbus_ext._retries import *  # noqa: F403
+from shmbus_ext._splits import *  # noqa: F403
 from shmbus_ext._values import *  # noqa: F403
 from shmbus_ext._values import DeclaredSchema as DeclaredSchema
 
 LAYOUT_VERSION: int
 LAYOUT_HASH: int
-NO_EPOCH: int
 PAGE: int
 RECORD_ALIGN: int
 RECORD_HEADER_BYTES: int
@@ -84,9 +85,6 @@ FLAG_MOVED: int
 FLAG_FAILED: int
 FLAG_NO_SIZE: int
 FLAGS_KEPT: int
-RETRY_ENTRIES: int
-RETRY_REASON_BYTES: int
-RETRY_BUSY: int
 
 _Names = tuple[str, str | None, str | None, str | None]
 _Extra = tuple[str, int, bool, np.dtype[Any] | None, tuple[int, ...]]
@@ -190,7 +188,9 @@ class GroupEntry(Generic[_S]):
     key: Hashable
     samples: list[_S]
     size: int
+    need: int
     missing: int
+    split: int
     born_s: float
     nbytes: int
 
@@ -206,6 +206,7 @@ class GroupTable(Generic[_S]):
     leased_groups: int
     leased_cells: int
     recent: dict[Hashable, None]
+    cancelled: list[Hashable]
     failing: dict[Hashable, Any]
     failing_cells: int
     unheld_groups: int
@@ -220,7 +221,9 @@ class GroupTable(Generic[_S]):
     def oldest(self, count: int, /) -> list[GroupEntry[_S]]: ...
     def samples(self) -> list[_S]: ...
     def push(self, entry: GroupEntry[_S], /) -> None: ...
-    def lease(self, limit: int, /) -> list[GroupEntry[_S]]: ...
+    def lease(self, limit: int, split: int = ..., /) -> list[GroupEntry[_S]]: ...
+    def count_ready(self, split: int, /) -> int: ...
+    def counts(self, split: int, /) -> tuple[int, int, int, int, int, int]: ...
     def end_lease(self, entry: GroupEntry[_S], /) -> None: ...
     def give_back(self, entry: GroupEntry[_S], /) -> None: ...
     def is_leased(self, entry: object, /) -> bool: ...
@@ -257,7 +260,7 @@ class Intake:
         on_due: Callable[
             [Intake, list[GroupEntry[Trajectory] | tuple[int, Trajectory]], int, float], bool
         ],
-        lease: Callable[[int], list[GroupEntry[Trajectory]]] | None,
+        lease: Callable[[int, int], list[GroupEntry[Trajectory]]] | None,
         watch: Callable[[float], object] | None,
         portion: int,
         portions: int,
@@ -338,6 +341,7 @@ class Restorer:
         run: int,
         /,
     ) -> bool: ...
+    def split(self, number: int, acknowledged: int, dropped: int, /) -> None: ...
     def finish(
         self,
         released: tuple[int, ...],
@@ -348,29 +352,9 @@ class Restorer:
         /,
     ) -> None: ...
 
-def retry_publish(
-    segment: Segment,
-    entry: int,
-    number: int,
-    id: str,
-    epoch: int,
-    group_size: int,
-    index: int,
-    attempt: int,
-    reason: bytes,
-    /,
-) -> None: ...
-def retry_withdraw(segment: Segment, entry: int, /) -> None: ...
-def retry_requests(
-    segment: Segment, /
-) -> list[tuple[int, int, int, str, int | None, int, int, int, str, int]]: ...
-def retry_claim(segment: Segment, entry: int, number: int, producer_id: int, /) -> bool: ...
-def retry_unclaim(segment: Segment, entry: int, producer_id: int, /) -> bool: ...
 def count_delivered(segment: Segment, entries: list[GroupEntry[Any]], /) -> None: ...
 def note_useless(segment: Segment, groups: int, /) -> None: ...
 def groups_useless(segment: Segment, /) -> int: ...
-def retry_note(segment: Segment, open: int, groups_failed: int, /) -> None: ...
-def retry_noted(segment: Segment, /) -> tuple[int, int]: ...
 def next_round(segment: Segment, /) -> int: ...
 def install(
     *,

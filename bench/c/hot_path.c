@@ -42,7 +42,7 @@ OPERATION op_release_a_group(struct reader *reader, struct record_ref *refs) {
     for (int i = 0; i < GROUP; i++) {
         group[i] = &refs[i];
     }
-    intent_log_release(reader->segment, group, GROUP, SHMBUS_ACKED);
+    intent_log_release(reader->segment, group, GROUP, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
     for (int i = 0; i < GROUP; i++) {
         reader_let_go(reader, &refs[i]);
     }

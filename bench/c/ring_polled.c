@@ -87,7 +87,7 @@ int main(void) {
         came[i] = (int64_t)clock_monotonic_ns();
         published[i++] = (int64_t)reader.copy.header.committed_ns;
         const struct record_ref *one = &ref;
-        intent_log_release(reader.segment, &one, 1, SHMBUS_ACKED);
+        intent_log_release(reader.segment, &one, 1, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
         reader_let_go(&reader, &ref);
     }
     int status = 0;

@@ -57,6 +57,11 @@ class Sample(msgspec.Struct, gc=False):
     meta: object = None
     committed_ns: int = 0
 
+    @property
+    def need(self) -> int:
+        """All of its group."""
+        return self.group_size
+
 
 def measure(groups: tuple[int, int], adds: int) -> list[Row]:
     """Measure the cost with few and with many open groups; a row for each order of arrival."""

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shmbus import errors, limits
+from shmbus._arguments import TRAIN
 from shmbus.client.connection import REPLY_GRACE_S, Connection
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
@@ -50,6 +51,8 @@ class DaemonClient:
         How other processes' messages name this one.
     rank, world_size : int
         Which of how many trainer processes this is.
+    split : str
+        Whose groups it takes.
 
     Attributes
     ----------
@@ -67,7 +70,13 @@ class DaemonClient:
     """
 
     def __init__(
-        self, name: str, policy: dict[str, Any], label: str, rank: int = 0, world_size: int = 1
+        self,
+        name: str,
+        policy: dict[str, Any],
+        label: str,
+        rank: int = 0,
+        world_size: int = 1,
+        split: str = TRAIN,
     ) -> None:
         self.segment = lifecycle.open_segment(name, read_only=True)
         self._pid = os.getpid()
@@ -83,6 +92,7 @@ class DaemonClient:
             rank=rank,
             world_size=world_size,
             policy=policy,
+            split=split,
         )
         self.connection = Connection(hello, self.state, self.leases, self.segment)
 

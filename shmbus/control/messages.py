@@ -31,6 +31,7 @@ _HEAD = struct.Struct("<I")
 Asked: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_REQUESTED)]
 Step: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=limits.MAX_REQUESTED)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Label: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=_core.SPLIT_LABEL_BYTES)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1000)]
 
 
@@ -45,7 +46,7 @@ class Hello(_Message):
     """The first message. `policy` holds the options that the client requires, by name.
 
     `client` is its number of an earlier connection, -1 for none; `next_step` its rank's next step.
-    An observer takes no leases.
+    An observer takes no leases. `split` is whose groups it takes.
     """
 
     version: int
@@ -59,6 +60,7 @@ class Hello(_Message):
     client: Annotated[int, msgspec.Meta(ge=-1, lt=limits.MAX_CLIENTS)] = -1
     next_step: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_REQUESTED)] = 0
     observer: bool = False
+    split: Label = "train"
 
 
 class Held(_Message):

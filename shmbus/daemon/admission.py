@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from shmbus import limits
+from shmbus._arguments import TRAIN
 from shmbus.control import messages
 from shmbus.daemon.leases import Session
 from shmbus_ext import _core
@@ -57,6 +58,12 @@ def refusal(
             f"daemon was started with {_options(ours)}; the daemon decides: give the options "
             "to `shmbus serve`, or leave them out here",
         )
+    if hello.world_size > 1 and hello.split != TRAIN:
+        return messages.Refused(
+            kind="value",
+            message=f"bus {hello.bus!r}: split {hello.split!r} with world_size "
+            f"{hello.world_size}: the steps that ranks share are those of {TRAIN!r}",
+        )
     if draining and not hello.observer:
         return messages.Refused(
             kind="closed", message=f"bus {hello.bus!r}: its daemon is stopping; try again"
@@ -105,7 +112,7 @@ def mixed_refusal(hello: messages.Hello, others: Collection[Session]) -> message
     """Return why ranks and consumers without a rank cannot share this bus, or None.
 
     A group goes to one step of the ranks or to one plain consumer: whoever asked first would leave
-    nothing to the others.
+    nothing to the others. Consumers of another split than "train" take no group of theirs.
 
     Parameters
     ----------
@@ -114,12 +121,18 @@ def mixed_refusal(hello: messages.Hello, others: Collection[Session]) -> message
     others : collection of Session
         The clients that are attached, observers too.
     """
+    if hello.split != TRAIN:
+        return None
     ranked = [session for session in others if session.rank >= 0]
     if hello.world_size == 1:
         if not ranked:
             return None
         return messages.Refused(kind="busy", message=taken_by_ranks(hello.bus, ranked, hello))
-    plain = [session for session in others if session.rank < 0 and not session.observer]
+    plain = [
+        session
+        for session in others
+        if session.rank < 0 and not session.observer and session.split == TRAIN
+    ]
     if not plain:
         return None
     return messages.Refused(

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from shmbus import limits
+from shmbus._keys import split_of
 from shmbus.control import messages
 from shmbus.inspect.types import LeaseStatus
 from shmbus.stash.collector import Collector
@@ -77,6 +78,11 @@ class Lease:
         self.rank = -1
         self.born_s = time.monotonic()
 
+    @property
+    def split(self) -> int:
+        """The number of its split."""
+        return split_of(self.samples[0].key)
+
     def granted(self) -> messages.Granted:
         """Return what its client is told."""
         return messages.Granted(
@@ -105,6 +111,7 @@ class Session:
         self.label = hello.label
         self.rank = hello.rank if hello.world_size > 1 and not hello.observer else -1
         self.world_size = hello.world_size
+        self.split = hello.split
         self.observer = hello.observer
         self._send = send
         self._ended: list[int] = []
@@ -142,6 +149,7 @@ class Session:
             label=self.label,
             rank=self.rank,
             world_size=self.world_size,
+            split=self.split,
             groups=len(self.leases),
             trajectories=sum(len(lease.samples) for lease in self.leases.values()),
             oldest_lease_s=max((now - x.born_s for x in self.leases.values()), default=0.0),
@@ -164,15 +172,24 @@ class LeaseTable:
 
     @property
     def ready_groups(self) -> int:
-        """Groups that nobody has taken."""
-        return len(self.returned) + self._collector.stash.ready_groups
+        """Groups for training that nobody has taken."""
+        return self.ready_of(_core.SPLIT_TRAIN)
 
-    def take(self, max_groups: int, max_trajectories: int) -> list[Lease]:
+    def ready_of(self, split: int) -> int:
+        """Count the groups of a split that nobody has taken."""
+        returned = sum(lease.split == split for lease in self.returned)
+        return returned + self._collector.stash.table.count_ready(split)
+
+    def take(
+        self, max_groups: int, max_trajectories: int, split: int = _core.SPLIT_TRAIN
+    ) -> list[Lease]:
         """Lease groups, oldest first; at least one, whatever the bound on trajectories."""
         leases: list[Lease] = []
         total = 0
-        while self.returned and len(leases) < max_groups:
-            lease = self.returned.popleft()
+        for lease in [each for each in self.returned if each.split == split]:
+            if len(leases) == max_groups:
+                break
+            self.returned.remove(lease)
             self.claimed_records += len(lease.samples)
             if self._collector.is_stale(lease.samples):
                 self._drop_stale(lease)
@@ -181,7 +198,7 @@ class LeaseTable:
             leases.append(self._lease_again(lease))
         if len(leases) == max_groups:
             return leases
-        groups = self._collector.lease(max_groups - len(leases))
+        groups = self._collector.lease(max_groups - len(leases), split)
         for at, group in enumerate(groups):
             samples = group.samples
             total += len(samples)

@@ -4,7 +4,7 @@ Invariants:
 
 - Each scrape reads the bus; nothing is cached or counted here. Histograms are the collector's, with
   fixed buckets.
-- Cardinality is bounded: labels are states, reasons and producer slots, the latter up to
+- Cardinality is bounded: labels are states, reasons, splits (16 at most) and producer slots, up to
   `MAX_SLOTS_LABELLED`; no pid, process label or instance id becomes a label.
 - No client keeps another from being answered (`shmbus.daemon.http_server`).
 """
@@ -73,6 +73,7 @@ class BusCollector(Collector):
         up.add_metric([self._name], 1)
         yield up
         yield from _ledger(status)
+        yield from _splits(status)
         yield from _failures(status)
         yield from _requests(status)
         yield from _delivered(status)
@@ -122,6 +123,31 @@ def _ledger(status: BusStatus) -> Iterator[Metric]:
         "state",
         {"leased": ledger.leased, "stashed": ledger.stashed, "in_ring": ledger.in_ring},
     )
+
+
+def _splits(status: BusStatus) -> Iterator[Metric]:
+    ended = CounterMetricFamily(
+        "shmbus_split_trajectories",
+        "Trajectories that left the bus, by split.",
+        labels=["bus", "split", "state"],
+    )
+    for split in status.splits:
+        ended.add_metric([status.name, split.split, "acknowledged"], split.acknowledged)
+        ended.add_metric([status.name, split.split, "dropped"], split.dropped)
+    yield ended
+    for name, text, values in (
+        (
+            "shmbus_split_groups_ready",
+            "Complete groups that wait for a consumer, by split.",
+            {split.split: split.groups_ready for split in status.splits},
+        ),
+        (
+            "shmbus_split_stashed",
+            "Trajectories that wait for their group or to be taken, by split.",
+            {split.split: split.stashed for split in status.splits},
+        ),
+    ):
+        yield _gauges(name, text, status, "split", {key: float(n) for key, n in values.items()})
 
 
 def _failures(status: BusStatus) -> Iterator[Metric]:

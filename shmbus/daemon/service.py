@@ -19,6 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from shmbus import errors, limits
+from shmbus._keys import split_key
 from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.daemon import admission
@@ -29,7 +30,6 @@ from shmbus.inspect.types import FailedSample, OpenGroup
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailingGroup
-from shmbus.stash.retries import split_key
 from shmbus_ext import _core
 
 __all__ = ["Service"]
@@ -49,12 +49,17 @@ _PORTION = 256
 class _Waiting:
     """A Take or TakeStep that has not been answered."""
 
-    __slots__ = ("deadline_s", "request", "session", "wanted")
+    __slots__ = ("deadline_s", "request", "session", "split", "wanted")
 
     def __init__(
-        self, session: Session, request: messages.Take | messages.TakeStep, now: float
+        self,
+        session: Session,
+        request: messages.Take | messages.TakeStep,
+        split: int,
+        now: float,
     ) -> None:
         self.session = session
+        self.split = split
         self.request = request
         #: Ready groups up to which the ring is read in one go.
         self.wanted = request.max_groups if isinstance(request, messages.Take) else _PORTION
@@ -130,9 +135,8 @@ class Service:
             self.serve(now)
             return False
         collector = self.collector
-        wanted = max((w.wanted for w in self._waiting), default=0)
         more = collector.pump_once(now)
-        while more and collector.stash.ready_groups < wanted:
+        while more and any(self._table.ready_of(w.split) < w.wanted for w in self._waiting):
             more = collector.pump_once(now)
         self.serve(now)
         return more
@@ -243,7 +247,7 @@ class Service:
         draining = self.draining and hello.client not in self._in_doubt.clients()
         refused = admission.refusal(hello, self.collector.segment, self.policy, draining=draining)
         if refused is None and not hello.observer:
-            refused = self._admit_rank(hello)
+            refused = self._admit_split(hello) or self._admit_rank(hello)
         if refused is not None:
             return refused
         client = hello.client if hello.client not in self.sessions else -1
@@ -257,6 +261,15 @@ class Service:
             assert self._planner is not None
             self._planner.join(session.rank, hello.next_step, returns=hello.client >= 0)
         return session
+
+    def _admit_split(self, hello: messages.Hello) -> messages.Refused | None:
+        """Have a number for its split, or return why there is none."""
+        try:
+            _core.split_number(self.collector.segment, hello.split)
+        except ValueError as error:
+            message = f"bus {hello.bus!r}: {error}"
+            return messages.Refused(kind="value", message=message)
+        return None
 
     def _admit_rank(self, hello: messages.Hello) -> messages.Refused | None:
         """Make room for a rank among the steps, or return why not; others are admitted."""
@@ -377,9 +390,9 @@ class Service:
         if session.waiting >= MAX_WAITING:
             raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
         session.waiting += 1
-        waiting = _Waiting(session, request, now)
+        waiting = _Waiting(session, request, self._split_of(session), now)
         self._waiting.append(waiting)
-        if self.collector.stash.ready_groups >= waiting.wanted:
+        if self._table.ready_of(waiting.split) >= waiting.wanted:
             self.serve(now)
         else:
             self.pump(now)
@@ -444,13 +457,14 @@ class Service:
                 session.send(messages.Refused(kind="protocol", message=str(error), id=request.id))
                 return True
             if isinstance(request, messages.Take):
-                ranked = self._ranked() if self._planner is not None else []
+                ranks_share = self._planner is not None and waiting.split == _core.SPLIT_TRAIN
+                ranked = self._ranked() if ranks_share else []
                 if ranked and not request.ahead:
                     message = admission.taken_by_ranks(self.collector.segment.name, ranked, session)
                     session.send(messages.Refused(kind="busy", message=message, id=request.id))
                     return True
                 if not request.ahead or sum(not s.observer for s in self.sessions.values()) == 1:
-                    leases = self._lease(request.max_groups)
+                    leases = self._lease(request.max_groups, waiting.split)
             elif session.rank not in self._in_doubt.ranks():
                 assert self._planner is not None
                 wrong = self._planner.disagreement(session.rank, request)
@@ -471,10 +485,13 @@ class Service:
         )
         return True
 
-    def _lease(self, max_groups: int) -> list[Lease]:
-        if not self._table.returned and not self.collector.stash.ready_groups:
+    def _split_of(self, session: Session) -> int:
+        return _core.split_number(self.collector.segment, session.split)
+
+    def _lease(self, max_groups: int, split: int) -> list[Lease]:
+        if not self._table.ready_of(split):
             return []
-        return self._table.take(max_groups, MAX_GRANT_TRAJECTORIES)
+        return self._table.take(max_groups, MAX_GRANT_TRAJECTORIES, split)
 
     # -- for operators --------------------------------------------------------------------------
 
@@ -539,13 +556,15 @@ class Service:
         """Return the oldest incomplete groups: which samples are missing, and which failed."""
         oldest = []
         for group in self.collector.stash.oldest(count):
-            key, epoch = split_key(group.key)
+            key, epoch, split = split_key(group.key)
             failed = group.failed if isinstance(group, FailingGroup) else {}
             present = {sample.index for sample in group.samples}
             oldest.append(
                 OpenGroup(
                     instance_id=key,
                     epoch=epoch,
+                    split=_core.split_label(self.collector.segment, split),
+                    need=group.need or group.size,
                     size=group.size,
                     present=len(present),
                     missing=[index for index in range(group.size) if index not in present],

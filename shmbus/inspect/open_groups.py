@@ -23,9 +23,10 @@ MAX_RECORDS = 200_000
 
 
 class _Open(msgspec.Struct):
-    """A group while records are sorted; `size` is 0 while it is unknown."""
+    """A group while records are sorted; `size` and `need` are 0 while they are unknown."""
 
     size: int
+    need: int
     rows: dict[int, RecordRow]
     failed: dict[int, RecordRow]
 
@@ -36,7 +37,8 @@ class _Open(msgspec.Struct):
         if row.failed:
             if row.index not in self.rows:
                 self.failed[row.index] = row
-        elif size == self.size:
+        elif size == self.size and self.need in (0, row.need):
+            self.need = row.need
             self.rows.setdefault(row.index, row)
             self.failed.pop(row.index, None)
 
@@ -70,9 +72,9 @@ class OpenGroups:
         groups: dict[object, _Open] = {}
         self.complete = 0
         for row in undelivered_records(file):
-            group = groups.setdefault(row.key, _Open(0, {}, {}))
+            group = groups.setdefault(row.key, _Open(0, 0, {}, {}))
             group.add(row)
-            if len(group.rows) == group.size > 0:
+            if len(group.rows) == group.need > 0:
                 del groups[row.key]
                 self.complete += 1
         now = _core.monotonic_ns()
@@ -98,6 +100,8 @@ def _group(file: SegmentFile, group: _Open, now_ns: int) -> GroupStatus:
     return GroupStatus(
         instance_id=printable(first.instance_id),
         epoch=first.epoch,
+        need=group.need or group.size,
+        split=printable(file.split_label(first.split)),
         size=group.size,
         present=len(group.rows),
         missing=list(itertools.islice(missing, MISSING_NAMED)),

@@ -5,11 +5,13 @@ Invariant: sizes and offsets here were checked by the core; texts were not, and 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from shmbus._keys import make_key
 from shmbus_ext import _core
 
 __all__ = ["Field", "RecordRow", "Run", "Scan", "parse_fields", "unreadable_rest"]
@@ -125,9 +127,9 @@ class RecordRow(msgspec.Struct, frozen=True):
     shape: bytes
 
     @property
-    def key(self) -> str | tuple[str, int]:
-        """The key of its group: the instance id, with the epoch where its producer gave one."""
-        return self.instance_id if self.epoch is None else (self.instance_id, self.epoch)
+    def key(self) -> Hashable:
+        """The key of its group, as the stash has it."""
+        return make_key(self.instance_id, self.epoch, self.split)
 
     @property
     def moved(self) -> bool:

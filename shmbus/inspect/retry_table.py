@@ -46,6 +46,7 @@ def read_wanted(file: SegmentFile) -> list[WantedStatus]:
         wanted = WantedStatus(
             instance_id=_text(entry, 0, int(row["id_bytes"])),
             epoch=None if epoch == _core.NO_EPOCH else epoch,
+            split=printable(file.split_label(int(row["split"]))),
             index=int(row["index"]),
             attempt=int(row["attempt"]),
             reason=_text(entry, _ID_ROOM, int(row["reason_bytes"])),

@@ -40,6 +40,9 @@ _LEAD_BYTES: Final = _core.request_layout()["lead_table"]["itemsize"] + 8 * _cor
 #: The request lane begins at a multiple of this, as its widest fields ask for.
 _LANE_ALIGN: Final = 128
 _FIGURES_BYTES: Final = _core.FIGURES_BYTES
+_SPLIT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["split_entry"]))  # type: ignore[call-overload]
+_SPLITS_BYTES: Final = _core.MAX_SPLITS * _SPLIT.itemsize
+_CANCELLED_BYTES: Final = 8 * _core.CANCELLED_GROUPS
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024
@@ -79,6 +82,7 @@ class SegmentFile:
     def __init__(self, name: str) -> None:
         self.name = name
         self.path = shm_path(name)
+        self._split_labels: dict[int, str] = {}
         self.fd = -1
         try:
             self.fd = open_file(self.path)
@@ -199,7 +203,15 @@ class SegmentFile:
             + self.extent_count * _EXTENT.itemsize
         )
         log = self._read(8 * count, position)
-        about = np.array([(count << 32) | reason, int(header["intent_base"])], "<u8").tobytes()
+        about = np.array(
+            [
+                (count << 32) | reason,
+                int(header["intent_base"]),
+                int(header["intent_split"]),
+                int(header["intent_split_base"]),
+            ],
+            "<u8",
+        ).tobytes()
         if _core.crc32c(about + log) != int(header["intent_crc"]):
             return 0, 0, frozenset()
         mask = (1 << _core.REF_OFFSET_BITS) - 1
@@ -214,7 +226,7 @@ class SegmentFile:
 
     def schema(self) -> _core.DeclaredSchema | None:
         """Read the declared schema; LayoutMismatchError where it is damaged."""
-        position = _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
+        position = self._splits_at() + _SPLITS_BYTES + _CANCELLED_BYTES
         return decode_part(self.name, self._read(_DECLARED_BYTES, position))
 
     def read(self, count: int, position: int) -> bytes:
@@ -239,6 +251,23 @@ class SegmentFile:
         entries = raw[: words * count].reshape(count, words)
         sums = np.ascontiguousarray(entries[:, -1]).view("<f8")
         return entries[:, :-1].tolist(), sums.tolist(), int(raw[words * count])
+
+    def _splits_at(self) -> int:
+        return _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
+
+    def splits(self) -> NDArray[Any]:
+        """Read the table of splits."""
+        raw = self._read(_SPLITS_BYTES, self._splits_at())
+        return np.frombuffer(raw, _SPLIT)
+
+    def split_label(self, number: int) -> str:
+        """Return the label of a split, or "#" and its number where it has none; not escaped."""
+        label = self._split_labels.get(number, "")
+        if not label and number < _core.MAX_SPLITS:
+            label = _label(bytes(self.splits()["label"][number]))
+            if label:
+                self._split_labels[number] = label  # which never changes
+        return label or f"#{number}"
 
     def runs(self) -> list[Run]:
         """Find every leased run, lane by lane in the order of writing."""
@@ -395,4 +424,13 @@ def _retries_at(max_producers: int, extent_count: int) -> int:
 
 def _tables_bytes(max_producers: int, extent_count: int) -> int:
     before = _retries_at(max_producers, extent_count)
-    return before + _RETRY_BYTES + _DECLARED_BYTES + _FIGURES_BYTES
+    before += _RETRY_BYTES + _SPLITS_BYTES + _CANCELLED_BYTES
+    return before + _DECLARED_BYTES + _FIGURES_BYTES
+
+
+def _label(raw: bytes) -> str:
+    """Return what a length and that many bytes say; empty where it is not written whole."""
+    size = raw[0] if raw else 0
+    text = raw[1 : 1 + size]
+    whole = 0 < size <= _core.SPLIT_LABEL_BYTES and len(text) == size and 0 not in text
+    return text.decode("utf-8", "replace") if whole else ""

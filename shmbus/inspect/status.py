@@ -35,6 +35,7 @@ from shmbus.inspect.types import (
     LedgerStatus,
     PauseStatus,
     ProducerStatus,
+    SplitStatus,
 )
 from shmbus.inspect.undelivered import count_undelivered, counters
 from shmbus.ledger import REASONS
@@ -120,6 +121,8 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
         GroupStatus(
             instance_id=printable(group.instance_id),
             epoch=group.epoch,
+            split=printable(group.split),
+            need=group.need,
             size=group.size,
             present=group.present,
             missing=group.missing[:MISSING_NAMED],
@@ -173,10 +176,31 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
         requests=read_requests(file),
         groups_useless=useless,
         delivered=histograms,
+        splits=_splits(file, alive=collector.alive),
         producers=_producers(file, runs, walk=walk),
         schema=schema,
         schema_problem=schema_problem,
     )
+
+
+def _splits(file: SegmentFile, *, alive: bool) -> list[SplitStatus]:
+    """Read the splits that have a label; what a dead collector said of them does not count."""
+    found = []
+    for number, row in enumerate(file.splits()):
+        label = file.split_label(number)
+        if label == f"#{number}":
+            continue
+        found.append(
+            SplitStatus(
+                split=printable(label),
+                acknowledged=int(row["acked"]),
+                dropped=int(row["dropped"]),
+                stashed=int(row["stashed"]) if alive else 0,
+                groups_incomplete=int(row["open_groups"]) if alive else 0,
+                groups_ready=int(row["ready_groups"]) if alive else 0,
+            )
+        )
+    return found
 
 
 def _pause(file: SegmentFile) -> PauseStatus | None:

@@ -5,6 +5,7 @@ Invariant: texts of a segment are printed escaped; `shmbus.inspect.status` has e
 
 from __future__ import annotations
 
+from shmbus._arguments import TRAIN
 from shmbus._format import bar, show_count, show_duration, show_size, table
 from shmbus.inspect.schema import schema_text
 from shmbus.inspect.types import BusStatus, DaemonStatus
@@ -18,6 +19,8 @@ _WANTED_SHOWN = 8
 def status_text(status: BusStatus) -> str:
     """Lay out a status in blocks, as `shmbus status` prints it."""
     blocks = [_head(status), _ledger(status), _groups(status)]
+    if len(status.splits) > 1:
+        blocks.append(_splits(status))
     if status.wanted or status.groups_given_up or status.ledger.dropped.get("failed"):
         blocks.append(_wanted(status))
     if status.lead is not None or status.requests is not None:
@@ -80,10 +83,13 @@ def _groups(status: BusStatus) -> str:
         if group.size - group.present > _MISSING_SHOWN:
             missing += ", ..."
         epoch = "" if group.epoch is None else f" epoch {group.epoch}"
+        if group.split != TRAIN:
+            epoch += f" of {group.split}"
+        needs = f"{group.need} needed of {group.size}" if group.need < group.size else group.size
         rows.append(
             (
                 group.instance_id + epoch,
-                f"{group.present} of {group.size}",
+                f"{group.present} of {needs}",
                 show_duration(group.age_s),
                 missing,
                 ", ".join(map(str, group.producers)),
@@ -95,6 +101,29 @@ def _groups(status: BusStatus) -> str:
         f"  failed: {group.instance_id}[{failed.index}], {_times(failed.attempts)}: {failed.reason}"
         for group in status.oldest_incomplete
         for failed in group.failed[:_MISSING_SHOWN]
+    ]
+    return "\n".join(lines)
+
+
+def _splits(status: BusStatus) -> str:
+    rows = [
+        (
+            split.split,
+            show_count(split.acknowledged),
+            show_count(split.dropped),
+            show_count(split.stashed),
+            show_count(split.groups_incomplete),
+            show_count(split.groups_ready),
+        )
+        for split in status.splits
+    ]
+    head = ("split", "acknowledged>", "dropped>", "stashed>", "groups incomplete>", "ready>")
+    lines = ["splits", table(head, rows)]
+    lines += [
+        f"  {show_count(split.groups_ready)} groups of split {split.split!r} wait for a consumer: "
+        f"take them with Consumer({status.name!r}, split={split.split!r}), or take(split=...)"
+        for split in status.splits
+        if split.groups_ready and split.split != TRAIN
     ]
     return "\n".join(lines)
 

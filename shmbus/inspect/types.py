@@ -184,7 +184,11 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     epoch : int | None
         None where its producers gave none.
     size, present : int
-        Samples of the complete group, 0 where that is not known yet, and samples that are here.
+        Samples of its group, 0 where that is not known yet, and samples that are here.
+    need : int
+        Samples that complete it, at most `size`; 0 where that is not known yet.
+    split : str
+        Who it is for.
     missing : list[int]
         Missing indices; a status names the first of them.
     age_s : float
@@ -200,6 +204,8 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[int]
     age_s: float
     failed: list[FailedSample] = []
+    need: int = 0
+    split: str = "train"
 
 
 class GroupStatus(OpenGroup, frozen=True, kw_only=True):
@@ -229,6 +235,8 @@ class WantedStatus(msgspec.Struct, frozen=True):
         Seconds since the request was published.
     taken_by : int | None
         Number of the producer that has taken it.
+    split : str
+        Who its group is for.
     """
 
     instance_id: str
@@ -238,6 +246,30 @@ class WantedStatus(msgspec.Struct, frozen=True):
     reason: str
     asked_s: float
     taken_by: int | None
+    split: str = "train"
+
+
+class SplitStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What was read of one split.
+
+    Attributes
+    ----------
+    split : str
+        Its label.
+    acknowledged, dropped : int
+        Trajectories released, since the bus was created.
+    stashed : int
+        Trajectories that wait, for their group or to be taken; as the collector last said.
+    groups_incomplete, groups_ready : int
+        Incomplete groups, and complete ones that wait for a consumer; the same.
+    """
+
+    split: str
+    acknowledged: int
+    dropped: int
+    stashed: int
+    groups_incomplete: int
+    groups_ready: int
 
 
 class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,6 +287,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
         Leased to it now.
     oldest_lease_s : float
         Seconds that it has held the oldest of them.
+    split : str
+        Whose groups it takes.
     waiting : bool
         Whether it waits for more.
     connected : bool
@@ -269,6 +303,7 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups: int = 0
     trajectories: int = 0
     oldest_lease_s: float = 0.0
+    split: str = "train"
     waiting: bool = False
     connected: bool = True
 
@@ -426,6 +461,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         Groups without variance, or refused by a filter, since the bus was created.
     delivered : list[Histogram]
         Policy lag, age, length and score of what was delivered, since the bus was created.
+    splits : list[SplitStatus]
+        Of each split that the bus knows, by number; "train" is the first.
     daemon : DaemonStatus | None
         The daemon's answer, where one serves the bus.
     schema : list[SchemaField] | None
@@ -460,6 +497,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     requests: RequestsStatus | None = None
     groups_useless: int = 0
     delivered: list[Histogram] = []
+    splits: list[SplitStatus] = []
     daemon: DaemonStatus | None = None
     schema: list[SchemaField] | None = None
     schema_problem: str = ""

@@ -75,8 +75,10 @@ class AsynchronousPuts(AttachedWriter):
         group_size: int,
         index: int,
         score: float | SupportsItem = 0.0,
-        policy_version: int = 0,
+        policy_version: int | tuple[int, int] = 0,
         epoch: int | None = None,
+        split: str | None = None,
+        need: int | None = None,
         meta: Any = None,
         timeout: float | None = None,
         **arrays: FieldValue,
@@ -85,7 +87,7 @@ class AsynchronousPuts(AttachedWriter):
 
         Parameters
         ----------
-        instance_id, group_size, index, score, policy_version, epoch, meta, **arrays
+        instance_id, group_size, index, score, policy_version, epoch, split, need, meta, **arrays
             As for `put`. The arrays must not change before this returns.
         timeout : float, optional
             Seconds to wait for space: None waits for ever, 0 does not wait.
@@ -108,6 +110,8 @@ class AsynchronousPuts(AttachedWriter):
             score=score,
             policy_version=policy_version,
             epoch=epoch,
+            split=split,
+            need=need,
             meta=meta,
             timeout=0,
             **arrays,

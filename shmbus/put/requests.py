@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Hashable
 from typing import Any
 
 from numpy.typing import NDArray
 
 from shmbus import limits
 from shmbus._arguments import check_timeout
+from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import Prompt
 from shmbus.put.asynchronous import AsynchronousPuts
@@ -265,16 +267,26 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
     def _find_retry(self, segment: _core.Segment) -> Request | None:
         """Claim a failed sample whose prompt is in the lane; others are for `wanted`."""
         with self._taking:
-            for row, number, claimant, id_, epoch, size, index, attempt, reason, *_ in sorted(
-                _core.retry_requests(segment), key=lambda row: row[1]
-            ):
+            requests = sorted(_core.retry_requests(segment), key=lambda row: row[1])
+            for each in requests:
+                row, number, claimant, id_, epoch, split, size, need, index, attempt, reason, _ = (
+                    each
+                )
                 text = None if claimant else _core.request_find(segment, id_, epoch)
                 if text is None or not _core.retry_claim(segment, row, number, self.producer_id):
                     continue
-                sample = WantedSample(id_, epoch, index, size or None, attempt, reason)
-                self._taken[id_, epoch, index] = sample
+                label = _core.split_label(segment, split)
+                sample = WantedSample(
+                    id_, epoch, index, size or None, attempt, reason, label, need or None
+                )
+                self._taken[make_key(id_, epoch, split), index] = sample
                 return Request._of(text, Prompt(text[8], text[7]), index, retry=(row, sample))
         return None
+
+    def _at(self, request: Request) -> tuple[Hashable, int]:
+        """Return what `_taken` has a sample by."""
+        split = _core.split_number(self._segment, request.split)
+        return make_key(request.instance_id, request.epoch, split), request.index
 
     def is_wanted(self, request: Request) -> bool:
         """Whether the sample is still to be made: its group has neither ended nor been delivered.
@@ -292,7 +304,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         """
         if request._claim is not None:
             return self._holds_request(request._claim)
-        return (request.instance_id, request.epoch, request.index) in self._taken
+        return self._at(request) in self._taken
 
     def release(self, request: Request) -> bool:
         """Give a sample back unmade: others may take it.
@@ -311,7 +323,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             return self._give_back_request(request._claim)
         assert request._retry is not None
         with self._taking:
-            self._taken.pop((request.instance_id, request.epoch, request.index), None)
+            self._taken.pop(self._at(request), None)
         return _core.retry_unclaim(self._segment, request._retry[0], self.producer_id)
 
     def put_for(
@@ -443,7 +455,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
 
     def _forget(self, request: Request) -> None:
         with self._taking:
-            self._taken.pop((request.instance_id, request.epoch, request.index), None)
+            self._taken.pop(self._at(request), None)
 
     async def aput_for(
         self, request: Request, *, timeout: float | None = None, **arguments: Any

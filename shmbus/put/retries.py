@@ -5,10 +5,13 @@ Invariant: what this producer was asked for and has not done is asked of others 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import msgspec
 
 from shmbus import limits
-from shmbus._arguments import check_count
+from shmbus._arguments import TRAIN, check_count, check_split
+from shmbus._keys import make_key
 from shmbus.put.attached import AttachedWriter
 from shmbus_ext import _core
 
@@ -33,6 +36,10 @@ class WantedSample(msgspec.Struct, frozen=True):
         1 for the first time that it is asked for.
     reason : str
         Why it is asked for: what `fail` was told, or who died, or how long it has been missing.
+    split : str
+        Who its group is for.
+    need : int | None
+        Samples that complete its group; None where that is not known.
     """
 
     instance_id: str
@@ -41,13 +48,15 @@ class WantedSample(msgspec.Struct, frozen=True):
     group_size: int | None
     attempt: int
     reason: str
+    split: str = TRAIN
+    need: int | None = None
 
 
 class RetryPuts(AttachedWriter):
     """`fail` and `wanted`: the producers' side of the retry table."""
 
     def _begin_retries(self) -> None:
-        self._taken: dict[tuple[str, int | None, int], WantedSample] = {}
+        self._taken: dict[tuple[Hashable, int], WantedSample] = {}
         self._taking = _core.RecursiveLock()
 
     def _successor(self) -> _core.Segment | None:
@@ -63,6 +72,8 @@ class RetryPuts(AttachedWriter):
         reason: str,
         *,
         group_size: int | None = None,
+        need: int | None = None,
+        split: str | None = None,
         epoch: int | None = None,
         policy_version: int = 0,
         timeout: float | None = None,
@@ -83,7 +94,11 @@ class RetryPuts(AttachedWriter):
         reason : str
             What operators and the next producer of the sample are told; its first 500 characters.
         group_size : int, optional
-            Samples in a complete group; None where this producer does not know.
+            Samples in its group; None where this producer does not know.
+        need : int, optional
+            Samples that complete it, as for `put`.
+        split : str, optional
+            Who the group is for, as for `put`.
         epoch : int, optional
             Which round of the prompt this is, as for `put`.
         policy_version : int, default 0
@@ -102,13 +117,18 @@ class RetryPuts(AttachedWriter):
             raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
         reason = reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode()
         index = check_count("index", index, 0)
+        number = _core.SPLIT_TRAIN
+        if split is not None:
+            number = _core.split_number(self._here(), check_split(split))
         with self._taking:
-            request = self._taken.get((str(instance_id), epoch, index))
+            request = self._taken.get((make_key(str(instance_id), epoch, number), index))
         if group_size is None and request is not None:
-            group_size = request.group_size
+            group_size, need = request.group_size, request.need
         (self._fail_unsized if group_size is None else self._fail)(
             instance_id,
             group_size=index + 1 if group_size is None else group_size,
+            need=need,
+            split=split,
             index=index,
             score=0.0 if request is None else float(request.attempt),
             policy_version=policy_version,
@@ -142,10 +162,22 @@ class RetryPuts(AttachedWriter):
             return found
         mine = set()
         with self._taking:
-            for row, number, claimant, id_, epoch, size, index, attempt, reason, _ in sorted(
-                _core.retry_requests(segment), key=lambda row: row[1]
-            ):
-                at = (id_, epoch, index)
+            requests = sorted(_core.retry_requests(segment), key=lambda row: row[1])
+            for (
+                row,
+                number,
+                claimant,
+                id_,
+                epoch,
+                split,
+                size,
+                need,
+                index,
+                attempt,
+                why,
+                _,
+            ) in requests:
+                at = (make_key(id_, epoch, split), index)
                 if claimant == self.producer_id + 1:
                     mine.add(at)
                 elif (
@@ -153,7 +185,12 @@ class RetryPuts(AttachedWriter):
                     and (limit is None or len(found) < limit)
                     and _core.retry_claim(segment, row, number, self.producer_id)
                 ):
-                    found.append(WantedSample(id_, epoch, index, size or None, attempt, reason))
+                    label = _core.split_label(segment, split)
+                    found.append(
+                        WantedSample(
+                            id_, epoch, index, size or None, attempt, why, label, need or None
+                        )
+                    )
                     self._taken[at] = found[-1]
                     mine.add(at)
             for at in self._taken.keys() - mine:

@@ -120,6 +120,12 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
             f"{collector['stashed_records']} trajectories of {collector['stashed_groups']} "
             "incomplete or untaken groups are stashed"
         )
+    parts += [
+        f"{ready} groups of split {printable(label)!r} wait for a consumer: take them with "
+        f"take(split=...) or Consumer({segment.name!r}, split=...)"
+        for number, label, _, _, _, ready, _ in _core.splits(segment)
+        if attached and ready and number != _core.SPLIT_TRAIN
+    ]
     lag_s = (_core.monotonic_ns() - collector["seen_ns"]) / 1e9
     if not collector["seen_ns"]:
         parts.append("no consumer has ever read this bus: start one")

@@ -20,7 +20,8 @@ from typing import Literal, TypeAlias
 
 from shmbus import errors, limits
 from shmbus._arguments import process_label
-from shmbus.ledger import REASONS, Ledger, RequestCounts
+from shmbus._keys import split_of
+from shmbus.ledger import REASONS, Ledger, RequestCounts, SplitCounts
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
 from shmbus.stash.drops import DropLog
@@ -195,6 +196,8 @@ class Collector:
             self._update_failing(now, drained=not more)
         if not more and (self._lead.checks or self._requests.checks):
             self._end_checks()
+        if stash.table.cancelled:
+            self.flush()
         return more
 
     def _end_checks(self) -> None:
@@ -229,6 +232,8 @@ class Collector:
         due_s = failures.next_deadline_s()
         if failures.dirty or (due_s is not None and now >= due_s):
             self.pump_once(now)
+        elif self.stash.table.cancelled:
+            self.flush()
 
     def _update_failing(self, now: float, *, drained: bool) -> None:
         """Expire failing groups, and update the retry table."""
@@ -237,19 +242,22 @@ class Collector:
         if self.stash.failures.dirty:
             self._retries.update(now, drained=drained)
 
-    def lease(self, max_groups: int) -> list[_core.GroupEntry[Trajectory]]:
-        """Lease ready groups; ProtocolError as for `take`."""
+    def lease(
+        self, max_groups: int, split: int = _core.SPLIT_TRAIN
+    ) -> list[_core.GroupEntry[Trajectory]]:
+        """Lease ready groups of a split; ProtocolError as for `take`."""
         stash = self.stash
         if stash.discards or self._errors:
             self.release_discarded()
-        leased = stash.lease(max_groups, self.segment.policy_version)
+        leased = stash.lease(max_groups, self.segment.policy_version, split)
         if stash.discards:
             self.release_discarded()
         if leased:
             if self._lead.bounded:
                 self._lead.delivered(leased)
             self._requests.delivered(leased)
-            _core.count_delivered(self.segment, leased)
+            if split == _core.SPLIT_TRAIN:
+                _core.count_delivered(self.segment, leased)
             # Now, since a producer may need it for a message before the caller comes back.
             self.flush()
         return leased
@@ -307,7 +315,9 @@ class Collector:
         self.reader.note(self.stash.table)
 
     def is_stale(self, samples: list[Trajectory]) -> bool:
-        """Whether a group of these samples is too old now."""
+        """Whether a group of these samples is too old now for training."""
+        if split_of(samples[0].key) != _core.SPLIT_TRAIN:
+            return False
         return self.stash.is_stale(samples, self.segment.policy_version)
 
     def release_discarded(self) -> None:
@@ -448,7 +458,28 @@ class Collector:
                 requests=RequestCounts(
                     **dict(zip(_REQUEST_COUNTS, _core.request_totals(segment), strict=False))
                 ),
+                splits=self._splits(),
             )
+
+    def _splits(self) -> dict[str, SplitCounts]:
+        """Count what was read of each split."""
+        found = {}
+        failing: dict[int, int] = {}
+        for sample in self.stash.failures.samples():
+            split = split_of(sample.key)
+            failing[split] = failing.get(split, 0) + 1
+        for number, label, acknowledged, dropped, *_ in _core.splits(self.segment):
+            opened, cells, ready, waiting, leased, held = self.stash.table.counts(number)
+            found[label] = SplitCounts(
+                acknowledged=acknowledged,
+                dropped=dropped,
+                leased=held,
+                stashed=cells + waiting + failing.get(number, 0),
+                groups_open=opened,
+                groups_ready=ready,
+                groups_leased=leased,
+            )
+        return found
 
     def close(self) -> None:
         """Leave the bus. Groups that are not acknowledged stay for the next collector."""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from shmbus import limits
 from shmbus._format import printable
+from shmbus._keys import split_key
 from shmbus._throttle import Throttle
-from shmbus.stash.retries import split_key
 from shmbus_ext import _core
 
 __all__ = ["DropLog"]
@@ -25,14 +25,17 @@ Trajectory = _core.Trajectory
 _SHOWN = 6
 #: The report of a failure that costs nothing more.
 _SUPERSEDED = "failed (reports)"
+#: A sample of a group that was complete without it, as its producers had asked.
+_NOT_NEEDED = "surplus (not needed)"
 #: What went wrong, and what to do, by the ledger's reason.
 _OWN_EPOCH = "give each round of a prompt its own epoch, from producer.next_round()"
 _REMEDIES = {
     "duplicate": "that index was there already, and the first is kept; number the samples of a "
     f"prompt once, or {_OWN_EPOCH}",
-    "size_mismatch": "its group_size is not that of the group; pass the same one with every sample "
-    f"of a group, or {_OWN_EPOCH}",
-    "surplus": f"the group of this id and epoch had ended; {_OWN_EPOCH}",
+    "size_mismatch": "its group_size or need is not that of the group; pass the same ones with "
+    f"every sample of a group, or {_OWN_EPOCH}",
+    "surplus": "the group of this id and epoch had ended, or had the samples that it needs; "
+    f"{_OWN_EPOCH}",
     "timeout": "the group was incomplete when group_timeout was over; raise it, or deliver what is "
     "there by on_timeout='partial'",
     "stale": "more than max_policy_lag versions behind; raise it, or check that workers pass "
@@ -45,6 +48,7 @@ _REMEDIES = {
     "failed": "a sample failed for good; raise sample_retries, or deliver the others by "
     "on_failure='partial'",
     "filtered": "the trainer's filter refused its group, as it may",
+    _NOT_NEEDED: "the group had as many samples as it needs; workers may ask Producer.cancelled",
     _SUPERSEDED: "its sample was requested again, or has come since, or its group had ended",
 }
 
@@ -74,6 +78,8 @@ class DropLog:
         """Note samples of one group that are about to be released for a reason."""
         if superseded:
             reason = _SUPERSEDED
+        elif reason == "surplus" and samples[0].need < samples[0].group_size:
+            reason = _NOT_NEEDED
         if self._throttle.first(reason, now_s, len(samples)):
             self._messages.append((_level(reason), self._describe(reason, samples)))
 
@@ -100,7 +106,7 @@ class DropLog:
 
     def _describe(self, reason: str, samples: Sequence[Trajectory]) -> str:
         first = samples[0]
-        key, epoch = split_key(first.key)
+        key, epoch, split = split_key(first.key)
         indices = ", ".join(str(sample.index) for sample in samples[:_SHOWN])
         if len(samples) > _SHOWN:
             indices += ", ..."
@@ -108,6 +114,8 @@ class DropLog:
         what = "the failure report" if len(reports) == len(samples) else "sample"
         which = f"{what}{'s' if len(samples) > 1 else ''} {indices}"
         group = repr(key) + ("" if epoch is None else f" epoch {epoch}")
+        if split:
+            group += f" of split {_core.split_label(self._segment, split)!r}"
         ids = sorted({sample.producer_id for sample in samples})
         told = f"dropped {which} of {first.group_size or 'unknown size'}, group {group}, "
         told += f"from {', '.join(map(self._producer, ids[:_SHOWN]))}, as {reason}"
@@ -133,7 +141,7 @@ def _why(report: Trajectory) -> str:
 
 
 def _level(reason: str) -> int:
-    # Somebody has asked for the first two, who refused the third has said why, and nothing is lost
-    # by the fourth.
-    quiet = reason in ("zero_variance", "filtered", "malformed", _SUPERSEDED)
+    # Somebody has asked for the first three, who refused the fourth has said why, and nothing is
+    # lost by the fifth.
+    quiet = reason in ("zero_variance", "filtered", _NOT_NEEDED, "malformed", _SUPERSEDED)
     return logging.INFO if quiet else logging.WARNING

@@ -38,6 +38,8 @@ class Reported(Protocol):
     @property
     def group_size(self) -> int: ...  # noqa: D102
     @property
+    def need(self) -> int: ...  # noqa: D102
+    @property
     def index(self) -> int: ...  # noqa: D102
     @property
     def score(self) -> float: ...  # noqa: D102
@@ -58,13 +60,15 @@ _MAX_ATTEMPTS = 1 << 20
 class Request:
     """A retry request for one sample."""
 
-    __slots__ = ("attempt", "deadline_s", "group_size", "index", "key", "reason")
+    __slots__ = ("attempt", "deadline_s", "group_size", "index", "key", "need", "reason")
 
     def __init__(
-        self, key: Hashable, group_size: int, index: int, attempt: int, reason: str
+        self, key: Hashable, group_size: int, need: int, index: int, attempt: int, reason: str
     ) -> None:
         self.key = key
         self.group_size = group_size
+        #: Samples that complete the group; 0 where it is not known.
+        self.need = need
         self.index = index
         #: 1 for the first retry.
         self.attempt = attempt
@@ -90,13 +94,19 @@ class FailedIndex(Generic[S]):
 
 
 class FailingGroup(Generic[S]):
-    """A group with a failed index. `size` is 0 while it is unknown."""
+    """A group with a failed index. `size` is 0 while it is unknown.
 
-    __slots__ = ("born_s", "due_s", "failed", "key", "overdue", "received", "size", "touched_s")
+    `need` is 0 until a sample has said it: the report of a failure may not know.
+    """
 
-    def __init__(self, key: Hashable, size: int, born_s: float, now_s: float) -> None:
+    __slots__ = (
+        "born_s", "due_s", "failed", "key", "need", "overdue", "received", "size", "touched_s",
+    )  # fmt: skip
+
+    def __init__(self, key: Hashable, size: int, need: int, born_s: float, now_s: float) -> None:
         self.key = key
         self.size = size
+        self.need = need
         self.born_s = born_s
         self.touched_s = now_s
         self.received: dict[int, S] = {}
@@ -126,10 +136,15 @@ class FailingGroup(Generic[S]):
         return bool(self.failed) and all(failed.request is None for failed in self.failed.values())
 
     @property
+    def complete(self) -> bool:
+        """Whether as many samples are here as it needs."""
+        return self.size > 0 and len(self.received) >= (self.need or self.size)
+
+    @property
     def decided(self) -> bool:
-        """Whether each index is received or finally failed."""
+        """Whether it is complete, or each index is received or finally failed."""
         final = sum(failed.request is None for failed in self.failed.values())
-        return self.size > 0 and len(self.received) + final >= self.size
+        return self.complete or (self.size > 0 and len(self.received) + final >= self.size)
 
 
 class Failures(Generic[S]):
@@ -175,10 +190,16 @@ class Failures(Generic[S]):
     # -- receiving and failing ------------------------------------------------------------------
 
     def begin(
-        self, key: Hashable, size: int, samples: Iterable[S], born_s: float, now_s: float
+        self,
+        key: Hashable,
+        size: int,
+        need: int,
+        samples: Iterable[S],
+        born_s: float,
+        now_s: float,
     ) -> FailingGroup[S]:
         """Make an incomplete group a failing one."""
-        group: FailingGroup[S] = FailingGroup(key, size, born_s, now_s)
+        group: FailingGroup[S] = FailingGroup(key, size, need, born_s, now_s)
         for sample in samples:
             group.received[sample.index] = sample
             self._count(sample, 1)
@@ -192,11 +213,12 @@ class Failures(Generic[S]):
         index = sample.index
         if sample.failed:
             self._add_report(group, sample, now_s)
-        elif sample.group_size != group.size:
+        elif sample.group_size != group.size or group.need not in (0, sample.need):
             self.discarded.append(("size_mismatch", sample))
         elif index in group.received:
             self.discarded.append(("duplicate", sample))
         else:
+            group.need = sample.need
             group.received[index] = sample
             self._count(sample, 1)
             self._resolve(group, index)
@@ -246,7 +268,7 @@ class Failures(Generic[S]):
         attempt = max(attempt + 1, self.earlier_attempts.get((group.key, index), 0))
         failed.attempts = attempt
         if attempt <= self.retries:
-            failed.request = Request(group.key, group.size, index, attempt, reason)
+            failed.request = Request(group.key, group.size, group.need, index, attempt, reason)
             self.requests[group.key, index] = failed.request
             self.dirty = True
 

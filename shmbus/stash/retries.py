@@ -18,18 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from shmbus._keys import make_key, split_key
 from shmbus.stash.failures import Request
 from shmbus.stash.stash import Stash
 from shmbus_ext import _core
 
-__all__ = ["Retries", "split_key"]
+__all__ = ["Retries"]
 
 _At = tuple[Hashable, int]
-
-
-def split_key(key: Hashable) -> tuple[str, int | None]:
-    """Split a group's key into instance id and epoch."""
-    return key if isinstance(key, tuple) else (str(key), None)
 
 
 class Retries:
@@ -60,8 +56,8 @@ class Retries:
         """Note claims and attempts of an earlier collector's requests; free the other rows."""
         claimed: set[int] = set()
         requests = _core.retry_requests(self._segment)
-        for row, _, claimant, id_, epoch, _, index, attempt, _, _ in requests:
-            at = (id_ if epoch is None else (id_, epoch), index)
+        for row, _, claimant, id_, epoch, split, _, _, index, attempt, _, _ in requests:
+            at = (make_key(id_, epoch, split), index)
             self._failures.earlier_attempts[at] = attempt
             if claimant:
                 self._taken_over[at] = (row, attempt)
@@ -132,7 +128,7 @@ class Retries:
         self._failures.publish(request, now_s)
 
     def _publish(self, row: int, request: Request) -> None:
-        id_, epoch = split_key(request.key)
+        id_, epoch, split = split_key(request.key)
         _core.retry_publish(
             self._segment,
             row,
@@ -140,7 +136,9 @@ class Retries:
             _core.monotonic_ns(),
             id_,
             _core.NO_EPOCH if epoch is None else epoch,
+            split,
             request.group_size,
+            request.need,
             request.index,
             request.attempt,
             _cut(request.reason),

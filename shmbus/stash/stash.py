@@ -1,10 +1,10 @@
 """The stash: interleaved samples in, complete groups out. A pure state machine.
 
 No clock, no lock, no socket, no payload: time and the policy version are arguments, and a sample is
-anything with ``key``, ``group_size``, ``index`` (and ``score``, ``policy_version``, ``nbytes``
-where a policy asks for them). A table in C (`_core.GroupTable`), made for a million open groups,
-finds the place of a sample in its group, and keeps the complete groups in their order. The
-decisions are made here.
+anything with ``key``, ``group_size``, ``need``, ``index`` (and ``score``, ``policy_version``,
+``nbytes`` where a policy asks for them). A table in C (`_core.GroupTable`), made for a million open
+groups, finds the place of a sample in its group, and keeps the complete groups of each split in
+their order. The decisions are made here.
 
 Invariants
 ----------
@@ -14,10 +14,12 @@ Invariants
 
 Ambiguous samples
 -----------------
-- A key is an instance id, or (instance id, epoch) where producers give epochs. When its group is
-  complete, the next sample of a key begins a new group; with an epoch it is surplus instead.
-- Of two samples with one index the first is kept. A sample whose group_size differs from that of
-  its open group is discarded, and the group is kept.
+- A key is an instance id, or (instance id, epoch) where producers give epochs; the split is a part
+  of it (keys.py). When its group is complete, the next sample of a key begins a new group; with an
+  epoch it is surplus instead.
+- A group is complete when `need` different indices are there, which may be fewer than group_size.
+- Of two samples with one index the first is kept. A sample whose group_size or need differs from
+  that of its open group is discarded, and the group is kept.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ from typing import Generic, Literal, Protocol, TypeVar
 import msgspec
 
 from shmbus import limits
+from shmbus._keys import has_epoch
 from shmbus.stash.failures import FailingGroup, Failures, Request
 from shmbus_ext._core import (
     REFUSED_DUPLICATE,
     REFUSED_FAILING,
     REFUSED_GROUP_SIZE,
     REFUSED_SURPLUS,
+    SPLIT_TRAIN,
     GroupEntry,
     GroupTable,
 )
@@ -59,6 +63,8 @@ class Sample(Protocol):
     def key(self) -> Hashable: ...  # noqa: D102
     @property
     def group_size(self) -> int: ...  # noqa: D102
+    @property
+    def need(self) -> int: ...  # noqa: D102
     @property
     def index(self) -> int: ...  # noqa: D102
     @property
@@ -98,7 +104,8 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     on_timeout : "wait" | "drop" | "partial"
         Keep it, discard it, or deliver the samples that are there.
     max_policy_lag : int | None
-        A group is stale if its oldest sample is more than this many versions behind.
+        A group is stale if its oldest sample is more than this many versions behind. Of the split
+        "train" only, as `skip_zero_variance` is: nothing is learned from the others.
     skip_zero_variance : bool
         Discard complete groups whose scores are all equal: they give no gradient.
     max_stash_bytes : int | None
@@ -204,10 +211,16 @@ class Stash(Generic[S]):
         self._end_entry(self.table.take_oldest(), policy, reason)
 
     def _end_entry(self, group: GroupEntry[S], policy: str, reason: Reason) -> None:
+        self._cancel(group.key)
         if policy == "partial":
             self.table.push(group)
         else:
             self.discards.append(Discard(reason, group.key, group.samples))
+
+    def _cancel(self, key: Hashable) -> None:
+        """Have producers told that this group needs no more samples."""
+        if has_epoch(key):
+            self.table.cancelled.append(key)
 
     def _overflow(self, limit: int, now_s: float) -> None:
         if self.table.nbytes + self.failures.nbytes <= limit:
@@ -233,7 +246,7 @@ class Stash(Generic[S]):
             if entry is not None:
                 group = self._begin_failing(entry, now_s)
             elif not self._is_late(sample):
-                group = failures.begin(key, sample.group_size, (), now_s, now_s)
+                group = failures.begin(key, sample.group_size, 0, (), now_s, now_s)
             else:
                 self.discards.append(Discard("failed", key, [sample], superseded=True))
                 return
@@ -241,7 +254,9 @@ class Stash(Generic[S]):
         self._apply_failures(group, now_s)
 
     def _begin_failing(self, entry: GroupEntry[S], now_s: float) -> FailingGroup[S]:
-        return self.failures.begin(entry.key, entry.size, entry.samples, entry.born_s, now_s)
+        return self.failures.begin(
+            entry.key, entry.size, entry.need, entry.samples, entry.born_s, now_s
+        )
 
     def _is_late(self, report: S) -> bool:
         """Whether the report is older than its sample, which is in a complete group."""
@@ -267,7 +282,9 @@ class Stash(Generic[S]):
         key, samples, reports = group.key, group.samples, group.reports
         reported = group.reported
         self.failures.end(group)
-        if group.size and len(samples) == group.size:
+        if group.complete:
+            if reports:  # of samples that it did not need
+                self.discards.append(Discard("failed", key, reports, superseded=True))
             self._note_failing()
             self.add(samples, now_s)
             return
@@ -289,8 +306,9 @@ class Stash(Generic[S]):
         else:
             self._discard(reason, key, samples)
             self._discard("failed", key, reports)
-        if isinstance(key, tuple):
+        if has_epoch(key):
             self.table.recent[key] = None
+        self._cancel(key)
         self._note_failing()
 
     def _note_failing(self) -> None:
@@ -346,11 +364,15 @@ class Stash(Generic[S]):
         born_s = self.table.oldest_born_s
         return None if born_s is None else born_s + timeout_s
 
-    def lease(self, max_groups: int, policy_version: int = 0) -> list[GroupEntry[S]]:
-        """Hand out ready groups, in the order of completion; stale ones are discarded instead."""
-        lag = self.policy.max_policy_lag
-        if lag is None:
-            return self.table.lease(max_groups)
+    def lease(
+        self, max_groups: int, policy_version: int = 0, split: int = SPLIT_TRAIN
+    ) -> list[GroupEntry[S]]:
+        """Hand out ready groups of a split, in the order of completion.
+
+        Stale ones of the split "train" are discarded instead.
+        """
+        if self.policy.max_policy_lag is None or split != SPLIT_TRAIN:
+            return self.table.lease(max_groups, split)
         fresh: list[GroupEntry[S]] = []
         while len(fresh) < max_groups and (leased := self.table.lease(max_groups - len(fresh))):
             for group in leased:
@@ -363,7 +385,9 @@ class Stash(Generic[S]):
     def is_stale(self, samples: Iterable[S], policy_version: int) -> bool:
         """Whether a group of these samples is too old for the policy."""
         lag = self.policy.max_policy_lag
-        return lag is not None and min(s.policy_version for s in samples) < policy_version - lag
+        if lag is None:
+            return False
+        return min(s.policy_version for s in samples) < policy_version - lag
 
     def discard_leased(self, reason: Reason, group: GroupEntry[S]) -> None:
         """End a lease by discarding the group."""

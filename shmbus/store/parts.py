@@ -5,8 +5,9 @@ A part holds records of one schema (field names, dtypes, dimensions). Its tensor
 - ``producer_id``, ``sequence``, ``order``, ``committed_ns`` (u64), ``policy_version``, ``epoch``
   (i64; the lowest one where there is none), ``score`` (f64), ``group_size``, ``index``, ``slot``
   (u32), ``checksum`` (u8: the record's flags), one element a record;
-- ``need``, ``split`` (u16) and ``version_span`` (u32), as the record has them; 0 in a part that
-  lacks them, which for `need` is the whole group;
+- ``need`` (u16) and ``version_span`` (u32), as the record has them; 0 in a part that lacks them,
+  which for `need` is the whole group; ``split.bytes`` and ``split.ends``, the label of its split,
+  "train" in a part that lacks it;
 - ``run`` (u64), where it lay in its bus: extents of the run << 32 | the run's first extent + 1; 0,
   or no such tensor, where that is not known;
 - ``id.bytes`` and ``id.ends``, ``meta.bytes`` and ``meta.ends``: concatenated texts and
@@ -58,7 +59,7 @@ _SCALARS: Final = {
     "checksum": "u1",
 }
 #: What older parts do not have is 0.
-_LATER: Final = {"run": "<u8", "need": "<u2", "split": "<u2", "version_span": "<u4"}
+_LATER: Final = {"run": "<u8", "need": "<u2", "version_span": "<u4"}
 #: What the torch-free side of safetensors writes as it is.
 _KNOWN: Final = frozenset("?bBhHiIlLqQefd")
 
@@ -97,7 +98,7 @@ class Record(msgspec.Struct, frozen=True):
     fields: list[Any]
     run: int = 0
     need: int = 0
-    split: int = 0
+    split: str = _core.TRAIN
     version_span: int = 0
 
     @property
@@ -135,7 +136,7 @@ def read_record(file: SegmentFile, row: RecordRow, order: int, run: int = 0) -> 
         fields=fields,
         run=run,
         need=row.need,
-        split=row.split,
+        split=file.split_label(row.split),
         version_span=row.version_span,
     )
 
@@ -230,6 +231,7 @@ def _columns(
     for name, values in (
         ("id", [record.instance_id.encode() for record in records]),
         ("meta", [record.meta for record in records]),
+        ("split", [record.split.encode() for record in records]),
     ):
         tensors[f"{name}.bytes"], tensors[f"{name}.ends"] = _joined(values)
     dtypes = {}
@@ -334,7 +336,10 @@ def _records(tensors: dict[str, NDArray[Any]], part: Part) -> Iterator[Record]:
         scalars[name] = tensors[name].tolist() if name in tensors else [0] * part.records
     schema = tensors["schema"].tobytes()
     ids, metas = _slices(tensors, "id"), _slices(tensors, "meta")
-    if {len(column) for column in (*scalars.values(), ids, metas)} != {part.records}:
+    splits = [_core.TRAIN.encode()] * part.records
+    if "split.ends" in tensors:
+        splits = _slices(tensors, "split")
+    if {len(column) for column in (*scalars.values(), ids, metas, splits)} != {part.records}:
         raise ValueError(f"expected {part.records} records")
     described = parse_schema(schema)
     columns = []
@@ -361,6 +366,7 @@ def _records(tensors: dict[str, NDArray[Any]], part: Part) -> Iterator[Record]:
         yield Record(
             **{name: column[n] for name, column in scalars.items()},
             instance_id=ids[n].decode(),
+            split=splits[n].decode(),
             schema=schema,
             shape=np.array(words, "<u8").tobytes(),
             meta=metas[n],

@@ -81,6 +81,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     records, unreadable : int
         Undelivered trajectories in the parts, and those that the ledger has and no walk could read:
         the first consumer after a restore counts them as corrupt.
+    splits : dict[str, tuple[int, int]]
+        Of each split what was acknowledged and dropped, in the order of their numbers; empty where
+        a shmbus wrote it that had no splits.
     parts : list[Part]
         The files.
     schema : list[SchemaField] | None
@@ -102,6 +105,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     slots: list[ProducerSlot]
     records: Count
     unreadable: Count
+    splits: dict[str, tuple[Count, Count]] = {}
     parts: list[Part]
     schema: list[SchemaField] | None = None
 
@@ -196,6 +200,11 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
         slots=slots,
         records=written,
         unreadable=max(0, sum(committed) - sum(released) - written),
+        splits={
+            label: (int(row["acked"]), int(row["dropped"]))
+            for number, row in enumerate(file.splits())
+            if (label := file.split_label(number)) != f"#{number}"
+        },
         parts=writer.finish(),
         schema=None if declared is None else list(fields_of(declared)),
     )
@@ -406,12 +415,15 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, *, by_run
         if by_runs and not record.run:
             return False  # a snapshot of a shmbus that did not note them
         try:
-            fits = _put(restorer, record, record.run if by_runs else 0)
+            split = _core.split_number(segment, record.split)
+            fits = _put(restorer, record, split, record.run if by_runs else 0)
         except (ValueError, OverflowError, TypeError) as error:
             raise damaged(directory, f"record {number}: {error}") from error
         if not fits:
             return False
     try:
+        for label, (acknowledged, dropped) in manifest.splits.items():
+            restorer.split(_core.split_number(segment, label), acknowledged, dropped)
         restorer.finish(
             tuple(manifest.released.get(reason, 0) for reason in REASONS),
             [
@@ -427,7 +439,7 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, *, by_run
     return True
 
 
-def _put(restorer: _core.Restorer, record: Record, run: int) -> bool:
+def _put(restorer: _core.Restorer, record: Record, split: int, run: int) -> bool:
     return restorer.put(
         record.producer_id,
         record.sequence,
@@ -437,7 +449,7 @@ def _put(restorer: _core.Restorer, record: Record, run: int) -> bool:
         record.group_size,
         record.need,
         record.index,
-        record.split,
+        split,
         record.epoch,
         record.checksum & _core.FLAGS_KEPT,
         record.instance_id.encode(),

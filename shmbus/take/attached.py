@@ -55,6 +55,7 @@ class AttachedConsumer(_core.ConsumerBase[Group]):
         try:
             source = attach(self._options, opened)
             if isinstance(source, Collector):
+                self._split = _core.split_number(source.segment, self._options.split)
                 self._intake = source.intake(Group, self._watch)
             self._source = source
         except BaseException:

@@ -24,6 +24,7 @@
 #include "python/put/reservation.h"
 #include "python/put/writer_object.h"
 #include "python/read/borrower.h"
+#include "python/read/consumer_base.h"
 #include "python/read/end_lease.h"
 #include "python/read/reader_object.h"
 #include "python/read/recursive_lock.h"
@@ -37,6 +38,7 @@
 #include "python/put/restore.h"
 #include "python/segment/retry_functions.h"
 #include "python/segment/rounds_function.h"
+#include "python/segment/split_labels.h"
 #include "python/uninterrupted.h"
 #include "ring/checksum.h"
 #include "ring/clock.h"
@@ -154,7 +156,7 @@ static bool add_functions(PyObject *module) {
         py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
         py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
         py_plan_add_functions,         py_copies_add_methods,
-        py_extra_fields_add_functions, py_delivery_add_functions,
+        py_extra_fields_add_functions, py_delivery_add_functions,    py_splits_add_functions,
         py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
         py_pool_rows_add_functions, py_pool_copy_add_functions,    py_lead_add_functions,        py_request_add_functions,
         py_request_layout_add_functions,

@@ -14,25 +14,45 @@ static bool unpack_ref(const struct segment *segment, uint64_t ref, struct recor
            place->offset < (segment->extent_count - place->extent) * segment->extent_bytes;
 }
 
-static uint32_t intent_crc(const struct segment *segment, uint32_t n, uint32_t reason,
-                           uint64_t base) {
-    uint64_t about[2] = {((uint64_t)n << 32) | reason, base};
+static uint32_t intent_crc(const struct segment *segment, uint32_t n) {
+    const struct bus_header *header = segment->header;
+    uint64_t about[4] = {((uint64_t)n << 32) | header->intent_reason, header->intent_base,
+                         header->intent_split, header->intent_split_base};
     uint32_t crc = shmbus_crc32c(0, about, sizeof about);
     return shmbus_crc32c(crc, (const void *)segment->intent_log, (size_t)n * 8);
 }
 
-void intent_log_release(struct segment *segment, const struct record_ref *const *refs, uint32_t n,
-                        enum shmbus_reason reason) {
+/* The counter of a split; NULL where there is none. */
+static _Atomic uint64_t *split_counter(const struct segment *segment, uint32_t split,
+                                       uint32_t reason) {
+    struct split_entry *entry = split < SHMBUS_MAX_SPLITS ? &segment->splits[split] : NULL;
+    return entry == NULL ? NULL : reason == SHMBUS_ACKED ? &entry->acked : &entry->dropped;
+}
+
+static void count_release(struct segment *segment, uint32_t n, uint32_t reason, uint32_t split) {
     struct bus_header *header = segment->header;
-    _Atomic uint64_t *counter = &header->released[reason];
-    uint64_t base = atomic_load_explicit(counter, memory_order_relaxed);
+    _Atomic uint64_t *of_split = split_counter(segment, split, reason);
+    atomic_store_explicit(&header->released[reason], header->intent_base + n,
+                          memory_order_relaxed);
+    if (of_split != NULL) {
+        atomic_store_explicit(of_split, header->intent_split_base + n, memory_order_relaxed);
+    }
+}
+
+void intent_log_release(struct segment *segment, const struct record_ref *const *refs, uint32_t n,
+                        enum shmbus_reason reason, uint32_t split) {
+    struct bus_header *header = segment->header;
+    _Atomic uint64_t *of_split = split_counter(segment, split, (uint32_t)reason);
     for (uint32_t i = 0; i < n; i++) {
         atomic_store_explicit(&segment->intent_log[i], place_pack(&refs[i]->place),
                               memory_order_relaxed);
     }
     header->intent_reason = (uint32_t)reason;
-    header->intent_base = base;
-    header->intent_crc = intent_crc(segment, n, (uint32_t)reason, base);
+    header->intent_base = atomic_load_explicit(&header->released[reason], memory_order_relaxed);
+    header->intent_split = split;
+    header->intent_split_base =
+        of_split == NULL ? 0 : atomic_load_explicit(of_split, memory_order_relaxed);
+    header->intent_crc = intent_crc(segment, n);
     FAILPOINT("release-logged");
     /* SYNC: release-intended. From here on all of them are released, by this reader or the next. */
     atomic_store_explicit(&header->intent_count, n, memory_order_release);
@@ -42,7 +62,7 @@ void intent_log_release(struct segment *segment, const struct record_ref *const 
                               memory_order_relaxed);
         FAILPOINT("release-half");
     }
-    atomic_store_explicit(counter, base + n, memory_order_relaxed);
+    count_release(segment, n, (uint32_t)reason, split);
     FAILPOINT("release-counted");
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);
 }
@@ -52,9 +72,9 @@ static void replay_release(struct segment *segment) {
     /* SYNC: release-intended. */
     uint32_t n = atomic_load_explicit(&header->intent_count, memory_order_acquire);
     uint32_t reason = header->intent_reason;
-    uint64_t base = header->intent_base;
+    uint32_t split = header->intent_split;
     if (n == 0 || n > SHMBUS_MAX_GROUP_SIZE || reason >= SHMBUS_REASONS ||
-        header->intent_crc != intent_crc(segment, n, reason, base)) {
+        header->intent_crc != intent_crc(segment, n)) {
         atomic_store_explicit(&header->intent_count, 0, memory_order_release);
         return;
     }
@@ -69,7 +89,7 @@ static void replay_release(struct segment *segment) {
                                                 SHMBUS_RELEASED, memory_order_relaxed,
                                                 memory_order_relaxed);
     }
-    atomic_store_explicit(&header->released[reason], base + n, memory_order_relaxed);
+    count_release(segment, n, reason, split);
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);
 }
 

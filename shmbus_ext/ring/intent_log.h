@@ -16,10 +16,11 @@
 #include "record.h"
 #include "segment.h"
 
-/* Ends n records for good, for one reason, atomically; n at most SHMBUS_MAX_GROUP_SIZE. Their
- * space is reused once they are let go too. */
+/* Ends n records of one split for good, for one reason, atomically; n at most
+ * SHMBUS_MAX_GROUP_SIZE. Their space is reused once they are let go too. The split of a record whose
+ * header is damaged is SHMBUS_MAX_SPLITS: none counts it. */
 void intent_log_release(struct segment *segment, const struct record_ref *const *refs, uint32_t n,
-                        enum shmbus_reason reason);
+                        enum shmbus_reason reason, uint32_t split);
 
 /* Frees a run of several extents, which was leased as `word` says. */
 void intent_log_free(struct segment *segment, uint32_t first, uint32_t span, uint64_t word);

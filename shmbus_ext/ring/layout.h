@@ -6,6 +6,7 @@
  *
  * Segment:  | bus_header | producer_slot[max_producers + 1] | extent_desc[extent_count]
  *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | retry_entry[SHMBUS_RETRY_ENTRIES]
+ *           | split_entry[SHMBUS_MAX_SPLITS] | cancelled (u64[SHMBUS_CANCELLED])
  *           | declared_part | delivery_figures | lead_table | request lane | pad to a page
  *           | extents ... |
  * The last slot belongs to the collector: the lane into which it moves stragglers.
@@ -45,10 +46,6 @@
 #define SHMBUS_MAX_SCHEMA_BYTES 32768u
 /* The largest group is bounded by the intent log, which makes one acknowledgement atomic. */
 #define SHMBUS_MAX_GROUP_SIZE 16384u
-/* Splits of a bus, "train" and others: a label each in its table. Few enough for a counter each. */
-#define SHMBUS_MAX_SPLITS 16u
-/* The split of records that nobody gave one: what is trained on. */
-#define SHMBUS_SPLIT_TRAIN 0u
 #define SHMBUS_MAX_PRODUCERS 4096u
 #define SHMBUS_MAX_EXTENTS 65536u
 #define SHMBUS_LABEL_BYTES 48u
@@ -101,13 +98,14 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    328     4  consumer_packs   reader      producers   relaxed: 1 once the consumer packs batches
  *    384   ...  collector        reader       all         relaxed, for messages only
  *    512    96  released[]       reader       all         relaxed; exact through the intent
- *    640    48  intents          reader       reader      counts, move_from: release / acquire
+ *    640    60  intents          reader       reader      counts, move_from: release / acquire
  *    704     4  paused           anybody      producers   release / acquire: enum shmbus_pause
  *    708     4  lent             reader       reader      relaxed: 1 once view locks may be held
  *    712   136  pause            anybody      producers   before paused; for messages only
  *    896     4  retries_open     collector    producers   relaxed: open retry requests; a hint
  *    904     8  groups_failed    collector    all         relaxed: given up, for messages only
  *    912     8  next_round       producers    producers   fetch_add: epochs that nobody else has
+ *    920     8  cancelled_count  collector    producers   release / acquire: entries ever written
  */
 struct bus_header {
     _Atomic uint64_t magic;
@@ -157,6 +155,9 @@ struct bus_header {
     uint32_t move_generation;
     _Atomic uint64_t move_from;
     uint64_t move_to;
+    /* The same of intent_base, for the counter of the split; SHMBUS_MAX_SPLITS where it has none. */
+    uint64_t intent_split_base;
+    uint32_t intent_split;
 
     alignas(64) _Atomic uint32_t paused;
     _Atomic uint32_t lent;
@@ -167,6 +168,7 @@ struct bus_header {
     alignas(64) _Atomic uint32_t retries_open;
     _Atomic uint64_t groups_failed;
     _Atomic uint64_t next_round;
+    _Atomic uint64_t cancelled_count;
 };
 
 #define SHMBUS_HEADER_BYTES 1024u
@@ -185,12 +187,14 @@ _Static_assert(offsetof(struct bus_header, collector_pid) == 384, "layout");
 _Static_assert(offsetof(struct bus_header, released) == 512, "layout");
 _Static_assert(offsetof(struct bus_header, intent_count) == 640, "layout");
 _Static_assert(offsetof(struct bus_header, move_from) == 672, "layout");
+_Static_assert(offsetof(struct bus_header, intent_split) == 696, "layout");
 _Static_assert(offsetof(struct bus_header, paused) == 704, "layout");
 _Static_assert(offsetof(struct bus_header, lent) == 708, "layout");
 _Static_assert(offsetof(struct bus_header, pause_reason) == 728, "layout");
 _Static_assert(offsetof(struct bus_header, retries_open) == 896, "layout");
 _Static_assert(offsetof(struct bus_header, groups_failed) == 904, "layout");
 _Static_assert(offsetof(struct bus_header, next_round) == 912, "layout");
+_Static_assert(offsetof(struct bus_header, cancelled_count) == 920, "layout");
 
 /* A slot belongs to the process that holds the file lock on byte SHMBUS_LOCK_SLOT + index of the
  * segment; the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */
@@ -298,6 +302,7 @@ _Static_assert(offsetof(struct retry_entry, need) == 48, "layout");
 _Static_assert(offsetof(struct retry_entry, crc) == 60, "layout");
 _Static_assert(offsetof(struct retry_entry, id) == 64, "layout");
 
+#include "layout_splits.h"
 #include "layout_requests.h"
 
 /* States are spread over the word, so that a scribble is seldom one of them. */
@@ -462,6 +467,8 @@ _Static_assert(SHMBUS_LOCK_SLOT + SHMBUS_MAX_PRODUCERS <= SHMBUS_LOCK_VIEW &&
                            sizeof(struct extent_desc) * 577u +                                \
                            sizeof(struct record_header) * 97u +                               \
                            sizeof(struct retry_entry) * 31u * SHMBUS_RETRY_ENTRIES +           \
+                           sizeof(struct split_entry) * 17u * SHMBUS_MAX_SPLITS +             \
+                           SHMBUS_CANCELLED * 8u +                                            \
                            sizeof(struct delivery_figures) * 11u +                             \
                            (sizeof(struct lead_table) + SHMBUS_LEAD_ROWS) * 13u +             \
                            (sizeof(struct request_lane) + sizeof(struct request_row) +        \

@@ -85,7 +85,7 @@ static void count_lost(struct reader *self) {
 static void quarantine(struct reader *self, const struct record_ref *ref) {
     self->corrupt++;
     reader_hold(self, ref);
-    intent_log_release(self->segment, &ref, 1, SHMBUS_DROP_CORRUPT);
+    intent_log_release(self->segment, &ref, 1, SHMBUS_DROP_CORRUPT, SHMBUS_MAX_SPLITS);
     reader_let_go(self, ref);
 }
 

@@ -37,9 +37,10 @@ static bool commit_happened(const struct segment *segment, const struct producer
 static void finish_commit(struct segment *segment, struct producer_slot *slot) {
     uint64_t committed = atomic_load_explicit(&slot->committed, memory_order_relaxed);
     /* SYNC: commit-intended. */
-    if (atomic_load_explicit(&slot->committing, memory_order_acquire) == committed + 1 &&
+    uint64_t committing = atomic_load_explicit(&slot->committing, memory_order_acquire);
+    if (committing > committed && committing - committed <= SHMBUS_MAX_GROUP_SIZE &&
         commit_happened(segment, slot)) {
-        atomic_store_explicit(&slot->committed, committed + 1, memory_order_release);
+        atomic_store_explicit(&slot->committed, committing, memory_order_release);
     }
     atomic_store_explicit(&slot->committing, 0, memory_order_release);
 }

@@ -17,6 +17,7 @@
 #include "file_lock.h"
 #include "request_parts.h"
 #include "rounds.h"
+#include "splits.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -56,6 +57,7 @@ static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count) {
            (uint64_t)extent_count * sizeof(struct extent_desc) +
            (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t) +
            (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry) +
+           SHMBUS_SPLITS_BYTES + (uint64_t)SHMBUS_CANCELLED * sizeof(uint64_t) +
            sizeof(struct declared_part) + sizeof(struct delivery_figures) +
            sizeof(struct lead_table) + (uint64_t)SHMBUS_LEAD_ROWS * sizeof(uint64_t);
 }
@@ -176,7 +178,9 @@ static void set_pointers(struct segment *self) {
     self->intent_log = (_Atomic uint64_t *)at;
     at += (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t);
     self->retries = (struct retry_entry *)at;
-    self->declared = (struct declared_part *)(self->retries + SHMBUS_RETRY_ENTRIES);
+    self->splits = (struct split_entry *)(self->retries + SHMBUS_RETRY_ENTRIES);
+    self->cancelled = (_Atomic uint64_t *)(self->splits + SHMBUS_MAX_SPLITS);
+    self->declared = (struct declared_part *)(self->cancelled + SHMBUS_CANCELLED);
     self->figures = (struct delivery_figures *)(self->declared + 1);
     self->lead = (struct lead_table *)(self->figures + 1);
     uint64_t requests_at =
@@ -184,10 +188,8 @@ static void set_pointers(struct segment *self) {
     (void)request_divide(&self->requests, self->base + requests_at,
                           self->data_offset - requests_at);
     self->data = self->base + self->data_offset;
-    self->max_span = self->extent_count / RECORD_SHARE;
-    if (self->max_span < 1) {
-        self->max_span = 1;
-    }
+    self->max_span =
+        self->extent_count < RECORD_SHARE ? 1 : self->extent_count / RECORD_SHARE;
     self->record_limit = (uint64_t)self->max_span * self->extent_bytes;
 }
 
@@ -326,6 +328,7 @@ enum segment_status segment_create(struct segment *self, int fd,
     atomic_store_explicit(&self->lead->limit, limit, memory_order_relaxed);
     atomic_store_explicit(&header->next_producer_id, 1, memory_order_relaxed);
     rounds_begin(header, header->created_unix_ns);
+    splits_begin(self);
     /* SYNC: segment-ready. Everything above is in place before the magic says so. */
     atomic_store_explicit(&header->magic, SHMBUS_MAGIC, memory_order_release);
     return take_description(self);

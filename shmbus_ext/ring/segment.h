@@ -42,6 +42,8 @@ struct segment {
     struct extent_desc *extents;
     _Atomic uint64_t *intent_log;
     struct retry_entry *retries; /* SHMBUS_RETRY_ENTRIES */
+    struct split_entry *splits;  /* SHMBUS_MAX_SPLITS */
+    _Atomic uint64_t *cancelled; /* SHMBUS_CANCELLED */
     struct delivery_figures *figures;
     struct lead_table *lead;
     struct request_parts requests;

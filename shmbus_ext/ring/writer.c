@@ -207,8 +207,9 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
     return WRITER_OK;
 }
 
-/* Until `committed` has grown, a successor decides by this intent whether the commit happened. */
-static void intend_commit(struct writer *self, const struct reservation *at) {
+/* Until `committed` has grown by n, a successor decides by this intent whether the commit of n
+ * records happened: by the first, since the others become visible with it. */
+static void intend(struct writer *self, const struct reservation *at, uint32_t n) {
     if (at->answers.number != 0) {
         request_intend(self->segment, &at->answers, self->committed + 1);
     }
@@ -216,15 +217,19 @@ static void intend_commit(struct writer *self, const struct reservation *at) {
     atomic_store_explicit(&self->slot->commit_generation, at->place.generation,
                           memory_order_relaxed);
     /* SYNC: commit-intended. */
-    atomic_store_explicit(&self->slot->committing, self->committed + 1, memory_order_release);
+    atomic_store_explicit(&self->slot->committing, self->committed + n, memory_order_release);
     FAILPOINT("commit-intended");
+}
+
+static void intend_commit(struct writer *self, const struct reservation *at) {
+    intend(self, at, 1);
     record_close(at->record, self->sequence, self->committed);
 }
 
-static void count_commit(struct writer *self, const struct reservation *at) {
+static void count_commits(struct writer *self, const struct reservation *at, uint32_t n) {
     FAILPOINT("commit-marked");
-    self->sequence++;
-    self->committed++;
+    self->sequence += n;
+    self->committed += n;
     /* SYNC: lane-advanced. A reader that sees the count sees the record. */
     atomic_store_explicit(&self->slot->committed, self->committed, memory_order_release);
     if (at->admitted != 0) {
@@ -249,7 +254,19 @@ void writer_publish(struct writer *self, const struct reservation *at) {
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
     FAILPOINT("record-published");
     make_visible(self, at);
-    count_commit(self, at);
+    count_commits(self, at, 1);
+}
+
+void writer_publish_all(struct writer *self, const struct reservation *at, uint32_t n) {
+    intend(self, at, n);
+    for (uint32_t i = 0; i < n; i++) {
+        record_close(at[i].record, self->sequence + i, self->committed + i);
+        /* SYNC: record-published. */
+        atomic_store_explicit(&at[i].record->state, SHMBUS_COMMITTED, memory_order_release);
+    }
+    FAILPOINT("group-filled");
+    make_visible(self, &at[n - 1]);
+    count_commits(self, at, n);
 }
 
 void writer_publish_moved(struct writer *self, const struct reservation *at) {
@@ -274,7 +291,7 @@ void writer_commit(struct writer *self, const struct reservation *at) {
     intend_commit(self, at);
     /* SYNC: record-published. */
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
-    count_commit(self, at);
+    count_commits(self, at, 1);
 }
 
 void writer_abort(struct writer *self, const struct reservation *at) {

@@ -72,6 +72,10 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
 /* One step for a record that is filled already: expose it committed. */
 void writer_publish(struct writer *self, const struct reservation *at);
 
+/* The same for n records at once, which a claim for all of them has room for, one behind the other:
+ * all of them are committed, or, where the process dies, none. */
+void writer_publish_all(struct writer *self, const struct reservation *at, uint32_t n);
+
 /* The same for a record that was committed before, elsewhere: it keeps its numbers. */
 void writer_publish_moved(struct writer *self, const struct reservation *at);
 

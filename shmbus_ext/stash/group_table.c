@@ -284,7 +284,7 @@ static struct group_entry *cut_entry(struct group_table *self, size_t bytes) {
 }
 
 /* An entry without a key; its cells are NULL. */
-static struct group_entry *new_entry(struct group_table *self, uint32_t width) {
+static struct group_entry *new_entry(struct group_table *self, uint32_t width, uint32_t need) {
     uint8_t class = 0;
     while (class < ENTRY_CLASSES && (SMALLEST_CLASS << class) < width) {
         class++;
@@ -300,8 +300,9 @@ static struct group_entry *new_entry(struct group_table *self, uint32_t width) {
         return NULL;
     }
     entry->class = class;
-    entry->width = width;
-    entry->missing = width;
+    entry->width = (uint16_t)width;
+    entry->need = (uint16_t)need;
+    entry->missing = need;
     entry->key_bytes = 0;
     memset(entry->inline_cells, 0, (SMALLEST_CLASS << pool) * sizeof(void *));
     if (class == ENTRY_CLASSES) {
@@ -336,11 +337,11 @@ static bool copy_key(struct group_table *self, struct group_entry *entry,
 }
 
 struct group_entry *group_table_insert(struct group_table *self, const struct group_key *key,
-                                       uint32_t width, double born_s) {
+                                       uint32_t width, uint32_t need, double born_s) {
     if ((self->count + 1) * 8 > (self->mask + 1) * 5 && !grow_index(self)) {
         return NULL;
     }
-    struct group_entry *entry = new_entry(self, width);
+    struct group_entry *entry = new_entry(self, width, need);
     if (entry == NULL) {
         return NULL;
     }

@@ -1,8 +1,8 @@
 /* The group table: the stash's incomplete groups by key, laid out for many more of them than a
  * cache holds.
  *
- * A group's entry has a key, a width, and that many cells, one a sample. It leaves the table when
- * it is taken out, filled or not. What a cell points to, and what a key means, is the caller's.
+ * A group's entry has a key, a width, and that many cells, one a sample; `need` of them fill it. It
+ * leaves the table when it is taken out, filled or not. What a cell points to, and what a key means, is the caller's.
  *
  * Invariants:
  *  - A bucket of the index holds half of the hash, so a missing key costs one cache line, and one
@@ -30,10 +30,11 @@ struct group_entry {
     uint64_t serial; /* 0 while it is in no table */
     double born_s;
     int64_t tag;
-    uint32_t width;
-    uint32_t missing;
+    uint16_t width;
+    uint16_t need;    /* cells that fill it */
+    uint32_t missing; /* of those */
     uint16_t key_bytes;
-    uint8_t key_kind;
+    uint8_t key_kind; /* also the caller's: a part of the key */
     uint8_t class; /* of its pool; ENTRY_CLASSES: its cells lie elsewhere */
     uint32_t number; /* where it lies: chunk, and place in it; never 0 */
     union {
@@ -94,7 +95,7 @@ void group_table_expect_entry(const struct group_table *self, uint64_t hash, uin
 struct group_entry *group_table_find(const struct group_table *self, const struct group_key *key);
 /* A key that is not there yet; NULL when memory is short. All cells are NULL. */
 struct group_entry *group_table_insert(struct group_table *self, const struct group_key *key,
-                                       uint32_t width, double born_s);
+                                       uint32_t width, uint32_t need, double born_s);
 /* Takes an entry out and forgets it; its cells are the caller's to read before. */
 void group_table_remove(struct group_table *self, struct group_entry *entry, uint64_t hash);
 

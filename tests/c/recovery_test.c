@@ -49,7 +49,7 @@ static void put(struct writer *writer, uint64_t n) {
 
 static void end(struct reader *reader, struct record_ref *ref) {
     const struct record_ref *one = ref;
-    intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED);
+    intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
     reader_let_go(reader, ref);
 }
 

@@ -116,7 +116,7 @@ static void every_record_arrives_once_in_order(uint64_t *random) {
         CHECK(producer < WRITERS + 4);
         check_record(&reader, &ref, next[producer]++);
         const struct record_ref *one = &ref;
-        intent_log_release(reader.segment, &one, 1, SHMBUS_ACKED);
+        intent_log_release(reader.segment, &one, 1, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
         reader_let_go(&reader, &ref);
         got++;
     }
@@ -166,7 +166,7 @@ static void an_interrupted_release_is_finished(void) {
         CHECK(reader_next(&reader, &refs[i]) == 1);
     }
     const struct record_ref *pointers[3] = {&refs[0], &refs[1], &refs[2]};
-    intent_log_release(reader.segment, pointers, 3, SHMBUS_ACKED);
+    intent_log_release(reader.segment, pointers, 3, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
     /* As death would leave it after the first record was marked. */
     for (int i = 1; i < 3; i++) {
         struct record_header *record =
@@ -301,7 +301,7 @@ static void scribbled_tables_neither_crash_nor_stall(uint64_t *random) {
             segment.base[from + next_random(random) % span] = (uint8_t)next_random(random);
             for (int i = 0; i < 100 && reader_next(&reader, &ref) == 1; i++) {
                 const struct record_ref *one = &ref;
-                intent_log_release(reader.segment, &one, 1, SHMBUS_ACKED);
+                intent_log_release(reader.segment, &one, 1, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
                 reader_let_go(&reader, &ref);
             }
             if (edit % 50 == 0) {

@@ -66,7 +66,7 @@ static void end(struct reader *reader, struct record_ref *refs, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
         pointers[i] = &refs[i];
     }
-    intent_log_release(reader->segment, pointers, n, SHMBUS_ACKED);
+    intent_log_release(reader->segment, pointers, n, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
     for (uint32_t i = 0; i < n; i++) {
         reader_let_go(reader, &refs[i]);
     }

@@ -169,7 +169,7 @@ def test_an_acknowledgement_that_a_death_cut_short_counts_as_done(bus_name: str)
         log = b"".join(
             (n * record_bytes // _core.RECORD_ALIGN).to_bytes(8, "little") for n in range(2)
         )
-        about = ((2 << 32) | _core.ACKED).to_bytes(8, "little") + bytes(8)
+        about = ((2 << 32) | _core.ACKED).to_bytes(8, "little") + bytes(24)
         crc = _core.crc32c(about + log)
         write_at(bus_name, log_at, log)
         write_at(bus_name, header_offset("intent_reason"), _core.ACKED.to_bytes(4, "little"))

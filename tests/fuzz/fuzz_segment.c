@@ -68,7 +68,7 @@ static void act(struct reader *reader, uint8_t what) {
             if (what & 8 && reader_move(reader, &ref)) {
                 continue;
             }
-            intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED);
+            intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
             reader_let_go(reader, &ref);
         }
         break;

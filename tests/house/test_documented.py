@@ -28,7 +28,7 @@ import trainer_adapter.attention
 from shmbus_ext import _core
 
 ROOT = Path(__file__).resolve().parents[2]
-STUB = ROOT / "shmbus_ext" / "_public.pyi"
+STUBS = [ROOT / "shmbus_ext" / name for name in ("_public.pyi", "_public_put.pyi")]
 
 MODULES = [
     "shmbus",
@@ -54,6 +54,7 @@ RAISED_IN_C = {
         "TypeError", "ValueError", "RecordTooLargeError", "BusFullError", "BusClosedError",
         "BusRemovedError", "StallError",
     },
+    "Producer.cancelled": {"TypeError", "ValueError", "BusClosedError"},
     "Reservation.resize": {"KeyError", "ValueError", "BusClosedError"},
     "Reservation.commit": {"BusClosedError"},
     "Reservation.abort": {"BusClosedError"},
@@ -153,7 +154,8 @@ DOCUMENTED = documented()
 def stub_functions() -> dict[str, ast.FunctionDef]:
     classes = {
         node.name: node
-        for node in ast.parse(STUB.read_text()).body
+        for stub in STUBS
+        for node in ast.parse(stub.read_text()).body
         if isinstance(node, ast.ClassDef)
     }
     users = {"Writer": "Producer", "GroupBase": "Group", "ConsumerBase": "Consumer"}
@@ -304,7 +306,7 @@ def test_every_public_c_function_is_held_to_what_it_raises() -> None:
 
 def test_the_stub_has_the_docstrings_and_parameters_of_the_c_code() -> None:
     offences = []
-    for kind in ast.parse(STUB.read_text()).body:
+    for kind in (kind for stub in STUBS for kind in ast.parse(stub.read_text()).body):
         if not isinstance(kind, ast.ClassDef):
             continue
         runtime = getattr(_core, kind.name)

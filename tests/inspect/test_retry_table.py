@@ -10,7 +10,7 @@ from conftest import Spawner, wait_until
 
 from shmbus import Bus, Consumer, Producer
 from shmbus.inspect.retry_table import read_wanted
-from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.segment_file import SegmentFile, _retries_at
 from shmbus.segment.lifecycle import open_segment
 from shmbus.segment.names import shm_path
 from shmbus_ext import _core
@@ -25,8 +25,8 @@ print("ready", flush=True)
 mine, over = [], False
 while not over:
     requests = _core.retry_requests(segment)
-    for row, number, claimant, id_, epoch, size, index, attempt, reason, _ in requests:
-        assert (id_, epoch, size) == (f"p{number}", number, 8), (number, id_, epoch, size)
+    for row, number, claimant, id_, *group, index, attempt, reason, _ in requests:
+        assert (id_, *group) == (f"p{number}", number, number % 3, 8, 4), (number, id_, group)
         assert reason == "x" * (number % 190) and index == number % 8 and attempt == number % 5
         over = over or number == 20_000
         if not claimant and number < 20_000:
@@ -39,7 +39,7 @@ print(*mine, flush=True)
 def want(segment: _core.Segment, row: int, number: int) -> None:
     reason = b"x" * (number % 190)
     _core.retry_publish(
-        segment, row, number, f"p{number}", number, 8, number % 8, number % 5, reason
+        segment, row, number, f"p{number}", number, number % 3, 8, 4, number % 8, number % 5, reason
     )  # fmt: skip
 
 
@@ -89,12 +89,12 @@ def test_a_scribbled_table_is_not_believed(bus_name: str, seed: int) -> None:
         with SegmentFile(bus_name) as file:
             table = file.retry_table()
             path = Path(shm_path(bus_name))
-            end = file.data_offset
+            start = _retries_at(file.max_producers, file.extent_count)
         assert not any(table)
         for _ in range(30):
             with path.open("r+b") as raw:
-                raw.seek(end - 4096 - len(table))
-                raw.write(rng.randbytes(len(table) + 4096))
+                raw.seek(start)
+                raw.write(rng.randbytes(len(table)))
             segment = open_segment(bus_name)
             _core.retry_note(segment, 5, 0)
             segment.close()

@@ -42,6 +42,8 @@ void map_segment(struct segment *s) {
     parts->block_bits = (uint64_t *)(void *)((uint8_t *)parts->block_bits + shift);
     parts->unit_bits = (uint64_t *)(void *)((uint8_t *)parts->unit_bits + shift);
     parts->units += shift;
+    s->splits = (struct split_entry *)(void *)((uint8_t *)s->splits + shift);
+    s->cancelled = (_Atomic uint64_t *)(void *)((uint8_t *)s->cancelled + shift);
     s->data += shift;
 }
 
@@ -181,7 +183,7 @@ static void acknowledge(struct actor *self) {
         refs[i] = &self->held[i];
     }
     ghost_begin_ack((const uint64_t (*)[2])self->keys, n);
-    intent_log_release(self->reader.segment, refs, n, SHMBUS_ACKED);
+    intent_log_release(self->reader.segment, refs, n, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
     ghost_acked((const uint64_t (*)[2])self->keys, n);
     for (unsigned i = 0; i < n; i++) {
         reader_let_go(&self->reader, &self->held[i]);

@@ -29,6 +29,8 @@ kernel="-Dfile_lock_take=kernel_take -Dfile_lock_drop=kernel_drop"
 compile "$ring/segment.c" $small $kernel
 # shellcheck disable=SC2086
 compile "$ring/file_lock.c" $kernel
+# shellcheck disable=SC2086
+compile "$ring/splits.c" $small
 compile "$ring/checksum.c"
 # shellcheck disable=SC2086
 compile "$ring/request_parts.c" $small

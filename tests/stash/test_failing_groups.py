@@ -27,6 +27,12 @@ class Sample:
     policy_version: int = 0
     nbytes: int = 100
     committed_ns: int = 0
+    #: Samples that complete its group, where not all do.
+    fewer: int = 0
+
+    @property
+    def need(self) -> int:
+        return self.fewer or self.group_size
 
 
 def sample(index: int, key: Hashable = "a", size: int = 4, **more: Any) -> Sample:

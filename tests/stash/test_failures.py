@@ -138,7 +138,7 @@ def test_an_aborted_sample_is_asked_for_alone_and_its_group_completes(
             raise MemoryError
         first.fail("a", 2, "out of memory", group_size=4)
         assert wanted(consumer, second) == [
-            WantedSample("a", None, 2, group_size=4, attempt=1, reason="out of memory")
+            WantedSample("a", None, 2, group_size=4, attempt=1, reason="out of memory", need=4)
         ]
         assert first.wanted() == second.wanted() == []  # it is handed out once
         put(second, "a", 2)
@@ -462,7 +462,7 @@ def test_wrong_reports_are_refused(bus_name: str) -> None:
             for error, arguments, more in (
                 (TypeError, ("a", 0, 5), {}),
                 (TypeError, ("a", "0", "x"), {}),
-                (TypeError, (7, 0, "x"), {}),
+                (TypeError, (7.5, 0, "x"), {}),
                 (ValueError, ("a", -1, "x"), {}),
                 (ValueError, ("a", 4, "x"), {"group_size": 4}),
                 (ValueError, ("a", 0, "x"), {"epoch": -1}),

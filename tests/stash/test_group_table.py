@@ -35,6 +35,12 @@ class Sample:
     index: int
     nbytes: int = 1
     failed: bool = False
+    #: Samples that complete its group, where not all do.
+    fewer: int = 0
+
+    @property
+    def need(self) -> int:
+        return self.fewer or self.group_size
 
 
 def put(

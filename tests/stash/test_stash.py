@@ -40,6 +40,12 @@ class Sample:
     failed: bool = False
     meta: object = None
     committed_ns: int = 0
+    #: Samples that complete its group, where not all do.
+    fewer: int = 0
+
+    @property
+    def need(self) -> int:
+        return self.fewer or self.group_size
 
 
 def group_of(key: Hashable, size: int = 2, **more: Any) -> list[Sample]:

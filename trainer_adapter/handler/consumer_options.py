@@ -29,6 +29,7 @@ class ConsumerOptions(TypedDict, total=False):
     on_failure: Literal["drop", "partial"]
     label: str | None
     daemon: bool | None
+    split: str
     on_stall: Literal["log", "raise"] | Callable[[shmbus.StallReport], object] | None
     stall_timeout: float
     wait: float | None

@@ -19,11 +19,13 @@ GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *
     made->place = ENTRY_NOWHERE;
     made->born_s = entry->born_s;
     made->size = entry->width;
+    made->need = entry->need;
     made->missing = entry->missing;
+    made->split = py_entry_split(entry);
     made->nbytes = 0;
     made->leased_ns = 0;
     made->leases = 0;
-    made->samples = PyList_New((Py_ssize_t)(entry->width - entry->missing));
+    made->samples = PyList_New((Py_ssize_t)(entry->need - entry->missing));
     if (made->samples == NULL) {
         Py_CLEAR(made);
     }
@@ -38,60 +40,83 @@ static GroupEntryObject *entry_at(struct list_link *link) {
     return LIST_ENTRY(link, GroupEntryObject, link);
 }
 
-static struct entry_list *list_of(GroupListsObject *self, enum entry_place place) {
-    return place == ENTRY_READY ? &self->ready : &self->leased;
+static struct entry_list *list_of(GroupListsObject *self, enum entry_place place,
+                                  const GroupEntryObject *entry) {
+    return place == ENTRY_READY ? &self->ready[entry->split] : &self->leased;
 }
 
 /* Before a neighbour, or as the last where that is the list's head. The list's reference is the
  * caller's. */
 static void enter(GroupListsObject *self, enum entry_place place, struct list_link *at,
                   GroupEntryObject *entry) {
-    struct entry_list *list = list_of(self, place);
+    struct entry_list *list = list_of(self, place, entry);
     list_insert_before(at, &entry->link);
     entry->lists = self;
     entry->place = place;
     list->groups++;
     list->samples += samples_of(entry);
+    if (place == ENTRY_READY) {
+        self->ready_groups++;
+        self->ready_samples += samples_of(entry);
+    } else {
+        self->leased_of[entry->split].groups++;
+        self->leased_of[entry->split].samples += samples_of(entry);
+    }
 }
 
 /* Out of its list; the list's reference becomes the caller's. */
 static void leave(GroupEntryObject *entry) {
-    struct entry_list *list = list_of(entry->lists, entry->place);
+    GroupListsObject *self = entry->lists;
+    struct entry_list *list = list_of(self, entry->place, entry);
     list_unlink(&entry->link);
     list->groups--;
     list->samples -= samples_of(entry);
+    if (entry->place == ENTRY_READY) {
+        self->ready_groups--;
+        self->ready_samples -= samples_of(entry);
+    } else {
+        self->leased_of[entry->split].groups--;
+        self->leased_of[entry->split].samples -= samples_of(entry);
+    }
     entry->lists = NULL;
     entry->place = ENTRY_NOWHERE;
 }
 
 void py_group_lists_init(GroupListsObject *self) {
-    list_init(&self->ready.entries);
+    for (uint32_t split = 0; split < SHMBUS_MAX_SPLITS; split++) {
+        list_init(&self->ready[split].entries);
+    }
     list_init(&self->leased.entries);
 }
 
-void py_group_lists_clear(GroupListsObject *self) {
-    struct entry_list *lists[] = {&self->ready, &self->leased};
-    for (int i = 0; i < 2; i++) {
-        while (!list_is_empty(&lists[i]->entries)) {
-            GroupEntryObject *entry = entry_at(lists[i]->entries.next);
-            leave(entry);
-            Py_DECREF(entry);
-        }
+static void clear(struct entry_list *list) {
+    while (!list_is_empty(&list->entries)) {
+        GroupEntryObject *entry = entry_at(list->entries.next);
+        leave(entry);
+        Py_DECREF(entry);
     }
+}
+
+void py_group_lists_clear(GroupListsObject *self) {
+    for (uint32_t split = 0; split < SHMBUS_MAX_SPLITS; split++) {
+        clear(&self->ready[split]);
+    }
+    clear(&self->leased);
 }
 
 void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *entry) {
     Py_INCREF(entry);
-    enter(self, ENTRY_READY, &self->ready.entries, entry);
+    enter(self, ENTRY_READY, &self->ready[entry->split].entries, entry);
 }
 
-PyObject *py_group_lists_lease_ready(GroupListsObject *self, Py_ssize_t limit) {
-    uint64_t ready = self->ready.groups;
+PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_ssize_t limit) {
+    struct entry_list *from = &self->ready[split];
+    uint64_t ready = from->groups;
     Py_ssize_t count = limit < 0 ? 0 : (uint64_t)limit < ready ? limit : (Py_ssize_t)ready;
     PyObject *leased = PyList_New(count);
     uint64_t now_ns = ready > 0 ? clock_monotonic_ns() : 0;
     for (Py_ssize_t i = 0; leased != NULL && i < count; i++) {
-        GroupEntryObject *entry = entry_at(self->ready.entries.next);
+        GroupEntryObject *entry = entry_at(from->entries.next);
         leave(entry);
         entry->leased_ns = now_ns;
         entry->leases++;
@@ -104,7 +129,7 @@ PyObject *py_group_lists_lease_ready(GroupListsObject *self, Py_ssize_t limit) {
 void py_group_entry_give_back(GroupEntryObject *entry) {
     GroupListsObject *lists = entry->lists;
     leave(entry);
-    enter(lists, ENTRY_READY, lists->ready.entries.next, entry);
+    enter(lists, ENTRY_READY, lists->ready[entry->split].entries.next, entry);
 }
 
 void py_group_entry_end(GroupEntryObject *entry) {
@@ -144,13 +169,32 @@ PyObject *py_group_lists_push(GroupListsObject *self, PyObject *object) {
     Py_RETURN_NONE;
 }
 
-/* lease(limit) -> list[GroupEntry]: what has been ready longest. */
-PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *argument) {
-    Py_ssize_t limit = PyLong_AsSsize_t(argument);
-    if (limit == -1 && PyErr_Occurred()) {
+static bool is_split(unsigned int split) {
+    if (split >= SHMBUS_MAX_SPLITS) {
+        PyErr_Format(PyExc_ValueError, "split: expected less than %u, got %u", SHMBUS_MAX_SPLITS,
+                     split);
+        return false;
+    }
+    return true;
+}
+
+/* lease(limit, split=0) -> list[GroupEntry]: what has been ready longest. */
+PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *args) {
+    Py_ssize_t limit;
+    unsigned int split = SHMBUS_SPLIT_TRAIN;
+    if (!PyArg_ParseTuple(args, "n|I", &limit, &split) || !is_split(split)) {
         return NULL;
     }
-    return py_group_lists_lease_ready(self, limit);
+    return py_group_lists_lease_ready(self, split, limit);
+}
+
+/* count_ready(split) -> int: groups of that split that are ready. */
+PyObject *py_group_lists_count_ready(GroupListsObject *self, PyObject *argument) {
+    unsigned long split = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred() || !is_split(split > UINT_MAX ? UINT_MAX : (unsigned int)split)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(self->ready[split].groups);
 }
 
 /* end_lease(entry): it is in no list any more. */
@@ -181,16 +225,18 @@ PyObject *py_group_lists_is_leased(GroupListsObject *self, PyObject *object) {
 /* ready_samples() -> list: those of ready groups, in their order. */
 PyObject *py_group_lists_ready_samples(GroupListsObject *self, PyObject *ignored) {
     (void)ignored;
-    PyObject *found = PyList_New((Py_ssize_t)self->ready.samples);
+    PyObject *found = PyList_New((Py_ssize_t)self->ready_samples);
     if (found == NULL) {
         return NULL;
     }
     Py_ssize_t to = 0;
-    struct list_link *head = &self->ready.entries;
-    for (struct list_link *l = head->next; l != head; l = l->next) {
-        PyObject *samples = entry_at(l)->samples;
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(samples); i++) {
-            PyList_SET_ITEM(found, to++, Py_NewRef(PyList_GET_ITEM(samples, i)));
+    for (uint32_t split = 0; split < SHMBUS_MAX_SPLITS; split++) {
+        struct list_link *head = &self->ready[split].entries;
+        for (struct list_link *l = head->next; l != head; l = l->next) {
+            PyObject *samples = entry_at(l)->samples;
+            for (Py_ssize_t i = 0; i < PyList_GET_SIZE(samples); i++) {
+                PyList_SET_ITEM(found, to++, Py_NewRef(PyList_GET_ITEM(samples, i)));
+            }
         }
     }
     return found;
@@ -199,9 +245,10 @@ PyObject *py_group_lists_ready_samples(GroupListsObject *self, PyObject *ignored
 /* full(key) -> list[GroupEntry]: those of that key that are ready or leased. */
 PyObject *py_group_lists_full(GroupListsObject *self, PyObject *key) {
     PyObject *found = PyList_New(0);
-    struct list_link *heads[] = {&self->ready.entries, &self->leased.entries};
-    for (int i = 0; i < 2; i++) {
-        for (struct list_link *l = heads[i]->next; found != NULL && l != heads[i]; l = l->next) {
+    for (uint32_t i = 0; i <= SHMBUS_MAX_SPLITS; i++) {
+        struct list_link *head =
+            i < SHMBUS_MAX_SPLITS ? &self->ready[i].entries : &self->leased.entries;
+        for (struct list_link *l = head->next; found != NULL && l != head; l = l->next) {
             GroupEntryObject *entry = entry_at(l);
             int equal = PyObject_RichCompareBool(entry->key, key, Py_EQ);
             if (equal < 0 || (equal > 0 && PyList_Append(found, (PyObject *)entry) < 0)) {
@@ -223,8 +270,10 @@ static PyMemberDef group_entry_members[] = {
     {"samples", T_OBJECT_EX, offsetof(GroupEntryObject, samples), READONLY,
      "The samples that are there, by index. Not to be changed."},
     {"size", T_UINT, offsetof(GroupEntryObject, size), READONLY, "Samples of a full one."},
+    {"need", T_UINT, offsetof(GroupEntryObject, need), READONLY, "Samples that complete it."},
     {"missing", T_UINT, offsetof(GroupEntryObject, missing), READONLY,
-     "How many samples are not there."},
+     "How many of those are not there."},
+    {"split", T_UINT, offsetof(GroupEntryObject, split), READONLY, "The number of its split."},
     {"born_s", T_DOUBLE, offsetof(GroupEntryObject, born_s), READONLY,
      "When its first sample arrived."},
     {"nbytes", T_LONGLONG, offsetof(GroupEntryObject, nbytes), READONLY, "Under count_bytes."},

@@ -3,9 +3,19 @@
 #define SHMBUS_PYTHON_GROUP_LISTS_H
 
 #include "python/list.h"
+#include "ring/layout.h"
 #include "stash/group_table.h"
 
 enum entry_place { ENTRY_NOWHERE = 0, ENTRY_READY, ENTRY_LEASED };
+
+/* A key's split stands beside the kind of its text (PyUnicode_KIND: 1, 2 or 4). */
+#define KEY_KIND_BITS 4
+#define KEY_KIND_MASK ((1u << KEY_KIND_BITS) - 1)
+_Static_assert((SHMBUS_MAX_SPLITS - 1) << KEY_KIND_BITS <= UINT8_MAX, "a byte has room for both");
+
+static inline uint32_t py_entry_split(const struct group_entry *entry) {
+    return (uint32_t)entry->key_kind >> KEY_KIND_BITS;
+}
 
 /* A group that left its table, or a copy of one that is in it. */
 typedef struct {
@@ -20,7 +30,9 @@ typedef struct {
     uint64_t leased_ns; /* when it was leased last; CLOCK_MONOTONIC */
     uint64_t leases;    /* how often it was leased */
     unsigned int size;
-    unsigned int missing;
+    unsigned int need;    /* samples that complete it */
+    unsigned int missing; /* of those */
+    unsigned int split;   /* its number */
 } GroupEntryObject;
 extern PyTypeObject GroupEntryType;
 
@@ -35,7 +47,12 @@ struct entry_list {
  * about lists. */
 typedef struct group_lists {
     PyObject_HEAD
-    struct entry_list ready, leased;
+    struct entry_list leased;
+    struct entry_list ready[SHMBUS_MAX_SPLITS];
+    uint64_t ready_groups, ready_samples; /* of all splits */
+    struct {
+        uint64_t groups, samples;
+    } leased_of[SHMBUS_MAX_SPLITS];
 } GroupListsObject;
 
 void py_group_lists_init(GroupListsObject *self);
@@ -45,9 +62,9 @@ void py_group_lists_clear(GroupListsObject *self);
 GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key);
 /* One that is in no list becomes the last that is ready. */
 void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *entry);
-/* What has been ready longest is under lease from then on: a list of at most `limit` entries. NULL
- * with an exception, and then nothing is leased. */
-PyObject *py_group_lists_lease_ready(GroupListsObject *self, Py_ssize_t limit);
+/* What has been ready longest of a split is under lease from then on: a list of at most `limit`
+ * entries. NULL with an exception, and then nothing is leased. */
+PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_ssize_t limit);
 /* A leased entry is the next to be leased. */
 void py_group_entry_give_back(GroupEntryObject *entry);
 /* A leased entry is in no list any more. */
@@ -59,7 +76,8 @@ uint64_t py_group_lists_leased_since(const GroupListsObject *self);
 
 /* Methods of GroupTable. */
 PyObject *py_group_lists_push(GroupListsObject *self, PyObject *entry);
-PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *limit);
+PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *args);
+PyObject *py_group_lists_count_ready(GroupListsObject *self, PyObject *split);
 PyObject *py_group_lists_end_lease(GroupListsObject *self, PyObject *entry);
 PyObject *py_group_lists_give_back(GroupListsObject *self, PyObject *entry);
 PyObject *py_group_lists_is_leased(GroupListsObject *self, PyObject *entry);

@@ -1,7 +1,7 @@
 /* GroupTable: samples in cells by key, for shmbus.stash, until their group is complete.
  * group_lists.c has what leaves the table.
  *
- * It knows a sample by `key`, `group_size`, `index` and `nbytes` only, and decides nothing: what a
+ * It knows a sample by `key`, `group_size`, `need`, `index` and `nbytes` only, and decides nothing: what a
  * taken cell or another width mean is the stash's, and a full entry's fate too where it is
  * `judged`.
  *
@@ -9,128 +9,7 @@
  * entry goes back to its pool. */
 #include "python/group/group_table_object.h"
 
-#include "python/record/trajectory.h"
-
-static struct {
-    PyObject *key, *group_size, *index, *nbytes, *failed;
-} attribute;
-
-/* What one sample says of itself; the strings are borrowed from it. */
-struct arrival {
-    PyObject *sample;
-    PyObject *key; /* owned */
-    struct group_key at;
-    uint32_t width;
-    uint32_t cell;
-    uint64_t nbytes;
-    bool failed;
-};
-
-static bool hash_key(struct group_key *key, PyObject *id, long long epoch) {
-    Py_ssize_t length = PyUnicode_GET_LENGTH(id) * (Py_ssize_t)PyUnicode_KIND(id);
-    Py_hash_t hash = PyObject_Hash(id);
-    if (length > UINT16_MAX) {
-        PyErr_Format(PyExc_ValueError, "key: expected at most %d bytes, got %zd", UINT16_MAX,
-                     length);
-        return false;
-    }
-    key->bytes = PyUnicode_DATA(id);
-    key->length = (uint16_t)length;
-    key->kind = (uint8_t)PyUnicode_KIND(id);
-    key->tag = epoch;
-    /* An odd multiplier spreads epochs over all bits; the string's hash is keyed and well mixed. */
-    key->hash = (uint64_t)hash ^ ((uint64_t)epoch * UINT64_C(0x9E3779B97F4A7C15));
-    return true;
-}
-
-/* A key is a str, or (str, int). */
-static bool split_key(struct group_key *at, PyObject *key) {
-    PyObject *id = key;
-    long long epoch = SHMBUS_NO_EPOCH;
-    if (PyTuple_CheckExact(key) && PyTuple_GET_SIZE(key) == 2) {
-        id = PyTuple_GET_ITEM(key, 0);
-        epoch = PyLong_AsLongLong(PyTuple_GET_ITEM(key, 1));
-        if (epoch == -1 && PyErr_Occurred()) {
-            return false;
-        }
-    }
-    if (!PyUnicode_Check(id)) {
-        PyErr_Format(PyExc_TypeError, "key: expected a str or (str, int), got %R", key);
-        return false;
-    }
-    return hash_key(at, id, epoch);
-}
-
-static bool take_number(PyObject *sample, PyObject *name, uint64_t limit, uint64_t *number) {
-    PyObject *value = PyObject_GetAttr(sample, name);
-    if (value == NULL) {
-        return false;
-    }
-    *number = PyLong_AsUnsignedLongLong(value);
-    bool good = !(*number == UINT64_MAX && PyErr_Occurred());
-    if (good && *number > limit) {
-        PyErr_Format(PyExc_ValueError, "%U: expected at most %llu, got %R", name,
-                     (unsigned long long)limit, value);
-        good = false;
-    }
-    Py_DECREF(value);
-    return good;
-}
-
-static PyObject *key_of(PyObject *sample) {
-    return Py_IS_TYPE(sample, &TrajectoryType) ? Py_NewRef(((TrajectoryObject *)sample)->key)
-                                               : PyObject_GetAttr(sample, attribute.key);
-}
-
-static bool look_at(const GroupTableObject *self, PyObject *sample, struct arrival *to) {
-    to->sample = sample;
-    to->key = key_of(sample);
-    if (to->key == NULL) {
-        return false;
-    }
-    if (Py_IS_TYPE(sample, &TrajectoryType)) {
-        const TrajectoryObject *t = (const TrajectoryObject *)sample;
-        to->width = (uint32_t)PyLong_AsUnsignedLong(t->group_size);
-        to->cell = (uint32_t)PyLong_AsUnsignedLong(t->index);
-        to->nbytes = t->ref.bytes;
-        to->failed = t->failed;
-        if (!hash_key(&to->at, t->instance_id, t->epoch)) {
-            Py_CLEAR(to->key);
-            return false;
-        }
-        return true;
-    }
-    uint64_t width, cell, failed;
-    to->nbytes = 0;
-    if (!split_key(&to->at, to->key) ||
-        !take_number(sample, attribute.group_size, SHMBUS_MAX_GROUP_SIZE, &width) ||
-        !take_number(sample, attribute.index, SHMBUS_MAX_GROUP_SIZE, &cell) ||
-        !take_number(sample, attribute.failed, 1, &failed) ||
-        (self->count_bytes && !take_number(sample, attribute.nbytes, INT64_MAX, &to->nbytes))) {
-        Py_CLEAR(to->key);
-        return false;
-    }
-    to->width = (uint32_t)width;
-    to->cell = (uint32_t)cell;
-    to->failed = failed != 0;
-    return true;
-}
-
-
-static bool sum_bytes(PyObject *samples, uint64_t *total) {
-    *total = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(samples); i++) {
-        PyObject *sample = PyList_GET_ITEM(samples, i);
-        uint64_t nbytes;
-        if (Py_IS_TYPE(sample, &TrajectoryType)) {
-            nbytes = ((TrajectoryObject *)sample)->ref.bytes;
-        } else if (!take_number(sample, attribute.nbytes, INT64_MAX, &nbytes)) {
-            return false;
-        }
-        *total += nbytes;
-    }
-    return true;
-}
+#include "python/group/arrival.h"
 
 static PyObject *first_sample(struct group_entry *entry) {
     uint32_t i = 0;
@@ -141,7 +20,7 @@ static PyObject *first_sample(struct group_entry *entry) {
 }
 
 static GroupEntryObject *copy_entry(const GroupTableObject *self, struct group_entry *entry) {
-    PyObject *key = key_of(first_sample(entry));
+    PyObject *key = py_key_of(first_sample(entry));
     GroupEntryObject *copy = key == NULL ? NULL : py_group_entry_new(entry, key);
     Py_XDECREF(key);
     Py_ssize_t at = 0;
@@ -152,12 +31,20 @@ static GroupEntryObject *copy_entry(const GroupTableObject *self, struct group_e
         }
     }
     uint64_t nbytes = 0;
-    if (copy != NULL && self->count_bytes && !sum_bytes(copy->samples, &nbytes)) {
+    if (copy != NULL && self->count_bytes && !py_sum_bytes(copy->samples, &nbytes)) {
         Py_CLEAR(copy);
     } else if (copy != NULL) {
         copy->nbytes = (long long)nbytes;
     }
     return copy;
+}
+
+/* Samples that came into cells, or left them, and entries. */
+static void count_cells(GroupTableObject *self, uint32_t split, int64_t cells, int64_t entries) {
+    struct open_count *open = &self->open[split];
+    self->cells += (uint64_t)cells;
+    open->cells += (uint64_t)cells;
+    open->groups += (uint64_t)entries;
 }
 
 /* Takes an entry out of the table, as an object that has its references from then on. The samples,
@@ -175,10 +62,10 @@ static GroupEntryObject *take_entry(GroupTableObject *self, struct group_entry *
             PyList_SET_ITEM(taken->samples, at++, sample);
         }
     }
-    self->cells -= entry->width - entry->missing;
+    count_cells(self, py_entry_split(entry), -(int64_t)(entry->need - entry->missing), -1);
     group_table_remove(&self->c, entry, hash);
     uint64_t nbytes = 0;
-    if (self->count_bytes && !sum_bytes(taken->samples, &nbytes)) {
+    if (self->count_bytes && !py_sum_bytes(taken->samples, &nbytes)) {
         Py_DECREF(taken);
         return NULL;
     }
@@ -221,12 +108,14 @@ static int arrive(GroupTableObject *self, const struct arrival *from, double now
                 return known < 0 ? REFUSED_MEMORY : REFUSED_SURPLUS;
             }
         }
-        entry = group_table_insert(&self->c, &from->at, from->width, now_s);
+        entry = group_table_insert(&self->c, &from->at, from->width, from->need, now_s);
         if (entry == NULL) {
             PyErr_NoMemory();
             return REFUSED_MEMORY;
         }
-    } else if (entry->width != from->width) {
+        count_cells(self, py_entry_split(entry), 0, 1);
+        self->splits_met |= 1u << py_entry_split(entry);
+    } else if (entry->width != from->width || entry->need != from->need) {
         return REFUSED_GROUP_SIZE;
     }
     void **cell = &group_entry_cells(entry)[from->cell];
@@ -235,7 +124,7 @@ static int arrive(GroupTableObject *self, const struct arrival *from, double now
     }
     *cell = Py_NewRef(from->sample);
     entry->missing--;
-    self->cells++;
+    count_cells(self, py_entry_split(entry), 1, 0);
     self->nbytes += self->count_bytes ? from->nbytes : 0;
     *at = entry;
     return entry->missing == 0 ? COMPLETED : TAKEN;
@@ -258,7 +147,11 @@ static bool complete(GroupTableObject *self, struct group_entry *entry, const st
         Py_DECREF(taken);
         return false;
     }
-    if (self->judged) {
+    if (taken->need < taken->size && PyList_Append(self->cancelled, taken->key) < 0) {
+        Py_DECREF(taken);
+        return false;
+    }
+    if (self->judged && taken->split == SHMBUS_SPLIT_TRAIN) {
         return append(left, (PyObject *)taken);
     }
     py_group_lists_push_ready(&self->lists, taken);
@@ -294,11 +187,11 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
     bool good = true;
     for (; good && ready < count; ready++) {
         struct arrival *arrival = &arrivals[ready];
-        if (!look_at(self, samples[ready], arrival)) {
+        if (!py_arrival_read(arrival, samples[ready], self->count_bytes)) {
             good = false;
             break;
         }
-        if (!arrival->failed && (arrival->width == 0 || arrival->cell >= arrival->width)) {
+        if (!arrival->failed && (arrival->need == 0 || arrival->cell >= arrival->width)) {
             PyErr_Format(PyExc_ValueError, "index: expected less than group_size %u, got %u",
                          arrival->width, arrival->cell);
             Py_CLEAR(arrival->key);
@@ -349,9 +242,9 @@ static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *ig
         return NULL;
     }
     struct group_key at;
-    PyObject *key = key_of(first_sample(entry));
+    PyObject *key = py_key_of(first_sample(entry));
     PyObject *taken = NULL;
-    if (key != NULL && split_key(&at, key)) {
+    if (key != NULL && py_key_read(&at, key)) {
         taken = (PyObject *)take_entry(self, entry, at.hash, key);
     }
     Py_XDECREF(key);
@@ -361,7 +254,7 @@ static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *ig
 /* take(key) -> GroupEntry | None: the entry of that key leaves as it is. */
 static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
     struct group_key at;
-    if (!split_key(&at, key)) {
+    if (!py_key_read(&at, key)) {
         return NULL;
     }
     struct group_entry *entry = group_table_find(&self->c, &at);
@@ -406,6 +299,27 @@ static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *ignore
     return found;
 }
 
+/* counts(split) -> (open groups, their samples, ready groups, their samples, leased groups, their
+ * samples) */
+static PyObject *py_group_table_counts(GroupTableObject *self, PyObject *argument) {
+    unsigned long split = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (split >= SHMBUS_MAX_SPLITS) {
+        PyErr_Format(PyExc_ValueError, "split: expected less than %u, got %lu", SHMBUS_MAX_SPLITS,
+                     split);
+        return NULL;
+    }
+    const struct open_count *open = &self->open[split];
+    const struct entry_list *ready = &self->lists.ready[split];
+    return Py_BuildValue("(KKKKKK)", (unsigned long long)open->groups,
+                         (unsigned long long)open->cells, (unsigned long long)ready->groups,
+                         (unsigned long long)ready->samples,
+                         (unsigned long long)self->lists.leased_of[split].groups,
+                         (unsigned long long)self->lists.leased_of[split].samples);
+}
+
 static PyObject *py_group_table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     (void)args;
     (void)kwargs;
@@ -430,7 +344,8 @@ static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject 
     self->judged = judged != 0;
     self->recent = PyDict_New();
     self->failing = PyDict_New();
-    if (self->recent == NULL || self->failing == NULL) {
+    self->cancelled = PyList_New(0);
+    if (self->recent == NULL || self->failing == NULL || self->cancelled == NULL) {
         return -1;
     }
     if (!group_table_begin(&self->c)) {
@@ -453,6 +368,7 @@ static void py_group_table_dealloc(GroupTableObject *self) {
     py_group_lists_clear(&self->lists);
     Py_XDECREF(self->recent);
     Py_XDECREF(self->failing);
+    Py_XDECREF(self->cancelled);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -478,11 +394,13 @@ static PyMethodDef group_table_methods[] = {
     {"put", (PyCFunction)(void (*)(void))py_group_table_put, METH_VARARGS, NULL},
     {"take_oldest", (PyCFunction)(void (*)(void))py_group_table_take_oldest, METH_NOARGS, NULL},
     {"take", (PyCFunction)(void (*)(void))py_group_table_take, METH_O, NULL},
+    {"counts", (PyCFunction)(void (*)(void))py_group_table_counts, METH_O, NULL},
     {"full", (PyCFunction)(void (*)(void))py_group_lists_full, METH_O, NULL},
     {"oldest", (PyCFunction)(void (*)(void))py_group_table_oldest, METH_O, NULL},
     {"samples", (PyCFunction)(void (*)(void))py_group_table_samples, METH_NOARGS, NULL},
     {"push", (PyCFunction)(void (*)(void))py_group_lists_push, METH_O, NULL},
-    {"lease", (PyCFunction)(void (*)(void))py_group_lists_lease, METH_O, NULL},
+    {"lease", (PyCFunction)(void (*)(void))py_group_lists_lease, METH_VARARGS, NULL},
+    {"count_ready", (PyCFunction)(void (*)(void))py_group_lists_count_ready, METH_O, NULL},
     {"end_lease", (PyCFunction)(void (*)(void))py_group_lists_end_lease, METH_O, NULL},
     {"give_back", (PyCFunction)(void (*)(void))py_group_lists_give_back, METH_O, NULL},
     {"is_leased", (PyCFunction)(void (*)(void))py_group_lists_is_leased, METH_O, NULL},
@@ -502,9 +420,9 @@ static PyMemberDef group_table_members[] = {
     {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all cells."},
     {"nbytes", T_ULONGLONG, offsetof(GroupTableObject, nbytes), READONLY,
      "Their bytes, under count_bytes."},
-    {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.groups), READONLY,
+    {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.ready_groups), READONLY,
      "Full, not leased."},
-    {"ready_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.ready.samples), READONLY,
+    {"ready_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.ready_samples), READONLY,
      "Their samples."},
     {"leased_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.groups), READONLY,
      "Under lease."},
@@ -512,6 +430,8 @@ static PyMemberDef group_table_members[] = {
      "Their samples."},
     {"recent", T_OBJECT_EX, offsetof(GroupTableObject, recent), READONLY,
      "Keys with an epoch whose groups were complete, oldest first; the stash bounds it."},
+    {"cancelled", T_OBJECT_EX, offsetof(GroupTableObject, cancelled), READONLY,
+     "Keys of groups that ended without all of their samples, until the reader has told producers."},
     {"failing", T_OBJECT_EX, offsetof(GroupTableObject, failing), READONLY,
      "Keys of failing groups, which the stash keeps itself."},
     {"failing_cells", T_ULONGLONG, offsetof(GroupTableObject, failing_cells), 0,
@@ -538,14 +458,7 @@ PyTypeObject GroupTableType = {
 };
 
 bool py_group_table_add_constants(PyObject *module) {
-    const struct word_note words[] = {
-        {&attribute.key, "key"},
-        {&attribute.group_size, "group_size"},
-        {&attribute.index, "index"},
-        {&attribute.nbytes, "nbytes"},
-        {&attribute.failed, "failed"},
-    };
-    return INTERN_WORDS(words) &&
+    return py_arrival_init() &&
            PyModule_AddIntConstant(module, "REFUSED_DUPLICATE", REFUSED_DUPLICATE) == 0 &&
            PyModule_AddIntConstant(module, "REFUSED_GROUP_SIZE", REFUSED_GROUP_SIZE) == 0 &&
            PyModule_AddIntConstant(module, "REFUSED_SURPLUS", REFUSED_SURPLUS) == 0 &&

@@ -8,11 +8,18 @@
  * enough for the pages of samples, entries and groups to stay in the first level of the TLB. */
 #define SAMPLES_BATCH 16
 
+/* Of one split: what is in the table. */
+struct open_count {
+    uint64_t groups, cells;
+};
+
 typedef struct {
     GroupListsObject lists; /* of the groups that are complete */
     struct group_table c;
     uint64_t cells;  /* that are filled */
     uint64_t nbytes; /* of the samples in them, where they are counted */
+    struct open_count open[SHMBUS_MAX_SPLITS];
+    uint32_t splits_met; /* a bit each, of those that samples came of */
     bool count_bytes;
     bool judged;      /* complete groups are left to the caller */
     PyObject *recent; /* dict */
@@ -21,6 +28,7 @@ typedef struct {
     uint64_t failing_cells;
     /* Leased groups that no client holds, and their samples; the daemon's, for messages. */
     uint64_t unheld_groups, unheld_cells;
+    PyObject *cancelled; /* list of the keys of groups that ended without all of their samples */
 } GroupTableObject;
 extern PyTypeObject GroupTableType;
 

@@ -9,6 +9,7 @@
 #include <sched.h>
 
 #include "python/hooks.h"
+#include "python/segment/split_labels.h"
 #include "ring/clock.h"
 #include "ring/copy.h"
 #include "ring/doorbell.h"
@@ -237,6 +238,19 @@ static void copy_payload(const WriterObject *self, const struct put_arguments *a
     }
 }
 
+bool py_writer_find_split(WriterObject *self, struct put_arguments *arguments,
+                          const struct reservation *at) {
+    if (arguments->split_object == NULL) {
+        return true;
+    }
+    arguments->spec.split = py_split_number(self->segment, arguments->split_object);
+    if (arguments->spec.split < SHMBUS_MAX_SPLITS) {
+        return true;
+    }
+    py_writer_leave_room(self, at);
+    return false;
+}
+
 void py_writer_write_head(WriterObject *self, const struct put_arguments *arguments,
                           const struct reservation *at) {
     record_write_frame(at->record, &at->place, at->bytes, self->c.producer_id, self->c.slot_index,
@@ -252,6 +266,11 @@ static void copy_unlocked(WriterObject *self, const struct put_arguments *argume
     copy_payload(self, arguments, (uint8_t *)at->record);
     Py_END_ALLOW_THREADS
     self->busy--;
+}
+
+void py_writer_fill(const WriterObject *self, const struct put_arguments *arguments,
+                    const struct reservation *at) {
+    copy_payload(self, arguments, (uint8_t *)at->record);
 }
 
 void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arguments,
@@ -291,7 +310,8 @@ bool py_writer_claim_filled(WriterObject *self, struct put_arguments *arguments,
 bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments) {
     struct reservation at;
     uint64_t bytes = arguments->spec.record_bytes;
-    if (!py_writer_claim_filled(self, arguments, &at)) {
+    if (!py_writer_claim_filled(self, arguments, &at) ||
+        !py_writer_find_split(self, arguments, &at)) {
         return false;
     }
     at.answers = arguments->answers;

@@ -64,9 +64,16 @@ void py_writer_leave_room(WriterObject *self, const struct reservation *at);
 /* Room for a record whose arguments are finished, its lists converted: in their place already, or in arrays that py_writer_fill_reserved copies. */
 bool py_writer_claim_filled(WriterObject *self, struct put_arguments *arguments,
                             struct reservation *at);
+/* The number of the arguments' split in the bus that has the room; false with an exception, and then
+ * the claim is given up. After the claim, since a wait for it may have led to another bus. */
+bool py_writer_find_split(WriterObject *self, struct put_arguments *arguments,
+                          const struct reservation *at);
 /* Frame and body of a record whose arguments are finished. */
 void py_writer_write_head(WriterObject *self, const struct put_arguments *arguments,
                           const struct reservation *at);
+/* Meta and arrays of a record that nobody sees yet. */
+void py_writer_fill(const WriterObject *self, const struct put_arguments *arguments,
+                    const struct reservation *at);
 /* Meta and arrays of a record that is reserved. Other threads run while a large one is copied. */
 void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arguments,
                              const struct reservation *at);

@@ -6,9 +6,10 @@
 #include <math.h>
 
 #include "python/hooks.h"
+#include "python/segment/split_labels.h"
 
 static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_epoch,
-    *word_meta, *word_timeout, *word_instance_id;
+    *word_meta, *word_timeout, *word_instance_id, *word_split, *word_need;
 
 bool py_arguments_init(void) {
     const struct word_note words[] = {{&word_group_size, "group_size"},
@@ -18,7 +19,9 @@ bool py_arguments_init(void) {
                  {&word_epoch, "epoch"},
                  {&word_meta, "meta"},
                  {&word_timeout, "timeout"},
-                 {&word_instance_id, "instance_id"}};
+                 {&word_instance_id, "instance_id"},
+                 {&word_split, "split"},
+                 {&word_need, "need"}};
     return INTERN_WORDS(words);
 }
 
@@ -26,6 +29,7 @@ void py_arguments_begin(struct put_arguments *self) {
     self->id_object = NULL;
     self->meta_object = NULL;
     self->meta_encoded = NULL;
+    self->split_object = NULL;
     self->schema = NULL;
     self->declared = NULL;
     self->timeout_s = -1.0;
@@ -46,6 +50,7 @@ void py_arguments_end(struct put_arguments *self) {
     Py_CLEAR(self->id_object);
     Py_CLEAR(self->meta_object);
     Py_CLEAR(self->meta_encoded);
+    Py_CLEAR(self->split_object);
     Py_CLEAR(self->schema);
     Py_CLEAR(self->declared);
 }
@@ -97,8 +102,34 @@ static void number_error(const char *name, const char *expected, PyObject *value
     }
 }
 
-bool py_parse_policy_version(PyObject *value, int64_t *version) {
-    return take_integer(value, "policy_version", 0, INT64_MAX, version);
+bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span) {
+    *span = 0;
+    if (!PyTuple_Check(value) && !PyList_Check(value)) {
+        return take_integer(value, "policy_version", 0, INT64_MAX, oldest);
+    }
+    int64_t newest;
+    if (PySequence_Fast_GET_SIZE(value) != 2) {
+        PyErr_Format(PyExc_ValueError,
+                     "policy_version: expected an int, or two: the oldest and the newest, got %R",
+                     value);
+        return false;
+    }
+    /* Converting runs code of the caller's, which may empty the list. */
+    PyObject *pair = PySequence_Tuple(value);
+    bool taken =
+        pair != NULL &&
+        take_integer(PyTuple_GET_ITEM(pair, 0), "policy_version", 0, INT64_MAX, oldest) &&
+        take_integer(PyTuple_GET_ITEM(pair, 1), "policy_version", 0, INT64_MAX, &newest);
+    if (taken && (newest < *oldest || newest - *oldest > (int64_t)UINT32_MAX)) {
+        PyErr_Format(PyExc_ValueError,
+                     "policy_version: expected the oldest and then the newest, at most %u later, "
+                     "got %R",
+                     UINT32_MAX, value);
+        taken = false;
+    }
+    Py_XDECREF(pair);
+    *span = taken ? (uint32_t)(newest - *oldest) : 0;
+    return taken;
 }
 
 /* One number as tensors and arrays give theirs; NULL with an exception. */
@@ -253,6 +284,21 @@ static bool take_array(struct put_arguments *self, PyObject *name, PyObject *val
     return true;
 }
 
+static bool take_split(struct put_arguments *self, PyObject *value) {
+    if (value != Py_None && !py_split_check(value)) {
+        return false;
+    }
+    Py_XSETREF(self->split_object, value == Py_None ? NULL : Py_NewRef(value));
+    return true;
+}
+
+static bool take_need(struct put_arguments *self, PyObject *value) {
+    int64_t number = 0;
+    bool taken = value == Py_None || take_integer(value, "need", 1, SHMBUS_MAX_GROUP_SIZE, &number);
+    self->spec.need = (uint32_t)number;
+    return taken;
+}
+
 /* The reserved words, by identity: names in a call are interned. */
 bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value) {
     int64_t number;
@@ -276,7 +322,8 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         return py_parse_score(value, &self->spec.score);
     }
     if (name == word_policy_version) {
-        return py_parse_policy_version(value, &self->spec.policy_version);
+        return py_parse_policy_versions(value, &self->spec.policy_version,
+                                        &self->spec.version_span);
     }
     if (name == word_epoch) {
         self->spec.epoch = SHMBUS_NO_EPOCH;
@@ -286,6 +333,12 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
     if (name == word_meta) {
         Py_XSETREF(self->meta_object, value == Py_None ? NULL : Py_NewRef(value));
         return true;
+    }
+    if (name == word_split) {
+        return take_split(self, value);
+    }
+    if (name == word_need) {
+        return take_need(self, value);
     }
     if (name == word_timeout) {
         return py_parse_timeout(value, &self->timeout_s);
@@ -305,7 +358,8 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
             interned != name &&
             (interned == word_group_size || interned == word_index || interned == word_score ||
              interned == word_policy_version || interned == word_epoch || interned == word_meta ||
-             interned == word_timeout || interned == word_instance_id);
+             interned == word_timeout || interned == word_instance_id ||
+             interned == word_split || interned == word_need);
         /* The interned string lives as long as one of its kind does: the reserved words do. */
         Py_DECREF(interned);
         if (reserved) {
@@ -342,6 +396,25 @@ bool py_arguments_take_mapping(struct put_arguments *arguments, PyObject *item) 
     return true;
 }
 
+/* How many samples complete the group: no more than it has; and where they are fewer, a late one
+ * must be told from the next group's. */
+static bool check_need(const struct record_spec *spec) {
+    if (spec->need > spec->group_size) {
+        PyErr_Format(PyExc_ValueError, "need: expected 1 to %u for group_size=%u, got %u",
+                     spec->group_size, spec->group_size, spec->need);
+        return false;
+    }
+    if (spec->need != 0 && spec->need < spec->group_size && spec->epoch == SHMBUS_NO_EPOCH) {
+        PyErr_Format(PyExc_ValueError,
+                     "need: %u of group_size=%u needs an epoch, by which a late sample is told "
+                     "from the prompt's next group; pass epoch=, such as producer.next_round() "
+                     "once for the group, or use put_group",
+                     spec->need, spec->group_size);
+        return false;
+    }
+    return true;
+}
+
 bool py_arguments_finish_head(struct put_arguments *self) {
     if (self->id_object == NULL || !self->has_group_size || !self->has_index) {
         PyErr_Format(PyExc_TypeError, "missing the argument '%s'",
@@ -353,6 +426,9 @@ bool py_arguments_finish_head(struct put_arguments *self) {
     if (self->spec.index >= self->spec.group_size) {
         PyErr_Format(PyExc_ValueError, "index: expected 0 to %u for group_size=%u, got %u",
                      self->spec.group_size - 1, self->spec.group_size, self->spec.index);
+        return false;
+    }
+    if (!check_need(&self->spec)) {
         return false;
     }
     if (self->meta_object != NULL) {

@@ -9,6 +9,7 @@
 struct put_arguments {
     PyObject *id_object;
     PyObject *meta_object; /* NULL for none */
+    PyObject *split_object; /* a label; NULL for "train" */
     PyObject *values[SHMBUS_MAX_FIELDS];
     PyObject *names[SHMBUS_MAX_FIELDS];
     PyArrayObject *arrays[SHMBUS_MAX_FIELDS]; /* owned, contiguous; NULL for a list */
@@ -39,7 +40,8 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value);
 bool py_arguments_finish_head(struct put_arguments *self);
 bool py_parse_timeout(PyObject *value, double *timeout_s);
 bool py_parse_score(PyObject *value, double *score);
-bool py_parse_policy_version(PyObject *value, int64_t *version);
+/* One version, or the oldest and the newest, of which `span` is the distance. */
+bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span);
 bool py_arguments_init(void);
 
 #endif

@@ -158,6 +158,10 @@ static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, 
     if (!added || batch->committed + batch->open != at) {
         goto end;
     }
+    added = py_writer_find_split(self, &arguments, &batch->at[batch->open]);
+    if (!added) {
+        goto end;
+    }
     struct reservation *to = &batch->at[batch->open++];
     py_writer_write_head(self, &arguments, to);
     writer_reserve(&self->c, to);

@@ -53,6 +53,7 @@ static void py_reservation_finish(ReservationObject *self, bool commit) {
         move_from_views(self);
         self->at.record->score = self->score;
         self->at.record->policy_version = self->policy_version;
+        self->at.record->version_span = self->version_span;
         writer_commit(&self->writer->c, &self->at);
         self->writer->bytes += self->at.bytes;
     } else {
@@ -138,6 +139,7 @@ static void py_reservation_open(ReservationObject *self, struct put_arguments *a
     self->meta_room = (uint32_t)spec->meta_bytes;
     self->score = spec->score;
     self->policy_version = spec->policy_version;
+    self->version_span = spec->version_span;
     spec->meta_bytes = meta_bytes;
     py_writer_write_head(writer, arguments, &self->at);
     if (meta_bytes > 0) {
@@ -185,7 +187,8 @@ PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
         goto end;
     }
     struct wanted_room wanted = py_writer_wants(self, &arguments);
-    if (!py_writer_claim_room(self, &wanted, arguments.timeout_s, &at)) {
+    if (!py_writer_claim_room(self, &wanted, arguments.timeout_s, &at) ||
+        !py_writer_find_split(self, &arguments, &at)) {
         goto end;
     }
     made = py_reservation_new(self, &at, fields.names);
@@ -326,14 +329,17 @@ static int py_reservation_set_score(ReservationObject *self, PyObject *value, vo
 
 static PyObject *py_reservation_get_policy_version(ReservationObject *self, void *ignored) {
     (void)ignored;
-    return PyLong_FromLongLong(self->policy_version);
+    return self->version_span == 0
+               ? PyLong_FromLongLong(self->policy_version)
+               : Py_BuildValue("(LL)", (long long)self->policy_version,
+                               (long long)self->policy_version + (long long)self->version_span);
 }
 
 static int py_reservation_set_policy_version(ReservationObject *self, PyObject *value,
                                              void *ignored) {
     (void)ignored;
     bool set = py_is_given(value, "policy_version") && py_reservation_usable(self) &&
-               py_parse_policy_version(value, &self->policy_version);
+               py_parse_policy_versions(value, &self->policy_version, &self->version_span);
     return set ? 0 : -1;
 }
 
@@ -404,8 +410,8 @@ PyDoc_STRVAR(reservation_doc,
     "    The names of its arrays.\n"
     "score : float\n"
     "    The reward; can be set until the end.\n"
-    "policy_version : int\n"
-    "    The policy that sampled it; can be set until the end.\n"
+    "policy_version : int or tuple of (int, int)\n"
+    "    The policy that sampled it, or the oldest and the newest; can be set until the end.\n"
     "meta : object\n"
     "    Whatever msgspec can encode, within the `meta_room` of `reserve`; can be set, not read.\n"
     "ended : bool\n"

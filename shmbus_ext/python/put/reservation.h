@@ -17,6 +17,7 @@ typedef struct {
     uint32_t meta_room;
     double score;
     int64_t policy_version;
+    uint32_t version_span;
     bool ended;
     bool resized;
     PyObject *declared; /* the schema that it was checked by, or NULL */

@@ -372,6 +372,24 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* split(number, acknowledged, dropped): its counters. */
+static PyObject *py_restorer_split(RestorerObject *self, PyObject *args) {
+    unsigned int number;
+    unsigned long long acked, dropped;
+    if (!py_restorer_usable(self) ||
+        !PyArg_ParseTuple(args, "IKK", &number, &acked, &dropped)) {
+        return NULL;
+    }
+    if (number >= SHMBUS_MAX_SPLITS) {
+        PyErr_Format(PyExc_ValueError, "split %u: a bus has %u", number, SHMBUS_MAX_SPLITS);
+        return NULL;
+    }
+    struct split_entry *entry = &self->segment->c.splits[number];
+    atomic_store_explicit(&entry->acked, acked, memory_order_relaxed);
+    atomic_store_explicit(&entry->dropped, dropped, memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
 static void py_restorer_dealloc(RestorerObject *self) {
     if (self->attached && self->segment->generation == fork_generation &&
         self->segment->c.fd >= 0) {
@@ -384,6 +402,7 @@ static void py_restorer_dealloc(RestorerObject *self) {
 
 static PyMethodDef restorer_methods[] = {
     {"put", (PyCFunction)(void (*)(void))py_restorer_put, METH_VARARGS, NULL},
+    {"split", (PyCFunction)(void (*)(void))py_restorer_split, METH_VARARGS, NULL},
     {"finish", (PyCFunction)(void (*)(void))py_restorer_finish, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

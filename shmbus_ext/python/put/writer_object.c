@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "python/hooks.h"
+#include "python/put/put_group.h"
 #include "python/put/put_many.h"
 #include "python/put/request_claims.h"
 #include "python/put/reservation.h"
@@ -244,7 +245,8 @@ static PyObject *py_writer_get_closed(WriterObject *self, void *ignored) {
 
 PyDoc_STRVAR(put_doc,
     "put($self, instance_id, *, group_size, index, "
-    "score=0.0, policy_version=0, epoch=None, meta=None, timeout=None, **arrays)\n--\n\n"
+    "score=0.0, policy_version=0, epoch=None, split=None, need=None, meta=None, timeout=None, "
+    "**arrays)\n--\n\n"
     "Copy one trajectory into the ring and commit it.\n\n"
     "The consumer finds all of a record or nothing of it. When this returns, the arrays are the\n"
     "caller's again, and the record outlives this process.\n\n"
@@ -253,20 +255,29 @@ PyDoc_STRVAR(put_doc,
     "    The prompt's key, 1 to 255 bytes of UTF-8. The samples of one key form a group, whoever\n"
     "    puts them. An int is its decimal text: 17 and \"17\" are one prompt.\n"
     "group_size : int\n"
-    "    Samples in a complete group, 1 to 16384; the same for every sample of it.\n"
+    "    Samples of its group, 1 to 16384; the same for every sample of it.\n"
     "index : int\n"
     "    Which sample of its group this is, 0 to group_size - 1. Of several with one index the\n"
     "    first is kept, the others are dropped as duplicates.\n"
     "score : float, default 0.0\n"
     "    The reward; finite. An array or tensor with one element is that number.\n"
-    "policy_version : int, default 0\n"
-    "    Version of the policy that sampled it, 0 or more. A consumer's `max_policy_lag` compares\n"
-    "    it with the trainer's current version, which `Producer.policy_version` reads.\n"
+    "policy_version : int or tuple of (int, int), default 0\n"
+    "    Version of the policy that sampled it, 0 or more; or the oldest and the newest, where it\n"
+    "    changed meanwhile. A consumer's `max_policy_lag` compares the oldest with the\n"
+    "    trainer's current version, which `Producer.policy_version` reads.\n"
     "epoch : int, optional\n"
     "    Which round of the prompt this is, 0 or more; `next_round` gives one that nobody else\n"
     "    has, for all samples of a round. With an epoch, (instance_id, epoch) is the group's key,\n"
     "    and a sample of a group that was complete before is dropped as surplus. Without one,\n"
     "    such a sample begins the prompt's next group.\n"
+    "split : str, optional\n"
+    "    Who the group is for, 1 to 31 bytes of UTF-8; \"train\" where none is given. Groups of\n"
+    "    another split, such as \"eval\", are delivered to who asks for that one, and never trained\n"
+    "    on. It is a part of the group's key. A bus has at most 16.\n"
+    "need : int, optional\n"
+    "    Samples that complete the group, the first that come: at most group_size, which is the\n"
+    "    default. Late ones are dropped as surplus; `cancelled` tells their workers to stop.\n"
+    "    Fewer than group_size need an epoch.\n"
     "meta : object, optional\n"
     "    Whatever msgspec can encode as MessagePack, for the reader of the trajectory. NumPy\n"
     "    scalars, arrays and tensors come back as numbers and nested lists, pydantic models and\n"
@@ -333,6 +344,9 @@ static PyMethodDef writer_methods[] = {
      put_doc},
     {"put_many", (PyCFunction)(void (*)(void))py_writer_put_many, METH_VARARGS | METH_KEYWORDS,
      py_writer_put_many_doc},
+    {"_put_group", (PyCFunction)(void (*)(void))py_writer_put_group, METH_VARARGS, NULL},
+    {"cancelled", (PyCFunction)(void (*)(void))py_writer_cancelled, METH_VARARGS | METH_KEYWORDS,
+     py_writer_cancelled_doc},
     {"_fail", (PyCFunction)(void (*)(void))py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL},
     {"_fail_unsized", (PyCFunction)(void (*)(void))py_writer_fail_unsized,
      METH_FASTCALL | METH_KEYWORDS, NULL},

@@ -10,7 +10,9 @@
 #include "python/hooks.h"
 #include "python/put/put_arguments.h"
 #include "python/record/trajectory.h"
+#include "python/segment/split_labels.h"
 #include "ring/attach.h"
+#include "ring/cancelled.h"
 #include "ring/clock.h"
 #include "ring/count.h"
 #include "ring/doorbell.h"
@@ -307,7 +309,9 @@ bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason) {
         refs[i] = &((TrajectoryObject *)PyList_GET_ITEM(items, i))->ref;
     }
     if (count > 0) {
-        intent_log_release(self->c.segment, refs, (uint32_t)count, (enum shmbus_reason)reason);
+        uint32_t split = ((TrajectoryObject *)PyList_GET_ITEM(items, 0))->split;
+        intent_log_release(self->c.segment, refs, (uint32_t)count, (enum shmbus_reason)reason,
+                           split);
     }
     if (refs != few) {
         PyMem_Free((void *)refs);
@@ -418,6 +422,32 @@ static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *ignored) {
     return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
 }
 
+/* What waits of each split that this reader has met. */
+static void note_splits(ReaderObject *self, const GroupTableObject *table) {
+    for (uint32_t split = 0; table->splits_met >> split != 0; split++) {
+        struct split_entry *entry = &self->segment->c.splits[split];
+        const struct open_count *open = &table->open[split];
+        const struct entry_list *ready = &table->lists.ready[split];
+        atomic_store_explicit(&entry->stashed, open->cells + ready->samples,
+                              memory_order_relaxed);
+        atomic_store_explicit(&entry->ready_groups, (uint32_t)ready->groups, memory_order_relaxed);
+        atomic_store_explicit(&entry->open_groups, (uint32_t)open->groups, memory_order_relaxed);
+    }
+}
+
+/* Tells producers which groups need no more samples. */
+static void tell_cancelled(ReaderObject *self, const GroupTableObject *table) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(table->cancelled); i++) {
+        uint64_t hash;
+        if (py_key_hash(PyList_GET_ITEM(table->cancelled, i), &hash)) {
+            cancelled_add(&self->segment->c, hash);
+        }
+    }
+    if (PyList_GET_SIZE(table->cancelled) > 0) {
+        (void)PyList_SetSlice(table->cancelled, 0, PyList_GET_SIZE(table->cancelled), NULL);
+    }
+}
+
 void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
     struct bus_header *h = self->segment->c.header;
     /* A lease may have ended since the daemon has counted. */
@@ -430,15 +460,17 @@ void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
     atomic_store_explicit(&h->collector_leased_records, leased_samples - unheld_cells,
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_groups,
-                          table->c.count + table->lists.ready.groups +
+                          table->c.count + table->lists.ready_groups +
                           (uint64_t)PyDict_GET_SIZE(table->failing) + unheld_groups,
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_stashed_records,
-                          table->cells + table->lists.ready.samples + table->failing_cells +
+                          table->cells + table->lists.ready_samples + table->failing_cells +
                           unheld_cells,
                           memory_order_relaxed);
     atomic_store_explicit(&h->collector_lease_ns, py_group_lists_leased_since(&table->lists),
                           memory_order_relaxed);
+    note_splits(self, table);
+    tell_cancelled(self, table);
 }
 
 /* note(table): what others can read of this consumer. */

@@ -1,10 +1,7 @@
 /* Take: from the ring to a list of groups under lease, in one call.
  *
- * ConsumerBase.take is what users call: in C, since a consumer that polls calls little else, and
- * one that was just woken pays for each line of Python. It knows plain numbers and an Intake;
- * every other call goes to `_take` of its subclass. Intake reads the ring and sleeps, for as long
- * as nothing needs a decision. Decisions and periodic work are those of `on_due`, which is
- * Python's.
+ * Intake reads the ring and sleeps, for as long as nothing needs a decision. Decisions and periodic
+ * work are those of `on_due`, which is Python's.
  *
  * Invariants:
  * - All but sleeping happens under the lock, and `on_due` too. Nobody sleeps with it.
@@ -27,15 +24,6 @@
 
 /* A wait is never shorter: work that is due in less may as well run at its end. */
 #define SHORTEST_WAIT_S 1e-4
-/* What take asks for where its caller does not say. */
-#define DEFAULT_GROUPS 64
-#define DEFAULT_TIMEOUT_S 0.1
-
-struct take_request {
-    PyObject *consumer;
-    Py_ssize_t groups;
-    double timeout_s; /* infinite for ever */
-};
 
 /* Whether another look at the ring may find records at once; TAKE_FAILED with an exception. */
 enum take_state { TAKE_FAILED = -1, TAKE_IDLE = 0, TAKE_MORE = 1 };
@@ -47,7 +35,7 @@ typedef struct {
     RecursiveLockObject *lock;
     PyTypeObject *kind; /* of groups: made of GroupBase */
     PyObject *on_due;   /* on_due(intake, left, groups, now_s) -> whether there may be more */
-    PyObject *lease;    /* lease(groups) -> list of entries; NULL to lease whatever is ready */
+    PyObject *lease;    /* lease(groups, split) -> list of entries; NULL to lease what is ready */
     PyObject *left;     /* list: what was read, and is neither in the table nor ready */
     struct watch watch;     /* over a wait */
     double group_timeout_s; /* the oldest incomplete group has so long; or infinite */
@@ -103,9 +91,11 @@ static enum take_state read_portion(IntakeObject *self, Py_ssize_t groups, doubl
 }
 
 /* Moves what the ring has into the table, until enough is ready. */
-static enum take_state pump(IntakeObject *self, Py_ssize_t groups, double now_s) {
+static enum take_state pump(IntakeObject *self, const struct take_request *request,
+                            double now_s) {
+    Py_ssize_t groups = request->groups;
     for (Py_ssize_t i = 0; i < self->portions; i++) {
-        if (self->table->lists.ready.groups >= (uint64_t)groups) {
+        if (self->table->lists.ready[request->split].groups >= (uint64_t)groups) {
             return TAKE_MORE;
         }
         enum take_state state = self->delegate_all ? run_due(self, groups, now_s)
@@ -143,8 +133,8 @@ static bool make_groups(IntakeObject *self, PyObject *consumer, PyObject *list) 
     return true;
 }
 
-static PyObject *call_lease(IntakeObject *self, Py_ssize_t groups) {
-    PyObject *arguments = Py_BuildValue("(n)", groups);
+static PyObject *call_lease(IntakeObject *self, const struct take_request *request) {
+    PyObject *arguments = Py_BuildValue("(nI)", request->groups, request->split);
     PyObject *list =
         arguments == NULL ? NULL : py_call_uninterrupted(self->lease, arguments);
     Py_XDECREF(arguments);
@@ -153,13 +143,14 @@ static PyObject *call_lease(IntakeObject *self, Py_ssize_t groups) {
 
 /* A list of groups, each under lease; NULL with an exception. */
 static PyObject *lease(IntakeObject *self, const struct take_request *request) {
-    if (self->table->lists.ready.groups == 0) {
+    if (self->table->lists.ready[request->split].groups == 0) {
         return PyList_New(0);
     }
     const bool plain = self->lease == NULL || self->lease == Py_None;
-    PyObject *list = plain ? py_group_lists_lease_ready(&self->table->lists, request->groups)
-                           : call_lease(self, request->groups);
-    if (list != NULL && plain) {
+    PyObject *list = plain ? py_group_lists_lease_ready(&self->table->lists, request->split,
+                                                        request->groups)
+                           : call_lease(self, request);
+    if (list != NULL && plain && request->split == SHMBUS_SPLIT_TRAIN) {
         py_delivery_count(self->reader->segment, list);
     }
     if (list != NULL && !make_groups(self, request->consumer, list)) {
@@ -184,7 +175,7 @@ static PyObject *look(IntakeObject *self, const struct take_request *request, bo
     *state = calls ? run_due(self, request->groups, now_s) : TAKE_IDLE;
     if (*state == TAKE_MORE || (*state == TAKE_IDLE && !self->delegate_all)) {
         py_reader_note_seen(self->reader, now_ns);
-        *state = pump(self, request->groups, now_s);
+        *state = pump(self, request, now_s);
     }
     PyObject *groups = *state == TAKE_FAILED ? NULL : lease(self, request);
     if (groups != NULL &&
@@ -244,8 +235,8 @@ static bool let_others_run(void) {
     return PyErr_CheckSignals() == 0;
 }
 
-/* A list of groups, empty when the time is over; NULL with an exception. */
-static PyObject *take(IntakeObject *self, const struct take_request *request) {
+PyObject *py_intake_take(PyObject *intake, const struct take_request *request) {
+    IntakeObject *self = (IntakeObject *)intake;
     double began_s = seconds(clock_monotonic_ns());
     double next_watch_s = py_watch_first_s(&self->watch);
     bool just_woken = false;
@@ -347,6 +338,11 @@ static PyMemberDef intake_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+SegmentObject *py_intake_segment(PyObject *intake) {
+    ReaderObject *reader = ((IntakeObject *)intake)->reader;
+    return py_reader_is_open(reader) ? reader->segment : NULL;
+}
+
 PyTypeObject IntakeType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Intake",
     .tp_basicsize = sizeof(IntakeObject),
@@ -358,141 +354,3 @@ PyTypeObject IntakeType = {
     .tp_init = (initproc)py_intake_init,
     .tp_new = PyType_GenericNew,
 };
-
-/* ---- ConsumerBase ---- */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *intake; /* None until there is one */
-} ConsumerObject;
-
-static struct {
-    PyObject *max_groups, *timeout, *take;
-} word;
-
-static bool read_groups(PyObject *value, struct take_request *request) {
-    if (!PyLong_CheckExact(value)) {
-        return false;
-    }
-    int overflow;
-    long groups = PyLong_AsLongAndOverflow(value, &overflow);
-    request->groups = overflow > 0 ? PY_SSIZE_T_MAX : groups;
-    return request->groups >= 1;
-}
-
-static bool read_timeout(PyObject *value, struct take_request *request) {
-    if (PyFloat_CheckExact(value)) {
-        request->timeout_s = PyFloat_AS_DOUBLE(value);
-    } else if (PyLong_CheckExact(value)) {
-        int overflow;
-        long timeout_s = PyLong_AsLongAndOverflow(value, &overflow);
-        request->timeout_s = overflow != 0 ? -1.0 : (double)timeout_s;
-    } else {
-        request->timeout_s = value == Py_None ? INFINITY : -1.0;
-    }
-    return request->timeout_s >= 0;
-}
-
-/* False for a call that is left to `_take`. */
-static bool read_call(struct take_request *request, PyObject *const *args, Py_ssize_t count,
-                      PyObject *kwnames) {
-    if (count > 2 || (count > 0 && !read_groups(args[0], request)) ||
-        (count > 1 && !read_timeout(args[1], request))) {
-        return false;
-    }
-    Py_ssize_t named = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
-    for (Py_ssize_t i = 0; i < named; i++) {
-        PyObject *name = PyTuple_GET_ITEM(kwnames, i);
-        PyObject *value = args[count + i];
-        /* Names in a call are interned. */
-        if (!(name == word.timeout && count < 2 && read_timeout(value, request)) &&
-            !(name == word.max_groups && count < 1 && read_groups(value, request))) {
-            return false;
-        }
-    }
-    return true;
-}
-
-static PyObject *py_consumer_take(ConsumerObject *self, PyObject *const *args, Py_ssize_t count,
-                                  PyObject *kwnames) {
-    struct take_request request = {(PyObject *)self, DEFAULT_GROUPS, DEFAULT_TIMEOUT_S};
-    if (self->intake != NULL && Py_IS_TYPE(self->intake, &IntakeType) &&
-        py_reader_is_open(((IntakeObject *)self->intake)->reader) &&
-        read_call(&request, args, count, kwnames)) {
-        PyObject *intake = Py_NewRef(self->intake);
-        PyObject *groups = take((IntakeObject *)intake, &request);
-        Py_DECREF(intake);
-        return groups;
-    }
-    PyObject *method = PyObject_GetAttr((PyObject *)self, word.take);
-    PyObject *groups =
-        method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)count, kwnames);
-    Py_XDECREF(method);
-    return groups;
-}
-
-static int py_consumer_traverse(ConsumerObject *self, visitproc visit, void *arg) {
-    Py_VISIT(self->intake);
-    return 0;
-}
-
-static int py_consumer_clear(ConsumerObject *self) {
-    Py_CLEAR(self->intake);
-    return 0;
-}
-
-static void py_consumer_dealloc(ConsumerObject *self) {
-    PyObject_GC_UnTrack(self);
-    py_consumer_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyMethodDef consumer_methods[] = {
-    {"take", (PyCFunction)(void (*)(void))py_consumer_take, METH_FASTCALL | METH_KEYWORDS,
-     "take($self, max_groups=64, timeout=0.1)\n--\n\n"
-     "Take complete groups, in the order of completion, as soon as there is one.\n\n"
-     "Parameters\n----------\n"
-     "max_groups : int\n"
-     "    How many at the most. With ranks, how many each rank gets at the most of the next step;\n"
-     "    this rank's shard of it is taken, and all ranks have to ask for the same number.\n"
-     "timeout : float, optional\n"
-     "    Seconds to wait for the first: None waits for ever, 0 does not wait.\n\n"
-     "Returns\n-------\n"
-     "list[Group]\n"
-     "    Maybe empty. Each is leased to the caller until it is acknowledged or given back.\n\n"
-     "Raises\n------\n"
-     "ProtocolError\n"
-     "    A duplicate came, under ``duplicate=\"error\"``; once for each, with nothing lost.\n"
-     "StallError\n    Nothing has moved for too long, under ``on_stall=\"raise\"``.\n"
-     "BusBusyError\n    This Consumer has no rank, and ranks came back to a restarted daemon.\n"
-     "BusClosedError\n    The consumer is closed, or was made before a fork.\n"},
-    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyMemberDef consumer_members[] = {
-    {"_intake", T_OBJECT, offsetof(ConsumerObject, intake), 0, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
-
-PyTypeObject ConsumerBaseType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ConsumerBase",
-    .tp_basicsize = sizeof(ConsumerObject),
-    .tp_dealloc = (destructor)py_consumer_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_traverse = (traverseproc)py_consumer_traverse,
-    .tp_clear = (inquiry)py_consumer_clear,
-    .tp_doc = "``take``; what it does not know it leaves to ``_take`` of the subclass.",
-    .tp_methods = consumer_methods,
-    .tp_members = consumer_members,
-    .tp_new = PyType_GenericNew,
-};
-
-bool py_take_add_words(void) {
-    const struct word_note words[] = {
-        {&word.max_groups, "max_groups"},
-        {&word.timeout, "timeout"},
-        {&word.take, "_take"},
-    };
-    return INTERN_WORDS(words);
-}

@@ -5,6 +5,7 @@
 #include "python/record/copies.h"
 
 #include "python/hooks.h"
+#include "python/segment/split_labels.h"
 
 /* A tuple with what `make` gives for each field, in the producer's order. */
 static PyObject *each_field(TrajectoryObject *self,
@@ -71,15 +72,20 @@ static PyObject *py_trajectory_copy(TrajectoryObject *self, PyObject *ignored) {
         (const char *)py_trajectory_bytes(self) + self->meta_offset, self->meta_bytes);
     PyObject *epoch = self->epoch == SHMBUS_NO_EPOCH ? Py_NewRef(Py_None)
                                                      : PyLong_FromLongLong(self->epoch);
-    PyObject *fields = meta == NULL || epoch == NULL ? NULL : owned_fields(self);
+    PyObject *split = py_split_label(self->holder->segment, self->split);
+    PyObject *fields =
+        meta == NULL || epoch == NULL || split == NULL ? NULL : owned_fields(self);
     if (fields == NULL) {
         Py_XDECREF(meta);
         Py_XDECREF(epoch);
+        Py_XDECREF(split);
         return NULL;
     }
     PyObject *arguments = Py_BuildValue(
-        "(OOONdLKKKKNN)", self->instance_id, self->index, self->group_size, epoch, self->score,
-        (long long)self->policy_version, (unsigned long long)self->producer_id,
+        "(OOOiNNOdLLKKKKNN)", self->instance_id, self->index, self->group_size, (int)self->need,
+        epoch, split, self->key, self->score, (long long)self->policy_version,
+        (long long)self->policy_version + (long long)self->version_span,
+        (unsigned long long)self->producer_id,
         (unsigned long long)self->sequence, (unsigned long long)self->committed_ns,
         (unsigned long long)self->ref.bytes, meta, fields);
     PyObject *copy = arguments == NULL
@@ -140,8 +146,8 @@ PyDoc_STRVAR(to_dict_doc,
     "Return the keywords of `Producer.put` that put it again, with owned arrays.\n\n"
     "Returns\n-------\n"
     "dict\n"
-    "    \"instance_id\", \"group_size\", \"index\", \"score\", \"policy_version\", \"epoch\", \"meta\",\n"
-    "    and each array field by its name.\n\n"
+    "    \"instance_id\", \"group_size\", \"index\", \"score\", \"policy_version\", \"epoch\", \"split\",\n"
+    "    \"need\", \"meta\", and each array field by its name.\n\n"
     "Raises\n------\n"
     "BusClosedError, TypeError\n"
     "    As for `get`.");

@@ -7,6 +7,7 @@
 #include "python/record/trajectory.h"
 
 #include "python/hooks.h"
+#include "python/segment/split_labels.h"
 
 static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
     PyObject **place = &holder->ids[hash % ID_TABLE];
@@ -64,6 +65,12 @@ static SchemaObject *shared_schema(HolderObject *holder, const struct record_cop
 }
 
 static PyObject *make_key(const TrajectoryObject *self) {
+    if (self->split != SHMBUS_SPLIT_TRAIN) {
+        return self->epoch == SHMBUS_NO_EPOCH
+                   ? Py_BuildValue("(OOi)", self->instance_id, Py_None, (int)self->split)
+                   : Py_BuildValue("(OLi)", self->instance_id, (long long)self->epoch,
+                                   (int)self->split);
+    }
     if (self->epoch == SHMBUS_NO_EPOCH) {
         return Py_NewRef(self->instance_id);
     }
@@ -83,6 +90,9 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
     self->holder = (HolderObject *)Py_NewRef((PyObject *)holder);
     self->score = header->score;
     self->policy_version = header->policy_version;
+    self->version_span = header->version_span;
+    self->need = header->need;
+    self->split = header->split;
     self->epoch = header->epoch;
     self->sequence = header->sequence;
     self->producer_id = header->producer_id;
@@ -270,6 +280,16 @@ static PyObject *py_trajectory_epoch(TrajectoryObject *self, void *ignored) {
     return PyLong_FromLongLong(self->epoch);
 }
 
+static PyObject *py_trajectory_split(TrajectoryObject *self, void *ignored) {
+    (void)ignored;
+    return py_split_label(self->holder->segment, self->split);
+}
+
+static PyObject *py_trajectory_newest(TrajectoryObject *self, void *ignored) {
+    (void)ignored;
+    return PyLong_FromLongLong(self->policy_version + (long long)self->version_span);
+}
+
 static PyObject *py_trajectory_repr(TrajectoryObject *self) {
     PyObject *score = PyFloat_FromDouble(self->score);
     PyObject *text =
@@ -295,14 +315,21 @@ PyDoc_STRVAR(trajectory_doc,
     "    Which sample of its group, from 0.\n"
     "group_size : int\n"
     "    Samples in its group.\n"
-    "key : str or tuple of (str, int)\n"
-    "    What tells its group: instance_id, or (instance_id, epoch).\n"
+    "need : int\n"
+    "    Samples that complete its group: group_size, unless its producer asked for fewer.\n"
+    "split : str\n"
+    "    Who it is for: \"train\", or what its producer said.\n"
+    "key : str or tuple\n"
+    "    What tells its group: instance_id, or (instance_id, epoch); of another split than\n"
+    "    \"train\" (instance_id, epoch or None, the split's number).\n"
     "epoch : int or None\n"
     "    The producer's epoch, where it gave one.\n"
     "score : float\n"
     "    The reward.\n"
     "policy_version : int\n"
-    "    Version of the policy that sampled it.\n"
+    "    Version of the policy that sampled it; the oldest, where there were several.\n"
+    "newest_policy_version : int\n"
+    "    The newest of them.\n"
     "sequence : int\n"
     "    Its number among its producer's commits, from 0.\n"
     "producer_id : int\n"
@@ -368,6 +395,9 @@ static PyMethodDef trajectory_methods[] = {
 static PyGetSetDef trajectory_getset[] = {
     {"meta", (getter)py_trajectory_meta, NULL, "What the producer gave as meta, or None.", NULL},
     {"epoch", (getter)py_trajectory_epoch, NULL, "The producer's epoch, or None.", NULL},
+    {"split", (getter)py_trajectory_split, NULL, "Who it is for: the label of its split.", NULL},
+    {"newest_policy_version", (getter)py_trajectory_newest, NULL,
+     "The newest policy that sampled a part of it: int.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -380,6 +410,8 @@ static PyMemberDef trajectory_members[] = {
      "Samples in its group: int."},
     {"key", T_OBJECT_EX, offsetof(TrajectoryObject, key), READONLY,
      "What tells its group: instance_id, or (instance_id, epoch)."},
+    {"need", T_USHORT, offsetof(TrajectoryObject, need), READONLY,
+     "Samples that complete its group: int, at most group_size."},
     {"score", T_DOUBLE, offsetof(TrajectoryObject, score), READONLY, "The reward: float."},
     {"policy_version", T_LONGLONG, offsetof(TrajectoryObject, policy_version), READONLY,
      "Version of the policy that sampled it: int."},

@@ -21,6 +21,9 @@ typedef struct {
     bool held;     /* counts in its run's live */
     bool released; /* acknowledged or dropped */
     bool failed;   /* a report that its sample failed, not a sample */
+    uint16_t need;  /* samples that complete its group */
+    uint16_t split; /* its number */
+    uint32_t version_span;
     uint64_t inline_shape[INLINE_SHAPE_WORDS];
     PinObject *pin;
     PyObject *index;

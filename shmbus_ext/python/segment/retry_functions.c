@@ -28,8 +28,8 @@ static bool take_entry(PyObject *args, const char *format, SegmentObject **segme
     return true;
 }
 
-/* retry_publish(segment, entry, number, id, epoch, group_size, index, attempt, reason): for the
- * collector. */
+/* retry_publish(segment, entry, number, id, epoch, split, group_size, need, index, attempt, reason):
+ * for the collector. */
 static PyObject *py_retry_publish(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object;
@@ -41,15 +41,17 @@ static PyObject *py_retry_publish(PyObject *module, PyObject *args) {
     Py_ssize_t id_bytes, reason_bytes;
     struct retry_request request;
     memset(&request, 0, sizeof request);
-    if (!PyArg_ParseTuple(args, "OIKs#LIIIy#", &object, &entry, &number, &id, &id_bytes, &epoch,
-                          &request.group_size, &request.index, &request.attempt, &reason,
-                          &reason_bytes) ||
+    if (!PyArg_ParseTuple(args, "OIKs#LIIIIIy#", &object, &entry, &number, &id, &id_bytes, &epoch,
+                          &request.split, &request.group_size, &request.need, &request.index,
+                          &request.attempt, &reason, &reason_bytes) ||
         !take_segment(object, &segment)) {
         return NULL;
     }
     if (entry >= SHMBUS_RETRY_ENTRIES || number == 0 || id_bytes < 1 ||
         id_bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
-        reason_bytes > (Py_ssize_t)SHMBUS_RETRY_REASON_BYTES) {
+        reason_bytes > (Py_ssize_t)SHMBUS_RETRY_REASON_BYTES ||
+        request.split >= SHMBUS_MAX_SPLITS || request.need > request.group_size ||
+        request.group_size > SHMBUS_MAX_GROUP_SIZE) {
         PyErr_SetString(PyExc_ValueError, "this request does not fit into an entry");
         return NULL;
     }
@@ -81,14 +83,14 @@ static PyObject *describe_request(uint32_t entry, const struct retry_request *re
                                                  : PyLong_FromLongLong(request->epoch);
     PyObject *id = PyUnicode_DecodeUTF8(request->id, request->id_bytes, "replace");
     PyObject *reason = PyUnicode_DecodeUTF8(request->reason, request->reason_bytes, "replace");
-    return Py_BuildValue("(IKKNNIIINK)", entry, (unsigned long long)request->number,
-                         (unsigned long long)request->claimant, id, epoch, request->group_size,
-                         request->index, request->attempt, reason,
+    return Py_BuildValue("(IKKNNIIIIINK)", entry, (unsigned long long)request->number,
+                         (unsigned long long)request->claimant, id, epoch, request->split,
+                         request->group_size, request->need, request->index, request->attempt, reason,
                          (unsigned long long)request->asked_ns);
 }
 
-/* retry_requests(segment) -> list of (entry, number, claimant, id, epoch, group_size, index,
- * attempt, reason, asked_ns); claimant is 0 or a producer's id plus 1. */
+/* retry_requests(segment) -> list of (entry, number, claimant, id, epoch, split, group_size, need,
+ * index, attempt, reason, asked_ns); claimant is 0 or a producer's id plus 1. */
 static PyObject *py_retry_requests(PyObject *module, PyObject *object) {
     (void)module;
     SegmentObject *segment;

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "python/hooks.h"
+#include "python/segment/locks_held.h"
 #include "ring/clock.h"
 #include "ring/doorbell.h"
 #include "ring/extents.h"
@@ -120,6 +121,9 @@ static void py_segment_dealloc(SegmentObject *self) {
     segment_unmap(&self->c);
     if (self->c.fd >= 0 && self->generation == fork_generation) {
         close(self->c.fd);
+    }
+    for (uint32_t number = 0; number < SHMBUS_MAX_SPLITS; number++) {
+        Py_CLEAR(self->split_labels[number]);
     }
     Py_XDECREF(self->name);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -430,48 +434,7 @@ static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "I", &kind) || !py_segment_usable(self, "handle")) {
         return NULL;
     }
-    if (kind > SHMBUS_MAX_CLIENTS) {
-        PyErr_Format(PyExc_ValueError, "locks_held: kind %u out of range", kind);
-        return NULL;
-    }
-    int64_t base = kind == 0 ? SHMBUS_LOCK_VIEW
-                             : SHMBUS_LOCK_LEASE + (int64_t)(kind - 1) * SHMBUS_MAX_EXTENTS;
-    int64_t end = base + SHMBUS_MAX_EXTENTS;
-    PyObject *found = PyList_New(0);
-    /* Ranges that are still to be searched: each lock that is found splits one into two. */
-    int64_t(*todo)[2] = PyMem_Malloc(sizeof *todo * (SHMBUS_MAX_EXTENTS + 2));
-    if (found == NULL || todo == NULL) {
-        PyMem_Free(todo);
-        Py_XDECREF(found);
-        return PyErr_NoMemory();
-    }
-    size_t left = 0;
-    todo[left][0] = base;
-    todo[left++][1] = end;
-    while (left > 0) {
-        int64_t from = todo[--left][0], to = todo[left][1];
-        int64_t start = from, bytes = to - from;
-        if (bytes <= 0 || file_lock_find(self->c.fd, &start, &bytes) != LOCK_HELD_ELSEWHERE) {
-            continue;
-        }
-        int64_t last = bytes == 0 || start + bytes > to ? to : start + bytes;
-        start = start < from ? from : start;
-        PyObject *row = Py_BuildValue("(LL)", (long long)(start - base), (long long)(last - start));
-        if (row == NULL || PyList_Append(found, row) < 0) {
-            Py_XDECREF(row);
-            Py_CLEAR(found);
-            break;
-        }
-        Py_DECREF(row);
-        if (left + 2 <= SHMBUS_MAX_EXTENTS + 2) {
-            todo[left][0] = from;
-            todo[left++][1] = start;
-            todo[left][0] = last;
-            todo[left++][1] = to;
-        }
-    }
-    PyMem_Free(todo);
-    return found;
+    return py_locks_held(&self->c, kind);
 }
 
 static PyObject *py_segment_released(SegmentObject *self, PyObject *ignored) {

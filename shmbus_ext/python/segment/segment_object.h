@@ -17,6 +17,7 @@ typedef struct {
     struct list_link views;  /* that are out */
     struct segment_copies read_at_fork, written_at_fork; /* of their records, during a fork */
     struct list_link of_all; /* segments of this process, for fork */
+    PyObject *split_labels[SHMBUS_MAX_SPLITS]; /* that were met; NULL for the others */
 } SegmentObject;
 extern PyTypeObject SegmentType;
 

@@ -1,0 +1,38 @@
+"""The key of a group: what its samples have in common.
+
+A key is an instance id; or (instance id, epoch) where producers give epochs; or, of another split
+than "train", (instance id, epoch or None, number of the split). The core makes the keys of
+trajectories so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from shmbus_ext import _core
+
+__all__ = ["has_epoch", "make_key", "split_key", "split_of"]
+
+
+def make_key(instance_id: str, epoch: int | None, split: int) -> Hashable:
+    """Return the key of a group, as the core makes it."""
+    if split != _core.SPLIT_TRAIN:
+        return (instance_id, epoch, split)
+    return instance_id if epoch is None else (instance_id, epoch)
+
+
+def split_key(key: Hashable) -> tuple[str, int | None, int]:
+    """Return instance id, epoch and the number of the split."""
+    if not isinstance(key, tuple):
+        return str(key), None, _core.SPLIT_TRAIN
+    return key[0], key[1], key[2] if len(key) > 2 else _core.SPLIT_TRAIN
+
+
+def split_of(key: Hashable) -> int:
+    """Return the number of the split."""
+    return key[2] if isinstance(key, tuple) and len(key) > 2 else _core.SPLIT_TRAIN
+
+
+def has_epoch(key: Hashable) -> bool:
+    """Whether a repetition of the prompt has another key."""
+    return isinstance(key, tuple) and key[1] is not None

@@ -1,0 +1,225 @@
+/* Splits by their labels, for producers, consumers and shmbus.inspect (see split_labels.h).
+ *
+ * Invariant: a label is kept once it was read whole; it never changes. */
+#include "python/segment/split_labels.h"
+
+#include "ring/cancelled.h"
+#include "ring/splits.h"
+
+bool py_split_check(PyObject *label) {
+    if (!PyUnicode_Check(label)) {
+        PyErr_Format(PyExc_TypeError, "split: expected a str, got %.100s",
+                     Py_TYPE(label)->tp_name);
+        return false;
+    }
+    Py_ssize_t bytes;
+    const char *text = PyUnicode_AsUTF8AndSize(label, &bytes);
+    if (text == NULL) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "split: expected text that UTF-8 can encode, got %A", label);
+        return false;
+    }
+    if (bytes < 1 || bytes > (Py_ssize_t)SHMBUS_SPLIT_LABEL_BYTES ||
+        memchr(text, 0, (size_t)bytes) != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "split: expected 1 to %u bytes of UTF-8 without NUL, such as 'train' or "
+                     "'eval', got %R",
+                     SHMBUS_SPLIT_LABEL_BYTES, label);
+        return false;
+    }
+    return true;
+}
+
+PyObject *py_split_label(SegmentObject *segment, uint32_t number) {
+    if (number < SHMBUS_MAX_SPLITS && segment->split_labels[number] != NULL) {
+        return Py_NewRef(segment->split_labels[number]);
+    }
+    char text[SHMBUS_SPLIT_LABEL_BYTES + 1];
+    uint32_t bytes = split_label(&segment->c, number, text);
+    if (bytes == 0) {
+        return PyUnicode_FromFormat("#%u", number);
+    }
+    PyObject *label = PyUnicode_DecodeUTF8(text, (Py_ssize_t)bytes, "replace");
+    if (label != NULL) {
+        PyUnicode_InternInPlace(&label);
+        segment->split_labels[number] = Py_NewRef(label);
+    }
+    return label;
+}
+
+/* Among those that this process has met; mostly by identity, as literals are interned. What is
+ * trained on has its number whatever the table says. */
+static uint32_t known_number(const SegmentObject *segment, PyObject *label) {
+    if (PyUnicode_CompareWithASCIIString(label, SHMBUS_SPLIT_TRAIN_LABEL) == 0) {
+        return SHMBUS_SPLIT_TRAIN;
+    }
+    for (uint32_t number = 0; number < SHMBUS_MAX_SPLITS; number++) {
+        PyObject *known = segment->split_labels[number];
+        if (known != NULL && (known == label || PyUnicode_Compare(known, label) == 0)) {
+            return number;
+        }
+    }
+    return SHMBUS_MAX_SPLITS;
+}
+
+static void raise_too_many(SegmentObject *segment, PyObject *label) {
+    PyObject *labels = PyList_New(0);
+    for (uint32_t number = 0; labels != NULL && number < SHMBUS_MAX_SPLITS; number++) {
+        PyObject *each = py_split_label(segment, number);
+        if (each == NULL || PyList_Append(labels, each) < 0) {
+            Py_CLEAR(labels);
+        }
+        Py_XDECREF(each);
+    }
+    if (labels != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "split: a bus has at most %u, and this one has %R; %R would be another: use "
+                     "one of them, or another bus",
+                     SHMBUS_MAX_SPLITS, labels, label);
+        Py_DECREF(labels);
+    }
+}
+
+uint32_t py_split_number(SegmentObject *segment, PyObject *label) {
+    uint32_t number = known_number(segment, label);
+    if (number < SHMBUS_MAX_SPLITS) {
+        return number;
+    }
+    Py_ssize_t bytes;
+    const char *text = PyUnicode_AsUTF8AndSize(label, &bytes);
+    if (text == NULL) {
+        return SHMBUS_MAX_SPLITS;
+    }
+    number = segment->c.read_only ? split_find(&segment->c, text, (uint32_t)bytes)
+                                  : split_number(&segment->c, text, (uint32_t)bytes);
+    if (number < SHMBUS_MAX_SPLITS) {
+        PyObject *known = py_split_label(segment, number);
+        if (known == NULL) {
+            return SHMBUS_MAX_SPLITS;
+        }
+        Py_DECREF(known);
+    } else if (segment->c.read_only) {
+        PyErr_Format(PyExc_KeyError, "bus '%U' has no split %R yet", segment->name, label);
+    } else {
+        raise_too_many(segment, label);
+    }
+    return number;
+}
+
+bool py_key_hash(PyObject *key, uint64_t *hash) {
+    if (!PyTuple_CheckExact(key) || PyTuple_GET_SIZE(key) < 2 ||
+        !PyLong_CheckExact(PyTuple_GET_ITEM(key, 1)) || !PyUnicode_Check(PyTuple_GET_ITEM(key, 0))) {
+        return false;
+    }
+    Py_ssize_t bytes;
+    const char *id = PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(key, 0), &bytes);
+    long long epoch = PyLong_AsLongLong(PyTuple_GET_ITEM(key, 1));
+    unsigned long split = SHMBUS_SPLIT_TRAIN;
+    if (PyTuple_GET_SIZE(key) > 2) {
+        split = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(key, 2));
+    }
+    if (id == NULL || PyErr_Occurred()) {
+        PyErr_Clear();
+        return false;
+    }
+    *hash = group_key_hash(id, (uint32_t)bytes, epoch, (uint32_t)split);
+    return true;
+}
+
+static SegmentObject *take_segment(PyObject *object) {
+    if (!PyObject_TypeCheck(object, &SegmentType)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+        return NULL;
+    }
+    return py_segment_usable((SegmentObject *)object, "handle") ? (SegmentObject *)object : NULL;
+}
+
+/* split_number(segment, label) -> int: which gets one if it has none, unless the segment is mapped
+ * read-only; then KeyError. */
+static PyObject *py_split_number_call(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object, *label;
+    if (!PyArg_ParseTuple(args, "OO", &object, &label)) {
+        return NULL;
+    }
+    SegmentObject *segment = take_segment(object);
+    if (segment == NULL || !py_split_check(label)) {
+        return NULL;
+    }
+    uint32_t number = py_split_number(segment, label);
+    return number < SHMBUS_MAX_SPLITS ? PyLong_FromUnsignedLong(number) : NULL;
+}
+
+static PyObject *split_row(SegmentObject *segment, uint32_t number) {
+    struct split_entry *entry = &segment->c.splits[number];
+    PyObject *label = py_split_label(segment, number);
+    return label == NULL
+               ? NULL
+               : Py_BuildValue(
+                     "(INKKKII)", number, label,
+                     (unsigned long long)atomic_load_explicit(&entry->acked, memory_order_relaxed),
+                     (unsigned long long)atomic_load_explicit(&entry->dropped,
+                                                              memory_order_relaxed),
+                     (unsigned long long)atomic_load_explicit(&entry->stashed,
+                                                              memory_order_relaxed),
+                     atomic_load_explicit(&entry->ready_groups, memory_order_relaxed),
+                     atomic_load_explicit(&entry->open_groups, memory_order_relaxed));
+}
+
+/* splits(segment) -> list of (number, label, acked, dropped, stashed, ready_groups, open_groups):
+ * those that have a label. */
+static PyObject *py_splits(PyObject *module, PyObject *object) {
+    (void)module;
+    SegmentObject *segment = take_segment(object);
+    PyObject *found = segment == NULL ? NULL : PyList_New(0);
+    for (uint32_t number = 0; found != NULL && number < SHMBUS_MAX_SPLITS; number++) {
+        char text[SHMBUS_SPLIT_LABEL_BYTES + 1];
+        if (split_label(&segment->c, number, text) == 0) {
+            continue;
+        }
+        PyObject *row = split_row(segment, number);
+        if (row == NULL || PyList_Append(found, row) < 0) {
+            Py_CLEAR(found);
+        }
+        Py_XDECREF(row);
+    }
+    return found;
+}
+
+/* split_label(segment, number) -> str */
+static PyObject *py_split_label_call(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object;
+    unsigned int number;
+    if (!PyArg_ParseTuple(args, "OI", &object, &number)) {
+        return NULL;
+    }
+    SegmentObject *segment = take_segment(object);
+    return segment == NULL ? NULL : py_split_label(segment, number);
+}
+
+/* check_split(label): TypeError or ValueError of one that no split can have. */
+static PyObject *py_check_split(PyObject *module, PyObject *label) {
+    (void)module;
+    if (!py_split_check(label)) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"check_split", py_check_split, METH_O, NULL},
+    {"split_number", py_split_number_call, METH_VARARGS, NULL},
+    {"split_label", py_split_label_call, METH_VARARGS, NULL},
+    {"splits", py_splits, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_splits_add_functions(PyObject *module) {
+    return PyModule_AddIntConstant(module, "MAX_SPLITS", SHMBUS_MAX_SPLITS) == 0 &&
+           PyModule_AddIntConstant(module, "SPLIT_TRAIN", SHMBUS_SPLIT_TRAIN) == 0 &&
+           PyModule_AddStringConstant(module, "TRAIN", SHMBUS_SPLIT_TRAIN_LABEL) == 0 &&
+           PyModule_AddIntConstant(module, "SPLIT_LABEL_BYTES", SHMBUS_SPLIT_LABEL_BYTES) == 0 &&
+           PyModule_AddIntConstant(module, "CANCELLED_GROUPS", SHMBUS_CANCELLED) == 0 &&
+           PyModule_AddFunctions(module, functions) == 0;
+}

@@ -1,0 +1,98 @@
+/* The labels of splits.h, word by word. */
+#include "splits.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+#include "failpoints.h"
+
+static uint32_t words_of(uint32_t bytes) {
+    return (1 + bytes + 7) / 8;
+}
+
+/* The length, the text, and zeros. */
+static void encode(uint64_t words[SHMBUS_SPLIT_LABEL_WORDS], const char *label, uint32_t bytes) {
+    memset(words, 0, SHMBUS_SPLIT_LABEL_WORDS * sizeof *words);
+    memcpy(words, &(uint8_t){(uint8_t)bytes}, 1);
+    memcpy((uint8_t *)words + 1, label, bytes);
+}
+
+/* Whether the entry has this label; with `adds` it gets what is missing of it, unless another
+ * process writes another one. */
+static bool has_label(struct split_entry *entry, const uint64_t *words, uint32_t count,
+                      bool adds) {
+    for (uint32_t i = 0; i < count; i++) {
+        /* SYNC: split-named. */
+        uint64_t now = atomic_load_explicit(&entry->label[i], memory_order_acquire);
+        if (now == 0 && adds) {
+            FAILPOINT("split-naming");
+            /* SYNC: split-named. A record says a number only after its label is there. */
+            if (atomic_compare_exchange_strong_explicit(&entry->label[i], &now, words[i],
+                                                        memory_order_acq_rel,
+                                                        memory_order_acquire)) {
+                continue;
+            }
+        }
+        if (now != words[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static uint32_t search(const struct segment *segment, const char *label, uint32_t bytes,
+                       bool adds) {
+    uint64_t words[SHMBUS_SPLIT_LABEL_WORDS];
+    if (bytes < 1 || bytes > SHMBUS_SPLIT_LABEL_BYTES) {
+        return SHMBUS_MAX_SPLITS;
+    }
+    encode(words, label, bytes);
+    for (uint32_t number = 0; number < SHMBUS_MAX_SPLITS; number++) {
+        if (has_label(&segment->splits[number], words, words_of(bytes), adds)) {
+            return number;
+        }
+    }
+    return SHMBUS_MAX_SPLITS;
+}
+
+uint32_t split_number(const struct segment *segment, const char *label, uint32_t bytes) {
+    /* First among those that are there: a label must not get a second number where another process
+     * has not finished an entry before it. */
+    uint32_t found = search(segment, label, bytes, false);
+    return found < SHMBUS_MAX_SPLITS ? found : search(segment, label, bytes, true);
+}
+
+void splits_begin(const struct segment *segment) {
+    /* The first, so SHMBUS_SPLIT_TRAIN. */
+    (void)split_number(segment, SHMBUS_SPLIT_TRAIN_LABEL, sizeof SHMBUS_SPLIT_TRAIN_LABEL - 1);
+}
+
+uint32_t split_find(const struct segment *segment, const char *label, uint32_t bytes) {
+    return search(segment, label, bytes, false);
+}
+
+uint32_t split_label(const struct segment *segment, uint32_t number,
+                     char label[SHMBUS_SPLIT_LABEL_BYTES + 1]) {
+    uint64_t words[SHMBUS_SPLIT_LABEL_WORDS] = {0};
+    uint8_t bytes = 0;
+    if (number < SHMBUS_MAX_SPLITS) {
+        for (uint32_t i = 0; i < SHMBUS_SPLIT_LABEL_WORDS; i++) {
+            /* SYNC: split-named. */
+            words[i] = atomic_load_explicit(&segment->splits[number].label[i],
+                                            memory_order_acquire);
+        }
+        memcpy(&bytes, words, 1);
+    }
+    uint32_t count = bytes > SHMBUS_SPLIT_LABEL_BYTES ? 0 : words_of(bytes);
+    for (uint32_t i = 0; i < count; i++) {
+        if (words[i] == 0) {
+            return 0;
+        }
+    }
+    if (count == 0) {
+        return 0;
+    }
+    memcpy(label, (const uint8_t *)words + 1, bytes);
+    label[bytes] = 0;
+    return bytes;
+}

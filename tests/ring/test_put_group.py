@@ -1,0 +1,180 @@
+"""A group that is put whole is there with all of its samples, or with none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import Spawner
+
+from shmbus import Bus, BusFullError, Consumer, Producer, RecordTooLargeError
+
+KILLS = int(os.environ.get("SHMBUS_TEST_GROUP_KILLS", "12"))
+DATA = np.arange(100, dtype=np.int32)
+
+WRITER = """
+import itertools, sys, numpy as np
+from shmbus import Producer
+with Producer(sys.argv[1]) as producer:
+    print("ready", flush=True)
+    for number in itertools.count():
+        samples = [{"data": np.full(200 + 37 * i, number, np.int32)} for i in range(5)]
+        producer.put_group(f"{sys.argv[2]}-{number}", samples, meta=number)
+"""
+
+
+def samples(count: int, elements: int = 100) -> list[dict[str, object]]:
+    return [{"score": float(i), "data": np.full(elements, i, np.int32)} for i in range(count)]
+
+
+def test_the_samples_have_what_was_given_for_the_group_and_their_own(
+    bus: Bus, producer: Producer
+) -> None:
+    epoch = producer.put_group(
+        "q",
+        [{"score": 1.0, "data": DATA}, {"data": DATA[:3], "meta": "own", "policy_version": 9}],
+        meta="all", policy_version=(3, 5), split="eval", need=1,
+    )  # fmt: skip
+    with Consumer(bus.name) as consumer:
+        assert consumer.take(timeout=0) == []
+        [group] = consumer.take(timeout=10, split="eval")
+        assert (group.instance_id, group.epoch, group.split) == ("q", epoch, "eval")
+        assert (group.size, group.need, len(group), group.complete) == (2, 1, 1, True)
+        assert (group[0].score, group[0].meta, group[0].index) == (1.0, "all", 0)
+        assert (group[0].policy_version, group[0].newest_policy_version) == (3, 5)
+        group.ack()
+        # The other sample came after the group had what it needs.
+        assert consumer.stats().dropped == {"surplus": 1} and consumer.stats().balanced
+
+
+def test_a_prompt_that_is_put_again_is_another_group(bus: Bus, producer: Producer) -> None:
+    first, second = (producer.put_group("q", samples(3)) for _ in range(2))
+    assert first != second
+    with Consumer(bus.name) as consumer:
+        groups = consumer.take(timeout=10)
+        assert [(group.epoch, len(group)) for group in groups] == [(first, 3), (second, 3)]
+
+
+def test_a_group_without_room_leaves_nothing_and_waits_for_all_of_it(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096),
+        Producer(bus_name) as producer,
+        Consumer(bus_name) as consumer,
+    ):
+        put = 0
+        with pytest.raises(BusFullError):
+            while True:
+                producer.put_group(f"g{put}", samples(4, 600), timeout=0)
+                put += 1
+        assert put >= 3
+        assert consumer.stats().committed == 4 * put
+        held = consumer.take(64, timeout=10)
+        assert [len(group) for group in held] == [4] * put
+        waiting = threading.Thread(
+            target=producer.put_group, args=("late", samples(4, 600)), kwargs={"timeout": 60}
+        )
+        waiting.start()
+        time.sleep(0.05)
+        assert consumer.stats().committed == 4 * put
+        consumer.ack(held)
+        [late] = consumer.take(timeout=30)
+        assert (late.instance_id, len(late)) == ("late", 4)
+        waiting.join()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ([], ValueError, ["samples", "at least one"]),
+        ({"data": DATA}, TypeError, ["samples", "iterable of mappings", "dict"]),
+        ([{"data": DATA}, 7], TypeError, ["sample 1", "mapping", "int"]),
+        ([{"data": DATA}, {"data": DATA, "score": "x"}], TypeError, ["sample 1", "score", "str"]),
+        ([{"data": DATA, "index": 0}], ValueError, ["sample 0", "'index'", "belongs to the group"]),
+        ([{"data": DATA}, {"data": [1, object()]}], TypeError, ["sample 1", "data"]),
+        ([{"data": DATA, "score": float("nan")}], ValueError, ["sample 0", "score", "finite"]),
+        (
+            [{"data": np.zeros(300_000, np.int32)}] * 2,
+            RecordTooLargeError,
+            ["whole", "1048576", "2400384", "put_many"],
+        ),
+    ],
+)
+def test_a_bad_group_names_the_sample_and_leaves_the_bus_as_it_was(
+    bus: Bus, producer: Producer, given: object, kind: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(kind) as caught:
+        producer.put_group("q", given)  # type: ignore[arg-type]
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+    assert producer.stats().committed == 0 and producer.stats().bytes == 0
+    with Consumer(bus.name) as consumer:
+        assert consumer.stats().committed == 0
+
+
+def test_need_above_the_size_of_the_group_is_refused(producer: Producer) -> None:
+    with pytest.raises(ValueError, match="need: expected 1 to 2 for group_size=2, got 3"):
+        producer.put_group("q", samples(2), need=3)
+
+
+def test_an_awaited_group_waits_for_room_and_a_cancelled_one_leaves_nothing(bus_name: str) -> None:
+    async def story(producer: Producer, consumer: Consumer) -> None:
+        while True:
+            try:
+                producer.put_group("fill", samples(4, 600), timeout=0)
+            except BusFullError:
+                break
+        task = asyncio.create_task(producer.aput_group("never", samples(4, 600)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        task = asyncio.create_task(producer.aput_group("late", samples(4, 600), timeout=60))
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        consumer.ack(consumer.take(64, timeout=10))
+        epoch = await task
+        [late] = consumer.take(timeout=30)
+        assert (late.instance_id, late.epoch, len(late)) == ("late", epoch, 4)
+
+    with (
+        Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096),
+        Producer(bus_name) as producer,
+        Consumer(bus_name) as consumer,
+    ):
+        asyncio.run(story(producer, consumer))
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_producer_never_leaves_a_part_of_a_group(
+    bus_name: str, spawn: Spawner, seed: int
+) -> None:
+    rng = random.Random(seed)
+    with Bus.create(bus_name, "256KiB", max_producers=2), Consumer(bus_name) as consumer:
+        for life in range(KILLS):
+            writer = spawn.script(WRITER, bus_name, life)
+            writer.expect("ready")
+            seen: list[int] = []
+            end = time.monotonic() + rng.uniform(0.01, 0.2)
+            killed = False
+            idle = 0
+            while not killed or idle < 20:
+                groups = consumer.take(64, timeout=0.01)
+                for group in groups:
+                    assert len(group) == 5
+                    number = group[0].meta
+                    assert [int(t["data"].min()) for t in group] == [number] * 5
+                    assert [t["data"].size for t in group] == [200 + 37 * i for i in range(5)]
+                    seen.append(number)
+                    group.ack()
+                if not killed and time.monotonic() > end and seen:
+                    writer.kill()
+                    killed = True
+                idle = idle + 1 if killed and not groups else 0
+            assert seen == list(range(len(seen)))
+        ledger = consumer.stats()
+        assert ledger.balanced and not ledger.dropped, ledger
+        assert (ledger.stashed, ledger.in_ring, ledger.groups_open) == (0, 0, 0), ledger
