@@ -25,6 +25,7 @@ LONG_FILES_ALLOWED: dict[str, str] = {
     "shmbus/daemon/service.py": "one state machine: all that changes a lease is in sight",
     "shmbus_ext/python/put/reservation.c": "one Python type, with its documentation for users",
     "shmbus_ext/python/read/reader_object.c": "one Python type",
+    "shmbus/inspect/types.py": "the figures of a bus; half of it is documentation",
     "shmbus_ext/ring/segment.c": "one mapping: all of its system calls but futexes and locks",
     "shmbus_ext/python/segment/segment_object.c": "one Python type, and what a fork does to it",
     "tests/attention/test_attention.py": "one operator against one reference",
