@@ -36,7 +36,7 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets must not install into one environment at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test test-peers check docs bench bench-calls bench-contenders bench-report
+.PHONY: help demo test test-peers test-engines check docs bench bench-calls bench-contenders bench-report
 .PHONY: explore fuzz soak interrupts kills points versions leaks valgrind cross sanitize clean FORCE
 
 help: ## Show this list
@@ -56,6 +56,17 @@ build/peers/atropos/.made: tests/peers/atropos/requirements.txt constraints.txt 
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
 	    -r $< -e '.[gateway]' pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+test-engines: build/peers/vllm/.made ## Test the update of real vLLM servers on the CPU, in an environment of its own (some minutes)
+	HF_HUB_OFFLINE=1 build/peers/vllm/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/vllm
+
+# torchvision and torchaudio come with vLLM for CUDA, and keep transformers from importing here.
+build/peers/vllm/.made: tests/peers/vllm/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e '.[engines]' \
+	    pytest pytest-asyncio pytest-timeout
+	$(@D)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
 check: $(VENV)/.dev check-c ## Check lint, formatting and types; compile C with warnings as errors; run the C tests

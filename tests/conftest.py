@@ -59,7 +59,12 @@ def _has(*names: str) -> bool:
 # Tests against other projects run in environments that have these; see `make test-peers`.
 collect_ignore = [
     folder
-    for folder, needs in {"gateway": ("aiohttp", "isal"), "peers/atropos": ("atroposlib",)}.items()
+    for folder, needs in {
+        "engines": ("aiohttp",),
+        "gateway": ("aiohttp", "isal"),
+        "peers/atropos": ("atroposlib",),
+        "peers/vllm": ("vllm",),
+    }.items()
     if not _has(*needs)
 ]
 

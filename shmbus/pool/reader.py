@@ -121,6 +121,36 @@ class PoolReader:
                 raise PoolTimeoutError(self._nothing_came(after, timeout or 0.0))
             self._pool.wait(_core.POOL_BELL_VERSION, ticket, min(left, _SLEEP_S))
 
+    def at(self, version: int) -> VersionLease:
+        """Lease a version that need not be the newest; it is there while somebody keeps it.
+
+        Parameters
+        ----------
+        version : int
+            The publisher's number of it.
+
+        Returns
+        -------
+        VersionLease
+
+        Raises
+        ------
+        PoolTimeoutError
+            No slot has it any more, or yet.
+        BusClosedError
+            This handle is closed, or from before a fork.
+        """
+        got = _core.pool_lease_version(self._pool, version)
+        if isinstance(got, _core.PoolLease):
+            return VersionLease(self, got)
+        status = status_of_pool(self.bus, self.kind, self._pool)
+        there = [str(slot.version) for slot in status.slots if slot.state == "ready"]
+        raise PoolTimeoutError(
+            f"pool {self.kind!r} of bus {self.bus!r}: no slot has version {version}; there are: "
+            f"{', '.join(there) or 'none'}. A version stays while a reader leases it: take the "
+            "newest, or publish it again"
+        )
+
     def is_removed(self) -> bool:
         """Whether the pool has lost its name, so that nothing more is published into it.
 

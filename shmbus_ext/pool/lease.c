@@ -94,6 +94,35 @@ enum pool_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
     return POOL_HELD;
 }
 
+enum pool_status lease_version(struct pool *self, int64_t version, uint32_t *slot,
+                               struct slot_row *row) {
+    enum pool_status found = POOL_NOTHING;
+    for (uint32_t at = 0; at < self->max_slots; at++) {
+        /* A look without the lock, so that a slot which has another version is not disturbed. */
+        if (!lease_peek(self, at, row) || row->version != version) {
+            continue;
+        }
+        note_held(self, at, true);
+        enum lock_status lock = self->leases[at] > 0
+                                    ? LOCK_TAKEN
+                                    : file_lock_share(self->fd, pool_lock_slot(at));
+        if (lock != LOCK_TAKEN) {
+            note_held(self, at, false);
+            found = lock == LOCK_ERROR ? POOL_SYSTEM_ERROR : found;
+            continue;
+        }
+        /* Under the lock nobody writes: what is whole and of that version now stays so. */
+        if (lease_peek(self, at, row) && row->version == version) {
+            self->leases[at]++;
+            *slot = at;
+            return POOL_OK;
+        }
+        let_go(self, at);
+        bell_ring(self->header, POOL_BELL_SPACE);
+    }
+    return found;
+}
+
 void lease_drop(struct pool *self, uint32_t slot) {
     self->leases[slot]--;
     if (self->leases[slot] == 0) {

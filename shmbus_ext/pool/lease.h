@@ -14,6 +14,10 @@
  * not what the pool promises is POOL_DAMAGED, and nothing is leased then. */
 enum pool_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
                               struct slot_row *row);
+/* Leases the whole version of that number, which need not be the newest: for a way back, while
+ * somebody keeps it from the publisher. POOL_NOTHING where no slot has it. */
+enum pool_status lease_version(struct pool *self, int64_t version, uint32_t *slot,
+                               struct slot_row *row);
 void lease_drop(struct pool *self, uint32_t slot);
 /* Copies a row for whoever holds no lock; false where it changed meanwhile or is damaged. */
 bool lease_peek(const struct pool *self, uint32_t slot, struct slot_row *row);

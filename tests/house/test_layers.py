@@ -79,6 +79,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "trainer_adapter.device",
     ),
     ("trainer_adapter.batches", "trainer_adapter.balance", "trainer_adapter.weights"),
+    ("trainer_adapter.engines",),
     ("trainer_adapter.adapters", "trainer_adapter.gpu", "trainer_adapter.microbatch"),
     ("trainer_adapter.handler",),
     ("trainer_adapter.demo",),

@@ -162,10 +162,38 @@ class WeightSubscriber:
                         f"{timeout:g} s; the newest is {found.version}"
                     )
 
-    def _open(self, after: int, timeout: float | None) -> Weights:
+    def at(self, version: int) -> Weights:
+        """Lease a version that need not be the newest: the way back after a failed update.
+
+        Parameters
+        ----------
+        version : int
+            Its number. It is there as long as somebody leases it.
+
+        Returns
+        -------
+        Weights
+            For a ``with`` block.
+
+        Raises
+        ------
+        WeightsTimeoutError
+            It is not there.
+        ManifestError, TornWeightsError, WeightsBusyError, BusClosedError
+            As for `latest`.
+        """
+        self._require_open()
+        return self._verified(self._reader.at(version))
+
+    def _require_open(self) -> None:
         if self._closed:
             raise BusClosedError(f"the subscriber of bus {self.bus!r} is closed; make a new one")
-        version = self._reader.latest(after, timeout)
+
+    def _open(self, after: int, timeout: float | None) -> Weights:
+        self._require_open()
+        return self._verified(self._reader.latest(after, timeout))
+
+    def _verified(self, version: CarriedVersion) -> Weights:
         if self._verify != "off":
             try:
                 version.verify(sample=self._verify == "sample")

@@ -16,36 +16,65 @@ typedef struct {
     struct slot_row row; /* a private copy, which was checked */
 } PoolLeaseObject;
 
-/* pool_lease(pool, after): a PoolLease of the newest version, or a status. */
-static PyObject *py_pool_lease(PyObject *module, PyObject *args) {
-    (void)module;
-    PoolObject *pool;
-    unsigned long long after;
-    uint32_t slot;
-    struct slot_row row;
-    if (!PyArg_ParseTuple(args, "O!K", &PoolType, &pool, &after) || !py_pool_usable(pool)) {
-        return NULL;
+static bool is_reader(PoolObject *pool) {
+    if (!py_pool_usable(pool)) {
+        return false;
     }
     if (pool->c.reader < 0) {
-        return PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", pool->name);
+        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", pool->name);
+        return false;
     }
+    return true;
+}
+
+/* Made before the slot is leased, so that no lease is without an owner. */
+static PoolLeaseObject *new_lease(void) {
     PoolLeaseObject *self = PyObject_New(PoolLeaseObject, &PoolLeaseType);
-    if (self == NULL) {
-        return NULL;
+    if (self != NULL) {
+        self->pool = NULL;
     }
-    self->pool = NULL;
-    enum pool_status status = lease_latest(&pool->c, after, &slot, &row);
+    return self;
+}
+
+/* The lease, or what became of it. */
+static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum pool_status status) {
     if (status != POOL_OK) {
         Py_DECREF(self);
         return status == POOL_SYSTEM_ERROR
                    ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, pool->name)
                    : PyLong_FromLong(status);
     }
-    self->slot = slot;
-    self->row = row;
     self->pool = pool;
     py_pool_add_user(pool);
     return (PyObject *)self;
+}
+
+/* pool_lease(pool, after): a PoolLease of the newest version, or a status. */
+static PyObject *py_pool_lease(PyObject *module, PyObject *args) {
+    (void)module;
+    PoolObject *pool;
+    unsigned long long after;
+    if (!PyArg_ParseTuple(args, "O!K", &PoolType, &pool, &after) || !is_reader(pool)) {
+        return NULL;
+    }
+    PoolLeaseObject *self = new_lease();
+    return self == NULL
+               ? NULL
+               : leased(self, pool, lease_latest(&pool->c, after, &self->slot, &self->row));
+}
+
+/* pool_lease_version(pool, version): a PoolLease of that version, or a status. */
+static PyObject *py_pool_lease_version(PyObject *module, PyObject *args) {
+    (void)module;
+    PoolObject *pool;
+    long long version;
+    if (!PyArg_ParseTuple(args, "O!L", &PoolType, &pool, &version) || !is_reader(pool)) {
+        return NULL;
+    }
+    PoolLeaseObject *self = new_lease();
+    return self == NULL
+               ? NULL
+               : leased(self, pool, lease_version(&pool->c, version, &self->slot, &self->row));
 }
 
 static void py_pool_lease_dealloc(PoolLeaseObject *self) {
@@ -159,6 +188,7 @@ PyTypeObject PoolLeaseType = {
 
 static PyMethodDef functions[] = {
     {"pool_lease", py_pool_lease, METH_VARARGS, NULL},
+    {"pool_lease_version", py_pool_lease_version, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

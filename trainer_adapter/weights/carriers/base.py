@@ -106,5 +106,8 @@ class ReaderCarrier(Protocol):
     def latest(self, after: int, timeout: float | None) -> CarriedVersion:
         """Wait for a version whose sequence is above `after`."""
 
+    def at(self, version: int) -> CarriedVersion:
+        """Return a version that is still there, newest or not."""
+
     def close(self) -> None:
         """Leave."""

@@ -271,6 +271,38 @@ class CheckpointReader:
             else:
                 time.sleep(_POLL_S)
 
+    def at(self, version: int) -> CheckpointVersion:
+        """Return a version that is still there, newest or not.
+
+        Parameters
+        ----------
+        version : int
+            The publisher's number of it.
+
+        Returns
+        -------
+        CheckpointVersion
+
+        Raises
+        ------
+        WeightsTimeoutError
+            It is not there any more, or yet.
+        TornWeightsError, ManifestError
+            It cannot be used.
+        """
+        there = {
+            (int(found[1]), int(found[2])): self._directory / name
+            for name in os.listdir(self._directory)
+            if (found := _NAME.fullmatch(name))
+        }
+        sequence = max((of for number, of in there if number == version), default=None)
+        if sequence is None:
+            raise WeightsTimeoutError(
+                f"{self._directory}: version {version} is not there; there are: "
+                f"{', '.join(str(number) for number, _ in sorted(there)) or 'none'}"
+            )
+        return CheckpointVersion(there[version, sequence], sequence)
+
     def _newest(self) -> tuple[int, Path | None]:
         with contextlib.suppress(FileNotFoundError, OSError):
             name = os.readlink(self._directory / _LINK)

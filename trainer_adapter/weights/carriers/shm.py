@@ -276,12 +276,40 @@ class ShmReader:
                     self._reader = None
                     after = 0  # the pool that follows counts from 1
                     continue
-            try:
-                return ShmVersion(lease, reader)
-            except WeightsError as error:
-                code = TORN_CODE if isinstance(error, TornWeightsError) else MANIFEST_CODE
-                reader.refused(lease, code, str(error))
-                raise
+            return self._checked(lease, reader)
+
+    def at(self, version: int) -> ShmVersion:
+        """Lease a version that is still there, newest or not.
+
+        Parameters
+        ----------
+        version : int
+            The publisher's number of it.
+
+        Returns
+        -------
+        ShmVersion
+
+        Raises
+        ------
+        WeightsTimeoutError
+            No slot has it.
+        TornWeightsError, ManifestError
+            It cannot be used; the reader's row says so.
+        """
+        with translated():
+            reader = self._reader or self._attach(0.0)
+            self._reader = reader
+            lease = reader.at(version)
+        return self._checked(lease, reader)
+
+    def _checked(self, lease: VersionLease, reader: PoolReader) -> ShmVersion:
+        try:
+            return ShmVersion(lease, reader)
+        except WeightsError as error:
+            code = TORN_CODE if isinstance(error, TornWeightsError) else MANIFEST_CODE
+            reader.refused(lease, code, str(error))
+            raise
 
     def _attach(self, timeout: float | None) -> PoolReader:
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -1,0 +1,378 @@
+"""Updates of a fleet of real servers, with faults at each step: never half a model, never a hang.
+
+The servers are small, and the rest is real: sockets, processes, shared memory, weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from shmbus import Bus
+from trainer_adapter.engines import (
+    EngineError,
+    EngineFleet,
+    UpdateReport,
+    UpdateRolledBackError,
+    VllmServer,
+)
+from trainer_adapter.engines.pause_note import paused_by
+from trainer_adapter.weights import ModuleSource, WeightPublisher
+
+SERVER = Path(__file__).with_name("small_server.py")
+TIMEOUT_S = 5.0
+
+
+class Running:
+    """A server in a process of its own."""
+
+    def __init__(self, bus: str, ranks: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER), bus, str(ranks)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        assert self.url, "the server did not start"
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url + path, json=body) as response,
+        ):
+            answer: dict[str, Any] = await response.json()
+            return answer
+
+    async def fault(self, step: str, kind: str) -> None:
+        await self.post("/fault", {step: kind})
+
+    async def complete(self, length: int) -> dict[str, Any]:
+        return await self.post("/v1/completions", {"max_tokens": length})
+
+    async def is_paused(self) -> bool:
+        server = VllmServer(self.url)
+        try:
+            return await server.paused(TIMEOUT_S)
+        finally:
+            await server.close()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+
+StartServer = Callable[..., Running]
+
+
+@pytest.fixture
+def servers(bus_name: str) -> Iterator[StartServer]:
+    started: list[Running] = []
+
+    def start(ranks: int = 1) -> Running:
+        started.append(Running(bus_name, ranks))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+class Trainer:
+    """A publisher of one vector, which each version fills with its number."""
+
+    def __init__(self, bus: str) -> None:
+        self.model = torch.nn.Module()
+        self.model.value = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
+        self.publisher = WeightPublisher(bus, ModuleSource(self.model))
+
+    def publish(self, version: int) -> None:
+        self.model.value.data.fill_(float(version))
+        self.publisher.publish(version=version)
+
+
+@pytest.fixture
+def trainer(bus_name: str) -> Iterator[Trainer]:
+    trainer = Trainer(bus_name)
+    yield trainer
+    trainer.publisher.close()
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, "1MiB", max_producers=4) as bus:
+        yield bus
+
+
+def fleet_of(bus: str, *running: Running, **options: Any) -> EngineFleet:
+    servers = [VllmServer(each.url) for each in running]
+    return EngineFleet(servers, bus=bus, timeout=TIMEOUT_S, **options)
+
+
+async def update(
+    bus: str, trainer: Trainer, version: int, *running: Running, **options: Any
+) -> UpdateReport:
+    async with fleet_of(bus, *running, **options) as fleet:
+        return await fleet.update(trainer, version)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_every_server_runs_the_new_version_and_no_request_meets_a_mix(
+    mode: str, bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(1), servers(2)]
+    await update(bus.name, trainer, 0, *running, mode=mode)
+    requests = [asyncio.ensure_future(each.complete(200)) for each in running for _ in range(4)]
+    await asyncio.sleep(0.05)
+    report = await update(bus.name, trainer, 1, *running, mode=mode)
+    assert [each.version for each in report.servers] == [1, 1]
+    assert [each.ranks for each in report.servers] == [1, 2]
+    assert report.torn == [] and report.previous == 0
+    assert bus.policy_version == 1 and bus.paused is None
+    for request in requests:
+        answer = await request
+        assert "torn" not in answer["tokens"]
+        assert answer["tokens"] == sorted(answer["tokens"]), (
+            "a token of an older version came later"
+        )
+        assert answer["finish_reason"] == ("abort" if mode == "abort" else "length")
+        if mode == "keep":
+            assert set(answer["tokens"]) <= {0.0, 1.0} and len(answer["tokens"]) == 200
+    assert (await running[0].complete(3))["tokens"] == [1.0, 1.0, 1.0]
+    assert paused_by(bus.name) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        ("update", "500"),
+        ("update", "lie"),
+        ("update", "refuse"),
+        ("update", "close"),
+    ],
+)
+async def test_a_failure_after_the_start_brings_every_server_back_to_the_last_whole_version(
+    step: str, kind: str, bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(2), servers(1)]
+    await update(bus.name, trainer, 7, *running)
+    await running[0].fault(step, kind)
+    with pytest.raises(UpdateRolledBackError, match="every server runs version 7 again") as caught:
+        await update(bus.name, trainer, 8, *running)
+    assert caught.value.in_force == 7
+    for each in running:
+        assert not await each.is_paused()
+        assert (await each.complete(2))["tokens"] == [7.0, 7.0]
+    assert bus.policy_version == 7
+    assert paused_by(bus.name) is None
+    # And nothing is left that keeps the next one out.
+    report = await update(bus.name, trainer, 9, *running)
+    assert [each.version for each in report.servers] == [9, 9]
+
+
+async def test_with_a_quorum_the_others_go_on_and_the_one_behind_is_named(
+    bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(1), servers(1)]
+    await update(bus.name, trainer, 1, *running)
+    await running[1].fault("update", "refuse")
+    report = await update(bus.name, trainer, 2, *running, quorum=1)
+    assert [each.version for each in report.servers] == [2, 1]
+    assert "injected: half of it was loaded" in report.servers[1].error
+    assert (await running[0].complete(1))["tokens"] == [2.0]
+    assert (await running[1].complete(1))["tokens"] == [1.0]
+
+
+@pytest.mark.parametrize(("step", "kind"), [("init", "500"), ("pause", "500"), ("pause", "close")])
+async def test_a_failure_before_the_start_touches_nothing(
+    step: str, kind: str, bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(1), servers(1)]
+    await update(bus.name, trainer, 1, *running)
+    await running[1].fault(step, kind)
+    with pytest.raises(EngineError, match="old weights"):
+        await update(bus.name, trainer, 2, *running, mode="wait")
+    for each in running:
+        assert not await each.is_paused()
+        assert (await each.complete(1))["tokens"] == [1.0]
+    assert bus.policy_version == 1 and bus.paused is None
+
+
+async def test_a_server_without_a_version_to_go_back_to_stays_paused_and_is_named(
+    bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(2), servers(1)]
+    await running[0].fault("update", "refuse")
+    with pytest.raises(EngineError, match="stays paused") as caught:
+        await update(bus.name, trainer, 1, *running)
+    assert running[0].url in caught.value.server
+    assert await running[0].is_paused()
+    left = paused_by(bus.name)
+    assert left is not None and not left[1]
+    # The next update begins by ending that: the whole version is loaded into all ranks.
+    report = await update(bus.name, trainer, 2, *running)
+    assert [each.version for each in report.servers] == [2, 2]
+    assert not await running[0].is_paused()
+    assert paused_by(bus.name) is None
+
+
+async def test_a_server_that_dies_in_the_middle_is_no_reason_to_hang(
+    bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(1), servers(1)]
+    await update(bus.name, trainer, 1, *running)
+    await running[0].fault("update", "die")
+    report = await update(bus.name, trainer, 2, *running, quorum=1)
+    assert report.servers[1].version == 2
+    assert report.servers[0].error
+    assert (await running[1].complete(1))["tokens"] == [2.0]
+
+
+async def test_a_server_that_hangs_costs_its_deadline(
+    bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(1)]
+    await update(bus.name, trainer, 1, *running)
+    await running[0].fault("update", "hang")
+    async with EngineFleet([VllmServer(running[0].url)], bus=bus.name, timeout=0.5) as fleet:
+        with pytest.raises(UpdateRolledBackError):
+            await fleet.update(trainer, 2)
+    assert (await running[0].complete(1))["tokens"] == [1.0]
+
+
+async def test_an_update_that_is_open_still_is_ended_before_the_next_begins(
+    bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(2)]
+    await running[0].fault("start", "500")
+    report = await update(bus.name, trainer, 1, *running)
+    assert report.servers[0].version == 1
+    assert (await running[0].complete(1))["tokens"] == [1.0]
+
+
+async def test_a_resume_that_did_nothing_is_said_again(
+    bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(1)]
+    await running[0].fault("resume", "lie")
+    await update(bus.name, trainer, 1, *running)
+    assert not await running[0].is_paused()
+
+
+async def test_a_cancelled_update_is_ended_first(
+    bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(1), servers(2)]
+    await update(bus.name, trainer, 0, *running)
+    cancelled = 0
+    for version in range(1, 9):
+        task = asyncio.ensure_future(update(bus.name, trainer, version, *running))
+        await asyncio.sleep(0.002 * (version - 1))
+        if task.cancel():
+            cancelled += 1
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        for each in running:
+            assert not await each.is_paused()
+            answer = (await each.complete(2))["tokens"]
+            assert "torn" not in answer
+        assert paused_by(bus.name) is None
+    assert cancelled
+
+
+TRAINER = """
+import asyncio, os, sys, torch
+sys.path.insert(0, {tests!r})
+from test_fleet import Trainer
+from trainer_adapter.engines import EngineFleet, VllmServer
+from trainer_adapter.engines.vllm import VllmServer
+
+class Dying(VllmServer):
+    async def {verb}(self, *arguments):
+        if {after}:
+            await super().{verb}(*arguments)
+        os.kill(os.getpid(), 9)
+
+async def main():
+    trainer = Trainer({bus!r})
+    async with EngineFleet([VllmServer(url) for url in {urls!r}], bus={bus!r}, timeout=5) as fleet:
+        await fleet.update(trainer, 1)
+    async with EngineFleet([Dying(url) for url in {urls!r}], bus={bus!r}, timeout=5) as fleet:
+        await fleet.update(trainer, 2)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("verb", ["prepare", "pause", "load", "resume"])
+async def test_the_next_trainer_ends_the_pause_that_a_dead_one_left(
+    verb: str, after: bool, bus: Bus, servers: StartServer
+) -> None:
+    running = [servers(1), servers(2)]
+    urls = [each.url for each in running]
+    code = TRAINER.format(tests=str(SERVER.parent), verb=verb, after=after, bus=bus.name, urls=urls)
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code], env=os.environ, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    async with fleet_of(bus.name, *running) as fleet:
+        report = await fleet.recover()
+        assert report is None or report.torn == []
+    for each in running:
+        assert not await each.is_paused()
+        answer = (await each.complete(2))["tokens"]
+        assert answer in ([1.0, 1.0], [2.0, 2.0])
+    assert paused_by(bus.name) is None
+
+
+async def test_two_trainers_do_not_update_at_once(
+    bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = [servers(1)]
+    await update(bus.name, trainer, 0, *running)
+    await running[0].fault("start", "hang")
+    first = asyncio.ensure_future(update(bus.name, trainer, 1, *running))
+    await asyncio.sleep(0.3)
+    with pytest.raises(BlockingIOError, match="is updating its inference servers"):
+        await update(bus.name, trainer, 1, *running)
+    with pytest.raises(UpdateRolledBackError):
+        await first
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"servers": []}, "one or more"),
+        ({"mode": "retract"}, "keep, wait, abort"),
+        ({"quorum": 3}, "1 to 1"),
+    ],
+)
+def test_what_makes_no_fleet_is_refused(options: dict[str, Any], match: str) -> None:
+    given: dict[str, Any] = {"servers": [VllmServer("http://127.0.0.1:1")], "bus": "b", **options}
+    with pytest.raises(ValueError, match=match):
+        EngineFleet(given.pop("servers"), **given)
+
+
+def test_an_address_without_http_is_refused() -> None:
+    with pytest.raises(ValueError, match="http://host:port"):
+        VllmServer("localhost:8000")
+
+
+def test_without_an_event_loop_an_update_is_one_call(
+    bus: Bus, trainer: Trainer, servers: StartServer
+) -> None:
+    running = servers(1)
+    report = EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=TIMEOUT_S).update_sync(
+        trainer, 3
+    )
+    assert report.servers[0].version == 3

@@ -1,0 +1,36 @@
+"""Makes a tiny model of a stock architecture, with random weights: ``model.py FOLDER SEED``."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+WORDS = ["<pad>", "<unk>", "<eos>", *(f"w{i}" for i in range(125))]
+
+
+def build(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(WORDS), hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+        tie_word_embeddings=False, eos_token_id=2, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def save(folder: str, seed: int) -> None:
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(folder)
+    build(seed).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    save(sys.argv[1], int(sys.argv[2]))

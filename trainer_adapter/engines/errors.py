@@ -1,0 +1,56 @@
+"""What can go wrong with a server, in the words of the one who has to act on it."""
+
+from __future__ import annotations
+
+from shmbus import ShmbusError
+
+__all__ = ["EngineError", "UpdateRolledBackError"]
+
+#: Characters of an answer that a message shows.
+SHOWN_BODY = 500
+
+
+class EngineError(ShmbusError):
+    """A server did not do what it was asked to.
+
+    Attributes
+    ----------
+    server : str
+        Its address.
+    step : str
+        What it was asked for: "pause", "update" ...
+    status : int or None
+        The HTTP status; None where no answer came.
+    body : str
+        What it said; the cause where no answer came.
+    """
+
+    def __init__(self, server: str, step: str, status: int | None, body: str, advice: str) -> None:
+        said = body if len(body) <= SHOWN_BODY else f"{body[:SHOWN_BODY]}..."
+        answer = f"no answer ({said})" if status is None else f"status {status}: {said}"
+        super().__init__(f"{server}: {step}: {answer}; {advice}")
+        self.server = server
+        self.step = step
+        self.status = status
+        self.body = body
+
+
+class UpdateRolledBackError(ShmbusError):
+    """An update failed, and every server runs the version that it had before.
+
+    Attributes
+    ----------
+    version : int
+        The version that was not taken.
+    in_force : int or None
+        The version that all servers run.
+    """
+
+    def __init__(self, version: int, in_force: int | None, cause: str) -> None:
+        super().__init__(
+            f"weights of version {version} were not taken, and every server runs "
+            f"{'what it was started with' if in_force is None else f'version {in_force}'} again: "
+            f"{cause}"
+        )
+        self.version = version
+        self.in_force = in_force

@@ -1,0 +1,497 @@
+"""New weights into several inference servers, so that none ever generates with half a model.
+
+The order, for all servers together: prepare (nothing is touched), pause, load, rows agree, resume.
+Then the bus's policy version says so.
+
+Invariants:
+
+- Neither a status nor a body is believed: a server has a version when the row of each of its ranks
+  says that it applied it. Only such a server is resumed.
+- What ran before stays leased until the rows agree, so there is a way back for as long as it may be
+  needed.
+- A server that is not whole stays paused, and the error names it.
+- An update that was begun is ended, by its deadlines at the latest: a cancelled task waits for it,
+  and what a dead process leaves is recovered by its note.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Protocol
+
+import shmbus
+from shmbus.pool.reader import PoolReader, VersionLease
+from shmbus.pool.status import ReaderStatus, read_pool
+from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
+from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
+from trainer_adapter.engines.report import ServerReport, UpdateReport
+from trainer_adapter.engines.server import EngineServer, PauseMode
+from trainer_adapter.weights.errors import MANIFEST_CODE
+
+__all__ = ["EngineFleet"]
+
+#: The pool that has weights.
+WEIGHTS = "weights"
+#: Seconds between two looks at the readers' rows, and between two tries to resume.
+POLL_S = 0.01
+RETRY_S = 0.2
+PAUSE_MODES = ("keep", "wait", "abort")
+
+
+class Publisher(Protocol):
+    """What the fleet needs of a `WeightPublisher`."""
+
+    def publish(self, version: int) -> object:
+        """Publish that version; return once it is whole."""
+
+
+class EngineFleet:
+    """Brings new weights to inference servers.
+
+    Parameters
+    ----------
+    servers : sequence of EngineServer
+        `VllmServer` and its like.
+    bus : str
+        The bus whose weights they read, and whose policy version they follow.
+    mode : "keep" | "wait" | "abort"
+        What happens to requests in flight: they are frozen and go on, are awaited, or are aborted.
+        In the last two the bus is paused with a reason, so that workers hold their requests.
+    clear_cache : bool
+        Whether keys and values that the old weights made are thrown away. Without it, requests in
+        flight go on with them ("keep"), and a prefix cache may serve them to new requests.
+    timeout : float
+        Seconds for each step of an update.
+    quorum : int, optional
+        How many servers must take a version; all by default. Those that did not run the one before,
+        or stay paused, and are named in the report.
+
+    Raises
+    ------
+    ValueError
+        There is no server, one is there twice, or the quorum or mode is none.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[EngineServer],
+        *,
+        bus: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        timeout: float = 120.0,
+        quorum: int | None = None,
+    ) -> None:
+        addresses = [server.address for server in servers]
+        if not servers or len(set(addresses)) < len(addresses):
+            raise ValueError(f"servers: expected one or more, each once, got {addresses}")
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"mode: expected one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        if quorum is not None and not 1 <= quorum <= len(servers):
+            raise ValueError(f"quorum: expected 1 to {len(servers)}, got {quorum}")
+        self.servers = list(servers)
+        self.bus = bus
+        self.mode = mode
+        self.clear_cache = clear_cache
+        self.timeout = timeout
+        self.quorum = len(servers) if quorum is None else quorum
+        self._busy = asyncio.Lock()
+
+    # -- for users ------------------------------------------------------------------------------
+
+    async def update(self, publisher: Publisher, version: int) -> UpdateReport:
+        """Publish a version, unless it is the newest already, and bring it to the servers.
+
+        Parameters
+        ----------
+        publisher : WeightPublisher
+            Of this bus.
+        version : int
+            0 or more; 0 is a version as any other.
+
+        Returns
+        -------
+        UpdateReport
+            At least `quorum` servers run the version.
+
+        Raises
+        ------
+        UpdateRolledBackError
+            Too few took it, and every server runs what it ran before.
+        EngineError
+            A server could not be prepared or paused, and nothing was touched; or it stays paused,
+            since neither the new nor the old version could be loaded into all of its ranks.
+        BlockingIOError
+            Another process is updating servers of this bus.
+
+        Notes
+        -----
+        Cancelling waits for the update's end: a server must not be left in the middle.
+        """
+        async with self._busy:
+            task = asyncio.ensure_future(self._update(publisher, version))
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                with contextlib.suppress(shmbus.ShmbusError):
+                    await _uninterrupted(task)
+                raise
+
+    def update_sync(self, publisher: Publisher, version: int) -> UpdateReport:
+        """Do what `update` does, where no event loop runs.
+
+        Parameters
+        ----------
+        publisher, version
+            As for `update`.
+
+        Returns
+        -------
+        UpdateReport
+
+        Raises
+        ------
+        RuntimeError
+            An event loop runs in this thread: await `update` there.
+        """
+
+        async def run() -> UpdateReport:
+            try:
+                return await self.update(publisher, version)
+            finally:
+                await self.close()
+
+        return asyncio.run(run())
+
+    async def recover(self) -> UpdateReport | None:
+        """End the pause that a dead process has left, by the rules of `update`.
+
+        Servers whose ranks agree on a whole version are resumed. Others get the newest whole one
+        first. One that cannot take it stays paused, and is named.
+
+        Returns
+        -------
+        UpdateReport or None
+            None where nothing was left paused.
+
+        Raises
+        ------
+        BlockingIOError
+            The process that paused them lives.
+        """
+        async with self._busy:
+            with PauseNote(self.bus) as note:
+                return await self._recover(note)
+
+    async def close(self) -> None:
+        """Let go of connections to the servers; may be called twice."""
+        for server in self.servers:
+            await server.close()
+
+    async def __aenter__(self) -> EngineFleet:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # -- an update ------------------------------------------------------------------------------
+
+    async def _update(self, publisher: Publisher, version: int) -> UpdateReport:
+        began = time.monotonic()
+        with PauseNote(self.bus) as note:
+            if note.left is not None:
+                await self._recover(note)
+            previous = await asyncio.to_thread(self._lease)
+            try:
+                if previous is None or previous.version != version:
+                    await asyncio.to_thread(publisher.publish, version=version)
+                    before = None if previous is None else previous.version
+                else:
+                    before = version  # the servers may run an older one; nothing older is leased
+                report = UpdateReport(
+                    version=version,
+                    previous=before,
+                    servers=[ServerReport(address=server.address) for server in self.servers],
+                )
+                await self._bring(note, report)
+            finally:
+                if previous is not None:
+                    previous.close()
+        self._say(version)
+        report.total_s = time.monotonic() - began
+        return report
+
+    async def _bring(self, note: PauseNote, report: UpdateReport) -> None:
+        pairs = list(zip(self.servers, report.servers, strict=True))
+        ready = await self._each(pairs, self._prepare(report.version))
+        self._require(ready, report, "nothing was touched, and the old weights are in force")
+        note.write(
+            PauseNotice(
+                pid=os.getpid(),
+                servers=[(type(server).__name__, server.address) for server in self.servers],
+                version=report.version,
+                previous=report.previous,
+            )
+        )
+        async with self._workers_held(report.version):
+            paused = await self._each(ready, self._pause)
+            if len(paused) < self.quorum:
+                await self._each(ready, self._resume)
+                note.clear()
+                self._require(paused, report, "all were resumed, with the old weights in force")
+            loaded = await self._each(paused, self._load(report.version))
+            behind = [pair for pair in paused if pair not in loaded]
+            if len(loaded) < self.quorum:
+                behind, loaded = paused, []
+            restored = await self._restore(behind, report)
+            await self._each(loaded + restored, self._resume)
+        torn = [each for _, each in behind if each.state != "serving"]
+        if not torn:
+            note.clear()
+        self._judge(loaded, torn, report)
+
+    async def _restore(self, behind: _Pairs, report: UpdateReport) -> _Pairs:
+        """Load the version that ran before; a server that has none stays as it is."""
+        if report.previous is None:
+            return []
+        return await self._each(behind, self._load(report.previous))
+
+    def _judge(self, loaded: _Pairs, torn: list[ServerReport], report: UpdateReport) -> None:
+        if torn and (len(loaded) < self.quorum or not loaded):
+            raise EngineError(
+                ", ".join(each.address for each in torn),
+                "load",
+                None,
+                "; ".join(each.error for each in torn if each.error),
+                "it stays paused, since its model is not whole; repair the cause and update again, "
+                "or restart it",
+            )
+        if len(loaded) < self.quorum:
+            causes = [f"{each.address}: {each.error}" for each in report.servers if each.error]
+            raise UpdateRolledBackError(report.version, report.previous, "; ".join(causes))
+
+    def _require(self, pairs: _Pairs, report: UpdateReport, advice: str) -> None:
+        if len(pairs) >= self.quorum:
+            return
+        failed = next(each for each in report.servers if each.error)
+        raise EngineError(failed.address, "before the update", None, failed.error, advice)
+
+    # -- one step at one server -------------------------------------------------------------------
+
+    def _prepare(self, version: int) -> _Step:
+        async def prepare(server: EngineServer, report: ServerReport) -> None:
+            report.ranks = await server.ranks(self.timeout)
+            await server.prepare(self.bus, self.timeout)
+            rows = self._rows(server)
+            if len(rows) < report.ranks:
+                raise EngineError(
+                    server.address,
+                    "prepare",
+                    None,
+                    f"{len(rows)} of {report.ranks} ranks read the weights of bus {self.bus!r}",
+                    "is the server on this machine, with /dev/shm shared?",
+                )
+            # What a rank could not load once may load now; a manifest stays as it is.
+            unfit = [
+                row.error
+                for row in rows
+                if row.refused_version == version and row.error_code == MANIFEST_CODE
+            ]
+            if unfit:
+                raise EngineError(
+                    server.address, "prepare", None, "; ".join(unfit), "nothing was touched"
+                )
+
+        return prepare
+
+    async def _pause(self, server: EngineServer, report: ServerReport) -> None:
+        report.state = "unknown"
+        report.paused_s = -time.monotonic()
+        await server.pause(self.mode, self.clear_cache, self.timeout)
+        report.state = "paused"
+
+    def _load(self, version: int) -> _Step:
+        async def load(server: EngineServer, report: ServerReport) -> None:
+            began = time.monotonic()
+            error: EngineError | None = None
+            try:
+                await server.load(version, self.timeout)
+            except EngineError as failed:
+                # Its ranks may have loaded all the same: their rows decide.
+                error = failed
+            await self._await_rows(server, report, version, error)
+            report.version = version
+            report.load_s = time.monotonic() - began
+
+        return load
+
+    async def _await_rows(
+        self, server: EngineServer, report: ServerReport, version: int, error: EngineError | None
+    ) -> None:
+        # After an answer the rows are there; without one its ranks may still be loading.
+        deadline = time.monotonic() + (self.timeout if error is None else 2 * POLL_S)
+        while True:
+            rows = self._rows(server)
+            if len(rows) >= report.ranks and all(row.applied_version == version for row in rows):
+                return
+            refused = [
+                f"{row.label}: {row.error}" for row in rows if row.refused_version == version
+            ]
+            if refused or len(rows) < report.ranks or time.monotonic() >= deadline:
+                report.version = None
+                said = "; ".join(refused) or "; ".join(
+                    f"{row.label} runs {row.applied_version}" for row in rows
+                )
+                raise EngineError(
+                    server.address,
+                    "load",
+                    None if error is None else error.status,
+                    f"{len(rows)} of {report.ranks} ranks are there: {said}"
+                    + ("" if error is None else f" ({error.body})"),
+                    f"expected each rank to run version {version}",
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def _resume(self, server: EngineServer, report: ServerReport) -> None:
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                await server.resume(self.timeout)
+                if not await server.paused(self.timeout):
+                    break
+            except EngineError:
+                if time.monotonic() >= deadline:
+                    raise
+            if time.monotonic() >= deadline:
+                raise EngineError(
+                    server.address, "resume", 200, "it says that it is paused", "resume it by hand"
+                )
+            await asyncio.sleep(RETRY_S)
+        report.state = "serving"
+        if report.paused_s < 0:
+            report.paused_s += time.monotonic()
+
+    # -- what a dead process has left -------------------------------------------------------------
+
+    async def _recover(self, note: PauseNote) -> UpdateReport | None:
+        left = note.left
+        if left is None:
+            return None
+        newest = await asyncio.to_thread(self._lease)
+        version = None if newest is None else newest.version
+        report = UpdateReport(
+            version=left.version if version is None else version,
+            previous=left.previous,
+            servers=[
+                ServerReport(address=server.address, state="paused") for server in self.servers
+            ],
+        )
+        try:
+            pairs = list(zip(self.servers, report.servers, strict=True))
+            known = await self._each(pairs, self._look)
+            untouched = [pair for pair in known if pair[1].version is not None]
+            mixed = [pair for pair in known if pair[1].version is None]
+            if version is not None:
+                mixed = await self._each(mixed, self._load(version))
+                untouched += mixed
+            await self._each(untouched, self._resume)
+        finally:
+            if newest is not None:
+                newest.close()
+        if not report.torn:
+            note.clear()
+            self._release_workers()
+        return report
+
+    async def _look(self, server: EngineServer, report: ServerReport) -> None:
+        report.ranks = await server.ranks(self.timeout)
+        rows = self._rows(server)
+        versions = {row.applied_version for row in rows}
+        # A rank that refused something newer may have loaded a part of it.
+        whole = len(rows) >= report.ranks and not any(row.error_code for row in rows)
+        report.version = versions.pop() if whole and len(versions) == 1 else None
+
+    # -- the bus ----------------------------------------------------------------------------------
+
+    def _rows(self, server: EngineServer) -> list[ReaderStatus]:
+        return [
+            row
+            for row in read_pool(self.bus, WEIGHTS).readers
+            if row.state == "alive" and row.label.startswith(f"{server.address} ")
+        ]
+
+    def _lease(self) -> VersionLease | None:
+        with contextlib.suppress(shmbus.BusNotFoundError):
+            reader = PoolReader(self.bus, WEIGHTS, label="fleet")
+            if reader.newest:
+                return reader.latest(timeout=self.timeout)
+            reader.close()
+        return None
+
+    @contextlib.asynccontextmanager
+    async def _workers_held(self, version: int) -> AsyncIterator[None]:
+        """Pause the bus where requests in flight end, so that workers begin no new ones."""
+        bus = self._open_bus() if self.mode != "keep" else None
+        if bus is None:
+            yield
+            return
+        with bus:
+            bus.pause(f"weights of version {version} are being loaded")
+            try:
+                yield
+            finally:
+                bus.resume()
+
+    def _release_workers(self) -> None:
+        bus = self._open_bus()
+        if bus is not None:
+            with bus:
+                bus.resume()
+
+    def _say(self, version: int) -> None:
+        bus = self._open_bus()
+        if bus is not None:
+            with bus:
+                bus.policy_version = version
+
+    def _open_bus(self) -> shmbus.Bus | None:
+        """Open the bus; None where weights are all that is shared under that name."""
+        try:
+            return shmbus.Bus.open(self.bus)
+        except shmbus.BusNotFoundError:
+            return None
+
+    async def _each(self, pairs: _Pairs, step: _Step) -> _Pairs:
+        """Take a step at all servers at once; return those where it succeeded."""
+
+        async def take(server: EngineServer, report: ServerReport) -> bool:
+            try:
+                await step(server, report)
+            except EngineError as error:
+                report.error = str(error)
+                return False
+            return True
+
+        done = await asyncio.gather(*(take(server, report) for server, report in pairs))
+        return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
+
+
+_Pairs = list[tuple[EngineServer, ServerReport]]
+_Step = Callable[[EngineServer, ServerReport], Awaitable[None]]
+
+
+async def _uninterrupted(task: asyncio.Task[UpdateReport]) -> None:
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    task.result()

@@ -1,0 +1,168 @@
+"""Which servers of a bus are paused for new weights, and by whom: a file with a lock.
+
+Invariants: the note is there from before the first server is paused until the last one was resumed
+or was named as torn; whoever pauses holds its lock for as long. A note whose lock is free was left
+by a process that died, and `EngineFleet.recover` ends what it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from types import TracebackType
+
+import msgspec
+
+from shmbus import LayoutMismatchError
+from shmbus.segment.names import SHM_DIRECTORY, companion_name
+
+__all__ = ["PauseNote", "PauseNotice", "paused_by"]
+
+KIND = "fleet"
+MAX_BYTES = 1 << 20
+
+
+class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fleet/1"):
+    """What the note says.
+
+    Attributes
+    ----------
+    pid : int
+        Who paused, as numbered in its own pid namespace.
+    servers : list[tuple[str, str]]
+        Kind and address of each, such as ("VllmServer", "http://127.0.0.1:8000").
+    version : int
+        What they are to run.
+    previous : int or None
+        What they ran.
+    """
+
+    pid: int
+    servers: list[tuple[str, str]]
+    version: int
+    previous: int | None
+
+
+class PauseNote:
+    """The note of one bus, held by this process, for a ``with`` block.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+
+    Raises
+    ------
+    BlockingIOError
+        Another living process has servers of this bus paused.
+    """
+
+    def __init__(self, bus: str) -> None:
+        self._path = SHM_DIRECTORY + companion_name(KIND, bus)
+        self._file = _locked(self._path, bus)
+        self._pid = os.getpid()
+        self.left: PauseNotice | None = _read(self._file)
+
+    def write(self, notice: PauseNotice) -> None:
+        """Say it, whole or not at all, before anything is paused."""
+        encoded = msgspec.msgpack.encode(notice)
+        # One write into an empty file: a process that dies here leaves nothing, or all.
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, encoded, 0)
+        self.left = notice
+
+    def clear(self) -> None:
+        """Take it back: nothing is paused any more."""
+        os.ftruncate(self._file, 0)
+        self.left = None
+
+    def close(self) -> None:
+        """Let go of the lock; an empty note is removed. May be called twice."""
+        file, self._file = self._file, -1
+        if file < 0:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            if self.left is None and os.getpid() == self._pid:
+                os.unlink(self._path)
+        os.close(file)
+
+    def __enter__(self) -> PauseNote:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def paused_by(bus: str) -> tuple[PauseNotice, bool] | None:
+    """Return what a bus's note says, and whether its process lives; None where nothing is paused.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+
+    Raises
+    ------
+    LayoutMismatchError
+        The note is none of this version.
+    """
+    try:
+        file = os.open(SHM_DIRECTORY + companion_name(KIND, bus), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        notice = _read(file)
+        if notice is None:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return notice, True
+        return notice, False
+    finally:
+        os.close(file)
+
+
+def _locked(path: str, bus: str) -> int:
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(path, flags, 0o600)
+        try:
+            found = os.fstat(file)
+            if found.st_uid != os.geteuid():
+                raise PermissionError(f"{path} belongs to uid {found.st_uid}, not to this user")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                notice = _read(file)
+                who = "another process" if notice is None else f"pid {notice.pid}"
+                raise BlockingIOError(
+                    f"bus {bus!r}: {who} is updating its inference servers now; wait for its "
+                    "update, or end that process: what it leaves paused is recovered then"
+                ) from error
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), found):
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # it was removed between opening and locking
+
+
+def _read(file: int) -> PauseNotice | None:
+    raw = os.pread(file, MAX_BYTES, 0)
+    if not raw:
+        return None
+    try:
+        return msgspec.msgpack.decode(raw, type=PauseNotice)
+    except msgspec.DecodeError as error:
+        raise LayoutMismatchError(
+            f"the note of paused servers is none of this version: {error}; resume the servers by "
+            "hand, and remove it"
+        ) from error

@@ -1,0 +1,156 @@
+"""One inference server as the fleet sees it: verbs with a deadline and a checked answer each.
+
+Invariants: no status and no body is taken for granted; a verb either did what it says, by the
+server's own word, or raises EngineError; nothing is sent twice. That the weights are there is not
+believed from here: the readers' rows say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from trainer_adapter.engines.errors import EngineError
+
+__all__ = ["EngineServer", "HttpServer", "PauseMode"]
+
+#: What happens to requests in flight: frozen and continued; awaited; aborted.
+PauseMode = Literal["keep", "wait", "abort"]
+
+#: Bytes of an answer that are read; a control answer has a few hundred.
+MAX_ANSWER_BYTES = 1 << 20
+
+
+class EngineServer(Protocol):
+    """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""
+
+    @property
+    def address(self) -> str:
+        """How messages and rows name it."""
+
+    async def ranks(self, timeout: float) -> int:
+        """Return how many processes load weights: each has a row of its own."""
+
+    async def prepare(self, bus: str, timeout: float) -> None:
+        """Have each rank attach to the weights of a bus and check them; nothing is touched."""
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Stop generating."""
+
+    async def load(self, version: int, timeout: float) -> None:
+        """Have each rank load that version; whether it did is in the rows."""
+
+    async def resume(self, timeout: float) -> None:
+        """Go on generating."""
+
+    async def paused(self, timeout: float) -> bool:
+        """Ask whether it is paused."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+class HttpServer:
+    """A server that is controlled over HTTP.
+
+    Parameters
+    ----------
+    url : str
+        ``http://host:port``.
+    headers : mapping of str to str, optional
+        Sent with each request, such as a bearer token.
+
+    Raises
+    ------
+    ValueError
+        The address is none of HTTP.
+    """
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url: expected http://host:port, got {url!r}")
+        self.address = url.rstrip("/")
+        self._headers = dict(headers or {})
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(
+        self,
+        step: str,
+        method: str,
+        path: str,
+        timeout: float,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        advice: str,
+    ) -> dict[str, Any]:
+        """Send one request and return the JSON object that a 200 carries.
+
+        Raises
+        ------
+        EngineError
+            No answer came within the timeout, or another status, or no JSON object.
+        """
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers)
+        try:
+            async with self._session.request(
+                method,
+                self.address + path,
+                json=body,
+                params=query,
+                timeout=aiohttp.ClientTimeout(total=timeout),
+                allow_redirects=False,
+            ) as response:
+                raw = await response.content.read(MAX_ANSWER_BYTES)
+                status = response.status
+        except TimeoutError as error:
+            raise EngineError(
+                self.address, step, None, f"nothing within {timeout:g} s", advice
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(
+                self.address, step, None, str(error) or repr(error), advice
+            ) from error
+        text = raw.decode("utf-8", "replace")
+        if status != 200:
+            raise EngineError(self.address, step, status, text, advice)
+        return self._object(step, text, advice)
+
+    def _object(self, step: str, text: str, advice: str) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise EngineError(
+                self.address, step, 200, f"{text!r} (expected a JSON object)", advice
+            ) from error
+
+    def refuse(self, step: str, answer: Mapping[str, Any], advice: str) -> EngineError:
+        """Make the error of an answer that is a 200 and no success."""
+        return EngineError(self.address, step, 200, repr(dict(answer)), advice)
+
+    async def close(self) -> None:
+        """Let go of connections; may be called twice."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def __aenter__(self) -> HttpServer:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.address}>"

@@ -1,0 +1,114 @@
+"""A vLLM server: its routes for reinforcement learning, as vLLM 0.32 and 0.33 have them.
+
+The routes exist where the server runs with ``VLLM_SERVER_DEV_MODE=1``, and the weights reach it
+where it was started with ``--weight-transfer-config '{"backend": "shmbus"}'``
+(`trainer_adapter.engines.vllm_backend`).
+
+Source: vllm/entrypoints/rl/online/api_router.py, vllm/distributed/weight_transfer/base.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from trainer_adapter.engines.errors import EngineError
+from trainer_adapter.engines.server import HttpServer, PauseMode
+
+__all__ = ["VllmServer"]
+
+_ROUTES = "start the server with VLLM_SERVER_DEV_MODE=1, which has these routes"
+_BACKEND = (
+    'start the server with --weight-transfer-config \'{"backend": "shmbus"}\' in an environment '
+    "that has shmbus installed"
+)
+_AGAIN = "look at the server's own log"
+
+
+class VllmServer(HttpServer):
+    """A vLLM server, by its address.
+
+    Parameters
+    ----------
+    url : str
+        ``http://host:port``.
+    headers : mapping of str to str, optional
+        Sent with each request, such as ``{"Authorization": "Bearer ..."}``.
+    """
+
+    async def ranks(self, timeout: float) -> int:
+        """Return the processes that load weights: tensor, pipeline and data parallel."""
+        answer = await self.ask("get_world_size", "GET", "/get_world_size", timeout, advice=_ROUTES)
+        size = answer.get("world_size")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise self.refuse("get_world_size", answer, _ROUTES)
+        return size
+
+    async def prepare(self, bus: str, timeout: float) -> None:
+        """Have each rank attach to the weights of a bus."""
+        await self.ask(
+            "prepare",
+            "POST",
+            "/init_weight_transfer_engine",
+            timeout,
+            body={"init_info": {"bus": bus, "server": self.address}},
+            advice=_BACKEND,
+        )
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Stop generating; vLLM's own three modes.
+
+        In "keep" the requests in flight go on after `resume` with the keys and values that the old
+        weights made, unless `clear_cache` has them computed again (vLLM preempts them then).
+        """
+        answer = await self.ask(
+            "pause",
+            "POST",
+            "/pause",
+            timeout,
+            query={"mode": mode, "clear_cache": "true" if clear_cache else "false"},
+            advice=_ROUTES,
+        )
+        if answer.get("status") != "paused":
+            raise self.refuse("pause", answer, _AGAIN)
+
+    async def load(self, version: int, timeout: float) -> None:
+        """Start, update and finish, with the version's number as vLLM's weight version."""
+        try:
+            await self._start(timeout)
+        except EngineError as error:
+            if error.status is None:
+                raise
+            # An update whose answer was lost is still open there, and vLLM takes one at a time.
+            with contextlib.suppress(EngineError):
+                await self._finish(version, timeout)
+            await self._start(timeout)
+        await self.ask(
+            "update",
+            "POST",
+            "/update_weights",
+            timeout,
+            body={"update_info": {"version": version}},
+            advice=_AGAIN,
+        )
+        await self._finish(version, timeout)
+
+    async def _start(self, timeout: float) -> None:
+        await self.ask("start", "POST", "/start_weight_update", timeout, advice=_AGAIN)
+
+    async def _finish(self, version: int, timeout: float) -> None:
+        body = {"weight_version": str(version)}
+        await self.ask("finish", "POST", "/finish_weight_update", timeout, body=body, advice=_AGAIN)
+
+    async def resume(self, timeout: float) -> None:
+        """Go on generating."""
+        answer = await self.ask("resume", "POST", "/resume", timeout, advice=_AGAIN)
+        if answer.get("status") != "resumed":
+            raise self.refuse("resume", answer, _AGAIN)
+
+    async def paused(self, timeout: float) -> bool:
+        """Ask whether it is paused."""
+        answer = await self.ask("is_paused", "GET", "/is_paused", timeout, advice=_ROUTES)
+        paused = answer.get("is_paused")
+        if not isinstance(paused, bool):
+            raise self.refuse("is_paused", answer, _ROUTES)
+        return paused

@@ -1,0 +1,178 @@
+"""What runs inside a vLLM worker: weights from shared memory, by the name "shmbus".
+
+vLLM's users get it by one string, ``--weight-transfer-config '{"backend": "shmbus"}'``: the entry
+point ``vllm.general_plugins`` calls `register` in each process, which imports nothing else.
+
+Invariants:
+
+- Between start and finish nothing is raised: an exception of one worker leaves vLLM's answers out
+  of step with its calls where there are several. What went wrong is in this worker's row, which is
+  what the fleet believes.
+- A version that could not be loaded is never said to be applied, and a row says so before vLLM is
+  answered.
+
+Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from trainer_adapter.weights import Weights, WeightsError, WeightSubscriber
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+__all__ = ["ShmbusWeightTransferEngine"]
+
+logger = logging.getLogger("vllm.shmbus")
+
+#: Seconds to wait for the weights when a trainer says that they are there.
+ATTACH_TIMEOUT_S = 30.0
+
+
+@dataclass
+class ShmbusInitInfo(WeightTransferInitInfo):
+    """What a trainer says first.
+
+    Attributes
+    ----------
+    bus : str
+        Whose weights.
+    server : str
+        How the trainer calls this server; this worker's row begins with it.
+    carrier, directory : str
+        As for `WeightSubscriber`.
+    """
+
+    bus: str
+    server: str = "vllm"
+    carrier: str = "auto"
+    directory: str | None = None
+
+
+@dataclass
+class ShmbusUpdateInfo(WeightTransferUpdateInfo):
+    """Which version is to be loaded.
+
+    Attributes
+    ----------
+    version : int
+        The publisher's number of it.
+    """
+
+    version: int
+
+
+class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpdateInfo]):
+    """Loads versions of a bus's weights into one vLLM worker."""
+
+    init_info_cls = ShmbusInitInfo
+    update_info_cls = ShmbusUpdateInfo
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._subscriber: WeightSubscriber | None = None
+        self._attached: ShmbusInitInfo | None = None
+        self._loading: Weights | None = None
+        self._problem = ""
+
+    def init_transfer_engine(self, init_info: ShmbusInitInfo) -> None:
+        """Attach to the weights and check the newest version's manifest; touch nothing."""
+        if self._attached == init_info and self._subscriber is not None:
+            return
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._subscriber = WeightSubscriber(
+            init_info.bus,
+            device=self.device,
+            carrier=init_info.carrier,  # type: ignore[arg-type]
+            directory=init_info.directory,
+            label=f"{init_info.server} rank {rank}",
+        )
+        self._attached = init_info
+        # A manifest that cannot be used is in the row by then, where the trainer reads it.
+        try:
+            self._subscriber.latest(timeout=ATTACH_TIMEOUT_S).close()
+        except WeightsError as error:
+            logger.error("shmbus: %s", error)
+
+    def start_weight_update(self) -> None:
+        """Have vLLM make room for a whole model in checkpoint form."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._problem = ""
+        self._guard("start", lambda: initialize_layerwise_reload(self.model))
+
+    def receive_weights(self, update_info: ShmbusUpdateInfo) -> None:
+        """Load a version; vLLM slices, fuses and quantises it as a checkpoint."""
+        self._let_go()
+        if self._subscriber is None:
+            self._problem = "the trainer has not said which bus (init_weight_transfer_engine)"
+            logger.error("shmbus: %s", self._problem)
+            return
+        try:
+            self._loading = self._subscriber.at(update_info.version)
+        except WeightsError as error:
+            self._problem = str(error)
+            logger.error("shmbus: %s", error)
+            return
+        weights = self._loading
+        self._guard("load", lambda: self.model.load_weights(self._tensors(weights)))
+
+    def finish_weight_update(self) -> None:
+        """Finish vLLM's part, and say in the row what this worker runs."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._guard("finish", lambda: finalize_layerwise_reload(self.model, self.model_config))
+        if self._loading is not None:
+            if self._problem:
+                self._loading.refused(self._problem)
+            else:
+                self._loading.applied()
+        self._let_go()
+
+    def _tensors(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in weights:
+            yield name, weights[name].to(self.device)
+
+    def _guard(self, step: str, action: Any) -> None:
+        """Run a step of vLLM's; what it raises is kept for the row."""
+        try:
+            action()
+        except Exception as error:
+            # The first cause counts: what follows is often its consequence.
+            self._problem = self._problem or f"{step}: {type(error).__name__}: {error}"
+            logger.exception("shmbus: %s of new weights failed", step)
+            if self._loading is not None:
+                self._loading.refused(self._problem)
+
+    def _let_go(self) -> None:
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
+
+    def shutdown(self) -> None:
+        """Leave the weights."""
+        self._let_go()
+        if self._subscriber is not None:
+            self._subscriber.close()
+            self._subscriber = None

@@ -1,0 +1,21 @@
+"""The entry point ``vllm.general_plugins``: tells vLLM where "shmbus" is, and imports nothing else.
+
+vLLM calls it in each of its processes, whether or not this backend is chosen.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BACKEND", "register"]
+
+#: The name in ``--weight-transfer-config '{"backend": ...}'``.
+BACKEND = "shmbus"
+
+
+def register() -> None:
+    """Register the backend, once a process; vLLM's plug-ins may be loaded more often."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "trainer_adapter.engines.vllm_backend", "ShmbusWeightTransferEngine"
+        )
