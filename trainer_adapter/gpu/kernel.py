@@ -154,10 +154,12 @@ def copy_rows(
     at = _word(chunk, 1, ENTRY)
     count = _word(chunk, 2, ENTRY)
     lane = tl.arange(0, LANES)
-    for first in range(0, count, LANES):
+    first = tl.zeros_like(count)
+    while first < count:
         inside = first + lane < count
         words = tl.load(source + first + lane, mask=inside, other=0)
         tl.store(there + at + first + lane, words, mask=inside)
+        first += LANES
 
 
 @triton.jit

@@ -44,6 +44,10 @@ class Server:
             os.environ,
             VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1",
             VLLM_NO_USAGE_STATS="1",
+            # A core a rank; by itself vLLM wants a NUMA node for each.
+            VLLM_CPU_OMP_THREADS_BIND="|".join(
+                str(rank % (os.cpu_count() or 1)) for rank in range(tensor_parallel)
+            ),
         )  # fmt: skip
         with log.open("w") as output:
             self.process = subprocess.Popen(
