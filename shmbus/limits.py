@@ -14,9 +14,11 @@ __all__ = [
     "DEFAULT_CAPACITY",
     "DEFAULT_MAX_PRODUCERS",
     "FAIL_REASON_CHARS",
+    "GROUPS_REPLY_BYTES",
     "HELLO_WAIT_S",
     "LOG_INTERVAL_S",
     "MAX_CLIENTS",
+    "MAX_GROUPS_SHOWN",
     "MAX_MESSAGE_BYTES",
     "MAX_REQUESTED",
     "META_ROOM_BYTES",
@@ -91,6 +93,12 @@ STATUS_REASON_BYTES = 2048
 
 #: Incomplete groups that a status names, the oldest first: enough for a pattern, less than a page.
 STATUS_GROUPS = 5
+
+#: Incomplete groups that one answer shows sample by sample: more than a screen has rows.
+MAX_GROUPS_SHOWN = 1000
+
+#: Bytes of such an answer, about: half of a control message, some 15,000 samples.
+GROUPS_REPLY_BYTES = 1 << 20
 
 # --- the daemon and its clients
 

@@ -21,11 +21,13 @@ from shmbus.inspect.types import BusStatus, DaemonStatus, GroupStatus, LeaseStat
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _STATE_STYLES = {"alive": "green", "dead": "bold red", "closed": "dim", "gone": "dim"}
 _STATE_ORDER = {"alive": 0, "dead": 1, "closed": 2, "gone": 3}
+_LEVEL_STYLES = {"good": "green", "note": "", "warning": "yellow", "trouble": "bold red"}
 _BORDER = "bright_black"
 _FULL = 0.9
 _HIGH = 0.7
-#: Rows of title and fill, and of the chart: at least, and how many more where there is room.
-_TITLE_ROWS = 2
+#: Rows of title, sentence and fill, and of the chart: at least, and how many more where there is
+#: room.
+_TITLE_ROWS = 3
 _CHART_ROWS = 1
 _CHART_MORE_ROWS = 7
 
@@ -59,6 +61,7 @@ def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
     free_rows -= chart_rows - _CHART_ROWS
     parts: list[RenderableType] = [
         _title(watcher, width),
+        _sentence(status),
         _fill(status, width),
         _throughput(watcher, width, chart_rows),
         _middle(status, ledger, width, middle_rows),
@@ -89,6 +92,14 @@ def _title(watcher: Watcher, width: int) -> Text:
     text.truncate(max(10, width - len(hint) - 1), overflow="ellipsis", pad=True)
     text.append(" " + hint, style="dim")
     return text
+
+
+def _sentence(status: BusStatus) -> Text:
+    verdict = status.verdict
+    if verdict is None:
+        return Text("")
+    style = _LEVEL_STYLES[verdict.level]
+    return Text(f" {verdict.sentence}", style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _fill(status: BusStatus, width: int) -> Text:
@@ -368,7 +379,9 @@ def _producer(producer: ProducerStatus, rates: dict[int, float], width: int) -> 
         Text(str(producer.producer_id)),
         Text(str(producer.pid)),
         Text(producer.label),
-        Text(producer.state, style=_STATE_STYLES.get(producer.state, "")),
+        Text("stopped", style="bold yellow")
+        if producer.stopped
+        else Text(producer.state, style=_STATE_STYLES.get(producer.state, "")),
         Text(f"{_short(rate)}/s", style="" if rate else "dim"),
         Text(show_count(producer.committed)),
         Text(show_size(producer.held_bytes), style="" if producer.held_bytes else "dim"),

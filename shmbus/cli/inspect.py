@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from shmbus import limits
 from shmbus.cli._show import (
     add_command,
     bus_name,
@@ -16,12 +17,16 @@ from shmbus.cli._show import (
     table,
 )
 from shmbus.inspect.dump import Inspection, RecordView, RunView, inspect
+from shmbus.inspect.groups import read_groups
+from shmbus.inspect.groups_text import groups_text
+from shmbus.inspect.open_groups import MAX_RECORDS
 from shmbus.inspect.schema import schema_text
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DEFAULT_LIMIT = 20
+_DEFAULT_GROUPS = 40
 _ID_WIDTH = 32
 #: Lines of runs for people; JSON has them all.
 _RUNS_SHOWN = 40
@@ -42,6 +47,7 @@ def add_parser(commands: Commands) -> None:
         examples=[
             "shmbus inspect run1",
             "shmbus inspect run1 --producer 3 --limit 100 --payload",
+            "shmbus inspect run1 --groups 100 --json | jq '.groups[].cells'",
             "shmbus inspect run1 --json | jq '.runs[] | {extent, pinned_by}'",
         ],
         json=True,
@@ -58,6 +64,15 @@ def add_parser(commands: Commands) -> None:
         help=f"records to show (default {_DEFAULT_LIMIT})",
     )
     parser.add_argument(
+        "--groups",
+        metavar="N",
+        nargs="?",
+        const=_DEFAULT_GROUPS,
+        type=_groups,
+        help="show incomplete groups sample by sample instead: who sent what when, what failed, "
+        f"what is asked for again (N oldest, default {_DEFAULT_GROUPS})",
+    )
+    parser.add_argument(
         "--payload", action="store_true", help="verify payload checksums too, where there are any"
     )
 
@@ -69,8 +84,30 @@ def _limit(text: str) -> int:
     return value
 
 
+def _groups(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= limits.MAX_GROUPS_SHOWN:
+        raise argparse.ArgumentTypeError(f"expected 1 to {limits.MAX_GROUPS_SHOWN}, got {value}")
+    return value
+
+
+def _run_groups(arguments: argparse.Namespace) -> int:
+    """Print incomplete groups; 1 where they cannot be said."""
+    found = read_groups(arguments.name, arguments.groups, walk_records=MAX_RECORDS)
+    if arguments.json:
+        print_json(found)
+    else:
+        print(groups_text(found))
+    if found.source == "none":
+        print(f"shmbus inspect: {found.problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Print the segment; 1 where it is damaged."""
+    """Print the segment, or its groups; 1 where it is damaged."""
+    if arguments.groups is not None:
+        return _run_groups(arguments)
     found = inspect(
         arguments.name,
         producer=arguments.producer,

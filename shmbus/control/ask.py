@@ -13,7 +13,7 @@ from shmbus import errors, limits
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 
-__all__ = ["ask_snapshot", "ask_status"]
+__all__ = ["ask_groups", "ask_snapshot", "ask_status"]
 
 #: Seconds that a daemon has for its status: a healthy one answers within milliseconds.
 _STATUS_WAIT_S = 1.0
@@ -34,22 +34,50 @@ def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.Status
     StatusReply, str or None
         None where no daemon serves the bus; a str says why a daemon gave no status.
     """
+    reply = _look(name, messages.GetStatus(id=1, oldest=oldest), "status")
+    assert reply is None or isinstance(reply, (messages.StatusReply, str))
+    return reply
+
+
+def ask_groups(name: str, groups: int) -> messages.GroupsReply | str | None:
+    """Ask the daemon of a bus for its oldest incomplete groups, sample by sample.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    groups : int
+        How many at most, up to `limits.MAX_GROUPS_SHOWN`.
+
+    Returns
+    -------
+    GroupsReply, str or None
+        As for `ask_status`; a daemon of an earlier version says that it does not know the request.
+    """
+    reply = _look(name, messages.GetGroups(id=1, groups=groups), "groups")
+    assert reply is None or isinstance(reply, (messages.GroupsReply, str))
+    return reply
+
+
+def _look(
+    name: str, request: messages.GetStatus | messages.GetGroups, what: str
+) -> messages.Reply | str | None:
+    """Ask something that changes nothing; None without a daemon, a str says why it gave nothing."""
     try:
         wire = Wire(name)
     except (DaemonUnreachable, ValueError):
         return None
     except OSError as error:
         return f"its daemon cannot be asked: {error}"
-    request = messages.GetStatus(id=1, oldest=oldest)
     try:
         reply = _ask(wire, name, request, "shmbus status", _STATUS_WAIT_S)
     except (DaemonUnreachable, errors.ProtocolError) as error:
-        return f"its daemon (pid {wire.pid}) gave no status: {error}"
+        return f"its daemon (pid {wire.pid}) gave no {what}: {error}"
     if isinstance(reply, messages.Refused):
         return f"its daemon (pid {wire.pid}) refuses: {reply.message}"
-    if isinstance(reply, messages.StatusReply):
-        return reply
-    return f"its daemon (pid {wire.pid}) does not answer within {_STATUS_WAIT_S:g} s"
+    if reply is None:
+        return f"its daemon (pid {wire.pid}) does not answer within {_STATUS_WAIT_S:g} s"
+    return reply
 
 
 def ask_snapshot(name: str, directory: str) -> bytes | None:

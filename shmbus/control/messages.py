@@ -18,6 +18,7 @@ import msgspec
 
 from shmbus import errors, limits
 from shmbus.inspect.types import Count, LeaseStatus, OpenGroup
+from shmbus.inspect.view_types import GroupCells
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
@@ -144,6 +145,13 @@ class GetStatus(_Message):
     oldest: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 10
 
 
+class GetGroups(_Message):
+    """Ask for up to `groups` incomplete groups with their cells, the oldest first."""
+
+    id: Count
+    groups: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_GROUPS_SHOWN)] = 1
+
+
 class TakeSnapshot(_Message):
     """Write everything undelivered to a new directory. Answered by SnapshotTaken, or Refused.
 
@@ -160,7 +168,7 @@ class Bye(_Message):
 
 Request: TypeAlias = (
     Hello | Claim | Take | TakeStep | End | GiveBack | SetPolicyVersion | GetLedger | GetStatus
-    | TakeSnapshot | Bye
+    | GetGroups | TakeSnapshot | Bye
 )  # fmt: skip
 
 
@@ -244,6 +252,14 @@ class StatusReply(_Message):
     paused: str | None = None
 
 
+class GroupsReply(_Message):
+    """The answer to GetGroups, of GROUPS_REPLY_BYTES at most; `omitted` groups are not in it."""
+
+    id: int
+    groups: list[GroupCells] = []
+    omitted: int = 0
+
+
 class SnapshotTaken(_Message):
     """The answer to TakeSnapshot: the manifest, as it is on disk."""
 
@@ -260,8 +276,9 @@ class Refused(_Message):
 
 
 Reply: TypeAlias = (
-    Welcome | Leases | Claimed | Ended | Done | LedgerReply | StatusReply | SnapshotTaken | Refused
-)
+    Welcome | Leases | Claimed | Ended | Done | LedgerReply | StatusReply | GroupsReply
+    | SnapshotTaken | Refused
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)

@@ -121,6 +121,27 @@ class Session:
         self.settled = hello.client < 0
         #: Its requests that wait for groups.
         self.waiting = 0
+        self._waited_s = 0.0
+        #: When it began to wait while it held nothing; None while it does not.
+        self._waits_since_s: float | None = None
+
+    def begin_wait(self, now_s: float) -> None:
+        """Note that one more of its requests waits."""
+        self.waiting += 1
+        if self._waits_since_s is None and not self.leases:
+            self._waits_since_s = now_s
+
+    def end_wait(self, now_s: float) -> None:
+        """Note that one of its requests was answered."""
+        self.waiting -= 1
+        if self._waits_since_s is not None and (self.leases or not self.waiting):
+            self._waited_s += now_s - self._waits_since_s
+            self._waits_since_s = None
+
+    def waited_s(self, now_s: float) -> float:
+        """Return the seconds that it has waited in all, while it held nothing."""
+        since_s = self._waits_since_s
+        return self._waited_s + (0.0 if since_s is None else max(0.0, now_s - since_s))
 
     def send(self, reply: messages.Reply) -> None:
         """Send a reply, after the confirmations that were held back."""
@@ -154,6 +175,7 @@ class Session:
             trajectories=sum(len(lease.samples) for lease in self.leases.values()),
             oldest_lease_s=max((now - x.born_s for x in self.leases.values()), default=0.0),
             waiting=self.waiting > 0,
+            waited_s=self.waited_s(now),
         )
 
 

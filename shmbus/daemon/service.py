@@ -19,17 +19,15 @@ from collections.abc import Callable
 import msgspec
 
 from shmbus import errors, limits
-from shmbus._keys import split_key
 from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.daemon import admission
+from shmbus.daemon.groups import group_cells, oldest_groups
 from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.steps import StepPlanner
-from shmbus.inspect.types import FailedSample, OpenGroup
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
-from shmbus.stash.failures import FailingGroup
 from shmbus_ext import _core
 
 __all__ = ["Service"]
@@ -365,6 +363,8 @@ class Service:
             session.send(messages.Done(id=request.id))
         elif isinstance(request, messages.GetLedger):
             session.send(messages.LedgerReply(id=request.id, ledger=self.ledger()))
+        elif isinstance(request, messages.GetGroups):
+            session.send(self.groups(request))
         elif isinstance(request, messages.GetStatus):
             session.send(self.status(request))
         else:
@@ -389,7 +389,7 @@ class Service:
             self.collector.reader.note_packing()
         if session.waiting >= MAX_WAITING:
             raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
-        session.waiting += 1
+        session.begin_wait(now)
         waiting = _Waiting(session, request, self._split_of(session), now)
         self._waiting.append(waiting)
         if self._table.ready_of(waiting.split) >= waiting.wanted:
@@ -439,7 +439,7 @@ class Service:
             if not self._answer(waiting, now):
                 still.append(waiting)
             else:
-                waiting.session.waiting -= 1
+                waiting.session.end_wait(now)
         self._waiting = still
         if self.collector.stash.discards and not self.frozen:
             self.collector.release_discards()
@@ -543,7 +543,7 @@ class Service:
             ledger=self.ledger(),
             policy=dict(self.policy),
             clients=[s.status() for s in self.sessions.values() if not s.observer],
-            oldest=self._oldest_groups(request.oldest, time.monotonic()),
+            oldest=oldest_groups(self.collector, request.oldest, time.monotonic()),
             recovering=self._claims is not None,
             draining=self.draining,
             in_doubt=len(self._in_doubt),
@@ -552,27 +552,7 @@ class Service:
             paused=None if paused is None else paused[0] or "no reason given",
         )
 
-    def _oldest_groups(self, count: int, now: float) -> list[OpenGroup]:
-        """Return the oldest incomplete groups: which samples are missing, and which failed."""
-        oldest = []
-        for group in self.collector.stash.oldest(count):
-            key, epoch, split = split_key(group.key)
-            failed = group.failed if isinstance(group, FailingGroup) else {}
-            present = {sample.index for sample in group.samples}
-            oldest.append(
-                OpenGroup(
-                    instance_id=key,
-                    epoch=epoch,
-                    split=_core.split_label(self.collector.segment, split),
-                    need=group.need or group.size,
-                    size=group.size,
-                    present=len(present),
-                    missing=[index for index in range(group.size) if index not in present],
-                    age_s=max(0.0, now - group.born_s),
-                    failed=[
-                        FailedSample(index, sample.attempts, sample.reason)
-                        for index, sample in sorted(failed.items())
-                    ],
-                )
-            )
-        return oldest
+    def groups(self, request: messages.GetGroups) -> messages.GroupsReply:
+        """Return the oldest incomplete groups, sample by sample."""
+        groups, omitted = group_cells(self.collector, request.groups, time.monotonic())
+        return messages.GroupsReply(id=request.id, groups=groups, omitted=omitted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import msgspec
 
@@ -12,6 +13,7 @@ from shmbus.inspect.records import RecordRow
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import FailedSample, GroupStatus
 from shmbus.inspect.undelivered import undelivered_records
+from shmbus.inspect.view_types import GroupCells, SampleCell
 from shmbus_ext import _core
 
 __all__ = ["MISSING_NAMED", "OpenGroups"]
@@ -20,6 +22,8 @@ __all__ = ["MISSING_NAMED", "OpenGroups"]
 MISSING_NAMED = 16
 #: Records that are sorted into groups: about two seconds of work. Beyond that no group is named.
 MAX_RECORDS = 200_000
+#: Samples that are shown one by one; the largest group fits.
+_MAX_CELLS = 16_384
 
 
 class _Open(msgspec.Struct):
@@ -67,6 +71,7 @@ class OpenGroups:
         self.incomplete: int | None = None
         self.complete: int | None = None
         self.oldest: list[GroupStatus] = []
+        self._groups: dict[object, _Open] = {}
         if undelivered > MAX_RECORDS:
             return
         groups: dict[object, _Open] = {}
@@ -79,8 +84,65 @@ class OpenGroups:
                 self.complete += 1
         now = _core.monotonic_ns()
         self.incomplete = len(groups)
+        self._file, self._groups, self._now_ns = file, groups, now
         oldest = list(groups.values())[: limits.STATUS_GROUPS]
         self.oldest = [_group(file, group, now) for group in oldest]
+
+    def cells(self, count: int) -> tuple[list[GroupCells], int]:
+        """Show the oldest incomplete groups sample by sample, before `file` is closed.
+
+        Parameters
+        ----------
+        count : int
+            How many at most.
+
+        Returns
+        -------
+        groups : list[GroupCells]
+            With `_MAX_CELLS` cells together.
+        omitted : int
+            Incomplete groups that are not among them.
+        """
+        found: list[GroupCells] = []
+        room = _MAX_CELLS
+        for group in itertools.islice(self._groups.values(), count):
+            if room <= 0:
+                break
+            shown = _cells(self._file, group, self._now_ns, room)
+            room -= len(shown.cells)
+            found.append(shown)
+        return found, len(self._groups) - len(found)
+
+
+def _cells(file: SegmentFile, group: _Open, now_ns: int, room: int) -> GroupCells:
+    rows = {**group.failed, **group.rows}
+    first = min(rows.values(), key=lambda row: row.committed_ns)
+    return GroupCells(
+        instance_id=printable(first.instance_id),
+        epoch=first.epoch,
+        need=group.need or group.size,
+        split=printable(file.split_label(first.split)),
+        size=group.size,
+        present=len(group.rows),
+        age_s=max(0.0, (now_ns - first.committed_ns) / 1e9),
+        cells=[_cell(file, rows[index], now_ns) for index in sorted(rows)[:room]],
+        cells_omitted=max(0, len(rows) - room),
+    )
+
+
+def _cell(file: SegmentFile, row: RecordRow, now_ns: int) -> SampleCell:
+    age_s = max(0.0, (now_ns - row.committed_ns) / 1e9)
+    if row.failed:
+        return SampleCell(
+            index=row.index,
+            state="failed",
+            producer=row.producer_id,
+            age_s=age_s,
+            attempts=int(row.score) + 1,
+            reason=_reason(file, row),
+        )
+    score = row.score if math.isfinite(row.score) else None
+    return SampleCell(index=row.index, score=score, producer=row.producer_id, age_s=age_s)
 
 
 def _reason(file: SegmentFile, row: RecordRow) -> str:

@@ -12,10 +12,13 @@ from collections import deque
 
 import msgspec
 
+from shmbus import limits
 from shmbus.control.ask import ask_status
+from shmbus.inspect.groups import Groups, read_groups
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import join, status_of
 from shmbus.inspect.types import BusStatus
+from shmbus.inspect.verdict import judge
 
 __all__ = ["Rates", "Watcher"]
 
@@ -53,6 +56,11 @@ class Watcher:
     ----------
     name : str
         The bus.
+    groups : int
+        Incomplete groups to read at each poll; 0 reads those that a status has.
+    share : float
+        The part of a processor that walks over records may cost: after a long one, polls do without
+        for a while.
 
     Attributes
     ----------
@@ -62,17 +70,33 @@ class Watcher:
         Between the last two polls.
     producer_rates : dict[int, float]
         Trajectories a second, by producer number.
+    groups : Groups
+        The oldest incomplete groups, of the last poll that read them.
     history : deque[float]
         Committed trajectories a second, the newest last.
+    idle_s : dict[int, float]
+        Seconds since the last commit that a poll has seen, by producer number.
+    still_s : float
+        Seconds in which no poll has seen anything move.
+    created_unix_ns : int
+        When the bus was created; another number is another bus of the name.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, groups: int = 0, share: float = 1.0) -> None:
         self.name = name
+        self._groups = groups
+        self._share = share
         self.status: BusStatus
         self._forget(0)
 
     def _forget(self, created: int) -> None:
-        self._created = created
+        self.created_unix_ns = created
+        self.groups = Groups(source="none", groups=[])
+        self.idle_s: dict[int, float] = {}
+        self.still_s = 0.0
+        self._active_s: dict[int, tuple[int, float]] = {}
+        self._moved: tuple[object, float] = (None, 0.0)
+        self._next_walk_s = 0.0
         self._at_s = 0.0
         self._before: BusStatus | None = None
         self._mean = (0.0, 0.0)
@@ -91,16 +115,48 @@ class Watcher:
         with SegmentFile(self.name) as file:
             file.require()
             created = int(file.header["created_unix_ns"])
-            if created != self._created:
+            if created != self.created_unix_ns:
                 self._forget(created)
             status = status_of(file, walk=False)
-            if status.ledger.undelivered <= _WALK_RECORDS:
+            began_s = time.monotonic()
+            walks = status.ledger.undelivered <= _WALK_RECORDS and began_s >= self._next_walk_s
+            if walks:
                 status = status_of(file)
             now = time.monotonic()
             self._sample(file)
-        self.status = join(status, ask_status(self.name))
+        self._note_activity(status, now)
+        self._read_groups(walks=walks)
+        if walks:
+            self._next_walk_s = now + (time.monotonic() - began_s) * (1 / self._share - 1)
+        joined = join(status, ask_status(self.name))
+        verdict = judge(joined, self.groups.groups, still_s=self.still_s)
+        self.status = msgspec.structs.replace(joined, verdict=verdict)
         self._compare(status, now)
         self._before, self._at_s = status, now
+
+    def _read_groups(self, *, walks: bool) -> None:
+        count = self._groups or limits.STATUS_GROUPS
+        found = read_groups(self.name, count, walk_records=_WALK_RECORDS if walks else 0)
+        if found.source != "none" or walks or not self.groups.groups:
+            self.groups = found
+
+    def _note_activity(self, status: BusStatus, now_s: float) -> None:
+        """Note since when each producer, and the bus as a whole, has done nothing."""
+        idle_s = {}
+        active_s = {}
+        for producer in status.producers:
+            number = producer.producer_id
+            count, since_s = self._active_s.get(number, (producer.committed, now_s))
+            if count != producer.committed:
+                count, since_s = producer.committed, now_s
+            active_s[number] = count, since_s
+            idle_s[number] = max(now_s - since_s, producer.idle_s or 0.0)
+        self._active_s, self.idle_s = active_s, idle_s
+        ledger = status.ledger
+        moved = (ledger.committed, ledger.acknowledged, ledger.dropped, ledger.leased)
+        if moved != self._moved[0]:
+            self._moved = moved, now_s
+        self.still_s = now_s - self._moved[1]
 
     def _sample(self, file: SegmentFile) -> None:
         """Take mean bytes and tokens of some recent records, delivered or not."""

@@ -19,8 +19,10 @@ import msgspec
 from shmbus._format import label_text, printable
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
+from shmbus.inspect.groups import read_groups
 from shmbus.inspect.histograms import read_histograms
 from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
+from shmbus.inspect.processes import is_stopped
 from shmbus.inspect.records import Run
 from shmbus.inspect.request_lane import read_lead, read_requests
 from shmbus.inspect.retry_table import read_wanted
@@ -38,6 +40,7 @@ from shmbus.inspect.types import (
     SplitStatus,
 )
 from shmbus.inspect.undelivered import count_undelivered, counters
+from shmbus.inspect.verdict import judge
 from shmbus.ledger import REASONS
 from shmbus.segment.names import check_name
 from shmbus_ext import _core
@@ -75,7 +78,11 @@ def read_status(name: str, *, walk: bool = True) -> BusStatus:
     """
     with SegmentFile(check_name(name)) as file:
         file.require()
-        return join(status_of(file, walk=walk), ask_status(name))
+        status = join(status_of(file, walk=walk), ask_status(name))
+    if not walk:
+        return status
+    groups = read_groups(name)
+    return msgspec.structs.replace(status, verdict=judge(status, groups.groups))
 
 
 def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStatus:
@@ -269,13 +276,15 @@ def _producers(file: SegmentFile, runs: list[Run], *, walk: bool) -> list[Produc
         if not int(row["producer_id"]):
             continue
         reserved, newest_ns = activity.get(slot, (0, 0))
+        state = _producer_state(file, slot, int(row["state"]))
         found.append(
             ProducerStatus(
                 slot=slot,
                 producer_id=int(row["producer_id"]),
                 pid=int(row["pid"]),
                 label=label_text(row["label"]),
-                state=_producer_state(file, slot, int(row["state"])),
+                state=state,
+                stopped=state == "alive" and is_stopped(int(row["pid"]), file.path),
                 committed=int(row["committed"]),
                 aborted=int(row["aborted"]),
                 held_bytes=held.get(slot, 0),

@@ -21,6 +21,8 @@ def status_text(status: BusStatus) -> str:
     blocks = [_head(status), _ledger(status), _groups(status)]
     if len(status.splits) > 1:
         blocks.append(_splits(status))
+    if status.verdict is not None:
+        blocks.insert(0, status.verdict.sentence)
     if status.wanted or status.groups_given_up or status.ledger.dropped.get("failed"):
         blocks.append(_wanted(status))
     if status.lead is not None or status.requests is not None:
@@ -243,7 +245,7 @@ def _producers(status: BusStatus) -> str:
             str(producer.producer_id),
             str(producer.pid),
             producer.label,
-            producer.state,
+            "stopped" if producer.stopped else producer.state,
             show_count(producer.committed),
             show_count(producer.aborted),
             show_size(producer.held_bytes),

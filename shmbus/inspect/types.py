@@ -15,6 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from shmbus._schema import SchemaField
+from shmbus.inspect.view_types import Verdict
 from shmbus.ledger import TrajectoryCounts
 from shmbus_ext import _core
 
@@ -97,12 +98,15 @@ class ProducerStatus(ProducerSlot, frozen=True, kw_only=True):
     idle_s : float | None
         Seconds since the last commit, by the records that are still in the lane's extents; None
         where none is.
+    stopped : bool
+        Whether its process is stopped, as by SIGSTOP or a debugger, as far as that can be seen.
     """
 
     state: Literal["alive", "dead", "closed", "gone"]
     held_bytes: int
     reservations: int | None = None
     idle_s: float | None = None
+    stopped: bool = False
 
 
 class CollectorStatus(msgspec.Struct, frozen=True):
@@ -293,6 +297,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
         Whether it waits for more.
     connected : bool
         False for a client that holds leases of an earlier connection and has not come back.
+    waited_s : float
+        Seconds that it has waited for groups in all, while it held none.
     """
 
     client: int
@@ -306,6 +312,7 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     split: str = "train"
     waiting: bool = False
     connected: bool = True
+    waited_s: float = 0.0
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
@@ -469,6 +476,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         The fields that the bus declares; None where it declares none.
     schema_problem : str
         Why these cannot be read; "" where they can.
+    verdict : Verdict | None
+        What is to be said of it in one sentence; None where the records were not walked.
     """
 
     name: str
@@ -501,3 +510,4 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     daemon: DaemonStatus | None = None
     schema: list[SchemaField] | None = None
     schema_problem: str = ""
+    verdict: Verdict | None = None

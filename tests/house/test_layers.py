@@ -42,6 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus._prompts",),
     ("shmbus._fields",),
     ("shmbus._schema",),
+    ("shmbus.inspect.view_types",),
     # What can be said of a bus; control messages carry some of it. What outlives a lease.
     ("shmbus.inspect.types", "shmbus.copies"),
     # A bus as a file, and the error texts that the extension is given.
@@ -69,6 +70,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # Other stacks: their groups as records, and their HTTP. Nothing knows the gateway.
     ("shmbus.peers",),
     ("shmbus.gateway",),
+    # A page over what can be seen from outside. Nothing knows it.
+    ("shmbus.web",),
     # The trainer's side.
     ("trainer_adapter._masked", "trainer_adapter.scored_group"),
     ("trainer_adapter.advantages", "trainer_adapter.compat", "trainer_adapter.losses"),

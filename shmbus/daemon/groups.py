@@ -1,0 +1,139 @@
+"""What a daemon says of incomplete groups: which samples are there, missing, failed, asked again.
+
+Invariants:
+
+- An answer is bounded by bytes, whatever producers wrote, and says how much it left out.
+- Nothing here changes the stash, and time is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shmbus import limits
+from shmbus._keys import split_key
+from shmbus.inspect.types import FailedSample, OpenGroup
+from shmbus.inspect.view_types import GroupCells, SampleCell
+from shmbus.stash.collector import Collector
+from shmbus.stash.failures import FailedIndex, FailingGroup
+from shmbus_ext import _core
+
+__all__ = ["group_cells", "oldest_groups"]
+
+#: Bytes of a cell and of a group in an answer, beside their texts: names of fields and numbers.
+_CELL_BYTES = 70
+_GROUP_BYTES = 120
+
+
+def oldest_groups(collector: Collector, count: int, now_s: float) -> list[OpenGroup]:
+    """Name the oldest incomplete groups: which samples are missing, and which failed.
+
+    Parameters
+    ----------
+    collector : Collector
+        Whose stash they are in.
+    count : int
+        How many at most.
+    now_s : float
+        On the stash's clock.
+
+    Returns
+    -------
+    list[OpenGroup]
+    """
+    oldest = []
+    for group in collector.stash.oldest(count):
+        key, epoch, split = split_key(group.key)
+        failed = group.failed if isinstance(group, FailingGroup) else {}
+        present = {sample.index for sample in group.samples}
+        oldest.append(
+            OpenGroup(
+                instance_id=key,
+                epoch=epoch,
+                split=_core.split_label(collector.segment, split),
+                need=group.need or group.size,
+                size=group.size,
+                present=len(present),
+                missing=[index for index in range(group.size) if index not in present],
+                age_s=max(0.0, now_s - group.born_s),
+                failed=[
+                    FailedSample(index, sample.attempts, sample.reason)
+                    for index, sample in sorted(failed.items())
+                ],
+            )
+        )
+    return oldest
+
+
+def group_cells(collector: Collector, count: int, now_s: float) -> tuple[list[GroupCells], int]:
+    """Show the oldest incomplete groups, sample by sample.
+
+    Parameters
+    ----------
+    collector : Collector
+        Whose stash they are in.
+    count : int
+        How many at most.
+    now_s : float
+        On the stash's clock, which is the records'.
+
+    Returns
+    -------
+    groups : list[GroupCells]
+        The oldest first, of `limits.GROUPS_REPLY_BYTES` together.
+    omitted : int
+        Incomplete groups that are not among them.
+    """
+    found: list[GroupCells] = []
+    room = limits.GROUPS_REPLY_BYTES
+    for group in collector.stash.oldest(count):
+        key, epoch, split = split_key(group.key)
+        room -= _GROUP_BYTES + 4 * len(key)
+        if room <= 0:
+            break
+        failed = group.failed if isinstance(group, FailingGroup) else {}
+        samples = group.samples
+        cells = [_there(sample, now_s) for sample in samples]
+        cells += [_failed(index, each, now_s) for index, each in failed.items()]
+        cells.sort(key=lambda cell: cell.index)
+        shown = []
+        for cell in cells:
+            room -= _CELL_BYTES + 4 * len(cell.reason)
+            if room <= 0:
+                break
+            shown.append(cell)
+        found.append(
+            GroupCells(
+                instance_id=key,
+                epoch=epoch,
+                split=_core.split_label(collector.segment, split),
+                need=group.need or group.size,
+                size=group.size,
+                present=len(samples),
+                age_s=max(0.0, now_s - group.born_s),
+                cells=shown,
+                cells_omitted=len(cells) - len(shown),
+            )
+        )
+    return found, max(0, collector.stash.open_groups - len(found))
+
+
+def _there(sample: _core.Trajectory, now_s: float) -> SampleCell:
+    return SampleCell(
+        index=sample.index,
+        score=sample.score if math.isfinite(sample.score) else None,
+        producer=sample.producer_id,
+        age_s=max(0.0, now_s - sample.committed_ns / 1e9),
+    )
+
+
+def _failed(index: int, failed: FailedIndex[_core.Trajectory], now_s: float) -> SampleCell:
+    request, report = failed.request, failed.report
+    return SampleCell(
+        index=index,
+        state="failed" if request is None else "asked",
+        producer=None if report is None else report.producer_id,
+        age_s=None if report is None else max(0.0, now_s - report.committed_ns / 1e9),
+        attempts=failed.attempts,
+        reason=failed.reason[: limits.FAIL_REASON_CHARS],
+    )

@@ -1,0 +1,130 @@
+"""Incomplete groups of a bus, sample by sample: from its daemon, or from the records.
+
+Invariants:
+
+- The daemon is asked first, in one message; its stash has them sorted. Without one the records are
+  walked, up to a number of them, and what is left out is said.
+- Texts are escaped here, before they are in a struct.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shmbus import limits
+from shmbus._format import printable
+from shmbus.control.ask import ask_groups
+from shmbus.inspect.open_groups import OpenGroups
+from shmbus.inspect.retry_table import read_wanted
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import WantedStatus
+from shmbus.inspect.undelivered import counters
+from shmbus.inspect.view_types import GroupCells, SampleCell
+from shmbus.segment.names import check_name
+
+__all__ = ["Groups", "read_groups"]
+
+#: Undelivered trajectories up to which the records are walked: some 0.2 s of work.
+WALK_RECORDS = 20_000
+
+
+class Groups(msgspec.Struct, frozen=True, kw_only=True):
+    """Incomplete groups.
+
+    Attributes
+    ----------
+    source : "daemon" | "records" | "none"
+        Who said so; none: there are too many records to sort from outside.
+    groups : list[GroupCells]
+        The oldest first.
+    omitted : int
+        Incomplete groups that are not among them, as far as that is known.
+    problem : str
+        Why there are none or fewer; "" where nothing was in the way.
+    """
+
+    source: Literal["daemon", "records", "none"]
+    groups: list[GroupCells]
+    omitted: int = 0
+    problem: str = ""
+
+
+def read_groups(name: str, count: int = 40, *, walk_records: int = WALK_RECORDS) -> Groups:
+    """Read the oldest incomplete groups of a bus.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    count : int
+        How many groups at most, up to `limits.MAX_GROUPS_SHOWN`.
+    walk_records : int
+        Undelivered trajectories up to which the records are walked, where no daemon says it.
+
+    Returns
+    -------
+    Groups
+
+    Raises
+    ------
+    BusNotFoundError, LayoutMismatchError, PermissionError
+        As `shmbus.inspect.status.read_status`.
+    """
+    count = min(count, limits.MAX_GROUPS_SHOWN)
+    with SegmentFile(check_name(name)) as file:
+        file.require()
+        wanted = read_wanted(file)
+        reply = ask_groups(name, count)
+        if reply is not None and not isinstance(reply, str):
+            groups = [_escaped(group) for group in reply.groups]
+            return Groups(
+                source="daemon", groups=_with_requests(groups, wanted), omitted=reply.omitted
+            )
+        problem = "" if reply is None else printable(reply)
+        released, committed, _ = counters(file)
+        undelivered = max(0, sum(committed) - sum(released))
+        if undelivered > walk_records:
+            return Groups(
+                source="none",
+                groups=[],
+                problem=problem
+                or f"{undelivered:,} undelivered trajectories are more than the {walk_records:,} "
+                "that are sorted from outside; a daemon can say it: `shmbus serve`",
+            )
+        found, omitted = OpenGroups(file, undelivered).cells(count)
+        return Groups(
+            source="records",
+            groups=_with_requests(found, wanted),
+            omitted=omitted,
+            problem=problem,
+        )
+
+
+def _escaped(group: GroupCells) -> GroupCells:
+    cells = [
+        msgspec.structs.replace(cell, reason=printable(cell.reason)) if cell.reason else cell
+        for cell in group.cells
+    ]
+    return msgspec.structs.replace(
+        group, instance_id=printable(group.instance_id), split=printable(group.split), cells=cells
+    )
+
+
+def _with_requests(groups: list[GroupCells], wanted: list[WantedStatus]) -> list[GroupCells]:
+    """Add what the retry table says: who makes a failed sample again."""
+    if not wanted:
+        return groups
+    requests = {(each.instance_id, each.epoch, each.split, each.index): each for each in wanted}
+
+    def with_request(group: GroupCells, cell: SampleCell) -> SampleCell:
+        request = requests.get((group.instance_id, group.epoch, group.split, cell.index))
+        if cell.state == "there" or request is None:
+            return cell
+        return msgspec.structs.replace(cell, state="asked", taken_by=request.taken_by)
+
+    return [
+        msgspec.structs.replace(group, cells=[with_request(group, cell) for cell in group.cells])
+        for group in groups
+    ]

@@ -1,0 +1,69 @@
+"""Incomplete groups as text, for ``shmbus inspect --groups``: a row a group, a sign a sample.
+
+Invariant: a pure function of what was read; texts of producers have been escaped there.
+"""
+
+from __future__ import annotations
+
+from shmbus._format import show_count, show_duration, table
+from shmbus.inspect.groups import Groups
+from shmbus.inspect.view_types import GroupCells, SampleCell
+
+__all__ = ["groups_text"]
+
+#: Signs of a row; a larger group is cut, and says so.
+_SIGNS = 64
+_SIGN = {"there": "#", "failed": "x", "asked": "?"}
+_MISSING = "."
+#: Failures that are told in words.
+_FAILURES = 20
+
+
+def groups_text(found: Groups) -> str:
+    """Lay out incomplete groups.
+
+    Parameters
+    ----------
+    found : Groups
+        From `shmbus.inspect.groups.read_groups`.
+
+    Returns
+    -------
+    str
+        Several lines.
+    """
+    omitted = f", and {show_count(found.omitted)} more" if found.omitted else ""
+    lines = [f"{show_count(len(found.groups))} incomplete groups, the oldest first{omitted}"]
+    if found.groups:
+        head = ("instance", "present>", "waits>", "samples", "from producers")
+        lines.append(table(head, [_row(group) for group in found.groups]))
+        lines.append(f"  # there   {_MISSING} missing   x failed   ? asked for again")
+    failed = [
+        (group, cell) for group in found.groups for cell in group.cells if cell.state != "there"
+    ]
+    lines += [_failure(group, cell) for group, cell in failed[:_FAILURES]]
+    if len(failed) > _FAILURES:
+        lines.append(f"  and {show_count(len(failed) - _FAILURES)} more failures: --json")
+    return "\n".join(lines)
+
+
+def _row(group: GroupCells) -> tuple[str, ...]:
+    signs = dict.fromkeys(range(min(group.size, _SIGNS)), _MISSING)
+    signs |= {cell.index: _SIGN[cell.state] for cell in group.cells if cell.index < _SIGNS}
+    producers = sorted({cell.producer for cell in group.cells if cell.producer is not None})
+    epoch = "" if group.epoch is None else f" epoch {group.epoch}"
+    return (
+        group.instance_id + epoch + ("" if group.split == "train" else f" ({group.split})"),
+        f"{group.present} of {group.need or group.size}",
+        show_duration(group.age_s),
+        "".join(signs[index] for index in sorted(signs)) + ("..." if group.size > _SIGNS else ""),
+        ", ".join(map(str, producers)),
+    )
+
+
+def _failure(group: GroupCells, cell: SampleCell) -> str:
+    again = "" if cell.state == "failed" else "; asked for again"
+    if cell.taken_by is not None:
+        again += f", producer {cell.taken_by} makes it"
+    times = "once" if cell.attempts == 1 else f"{cell.attempts} times"
+    return f"  failed: {group.instance_id}[{cell.index}], {times}: {cell.reason}{again}"

@@ -1,0 +1,126 @@
+"""What is made of a bus for whoever looks at it: groups sample by sample, and one sentence.
+
+Below `shmbus.inspect.types`, whose status has the sentence, and below the control messages, which
+carry the groups.
+
+Invariant: field names are the keys of ``--json`` and of the wire: they stay.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+__all__ = ["Finding", "GroupCells", "SampleCell", "Verdict"]
+
+
+class SampleCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A sample of an incomplete group, as far as it is known.
+
+    Attributes
+    ----------
+    index : int
+        Its place in the group.
+    state : "there" | "failed" | "asked"
+        asked: it failed, and producers are asked for it again. A missing sample has no cell.
+    score : float | None
+        Of a sample that is there; None also where it is not finite.
+    producer : int | None
+        Number of the producer that sent it, or its failure.
+    age_s : float | None
+        Seconds since its commit.
+    attempts : int
+        Attempts that failed.
+    reason : str
+        Why the last of them did.
+    taken_by : int | None
+        Number of the producer that makes it again.
+    """
+
+    index: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+    state: Literal["there", "failed", "asked"] = "there"
+    score: float | None = None
+    producer: int | None = None
+    age_s: float | None = None
+    attempts: int = 0
+    reason: str = ""
+    taken_by: int | None = None
+
+
+class GroupCells(msgspec.Struct, frozen=True, kw_only=True):
+    """An incomplete group, sample by sample.
+
+    Attributes
+    ----------
+    instance_id : str
+        The prompt's key.
+    epoch : int | None
+        None where its producers gave none.
+    size, present : int
+        Samples of its group, 0 where that is not known yet, and samples that are here.
+    need : int
+        Samples that complete it, at most `size`; 0 where that is not known yet.
+    split : str
+        Who it is for.
+    age_s : float
+        Seconds since its first sample.
+    cells : list[SampleCell]
+        By index; a missing sample has none.
+    cells_omitted : int
+        Cells that did not fit into the answer.
+    """
+
+    instance_id: str
+    epoch: int | None
+    size: int
+    present: int
+    age_s: float
+    cells: list[SampleCell]
+    cells_omitted: int = 0
+    need: int = 0
+    split: str = "train"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that keeps a bus from going on, or may.
+
+    Attributes
+    ----------
+    kind : str
+        Such as "producers_wait"; `shmbus.inspect.verdict` lists them.
+    cost : float
+        The part of the work that it costs, 0 to 1, as an estimate: what findings are ranked by.
+    what, cause, advice : str
+        What happens, who causes it, and what to do; the latter two may be "".
+    who : list[str]
+        The producers and trainers that cause it.
+    groups : int
+        Incomplete groups that wait for them.
+    """
+
+    kind: str
+    cost: float
+    what: str
+    cause: str = ""
+    advice: str = ""
+    who: list[str] = []
+    groups: int = 0
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be said of a bus in one sentence.
+
+    Attributes
+    ----------
+    level : "good" | "note" | "warning" | "trouble"
+        How bad the first finding is.
+    sentence : str
+        The first finding: what, who, and what to do.
+    findings : list[Finding]
+        All of them, the costliest first; empty where nothing is wrong.
+    """
+
+    level: Literal["good", "note", "warning", "trouble"]
+    sentence: str
+    findings: list[Finding] = []

@@ -1,0 +1,277 @@
+"""One sentence about a bus: what the bottleneck is, who causes it, and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from conftest import Spawner, wait_until
+
+from shmbus import Bus, Consumer, Producer
+from shmbus.inspect.groups import read_groups
+from shmbus.inspect.rates import Watcher
+from shmbus.inspect.status import read_status
+from shmbus.inspect.status_text import status_text
+from shmbus.inspect.types import BusStatus
+from shmbus.inspect.verdict import waiting_for
+from shmbus.inspect.view_types import Finding, GroupCells, SampleCell, Verdict
+
+#: A worker that puts its index of each group, says so, and sleeps.
+WORKER = """
+import sys, time, shmbus
+name, index, groups = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with shmbus.Producer(name, label=f"rollout-{index}") as producer:
+    for number in range(groups):
+        producer.put(f"q{number}", group_size=4, index=index, score=index / 4, tokens=[1, 2, 3])
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def said(name: str) -> Verdict:
+    verdict = read_status(name).verdict
+    assert verdict is not None
+    return verdict
+
+
+def group(name: str, *cells: SampleCell, size: int = 4) -> GroupCells:
+    there = sum(cell.state == "there" for cell in cells)
+    return GroupCells(
+        instance_id=name, epoch=None, size=size, present=there, age_s=1.0, cells=list(cells)
+    )
+
+
+def cell(index: int, producer: int) -> SampleCell:
+    return SampleCell(index=index, producer=producer, score=0.0)
+
+
+def test_a_bus_that_nobody_reads_says_so(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
+        verdict = said(bus_name)
+        assert verdict.level == "trouble"
+        assert verdict.findings[0].kind == "nobody_reads"
+        assert status_text(read_status(bus_name)).startswith("Nobody reads the bus")
+
+
+def test_a_bus_in_order_has_no_finding(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name) as taker:
+        for index in range(2):
+            producer.put("q", group_size=2, index=index, score=1.0, tokens=[1])
+        for taken in taker.take(timeout=5.0):
+            taken.ack()
+        verdict = said(bus_name)
+        assert (verdict.level, verdict.findings) == ("good", [])
+        assert "1 producer" in verdict.sentence
+
+
+def test_a_pause_is_said_with_its_reason(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB") as bus, Consumer(bus_name):
+        bus.pause("weights are being loaded")
+        assert "weights are being loaded" in said(bus_name).sentence
+
+
+def test_a_full_ring_names_who_holds_it(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Consumer(bus_name) as taker:
+        script = (
+            "import sys, shmbus\n"
+            "producer = shmbus.Producer(sys.argv[1])\n"
+            "for n in range(1000):\n"
+            "    producer.put(f'q{n}', group_size=1, index=0, score=0.0, tokens=[1] * 8000)\n"
+        )
+        filler = subprocess.Popen([sys.executable, "-c", script, bus_name])
+        try:
+            held = [*taker.take(max_groups=1000, timeout=5.0)]
+
+            def full() -> bool:
+                held.extend(taker.take(max_groups=1000, timeout=0.0))
+                status = read_status(bus_name)
+                return (
+                    status.space_wanted and status.ledger.leased > 0 and not status.ledger.in_ring
+                )
+
+            wait_until(full, what="a full ring")
+            verdict = said(bus_name)
+            assert verdict.findings[0].kind == "producers_wait", verdict
+            assert f"(pid {os.getpid()}) holds" in verdict.sentence
+        finally:
+            filler.kill()
+            filler.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [(signal.SIGKILL, "waits_for_one", "died"), (signal.SIGSTOP, "waits_for_one", "is stopped")],
+)
+def test_a_worker_that_groups_wait_for_is_named(
+    bus_name: str,
+    spawn: Spawner,
+    daemon: Callable[..., object],
+    number: signal.Signals,
+    kind: str,
+    words: str,
+) -> None:
+    daemon("--capacity", "4MiB")
+    for index in range(4):
+        # The last is three groups behind.
+        child = spawn.script(WORKER, bus_name, index, 6 if index < 3 else 3)
+        wait_until(lambda child=child: "ready" in child.output(), what="a worker")
+    child.send_signal(number)
+    try:
+
+        def named() -> Finding | None:
+            found = [f for f in said(bus_name).findings if f.kind == kind and f.groups == 3]
+            return next((f for f in found if words in f.what), None)
+
+        found = wait_until(named, what="the worker in the verdict")
+        assert "rollout-3" in found.who[0]
+    finally:
+        child.send_signal(signal.SIGCONT)
+
+
+def test_groups_with_one_producer_each_wait_for_it() -> None:
+    groups = [group(f"q{n}", cell(0, n), cell(1, n)) for n in range(1, 4)]
+    assert waiting_for(groups) == [1, 2, 3]
+
+
+def test_a_missing_index_is_expected_from_who_always_sends_it() -> None:
+    full = [cell(index, index + 1) for index in range(3)]
+    groups = [group("a", *full), group("b", *full[:2], cell(3, 4))]
+    assert waiting_for(groups) == [4, 3]
+
+
+def test_whoever_it_cannot_be_told_of_is_not_blamed() -> None:
+    assert waiting_for([group("a", cell(0, 1), cell(1, 2))]) == [None]
+    failed = SampleCell(index=1, state="failed", producer=2)
+    assert waiting_for([group("a", cell(0, 1), failed, size=2)]) == [None]
+
+
+def test_who_took_a_request_is_waited_for() -> None:
+    asked = SampleCell(index=1, state="asked", producer=2, taken_by=7)
+    assert waiting_for([group("a", cell(0, 1), asked, size=2)]) == [7]
+
+
+def test_a_watcher_tells_that_nothing_moves(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name):
+        producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
+        watcher = Watcher(bus_name, groups=10)
+        watcher.poll()
+        first = watcher.still_s
+        wait_until(lambda: watcher.poll() or watcher.still_s > first, what="time in which it stood")
+        assert watcher.idle_s.keys() == {1}
+
+
+# -- groups, sample by sample -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_daemon", [False, True])
+def test_groups_are_the_same_from_a_daemon_and_from_the_records(
+    bus_name: str, daemon: Callable[..., object], with_daemon: bool
+) -> None:
+    if with_daemon:
+        daemon("--capacity", "4MiB", "--sample-retries", "2")
+    bus = None if with_daemon else Bus.create(bus_name, "4MiB")
+    try:
+        with Producer(bus_name) as producer:
+            producer.put("a", group_size=4, index=2, score=0.5, tokens=[1])
+            producer.put("a", group_size=4, index=0, score=0.25, tokens=[1])
+            producer.put("b\x1b[31m", group_size=2, index=1, score=1.0, tokens=[1], epoch=3)
+            producer.fail("b\x1b[31m", group_size=2, index=0, reason="the tool\x07 died", epoch=3)
+            found = wait_until(
+                lambda: (
+                    (groups := read_groups(bus_name)).source
+                    == ("daemon" if with_daemon else "records")
+                    and len(groups.groups) == 2
+                    and len(groups.groups[1].cells) == 2
+                    and groups
+                ),
+                what="two groups",
+            )
+        first, second = found.groups
+        assert [(c.index, c.score) for c in first.cells] == [(0, 0.25), (2, 0.5)]
+        assert {c.producer for c in first.cells} == {
+            read_status(bus_name).producers[-1].producer_id
+        }
+        assert (first.size, first.present, second.epoch) == (4, 2, 3)
+        assert second.instance_id == "b\\x1b[31m"
+        failed = second.cells[0]
+        assert failed.state == ("asked" if with_daemon else "failed")
+        assert (failed.reason, failed.attempts) == ("the tool\\x07 died", 1)
+    finally:
+        if bus is not None:
+            bus.close()
+
+
+def test_an_answer_is_bounded_and_says_what_it_leaves_out(
+    bus_name: str, daemon: Callable[..., object]
+) -> None:
+    daemon("--capacity", "32MiB")
+    with Producer(bus_name) as producer:
+        for number in range(40):
+            producer.put_many(
+                [
+                    {"instance_id": f"q{number}", "group_size": 513, "index": index, "score": 0.0,
+                     "tokens": [1]}
+                    for index in range(512)
+                ]
+            )  # fmt: skip
+    found = wait_until(
+        lambda: len((groups := read_groups(bus_name)).groups) + groups.omitted == 40 and groups,
+        what="40 groups",
+    )
+    assert found.omitted > 0
+    shown = sum(len(each.cells) for each in found.groups)
+    assert shown + sum(each.cells_omitted for each in found.groups) == 512 * len(found.groups)
+    few = read_groups(bus_name, 3)
+    assert (len(few.groups), few.omitted) == (3, 37)
+
+
+def test_too_many_records_are_left_out_and_said(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        for index in range(3):
+            producer.put("q", group_size=4, index=index, score=1.0, tokens=[1])
+        found = read_groups(bus_name, walk_records=2)
+        assert (found.source, found.groups) == ("none", [])
+        assert "3 undelivered trajectories are more than the 2" in found.problem
+
+
+def test_the_command_line_says_it_too(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        producer.put("q", group_size=3, index=1, score=1.0, tokens=[1])
+        producer.fail("q", group_size=3, index=0, reason="boom")
+        command = [sys.executable, "-m", "shmbus", "inspect", bus_name, "--groups"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "x#." in text and "failed: q[0], once: boom" in text
+        printed = subprocess.run(
+            [*command, "5", "--json"], capture_output=True, text=True, check=True
+        ).stdout
+        assert json.loads(printed)["groups"][0]["cells"][0]["state"] == "failed"
+        status = subprocess.run(
+            [sys.executable, "-m", "shmbus", "status", bus_name, "--json"],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        assert json.loads(status)["verdict"]["findings"][0]["kind"] == "nobody_reads"
+
+
+def test_the_time_that_a_trainer_waits_is_counted(
+    bus_name: str, daemon: Callable[..., object]
+) -> None:
+    daemon("--capacity", "1MiB")
+
+    def waited() -> float:
+        status: BusStatus = read_status(bus_name)
+        assert status.daemon is not None
+        return max((lease.waited_s for lease in status.daemon.leases), default=0.0)
+
+    with Consumer(bus_name) as taker, Producer(bus_name) as producer:
+        assert taker.take(timeout=0.2) == []
+        before = wait_until(waited, what="time that was waited")
+        producer.put("q", group_size=1, index=0, score=1.0, tokens=[1])
+        (taken,) = taker.take(timeout=5.0)
+        assert before >= 0.2
+        taken.ack()
