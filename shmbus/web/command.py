@@ -1,0 +1,95 @@
+"""``shmbus web [NAME...]``: its options, and what it needs; found by its entry point.
+
+Invariant: importing this loads nothing of the extra; `run` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import secrets
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLES = """\
+examples:
+  shmbus web run1
+  shmbus web                      # all buses of this user, an overview first
+  shmbus web run1 --port 8123     # then, elsewhere: ssh -L 8123:localhost:8123 this-machine
+  shmbus serve run1 --web 8123    # beside a daemon, in a process of its own
+
+The token of the printed address is made anew each time, unless SHMBUS_WEB_TOKEN has one. See
+docs/page.md.
+"""
+#: Letters of a token that is given: as good as a password that nobody guesses.
+_TOKEN_LETTERS = 16
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = commands.add_parser(
+        "web",
+        help="show buses at work on a page in a browser",
+        description="Print an address on loopback, and serve a page there that shows a bus at "
+        "work: what limits it and who, groups filling up, rates, rewards, producers and holders. "
+        "It reads from outside, holds nothing and changes nothing; until SIGTERM or SIGINT.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", metavar="NAME", nargs="*", help="the buses (default: all)")
+    parser.add_argument(
+        "--port", type=_port, default=0, help="where to listen (default 0: any free port)"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="the address to listen at (default 127.0.0.1)"
+    )
+    # For `shmbus serve --web`: this ends with it.
+    parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"expected 0 to 65535, got {value}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve; 1 with a hint where its extra is not installed, 2 where the arguments are wrong."""
+    if importlib.util.find_spec("aiohttp") is None:
+        print(
+            "shmbus web needs aiohttp; install the extra: pip install 'shmbus[web]'; `shmbus top` "
+            "and `shmbus status` say the same without it",
+            file=sys.stderr,
+        )
+        return 1
+    from shmbus.segment.names import check_name
+    from shmbus.web.server import serve
+    from shmbus.web.settings import Settings
+
+    token = os.environ.get("SHMBUS_WEB_TOKEN") or secrets.token_urlsafe(24)
+    try:
+        names = tuple(dict.fromkeys(check_name(name) for name in arguments.names))
+        if len(token) < _TOKEN_LETTERS or not token.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(
+                f"SHMBUS_WEB_TOKEN: expected {_TOKEN_LETTERS} letters and digits or more, got "
+                f"{len(token)}; unset it to have one made"
+            )
+    except ValueError as error:
+        print(f"shmbus web: {error}", file=sys.stderr)
+        return 2
+    settings = Settings(buses=names, host=arguments.host, port=arguments.port, token=token)
+    parent = None if arguments.parent_fd is None else socket.socket(fileno=arguments.parent_fd)
+
+    def say(address: str) -> None:
+        print(f"the page: {address}", flush=True)
+
+    return serve(settings, parent, say)

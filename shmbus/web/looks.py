@@ -1,0 +1,295 @@
+"""Looking at buses for the pages that watch them: one look a second, however many they are.
+
+Invariants:
+
+- A bus that nobody watches is not looked at.
+- Every page first gets the whole picture, then differences; one that is behind is closed, and gets
+  the whole again when it comes back. So what is kept for a page is bounded.
+- A bus that is removed, damaged or made again is a picture too; the look goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import msgspec
+
+from shmbus import errors
+from shmbus._format import printable
+from shmbus.inspect.rates import Watcher
+from shmbus.inspect.status import read_status
+from shmbus.inspect.verdict import judge
+from shmbus.segment.names import bus_names
+from shmbus.web import settings
+from shmbus.web.curves import NAMES, Curves
+from shmbus.web.differences import difference
+from shmbus.web.picture import Picture, missing, picture
+
+__all__ = ["BusLook", "Look", "Looks", "OverviewLook", "Viewer"]
+
+logger = logging.getLogger(__name__)
+
+#: What a bus raises that cannot be read now; anything else is a mistake of ours.
+_CANNOT: Final = (errors.ShmbusError, OSError, ValueError)
+#: Messages that wait for a page; with their sizes they are below MAX_BEHIND_BYTES.
+_WAITING: Final = 8
+#: Seconds for which a bus that was made again is told to be another one.
+_REMADE_S: Final = 60.0
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(kind: str, value: Any) -> bytes:
+    """Encode one server-sent event; JSON has no line feed."""
+    return b"event: " + kind.encode() + b"\ndata: " + _encode(value) + b"\n\n"
+
+
+class Viewer:
+    """A page that watches: its messages, until it is closed."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(_WAITING)
+        self._bytes = 0
+        self.closed = False
+
+    def offer(self, message: bytes) -> None:
+        """Queue a message; a page that is behind is closed instead."""
+        if self.closed:
+            return
+        if self._queue.full() or self._bytes + len(message) > settings.MAX_BEHIND_BYTES:
+            self.close()
+            return
+        self._bytes += len(message)
+        self._queue.put_nowait(message)
+
+    def close(self) -> None:
+        """End it: what waits is dropped."""
+        self.closed = True
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(None)
+
+    async def next(self) -> bytes | None:
+        """Wait for the next message; None at its end."""
+        message = await self._queue.get()
+        self._bytes -= len(message or b"")
+        return message
+
+
+class Look:
+    """What is looked at for some viewers; a subclass reads it."""
+
+    def __init__(self) -> None:
+        self.viewers: set[Viewer] = set()
+        self.picture: Picture | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def read(self) -> tuple[Picture, bool]:
+        """Read a picture, in a thread; True where it has nothing to do with the one before."""
+        raise NotImplementedError
+
+    def whole(self) -> dict[str, Any]:
+        """Return all that a new page needs."""
+        return {"picture": self.picture}
+
+    def changes(self) -> dict[str, Any]:
+        """Return what goes with a difference."""
+        return {}
+
+    def add(self, viewer: Viewer) -> None:
+        """Let a page watch: it has the whole, as soon as there is one."""
+        self.viewers.add(viewer)
+        if self.picture is not None:
+            viewer.offer(event("whole", self.whole()))
+
+    def show(self, new: Picture, *, afresh: bool) -> None:
+        """Tell all viewers about a new picture."""
+        old, self.picture = self.picture, new
+        if old is None or afresh:
+            message = event("whole", self.whole())
+        else:
+            message = event("change", {"change": difference(old, new), **self.changes()})
+        for viewer in list(self.viewers):
+            viewer.offer(message)
+
+
+class BusLook(Look):
+    """One bus.
+
+    Parameters
+    ----------
+    name : str
+        The bus, which need not be there.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.curves = Curves()
+        self._watcher = Watcher(name, groups=settings.GROUPS, share=settings.WALK_SHARE)
+        self._created = 0
+        self._remade_s = 0.0
+        self._point: list[float | None] | None = None
+
+    def read(self) -> tuple[Picture, bool]:
+        """Read the bus, or why it cannot be."""
+        self._point = None
+        try:
+            self._watcher.poll()
+        except errors.BusNotFoundError:
+            name = printable(self.name)
+            text = (
+                f"The bus {name!r} was removed. If it is made again, this page goes on by itself."
+                if self._created
+                else f"There is no bus {name!r} yet. When it is made, this page shows it."
+            )
+            return missing(name, text, "removed"), False
+        except _CANNOT as error:
+            return missing(printable(self.name), printable(str(error))), False
+        now_s = time.time()
+        created = self._watcher.created_unix_ns
+        afresh = created != self._created
+        if afresh:
+            if self._created:
+                self._remade_s = now_s
+            self._created = created
+            self.curves = Curves()
+        new = picture(self._watcher, now_s)
+        if self._remade_s and now_s - self._remade_s < _REMADE_S:
+            new["note"] = "The bus was removed and made again: this is the new one."
+        self._point = self.curves.add(new)
+        return new, afresh
+
+    def whole(self) -> dict[str, Any]:
+        """Return the picture and all points."""
+        curves = {"names": NAMES, "points": list(self.curves.points)}
+        return {"picture": self.picture, "curves": curves}
+
+    def changes(self) -> dict[str, Any]:
+        """Return the newest point."""
+        return {} if self._point is None else {"point": self._point}
+
+
+class OverviewLook(Look):
+    """Some buses, or all of this user, a line each.
+
+    Parameters
+    ----------
+    names : callable
+        Gives the names.
+    """
+
+    def __init__(self, names: Callable[[], list[str]]) -> None:
+        super().__init__()
+        self._names = names
+
+    def read(self) -> tuple[Picture, bool]:
+        """Read a line of each bus."""
+        names = self._names()
+        shown = names[: settings.BUSES]
+        found = {printable(name): line for name in shown if (line := _line(name)) is not None}
+        return {"buses": found, "omitted": len(names) - len(shown), "now": time.time()}, False
+
+
+def _line(name: str) -> Picture | None:
+    """Show one bus in a line; None where it has gone since it was listed."""
+    try:
+        status = read_status(name, walk=False)
+    except errors.BusNotFoundError:
+        return None
+    except _CANNOT as error:
+        return {"state": "unreadable", "sentence": printable(str(error)), "level": "trouble"}
+    verdict = judge(status)
+    return {
+        "state": "live" if status.collector.alive else "unread" if status.in_use else "unused",
+        "level": verdict.level,
+        "sentence": verdict.sentence,
+        "capacity": status.capacity,
+        "used": status.capacity - status.free,
+        "undelivered": status.ledger.undelivered,
+        "committed": status.ledger.committed,
+        "acknowledged": status.ledger.acknowledged,
+        "producers": sum(each.state == "alive" for each in status.producers),
+        "policy_version": status.policy_version,
+    }
+
+
+class Looks:
+    """All looks of a server.
+
+    Parameters
+    ----------
+    buses : tuple[str, ...]
+        The buses that may be watched; empty for all of this user.
+    """
+
+    def __init__(self, buses: tuple[str, ...]) -> None:
+        self._buses = buses
+        self._looks: dict[str, Look] = {}
+        # A bus whose daemon is stuck takes its look seconds; the others have theirs.
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="shmbus-look")
+        self.watching = 0
+
+    def names(self) -> list[str]:
+        """Return the buses that may be watched."""
+        return list(self._buses) if self._buses else bus_names()
+
+    def may_watch(self, name: str) -> bool:
+        """Whether a page may watch this bus."""
+        if name in self._looks:
+            return True
+        return name in self.names() and len(self._looks) < settings.MAX_BUSES
+
+    def watch(self, name: str) -> Viewer:
+        """Begin to watch a bus, or with "" the overview."""
+        look = self._looks.get(name)
+        if look is None:
+            look = self._looks[name] = BusLook(name) if name else OverviewLook(self.names)
+        viewer = Viewer()
+        look.add(viewer)
+        self.watching += 1
+        if look.task is None:
+            look.task = asyncio.get_running_loop().create_task(self._keep(name, look))
+        return viewer
+
+    def leave(self, name: str, viewer: Viewer) -> None:
+        """End a page's watching."""
+        self._looks[name].viewers.discard(viewer)
+        self.watching -= 1
+
+    async def _keep(self, name: str, look: Look) -> None:
+        """Look once a second while anybody watches."""
+        loop = asyncio.get_running_loop()
+        idle = 0
+        try:
+            while look.viewers or idle < settings.HISTORY:
+                # Without viewers it waits for them to come back, and looks at nothing.
+                idle = 0 if look.viewers else idle + 1
+                began_s = loop.time()
+                if look.viewers:
+                    new, afresh = await loop.run_in_executor(self._threads, look.read)
+                    look.show(new, afresh=afresh)
+                await asyncio.sleep(max(0.1, settings.LOOK_S - (loop.time() - began_s)))
+        except Exception:
+            logger.exception("looking at %r failed", name)
+            for viewer in list(look.viewers):
+                viewer.close()
+        finally:
+            if self._looks.get(name) is look and not look.viewers:
+                del self._looks[name]
+            look.task = None
+
+    async def close(self) -> None:
+        """End all looks and viewers."""
+        for look in list(self._looks.values()):
+            for viewer in list(look.viewers):
+                viewer.close()
+            if look.task is not None:
+                look.task.cancel()
+                await asyncio.gather(look.task, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,301 @@
+"""What a page shows of one bus, as plain values: a pure function of what was read.
+
+Invariants:
+
+- Its size is bounded, whatever the bus has, and it says what it leaves out.
+- No value is None or a number that JSON lacks: a key that has none is not there. So a difference
+  can say with null that a key has gone.
+- Times are the machine's, of the moment that something happened, and not ages: what does not change
+  is the same in the next picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, TypeAlias
+
+import msgspec
+
+from shmbus.inspect.groups import Groups
+from shmbus.inspect.rates import Watcher
+from shmbus.inspect.types import BusStatus, LeaseStatus, ProducerStatus
+from shmbus.inspect.verdict import producer_name, waiting_for
+from shmbus.inspect.view_types import GroupCells, SampleCell
+from shmbus.web import settings
+
+__all__ = ["Picture", "missing", "picture"]
+
+Picture: TypeAlias = dict[str, Any]
+
+#: Letters of a cell on the page's way, by its state.
+_LETTERS = {"there": "t", "failed": "f", "asked": "a"}
+#: Seconds without a commit after which a producer counts as idle in its row.
+_IDLE_S = 5.0
+_STATE_ORDER = {"dead": 0, "alive": 1, "gone": 2, "closed": 3}
+
+
+def missing(name: str, problem: str, state: str = "unreadable") -> Picture:
+    """Show a bus that cannot be read.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    problem : str
+        Why; for people.
+    state : str
+        "unreadable", or "removed" where there is none.
+
+    Returns
+    -------
+    Picture
+    """
+    sentence = {"level": "trouble", "sentence": problem, "findings": []}
+    return {"name": name, "state": state, "verdict": sentence}
+
+
+def picture(watcher: Watcher, now_s: float) -> Picture:
+    """Show a bus.
+
+    Parameters
+    ----------
+    watcher : Watcher
+        After a poll.
+    now_s : float
+        The time of that poll, in seconds of the epoch.
+
+    Returns
+    -------
+    Picture
+    """
+    status = watcher.status
+    blamed = waiting_for(watcher.groups.groups, status.producers)
+    waits = Counter(number for number in blamed if number is not None)
+    shown: Picture = _plain(
+        {
+            "name": status.name,
+            "state": _state(status),
+            "created": watcher.created_unix_ns / 1e9,
+            "now": now_s,
+            "capacity": status.capacity,
+            "used": status.capacity - status.free,
+            "space_wanted": status.space_wanted,
+            "policy_version": status.policy_version,
+            "paused": None if status.paused is None else status.paused.reason or "no reason given",
+            "verdict": msgspec.to_builtins(status.verdict),
+            "ledger": msgspec.to_builtins(status.ledger),
+            "rates": msgspec.to_builtins(watcher.rates),
+            "groups": _counts(status),
+            "given_up": status.groups_given_up,
+            "asked": len(status.wanted),
+            "wall": _wall(watcher.groups, blamed, now_s),
+            "producers": _producers(watcher, waits, now_s),
+            "collector": _collector(status, now_s),
+            "holders": _holders(status, now_s),
+            "daemon": _daemon(status, now_s),
+            "delivered": _histograms(status),
+        }
+    )
+    return shown
+
+
+def _plain(value: Any) -> Any:
+    """Leave out what is None or no number."""
+    if isinstance(value, dict):
+        kept = {str(key): _plain(each) for key, each in value.items()}
+        return {key: each for key, each in kept.items() if each is not None}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def _since(age_s: float | None, now_s: float) -> float | None:
+    """When something happened, to the second: the same in each picture, nearly always."""
+    return None if age_s is None else round(now_s - age_s)
+
+
+def _state(status: BusStatus) -> str:
+    if status.daemon is not None and not status.daemon.answers:
+        return "stuck"
+    if not status.in_use:
+        return "unused"
+    if status.paused is not None:
+        return "paused"
+    if not status.collector.alive:
+        return "unread"
+    return "live"
+
+
+def _counts(status: BusStatus) -> Picture:
+    """Count groups by state: as the daemon says, or as the records show it."""
+    daemon = status.daemon
+    if daemon is not None and daemon.answers:
+        return {
+            "open": daemon.groups_open, "ready": daemon.groups_ready, "leased": daemon.groups_leased
+        }  # fmt: skip
+    leased = status.collector.leased_groups
+    complete = status.groups_complete
+    return {
+        "open": status.groups_incomplete,
+        "ready": None if complete is None else max(0, complete - leased),
+        "leased": leased,
+    }
+
+
+def _wall(found: Groups, blamed: list[int | None], now_s: float) -> Picture:
+    groups = found.groups[: settings.GROUPS]
+    return {
+        "source": found.source,
+        "problem": found.problem or None,
+        "omitted": found.omitted + len(found.groups) - len(groups),
+        "order": [_key(group) for group in groups],
+        "rows": {
+            _key(group): _row(group, number, now_s)
+            for group, number in zip(groups, blamed, strict=False)
+        },
+    }
+
+
+def _key(group: GroupCells) -> str:
+    # Ids are escaped: none has a line feed.
+    return group.instance_id if group.epoch is None else f"{group.instance_id}\n{group.epoch}"
+
+
+def _row(group: GroupCells, waits_for: int | None, now_s: float) -> Picture:
+    cells = [cell for cell in group.cells if cell.index < settings.CELLS]
+    return {
+        "id": group.instance_id,
+        "epoch": group.epoch,
+        "size": group.size,
+        "present": group.present,
+        "since": _since(group.age_s, now_s),
+        "waits_for": waits_for,
+        "omitted": group.cells_omitted + len(group.cells) - len(cells),
+        "cells": {str(cell.index): _cell(cell, now_s) for cell in cells},
+    }
+
+
+def _cell(cell: SampleCell, now_s: float) -> Picture:
+    shown: Picture = {"s": _LETTERS[cell.state]}
+    if cell.score is not None:
+        shown["v"] = cell.score
+    if cell.producer is not None:
+        shown["p"] = cell.producer
+    if cell.age_s is not None:
+        shown["t"] = _since(cell.age_s, now_s)
+    if cell.state != "there":
+        shown |= {"n": cell.attempts, "r": cell.reason}
+        if cell.taken_by is not None:
+            shown["b"] = cell.taken_by
+    return shown
+
+
+def _producers(watcher: Watcher, waits: Counter[int], now_s: float) -> Picture:
+    status = watcher.status
+    ranked = sorted(
+        status.producers,
+        key=lambda each: (
+            -waits.get(each.producer_id, 0), _STATE_ORDER[each.state], each.producer_id
+        ),
+    )  # fmt: skip
+    shown = sorted(ranked[: settings.PRODUCERS], key=lambda each: each.producer_id)
+    states = Counter(_producer_state(each, watcher) for each in status.producers)
+    return {
+        "states": dict(states),
+        "omitted": len(ranked) - len(shown),
+        "max": status.max_producers,
+        "rows": {str(each.producer_id): _producer(each, watcher, waits, now_s) for each in shown},
+    }
+
+
+def _producer_state(producer: ProducerStatus, watcher: Watcher) -> str:
+    if producer.state != "alive":
+        return producer.state
+    if producer.stopped:
+        return "stopped"
+    return "idle" if watcher.idle_s.get(producer.producer_id, 0.0) >= _IDLE_S else "alive"
+
+
+def _producer(
+    producer: ProducerStatus, watcher: Watcher, waits: Counter[int], now_s: float
+) -> Picture:
+    return {
+        "name": producer.label or f"producer {producer.producer_id}",
+        "full_name": producer_name(producer),
+        "pid": producer.pid,
+        "state": _producer_state(producer, watcher),
+        "rate": round(watcher.producer_rates.get(producer.producer_id, 0.0), 1),
+        "committed": producer.committed,
+        "since": _since(watcher.idle_s.get(producer.producer_id), now_s),
+        "held": producer.held_bytes,
+        "waits": waits.get(producer.producer_id, 0),
+    }
+
+
+def _collector(status: BusStatus, now_s: float) -> Picture:
+    collector = status.collector
+    return {
+        "alive": collector.alive,
+        "name": collector.label,
+        "pid": collector.pid,
+        # It notes this only now and then: to the second it would change in each picture.
+        "seen": None if collector.seen_ago_s is None else _since(collector.seen_ago_s, now_s),
+    }
+
+
+def _holders(status: BusStatus, now_s: float) -> list[Picture]:
+    daemon, collector = status.daemon, status.collector
+    if daemon is not None:
+        return [_holder(lease, daemon.next_steps, now_s) for lease in daemon.leases]
+    if not collector.alive:
+        return []
+    return [
+        {
+            "name": collector.label,
+            "pid": collector.pid,
+            "groups": collector.leased_groups,
+            "trajectories": collector.leased_records,
+            "since": _since(collector.oldest_lease_s, now_s) if collector.leased_groups else None,
+            "now": "works" if collector.leased_groups else "has taken all",
+        }
+    ]
+
+
+def _holder(lease: LeaseStatus, steps: dict[int, int], now_s: float) -> Picture:
+    now = "waits" if lease.waiting else "works"
+    return {
+        "name": lease.label,
+        "pid": lease.pid,
+        "rank": None if lease.rank < 0 else f"{lease.rank} of {lease.world_size}",
+        "step": steps.get(lease.rank),
+        "groups": lease.groups,
+        "trajectories": lease.trajectories,
+        "since": _since(lease.oldest_lease_s, now_s) if lease.groups else None,
+        "waited_s": round(lease.waited_s, 1),
+        "now": now if lease.connected else "gone",
+    }
+
+
+def _daemon(status: BusStatus, now_s: float) -> Picture | None:
+    daemon = status.daemon
+    if daemon is None:
+        return None
+    if not daemon.answers:
+        return {"answers": False, "problem": daemon.problem}
+    return {
+        "answers": True,
+        "pid": daemon.pid,
+        "version": daemon.version,
+        "since": _since(daemon.uptime_s, now_s),
+        "recovering": daemon.recovering,
+        "draining": daemon.draining,
+    }
+
+
+def _histograms(status: BusStatus) -> Picture:
+    # A status has them where its collector counts what it delivers.
+    found = msgspec.to_builtins(status).get("delivered", [])
+    return {each["name"]: {k: each[k] for k in ("bounds", "buckets", "sum")} for each in found}

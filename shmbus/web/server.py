@@ -1,0 +1,277 @@
+"""The page's HTTP server: its files, and a stream of events for each page that watches.
+
+Invariants:
+
+- Read-only: nothing that a request says changes a bus.
+- A connection is answered, closed when it is silent or behind, or refused when there are too many;
+  what one client does costs the others nothing.
+- The page loads from here alone, and its policy lets it load nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+from aiohttp import web
+
+from shmbus.web import settings as limits
+from shmbus.web.access import Access, Refusal
+from shmbus.web.looks import Looks
+from shmbus.web.settings import Settings
+
+__all__ = ["Server", "serve"]
+
+logger = logging.getLogger(__name__)
+
+_STATIC: Final = Path(__file__).parent / "static"
+_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Server": "shmbus",
+}
+#: Seconds between two searches for silent connections.
+_SWEEP_S: Final = 2.0
+_BACKLOG: Final = 128
+
+
+class _Full(asyncio.Protocol):
+    """A connection beyond the limit: closed as it comes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+def read_files() -> dict[str, tuple[str, str, bytes]]:
+    """Read the page's files: type, tag and content by path."""
+    found = {}
+    for path in sorted(_STATIC.rglob("*")):
+        kind = _TYPES.get(path.suffix)
+        if kind is not None:
+            body = path.read_bytes()
+            tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+            found["/" + path.relative_to(_STATIC).as_posix()] = (kind, tag, body)
+    found["/"] = found.pop("/index.html")
+    return found
+
+
+class Server:
+    """Answers requests.
+
+    Parameters
+    ----------
+    settings : Settings
+        What it is told.
+
+    Attributes
+    ----------
+    looks : Looks
+        At the buses that pages watch.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.looks = Looks(settings.buses)
+        self._files = read_files()
+        self._inner = web.Server(
+            self._answer,
+            access_log=None,
+            max_line_size=limits.HEADER_BYTES,
+            max_field_size=limits.HEADER_BYTES,
+            keepalive_timeout=limits.IDLE_S,
+            lingering_time=0.0,
+        )
+        self._access: Access
+        self._listener: asyncio.AbstractServer | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+        #: When each connection was last of use; infinity while it is answered.
+        self._used_s: dict[Any, float] = {}
+
+    async def start(self) -> tuple[str, int]:
+        """Listen; returns where."""
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(
+                self._connection, settings.host, settings.port, backlog=_BACKLOG
+            )
+        except (OSError, OverflowError) as error:
+            raise RuntimeError(
+                f"cannot listen at {settings.host}:{settings.port}: "
+                f"{getattr(error, 'strerror', None) or error}; expected an address of this machine "
+                "and a free port; choose another --port, or 0 for any"
+            ) from error
+        address = self._listener.sockets[0].getsockname()
+        self._access = Access(settings, int(address[1]))
+        self._sweeping = loop.create_task(self._sweep())
+        return str(address[0]), int(address[1])
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        if len(self._inner.connections) >= limits.MAX_CONNECTIONS:
+            return _Full()
+        protocol: asyncio.BaseProtocol = self._inner()
+        self._used_s[protocol] = time.monotonic()
+        return protocol
+
+    async def _sweep(self) -> None:
+        """Close connections that bring no whole request in their time."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            open_ = set(self._inner.connections)
+            now_s = time.monotonic()
+            for protocol, used_s in list(self._used_s.items()):
+                silent = now_s - used_s > limits.IDLE_S
+                if silent and protocol in open_:
+                    protocol.force_close()
+                if silent or (protocol not in open_ and now_s - used_s > _SWEEP_S):
+                    del self._used_s[protocol]
+
+    async def close(self) -> None:
+        """Stop listening, and end all connections."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        await self.looks.close()
+        await self._inner.shutdown(timeout=1.0)
+
+    # -- a request ------------------------------------------------------------------------------
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        protocol = request.protocol
+        self._used_s[protocol] = float("inf")
+        try:
+            self._access.require(request)
+            return await self._route(request)
+        except Refusal as refusal:
+            logger.info("%s %s: %s", request.method, request.path[:200], refusal.status)
+            return self._refuse(refusal)
+        finally:
+            self._used_s[protocol] = time.monotonic()
+
+    def _refuse(self, refusal: Refusal) -> web.Response:
+        answer = web.Response(status=refusal.status, text=f"{refusal}\n", headers=_HEADERS)
+        answer.headers["Cache-Control"] = "no-store"
+        if refusal.status is HTTPStatus.METHOD_NOT_ALLOWED:
+            answer.headers["Allow"] = "GET, HEAD"
+        answer.force_close()
+        return answer
+
+    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        token = request.query.get("token")
+        if path == "/" and token is not None:
+            self._access.require_token(token)
+            return self._let_in()
+        self._access.require_cookie(request)
+        if path == "/events":
+            return await self._events(request)
+        if path not in self._files:
+            raise Refusal(HTTPStatus.NOT_FOUND, f"there is no {path[:200]!r} here")
+        return self._file(request, *self._files[path])
+
+    def _let_in(self) -> web.Response:
+        answer = web.Response(status=HTTPStatus.SEE_OTHER, headers={**_HEADERS, "Location": "/"})
+        answer.headers["Cache-Control"] = "no-store"
+        answer.set_cookie(
+            self._access.cookie, self._settings.token, httponly=True, samesite="Strict", path="/"
+        )
+        return answer
+
+    def _file(self, request: web.BaseRequest, kind: str, tag: str, body: bytes) -> web.Response:
+        headers = {**_HEADERS, "Cache-Control": "no-cache", "ETag": tag, "Content-Type": kind}
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
+        return web.Response(body=body, headers=headers)
+
+    async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Send a page what it watches, until it goes, is behind, or the server ends."""
+        name = request.query.get("bus", "")
+        if not name and len(self._settings.buses) == 1:
+            name = self._settings.buses[0]
+        if name and not self.looks.may_watch(name):
+            raise Refusal(HTTPStatus.NOT_FOUND, "this server shows no such bus")
+        if self.looks.watching >= limits.MAX_WATCHING:
+            raise Refusal(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{limits.MAX_WATCHING} pages watch already; close one",
+            )
+        answer = web.StreamResponse(headers=_HEADERS)
+        answer.headers["Cache-Control"] = "no-store"
+        answer.headers["Content-Type"] = "text/event-stream; charset=utf-8"
+        viewer = self.looks.watch(name)
+        try:
+            await answer.prepare(request)
+            while (message := await viewer.next()) is not None:
+                await asyncio.wait_for(answer.write(message), limits.SEND_S)
+        except (ConnectionError, asyncio.TimeoutError):
+            answer.force_close()
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            self.looks.leave(name, viewer)
+        return answer
+
+
+async def _run(settings: Settings, parent: socket.socket | None, say: Callable[[str], None]) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if parent is not None:
+        # Readable at its end: the process that started this one has gone.
+        loop.add_reader(parent.fileno(), stop.set)
+    async with contextlib.AsyncExitStack() as stack:
+        server = Server(settings)
+        stack.push_async_callback(server.close)
+        host, port = await server.start()
+        shown = f"[{host}]" if ":" in host else host
+        say(f"http://{shown}:{port}/?token={settings.token}")
+        await stop.wait()
+    return 0
+
+
+def serve(settings: Settings, parent: socket.socket | None, say: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT, or until the parent has gone.
+
+    Parameters
+    ----------
+    settings : Settings
+        What and where.
+    parent : socket, optional
+        One end of a pair, of which the process that started this one holds the other.
+    say : callable
+        Called with the address once it listens.
+
+    Returns
+    -------
+    int
+        Exit status.
+    """
+    loop: Any = uvloop.new_event_loop()
+    try:
+        found: int = loop.run_until_complete(_run(settings, parent, say))
+    finally:
+        loop.close()
+    return found

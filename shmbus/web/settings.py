@@ -1,0 +1,59 @@
+"""What the page's server is told, and its limits, each with its unit and its reason.
+
+Invariant: what one client can make the server keep is bounded by what is here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+__all__ = ["Settings"]
+
+#: Seconds between two looks at a bus, however many pages watch it.
+LOOK_S: Final = 1.0
+#: Looks that the curves keep: five minutes.
+HISTORY: Final = 300
+#: Incomplete groups that a page shows: more than a screen has rows, little to send.
+GROUPS: Final = 48
+#: Samples of a group that a page shows one by one; the rest is a number.
+CELLS: Final = 128
+#: Producers, and buses of the overview, that a page lists; the rest is a number.
+PRODUCERS: Final = 256
+BUSES: Final = 64
+#: The part of a processor that walks over the records of a bus without a daemon may cost.
+WALK_SHARE: Final = 0.02
+#: Connections at once: ten colleagues with some tabs each. Others are closed as they come.
+MAX_CONNECTIONS: Final = 128
+#: Pages that watch at once; further ones are told to come back.
+MAX_WATCHING: Final = 64
+#: Buses that are looked at, at once.
+MAX_BUSES: Final = 64
+#: Bytes that wait for a page that reads slowly; one that leaves more is closed, and comes again.
+MAX_BEHIND_BYTES: Final = 1 << 20
+#: Seconds that it has to read them.
+SEND_S: Final = 10.0
+#: Bytes of a request's line, and of each header.
+HEADER_BYTES: Final = 8 << 10
+#: Seconds that a connection may stay without a whole request.
+IDLE_S: Final = 15.0
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server is told.
+
+    Attributes
+    ----------
+    buses : tuple[str, ...]
+        The buses; empty for all of this user.
+    host, port : str, int
+        Where it listens; port 0 takes any free one.
+    token : str
+        What a page shows once, for its cookie.
+    """
+
+    buses: tuple[str, ...]
+    host: str
+    port: int
+    token: str

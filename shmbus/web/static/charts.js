@@ -1,0 +1,66 @@
+// Curves of the last minutes, drawn by uPlot (a global of its own script).
+//
+// Invariants: a chart is made once and given new data; what it draws is said in words too; a jump of
+// the policy version is a mark.
+import { html, Component } from "/vendor/htm-preact.js";
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const DASH = { in: [], out: [6, 3], late: [3, 3] };
+
+export function mark(name) { performance.mark(`shmbus-${name}`); }
+
+const ago = (s) => (s === 0 ? "now" : Math.abs(s) < 60 ? `${s} s` : `${+(s / 60).toFixed(1)} min`);
+
+export class Chart extends Component {
+  data({ points, lines }) {
+    const now = points.length ? points[points.length - 1][0] : 0;
+    const found = [[], ...lines.map(() => [])];
+    let before = null;
+    for (const point of points) {
+      const at = point[0] - now;
+      // Where nobody looked for a while there is a gap.
+      if (before !== null && at - before > 5) { found[0].push(before + 1); lines.forEach((_, i) => found[i + 1].push(null)); }
+      found[0].push(at);
+      lines.forEach((line, i) => found[i + 1].push(point[line.at] ?? null));
+      before = at;
+    }
+    return found;
+  }
+  versions(plot) {
+    const { points, version } = this.props;
+    if (!version || points.length < 2) return;
+    const { ctx, bbox } = plot, now = points[points.length - 1][0];
+    const jumps = points.filter((point, i) => i && point[version] !== points[i - 1][version]);
+    if (jumps.length > 60) return; // more marks than gaps between them
+    ctx.save(); ctx.fillStyle = colour("--dim");
+    for (const point of jumps) { const x = plot.valToPos(point[0] - now, "x", true); if (x >= bbox.left) ctx.fillRect(x, bbox.top, 1, 5 * devicePixelRatio); }
+    ctx.restore();
+  }
+  make() {
+    if (this.plot) this.plot.destroy();
+    const { lines, form } = this.props;
+    const axis = { stroke: () => colour("--dim"), grid: { stroke: () => colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+    this.plot = new uPlot({
+      width: Math.max(120, this.box.clientWidth), height: 130, legend: { show: false }, cursor: { show: false }, padding: [6, 8, 0, 0],
+      scales: { x: { time: false, range: (_, low) => [Math.min(-60, low ?? -60), 0] }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(high ?? 0, 1e-9) * 1.1 || 1] } },
+      axes: [{ ...axis, size: 22, values: (_, ticks) => ticks.map(ago) }, { ...axis, size: 52, space: 26, values: (_, ticks) => ticks.map((v) => form(v)) }],
+      series: [{}, ...lines.map((line) => ({ label: line.label, stroke: () => colour(`--${line.kind}`), width: 1.6, dash: DASH[line.kind], points: { show: false } }))],
+      hooks: { draw: [(plot) => this.versions(plot)] },
+    }, this.data(this.props), this.box);
+  }
+  componentDidMount() {
+    this.make();
+    this.sizes = new ResizeObserver(() => this.plot.setSize({ width: Math.max(120, this.box.clientWidth), height: 130 }));
+    this.sizes.observe(this.box);
+    this.dark = matchMedia("(prefers-color-scheme: dark)");
+    this.redraw = () => this.plot.redraw();
+    this.dark.addEventListener("change", this.redraw);
+  }
+  componentDidUpdate() { this.plot.setData(this.data(this.props)); }
+  componentWillUnmount() { this.sizes.disconnect(); this.dark.removeEventListener("change", this.redraw); this.plot.destroy(); }
+  render({ title, lines, form, note }) {
+    const words = lines.map((line) => `${line.label} ${form(line.now ?? undefined)}`).join(", ");
+    return html`<section class="card" aria-label=${title}><div class="head"><h2>${title}</h2><div class="legend">${lines.map((line) => html`<span><i class=${`key ${line.kind}`}></i>${line.label} <b>${form(line.now ?? undefined)}</b></span>`)}${note ? html`<span>${note}</span>` : ""}</div></div>
+      <div class="chart" role="img" aria-label=${`${title}, the last minutes; now ${words}`} ref=${(box) => { if (box) this.box = box; }}></div></section>`;
+  }
+}

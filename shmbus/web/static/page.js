@@ -1,0 +1,273 @@
+// The page: a picture of one bus, or of all, kept by the server's events. It changes nothing.
+//
+// Invariants: whatever a producer wrote is text (textContent, by the renderer), never markup; what a
+// patch did not change is the same object, so that only what changed is drawn again; a point without
+// a value is a gap and no line.
+import { html, render, Component } from "/vendor/htm-preact.js";
+import { Chart, mark } from "/charts.js";
+
+const number = new Intl.NumberFormat("en");
+const count = (n) => (n === undefined ? "–" : number.format(n));
+const each = (n) => (n === undefined ? "–" : n >= 100 ? number.format(Math.round(n)) : n >= 10 ? n.toFixed(0) : n > 0 ? n.toFixed(1) : "0");
+const size = (n) => { for (const u of ["B", "KiB", "MiB", "GiB"]) { if (n < 1024) return `${n < 10 && u !== "B" ? n.toFixed(1) : Math.round(n)} ${u}`; n /= 1024; } return `${n.toFixed(1)} TiB`; };
+const time = (s) => { s = Math.max(0, s); if (s < 60) return `${Math.floor(s)} s`; if (s < 3600) return `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s`; if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`; return `${Math.floor(s / 86400)} d`; };
+const short = (s) => (s < 100 ? `${Math.max(0, Math.floor(s))} s` : s < 6000 ? `${Math.floor(s / 60)} min` : `${Math.floor(s / 3600)} h`);
+const several = (n, what) => `${count(n)} ${n === 1 ? what : what + "s"}`;
+
+const LEVELS = { good: "✓", note: "·", warning: "▲", trouble: "■" };
+const STATES = {
+  live: "live", paused: "paused", unread: "nobody reads", unused: "not in use", stuck: "daemon silent",
+  removed: "removed", unreadable: "cannot be read",
+};
+const CELLS = { t: "there", f: "failed", a: "asked again", m: "missing" };
+const SIGNS = { f: "×", a: "↻" };
+
+function merge(old, change) {
+  const found = { ...old };
+  for (const [key, value] of Object.entries(change)) {
+    if (value === null) delete found[key];
+    else if (value && typeof value === "object" && !Array.isArray(value) && found[key] && typeof found[key] === "object") found[key] = merge(found[key], value);
+    else found[key] = value;
+  }
+  return found;
+}
+
+class Same extends Component {
+  shouldComponentUpdate(next) { for (const key in next) if (next[key] !== this.props[key]) return true; return false; }
+}
+
+// -- groups filling up --------------------------------------------------------------------------
+
+class Cells extends Same {
+  render({ row, low, high }) {
+    const cells = [];
+    const last = Math.min(row.size || row.present + 1, 128);
+    for (let index = 0; index < last; index++) {
+      const cell = row.cells[index];
+      const state = cell ? cell.s : "m";
+      const part = cell && cell.v !== undefined ? (high > low ? (cell.v - low) / (high - low) : 1) : 0;
+      cells.push(html`<i class=${`cell ${state}`} key=${index} style=${state === "t" ? { "--v": `${Math.round(part * 100)}%` } : {}}>${SIGNS[state] || ""}</i>`);
+    }
+    const more = (row.size || 0) - last;
+    return html`<span class=${`cells ${last > 20 ? "many" : ""}`} aria-hidden="true">${cells}${more > 0 ? html`<span class="dim"> and ${count(more)} more</span>` : ""}</span>`;
+  }
+}
+
+function history(row, names, now) {
+  const rows = Object.entries(row.cells).map(([index, cell]) => ({ index: Number(index), ...cell }));
+  const missing = [];
+  for (let i = 0; i < Math.min(row.size, 128); i++) if (!row.cells[i]) missing.push(i);
+  rows.sort((a, b) => (a.t ?? Infinity) - (b.t ?? Infinity) || a.index - b.index);
+  return html`<div class="history" id="history" role="region" aria-label=${`history of ${row.id}`}>
+    <p><b>${row.id}</b>${row.epoch === undefined ? "" : ` epoch ${row.epoch}`}: ${row.present} of ${row.size || "?"} there, the first ${time(now - row.since)} ago${
+      row.waits_for === undefined ? "" : html`; it waits for <b>${names(row.waits_for)}</b> alone`}</p>
+    <table><thead><tr><th>sample</th><th>what</th><th class="n">reward</th><th>who</th><th class="n">when</th><th>more</th></tr></thead><tbody>
+    ${rows.map((cell) => html`<tr key=${cell.index}><td class="n">${cell.index}</td><td>${CELLS[cell.s]}</td><td class="n">${cell.s === "t" ? (cell.v ?? "not finite") : ""}</td>
+      <td class="who">${cell.p === undefined ? "" : names(cell.p)}</td><td class="n">${cell.t === undefined ? "" : `${time(now - cell.t)} ago`}</td>
+      <td class="who">${cell.n ? `${several(cell.n, "failed attempt")}: ${cell.r || "no reason given"}` : ""}${cell.s === "a" ? (cell.b === undefined ? "; nobody has taken it yet" : `; ${names(cell.b)} makes it again`) : ""}</td></tr>`)}
+    ${missing.length ? html`<tr><td class="n">${missing.slice(0, 24).join(", ")}${missing.length > 24 ? ` and ${missing.length - 24} more` : ""}</td><td colspan="5">missing</td></tr>` : ""}
+    </tbody></table>${row.omitted ? html`<p class="dim">and ${several(row.omitted, "sample")} that are not shown</p>` : ""}</div>`;
+}
+
+function prefix(ids) {
+  // What all ids share is said once, so that the part that differs can be read.
+  if (ids.length < 3) return "";
+  let shared = ids[0];
+  for (const id of ids) while (!id.startsWith(shared)) shared = shared.slice(0, -1);
+  shared = shared.replace(/[0-9]+$/, "");
+  return shared.length > 3 ? shared : "";
+}
+
+function Wall({ wall, names, now, open, onOpen, given }) {
+  const rows = wall.order.map((key) => [key, wall.rows[key]]).filter(([, row]) => row);
+  let low = Infinity, high = -Infinity, widest = 0;
+  for (const [, row] of rows) {
+    widest = Math.max(widest, row.size);
+    for (const cell of Object.values(row.cells)) if (cell.v !== undefined) { low = Math.min(low, cell.v); high = Math.max(high, cell.v); }
+  }
+  const shared = prefix(rows.map(([, row]) => row.id));
+  const age = rows.length ? now - rows[0][1].since : 0;
+  const gone = open !== null && !wall.rows[open];
+  return html`<section class="card" aria-label="groups filling up">
+    <div class="head"><h2>Groups filling up <small>${shared ? `${shared}…, ` : ""}oldest first${wall.omitted ? `, ${count(wall.omitted)} more` : ""}</small></h2>
+    <div class="legend" aria-hidden="true">${low < high ? html`<span>reward ${low.toPrecision(2) * 1}<i class="ramp"></i>${high.toPrecision(2) * 1}</span>` : html`<span><i class="cell t" style=${{ "--v": "100%" }}></i>there</span>`}
+      <span><i class="cell m"></i>missing</span><span><i class="cell a">↻</i>asked again</span><span><i class="cell f">×</i>failed</span></div></div>
+    ${wall.problem ? html`<p class="dim">${wall.problem}</p>` : ""}
+    ${rows.length === 0 && !wall.problem ? html`<p class="dim">No group is incomplete.</p>` : ""}
+    ${gone ? html`<p class="history" role="status">${open.split("\n")[0]} is no longer incomplete: it was completed, given up or dropped.</p>` : ""}
+    <div class=${`wall ${widest > 16 ? "wide" : ""}`}>${rows.map(([key, row]) => {
+      const who = row.waits_for === undefined ? (Object.values(row.cells).find((c) => c.s !== "t") || {}).r || "" : names(row.waits_for);
+      const old = now - row.since > Math.max(10, age / 2);
+      const failed = Object.values(row.cells).filter((c) => c.s !== "t").length;
+      return html`<button key=${key} type="button" aria-expanded=${open === key ? "true" : "false"} onClick=${() => onOpen(open === key ? null : key)}>
+        <span class="id cut" title=${row.id} aria-hidden="true">${row.id.slice(shared.length) || row.id}${row.epoch === undefined ? "" : ` ·${row.epoch}`}</span>
+        <${Cells} row=${row} low=${low} high=${high}/>
+        <span class=${`age ${old ? "old" : ""}`} aria-hidden="true">${short(now - row.since)}</span>
+        <span class="cut dim" title=${who} aria-hidden="true">${who}</span>
+        <span class="sr">${row.id}: ${row.present} of ${row.size || "unknown"} there${failed ? `, ${failed} failed` : ""}${who ? `, waits for ${who}` : ""}</span>
+      </button>${open === key ? history(row, names, now) : ""}`;
+    })}</div>
+    ${given ? html`<p class="dim">${several(given, "group")} given up for a failed sample so far</p>` : ""}
+  </section>`;
+}
+
+// -- the other cards ----------------------------------------------------------------------------
+
+function Flow({ picture }) {
+  const { ledger, rates, groups, producers } = picture;
+  const dropped = Object.entries(ledger.dropped || {});
+  const lost = dropped.reduce((sum, [, n]) => sum + n, 0);
+  const alive = (producers.states.alive || 0) + (producers.states.idle || 0);
+  const bad = Object.entries(producers.states).filter(([state]) => state !== "alive" && state !== "closed");
+  const stage = (name, value, rate, note, end) => html`<li class=${`${rate > 0 ? "moves" : ""} ${end ? "end" : ""}`}><span class="dim">${name}</span><b data-stage=${name}>${count(value)}</b>
+    <span class="dim">${rate === undefined ? "" : html`<span class="rate">${each(rate)}/s</span> `}${note}</span></li>`;
+  const terms = [["acknowledged", ledger.acknowledged], ["leased", ledger.leased], ["stashed", ledger.stashed], ["in the ring", ledger.in_ring],
+    ...dropped.map(([reason, n]) => [`dropped (${reason.replace("_", " ")})`, n])];
+  if (ledger.unreadable) terms.push(["unreadable", ledger.unreadable]);
+  return html`<section class="card" aria-label="flow of trajectories"><ol class="flow">
+    ${stage("producers", alive, rates.committed, bad.map(([state, n]) => `${n} ${state}`).join(", "))}
+    ${stage("in the ring", ledger.in_ring, undefined, "not read yet")}
+    ${stage("open groups", groups.open, undefined, `${count(ledger.stashed)} samples wait`)}
+    ${stage("complete", groups.ready, undefined, "nobody has taken")}
+    ${stage("leased", groups.leased, undefined, `${count(ledger.leased)} samples held`)}
+    ${stage("acknowledged", ledger.acknowledged, rates.acknowledged, "trained on", true)}
+    ${stage("dropped", lost, rates.dropped, dropped.map(([reason, n]) => `${reason.replace("_", " ")} ${count(n)}`).join(", "), true)}
+  </ol><p class="ledger"><span class=${ledger.balanced ? "yes" : "no"}>${ledger.balanced ? "✓ balances" : "✗ does not balance"}</span>${" "}
+    <span data-ledger>${count(ledger.committed)} committed = ${terms.map(([name, n]) => `${count(n)} ${name}`).join(" + ")}</span>${ledger.exact ? "" : html`<span class="dim"> (by the counters)</span>`}</p></section>`;
+}
+
+const RANK = { dead: 0, stopped: 1, gone: 2, idle: 3, alive: 4, closed: 5 };
+
+function Producers({ producers, now }) {
+  const rows = Object.entries(producers.rows);
+  rows.sort(([a, x], [b, y]) => y.waits - x.waits || RANK[x.state] - RANK[y.state] || a - b);
+  const most = Math.max(1, ...rows.map(([, row]) => row.waits));
+  const shown = rows.slice(0, 40);
+  const hidden = rows.length - shown.length + producers.omitted;
+  return html`<section class="card" aria-label="producers"><h2>Producers <small>${count(rows.length + producers.omitted)} of ${count(producers.max)} places</small></h2>
+    ${rows.length === 0 ? html`<p class="dim">None has ever attached.</p>` : html`<div class="scroll"><table><thead><tr><th>who</th><th>state</th><th class="n">a second</th><th class="n">committed</th><th class="n">idle</th><th class="n">holds</th><th class="n">groups that wait for it alone</th></tr></thead><tbody>
+    ${shown.map(([id, row]) => html`<tr key=${id}><td class="who">${row.name} <span class="dim">pid ${row.pid}</span></td><td><span class=${`chip ${row.state}`}>${row.state}</span></td>
+      <td class="n">${each(row.rate)}</td><td class="n">${count(row.committed)}</td><td class="n">${row.since === undefined || row.state === "closed" ? "–" : time(now - row.since)}</td><td class="n">${size(row.held)}</td>
+      <td class="n">${row.waits ? html`<i class="blame" style=${{ "--w": `${Math.round(64 * row.waits / most)}px` }}></i>${count(row.waits)}` : "–"}</td></tr>`)}
+    </tbody></table></div>`}${hidden > 0 ? html`<p class="dim">and ${count(hidden)} more</p>` : ""}</section>`;
+}
+
+function Holders({ holders, collector, daemon, now }) {
+  const shown = holders.slice(0, 40);
+  return html`<section class="card" aria-label="holders"><h2>Held by <small>${daemon && daemon.answers ? `a daemon, pid ${daemon.pid}, leases to` : ""}</small></h2>
+    ${shown.length === 0 ? html`<p class="dim">${collector.alive ? "No trainer is attached." : collector.name ? `Nobody; the last was ${collector.name} (pid ${collector.pid}).` : "Nobody has ever read this bus."}</p>`
+    : html`<div class="scroll"><table><thead><tr><th>trainer</th><th>rank</th><th class="n">step</th><th class="n">groups</th><th class="n">samples</th><th class="n">since</th><th class="n">waited</th><th>now</th></tr></thead><tbody>
+    ${shown.map((row) => html`<tr><td class="who">${row.name} <span class="dim">pid ${row.pid}</span></td><td>${row.rank || "–"}</td><td class="n">${row.step ?? "–"}</td><td class="n">${count(row.groups)}</td><td class="n">${count(row.trajectories)}</td>
+      <td class="n">${row.since === undefined ? "–" : time(now - row.since)}</td><td class="n">${row.waited_s === undefined ? "–" : time(row.waited_s)}</td><td><span class=${`chip ${row.now.split(" ")[0]}`}>${row.now}</span></td></tr>`)}
+    </tbody></table></div>`}${holders.length > shown.length ? html`<p class="dim">and ${holders.length - shown.length} more</p>` : ""}</section>`;
+}
+
+const NAMES = { score: ["Reward", "of delivered samples"], lag: ["Policy lag", "versions"], length: ["Length", "tokens"], age: ["Age at delivery", "seconds"] };
+const bound = (n) => (Math.abs(n) >= 1000 ? `${+(n / 1024).toFixed(1)}k` : `${+n.toPrecision(2)}`);
+
+class Distribution extends Same {
+  render({ name, found }) {
+    const [title, unit] = NAMES[name] || [name, ""];
+    const total = found.buckets.reduce((a, b) => a + b, 0);
+    let first = found.buckets.findIndex((n) => n), last = found.buckets.length - 1;
+    while (last > first && !found.buckets[last]) last--;
+    first = Math.max(0, first - 1); last = Math.min(found.buckets.length - 1, last + 1);
+    const most = Math.max(1, ...found.buckets);
+    const label = (i) => (i < found.bounds.length ? `≤ ${bound(found.bounds[i])}` : `> ${bound(found.bounds[i - 1])}`);
+    return html`<section class="card" aria-label=${title}><h2>${title} <small>${unit}${total ? `, mean ${+(found.sum / total).toPrecision(3)}` : ""}</small></h2>
+      ${total === 0 ? html`<p class="dim">Nothing was delivered yet.</p>` : html`<div class="bars" role="img" aria-label=${found.buckets.map((n, i) => (n ? `${label(i)}: ${n}` : "")).filter(Boolean).join(", ")}>
+      ${found.buckets.slice(first, last + 1).map((n, i) => html`<div title=${`${label(first + i)}: ${count(n)}`}>${n ? each(100 * n / total) + "%" : ""}<i style=${{ "--h": `${Math.round(60 * n / most)}px` }}></i>${bound(found.bounds[Math.min(first + i, found.bounds.length - 1)])}${first + i >= found.bounds.length ? "+" : ""}</div>`)}</div>`}</section>`;
+  }
+}
+
+function Sentence({ verdict }) {
+  const rest = (verdict.findings || []).slice(1, 5);
+  return html`<section class=${`card sentence ${verdict.level}`} role="status" aria-live="polite"><p><span aria-hidden="true">${LEVELS[verdict.level]} </span><span id="sentence">${verdict.sentence}</span></p>
+    ${rest.length ? html`<ul>${rest.map((f) => html`<li>${f.what}${f.cause ? `: ${f.cause}` : ""}</li>`)}</ul>` : ""}</section>`;
+}
+
+function Bus({ picture, points, names: columns, open, onOpen, connected, held, single }) {
+  const now = picture.now || Date.now() / 1000;
+  const producers = (picture.producers || {}).rows || {};
+  const names = (id) => (producers[id] ? producers[id].name : `producer ${id}`);
+  const { daemon } = picture;
+  const head = html`<header class="head">${single ? "" : html`<a href="#">all buses</a>`}<h1>${picture.name}</h1><span class=${`chip ${picture.state}`} id="state">${STATES[picture.state] || picture.state}</span>
+    ${daemon && daemon.answers ? html`<span class="dim">daemon pid ${daemon.pid}, up ${time(now - daemon.since)}${daemon.recovering ? ", recovering" : ""}${daemon.draining ? ", draining" : ""}</span>` : picture.ledger && !daemon ? html`<span class="dim">no daemon</span>` : ""}
+    ${picture.capacity ? html`<div class="right"><span>policy <b>v${count(picture.policy_version)}</b></span>${held ? html`<span class="chip paused">held still</span>` : ""}<span class="meter" aria-hidden="true"><i style=${{ "--part": `${Math.round(100 * picture.used / picture.capacity)}%` }}></i></span><span>${size(picture.used)} of ${size(picture.capacity)} in use</span></div>` : ""}</header>
+    ${connected ? "" : html`<p class="card lost" role="alert">The connection to <code>shmbus web</code> is lost; this page tries again by itself. What you see is old.</p>`}
+    <${Sentence} verdict=${picture.verdict}/>${picture.note ? html`<p class="card" role="status">${picture.note}</p>` : ""}`;
+  if (!picture.ledger) return head;
+  const delivered = Object.entries(picture.delivered || {});
+  const at = (name) => columns.indexOf(name) + 1;
+  const last = points.length ? points[points.length - 1] : [];
+  const chart = (title, lines, form, note) => html`<${Chart} title=${title} points=${points} form=${form} version=${at("version")} note=${note}
+    lines=${lines.map(([label, column, kind]) => ({ label, at: at(column), kind, now: last[at(column)] }))}/>`;
+  return html`${head}<${Flow} picture=${picture}/>
+    <div class="two"><div class="stack"><${Wall} wall=${picture.wall} names=${names} now=${now} open=${open} onOpen=${onOpen} given=${picture.given_up}/>
+      <${Producers} producers=${picture.producers} now=${now}/></div>
+    <div class="stack">
+      ${chart("Trajectories a second", [["committed", "committed", "in"], ["acknowledged", "acknowledged", "out"]], each)}
+      ${picture.delivered && picture.delivered.score ? chart("Reward of delivered samples", [["mean", "reward", "out"]], (v) => (v === null || v === undefined ? "–" : v.toPrecision(3))) : ""}
+      ${picture.delivered && picture.delivered.age ? chart("Age at delivery", [["p50", "age50", "in"], ["p99", "age99", "late"]], (v) => (v === null || v === undefined ? "–" : `${+v.toPrecision(2)} s`)) : ""}
+      ${chart("Fill of the ring", [["in use", "fill", "in"]], (v) => (v === undefined ? "–" : `${Math.round(100 * v)}%`))}
+      ${chart("Tokens a second", [["tokens", "tokens", "in"]], each, `${size(picture.rates.bytes || 0)}/s`)}
+      <${Holders} holders=${picture.holders} collector=${picture.collector} daemon=${daemon} now=${now}/></div></div>
+    ${delivered.length ? html`<div class="three">${delivered.map(([name, found]) => html`<${Distribution} key=${name} name=${name} found=${found}/>`)}</div>` : ""}
+    <footer class="foot">What you see is what <code>shmbus status ${picture.name} --json</code> and <code>shmbus inspect ${picture.name} --groups --json</code> say. Read-only. <code>space</code> holds still, <code>esc</code> closes a group.</footer>`;
+}
+
+function Overview({ picture, connected }) {
+  const rows = Object.entries(picture.buses);
+  return html`<header class="head"><h1>Buses of this machine</h1></header>
+    ${connected ? "" : html`<p class="card lost" role="alert">The connection to <code>shmbus web</code> is lost; this page tries again by itself.</p>`}
+    <section class="card scroll" aria-label="buses">${rows.length === 0 ? html`<p>There is no bus. <code>shmbus serve NAME</code> or <code>shmbus.Bus.create(NAME)</code> makes one, and it is listed here.</p>` : html`<table><thead><tr><th>bus</th><th>state</th><th class="n">in use</th><th class="n">on their way</th><th class="n">trained on</th><th class="n">producers</th><th>what is to be said</th></tr></thead><tbody>
+    ${rows.map(([name, row]) => html`<tr key=${name}><td class="who"><a href=${`#${encodeURIComponent(name)}`}>${name}</a></td><td><span class=${`chip ${row.state}`}>${STATES[row.state]}</span></td><td class="n">${row.capacity ? `${size(row.used)} of ${size(row.capacity)}` : "–"}</td><td class="n">${count(row.undelivered)}</td><td class="n">${count(row.acknowledged)}</td><td class="n">${count(row.producers)}</td><td class="who">${LEVELS[row.level]} ${row.sentence}</td></tr>`)}
+    </tbody></table>`}${picture.omitted ? html`<p class="dim">and ${count(picture.omitted)} more</p>` : ""}</section>`;
+}
+
+// -- the stream ---------------------------------------------------------------------------------
+
+class Page extends Component {
+  constructor() {
+    super();
+    this.state = { picture: null, points: [], names: [], open: null, connected: true, held: false };
+    addEventListener("hashchange", () => this.watch());
+    addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.setState({ open: null });
+      if (event.key === " " && event.target === document.body) { event.preventDefault(); this.setState({ held: !this.state.held }); }
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.setState({ theme: Symbol() }));
+    this.watch();
+  }
+  watch() {
+    clearTimeout(this.again);
+    if (this.source) this.source.close();
+    const name = decodeURIComponent(location.hash.slice(1));
+    const source = this.source = new EventSource(`/events${name ? `?bus=${encodeURIComponent(name)}` : ""}`);
+    source.addEventListener("whole", (event) => {
+      const { picture, curves } = JSON.parse(event.data);
+      this.setState({ picture, points: curves ? curves.points : [], names: curves ? curves.names : [], connected: true });
+      document.title = `${picture.name || "buses"} · shmbus`;
+      mark("first");
+    });
+    source.addEventListener("change", (event) => {
+      const { change, point } = JSON.parse(event.data);
+      const points = point ? [...this.state.points.slice(-299), point] : this.state.points;
+      this.setState({ picture: merge(this.state.picture, change), points, connected: true });
+    });
+    source.onerror = () => {
+      this.setState({ connected: false });
+      // A stream that was refused is not tried again by the browser.
+      if (source.readyState === EventSource.CLOSED) this.again = setTimeout(() => this.watch(), 1500);
+    };
+  }
+  shouldComponentUpdate(props, next) { return !next.held || next.held !== this.state.held || next.open !== this.state.open || next.connected !== this.state.connected; }
+  render(_, state) {
+    if (!state.picture) return html`<p class="wait" role="status">${state.connected ? "Reading the bus…" : "No answer: the server has ended, or this browser is not let in. Open the address that shmbus web printed."}</p>`;
+    if (state.picture.buses) return html`<${Overview} ...${state}/>`;
+    return html`<${Bus} ...${state} single=${!location.hash} onOpen=${(open) => this.setState({ open })}/>`;
+  }
+}
+
+document.getElementById("page").textContent = "";
+render(html`<${Page}/>`, document.getElementById("page"));

@@ -1,0 +1,201 @@
+"""Who gets what from the page's server, and what bad clients get; raw HTTP to a real process."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import wait_until
+from pages import Web, more, read_answer
+
+from shmbus import Bus
+from shmbus.web import settings
+from shmbus.web.server import read_files
+
+Start = Callable[..., Web]
+
+
+@pytest.fixture
+def page(web: Start, bus_name: str) -> Web:
+    return web(bus_name)
+
+
+def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Web) -> None:
+    answer = page.ask(f"/?token={page.token}", Cookie="")
+    assert (answer.status, answer.headers["location"]) == (303, "/")
+    cookie = answer.headers["set-cookie"]
+    assert cookie.startswith(page.cookie)
+    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    assert page.ask("/").status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/", {"Cookie": ""}, 401),
+        ("/events", {"Cookie": ""}, 401),
+        ("/page.js", {"Cookie": "shmbus=x"}, 401),
+        ("/?token=wrong", {}, 403),
+        ("/?token=%ff%00", {}, 403),
+        ("/", {"Host": "evil.example"}, 421),
+        ("/", {"Host": "127.0.0.1.evil.example"}, 421),
+        ("/", {"Host": ""}, 421),
+        ("/events", {"Origin": "http://evil.example"}, 403),
+        ("/events", {"Origin": "null"}, 403),
+        ("/events", {"Sec-Fetch-Site": "cross-site"}, 403),
+        ("/nothing", {}, 404),
+        ("/../page.py", {}, 404),
+        ("/%2e%2e/server.py", {}, 404),
+        ("/static/page.js", {}, 404),
+        ("/vendor/LICENSE.htm", {}, 404),
+        ("/events?bus=nobody", {}, 404),
+        ("/events?bus=../../etc/passwd", {}, 404),
+    ],
+)
+def test_whoever_may_not_see_it_is_refused(
+    page: Web, path: str, headers: dict[str, str], status: int
+) -> None:
+    answer = page.ask(path, **headers)
+    assert answer.status == status
+    assert page.token not in answer.body.decode()
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_a_method_that_changes_something_is_refused(page: Web, method: str) -> None:
+    assert page.ask("/", method).status == 405
+
+
+def test_a_body_is_refused(page: Web) -> None:
+    assert page.ask("/", body=b"x" * 100).status == 413
+
+
+def test_every_answer_has_the_policy(page: Web) -> None:
+    for path, headers in (("/", {}), ("/page.js", {}), ("/nothing", {}), ("/", {"Cookie": ""})):
+        answer = page.ask(path, **headers)
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "unsafe" not in policy and "*" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_names_of_this_machine_may_ask_through_a_tunnel(page: Web) -> None:
+    # As after `ssh -L 9000:localhost:PORT`.
+    for host in ("localhost:9000", "[::1]:9000", "127.0.0.1:9000"):
+        assert page.ask("/", Host=host, Origin=f"http://{host}").status == 200
+
+
+def test_headers_without_end_cost_one_connection(page: Web) -> None:
+    with page.connect() as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        with pytest.raises(OSError):  # refused, or closed while it still sends
+            for number in range(100_000):
+                connection.sendall(f"X-{number}: {'y' * 1000}\r\n".encode())
+                if number % 50 == 0:
+                    time.sleep(0.001)
+    assert page.ask("/").status == 200
+
+
+def test_a_thousand_connections_are_bounded_and_others_undisturbed(page: Web) -> None:
+    held: list[socket.socket] = []
+    try:
+        for _ in range(1000):
+            held.append(page.connect())
+        fds = Path(f"/proc/{page.child.pid}/fd")
+        wait_until(
+            lambda: len(list(fds.iterdir())) < settings.MAX_CONNECTIONS + 60,
+            what="connections beyond the limit to be closed",
+        )
+        # Those that say nothing make room for who asks.
+        wait_until(lambda: _answers(page), timeout=settings.IDLE_S + 20, what="an answer")
+    finally:
+        for each in held:
+            each.close()
+
+
+def _answers(page: Web) -> bool:
+    try:
+        return page.ask("/").status == 200
+    except OSError:
+        return False
+
+
+def test_a_client_that_never_reads_is_closed_and_others_go_on(page: Web, bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), page.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.sendall(page.request("/events"))
+        pictures = page.pictures()
+        first = next(pictures)["now"]
+        for picture in pictures:
+            if picture["now"] - first > 3:
+                break
+        assert picture["state"] == "unread"
+
+
+def test_too_many_pages_are_told_so(page: Web) -> None:
+    held = []
+    try:
+        for _ in range(settings.MAX_WATCHING):
+            connection = page.connect()
+            held.append(connection)
+            connection.sendall(page.request("/events"))
+            assert b" 200 " in more(connection)
+        assert page.ask("/events").status == 503
+        assert page.ask("/").status == 200
+    finally:
+        for each in held:
+            each.close()
+    wait_until(lambda: _watches(page), what="a place that became free")
+
+
+def _watches(page: Web) -> bool:
+    with page.connect() as connection:
+        connection.sendall(page.request("/events"))
+        return b" 200 " in more(connection)
+
+
+def test_bytes_that_are_no_http_end_their_connection(page: Web) -> None:
+    for junk in (b"\x00" * 100 + b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00"):
+        with page.connect() as connection:
+            connection.sendall(junk)
+            connection.shutdown(socket.SHUT_WR)
+            try:
+                assert read_answer(connection).status == 400
+            except ConnectionError:
+                pass
+    assert page.ask("/").status == 200
+
+
+def test_the_server_ends_in_order_with_pages_open(page: Web) -> None:
+    with page.connect() as connection:
+        connection.sendall(page.request("/events"))
+        more(connection)
+        page.stop()
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+def test_the_page_is_at_most_150_kb() -> None:
+    assert sum(len(body) for _, _, body in read_files().values()) <= 150_000
+
+
+def test_vendored_files_are_those_on_record() -> None:
+    folder = Path(settings.__file__).parent / "static" / "vendor"
+    recorded = dict(
+        re.findall(r"^\| `(\S+)` .*`([0-9a-f]{64})` \|$", (folder / "README.md").read_text(), re.M)
+    )
+    files = [path for path in folder.iterdir() if path.suffix in (".js", ".css")]
+    assert recorded == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_the_page_has_no_way_to_make_markup_of_text() -> None:
+    folder = Path(settings.__file__).parent / "static"
+    for path in folder.glob("*.js"):
+        text = path.read_text()
+        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert way not in text, f"{path.name}: {way}"
