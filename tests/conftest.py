@@ -64,6 +64,10 @@ collect_ignore = [
         "gateway": ("aiohttp", "isal"),
         "peers/atropos": ("atroposlib",),
         "peers/vllm": ("vllm",),
+        "gateway": ("aiohttp", "isal"),
+        "peers/atropos": ("atroposlib",),
+        "web": ("aiohttp",),
+        "web/test_browser.py": ("playwright",),
     }.items()
     if not _has(*needs)
 ]
@@ -334,6 +338,22 @@ def gateway_of(spawn: Spawner, bus_name: str) -> Iterator[Callable[..., Any]]:
 def gateway(gateway_of: Callable[..., Any]) -> Any:
     """A gateway with a bus of 16 MiB."""
     return gateway_of("--create", "16MiB")
+
+
+@pytest.fixture
+def web(spawn: Spawner) -> Iterator[Callable[..., Any]]:
+    """Start the server of the page: `web(bus_name)`; it must not have logged a traceback."""
+    from pages import Web
+
+    made: list[Any] = []
+
+    def start(*names: str) -> Any:
+        made.append(Web(spawn, names))
+        return made[-1]
+
+    yield start
+    for each in made:
+        assert "Traceback" not in each.child.output(), each.child.output()
 
 
 def client_of(consumer: Consumer) -> DaemonClient:

@@ -7,10 +7,12 @@ import contextlib
 import importlib.util
 import logging
 import os
+import secrets
 import sys
+from collections.abc import Callable
 
 from shmbus import errors
-from shmbus.cli._gateway_process import gateway_process, require_extra
+from shmbus.cli._beside import process_beside, require_extra
 from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
 from shmbus.segment import creation, lifecycle
@@ -26,6 +28,7 @@ _EXAMPLES = """\
 examples:
   shmbus serve run1 --capacity 1GiB --group-timeout 600 --on-timeout partial
   shmbus serve run1 --capacity 4GiB --http 127.0.0.1:8000
+  shmbus serve run1 --capacity 4GiB --web 8123
   shmbus serve run1 --metrics-port 9464 --restore /data/run1-before-reboot
   SHMBUS_LOG_FORMAT=json shmbus serve run1 --config run1.toml
 
@@ -61,7 +64,9 @@ def run(parsed: argparse.Namespace) -> int:
         return 2
     logs.set_up(settings.log_format, settings.log_level)
     if settings.http is not None:
-        require_extra()
+        require_extra("--http", "gateway")
+    if settings.web is not None:
+        require_extra("--web", "web")
     policy = settings.policy()
     require_place(parsed.name)
     with contextlib.ExitStack() as stack:
@@ -79,9 +84,7 @@ def run(parsed: argparse.Namespace) -> int:
                 settings.max_producers,
                 bounds=settings.bounds(),
             ).close()
-        on_stop = None
-        if settings.http is not None:
-            on_stop = stack.enter_context(gateway_process(parsed.name, _gateway_options(settings)))
+        on_stop = _start_beside(parsed.name, settings, stack)
         ours = server.serve(
             parsed.name,
             policy,
@@ -94,6 +97,21 @@ def run(parsed: argparse.Namespace) -> int:
         with contextlib.suppress(errors.BusNotFoundError):
             lifecycle.unlink(parsed.name)
     return 0
+
+
+def _start_beside(
+    name: str, settings: config.Settings, stack: contextlib.ExitStack
+) -> Callable[[], None] | None:
+    """Start the processes beside the daemon; returns what the gateway is told before it drains."""
+    if settings.web is not None:
+        # One token for all of its lives: pages that are open go on.
+        token = os.environ.get("SHMBUS_WEB_TOKEN") or secrets.token_urlsafe(24)
+        words = ["web", name, "--port", str(settings.web)]
+        stack.enter_context(process_beside("page", words, {"SHMBUS_WEB_TOKEN": token}))
+    if settings.http is None:
+        return None
+    words = ["gateway", name, "--daemon", *_gateway_options(settings)]
+    return stack.enter_context(process_beside("gateway", words))
 
 
 def _gateway_options(settings: config.Settings) -> list[str]:

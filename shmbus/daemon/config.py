@@ -63,6 +63,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         HOST:PORT of the HTTP gateway; None for none.
     http_token_file : str | None
         A file with the token that its clients send.
+    web : int | None
+        Port of the page on loopback; None for none, 0 for any free port.
     log_format : "json" | "text"
     log_level : "debug" | "info" | "warning" | "error"
     """
@@ -89,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     metrics_host: str = "127.0.0.1"
     http: str | None = None
     http_token_file: str | None = None
+    web: int | None = None
     log_format: Literal["json", "text"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -142,6 +145,7 @@ _HELP = {
     "metrics_host": "the address of that port",
     "http": "HOST:PORT of a gateway for Atropos and slime (extra gateway; see docs/gateway.md)",
     "http_token_file": "a file with the token that its clients send",
+    "web": "serve a page that shows the bus at this port (extra web; see docs/page.md)",
     "log_format": "json or text",
     "log_level": "debug, info, warning or error",
 }
@@ -179,7 +183,7 @@ def _check_bounds(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected 0 or more, got {value}")
     elif name in _ABOVE_0 and not value > 0:
         raise ValueError(f"{name}: expected more than 0, got {value}")
-    elif name == "metrics_port" and not 0 <= value <= 65535:
+    elif name in ("metrics_port", "web") and not 0 <= value <= 65535:
         raise ValueError(f"{name}: expected 0 to 65535, got {value}")
     elif name == "max_producers" and not 1 <= value <= _core.MAX_PRODUCERS:
         raise ValueError(f"{name}: expected 1 to {_core.MAX_PRODUCERS}, got {value}")

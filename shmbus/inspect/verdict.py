@@ -299,7 +299,7 @@ def waiting_for(
             alone += len(senders) == 1
             several += len(senders) > 1
         for cell in group.cells:
-            if cell.producer is not None:
+            if cell.producer is not None and cell.state == "there":
                 sends[cell.index][cell.producer] += 1
     whole = alone > 0 and alone >= _CUSTOM * (alone + several)
     habits = {index: _usual(senders) for index, senders in sends.items()}

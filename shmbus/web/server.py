@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from shmbus.web import settings as limits
 from shmbus.web.access import Access, Refusal
@@ -33,6 +34,8 @@ from shmbus.web.settings import Settings
 __all__ = ["Server", "serve"]
 
 logger = logging.getLogger(__name__)
+#: What aiohttp says of bytes that are no HTTP.
+http_logger = logging.getLogger("shmbus.web.http")
 
 _STATIC: Final = Path(__file__).parent / "static"
 _TYPES: Final = {
@@ -54,6 +57,12 @@ _HEADERS: Final = {
 #: Seconds between two searches for silent connections.
 _SWEEP_S: Final = 2.0
 _BACKLOG: Final = 128
+
+
+def _without_clients_mistakes(record: logging.LogRecord) -> bool:
+    """Keep what clients send out of the log: they decide how much of it there is."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
 
 
 class _Full(asyncio.Protocol):
@@ -94,8 +103,10 @@ class Server:
         self._settings = settings
         self.looks = Looks(settings.buses)
         self._files = read_files()
+        http_logger.addFilter(_without_clients_mistakes)
         self._inner = web.Server(
             self._answer,
+            logger=http_logger,
             access_log=None,
             max_line_size=limits.HEADER_BYTES,
             max_field_size=limits.HEADER_BYTES,

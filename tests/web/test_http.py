@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import socket
@@ -44,7 +45,7 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Web) -> None:
         ("/?token=%ff%00", {}, 403),
         ("/", {"Host": "evil.example"}, 421),
         ("/", {"Host": "127.0.0.1.evil.example"}, 421),
-        ("/", {"Host": ""}, 421),
+        ("/", {"Host": ""}, 400),
         ("/events", {"Origin": "http://evil.example"}, 403),
         ("/events", {"Origin": "null"}, 403),
         ("/events", {"Sec-Fetch-Site": "cross-site"}, 403),
@@ -163,10 +164,8 @@ def test_bytes_that_are_no_http_end_their_connection(page: Web) -> None:
         with page.connect() as connection:
             connection.sendall(junk)
             connection.shutdown(socket.SHUT_WR)
-            try:
+            with contextlib.suppress(ConnectionError):
                 assert read_answer(connection).status == 400
-            except ConnectionError:
-                pass
     assert page.ask("/").status == 200
 
 

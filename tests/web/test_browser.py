@@ -1,0 +1,223 @@
+"""The page in a real browser: names, numbers, keys, themes; no message, no foreign request.
+
+Pictures of the main states are written where SHMBUS_PICTURES says; `docs/page.md` shows some. They
+are looked at by eye before they replace those on record.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Daemon, Spawner
+from pages import TRAINER, WORKER, Web
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from shmbus import Bus, Consumer, Producer, unlink
+
+CHROMIUM = os.environ.get("SHMBUS_CHROMIUM", "/usr/bin/chromium")
+Start = Callable[..., Web]
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Open a server's page; nothing may be said on the console, refused, or asked elsewhere."""
+    offences: list[str] = []
+    contexts = []
+
+    def open_(web: Web, *, width: int = 1280, scheme: str = "light", **options: Any) -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, **options
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.add_init_script(
+            "addEventListener('securitypolicyviolation',"
+            " event => console.error('policy', event.violatedDirective))"
+        )
+        page.on("console", lambda message: offences.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: offences.append(f"error: {error}"))
+        page.on(
+            "request",
+            lambda request: (
+                request.url.startswith(f"http://127.0.0.1:{web.port}/")
+                or offences.append(f"request: {request.url}")
+            ),
+        )
+        page.goto(web.address)
+        assert "token" not in page.url
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert not offences, offences
+
+
+def picture(page: Page, name: str) -> None:
+    """Write a picture, where one is wanted."""
+    folder = os.environ.get("SHMBUS_PICTURES")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+
+
+def sentence(page: Page) -> str:
+    return page.locator("#sentence").inner_text()
+
+
+def wait_for(page: Page, wanted: Callable[[], Any], what: str) -> None:
+    """Wait, with the browser's events served."""
+    deadline = time.monotonic() + 30
+    while not wanted():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited for {what}; the page: {page.inner_text('body')[:2000]}")
+        page.wait_for_timeout(50)
+
+
+def at_work(bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon]) -> list[Any]:
+    """A daemon, four workers of eight samples, one of them slow, and a trainer."""
+    daemon("--capacity", "8MiB", "--sample-retries", "1")
+    workers = []
+    for n in range(8):
+        rest = 0.9 if n == 5 else 0.25
+        workers.append(spawn.script(WORKER, bus_name, n, 8, 400, rest))
+    for worker in workers:
+        worker.expect("ready")
+    spawn.script(TRAINER, bus_name, "train.py", 0.3).expect("ready")
+    return workers
+
+
+def test_a_bus_at_work_is_drawn_and_a_dead_worker_named_at_once(
+    web: Start, bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon], open_page: Open
+) -> None:
+    workers = at_work(bus_name, spawn, daemon)
+    server = web(bus_name)
+    page = open_page(server)
+    dark = open_page(server, scheme="dark")
+    narrow = open_page(server, width=390, scheme="light")
+    page.wait_for_selector(".wall button")
+    page.wait_for_timeout(int(os.environ.get("SHMBUS_PICTURE_S", "3")) * 1000)
+    with Producer(bus_name, label="<img src=x onerror=alert(1)>") as producer:
+        waits = page.locator(".wall .id").nth(5).get_attribute("title")
+        producer.fail(waits, group_size=8, index=5, reason="<script>alert(1)</script>")
+        wait_for(page, lambda: page.locator(".wall .cell.a").count(), "a failed sample")
+        assert "<img src=x" in page.inner_text("[aria-label=producers]")
+    workers[5].kill()
+    died = time.monotonic()
+    wait_for(page, lambda: "rollout-5" in sentence(page) and "died" in sentence(page), "its name")
+    print(f"a killed worker was named after {time.monotonic() - died:.2f} s")
+    assert page.locator("tr", has_text="rollout-5").locator(".chip").inner_text() in (
+        "dead",
+        "gone",
+    )
+    page.locator(".wall button").first.focus()
+    page.keyboard.press("Enter")
+    assert "there" in page.locator("#history").inner_text()
+    for each, name in ((page, "light"), (dark, "dark"), (narrow, "narrow")):
+        each.wait_for_timeout(1200)
+        picture(each, f"page-{name}")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#history", state="detached")
+    assert narrow.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_numbers_are_those_of_the_status_and_hold_still_when_told(
+    web: Start, bus_name: str, open_page: Open
+) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name) as taker:
+        for number in range(3):
+            for index in range(2):
+                producer.put(f"q{number}", group_size=2, index=index, score=1.0, tokens=[1])
+        groups = taker.take(max_groups=2, timeout=5.0)
+        groups[0].ack()
+        page = open_page(web(bus_name))
+        wait_for(
+            page,
+            lambda: "6 committed = 2 acknowledged" in page.locator("[data-ledger]").inner_text(),
+            "the ledger",
+        )
+        assert "balances" in page.locator(".ledger").inner_text()
+        stats = taker.stats()
+        text = page.locator("[data-ledger]").inner_text()
+        assert f"{stats.leased} leased" in text
+        page.locator("h1").click()
+        page.keyboard.press("Space")
+        producer.put("late", group_size=2, index=0, score=1.0, tokens=[1])
+        page.wait_for_timeout(2500)
+        assert "6 committed" in page.locator("[data-ledger]").inner_text()
+        page.keyboard.press("Space")
+        wait_for(page, lambda: "7 committed" in page.locator("[data-ledger]").inner_text(), "it")
+
+
+def test_a_bus_that_is_removed_and_made_again_stays_on_the_page(
+    web: Start, bus_name: str, open_page: Open
+) -> None:
+    page = open_page(web(bus_name))
+    wait_for(page, lambda: "There is no bus" in page.inner_text("body"), "that it is not there")
+    with Bus.create(bus_name, "1MiB"):
+        wait_for(page, lambda: page.locator(".flow").count(), "the bus")
+        unlink(bus_name)
+        wait_for(page, lambda: "was removed" in sentence(page), "its removal")
+        picture(page, "page-removed")
+    with Bus.create(bus_name, "1MiB"):
+        wait_for(page, lambda: "made again" in page.inner_text("body"), "the new one")
+
+
+def test_the_overview_leads_to_a_bus_and_back(web: Start, bus_name: str, open_page: Open) -> None:
+    other = f"{bus_name}-b"
+    with Bus.create(bus_name, "1MiB"), Bus.create(other, "1MiB"):
+        page = open_page(web(bus_name, other))
+        page.wait_for_selector("table")
+        picture(page, "page-overview")
+        page.get_by_role("link", name=other).click()
+        wait_for(page, lambda: page.locator("h1").inner_text() == other, "the bus")
+        page.get_by_role("link", name="all buses").click()
+        wait_for(page, lambda: "Buses of this machine" in page.inner_text("h1"), "the overview")
+
+
+def test_a_screen_reader_finds_names_and_states(web: Start, bus_name: str, open_page: Open) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        producer.put("q1", group_size=3, index=0, score=1.0, tokens=[1])
+        page = open_page(web(bus_name), reduced_motion="reduce")
+        group = page.get_by_role("button", name=re.compile("q1: 1 of 3 there"))
+        group.wait_for()
+        assert page.get_by_role("region", name="producers").count() == 1
+        assert page.get_by_role("status").first.inner_text()
+        assert page.locator("[role=img]").first.get_attribute("aria-label")
+        moving = "getComputedStyle(document.querySelector('.flow li'), '::after').animationName"
+        assert page.evaluate(moving) in ("none", "")
+
+
+def test_the_server_that_ends_is_told_and_the_page_comes_back_with_it(
+    web: Start, bus_name: str, browser: Browser, spawn: Spawner
+) -> None:
+    with Bus.create(bus_name, "1MiB"):
+        server = web(bus_name)
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(server.address)
+        page.wait_for_selector(".flow")
+        server.stop()
+        wait_for(page, lambda: page.locator("[role=alert]").count(), "that it is lost")
+        os.environ["SHMBUS_WEB_TOKEN"] = server.token
+        try:
+            web(bus_name, "--port", str(server.port))
+        finally:
+            del os.environ["SHMBUS_WEB_TOKEN"]
+        wait_for(page, lambda: not page.locator("[role=alert]").count(), "the server again")
+        context.close()

@@ -1,0 +1,263 @@
+"""What the page is sent of buses at work: live, stuck, daemonless, dead, removed, made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conftest import Daemon, Spawner, segments_named, wait_until
+from pages import TRAINER, WORKER, Web
+
+from shmbus import Bus, Consumer, Producer, unlink
+
+Start = Callable[..., Web]
+Picture = dict[str, Any]
+
+
+def status_of(name: str) -> Picture:
+    """What ``shmbus status --json`` prints."""
+    command = [sys.executable, "-m", "shmbus", "status", name, "--json"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found: Picture = json.loads(printed)
+    return found
+
+
+def test_the_numbers_are_those_of_the_status(
+    web: Start, bus_name: str, daemon: Callable[..., Daemon]
+) -> None:
+    daemon("--capacity", "4MiB", "--sample-retries", "1")
+    with Producer(bus_name, label="worker") as producer, Consumer(bus_name) as taker:
+        for number in range(6):
+            for index in range(4 - (number > 3)):
+                producer.put(f"q{number}", group_size=4, index=index, score=index, tokens=[1] * 9)
+        groups = taker.take(max_groups=3, timeout=5.0)
+        groups[0].ack()
+        groups[1].drop()
+        producer.fail("q5", group_size=4, index=3, reason="boom")
+        wanted = wait_until(
+            lambda: (s := status_of(bus_name))["wanted"] and not s["ledger"]["in_ring"] and s,
+            what="the request of the failed sample",
+        )
+        page = web(bus_name)
+        shown = page.until(
+            "", lambda p: p["wall"]["order"] == ["q4", "q5"], what="two incomplete groups"
+        )
+    assert shown["ledger"] == wanted["ledger"]
+    assert shown["groups"] == {
+        "open": wanted["daemon"]["groups_open"],
+        "ready": wanted["daemon"]["groups_ready"],
+        "leased": wanted["daemon"]["groups_leased"],
+    }
+    assert shown["capacity"] - shown["used"] == wanted["free"]
+    cells = shown["wall"]["rows"]["q5"]["cells"]
+    assert [cells[index]["s"] for index in "0123"] == ["t", "t", "t", "a"]
+    assert cells["3"]["r"] == "boom"
+    (row,) = shown["producers"]["rows"].values()
+    assert (row["name"], row["pid"], row["committed"]) == ("worker", os.getpid(), 23)
+    (holder,) = shown["holders"]
+    assert holder["groups"] == sum(lease["groups"] for lease in wanted["daemon"]["leases"])
+
+
+def test_a_worker_that_dies_is_named(
+    web: Start, bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon]
+) -> None:
+    daemon("--capacity", "4MiB")
+    workers = [spawn.script(WORKER, bus_name, n, 3, 9 if n < 2 else 4, 0.0) for n in range(3)]
+    for worker in workers:
+        worker.expect("ready")
+    page = web(bus_name)
+    page.until(
+        "",
+        lambda p: any(row["waits"] == 5 for row in p["producers"]["rows"].values()),
+        what="five groups that wait for one",
+    )
+    workers[2].kill()
+    shown = page.until("", lambda p: "died" in p["verdict"]["sentence"], what="the dead worker")
+    assert shown["verdict"]["sentence"].startswith(f"rollout-2 (pid {workers[2].pid}) died")
+    assert "5 groups wait for it alone" in shown["verdict"]["sentence"]
+    (row,) = [r for r in shown["producers"]["rows"].values() if r["name"] == "rollout-2"]
+    assert row["state"] in ("dead", "gone")
+    assert {r["waits_for"] for r in shown["wall"]["rows"].values()} == {
+        int(number) for number, r in shown["producers"]["rows"].items() if r["name"] == "rollout-2"
+    }
+
+
+def test_a_daemon_that_is_killed_and_started_again_leaves_the_page_going_on(
+    web: Start, bus_name: str, daemon: Callable[..., Daemon]
+) -> None:
+    served = daemon("--capacity", "4MiB")
+    page = web(bus_name)
+    with Producer(bus_name) as producer:
+        producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
+        seen = []
+        for picture in page.pictures():
+            state = (picture["state"], picture.get("daemon", {}).get("pid"))
+            if not seen or seen[-1] != state:
+                seen.append(state)
+            if len(seen) == 1 and state[0] == "live" and picture["wall"]["order"]:
+                first = state[1]
+                served.kill()
+            elif len(seen) == 2 and served.child.pid == first:
+                assert "Nobody reads" in picture["verdict"]["sentence"]
+                served.start()
+            elif state[1] not in (None, first) and picture["wall"]["order"] == ["q"]:
+                break
+    assert seen[0][0] == seen[-1][0] == "live"
+
+
+def test_a_stuck_daemon_is_told_in_words(
+    web: Start, bus_name: str, daemon: Callable[..., Daemon]
+) -> None:
+    served = daemon("--capacity", "4MiB")
+    page = web(bus_name)
+    page.until("", lambda p: p["state"] == "live", what="a live bus")
+    served.child.send_signal(signal.SIGSTOP)
+    try:
+        shown = page.until("", lambda p: p["state"] == "stuck", what="a stuck daemon")
+        assert "gives no answer" in shown["verdict"]["sentence"]
+    finally:
+        served.child.send_signal(signal.SIGCONT)
+    page.until("", lambda p: p["state"] == "live", what="the daemon again")
+
+
+def test_a_bus_that_is_removed_and_made_again_is_told_and_shown(web: Start, bus_name: str) -> None:
+    page = web(bus_name)
+    pictures = page.pictures()
+    assert "There is no bus" in next(pictures)["verdict"]["sentence"]
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        producer.put("old", group_size=2, index=0, score=1.0, tokens=[1])
+        next(p for p in pictures if p["state"] == "unread" and p["wall"]["order"] == ["old"])
+        unlink(bus_name)
+        gone = next(p for p in pictures if p["state"] == "removed")
+        assert "was removed" in gone["verdict"]["sentence"]
+        assert "ledger" not in gone
+    with Bus.create(bus_name, "2MiB"), Producer(bus_name) as producer:
+        producer.put("new", group_size=2, index=0, score=1.0, tokens=[1])
+        again = next(p for p in pictures if p["state"] == "unread" and p["wall"]["order"])
+        assert again["wall"]["order"] == ["new"]
+        assert "made again" in again["note"]
+        assert again["ledger"]["committed"] == 1
+
+
+def test_a_bus_that_is_truncated_or_foreign_is_told(web: Start, bus_name: str) -> None:
+    page = web(bus_name)
+    pictures = page.pictures()
+    with Bus.create(bus_name, "1MiB"):
+        next(p for p in pictures if p["state"] not in ("removed", "unreadable"))
+        (path,) = segments_named(bus_name)
+    path.write_bytes(b"x" * 5000)
+    shown = next(p for p in pictures if p["state"] == "unreadable")
+    assert bus_name in shown["verdict"]["sentence"]
+    path.write_bytes(b"")
+    next(pictures)
+    path.unlink()
+    next(p for p in pictures if p["state"] == "removed")
+
+
+def test_what_producers_write_is_text(web: Start, bus_name: str) -> None:
+    evil = [
+        "<script>document.title='x'</script>", "<img src=x onerror=alert(1)>", "a\x1b[31mb\x00c",
+        "\u202eevil", "x" * 255, "\n\ndata: {}\n\n", "\N{SNOWMAN} \N{PILE OF POO}",
+    ]  # fmt: skip
+    page = web(bus_name)
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name, label="<b>\u202e\x1b") as producer:
+        for name in evil:
+            producer.put(name, group_size=2, index=0, score=-1e300, tokens=[1])
+            producer.fail(name, group_size=2, index=1, reason=name)
+        shown = page.until(
+            "", lambda p: len(p.get("wall", {}).get("order", [])) == len(evil), what="the groups"
+        )
+    text = json.dumps(shown["wall"], ensure_ascii=False)
+    assert "\u202e" not in text and "\x1b" not in text
+    assert {row["id"] for row in shown["wall"]["rows"].values()} >= {evil[0], evil[1], "x" * 255}
+
+
+def test_a_group_of_one_and_one_of_16384_are_shown_and_what_is_left_out_is_said(
+    web: Start, bus_name: str, daemon: Callable[..., Daemon]
+) -> None:
+    daemon("--capacity", "64MiB")
+    with Producer(bus_name) as producer:
+        for start in range(0, 16_383, 1024):
+            producer.put_many(
+                [
+                    {"instance_id": "large", "group_size": 16_384, "index": index, "score": 0.0,
+                     "tokens": [1]}
+                    for index in range(start, min(start + 1024, 16_383))
+                ]
+            )  # fmt: skip
+        producer.put("one", group_size=1, index=0, score=0.0, tokens=[1])
+        page = web(bus_name)
+        shown = page.until(
+            "",
+            lambda p: p["groups"].get("ready") == 1 and p["wall"]["order"] == ["large"],
+            what="the groups",
+        )
+    row = shown["wall"]["rows"]["large"]
+    assert (row["present"], row["size"]) == (16_383, 16_384)
+    assert len(row["cells"]) + row["omitted"] == 16_383
+    assert len(json.dumps(shown)) < 100_000
+
+
+def test_an_overview_has_every_bus_and_one_of_them_can_be_watched(
+    web: Start, bus_name: str, spawn: Spawner
+) -> None:
+    other = f"{bus_name}-b"
+    with Bus.create(bus_name, "1MiB"), Bus.create(other, "1MiB"):
+        page = web(bus_name, other)
+        shown = page.until("", lambda p: len(p["buses"]) == 2, what="two buses")
+        assert shown["buses"][other]["state"] == "unread"
+        assert next(page.pictures(other))["name"] == other
+        every = web()
+        shown = every.until("", lambda p: {bus_name, other} <= p["buses"].keys(), what="all")
+
+
+def test_a_full_ring_names_who_holds_it(
+    web: Start, bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon]
+) -> None:
+    daemon("--capacity", "1MiB")
+    trainer = spawn.script(TRAINER, bus_name, "train.py", 600)
+    trainer.expect("ready")
+    script = (
+        "import sys, shmbus\n"
+        "producer = shmbus.Producer(sys.argv[1])\n"
+        "for n in range(1000):\n"
+        "    producer.put(f'q{n}', group_size=1, index=0, score=0.0, tokens=[1] * 25000)\n"
+    )
+    spawn.script(script, bus_name)
+    page = web(bus_name)
+    shown = page.until(
+        "",
+        lambda p: (
+            p["verdict"]["findings"] and p["verdict"]["findings"][0]["kind"] == "producers_wait"
+        ),
+        what="producers that wait for space",
+    )
+    assert re.search(
+        r"train\.py \(pid \d+\) holds|wait for a trainer", shown["verdict"]["sentence"]
+    )
+
+
+def test_nobody_who_watches_means_no_look(web: Start, bus_name: str) -> None:
+    page = web(bus_name)
+    with Bus.create(bus_name, "1MiB"):
+        next(page.pictures())
+
+        def reads() -> int:
+            fields = Path(f"/proc/{page.child.pid}/io").read_text()
+            return int(re.findall(r"^syscr: (\d+)", fields, re.M)[0])
+
+        def reads_stop() -> bool:
+            before = reads()
+            time.sleep(1.5)
+            # Whatever a look reads is many times more.
+            return reads() - before <= 8
+
+        wait_until(reads_stop, what="an end of the looks")
