@@ -90,7 +90,8 @@ class ProducerStatus(ProducerSlot, frozen=True, kw_only=True):
     ----------
     state : "alive" | "dead" | "closed" | "gone"
         alive: a living process holds the slot's lock. dead: no process does, and the collector has
-        not reaped it yet. closed: the producer left properly. gone: it died and was reaped.
+        not reaped it yet. closed: the producer left properly. gone: it left or died, and was
+        reaped.
     held_bytes : int
         Ring bytes in the lane's extents.
     reservations : int | None

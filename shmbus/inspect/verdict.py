@@ -25,6 +25,8 @@ STILL_S: Final = 60.0
 SILENT_S: Final = 5.0
 #: The part from which something is the custom: groups of one producer, an index of one.
 _CUSTOM: Final = 0.8
+#: The part of the busiest producer's samples from which one counts as a worker like the others.
+_WORKERS_SHARE: Final = 0.05
 #: Costs from which a finding is trouble, or a warning.
 _TROUBLE: Final = 0.6
 _WARNING: Final = 0.25
@@ -303,7 +305,12 @@ def waiting_for(
                 sends[cell.index][cell.producer] += 1
     whole = alone > 0 and alone >= _CUSTOM * (alone + several)
     habits = {index: _usual(senders) for index, senders in sends.items()}
-    silent = {p.producer_id for p in producers if p.state != "closed"} - set(habits.values())
+    most = max((p.committed for p in producers), default=0)
+    silent = {
+        p.producer_id
+        for p in producers
+        if p.state != "closed" and p.committed >= _WORKERS_SHARE * most
+    } - set(habits.values())
     # Where each index has a sender of its own, the missing one belongs to who sent nothing.
     clear = several and None not in habits.values() and len(silent) == 1
     return [_waits_for(group, habits, silent if clear else set(), whole=whole) for group in groups]
@@ -371,7 +378,8 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
     advice = ""
     silent = producer.idle_s is not None and producer.idle_s >= SILENT_S
     if producer.state in ("dead", "gone"):
-        what = f"{name} died"
+        # One that left in order is gone too, once it was reaped.
+        what = f"{name} {'died' if producer.state == 'dead' else 'is gone'}"
         if waits:
             what += f", and {groups}; nobody will send these samples"
             advice = "start it again, or set --group-timeout with --sample-retries"

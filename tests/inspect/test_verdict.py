@@ -106,7 +106,10 @@ def test_a_full_ring_names_who_holds_it(bus_name: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "kind", "words"),
-    [(signal.SIGKILL, "waits_for_one", "died"), (signal.SIGSTOP, "waits_for_one", "is stopped")],
+    [
+        (signal.SIGKILL, "waits_for_one", "nobody will send"),
+        (signal.SIGSTOP, "waits_for_one", "is stopped"),
+    ],
 )
 def test_a_worker_that_groups_wait_for_is_named(
     bus_name: str,

@@ -80,8 +80,10 @@ def test_a_worker_that_dies_is_named(
         what="five groups that wait for one",
     )
     workers[2].kill()
-    shown = page.until("", lambda p: "died" in p["verdict"]["sentence"], what="the dead worker")
-    assert shown["verdict"]["sentence"].startswith(f"rollout-2 (pid {workers[2].pid}) died")
+    shown = page.until(
+        "", lambda p: "nobody will send" in p["verdict"]["sentence"], what="the dead worker"
+    )
+    assert shown["verdict"]["sentence"].startswith(f"rollout-2 (pid {workers[2].pid}) ")
     assert "5 groups wait for it alone" in shown["verdict"]["sentence"]
     (row,) = [r for r in shown["producers"]["rows"].values() if r["name"] == "rollout-2"]
     assert row["state"] in ("dead", "gone")

@@ -86,6 +86,7 @@ function Wall({ wall, names, now, open, onOpen, given }) {
     for (const cell of Object.values(row.cells)) if (cell.v !== undefined) { low = Math.min(low, cell.v); high = Math.max(high, cell.v); }
   }
   const shared = prefix(rows.map(([, row]) => row.id));
+  const longest = Math.max(0, ...rows.map(([, row]) => (row.id.length - shared.length || row.id.length) + (row.epoch === undefined ? 0 : 2 + `${row.epoch}`.length)));
   const age = rows.length ? now - rows[0][1].since : 0;
   const gone = open !== null && !wall.rows[open];
   return html`<section class="card" aria-label="groups filling up">
@@ -95,7 +96,7 @@ function Wall({ wall, names, now, open, onOpen, given }) {
     ${wall.problem ? html`<p class="dim">${wall.problem}</p>` : ""}
     ${rows.length === 0 && !wall.problem ? html`<p class="dim">No group is incomplete.</p>` : ""}
     ${gone ? html`<p class="history" role="status">${open.split("\n")[0]} is no longer incomplete: it was completed, given up or dropped.</p>` : ""}
-    <div class=${`wall ${widest > 16 ? "wide" : ""}`}>${rows.map(([key, row]) => {
+    <div class=${`wall ${widest > 16 ? "wide" : ""}`} style=${{ "--id": `${Math.min(14, Math.max(3, longest))}ch`, "--row": `calc(${Math.max(4, widest)} * (var(--cell) + 2px))` }}>${rows.map(([key, row]) => {
       const who = row.waits_for === undefined ? (Object.values(row.cells).find((c) => c.s !== "t") || {}).r || "" : names(row.waits_for);
       const old = now - row.since > Math.max(10, age / 2);
       const failed = Object.values(row.cells).filter((c) => c.s !== "t").length;
@@ -120,7 +121,7 @@ function Flow({ picture }) {
   const alive = (producers.states.alive || 0) + (producers.states.idle || 0);
   const bad = Object.entries(producers.states).filter(([state]) => state !== "alive" && state !== "closed");
   const stage = (name, value, rate, note, end) => html`<li class=${`${rate > 0 ? "moves" : ""} ${end ? "end" : ""}`}><span class="dim">${name}</span><b data-stage=${name}>${count(value)}</b>
-    <span class="dim">${rate === undefined ? "" : html`<span class="rate">${each(rate)}/s</span> `}${note}</span></li>`;
+    <span class="dim">${rate === undefined || (!rate && !value) ? "" : html`<span class="rate">${each(rate)}/s</span> `}${note}</span></li>`;
   const terms = [["acknowledged", ledger.acknowledged], ["leased", ledger.leased], ["stashed", ledger.stashed], ["in the ring", ledger.in_ring],
     ...dropped.map(([reason, n]) => [`dropped (${reason.replace("_", " ")})`, n])];
   if (ledger.unreadable) terms.push(["unreadable", ledger.unreadable]);
@@ -128,7 +129,7 @@ function Flow({ picture }) {
     ${stage("producers", alive, rates.committed, bad.map(([state, n]) => `${n} ${state}`).join(", "))}
     ${stage("in the ring", ledger.in_ring, undefined, "not read yet")}
     ${stage("open groups", groups.open, undefined, `${count(ledger.stashed)} samples wait`)}
-    ${stage("complete", groups.ready, undefined, "nobody has taken")}
+    ${stage("complete", groups.ready, undefined, "wait to be taken")}
     ${stage("leased", groups.leased, undefined, `${count(ledger.leased)} samples held`)}
     ${stage("acknowledged", ledger.acknowledged, rates.acknowledged, "trained on", true)}
     ${stage("dropped", lost, rates.dropped, dropped.map(([reason, n]) => `${reason.replace("_", " ")} ${count(n)}`).join(", "), true)}
@@ -162,7 +163,7 @@ function Holders({ holders, collector, daemon, now }) {
     </tbody></table></div>`}${holders.length > shown.length ? html`<p class="dim">and ${holders.length - shown.length} more</p>` : ""}</section>`;
 }
 
-const NAMES = { score: ["Reward", "of delivered samples"], lag: ["Policy lag", "versions"], length: ["Length", "tokens"], age: ["Age at delivery", "seconds"] };
+const NAMES = { score: ["Reward", "samples"], lag: ["Policy lag", "versions"], length: ["Length", "tokens"], age: ["Age at delivery", "seconds"] };
 const bound = (n) => (Math.abs(n) >= 1000 ? `${+(n / 1024).toFixed(1)}k` : `${+n.toPrecision(2)}`);
 
 class Distribution extends Same {
@@ -176,7 +177,7 @@ class Distribution extends Same {
     const label = (i) => (i < found.bounds.length ? `≤ ${bound(found.bounds[i])}` : `> ${bound(found.bounds[i - 1])}`);
     return html`<section class="card" aria-label=${title}><h2>${title} <small>${unit}${total ? `, mean ${+(found.sum / total).toPrecision(3)}` : ""}</small></h2>
       ${total === 0 ? html`<p class="dim">Nothing was delivered yet.</p>` : html`<div class="bars" role="img" aria-label=${found.buckets.map((n, i) => (n ? `${label(i)}: ${n}` : "")).filter(Boolean).join(", ")}>
-      ${found.buckets.slice(first, last + 1).map((n, i) => html`<div title=${`${label(first + i)}: ${count(n)}`}>${n ? each(100 * n / total) + "%" : ""}<i style=${{ "--h": `${Math.round(60 * n / most)}px` }}></i>${bound(found.bounds[Math.min(first + i, found.bounds.length - 1)])}${first + i >= found.bounds.length ? "+" : ""}</div>`)}</div>`}</section>`;
+      ${found.buckets.slice(first, last + 1).map((n, i) => html`<div title=${`${label(first + i)}: ${count(n)}`}>${n ? each(100 * n / total) + "%" : ""}<i style=${{ "--h": `${Math.round(62 * n / most)}px` }}></i>${bound(found.bounds[Math.min(first + i, found.bounds.length - 1)])}${first + i >= found.bounds.length ? "+" : ""}</div>`)}</div>`}</section>`;
   }
 }
 

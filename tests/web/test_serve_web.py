@@ -1,0 +1,77 @@
+"""`shmbus serve --web`: the page beside the daemon, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Daemon, wait_until
+from pages import Web
+
+pytestmark = pytest.mark.skipif(
+    "web" not in {e.name for e in importlib.metadata.entry_points(group="shmbus.commands")},
+    reason="this environment was made before the command: install the project again",
+)
+
+
+def page_of(served: Daemon) -> Web:
+    """The page that a daemon started last."""
+    pattern = r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)"
+    found = wait_until(lambda: re.findall(pattern, served.child.output()), what="the page")
+    page = Web.__new__(Web)
+    page.port, page.token = int(found[-1][0]), found[-1][1]
+    return page
+
+
+def pid_of(port: int) -> int:
+    """Who listens at a port of loopback."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    inode = next(
+        line.split()[9] for line in lines if line.split()[1].endswith(f":{port:04X}")
+        and line.split()[3] == "0A"
+    )  # fmt: skip
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(fd) == f"socket:[{inode}]":
+                return int(fd.parts[2])
+        except OSError:
+            continue
+    raise AssertionError(f"nobody listens at {port}")
+
+
+def test_the_page_lives_and_ends_with_the_daemon(
+    daemon: Callable[..., Daemon], bus_name: str
+) -> None:
+    served = daemon("--capacity", "1MiB", "--web", "0")
+    page = page_of(served)
+    assert next(page.pictures())["state"] == "live"
+    pid = pid_of(page.port)
+    served.kill()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), what="the page's end")
+
+
+def test_a_page_that_dies_harms_nobody_and_comes_again_with_its_token(
+    daemon: Callable[..., Daemon], bus_name: str
+) -> None:
+    served = daemon("--capacity", "1MiB", "--web", "0")
+    first = page_of(served)
+    os.kill(pid_of(first.port), signal.SIGKILL)
+    wait_until(lambda: page_of(served).port != first.port, what="another page")
+    second = page_of(served)
+    assert second.token == first.token
+    assert next(second.pictures())["state"] == "live"
+    served.stop()
+
+
+def test_a_port_that_is_none_is_a_usage_error(bus_name: str) -> None:
+    command = [sys.executable, "-m", "shmbus", "serve", bus_name, "--web", "70000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "expected 0 to 65535" in done.stderr
