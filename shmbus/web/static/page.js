@@ -62,7 +62,7 @@ function history(row, names, now) {
     <p><b>${row.id}</b>${row.epoch === undefined ? "" : ` epoch ${row.epoch}`}: ${row.present} of ${row.size || "?"} there, the first ${time(now - row.since)} ago${
       row.waits_for === undefined ? "" : html`; it waits for <b>${names(row.waits_for)}</b> alone`}</p>
     <table><thead><tr><th>sample</th><th>what</th><th class="n">reward</th><th>who</th><th class="n">when</th><th>more</th></tr></thead><tbody>
-    ${rows.map((cell) => html`<tr key=${cell.index}><td class="n">${cell.index}</td><td>${CELLS[cell.s]}</td><td class="n">${cell.s === "t" ? (cell.v ?? "not finite") : ""}</td>
+    ${rows.map((cell) => html`<tr key=${cell.index}><td class="n">${cell.index}</td><td>${CELLS[cell.s]}</td><td class="n">${cell.s === "t" ? (cell.v === undefined ? "not finite" : +cell.v.toPrecision(4)) : ""}</td>
       <td class="who">${cell.p === undefined ? "" : names(cell.p)}</td><td class="n">${cell.t === undefined ? "" : `${time(now - cell.t)} ago`}</td>
       <td class="who">${cell.n ? `${several(cell.n, "failed attempt")}: ${cell.r || "no reason given"}` : ""}${cell.s === "a" ? (cell.b === undefined ? "; nobody has taken it yet" : `; ${names(cell.b)} makes it again`) : ""}</td></tr>`)}
     ${missing.length ? html`<tr><td class="n">${missing.slice(0, 24).join(", ")}${missing.length > 24 ? ` and ${missing.length - 24} more` : ""}</td><td colspan="5">missing</td></tr>` : ""}
