@@ -36,8 +36,8 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets must not install into one environment at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test test-peers test-engines check docs bench bench-calls bench-contenders bench-report
-.PHONY: explore fuzz soak interrupts kills points versions leaks valgrind cross sanitize clean FORCE
+.PHONY: help demo test test-peers test-engines test-web check docs bench bench-calls bench-contenders
+.PHONY: bench-report explore fuzz soak interrupts kills points versions leaks valgrind cross sanitize clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
@@ -67,6 +67,15 @@ build/peers/vllm/.made: tests/peers/vllm/requirements.txt pyproject.toml $(C_SOU
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e '.[engines]' \
 	    pytest pytest-asyncio pytest-timeout
 	$(@D)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-web: build/web/.made ## Test the page in a real headless browser (SHMBUS_CHROMIUM), in an environment of its own
+	build/web/bin/pytest -p no:cacheprovider $(ARGS) tests/web
+
+build/web/.made: constraints.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
+	    -e '.[web-test]' pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 check: $(VENV)/.dev check-c ## Check lint, formatting and types; compile C with warnings as errors; run the C tests

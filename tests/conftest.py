@@ -64,8 +64,6 @@ collect_ignore = [
         "gateway": ("aiohttp", "isal"),
         "peers/atropos": ("atroposlib",),
         "peers/vllm": ("vllm",),
-        "gateway": ("aiohttp", "isal"),
-        "peers/atropos": ("atroposlib",),
         "web": ("aiohttp",),
         "web/test_browser.py": ("playwright",),
     }.items()

@@ -160,8 +160,13 @@ def _wall(found: Groups, blamed: list[int | None], now_s: float) -> Picture:
 
 
 def _key(group: GroupCells) -> str:
-    # Ids are escaped: none has a line feed.
-    return group.instance_id if group.epoch is None else f"{group.instance_id}\n{group.epoch}"
+    # Ids and labels are escaped: none has a line feed.
+    parts = [group.instance_id]
+    if group.epoch is not None:
+        parts.append(str(group.epoch))
+    if group.split != "train":
+        parts.append(group.split)
+    return "\n".join(parts)
 
 
 def _row(group: GroupCells, waits_for: int | None, now_s: float) -> Picture:
@@ -169,7 +174,9 @@ def _row(group: GroupCells, waits_for: int | None, now_s: float) -> Picture:
     return {
         "id": group.instance_id,
         "epoch": group.epoch,
+        "split": None if group.split == "train" else group.split,
         "size": group.size,
+        "need": None if group.need in (0, group.size) else group.need,
         "present": group.present,
         "since": _since(group.age_s, now_s),
         "waits_for": waits_for,
@@ -269,6 +276,7 @@ def _holder(lease: LeaseStatus, steps: dict[int, int], now_s: float) -> Picture:
     return {
         "name": lease.label,
         "pid": lease.pid,
+        "split": None if lease.split == "train" else lease.split,
         "rank": None if lease.rank < 0 else f"{lease.rank} of {lease.world_size}",
         "step": steps.get(lease.rank),
         "groups": lease.groups,

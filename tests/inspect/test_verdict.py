@@ -234,6 +234,30 @@ def test_an_answer_is_bounded_and_says_what_it_leaves_out(
     assert (len(few.groups), few.omitted) == (3, 37)
 
 
+@pytest.mark.parametrize("with_daemon", [False, True])
+def test_groups_say_their_split_and_what_they_need(
+    bus_name: str, daemon: Callable[..., object], with_daemon: bool
+) -> None:
+    bus = None if with_daemon else Bus.create(bus_name, "4MiB")
+    if with_daemon:
+        daemon("--capacity", "4MiB")
+    with Producer(bus_name) as producer:
+        for split, need in (("eval", 3), ("train", 4)):
+            producer.put(
+                "q", group_size=4, need=need, index=0, score=1.0, tokens=[1], split=split, epoch=7
+            )
+        found = wait_until(
+            lambda: len((groups := read_groups(bus_name)).groups) == 2 and groups, what="two groups"
+        )
+    assert [(each.split, each.need, each.epoch) for each in found.groups] == [
+        ("eval", 3, 7), ("train", 4, 7)
+    ]  # fmt: skip
+    # Any of three samples completes the first.
+    assert waiting_for(found.groups) == [None, None]
+    if bus is not None:
+        bus.close()
+
+
 def test_too_many_records_are_left_out_and_said(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         for index in range(3):

@@ -59,7 +59,7 @@ function history(row, names, now) {
   for (let i = 0; i < Math.min(row.size, 128); i++) if (!row.cells[i]) missing.push(i);
   rows.sort((a, b) => (a.t ?? Infinity) - (b.t ?? Infinity) || a.index - b.index);
   return html`<div class="history" id="history" role="region" aria-label=${`history of ${row.id}`}>
-    <p><b>${row.id}</b>${row.epoch === undefined ? "" : ` epoch ${row.epoch}`}: ${row.present} of ${row.size || "?"} there, the first ${time(now - row.since)} ago${
+    <p><b>${row.id}</b>${row.epoch === undefined ? "" : ` epoch ${row.epoch}`}${row.split ? ` for ${row.split}` : ""}: ${row.present} of ${row.size || "?"} there${row.need ? `, ${row.need} complete it` : ""}, the first ${time(now - row.since)} ago${
       row.waits_for === undefined ? "" : html`; it waits for <b>${names(row.waits_for)}</b> alone`}</p>
     <table><thead><tr><th>sample</th><th>what</th><th class="n">reward</th><th>who</th><th class="n">when</th><th>more</th></tr></thead><tbody>
     ${rows.map((cell) => html`<tr key=${cell.index}><td class="n">${cell.index}</td><td>${CELLS[cell.s]}</td><td class="n">${cell.s === "t" ? (cell.v === undefined ? "not finite" : +cell.v.toPrecision(4)) : ""}</td>
@@ -86,7 +86,7 @@ function Wall({ wall, names, now, open, onOpen, given }) {
     for (const cell of Object.values(row.cells)) if (cell.v !== undefined) { low = Math.min(low, cell.v); high = Math.max(high, cell.v); }
   }
   const shared = prefix(rows.map(([, row]) => row.id));
-  const longest = Math.max(0, ...rows.map(([, row]) => (row.id.length - shared.length || row.id.length) + (row.epoch === undefined ? 0 : 2 + `${row.epoch}`.length)));
+  const longest = Math.max(0, ...rows.map(([, row]) => (row.id.length - shared.length || row.id.length) + (row.epoch === undefined ? 0 : 2 + `${row.epoch}`.length) + (row.split ? 1 + row.split.length : 0)));
   const age = rows.length ? now - rows[0][1].since : 0;
   const gone = open !== null && !wall.rows[open];
   return html`<section class="card" aria-label="groups filling up">
@@ -101,7 +101,7 @@ function Wall({ wall, names, now, open, onOpen, given }) {
       const old = now - row.since > Math.max(10, age / 2);
       const failed = Object.values(row.cells).filter((c) => c.s !== "t").length;
       return html`<button key=${key} type="button" aria-expanded=${open === key ? "true" : "false"} onClick=${() => onOpen(open === key ? null : key)}>
-        <span class="id cut" title=${row.id} aria-hidden="true">${row.id.slice(shared.length) || row.id}${row.epoch === undefined ? "" : ` ·${row.epoch}`}</span>
+        <span class="id cut" title=${row.id} aria-hidden="true">${row.id.slice(shared.length) || row.id}${row.epoch === undefined ? "" : ` ·${row.epoch}`}${row.split ? ` ${row.split}` : ""}</span>
         <${Cells} row=${row} low=${low} high=${high}/>
         <span class=${`age ${old ? "old" : ""}`} aria-hidden="true">${short(now - row.since)}</span>
         <span class="cut dim" title=${who} aria-hidden="true">${who}</span>
@@ -158,7 +158,7 @@ function Holders({ holders, collector, daemon, now }) {
   return html`<section class="card" aria-label="holders"><h2>Held by <small>${daemon && daemon.answers ? `a daemon, pid ${daemon.pid}, leases to` : ""}</small></h2>
     ${shown.length === 0 ? html`<p class="dim">${collector.alive ? "No trainer is attached." : collector.name ? `Nobody; the last was ${collector.name} (pid ${collector.pid}).` : "Nobody has ever read this bus."}</p>`
     : html`<div class="scroll"><table><thead><tr><th>trainer</th><th>rank</th><th class="n">step</th><th class="n">groups</th><th class="n">samples</th><th class="n">since</th><th class="n">waited</th><th>now</th></tr></thead><tbody>
-    ${shown.map((row) => html`<tr><td class="who">${row.name} <span class="dim">pid ${row.pid}</span></td><td>${row.rank || "–"}</td><td class="n">${row.step ?? "–"}</td><td class="n">${count(row.groups)}</td><td class="n">${count(row.trajectories)}</td>
+    ${shown.map((row) => html`<tr><td class="who">${row.name} <span class="dim">pid ${row.pid}${row.split ? `, for ${row.split}` : ""}</span></td><td>${row.rank || "–"}</td><td class="n">${row.step ?? "–"}</td><td class="n">${count(row.groups)}</td><td class="n">${count(row.trajectories)}</td>
       <td class="n">${row.since === undefined ? "–" : time(now - row.since)}</td><td class="n">${row.waited_s === undefined ? "–" : time(row.waited_s)}</td><td><span class=${`chip ${row.now.split(" ")[0]}`}>${row.now}</span></td></tr>`)}
     </tbody></table></div>`}${holders.length > shown.length ? html`<p class="dim">and ${holders.length - shown.length} more</p>` : ""}</section>`;
 }
