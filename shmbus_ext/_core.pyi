@@ -114,6 +114,7 @@ class Segment:
     record_limit: int
     segment_bytes: int
     created_unix_ns: int
+    identity: str
     policy_version: int
     closed: bool
     removed: bool

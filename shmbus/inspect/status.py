@@ -160,6 +160,7 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
     return BusStatus(
         name=printable(file.name),
         path=printable(file.path),
+        identity=header["identity"].tobytes().hex(),
         layout_version=int(header["layout_version"]),
         age_s=max(0.0, time.time() - int(header["created_unix_ns"]) / 1e9),
         capacity=capacity,

@@ -40,6 +40,7 @@ def _head(status: BusStatus) -> str:
     lines = [
         f"bus {status.name}  {show_size(status.capacity)}, created "
         f"{show_duration(status.age_s)} ago, policy version {status.policy_version}",
+        f"  identity {status.identity}",
         f"  {bar(status.fill, 40)} {status.fill:.0%} in use ({show_size(used)})",
     ]
     if status.paused is not None:

@@ -428,6 +428,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     name, path : str
         The bus and its file.
+    identity : str
+        128 random bits as hexadecimal digits, which no other bus has.
     layout_version : int
         Of the segment.
     age_s : float
@@ -483,6 +485,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     path: str
+    identity: str
     layout_version: int
     age_s: float
     capacity: int

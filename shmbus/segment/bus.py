@@ -280,6 +280,14 @@ class Bus:
         return self._segment.created_unix_ns
 
     @property
+    def identity(self) -> str:
+        """128 random bits as 32 hexadecimal digits, made with the bus: no other bus has them.
+
+        A bus that is made again under the same name, or restored from a snapshot, has new ones.
+        """
+        return self._segment.identity
+
+    @property
     def extent_bytes(self) -> int:
         """Bytes that a producer leases at a time."""
         return self._segment.extent_bytes

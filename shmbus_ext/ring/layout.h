@@ -49,6 +49,8 @@
 #define SHMBUS_MAX_PRODUCERS 4096u
 #define SHMBUS_MAX_EXTENTS 65536u
 #define SHMBUS_LABEL_BYTES 48u
+/* Random bits enough that two buses, of whatever nodes and times, never share them. */
+#define SHMBUS_IDENTITY_BYTES 16u
 #define SHMBUS_PAUSE_REASON_BYTES 120u
 /* Open retry requests: a failing fleet is not helped by more. */
 #define SHMBUS_RETRY_ENTRIES 128u
@@ -106,6 +108,7 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    904     8  groups_failed    collector    all         relaxed: given up, for messages only
  *    912     8  next_round       producers    producers   fetch_add: epochs that nobody else has
  *    920     8  cancelled_count  collector    producers   release / acquire: entries ever written
+ *    928    16  identity         creator      all         before magic: random; no other bus has it
  */
 struct bus_header {
     _Atomic uint64_t magic;
@@ -169,6 +172,7 @@ struct bus_header {
     _Atomic uint64_t groups_failed;
     _Atomic uint64_t next_round;
     _Atomic uint64_t cancelled_count;
+    alignas(16) uint8_t identity[SHMBUS_IDENTITY_BYTES];
 };
 
 #define SHMBUS_HEADER_BYTES 1024u
@@ -195,6 +199,7 @@ _Static_assert(offsetof(struct bus_header, retries_open) == 896, "layout");
 _Static_assert(offsetof(struct bus_header, groups_failed) == 904, "layout");
 _Static_assert(offsetof(struct bus_header, next_round) == 912, "layout");
 _Static_assert(offsetof(struct bus_header, cancelled_count) == 920, "layout");
+_Static_assert(offsetof(struct bus_header, identity) == 928, "layout");
 
 /* A slot belongs to the process that holds the file lock on byte SHMBUS_LOCK_SLOT + index of the
  * segment; the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */
@@ -474,6 +479,7 @@ _Static_assert(SHMBUS_LOCK_SLOT + SHMBUS_MAX_PRODUCERS <= SHMBUS_LOCK_VIEW &&
                            (sizeof(struct request_lane) + sizeof(struct request_row) +        \
                             sizeof(struct request_cell)) * 7u +                                \
                            sizeof(struct declared_part) * 11u +                                \
+                           SHMBUS_IDENTITY_BYTES * 5u +                                        \
                            SHMBUS_MAX_GROUP_SIZE)))
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,

@@ -321,6 +321,9 @@ enum segment_status segment_create(struct segment *self, int fd,
     header->max_producers = plan->max_producers;
     header->created_unix_ns = self->created_unix_ns = clock_realtime_ns();
     header->geometry_crc = geometry_crc(header);
+    if (!identity_make(header->identity, self->identity)) {
+        return SEGMENT_SYSTEM_ERROR;
+    }
     self->lead->max_groups = plan->max_lead;
     self->lead->max_versions = plan->max_lead_versions;
     /* With a bound in versions alone, the first group tells how many there may be. */
@@ -347,8 +350,7 @@ static bool geometry_holds(const struct bus_header *header, uint64_t file_bytes,
         self->extent_count > SHMBUS_MAX_EXTENTS || self->max_producers < 1 ||
         self->max_producers > SHMBUS_MAX_PRODUCERS || self->extent_bytes % SHMBUS_PAGE != 0 ||
         self->extent_bytes < SHMBUS_PAGE || self->extent_bytes > (UINT64_C(1) << 46) ||
-        self->data_offset % SHMBUS_PAGE != 0 ||
-        self->data_offset > file_bytes) {
+        self->data_offset % SHMBUS_PAGE != 0 || self->data_offset > file_bytes) {
         return false;
     }
     uint64_t tables =
@@ -384,6 +386,7 @@ static enum segment_status check_header(struct segment *self, uint64_t file_byte
     if (header.segment_bytes > file_bytes) {
         return SEGMENT_TRUNCATED;
     }
+    identity_text(self->identity, header.identity);
     return geometry_holds(&header, file_bytes, self) ? SEGMENT_OK : SEGMENT_BAD_GEOMETRY;
 }
 

@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "identity.h"
 #include "layout.h"
 #include "request_parts.h"
 
@@ -37,6 +38,7 @@ struct segment {
     uint32_t max_span;     /* extents that one record may take */
     uint64_t record_limit; /* bytes of the largest record, header included */
     uint64_t created_unix_ns;
+    char identity[IDENTITY_TEXT_BYTES];
     struct bus_header *header;
     struct producer_slot *slots; /* max_producers + 1; the last is the collector's */
     struct extent_desc *extents;

@@ -51,6 +51,7 @@ def test_status_says_where_every_trajectory_is(bus_name: str, spawn: Spawner) ->
             assert result.status == 0
             status = result.json()
             assert status["name"] == bus_name
+            assert status["identity"] == shmbus.Bus.open(bus_name).identity
             assert status["policy_version"] == 7
             ledger = status["ledger"]
             assert ledger["committed"] == 41

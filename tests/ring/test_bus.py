@@ -56,6 +56,15 @@ def names_taken(consumer: Consumer) -> list[str]:
 # --- making, finding, removing
 
 
+def test_a_bus_is_told_from_every_other_one_also_of_its_own_name(bus_name: str) -> None:
+    seen = set()
+    for _ in range(3):
+        with Bus.create(bus_name, capacity="1MiB") as bus, Bus.open(bus_name) as other:
+            assert bus.identity == other.identity and len(bytes.fromhex(bus.identity)) == 16
+            seen.add(bus.identity)
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize("name", ["a b", "\N{SNOWMAN}", ".", "..", "-x", "%s", "a\nb", "x" * 150])
 def test_a_name_is_any_text_without_slash_and_nul(bus_name: str, name: str) -> None:
     full = f"{bus_name}.{name}"

@@ -355,6 +355,7 @@ def test_restoring_never_touches_a_bus_that_is_there(bus_name: str, taken: Path)
         assert "exists already" in result.err
         assert bus.created_unix_ns == created
         assert cli("restore", str(taken), bus_name + ".other").status == 0
+        assert read_status(bus_name + ".other").identity != bus.identity
         assert snapshot.restored_as(taken) == bus_name + ".other"
         assert read_status(bus_name + ".other").ledger.in_ring == 40
 

@@ -57,6 +57,7 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, groups_failed, 'u'),
     FIELD(bus_header, next_round, 'u'),
     FIELD(bus_header, cancelled_count, 'u'),
+    FIELD(bus_header, identity, 'V'),
     {NULL, 0, 0, 0},
 };
 
@@ -139,7 +140,8 @@ static const struct {
 static bool add_field(PyObject *names, PyObject *formats, PyObject *offsets,
                       const struct field_note *field) {
     PyObject *name = PyUnicode_FromString(field->name);
-    PyObject *format = PyUnicode_FromFormat(field->kind == 'S' ? "%c%zu" : "<%c%zu",
+    PyObject *format = PyUnicode_FromFormat(field->kind == 'S' || field->kind == 'V' ? "%c%zu"
+                                                                                      : "<%c%zu",
                                             field->kind, field->bytes);
     PyObject *offset = PyLong_FromSize_t(field->offset);
     bool added = name != NULL && format != NULL && offset != NULL &&

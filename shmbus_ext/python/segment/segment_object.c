@@ -549,6 +549,7 @@ static PyMemberDef segment_members[] = {
     {"record_limit", T_ULONGLONG, offsetof(SegmentObject, c.record_limit), READONLY, NULL},
     {"segment_bytes", T_ULONGLONG, offsetof(SegmentObject, c.bytes), READONLY, NULL},
     {"created_unix_ns", T_ULONGLONG, offsetof(SegmentObject, c.created_unix_ns), READONLY, NULL},
+    {"identity", T_STRING_INPLACE, offsetof(SegmentObject, c.identity), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
