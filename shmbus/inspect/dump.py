@@ -243,11 +243,13 @@ def _may_hold_records_of(file: SegmentFile, run: Run, producer: int) -> bool:
 
 
 def _header(file: SegmentFile) -> dict[str, Any]:
-    return {
-        name: label_text(value) if isinstance(value, bytes) else int(value)
-        for name in file.header.dtype.names
-        for value in [file.header[name]]
-    }
+    return {name: _header_value(file.header[name]) for name in file.header.dtype.names}
+
+
+def _header_value(value: np.generic) -> str | int:
+    if isinstance(value, np.void):
+        return value.tobytes().hex()
+    return label_text(value) if isinstance(value, bytes) else int(value)
 
 
 def _slots(file: SegmentFile) -> list[SlotView]:

@@ -21,6 +21,7 @@
 #include "python/pool/pool_write.h"
 #include "python/record/declared.h"
 #include "python/put/plan_fields.h"
+#include "python/put/import_block.h"
 #include "python/put/reservation.h"
 #include "python/put/writer_object.h"
 #include "python/read/borrower.h"
@@ -30,6 +31,7 @@
 #include "python/read/recursive_lock.h"
 #include "python/read/take.h"
 #include "python/record/copies.h"
+#include "python/record/export_block.h"
 #include "python/requests/lead_functions.h"
 #include "python/requests/request_functions.h"
 #include "python/requests/request_layout.h"
@@ -161,6 +163,7 @@ static bool add_functions(PyObject *module) {
         py_pool_rows_add_functions, py_pool_copy_add_functions,    py_lead_add_functions,        py_request_add_functions,
         py_request_layout_add_functions,
         py_declared_add_functions,     py_plan_fields_add_constants,
+        py_export_add_functions,       py_import_add_functions,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

@@ -245,9 +245,8 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
         adopt_mover_run(self);
     }
     struct record_header *from = record_of(segment, &ref->place);
-    memcpy((uint8_t *)to.record + 8, (const uint8_t *)from + 8, ref->bytes - 8);
-    record_write_frame(to.record, &to.place, ref->bytes, to.record->producer_id,
-                       mover->slot_index, to.record->flags | SHMBUS_FLAG_MOVED);
+    record_copy_image(to.record, &to.place, from, ref->bytes, from->producer_id,
+                      mover->slot_index, from->flags | SHMBUS_FLAG_MOVED);
     intent_log_begin_move(segment, &ref->place, &to.place);
     writer_publish_moved(mover, &to);
     FAILPOINT("move-published");

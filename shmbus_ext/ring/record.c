@@ -75,20 +75,32 @@ void record_write_body(struct record_header *record, const struct record_spec *s
     memcpy(at, spec->schema, spec->schema_bytes);
 }
 
-static uint64_t tables_bytes(const struct record_header *header) {
-    return (uint64_t)header->shape_words * 8 + header->id_bytes + header->schema_bytes;
-}
-
-static uint32_t payload_crc(const struct record_header *shared,
-                            const struct record_header *header) {
+static uint32_t payload_crc(const void *shared, const struct record_header *header) {
     const uint8_t *start = (const uint8_t *)shared + header->meta_offset;
     return shmbus_crc32c(0, start, header->record_bytes - header->meta_offset);
 }
 
+uint32_t record_header_crc(const struct record_header *header, const void *tables) {
+    uint32_t crc = shmbus_crc32c(0, (const uint8_t *)header + HEADER_CRC_AT, HEADER_CRC_BYTES);
+    return shmbus_crc32c(crc, tables, record_tables_bytes(header));
+}
+
 void record_reseal(struct record_header *record) {
-    uint32_t crc = shmbus_crc32c(0, (const uint8_t *)record + HEADER_CRC_AT, HEADER_CRC_BYTES);
-    record->header_crc =
-        shmbus_crc32c(crc, (const uint8_t *)record + sizeof *record, tables_bytes(record));
+    record->header_crc = record_header_crc(record, (const uint8_t *)record + sizeof *record);
+}
+
+void record_copy_image(struct record_header *to, const struct record_place *place,
+                       const void *image, uint64_t record_bytes, uint64_t producer_id,
+                       uint32_t slot, uint32_t flags) {
+    memcpy((uint8_t *)to + FRAME_AT, (const uint8_t *)image + FRAME_AT, record_bytes - FRAME_AT);
+    record_write_frame(to, place, record_bytes, producer_id, slot, flags);
+}
+
+void record_write_head(struct record_header *record, const struct record_copy *copy) {
+    const size_t behind = FRAME_AT + FRAME_BYTES;
+    memcpy((uint8_t *)record + behind, (const uint8_t *)&copy->header + behind,
+           sizeof *record - behind);
+    memcpy((uint8_t *)record + sizeof *record, copy->scratch, record_tables_bytes(&copy->header));
 }
 
 void record_close(struct record_header *record, uint64_t sequence, uint64_t lane_number) {
@@ -170,10 +182,9 @@ static bool group_holds(const struct record_header *header) {
            header->policy_version <= INT64_MAX - (int64_t)header->version_span;
 }
 
-enum record_verdict record_read_tables(const struct record_header *shared,
-                                       struct record_copy *copy) {
+enum record_verdict record_read_tables(const void *shared, struct record_copy *copy) {
     const struct record_header *header = &copy->header;
-    uint64_t tables = tables_bytes(header);
+    uint64_t tables = record_tables_bytes(header);
     if (header->id_bytes == 0 || header->id_bytes > SHMBUS_MAX_ID_BYTES ||
         header->field_count > SHMBUS_MAX_FIELDS || header->shape_words > SHMBUS_MAX_SHAPE_WORDS ||
         header->schema_bytes > SHMBUS_MAX_SCHEMA_BYTES ||
@@ -182,20 +193,18 @@ enum record_verdict record_read_tables(const struct record_header *shared,
         header->meta_bytes > header->record_bytes - header->meta_offset) {
         return RECORD_BAD_HEADER;
     }
-    memcpy(copy->scratch, (const uint8_t *)shared + sizeof *shared, tables);
+    memcpy(copy->scratch, (const uint8_t *)shared + sizeof *header, tables);
     copy->shape = (const uint64_t *)(const void *)copy->scratch;
     copy->id = (const char *)copy->scratch + (size_t)header->shape_words * 8;
     copy->schema = (const uint8_t *)copy->id + header->id_bytes;
-    uint32_t crc = shmbus_crc32c(0, (const uint8_t *)header + HEADER_CRC_AT, HEADER_CRC_BYTES);
-    crc = shmbus_crc32c(crc, copy->scratch, tables);
-    if (crc != header->header_crc || !group_holds(header) ||
+    if (record_header_crc(header, copy->scratch) != header->header_crc || !group_holds(header) ||
         !record_flags_hold(header->flags) || !tables_hold(copy)) {
         return RECORD_BAD_HEADER;
     }
     return RECORD_OK;
 }
 
-enum record_verdict record_read_body(const struct record_header *shared, struct record_copy *copy) {
+enum record_verdict record_read_body(const void *shared, struct record_copy *copy) {
     const struct record_header *header = &copy->header;
     enum record_verdict verdict = record_read_tables(shared, copy);
     if (verdict != RECORD_OK) {

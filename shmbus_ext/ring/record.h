@@ -79,11 +79,23 @@ void record_write_frame(struct record_header *record, const struct record_place 
                         uint64_t record_bytes, uint64_t producer_id, uint32_t slot, uint32_t flags);
 /* Everything else but sequence, lane_number, time and checksum. */
 void record_write_body(struct record_header *record, const struct record_spec *spec);
+/* Another record's image, which may be unaligned, but for its state: a frame of its new place, and
+ * all that lies behind it as it was. */
+void record_copy_image(struct record_header *to, const struct record_place *place,
+                       const void *image, uint64_t record_bytes, uint64_t producer_id,
+                       uint32_t slot, uint32_t flags);
 /* Closes the header: after this the state may say COMMITTED. */
 void record_close(struct record_header *record, uint64_t sequence, uint64_t lane_number);
 
 /* Computes the header's checksum again, after the frame has changed. */
 void record_reseal(struct record_header *record);
+
+/* Shape, id and schema. */
+static inline uint64_t record_tables_bytes(const struct record_header *header) {
+    return (uint64_t)header->shape_words * 8 + header->id_bytes + header->schema_bytes;
+}
+/* What the header's checksum must be, with these tables. */
+uint32_t record_header_crc(const struct record_header *header, const void *tables);
 
 enum record_verdict {
     RECORD_OK = 0,
@@ -112,10 +124,13 @@ static inline bool record_flags_hold(uint32_t flags) {
 /* Frame only: enough to step over. */
 enum record_verdict record_read_frame(const struct record_header *shared, uint64_t room,
                                       const struct record_place *place, struct record_header *copy);
-/* Completes a copy whose frame was read: header checksum, bounds of each field. */
-enum record_verdict record_read_tables(const struct record_header *shared,
-                                       struct record_copy *copy);
+/* Completes a copy whose header was read: header checksum, bounds of each field. The record may be
+ * unaligned. */
+enum record_verdict record_read_tables(const void *shared, struct record_copy *copy);
 /* The same, and the payload checksum where the record carries one. */
-enum record_verdict record_read_body(const struct record_header *shared, struct record_copy *copy);
+enum record_verdict record_read_body(const void *shared, struct record_copy *copy);
+
+/* Writes the head of a checked copy behind a frame: header and tables. */
+void record_write_head(struct record_header *record, const struct record_copy *copy);
 
 #endif

@@ -9,7 +9,7 @@ struct field_note {
     const char *name;
     size_t offset;
     size_t bytes;
-    char kind; /* as numpy has it: u, i, f, S */
+    char kind; /* as numpy has it: u, i, f, S, V */
 };
 
 #define FIELD(type, field, kind)                                                              \

@@ -1,0 +1,243 @@
+/* check_block and import_block: a block's records into a producer's lane.
+ *
+ * Invariants: a block is checked as a whole before any record of it is committed, and the head of
+ * each record again as it is written, since a buffer may be another process's memory. Records are
+ * committed in their order, so how many the lane has gained says which. */
+#include "python/put/import_block.h"
+
+#include "python/hooks.h"
+#include "python/put/claim_room.h"
+#include "python/put/put_arguments.h"
+#include "python/put/writer_object.h"
+#include "python/record/schema.h"
+#include "ring/block.h"
+#include "ring/lead.h"
+
+/* What the bytes of a record's identity and of its head's checksum are, in check_block's answer. */
+struct record_row {
+    uint64_t producer_id;
+    uint64_t sequence;
+    uint64_t check;
+};
+
+static const char *const faults[] = {
+    [BLOCK_NOT_ONE] = "it is no block of shmbus: its first bytes are %llx, not %llx",
+    [BLOCK_OTHER_VERSION] = "block version %llu, this process needs %llu; run the same shmbus on "
+                            "both nodes",
+    [BLOCK_OTHER_LAYOUT] = "its records are of layout version %llu, this process needs %llu; run "
+                           "the same shmbus on both nodes",
+    [BLOCK_CUT] = "it has %llu bytes and should have %llu: it was cut, or something was added",
+    [BLOCK_DAMAGED] = "its checksum is %#llx and should be %#llx: bytes of it were changed on the "
+                      "way",
+    [BLOCK_BAD_LENGTH] = "a length is %llu where %llu is what there may be",
+    [BLOCK_BAD_RECORD] = "its numbers contradict each other",
+    [BLOCK_BAD_PAYLOAD] = "its payload does not have its producer's checksum",
+    [BLOCK_TWO_FIELDS] = "two of its fields have one name",
+};
+
+static void raise_fault(const struct block_report *report) {
+    char text[200], which[40] = "";
+    PyOS_snprintf(text, sizeof text, faults[report->fault], (unsigned long long)report->got,
+                  (unsigned long long)report->expected);
+    if (report->fault >= BLOCK_BAD_LENGTH) {
+        PyOS_snprintf(which, sizeof which, "record %u: ", report->record);
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "block refused: %s%s; nothing of it was taken, export it again", which, text);
+}
+
+/* Whether text and dtypes are ones that a producer can write; false with an exception. */
+static bool schema_holds(const struct record_copy *copy, PyObject **last) {
+    const char *encoded = (const char *)copy->schema;
+    if (*last != NULL && PyBytes_GET_SIZE(*last) == (Py_ssize_t)copy->header.schema_bytes &&
+        memcmp(PyBytes_AS_STRING(*last), encoded, copy->header.schema_bytes) == 0) {
+        return true;
+    }
+    SchemaObject *schema =
+        py_schema_parse(copy->schema, copy->header.schema_bytes, copy->header.field_count);
+    bool good = schema != NULL;
+    for (int field = 0; good && field < (int)copy->header.field_count; field++) {
+        good = py_schema_dtype(schema, field) != NULL;
+    }
+    if (good) {
+        Py_XSETREF(*last, Py_NewRef(schema->encoded));
+    }
+    Py_XDECREF(schema);
+    return good;
+}
+
+static bool id_holds(const struct record_copy *copy) {
+    PyObject *id = PyUnicode_DecodeUTF8(copy->id, copy->header.id_bytes, NULL);
+    Py_XDECREF(id);
+    return id != NULL;
+}
+
+/* Replaces the exception that is set by one that says which record it is. */
+static void name_record(uint32_t record) {
+    PyObject *why = py_set_aside_error();
+    PyErr_Format(PyExc_ValueError,
+                 "block refused: record %u: %S; nothing of it was taken, export it again", record,
+                 why);
+    Py_XDECREF(why);
+}
+
+static PyObject *check_records(struct block_cursor *cursor) {
+    PyObject *rows =
+        PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(cursor->count * sizeof(struct record_row)));
+    struct record_copy *copy = PyMem_Malloc(sizeof *copy);
+    PyObject *last = NULL;
+    bool good = rows != NULL && copy != NULL;
+    if (rows != NULL && copy == NULL) {
+        PyErr_NoMemory();
+    }
+    while (good) {
+        struct block_report report;
+        const uint32_t record = cursor->next;
+        if (block_next(cursor, copy, &report) == NULL) {
+            good = report.fault == BLOCK_OK;
+            if (!good) {
+                raise_fault(&report);
+            }
+            break;
+        }
+        good = id_holds(copy) && schema_holds(copy, &last);
+        if (!good) {
+            name_record(record);
+            break;
+        }
+        struct record_row row = {copy->header.producer_id, copy->header.sequence,
+                                 copy->header.header_crc};
+        memcpy(PyBytes_AS_STRING(rows) + record * sizeof row, &row, sizeof row);
+    }
+    Py_XDECREF(last);
+    PyMem_Free(copy);
+    if (!good) {
+        Py_CLEAR(rows);
+    }
+    return rows;
+}
+
+/* check_block(buffer) -> (identity, rows): the bus that it came from, in hexadecimal digits, and
+ * for each record u64 producer, u64 sequence, u64 record_checks' number. ValueError for a block
+ * with anything wrong in it. */
+static PyObject *py_check_block(PyObject *module, PyObject *argument) {
+    (void)module;
+    Py_buffer block;
+    if (PyObject_GetBuffer(argument, &block, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    struct block_header header;
+    struct block_cursor cursor;
+    struct block_report report;
+    bool whole;
+    Py_BEGIN_ALLOW_THREADS
+    whole = block_open(block.buf, (uint64_t)block.len, &header, &cursor, &report);
+    Py_END_ALLOW_THREADS
+    PyObject *rows = NULL;
+    if (whole) {
+        rows = check_records(&cursor);
+    } else {
+        raise_fault(&report);
+    }
+    PyBuffer_Release(&block);
+    if (rows == NULL) {
+        return NULL;
+    }
+    char identity[IDENTITY_TEXT_BYTES];
+    identity_text(identity, header.identity);
+    return Py_BuildValue("(sN)", identity, rows);
+}
+
+/* Room for a record: 1 where it has it, 0 where there is none and `waits` is false, -1 with an
+ * exception. */
+static int claim(WriterObject *self, const struct record_copy *copy, bool waits, double timeout_s,
+                 struct reservation *at) {
+    const struct record_header *head = &copy->header;
+    struct wanted_room wanted = {head->record_bytes, 0};
+    if (lead_is_bounded(&self->segment->c) && (head->flags & SHMBUS_FLAG_FAILED) == 0) {
+        wanted.begins = lead_key(copy->id, head->id_bytes, head->epoch);
+    }
+    if (waits) {
+        return py_writer_claim_room(self, &wanted, timeout_s, at) ? 1 : -1;
+    }
+    return py_writer_try_claim(self, &wanted, at) == WRITER_OK;
+}
+
+/* How many were committed, from the first on; -1 with an exception, and then none. */
+static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor, Py_ssize_t limit,
+                                 double timeout_s) {
+    struct record_copy *copy = PyMem_Malloc(sizeof *copy);
+    if (copy == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_ssize_t done = 0;
+    while (done >= 0 && done < limit) {
+        struct block_report report;
+        const uint8_t *image = block_next(cursor, copy, &report);
+        if (image == NULL) {
+            if (report.fault != BLOCK_OK && done == 0) {
+                raise_fault(&report);
+                done = -1;
+            }
+            break;
+        }
+        struct reservation at;
+        int room = claim(self, copy, done == 0, timeout_s, &at);
+        if (room <= 0) {
+            done = room < 0 ? -1 : done;
+            break;
+        }
+        block_write(at.record, &at.place, copy, image, self->c.producer_id, self->c.slot_index);
+        writer_publish(&self->c, &at);
+        self->bytes += at.bytes;
+        done++;
+    }
+    PyMem_Free(copy);
+    return done;
+}
+
+/* import_block(writer, buffer, first, limit, timeout_s) -> int: how many records were committed,
+ * from number `first` of the block on, at most `limit`. Waits for space for the first one only. The
+ * block was checked before. */
+static PyObject *py_import_block(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object, *timeout;
+    Py_buffer block;
+    Py_ssize_t first, limit;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "O!y*nnO", &WriterType, &object, &block, &first, &limit,
+                          &timeout)) {
+        return NULL;
+    }
+    WriterObject *self = (WriterObject *)object;
+    struct block_cursor cursor;
+    Py_ssize_t done = -1;
+    if (py_parse_timeout(timeout, &timeout_s) && py_writer_usable(self)) {
+        bool good = block_reopen(block.buf, (uint64_t)block.len, &cursor);
+        for (Py_ssize_t i = 0; good && i < first; i++) {
+            good = block_skip(&cursor);
+        }
+        if (!good) {
+            PyErr_SetString(PyExc_ValueError,
+                            "import_block: expected a block that was checked, and a record of it");
+        } else {
+            done = import_records(self, &cursor, limit, timeout_s);
+        }
+    }
+    PyBuffer_Release(&block);
+    if (done > 0) {
+        py_writer_tell_reader(self);
+    }
+    return done < 0 ? NULL : PyLong_FromSsize_t(done);
+}
+
+static PyMethodDef functions[] = {
+    {"check_block", py_check_block, METH_O, NULL},
+    {"import_block", py_import_block, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_import_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
+}
