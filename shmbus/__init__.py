@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shmbus.producer import Producer, ProducerStats
     from shmbus.put.requests import Request
     from shmbus.put.retries import WantedSample
+    from shmbus.record_reader import RecordHead, RecordReader
     from shmbus.segment.bus import Bus, BusStats, ProducerInfo
     from shmbus.segment.lifecycle import unlink
     from shmbus.stall import StallReport
@@ -71,6 +72,8 @@ __all__ = [
     "ProducerInfo",
     "ProducerStats",
     "ProtocolError",
+    "RecordHead",
+    "RecordReader",
     "RecordTooLargeError",
     "Request",
     "RequestCounts",
@@ -101,6 +104,8 @@ _HOMES = {
     "Producer": "shmbus.producer",
     "ProducerInfo": "shmbus.segment.bus",
     "ProducerStats": "shmbus.producer",
+    "RecordHead": "shmbus.record_reader",
+    "RecordReader": "shmbus.record_reader",
     "Request": "shmbus.put.requests",
     "RequestCounts": "shmbus.ledger",
     "RestoredRequests": "shmbus.take.requests",

@@ -17,6 +17,7 @@ from shmbus_ext import _core
 
 __all__ = [
     "DAEMON_LABEL",
+    "RELAY_LABEL",
     "UnfinishedError",
     "busy_error",
     "full_error",
@@ -34,6 +35,8 @@ __all__ = [
 
 #: What a daemon calls itself as the reader of its bus.
 DAEMON_LABEL: Final = "shmbus serve"
+#: And what the relay that carries its records to other buses calls itself.
+RELAY_LABEL: Final = "shmbus relay"
 
 #: Other buses that an error names, and how much a name has in common with one that is near it, from
 #: 0 to 1.
@@ -185,6 +188,11 @@ def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
         if label == DAEMON_LABEL:
             return errors.BusBusyError(
                 f"{head}that is its daemon: lease groups from it, without daemon=False"
+            )
+        if label == RELAY_LABEL:
+            return errors.BusBusyError(
+                f"{head}that is a relay, which carries its records to another bus: take the groups "
+                "there, or end the relay first"
             )
         return errors.BusBusyError(
             f"{head}a bus has one reader: close that one first, use another bus, or serve this one "

@@ -23,7 +23,9 @@ ALL = [
     "Bus", "BusBusyError", "BusClosedError", "BusExistsError", "BusFullError", "BusNotFoundError",
     "BusRemovedError", "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Feeder",
     "Group", "GroupCopy", "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo",
-    "ProducerStats", "ProtocolError", "RecordTooLargeError", "Request", "RequestCounts",
+    "ProducerStats", "ProtocolError", "RecordHead",
+    "RecordReader",
+    "RecordTooLargeError", "Request", "RequestCounts",
     "Reservation", "RestoredRequests", "ShmbusError", "Slot", "StallError", "StallReport",
     "Trajectory", "TrajectoryCopy", "WantedSample", "__version__", "unlink",
 ]  # fmt: skip

@@ -58,7 +58,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.group", "shmbus.put"),
     ("shmbus.feeder",),
     ("shmbus.stash", "shmbus.client", "shmbus.producer"),
-    ("shmbus.source",),
+    ("shmbus.source", "shmbus.record_reader"),
     ("shmbus.take",),
     ("shmbus.consumer",),
     # A whole bus: to disk and back, served, commanded.

@@ -86,6 +86,8 @@ SHMBUS_ALL = [
     "ProducerInfo",
     "ProducerStats",
     "ProtocolError",
+    "RecordHead",
+    "RecordReader",
     "RecordTooLargeError",
     "Request",
     "RequestCounts",

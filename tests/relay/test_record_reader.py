@@ -1,0 +1,187 @@
+"""RecordReader: heads out, records kept until they are released, whoever dies in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from conftest import Spawner
+from operators import cli
+
+import shmbus
+from shmbus import RecordReader
+from shmbus.inspect.status import read_status
+from shmbus_ext import _core
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[str]:
+    with shmbus.Bus.create(bus_name, "2MiB"):
+        yield bus_name
+
+
+def put(name: str, count: int, *, size: int = 64) -> None:
+    with shmbus.Producer(name) as producer:
+        for i in range(count):
+            producer.put(
+                f"q{i // 4}", group_size=4, index=i % 4, score=i / 2, policy_version=i, epoch=3,
+                x=np.full(size, i % 256, np.uint8),
+            )  # fmt: skip
+
+
+def test_a_head_says_what_its_trajectory_says(bus: str) -> None:
+    put(bus, 8)
+    with shmbus.Producer(bus) as producer:
+        producer.fail("q9", 1, "out of memory")
+    with RecordReader(bus) as reader, shmbus.Bus.open(bus) as handle:
+        assert reader.identity == handle.identity
+        heads = reader.poll()
+        assert reader.poll() == [] and reader.heads() == heads
+        (report,) = [head for head in heads if head.failed]
+        for i, head in enumerate(head for head in heads if not head.failed):
+            assert (head.instance_id, head.epoch, head.group_size) == (f"q{i // 4}", 3, 4)
+            assert (head.index, head.score, head.policy_version) == (i % 4, i / 2, i)
+            assert head.key == (f"q{i // 4}", 3) and not head.failed and head.nbytes % 64 == 0
+        assert (report.failed, report.reason, report.key) == (True, "out of memory", "q9")
+        assert (report.group_size, report.index) == (0, 1)
+        assert len({head.id for head in heads}) == 9
+
+
+def test_what_was_not_released_comes_again_and_what_was_does_not(bus: str) -> None:
+    put(bus, 40)
+    with RecordReader(bus) as reader:
+        heads = reader.poll(100)
+        reader.release([head.id for head in heads[:10]])
+        reader.release([head.id for head in heads[10:15]], "stale")
+    with RecordReader(bus) as reader:
+        assert reader.poll(100) == heads[15:]
+        ledger = reader.stats()
+        assert ledger.balanced
+        assert (ledger.acknowledged, ledger.dropped, ledger.stashed) == (10, {"stale": 5}, 25)
+
+
+def test_status_names_the_relay_and_what_it_holds(bus: str) -> None:
+    put(bus, 12)
+    with RecordReader(bus) as reader:
+        reader.poll(8)
+        status = read_status(bus)
+        assert status.collector.alive and status.collector.label == "shmbus relay"
+        assert (status.ledger.stashed, status.ledger.in_ring) == (8, 4)
+        assert status.ledger.balanced and status.ledger.exact
+        assert "shmbus relay" in cli("status", bus).out
+        with pytest.raises(shmbus.BusBusyError, match=r"that is a relay.*take the groups there"):
+            RecordReader(bus)
+        with pytest.raises(shmbus.BusBusyError, match="that is a relay"):
+            shmbus.Consumer(bus).take(timeout=0)
+
+
+def test_a_release_names_records_that_are_held_or_changes_nothing(bus: str) -> None:
+    put(bus, 4)
+    with RecordReader(bus) as reader:
+        ids = [head.id for head in reader.poll()]
+        with pytest.raises(KeyError, match="not held"):
+            reader.release([*ids, (9, 9)])
+        with pytest.raises(ValueError, match="each record once"):
+            reader.release([ids[0], ids[0]])
+        with pytest.raises(ValueError, match="expected one of acknowledged"):
+            reader.release(ids, "bored")
+        assert len(reader.heads()) == 4
+        reader.release(ids)
+        with pytest.raises(KeyError, match="not held"):
+            reader.export(ids)
+    with pytest.raises(shmbus.BusClosedError):
+        reader.poll()
+
+
+def test_records_go_from_bus_to_bus_in_groups_and_blocks(bus: str) -> None:
+    put(bus, 400, size=900)
+    room = bytearray(1 << 20)
+    with (
+        shmbus.Bus.create(bus + ".to", "2MiB"),
+        RecordReader(bus) as reader,
+        shmbus.Producer(bus + ".to") as sink,
+        shmbus.Consumer(bus + ".to") as consumer,
+    ):
+        taken = 0
+        while heads := reader.poll(100):
+            ids = [head.id for head in heads]
+            block = reader.export(ids, room)
+            assert bytes(block) == reader.export(ids)
+            identity, rows = _core.check_block(block)
+            assert identity == reader.identity and len(rows) == 24 * len(ids)
+            assert _core.import_block(sink, block, 0, len(ids), 5.0) == len(ids)
+            reader.release(ids)
+            for group in consumer.take(100, timeout=0):
+                for t in group:
+                    i = int(group.instance_id[1:]) * 4 + t.index
+                    assert t["x"].tobytes() == bytes([i % 256]) * 900
+                taken += len(group)
+                group.ack()
+        assert taken == 400
+        assert reader.stats().balanced and consumer.stats().balanced
+
+
+def put_waiting(producer: shmbus.Producer, reader: RecordReader, i: int) -> None:
+    """Put a record; the reader, which is in this thread too, makes room where there is none."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            producer.put(f"q{i}", group_size=2, index=0, x=np.zeros(900, np.uint8), timeout=0)
+            return
+        except shmbus.BusFullError:
+            assert time.monotonic() < deadline
+            assert reader.poll(timeout=0.01) == []
+
+
+def test_a_bus_whose_records_are_few_and_far_between_still_has_room(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "256KiB", extent_bytes=4096) as bus:
+        assert bus.capacity == 256 << 10
+        kept = []
+        with shmbus.Producer(bus_name) as producer, RecordReader(bus_name) as reader:
+            for i in range(500):
+                put_waiting(producer, reader, i)
+                (head,) = reader.poll()
+                if i % 5:
+                    reader.release([head.id])
+                else:
+                    kept.append(head)
+            assert [head.id for head in reader.heads()] == [head.id for head in kept]
+            assert reader.stats().moved > 0
+
+
+def test_a_bound_on_the_lead_lets_the_next_groups_begin(bus_name: str) -> None:
+    with (
+        shmbus.Bus.create(bus_name, "1MiB", max_lead=2),
+        shmbus.Producer(bus_name) as producer,
+        RecordReader(bus_name) as reader,
+    ):
+        for i in range(20):
+            producer.put(f"q{i}", group_size=1, index=0, timeout=10)
+            if i >= 1:
+                (head, *_) = reader.heads() or reader.poll()
+                reader.release([head.id])
+
+
+READ_AND_DIE = """
+import sys, os, shmbus
+with shmbus.RecordReader(sys.argv[1], wait=10) as reader:
+    heads = reader.poll(10, timeout=10)
+    reader.release([head.id for head in heads[: len(heads) // 2]])
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_reader_leaves_its_records_to_the_next(bus: str, spawn: Spawner) -> None:
+    put(bus, 10)
+    child = spawn.script(READ_AND_DIE, bus)
+    child.expect("ready")
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    with RecordReader(bus) as reader:
+        assert len(reader.poll(100, timeout=5)) == 5
+        assert reader.stats().acknowledged == 5
