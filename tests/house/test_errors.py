@@ -23,11 +23,10 @@ ALL = [
     "Bus", "BusBusyError", "BusClosedError", "BusExistsError", "BusFullError", "BusNotFoundError",
     "BusRemovedError", "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Feeder",
     "Group", "GroupCopy", "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo",
-    "ProducerStats", "ProtocolError", "RecordHead",
-    "RecordReader",
-    "RecordTooLargeError", "Request", "RequestCounts",
-    "Reservation", "RestoredRequests", "ShmbusError", "Slot", "StallError", "StallReport",
-    "Trajectory", "TrajectoryCopy", "WantedSample", "__version__", "unlink",
+    "ProducerStats", "ProtocolError", "RecordHead", "RecordReader", "RecordTooLargeError",
+    "Request", "RequestCounts", "Reservation", "RestoredRequests", "ShmbusError", "Slot",
+    "StallError", "StallReport", "Trajectory", "TrajectoryCopy", "WantedSample", "__version__",
+    "unlink",
 ]  # fmt: skip
 
 TREE = {

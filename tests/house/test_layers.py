@@ -65,6 +65,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.store",),
     ("shmbus.daemon",),
     ("shmbus",),
+    # Between buses: it uses public names, and the stash.
+    ("shmbus.relay",),
     ("shmbus.cli",),
     ("shmbus.__main__", "shmbus.batch"),
     # Other stacks: their groups as records, and their HTTP. Nothing knows the gateway.

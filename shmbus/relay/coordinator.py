@@ -1,0 +1,392 @@
+"""The coordinator: groups heads, places complete groups on sinks, and keeps nothing of its own.
+
+Invariants:
+
+- An origin is in one place here: in the stash, assigned to a sink (a lease of the stash), or taken.
+- It places nothing before every sink has said what it has and owes; from then on a sink takes no
+  assignment of an earlier coordinator. So no record is assigned twice.
+- What was taken is remembered until an announcement has come that is as new as its release. An
+  announcement that was on its way meanwhile names records that nobody has: it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from shmbus import RecordHead
+from shmbus.relay.messages import (
+    Announcement,
+    Assignment,
+    Confirmation,
+    Mark,
+    Message,
+    Origin,
+    Release,
+    Released,
+    Returned,
+    Settled,
+    SinkState,
+    SinkStateWanted,
+    Subscription,
+)
+from shmbus.stash.stash import Stash, StashPolicy
+from shmbus_ext._core import GroupEntry
+
+__all__ = ["Coordinator", "OriginHead"]
+
+#: Bytes that may be assigned to a sink and not put yet: a few blocks, so that a fetch is under way
+#: while one is put.
+WINDOW_BYTES = 128 << 20
+
+#: More groups than any stash has.
+_ALL = 1 << 30
+
+#: Before the first announcement.
+_NEVER: Mark = (-1, -1)
+
+
+class OriginHead:
+    """A head as the stash asks for it, with the bus that it is on."""
+
+    __slots__ = ("head", "key", "origin")
+
+    def __init__(self, bus: str, head: RecordHead) -> None:
+        self.origin: Origin = (bus, *head.id)
+        self.head = head
+        self.key = head.key
+
+    @property
+    def group_size(self) -> int:
+        """Samples of its group; 0 where a failure does not know."""
+        return self.head.group_size
+
+    @property
+    def index(self) -> int:
+        """Its place in its group."""
+        return self.head.index
+
+    @property
+    def score(self) -> float:
+        """Its reward."""
+        return self.head.score
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version that sampled it."""
+        return self.head.policy_version
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its record."""
+        return self.head.nbytes
+
+    @property
+    def failed(self) -> bool:
+        """Whether it reports a failure."""
+        return self.head.failed
+
+    @property
+    def meta(self) -> str | None:
+        """Why it failed."""
+        return self.head.reason
+
+    @property
+    def committed_ns(self) -> int:
+        """When it was committed, by the clock of its own machine."""
+        return self.head.committed_ns
+
+
+class _SinkView(msgspec.Struct):
+    """What the coordinator knows of a sink."""
+
+    incarnation: int = -1
+    heard: bool = False
+    bytes: int = 0
+    leases: dict[frozenset[Origin], GroupEntry[OriginHead]] = {}
+
+
+class Coordinator:
+    """Groups the heads of all sources, and has each complete group put by one sink.
+
+    Parameters
+    ----------
+    epoch : int
+        Greater than that of any earlier coordinator of these sinks.
+    buses : sequence of str
+        Identities of the sources' buses.
+    sinks : sequence of str
+        Names of the sinks.
+    policy : StashPolicy, optional
+        What happens to groups that are late, stale, useless or too many.
+    window_bytes : int
+        Bytes that may be assigned to a sink and not put yet; one group is always allowed.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        buses: Sequence[str],
+        sinks: Sequence[str],
+        policy: StashPolicy | None = None,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.epoch = epoch
+        self.buses = tuple(buses)
+        self.stash: Stash[OriginHead] = Stash(policy)
+        self.newest: dict[str, Mark] = {}
+        #: Heads in the stash, those under lease too.
+        self.known: dict[Origin, OriginHead] = {}
+        #: Placed for good, or dropped; with the mark of its release once that is known.
+        self.taken: dict[Origin, Mark | None] = {}
+        #: Dropped by a policy, and not confirmed by the source.
+        self.dropped: dict[Origin, str] = {}
+        #: Taken, and whose release may never be confirmed: a sink has died, or this has just begun.
+        self.doubtful: set[Origin] = set()
+        self.sinks = {name: _SinkView(leases={}) for name in sinks}
+        self.policy_version = 0
+        self._window = window_bytes
+
+    def begin(self) -> list[Message]:
+        """Ask everybody what there is."""
+        return [*self.ask_sinks(), *(Subscription(bus) for bus in self.buses)]
+
+    def ask_sinks(self) -> list[Message]:
+        """Ask those that have not answered."""
+        return [
+            SinkStateWanted(name, self.epoch) for name, view in self.sinks.items() if not view.heard
+        ]
+
+    # -- what sources say ------------------------------------------------------------------------
+
+    def announced(self, message: Announcement, now_s: float) -> list[Message]:
+        """Take news of a source, unless newer ones were taken before."""
+        bus, mark = message.bus, message.mark
+        newest = self.newest.get(bus, _NEVER)
+        if not self._is_news(mark, newest):
+            return []
+        if not message.whole and mark != (newest[0], newest[1] + 1):
+            return [Subscription(bus)]  # one before it was lost
+        self.newest[bus] = mark
+        heads = [OriginHead(bus, head) for head in message.heads]
+        named = {head.origin for head in heads}
+        if message.whole:
+            assigned = self._assigned()
+            self._withdraw(
+                {
+                    origin
+                    for origin in self.known
+                    if origin[0] == bus and origin not in named and origin not in assigned
+                },
+                now_s,
+            )
+        new = [
+            head
+            for head in heads
+            if head.origin not in self.known and not self._is_taken(head.origin)
+        ]
+        for origin in [each for each in self.taken if each[0] == bus]:
+            if message.whole and origin not in named and origin not in self.dropped:
+                del self.taken[origin]  # it has gone, and older announcements are refused
+            else:
+                self._forget_if_old(origin)
+        self.known.update((head.origin, head) for head in new)
+        self.stash.add(new, now_s)
+        return [*self._drop_discards(), *self.place()]
+
+    def _is_news(self, mark: Mark, newest: Mark) -> bool:
+        return mark > newest
+
+    def _is_taken(self, origin: Origin) -> bool:
+        return origin in self.taken
+
+    def _assigned(self) -> set[Origin]:
+        return {o for view in self.sinks.values() for origins in view.leases for o in origins}
+
+    def _take(self, origin: Origin, mark: Mark | None) -> None:
+        """Remember it as placed, until what was said of it before its release cannot come."""
+        if mark is not None or origin not in self.taken:
+            self.taken[origin] = mark
+        self._forget_if_old(origin)
+
+    def _forget_if_old(self, origin: Origin) -> None:
+        mark = self.taken[origin]
+        if mark is not None and self.newest.get(origin[0], _NEVER) >= mark:
+            del self.taken[origin]
+
+    def source_lost(self, bus: str, now_s: float) -> frozenset[Origin]:
+        """Withdraw what a source had announced that will not come back.
+
+        Returns
+        -------
+        frozenset
+            What nobody had fetched: lost with it. Their groups are incomplete again.
+        """
+        assigned = self._assigned()
+        lost = frozenset(o for o in self.known if o[0] == bus and o not in assigned)
+        self._withdraw(lost, now_s)
+        return lost
+
+    def _withdraw(self, gone: Iterable[Origin], now_s: float) -> None:
+        """Take heads out of open and ready groups; what is left of those waits again."""
+        lost = {origin: self.known.pop(origin) for origin in gone}
+        if not lost:
+            return
+        table = self.stash.table
+        rest: list[OriginHead] = []
+        for key in {head.key for head in lost.values()}:
+            entry = table.take(key)
+            if entry is not None:
+                rest += [sample for sample in entry.samples if sample.origin not in lost]
+        # In reverse, since what is given back comes first again.
+        for group in reversed(table.lease(_ALL)):
+            if any(sample.origin in lost for sample in group.samples):
+                table.end_lease(group)
+                rest += [sample for sample in group.samples if sample.origin not in lost]
+            else:
+                table.give_back(group)
+        self.stash.add(rest, now_s)
+
+    def _drop_discards(self) -> list[Message]:
+        """Tell sources what a policy has dropped: its payload goes nowhere."""
+        for discard in self.stash.take_discards():
+            for sample in discard.samples:
+                self.known.pop(sample.origin, None)
+                self._take(sample.origin, None)
+                self.dropped[sample.origin] = discard.reason
+        return self.ask_release_again()
+
+    def ask_release_again(self) -> list[Message]:
+        """Ask sources to let go what was dropped and is not confirmed."""
+        wanted: dict[tuple[str, str], set[Origin]] = {}
+        for origin, reason in self.dropped.items():
+            wanted.setdefault((origin[0], reason), set()).add(origin)
+        return [
+            Release(bus, "", frozenset(origins), reason)
+            for (bus, reason), origins in sorted(wanted.items())
+        ]
+
+    def released(self, message: Released, now_s: float) -> list[Message]:
+        """Note that a source has let go what was dropped."""
+        for origin in message.origins:
+            self.dropped.pop(origin, None)
+        return self.confirmed(Confirmation(message.bus, message.origins, message.mark), now_s)
+
+    # -- what sinks say --------------------------------------------------------------------------
+
+    def sink_state(self, message: SinkState, now_s: float) -> list[Message]:
+        """Take what a sink has; what it was assigned before and does not know is placed again."""
+        view = self.sinks[message.sink]
+        if message.incarnation <= view.incarnation:
+            return []
+        if message.epoch != self.epoch:
+            return [SinkStateWanted(message.sink, self.epoch)]
+        view.incarnation = message.incarnation
+        view.heard = True
+        has = message.settled | message.owed
+        for origins in list(view.leases):
+            samples = self._end_lease(view, origins)
+            if origins & has or len(samples) < len(origins):
+                # A group is put as a whole: what was confirmed or is there tells of the others.
+                for sample in samples:
+                    self._take(sample.origin, None)
+            else:
+                self._put_back(samples, now_s)
+        self._withdraw(has.intersection(self.known), now_s)
+        for origin in has:
+            self._take(origin, None)
+        # What was confirmed before this came, or was lost with the sink, no sink will say again.
+        self.doubtful.update(self.taken.keys() - self.dropped.keys())
+        return [*self._drop_discards(), *self.place()]
+
+    def ask_sources_again(self) -> list[Message]:
+        """Have sources say what they hold, where that settles which of them it has released."""
+        self.doubtful &= {origin for origin, mark in self.taken.items() if mark is None}
+        return [Subscription(bus) for bus in sorted({origin[0] for origin in self.doubtful})]
+
+    def _end_lease(self, view: _SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
+        """End an assignment, and return what of it no source has confirmed as released."""
+        entry = view.leases.pop(origins)
+        view.bytes -= _weight(entry)
+        self.stash.end_lease(entry)
+        found = (self.known.pop(origin, None) for origin in origins)
+        return [sample for sample in found if sample is not None]
+
+    def _put_back(self, samples: Iterable[OriginHead], now_s: float) -> None:
+        """Group heads again whose lease has ended without a put."""
+        again = [sample for sample in samples if not self._is_taken(sample.origin)]
+        self.known.update((sample.origin, sample) for sample in again)
+        self.stash.add(again, now_s)
+
+    def settled(self, message: Settled, now_s: float) -> list[Message]:
+        """Note that a sink has put these."""
+        view = self.sinks[message.sink]
+        # Others were confirmed before this came, or are in the sink's state, which is under way.
+        known = message.origins & self.known.keys()
+        for origins in [each for each in view.leases if each & message.origins]:
+            self._end_lease(view, origins)
+        self._withdraw((known - self._assigned()) & self.known.keys(), now_s)
+        for origin in known:
+            self._take(origin, None)
+        return self.place()
+
+    def returned(self, message: Returned, now_s: float) -> list[Message]:
+        """Take back a group of which a sink could not get a part: the rest waits for it again."""
+        view = self.sinks[message.sink]
+        gone = dict(message.gone)
+        samples: list[OriginHead] = []
+        for origins in [each for each in view.leases if each & gone.keys()]:
+            samples += self._end_lease(view, origins)
+        self._withdraw((gone.keys() - self._assigned()) & self.known.keys(), now_s)
+        for origin, mark in gone.items():
+            self._take(origin, mark)
+        self._put_back([s for s in samples if s.origin not in gone], now_s)
+        return [*self._drop_discards(), *self.place()]
+
+    def confirmed(self, message: Confirmation, now_s: float) -> list[Message]:
+        """Remember what a source has released until its announcements are as new as that."""
+        assigned = self._assigned()
+        self._withdraw((message.origins - assigned) & self.known.keys(), now_s)
+        for origin in message.origins:
+            self.known.pop(origin, None)
+            self._take(origin, message.mark)
+        return []
+
+    # -- placing ---------------------------------------------------------------------------------
+
+    def place(self) -> list[Message]:
+        """Assign complete groups, the heaviest first, each to the sink with the least under way."""
+        if not all(view.heard for view in self.sinks.values()):
+            return []
+        open_ = {name for name, view in self.sinks.items() if self._has_room(view)}
+        said: list[Message] = []
+        while open_ and (groups := self.stash.lease(len(open_), self.policy_version)):
+            for group in sorted(groups, key=_weight, reverse=True):
+                name = min(open_ or self.sinks, key=lambda each: (self.sinks[each].bytes, each))
+                said.append(self._assign(name, group))
+            open_ = {name for name in open_ if self._has_room(self.sinks[name])}
+        return [*said, *self._drop_discards()] if self.stash.discards else said
+
+    def assign_again(self) -> list[Message]:
+        """Say once more what was assigned and is not put: a sink ignores what it has."""
+        return [
+            Assignment(name, view.incarnation, self.epoch, tuple(s.origin for s in group.samples))
+            for name, view in self.sinks.items()
+            if view.heard
+            for group in view.leases.values()
+        ]
+
+    def _has_room(self, view: _SinkView) -> bool:
+        return not view.leases or view.bytes < self._window
+
+    def _assign(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
+        view = self.sinks[name]
+        origins = tuple(sample.origin for sample in group.samples)
+        view.leases[frozenset(origins)] = group
+        view.bytes += _weight(group)
+        return Assignment(name, view.incarnation, self.epoch, origins)
+
+
+def _weight(group: GroupEntry[OriginHead]) -> int:
+    return sum(sample.nbytes for sample in group.samples)

@@ -1,0 +1,134 @@
+"""The coordinator: which groups it places where, what it drops, and what it takes back."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from shmbus import RecordHead
+from shmbus.relay import messages as m
+from shmbus.relay.coordinator import Coordinator
+from shmbus.relay.sink import Journal, Sink
+from shmbus.stash.stash import StashPolicy
+
+SEED = int(os.environ.get("SHMBUS_TEST_SEED", random.randrange(1 << 32)))
+
+
+def head(
+    group: str, size: int, index: int, sequence: int, *, score: float = 0.0, nbytes: int = 64
+) -> RecordHead:
+    return RecordHead(1, sequence, group, None, size, index, score, 0, nbytes, 0, 7)
+
+
+def coordinator(
+    buses: int = 1,
+    sinks: int = 1,
+    policy: StashPolicy | None = None,
+    window_bytes: int = 1 << 40,
+) -> Coordinator:
+    names = [f"t{i}" for i in range(sinks)]
+    made = Coordinator(3, [f"b{i}" for i in range(buses)], names, policy, window_bytes)
+    made.begin()
+    for name in names:
+        made.sink_state(m.SinkState(name, 1, 3, frozenset(), frozenset()), 0.0)
+    return made
+
+
+def announce(made: Coordinator, bus: str, number: int, *heads: RecordHead) -> list[m.Message]:
+    return made.announced(m.Announcement(bus, (1, number), number == 1, heads), 0.0)
+
+
+def test_samples_of_one_group_may_come_from_any_nodes() -> None:
+    made = coordinator(buses=2)
+    assert announce(made, "b0", 1, head("q", 2, 1, 5)) == []
+    assert announce(made, "b1", 1, head("q", 2, 0, 9)) == [
+        m.Assignment("t0", 1, 3, (("b1", 1, 9), ("b0", 1, 5)))
+    ]
+
+
+def test_eight_sinks_differ_by_at_most_the_heaviest_group() -> None:
+    print(f"SHMBUS_TEST_SEED={SEED}")
+    rng = random.Random(SEED)
+    made = coordinator(sinks=8)
+    heads = [head(f"q{i}", 1, 0, i, nbytes=int(rng.lognormvariate(11, 1)) + 64) for i in range(512)]
+    for at in range(0, 512, 64):
+        announce(made, "b0", 1 + at // 64, *heads[at : at + 64])
+    loads = [view.bytes for view in made.sinks.values()]
+    assert sum(loads) == sum(each.nbytes for each in heads)
+    assert max(loads) - min(loads) <= max(each.nbytes for each in heads)
+
+
+def test_a_sink_gets_no_more_than_its_window_and_the_next_when_that_is_put() -> None:
+    made = coordinator(window_bytes=200)
+    said = announce(made, "b0", 1, *(head(f"q{i}", 1, 0, i, nbytes=128) for i in range(5)))
+    assert len(said) == 2
+    first = said[0]
+    assert isinstance(first, m.Assignment)
+    assert len(made.settled(m.Settled("t0", frozenset(first.origins)), 0.0)) == 1
+
+
+def test_what_a_policy_drops_is_released_at_its_source_and_never_sent() -> None:
+    made = coordinator(policy=StashPolicy(skip_zero_variance=True))
+    said = announce(made, "b0", 1, *(head("q", 2, i, i, score=1.0) for i in range(2)))
+    origins = frozenset({("b0", 1, 0), ("b0", 1, 1)})
+    assert said == [m.Release("b0", "", origins, "zero_variance")]
+    # The same again, since the release may be lost; and it is not grouped a second time.
+    assert made.ask_release_again() == said
+    assert announce(made, "b0", 2) == said
+    made.released(m.Released("b0", "", origins, (1, 2)), 0.0)
+    assert made.ask_release_again() == [] and not made.taken
+
+
+def test_what_a_lost_source_had_announced_is_withdrawn_and_counted() -> None:
+    made = coordinator(buses=2)
+    announce(made, "b0", 1, head("open", 3, 0, 0), head("away", 1, 0, 1))
+    announce(made, "b1", 1, head("open", 3, 1, 0))
+    assert made.source_lost("b0", 0.0) == {("b0", 1, 0)}
+    assert [sample.origin for sample in made.stash.waiting_samples()] == [("b1", 1, 0)]
+    # Asked for elsewhere, the sample completes the group.
+    announce(made, "b1", 2, head("open", 3, 0, 1))
+    assert len(announce(made, "b1", 3, head("open", 3, 2, 2))) == 1
+
+
+def test_a_gap_in_the_announcements_is_asked_about() -> None:
+    made = coordinator()
+    announce(made, "b0", 1)
+    assert announce(made, "b0", 3, head("q", 1, 0, 0)) == [m.Subscription("b0")]
+    whole = m.Announcement("b0", (1, 4), True, (head("q", 1, 0, 0),))
+    assert len(made.announced(whole, 0.0)) == 1
+
+
+def test_nothing_is_placed_before_every_sink_was_heard() -> None:
+    made = Coordinator(3, ["b0"], ["t0", "t1"])
+    made.begin()
+    made.sink_state(m.SinkState("t0", 1, 3, frozenset(), frozenset()), 0.0)
+    assert announce(made, "b0", 1, head("q", 1, 0, 0), head("r", 1, 0, 1)) == []
+    # The second has one of them already, from a coordinator before.
+    has = frozenset({("b0", 1, 0)})
+    said = made.sink_state(m.SinkState("t1", 1, 3, has, frozenset()), 0.0)
+    assert [each.origins for each in said if isinstance(each, m.Assignment)] == [(("b0", 1, 1),)]
+
+
+@pytest.mark.parametrize("put", [0, 1, 2])
+def test_a_sinks_successor_goes_on_where_the_lane_ends(put: int) -> None:
+    origins = (("b0", 1, 0), ("b1", 1, 0))
+    journal = Journal(frozenset(), origins, before=40).healed(40 + put)
+    assert journal.settled == set(origins[:put]) and journal.intent == origins[put:]
+    sink = Sink("t0", 2, journal)
+    state, *asked = sink.begin()
+    assert isinstance(state, m.SinkState)
+    assert (state.settled, state.owed) == (set(origins[:put]), set(origins[put:]))
+    assert [each.bus for each in asked if isinstance(each, m.Fetch)] == ["b0", "b1"][put:]
+
+
+def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -> None:
+    for release, expected in (("put", 1), ("acknowledged", 0)):
+        sink = Sink("t0", 1, Journal(), release)
+        sink.tell(m.SinkStateWanted("t0", 3))
+        sink.assign(m.Assignment("t0", 1, 3, (("b0", 1, 0),)))
+        sink.fetched(m.Fetched("t0", 1, (("b0", 1, 0),), (), (1, 1)))
+        sink.intend(0)
+        said = sink.settle()
+        assert sum(isinstance(each, m.Release) for each in said) == expected

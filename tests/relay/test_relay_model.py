@@ -1,0 +1,330 @@
+"""The relay's real state machines under every order of events: two sources, one sink, deaths.
+
+A state is what all machines, the rings, the lane, the journal and the network are. From each state
+every event is tried that can come next: any message that is under way arrives, whatever was sent
+before or after it; the sink does its next step; a producer commits; a process dies at that instant
+and its successor begins, with the messages from and to it lost, or late.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shmbus import RecordHead
+from shmbus.relay import messages as m
+from shmbus.relay.coordinator import Coordinator
+from shmbus.relay.sink import Journal, Sink
+from shmbus.relay.source import Source
+
+SINK = "trainer"
+COORDINATOR = "coordinator"
+#: 1 takes ten seconds; 2 takes many minutes.
+DEATHS = int(os.environ.get("SHMBUS_TEST_DEATHS", "1"))
+#: Far above what a correct protocol needs, far below what memory takes.
+MOST_STATES = 3_000_000
+
+
+def head(group: str, size: int, index: int, sequence: int) -> RecordHead:
+    return RecordHead(1, sequence, group, None, size, index, float(index), 0, 64, 0, 7)
+
+
+class System:
+    """All of one state; `after` gives the next ones."""
+
+    sink_kind: type[Sink] = Sink
+
+    def __init__(self, kind: type[Coordinator], plan: dict[str, list[RecordHead]]) -> None:
+        self.kind = kind
+        self.buses = tuple(sorted(plan))
+        self.to_commit = {bus: list(heads) for bus, heads in plan.items()}
+        self.rings: dict[str, dict[m.Origin, RecordHead]] = {bus: {} for bus in plan}
+        self.lane: tuple[m.Origin, ...] = ()
+        self.journal = Journal()
+        self.deaths = DEATHS
+        self.network: tuple[m.Message, ...] = ()
+        self.epoch = 0
+        self.log: list[tuple[str, m.Message]] = []
+        self.coordinator = kind(0, self.buses, [SINK])
+        self.send(self.coordinator.begin())
+        self.sources = {bus: Source(bus, 0) for bus in plan}
+        for source in self.sources.values():
+            self.send(source.begin([]))
+        self.sink = self.sink_kind(SINK, 0, self.journal, "put")
+        self.send(self.sink.begin())
+        # They have met when the exploration begins; after a death they meet in every order.
+        while self.network:
+            self.on_deliver(0)
+
+    def copy(self) -> System:
+        other = copy.copy(self)
+        other.to_commit = {bus: list(heads) for bus, heads in self.to_commit.items()}
+        other.rings = {bus: dict(ring) for bus, ring in self.rings.items()}
+        other.log = list(self.log)
+        other.sources = {bus: copy.copy(source) for bus, source in self.sources.items()}
+        for source in other.sources.values():
+            source.held = dict(source.held)
+        other.sink = copy.copy(self.sink)
+        other.sink.waiting = list(self.sink.waiting)
+        other.sink.wanted = set(self.sink.wanted)
+        other.sink._gone = dict(self.sink._gone)
+        other.sink.ended = set(self.sink.ended)
+        # A group table cannot be copied, so its coordinator hears everything once more.
+        other.coordinator = self.kind(self.epoch, self.buses, [SINK])
+        other.coordinator.begin()
+        for name, message in self.log:
+            other._call_coordinator(name, message)
+        return other
+
+    def key(self) -> Any:
+        c, s = self.coordinator, self.sink
+        view = c.sinks[SINK]
+        return (
+            self.deaths,
+            tuple(len(heads) for heads in self.to_commit.values()),
+            tuple(tuple(sorted(ring)) for ring in self.rings.values()),
+            self.lane,
+            self.journal,
+            tuple(sorted(map(hash, self.network))),
+            tuple((x.incarnation, x.number, tuple(sorted(x.held))) for x in self.sources.values()),
+            (s.incarnation, s.epoch, s.journal, tuple(s.waiting), s.fetching),
+            (frozenset(s.wanted), frozenset(s._gone.items()), frozenset(s.ended)),
+            (c.epoch, view.incarnation, view.heard, frozenset(view.leases)),
+            tuple(sorted(c.newest.items())),
+            frozenset(c.taken.items()),
+            frozenset(c.doubtful & c.taken.keys()),
+            tuple(sorted(c.dropped.items())),
+            tuple(sorted(sample.origin for sample in c.stash.waiting_samples())),
+            tuple(sorted(c.known)),
+        )
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def send(self, said: list[m.Message]) -> None:
+        self.network += tuple(said)
+
+    def events(self) -> Iterator[tuple[Any, ...]]:
+        seen = set()
+        for i, message in enumerate(self.network):
+            if message not in seen:
+                seen.add(message)
+                yield ("deliver", i)
+        for bus, heads in self.to_commit.items():
+            if heads:
+                yield ("commit", bus)
+        if self.sink.ready:
+            yield ("step",)
+        if self.deaths:
+            for who in (COORDINATOR, SINK, *self.buses):
+                yield ("die", who, False)
+                yield ("die", who, True)
+
+    def after(self, event: tuple[Any, ...]) -> System:
+        system = self.copy()
+        getattr(system, f"on_{event[0]}")(*event[1:])
+        return system
+
+    def on_deliver(self, i: int) -> None:
+        message = self.network[i]
+        self.network = self.network[:i] + self.network[i + 1 :]
+        match message:
+            case m.Subscription():
+                self.send(self.sources[message.bus].subscribe(message))
+            case m.Fetch():
+                self.send(self.sources[message.bus].fetch(message))
+            case m.Release():
+                for origin in message.origins:
+                    assert origin in self.lane, "released before it was put"
+                    self.rings[message.bus].pop(origin, None)
+                self.send(self.sources[message.bus].release(message))
+            case m.SinkStateWanted():
+                self.send(self.sink.tell(message))
+            case m.Assignment():
+                self.send(self.sink.assign(message))
+            case m.Fetched():
+                self.send(self.sink.fetched(message))
+                self.journal = self.sink.journal
+            case m.Released():
+                self.send(self.sink.released(message))
+                self.journal = self.sink.journal
+            case m.Announcement():
+                self._to_coordinator("announced", message)
+            case m.SinkState():
+                self._to_coordinator("sink_state", message)
+            case m.Settled():
+                self._to_coordinator("settled", message)
+            case m.Returned():
+                self._to_coordinator("returned", message)
+            case m.Confirmation():
+                self._to_coordinator("confirmed", message)
+
+    def _to_coordinator(self, name: str, message: m.Message) -> None:
+        self.log.append((name, message))
+        self.send(self._call_coordinator(name, message))
+
+    def _call_coordinator(self, name: str, message: m.Message) -> list[m.Message]:
+        call: Callable[..., list[m.Message]] = getattr(self.coordinator, name)
+        return call(message, 0.0)
+
+    def on_commit(self, bus: str) -> None:
+        new = self.to_commit[bus].pop(0)
+        self.rings[bus][(bus, *new.id)] = new
+        self.send(self.sources[bus].poll([new]))
+
+    def on_step(self) -> None:
+        """The next of: intend, put one, ..., settle."""
+        sink, journal = self.sink, self.sink.journal
+        if journal.intent != sink.fetching or journal.before > len(self.lane):
+            self.journal = sink.intend(len(self.lane))
+        elif len(self.lane) < journal.before + len(journal.intent):
+            origin = journal.intent[len(self.lane) - journal.before]
+            assert origin not in self.lane, f"put twice: {origin}"
+            self.lane += (origin,)
+        else:
+            said = sink.settle()
+            self.journal = sink.journal
+            self.send(said)
+
+    def on_die(self, who: str, lose: bool) -> None:
+        self.deaths -= 1
+        if lose:
+            self.network = tuple(x for x in self.network if who not in parties(x))
+        if who == COORDINATOR:
+            self.epoch += 1
+            self.log = []
+            self.coordinator = self.kind(self.epoch, self.buses, [SINK])
+            self.send(self.coordinator.begin())
+        elif who == SINK:
+            self.journal = self.journal.healed(len(self.lane))
+            self.sink = self.sink_kind(SINK, self.sink.incarnation + 1, self.journal, "put")
+            self.send(self.sink.begin())
+        else:
+            self.sources[who] = Source(who, self.sources[who].incarnation + 1)
+            self.send(self.sources[who].begin(self.rings[who].values()))
+
+    def asked_again(self) -> System:
+        """What everybody does now and then, since an answer may have been lost."""
+        system = self.copy()
+        system.send(system.coordinator.ask_sinks())
+        system.send(system.coordinator.ask_sources_again())
+        system.send(system.coordinator.assign_again())
+        system.send(system.sink.ask_again())
+        system.send(system.sink.ask_release_again())
+        return system
+
+    @property
+    def at_rest(self) -> bool:
+        return not self.network and not self.sink.ready and not any(self.to_commit.values())
+
+    def check_end(self, plan: dict[str, list[RecordHead]]) -> None:
+        committed = sorted((bus, *each.id) for bus, heads in plan.items() for each in heads)
+        assert sorted(self.lane) == committed, "lost"
+        assert not any(self.rings.values()), "not released"
+        assert not self.journal.settled and not self.journal.intent, "not forgotten by the sink"
+        stash = self.coordinator.stash
+        assert not stash.waiting_samples() and not stash.leased_groups, "a phantom in the stash"
+        assert not self.coordinator.known and not self.coordinator.taken, "not forgotten"
+
+
+def parties(message: m.Message) -> tuple[str, ...]:
+    """Who sent it, and to whom."""
+    match message:
+        case m.Subscription() | m.Announcement():
+            return (COORDINATOR, message.bus)
+        case m.Fetch() | m.Release() | m.Released():
+            return (SINK, message.bus)
+        case m.Fetched():
+            return (SINK, *{origin[0] for origin in message.origins + message.gone})
+        case _:
+            return (COORDINATOR, SINK)
+
+
+def explore(kind: type[Coordinator], plan: dict[str, list[RecordHead]]) -> int:
+    """Visit every state, and return how many there are; an assertion names the way to a bad one."""
+    first = System(kind, plan)
+    ways: dict[Any, tuple[Any, Any]] = {hash(first.key()): (None, None)}
+    todo = deque([(hash(first.key()), first)])
+    while todo:
+        at, system = todo.popleft()
+        following: list[tuple[Any, Callable[[], System]]] = [
+            (event, functools.partial(system.after, event)) for event in system.events()
+        ]
+        if system.at_rest:
+            following.append((("ask again",), system.asked_again))
+        for event, make in following:
+            try:
+                other = make()
+                key = hash(other.key())
+                if event == ("ask again",) and key == at:
+                    system.check_end(plan)
+                    continue
+            except AssertionError as error:
+                way = [event]
+                while ways[at][0] is not None:
+                    way.append(ways[at][1])
+                    at = ways[at][0]
+                error.add_note("\n".join(map(str, reversed(way))))
+                raise
+            if key not in ways:
+                assert len(ways) < MOST_STATES
+                ways[key] = (at, event)
+                todo.append((key, other))
+    return len(ways)
+
+
+#: A group of two samples, one from each source.
+ONE_GROUP = {"a": [head("q", 2, 0, 0)], "b": [head("q", 2, 1, 0)]}
+
+
+@pytest.mark.timeout(3600)
+def test_every_order_of_events_and_deaths_puts_each_record_once_and_forgets_it() -> None:
+    print(f"{explore(Coordinator, ONE_GROUP):,} states, {DEATHS} deaths")
+
+
+class TakesLateAnnouncements(Coordinator):
+    """Without the rule that the numbers of announcements only grow."""
+
+    def _is_news(self, mark: m.Mark, newest: m.Mark) -> bool:
+        return True
+
+
+class Forgets(Coordinator):
+    """Without the rule that what was taken is remembered until an announcement is as new."""
+
+    def _is_taken(self, origin: m.Origin) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [(TakesLateAnnouncements, "lost|phantom"), (Forgets, "phantom")]
+)
+@pytest.mark.timeout(600)
+def test_without_either_rule_a_late_announcement_leaves_a_phantom_or_hides_a_record(
+    kind: type[Coordinator], found: str
+) -> None:
+    with pytest.raises(AssertionError, match=found) as caught:
+        explore(kind, ONE_GROUP)
+    print(caught.value, *caught.value.__notes__, sep="\n")
+
+
+class TrustsAnyAssignment(Sink):
+    """A sink that puts whatever it is told to."""
+
+    def assign(self, message: m.Assignment) -> list[m.Message]:
+        self.waiting.append(message.origins)
+        return self._next()
+
+
+@pytest.mark.timeout(600)
+def test_a_sink_that_trusted_any_assignment_would_put_a_record_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(System, "sink_kind", TrustsAnyAssignment)
+    with pytest.raises(AssertionError, match="put twice"):
+        explore(Coordinator, ONE_GROUP)
