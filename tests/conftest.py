@@ -63,6 +63,7 @@ collect_ignore = [
         "engines": ("aiohttp",),
         "gateway": ("aiohttp", "isal"),
         "peers/atropos": ("atroposlib",),
+        "peers/trl": ("trl",),
         "peers/vllm": ("vllm",),
         "web": ("aiohttp",),
         "web/test_browser.py": ("playwright",),

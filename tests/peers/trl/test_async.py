@@ -1,0 +1,184 @@
+"""TRL's AsyncGRPOTrainer itself, fed from a bus: its own rows, its own protocol, nothing stale."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate import PartialState
+from numbered import put
+from trl.experimental.async_grpo import async_rollout_worker as trl_worker
+
+import shmbus
+from trainer_adapter.adapters.trl import ShmbusRolloutWorker, scored
+
+HERE = Path(__file__).parent
+GROUPS = 40
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class _Sequence:
+    """What TRL's loop makes of a conversation."""
+
+    def __init__(self, ids: list[int], mask: list[int], logprobs: list[float]) -> None:
+        self.input_ids, self.completion_mask, self.old_log_probs = ids, mask, logprobs
+
+
+def trls_own(group: list[dict[str, Any]]) -> list[Any]:
+    """TRL's own worker makes rows of a group, with the rewards given."""
+    PartialState()  # TRL's logger asks for it
+    loop: Any = object.__new__(trl_worker._AsyncRolloutLoop)
+    rewards = [each["reward"] for each in group]
+    loop.reward_funcs = [lambda **_: rewards]
+    loop.reward_func_names = ["match"]
+    loop._env_reward_types = []
+    loop._provides_rollout_reward = False
+    count = len(group)
+    given: Any = type(
+        "Group", (), {
+            "prompts": [[]] * count, "completions": [[]] * count, "completions_ids": [[]] * count,
+            "completions_sequences": [
+                [_Sequence(each["tokens"], each["mask"], each["logprobs"])] for each in group
+            ],
+            "reward_kwargs": {}, "env_rewards": [None] * count, "rollout_rewards": [None] * count,
+            "tool_call_counts": [0] * count, "tool_failure_counts": [0] * count,
+            "model_version": 3, "group_id": 0,
+        },
+    )  # fmt: skip
+    return asyncio.run(loop._score_group(given))
+
+
+def test_rows_are_those_of_trls_own_worker_bit_for_bit(seed: int, bus_name: str) -> None:
+    dice = random.Random(seed)
+    worker = ShmbusRolloutWorker(bus_name, daemon=False)
+    with shmbus.Bus.create(bus_name, capacity="4MiB"), shmbus.Producer(bus_name) as producer:
+        worker.start()
+        for number in range(GROUPS):
+            group = []
+            for _ in range(8):
+                length = dice.randint(2, 40)
+                mask = [0] + [dice.randint(0, 1) for _ in range(length)]
+                group.append({
+                    "reward": dice.choice([None, 0.0, 1.0, dice.random()]),
+                    "tokens": [dice.randint(0, 2**31 - 1) for _ in mask],
+                    "mask": mask,
+                    "logprobs": [float(np.float32(-dice.random())) * bit for bit in mask],
+                })  # fmt: skip
+            if all(each["reward"] is None for each in group):
+                group[0]["reward"] = 1.0
+            for index, each in enumerate(group):
+                reward = each["reward"]
+                named = {"rewards": {"match": float("nan") if reward is None else reward}}
+                producer.put(
+                    f"q{number}", group_size=8, index=index, policy_version=3,
+                    tokens=np.array(each["tokens"], np.int32),
+                    loss_mask=np.array(each["mask"], np.uint8),
+                    logprobs=np.array(each["logprobs"], np.float32),
+                    **scored(reward, named),
+                )  # fmt: skip
+            for theirs in trls_own(group):
+                ours = worker.rollout_buffer.get(timeout=10.0)
+                assert type(ours) is type(theirs)
+                for name in ("input_ids", "completion_mask", "old_log_probs"):
+                    mine, its = getattr(ours, name), getattr(theirs, name)
+                    assert mine.dtype == its.dtype and mine.tobytes() == its.tobytes(), name
+                assert ours.advantage == theirs.advantage
+                assert ours.model_version == theirs.model_version == 3
+                assert repr(dict(ours.metrics)) == repr(theirs.metrics)
+        with pytest.raises(queue.Empty):
+            worker.rollout_buffer.get(timeout=0.01)
+        worker.stop()
+
+
+def run(bus: str, directory: Path, steps: int, acknowledge: str, **options: Any) -> Any:
+    command = [sys.executable, "-W", "ignore", str(HERE / "trainer.py"), bus, str(directory)]
+    return subprocess.run(
+        [*command, str(steps), acknowledge, json.dumps(options)], capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+
+
+def put_groups(bus: str, first: int, count: int) -> None:
+    with shmbus.Producer(bus) as producer:
+        for number in range(first * 4, (first + count) * 4):
+            put(producer, number)
+
+
+def test_stale_groups_are_left_out_by_the_bus_and_none_by_trl(
+    bus_name: str, tmp_path: Path
+) -> None:
+    with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
+        put_groups(bus_name, 0, 10)
+        bus.policy_version = 9
+        put_groups(bus_name, 10, 40)
+        done = run(bus_name, tmp_path, 6, "version", max_staleness=8)
+        assert done.returncode == 0, done.stderr[-3000:]
+        stats = bus.stats()
+        assert stats.dropped["stale"] == 40, "the groups of policy 0"
+        [log] = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+        assert all("sample/dropped_stale_total" not in step for step in log)
+        # The cold sync is version 10 here and 1 in TRL.
+        assert log[0]["sample/staleness_max"] == 1 and bus.policy_version == 9 + 1 + 6
+        lines = (tmp_path / "trained.jsonl").read_text().splitlines()[1:]
+        assert min(number for line in lines for number in json.loads(line)[1]) == 40
+
+
+def test_what_trl_drops_as_stale_ends_and_blocks_nothing(bus_name: str, tmp_path: Path) -> None:
+    with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
+        put_groups(bus_name, 0, 10)
+        bus.policy_version = 9
+        put_groups(bus_name, 10, 40)
+        done = run(
+            bus_name, tmp_path, 6, "save", max_staleness=8, worker={"max_policy_lag": None},
+            save_steps=3,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert bus.stats().dropped["malformed"] == 40, "groups that TRL left out"
+        assert bus.stats().acknowledged % 4 == 0 and bus.stats().acknowledged > 40
+
+
+def test_without_the_callback_groups_are_acknowledged_two_versions_later(
+    bus_name: str, tmp_path: Path
+) -> None:
+    with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
+        put_groups(bus_name, 0, 60)
+        done = run(bus_name, tmp_path, 6, "version", without_callback=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = (tmp_path / "trained.jsonl").read_text().splitlines()[1:]
+        trained = {number for line in lines for number in json.loads(line)[1]}
+        earlier = {number for line in lines[:4] for number in json.loads(line)[1]}
+        acknowledged = bus.stats().acknowledged
+        # Whole groups: those of all steps but the last, and nothing that was not trained.
+        assert acknowledged % 4 == 0 and len(earlier) - 4 < acknowledged <= len(trained)
+        done = run(bus_name, tmp_path, 6, "save", without_callback=True)
+        assert "pass callbacks=[worker.callback]" in done.stderr
+
+
+def test_a_group_that_does_not_fit_ends_the_run_or_is_dropped(
+    bus_name: str, tmp_path: Path
+) -> None:
+    with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
+        put_groups(bus_name, 0, 30)
+        done = run(bus_name, tmp_path / "a", 2, "version", num_generations=8)
+        assert done.returncode == 1
+        assert "group 'g0': expected 8 samples, which num_generations" in done.stderr
+        with shmbus.Producer(bus_name) as producer:
+            for index in range(4):
+                tokens = np.full(90, 3, np.int32)
+                producer.put("long", group_size=4, index=index, tokens=tokens,
+                             loss_mask=tokens, logprobs=np.zeros(90, np.float32))  # fmt: skip
+        put_groups(bus_name, 30, 30)
+        options = {"refused": "drop"}
+        done = run(bus_name, tmp_path / "b", 10, "version", worker=options)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "group 'long', sample 0, field 'tokens': expected at most 40" in done.stderr
+        assert bus.stats().dropped["malformed"] == 4

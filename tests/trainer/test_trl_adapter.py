@@ -1,0 +1,258 @@
+"""The TRL adapter without TRL: its account of rows, its checks of samples, what it saves.
+
+Against TRL itself: tests/peers/trl.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import random
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmbus
+from trainer_adapter.adapters.trl import (
+    ShmbusRollouts,
+    ShmbusRolloutWorker,
+    last_whole_checkpoint,
+    scored,
+)
+from trainer_adapter.adapters.trl.checkpoints import FORGET_AFTER_GROUPS, TrainedRows
+from trainer_adapter.adapters.trl.progress import Account, OpenGroup, Row, RowMetrics
+from trainer_adapter.adapters.trl.samples import (
+    Expected,
+    advantages_of,
+    check_size,
+    read_row,
+    rewards_of,
+)
+
+ROUNDS = 300
+
+
+def play(dice: random.Random) -> None:
+    """Play TRL's batcher, with accelerate's look-ahead; some rows are dropped as stale."""
+    account = Account()
+    trained: list[int] = []
+    dropped: list[int] = []
+    ended: list[OpenGroup] = []
+    batches: deque[list[int]] = deque()
+    waiting: deque[Row] = deque()
+    held: list[Row] = []
+    rows: list[Row] = []
+
+    def hand_out() -> Row:
+        if not waiting:
+            group = OpenGroup(len(rows))
+            for index in range(4):
+                waiting.append(group.add((0, len(rows) + index, 0), index, known=False))
+        row = waiting.popleft()
+        rows.append(row)
+        ended.extend(account.hand_out(row))
+        return row
+
+    for _ in range(dice.randint(1, 12)):
+        for _ in range(dice.randint(0, 2)):  # the look-ahead packs before a step ends
+            chosen = held.copy()
+            for _ in range(dice.randint(1, 6)):
+                row = hand_out()
+                if dice.random() < 0.15:
+                    dropped.append(row.identity[1])
+                else:
+                    chosen.append(row)
+            if not chosen:
+                continue
+            keep = dice.random() < 0.5 and chosen[-1] is rows[-1] and len(chosen) > 1
+            held = [chosen.pop()] if keep else []
+            for row in chosen:
+                metrics = RowMetrics({"reward": 1.0}, account, row)
+                assert list(metrics) == list(metrics) == ["reward"], "read twice, marked once"
+            batches.append([row.identity[1] for row in chosen])
+        if batches:
+            trained += batches.popleft()
+            ended += account.finish(1)
+        assert [r.identity[1] for r in rows if r.state == "trained"] == sorted(trained)
+        assert {r.identity[1] for r in rows if r.state == "dropped"} <= set(dropped)
+    for group in {id(row.group): row.group for row in rows}.values():
+        over = all(row.state in ("trained", "dropped") for row in group.rows)
+        assert ended.count(group) == over
+
+
+def test_rows_are_trained_when_their_micro_batch_is_finished(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(ROUNDS):
+        play(dice)
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[str]:
+    with shmbus.Bus.create(bus_name, capacity="1MiB"):
+        yield bus_name
+
+
+def put_group(bus: str, *changes: dict[str, Any], size: int = 2) -> shmbus.Group:
+    """Put a group whose samples differ from a good one by `changes`; take it."""
+    with shmbus.Producer(bus) as producer:
+        for index in range(size):
+            sample: dict[str, Any] = {
+                "score": float(index),
+                "tokens": np.array([5, 6, 7, 8], np.int32),
+                "loss_mask": np.array([0, 1, 1, 0], np.uint8),
+                "logprobs": np.array([0, -1, -2, 0], np.float32),
+            }
+            sample |= changes[index] if index < len(changes) else {}
+            sample = {name: value for name, value in sample.items() if value is not None}
+            producer.put("q1", group_size=size, index=index, **sample)
+    with shmbus.Consumer(bus) as consumer:
+        [group] = consumer.take(1, 10.0)
+        # The arrays stay valid; the tests read them after the lease.
+        return group.copy()  # type: ignore[return-value]
+
+
+def test_a_row_is_the_whole_sequence_in_the_types_of_trl(bus: str) -> None:
+    ids, mask, logprobs = read_row(put_group(bus)[0], Expected())
+    assert (ids.dtype, mask.dtype, logprobs.dtype) == (np.int64, np.int64, np.float32)
+    assert ids.tolist() == [5, 6, 7, 8] and mask.tolist() == [0, 1, 1, 0]
+    assert logprobs.tolist() == [0, -1, -2, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"logprobs": None}, ["'logprobs'", "none", "sampler's logprob"]),
+        ({"loss_mask": None}, ["'loss_mask'", "none", "1 for each token"]),
+        ({"tokens": None}, ["'tokens'", "none"]),
+        ({"logprobs": np.zeros(3, np.float32)}, ["'logprobs'", "shape (3,)"]),
+        ({"logprobs": np.full(4, np.nan, np.float32)}, ["'logprobs'", "finite"]),
+        ({"advantages": np.zeros(4, np.float32)}, ["'advantages'", "one advantage a sample"]),
+    ],
+)
+def test_a_sample_that_trl_cannot_take_is_refused_by_name(
+    bus: str, change: dict[str, Any], words: list[str]
+) -> None:
+    group = put_group(bus, {}, change)
+    with pytest.raises(ValueError, match="group 'q1', sample 1, field") as refused:
+        read_row(group[1], Expected())
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_limits_of_the_trainer_are_checked(bus: str) -> None:
+    group = put_group(bus)
+    read_row(group[0], Expected(2, 2, 4))
+    with pytest.raises(ValueError, match="at most 1 sampled in a turn, max_completion_length"):
+        read_row(group[0], Expected(2, 1, 4))
+    with pytest.raises(ValueError, match=r"at most 3, the trainer's token_budget, got 4"):
+        read_row(group[0], Expected(2, 2, 3))
+    with pytest.raises(ValueError, match="expected 8 samples, which num_generations"):
+        check_size(group, Expected(8))
+
+
+def test_the_default_advantage_is_trls_own(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    for _ in range(ROUNDS):
+        rewards = dice.normal(size=8)
+        rewards[dice.random(8) < 0.2] = np.nan
+        found = advantages_of(rewards, [False] * 8, "grpo")
+        known = rewards[~np.isnan(rewards)]
+        for reward, advantage in zip(rewards, found, strict=True):
+            if math.isnan(reward):
+                assert advantage == 0
+            else:
+                assert advantage == (reward - known.mean()) / (known.std() + 1e-8)
+
+
+def test_other_advantages_are_ours_and_those_of_a_batch_are_refused() -> None:
+    rewards = np.array([0.0, 1.0, 1.0, np.nan])
+    centred = advantages_of(rewards, [False] * 4, "dr_grpo")
+    assert centred == pytest.approx([-2 / 3, 1 / 3, 1 / 3, 0])
+    assert advantages_of(rewards, [True, False, False, False], "dr_grpo")[0] == 0
+    with pytest.raises(ValueError, match="compares within a group, got 'batch'"):
+        advantages_of(rewards, [False] * 4, "batch")  # type: ignore[arg-type]
+
+
+def test_a_sample_without_a_reward_travels_as_unscorable(bus: str) -> None:
+    group = put_group(bus, scored(float("nan"), {"env": "math"}), scored(0.5), size=2)
+    rewards, zeroed = rewards_of(group)
+    assert math.isnan(rewards[0]) and rewards[1] == 0.5 and zeroed == [False, False]
+    assert group[0].meta == {"env": "math", "unscorable": True}
+    with pytest.raises(ValueError, match="a finite number, NaN or None"):
+        scored(float("inf"))
+
+
+def test_only_a_checkpoint_with_its_last_file_counts(tmp_path: Path) -> None:
+    assert last_whole_checkpoint(tmp_path) is None
+    for step, text in [(8, "{}"), (16, "{}"), (24, '{"global'), (32, None)]:
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if text is not None:
+            (folder / "trainer_state.json").write_text(text)
+    (tmp_path / "checkpoint-best").mkdir()
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-16")
+
+
+def saved_rows(created: int = 1) -> dict[str, Any]:
+    group = OpenGroup(type("Lease", (), {"instance_id": "q1", "epoch": None}))
+    for sequence in range(3):
+        row = group.add((7, sequence, 0), sequence, known=False)
+        row.state = "trained" if sequence < 2 else "handed"
+    saved = TrainedRows(created).save("run1", 12, True, [group])
+    result: dict[str, Any] = json.loads(json.dumps(saved))
+    return result
+
+
+def test_trained_rows_are_recognized_once_and_on_their_bus_only() -> None:
+    rows = TrainedRows(1)
+    assert rows.load(saved_rows()) and len(rows) == 2
+    assert rows.take((7, 0, 0)) and not rows.take((7, 0, 0)) and not rows.take((7, 2, 0))
+    assert not TrainedRows(2).load(saved_rows())
+    with pytest.raises(ValueError, match="in form 1, got 9"):
+        TrainedRows(1).load(saved_rows() | {"version": 9})
+
+
+def test_rows_that_never_come_again_are_forgotten_at_last() -> None:
+    rows = TrainedRows(1)
+    rows.load(saved_rows())
+    for _ in range(FORGET_AFTER_GROUPS - 1):
+        rows.note_group(known=False)
+    assert len(rows) == 2
+    rows.note_group(known=False)
+    assert len(rows) == 0
+
+
+def test_wrong_options_are_refused_when_the_worker_is_made() -> None:
+    with pytest.raises(TypeError, match="max_policy_lags"):
+        ShmbusRolloutWorker("none", max_policy_lags=4)
+    with pytest.raises(TypeError, match="TRL's main process takes all rows"):
+        ShmbusRolloutWorker("none", rank=1)
+    with pytest.raises(ValueError, match="expected 'version' or 'save', got 'step'"):
+        ShmbusRolloutWorker("none", acknowledge="step")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected 'raise' or 'drop'"):
+        ShmbusRolloutWorker("none", refused="skip")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="max_policy_lags"):
+        ShmbusRollouts("none", max_policy_lags=4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="TRL is installed here")
+def test_without_trl_the_message_says_what_to_install(bus: str) -> None:
+    worker = ShmbusRolloutWorker(bus)
+    with pytest.raises(ImportError, match=r"no trl \(tested: 1\.16\.0\).*install trl==1\.16\.0"):
+        worker.start()
+    worker.stop()
+
+
+def test_importing_the_adapter_loads_neither_torch_nor_trl() -> None:
+    code = (
+        "import sys, trainer_adapter.adapters.trl; "
+        "print([name for name in ('torch', 'trl', 'transformers') if name in sys.modules])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert printed.stdout.strip() == "[]", printed.stderr

@@ -1,0 +1,182 @@
+"""Which rows the trainer has trained on: an account kept by what TRL does to each row.
+
+TRL's collator iterates over the metrics of each row once, when it makes a micro-batch of them, and
+the batcher takes at least one row between two micro-batches. So each unbroken run of marks is one
+micro-batch, and after n micro-batches the rows of the first n runs are trained. Accelerate's
+look-ahead changes nothing: it only makes runs early.
+
+Invariants:
+
+- A row is trained when the micro-batch that has it was finished, never when it was handed out.
+- A row that TRL dropped is known as dropped as soon as a later row was handed out and a micro-batch
+  was made: TRL's batchers hold back one row at most, the last one.
+- A group ends when each of its rows is trained, dropped, or was trained before a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Final, Literal
+
+__all__ = ["Account", "Identity", "OpenGroup", "Row", "RowMetrics"]
+
+#: Producer id, sequence and row: unique on a bus for ever.
+Identity = tuple[int, int, int]
+
+RowState = Literal["handed", "packed", "trained", "dropped", "known"]
+
+
+class OpenGroup:
+    """A leased group, of which rows are with the trainer.
+
+    Attributes
+    ----------
+    lease : object
+        What is acknowledged in the end.
+    rows : list[Row]
+    open_rows : int
+        Rows that are neither trained nor dropped nor known.
+    """
+
+    __slots__ = ("lease", "open_rows", "rows")
+
+    def __init__(self, lease: object) -> None:
+        self.lease: Final = lease
+        self.rows: list[Row] = []
+        self.open_rows = 0
+
+    def add(self, identity: Identity, index: int, *, known: bool) -> Row:
+        """Add a row.
+
+        Parameters
+        ----------
+        identity : tuple of int
+        index : int
+            Of its sample.
+        known : bool
+            Whether a checkpoint says that it is trained.
+
+        Returns
+        -------
+        Row
+        """
+        row = Row(self, identity, index, "known" if known else "handed")
+        self.rows.append(row)
+        self.open_rows += not known
+        return row
+
+    @property
+    def was_trained(self) -> bool:
+        """Whether a row of it was trained, now or before a checkpoint."""
+        return any(row.state in ("trained", "known") for row in self.rows)
+
+
+class Row:
+    """One token row of a sample, as it goes through the trainer."""
+
+    __slots__ = ("group", "identity", "index", "state")
+
+    def __init__(self, group: OpenGroup, identity: Identity, index: int, state: RowState) -> None:
+        self.group: Final = group
+        self.identity: Final = identity
+        self.index: Final = index
+        self.state: RowState = state
+
+
+class RowMetrics(dict[str, float]):
+    """The metrics of a row, as TRL's RolloutSample has them; iteration marks the row as packed."""
+
+    __slots__ = ("_account", "row")
+
+    def __init__(self, values: dict[str, float], account: Account, row: Row) -> None:
+        super().__init__(values)
+        self._account = account
+        self.row = row
+
+    def __iter__(self) -> Iterator[str]:
+        self._account.pack(self.row)
+        return super().__iter__()
+
+
+class Account:
+    """Rows between their handing out and the end of their groups.
+
+    Attributes
+    ----------
+    finished : int
+        Micro-batches that the trainer has finished.
+    packed : int
+        Micro-batches that were packed, the one under way too.
+    """
+
+    def __init__(self) -> None:
+        self.finished = 0
+        self.packed = 0
+        self._handed: deque[Row] = deque()
+        self._last: Row | None = None
+        self._run: list[Row] = []
+        self._runs: deque[list[Row]] = deque()
+
+    def hand_out(self, row: Row) -> list[OpenGroup]:
+        """Note that a row goes to the trainer.
+
+        Parameters
+        ----------
+        row : Row
+
+        Returns
+        -------
+        list[OpenGroup]
+            Groups that have ended without it: the trainer dropped their last rows.
+        """
+        ended = self._close_run() if self._run else []
+        self._handed.append(row)
+        self._last = row
+        return ended
+
+    def pack(self, row: Row) -> None:
+        """Note that a row is in the micro-batch that is being made."""
+        if row.state == "handed":
+            row.state = "packed"
+            if not self._run:
+                self.packed += 1
+            self._run.append(row)
+
+    def finish(self, micro_batches: int) -> list[OpenGroup]:
+        """Note that the trainer has finished micro-batches.
+
+        Parameters
+        ----------
+        micro_batches : int
+            Of those that were packed first. More than were packed are not counted.
+
+        Returns
+        -------
+        list[OpenGroup]
+            Groups that have ended by this.
+        """
+        ended = self._close_run() if self._run else []
+        while micro_batches > 0 and self._runs:
+            micro_batches -= 1
+            self.finished += 1
+            ended += self._end_rows(self._runs.popleft(), "trained")
+        return ended
+
+    def _close_run(self) -> list[OpenGroup]:
+        self._runs.append(self._run)
+        self._run = []
+        dropped = [row for row in self._handed if row.state == "handed" and row is not self._last]
+        self._handed.clear()
+        if self._last is not None and self._last.state == "handed":
+            self._handed.append(self._last)
+        return self._end_rows(dropped, "dropped")
+
+    def _end_rows(self, rows: list[Row], state: RowState) -> list[OpenGroup]:
+        ended = []
+        for row in rows:
+            row.state = state
+            row.group.open_rows -= 1
+            if row.group.open_rows == 0:
+                ended.append(row.group)
+        return ended

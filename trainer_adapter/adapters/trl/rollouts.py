@@ -1,0 +1,344 @@
+"""Rollouts of TRL's GRPOTrainer from a bus: its prompts go out as requests, groups come back.
+
+Invariants:
+
+- The samples of a slot belong to its prompt: groups are found by the request's id and epoch, never
+  by their order.
+- The main process asks and takes for all ranks, so a group may straddle ranks.
+- A group is acknowledged when it is complete and here: TRL asks again for what it loses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+
+import shmbus
+from trainer_adapter.adapters.trl.samples import (
+    Expected,
+    RowArrays,
+    check_size,
+    read_row,
+    rewards_of,
+)
+from trainer_adapter.adapters.trl.stack import needed, versions
+
+__all__ = ["ShmbusRollouts"]
+
+#: Seconds of one look for groups; between two of them Ctrl-C and the deadline are seen to.
+_TAKE_S: Final = 1.0
+#: Default for `timeout`: groups that need longer have no worker.
+ROLLOUT_TIMEOUT_S: Final = 600.0
+_KEYS: Final = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "bus_score")
+
+
+class ShmbusRollouts:
+    """A rollout function for TRL's GRPOTrainer whose samples come from a bus.
+
+    Pass it as ``rollout_func=rollouts`` and ``reward_funcs=rollouts.reward``, and call
+    `attach` once the trainer is made. Workers take the prompts by `shmbus.Producer.next_request`
+    and answer by `put_for`. A request's ``meta["prompt"]`` is TRL's prompt as it is in the data
+    set, its ``prompt`` field the prompt's token ids, its split "train" or "eval".
+
+    Parameters
+    ----------
+    bus : str
+    timeout : float
+        Seconds for all groups of one call.
+    tokenize : bool
+        Whether requests carry the prompt's token ids.
+    **consumer_options
+        Those of `shmbus.Consumer`, such as `sample_retries`.
+
+    Raises
+    ------
+    TypeError
+        An option is unknown.
+
+    Examples
+    --------
+    ::
+
+        rollouts = ShmbusRollouts("run1", sample_retries=2)
+        trainer = GRPOTrainer(..., rollout_func=rollouts, reward_funcs=rollouts.reward)
+        rollouts.attach(trainer)
+        trainer.train()
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        *,
+        timeout: float = ROLLOUT_TIMEOUT_S,
+        tokenize: bool = True,
+        **consumer_options: Any,
+    ) -> None:
+        inspect.signature(shmbus.Consumer).bind(bus, **consumer_options)
+        self.bus: Final = bus
+        self._timeout_s = timeout
+        self._tokenize = tokenize
+        self._options = consumer_options
+        self._consumer: shmbus.Consumer | None = None
+        # Epochs of one process rise, and those of the next process are higher: a prompt's rounds
+        # never mix, whatever became of the process before.
+        self._epochs = itertools.count(time.time_ns())
+        self._publish: Callable[[int], object] | None = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Sample the prompts of one generation step.
+
+        Parameters
+        ----------
+        prompts : list
+            This rank's slots: each prompt as often as it is sampled, one after the other.
+        trainer : GRPOTrainer
+
+        Returns
+        -------
+        dict
+            Lists in the order of `prompts`: "prompt_ids", "completion_ids", "logprobs", "env_mask"
+            (0 for what a tool gave), each a list of values a token, and "bus_score".
+
+        Raises
+        ------
+        TimeoutError
+            Groups are missing; says which, and what workers there are.
+        ValueError
+            A group or a sample is not what the trainer can take.
+        """
+        train = bool(trainer.model.training)
+        size = int(trainer.num_generations if train else trainer.num_generations_eval)
+        accelerator = trainer.accelerator
+        if accelerator.num_processes == 1:
+            return self._sample(prompts, size, trainer, "train" if train else "eval")
+        gather, broadcast = needed("accelerate.utils", "gather_object", "broadcast_object_list")
+        everyone = gather(prompts)
+        shared: list[Any] = [None, None]
+        if accelerator.is_main_process:
+            try:
+                shared[0] = self._sample(everyone, size, trainer, "train" if train else "eval")
+            except Exception as error:  # every rank raises it, or the others would wait for ever
+                shared[1] = error
+        broadcast(shared, from_process=0)
+        answer, failure = shared
+        if failure is not None:
+            raise failure
+        begin = accelerator.process_index * len(prompts)
+        return {key: answer[key][begin : begin + len(prompts)] for key in _KEYS}
+
+    def reward(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """Return the scores that came with the samples: a reward function of TRL.
+
+        Parameters
+        ----------
+        completions : list
+        **columns
+            Has "bus_score".
+
+        Returns
+        -------
+        list of float or None
+            None for a sample that cannot be scored.
+
+        Raises
+        ------
+        ValueError
+            The samples did not come from this rollout function.
+        """
+        scores = columns.get("bus_score")
+        if scores is None or len(scores) != len(completions):
+            raise ValueError(
+                "reward: expected a bus_score for each completion, got none; pass the same object "
+                "as rollout_func and its .reward as a reward function"
+            )
+        return list(scores)
+
+    def attach(self, trainer: Any, publish: Callable[[int], object] | None = None) -> None:
+        """Have a trainer correct for the samplers' policy, and publish its versions.
+
+        TRL compares the samplers' logprobs with its own (truncated importance sampling) only for
+        vLLM: this says that there is one, and takes its place in the weight sync. Without it each
+        sample counts as if the present policy had made it.
+
+        Parameters
+        ----------
+        trainer : GRPOTrainer
+            Just made.
+        publish : callable, optional
+            Sends the weights to the workers, such as
+            ``WeightPublisher(bus, ModuleSource(trainer.model)).publish``. The main process calls it
+            before each generation with new weights, with their version, and then publishes that as
+            the policy version.
+
+        Raises
+        ------
+        ImportError
+            This version of TRL has other names; says which are missing.
+        """
+        names = ("use_vllm", "num_generations", "num_generations_eval", "accelerator",
+                 "vllm_importance_sampling_correction", "rollout_func")  # fmt: skip
+        missing = [name for name in names if not hasattr(trainer, name)]
+        if missing:
+            raise ImportError(
+                f"attach: expected TRL's GRPOTrainer, got {type(trainer).__name__} without "
+                f"{', '.join(missing)}: {versions()}"
+            )
+        self._publish = publish
+        main = trainer.accelerator.is_main_process
+        trainer.use_vllm = True
+        trainer.vllm_generation = SimpleNamespace(
+            sync_weights=self._next_version if main else lambda: None
+        )
+        trainer._last_loaded_step = -1
+
+    def close(self) -> None:
+        """Leave the bus."""
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            consumer.close()
+
+    # -- the main process's part ----------------------------------------------------------------
+
+    def _attached(self) -> shmbus.Consumer:
+        if self._consumer is None:
+            self._consumer = shmbus.Consumer(self.bus, **{"label": "TRL", **self._options})
+        return self._consumer
+
+    def _next_version(self) -> None:
+        consumer = self._attached()
+        version = consumer.policy_version + 1
+        if self._publish is not None:
+            self._publish(version)
+        consumer.policy_version = version
+
+    def _sample(
+        self, prompts: list[Any], size: int, trainer: Any, split: str
+    ) -> dict[str, list[Any]]:
+        if len(prompts) % size:
+            raise ValueError(
+                f"rollouts: expected a multiple of {size} prompts, since each is sampled so often, "
+                f"got {len(prompts)}; make the generation batch a multiple of num_generations"
+            )
+        expected = Expected(size, int(trainer.max_completion_length), None)
+        deadline = time.monotonic() + self._timeout_s
+        wanted: dict[tuple[str, int], int] = {}
+        found: dict[int, list[tuple[RowArrays, float | None]]] = {}
+        for slot in range(0, len(prompts), size):
+            if any(each != prompts[slot] for each in prompts[slot : slot + size]):
+                raise ValueError(
+                    f"rollouts: expected {size} equal prompts from slot {slot} on, got others; TRL "
+                    "gives them so, unless num_generations was changed after its constructor"
+                )
+            key = _key(prompts[slot]), next(self._epochs)
+            # A lane that is full is emptied by groups that are taken meanwhile.
+            while not self._offer(key, prompts[slot], size, trainer, split):
+                self._receive(wanted, found, expected, 0.1, deadline)
+            wanted[key] = slot
+        while wanted:
+            self._receive(wanted, found, expected, _TAKE_S, deadline)
+        answer: dict[str, list[Any]] = {key: [] for key in _KEYS}
+        for slot in sorted(found):
+            for arrays, score in found[slot]:
+                _lay_out(arrays, score, answer)
+        return answer
+
+    def _offer(
+        self, key: tuple[str, int], prompt: Any, size: int, trainer: Any, split: str
+    ) -> bool:
+        fields = {"prompt": _token_ids(prompt, trainer)} if self._tokenize else {}
+        try:
+            self._attached().request(
+                key[0], group_size=size, epoch=key[1], split=split, meta={"prompt": prompt},
+                timeout=0, **fields,
+            )  # fmt: skip
+        except shmbus.BusFullError:
+            return False
+        return True
+
+    def _receive(
+        self,
+        wanted: dict[tuple[str, int], int],
+        found: dict[int, list[tuple[RowArrays, float | None]]],
+        expected: Expected,
+        timeout_s: float,
+        deadline: float,
+    ) -> None:
+        consumer = self._attached()
+        if time.monotonic() > deadline:
+            requests = consumer.stats().requests
+            raise TimeoutError(
+                f"bus {self.bus!r}: {len(wanted)} groups did not come in {self._timeout_s:g} s, "
+                f"the first is {next(iter(wanted), None)!r}; requests: {requests.open} open, "
+                f"{requests.claimed} with workers; `shmbus status {self.bus}` shows the workers"
+            )
+        for group in consumer.take(64, timeout_s):
+            epoch = group.epoch
+            slot = None if epoch is None else wanted.get((group.instance_id, epoch))
+            if slot is None or epoch is None:
+                # Somebody else's prompt, or one of a trainer before: nobody waits for it.
+                consumer.drop(group)
+                continue
+            try:
+                check_size(group, expected)
+                rows = [read_row(t, expected) for t in group]
+                rewards, zeroed = rewards_of(group)
+                _check_for_grpo(group, rows, zeroed)
+            except ValueError:
+                consumer.drop(group)
+                raise
+            scores = [None if score != score else score for score in rewards.tolist()]
+            found[slot] = list(zip(rows, scores, strict=True))
+            del wanted[group.instance_id, epoch]
+            consumer.ack(group)
+
+
+def _check_for_grpo(group: shmbus.Group, rows: list[RowArrays], zeroed: list[bool]) -> None:
+    for t, row, zero in zip(group, rows, zeroed, strict=True):
+        where = f"group {t.instance_id!r}, sample {t.index}"
+        if not row.completion_mask.any():
+            raise ValueError(
+                f"{where}, field 'loss_mask': expected a sampled token, got none; GRPOTrainer "
+                "takes no empty completion: report such a sample by Producer.fail_for"
+            )
+        if zero:
+            raise ValueError(
+                f"{where}: set_advantage_to_zero: GRPOTrainer computes the advantages itself; give "
+                "the sample no score (scored(None)), or report it by Producer.fail_for"
+            )
+
+
+def _key(prompt: Any) -> str:
+    """Name a prompt by what it says, so that logs of two runs have the same names."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _token_ids(prompt: Any, trainer: Any) -> Any:
+    """Tokenize a prompt as TRL does: text as it is, messages by the chat template."""
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        ids = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+    return np.asarray(ids, np.int32).reshape(-1)
+
+
+def _lay_out(arrays: RowArrays, score: float | None, answer: dict[str, list[Any]]) -> None:
+    """Part a sequence: what comes before the first sampled token is the prompt."""
+    sampled = np.flatnonzero(arrays.completion_mask)
+    begin = int(sampled[0]) if len(sampled) else len(arrays.input_ids)
+    answer["prompt_ids"].append(arrays.input_ids[:begin].tolist())
+    answer["completion_ids"].append(arrays.input_ids[begin:].tolist())
+    answer["logprobs"].append(arrays.old_log_probs[begin:].tolist())
+    answer["env_mask"].append(arrays.completion_mask[begin:].tolist())
+    answer["bus_score"].append(score)

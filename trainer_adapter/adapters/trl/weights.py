@@ -1,0 +1,115 @@
+"""The weight transfer of TRL's AsyncGRPOTrainer, over `trainer_adapter.weights`.
+
+TRL hands the parameters over one by one, under the names of the checkpoint. Workers of this machine
+read them by `trainer_adapter.weights.WeightSubscriber`, whole versions only.
+
+Invariant: the number of a version of weights is the policy version that the bus has right after it,
+so a worker that samples with weights N puts samples of policy version N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import shmbus
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer_adapter.weights import LocalPiece, ParamMeta, Slice, WeightPublisher
+
+__all__ = ["ShmbusWeights"]
+
+
+class ShmbusWeights:
+    """TRL's WeightTransferProtocol: each weight sync publishes a version on a bus.
+
+    Pass it as ``weight_transfer=ShmbusWeights("run1")``, beside a `ShmbusRolloutWorker` of the same
+    bus, which publishes the version's number.
+
+    Parameters
+    ----------
+    bus : str
+    **publisher_options
+        Those of `trainer_adapter.weights.WeightPublisher`, such as `slots` or `carrier`.
+
+    Notes
+    -----
+    TRL's main process has each whole tensor, so the version has one writer. The first sync keeps
+    all tensors until it has seen their shapes; the others hold one at a time.
+    """
+
+    def __init__(self, bus: str, **publisher_options: Any) -> None:
+        self.bus: Final = bus
+        self._options: Final = publisher_options
+        self._stream: _Stream | None = None
+        self._publisher: WeightPublisher | None = None
+
+    def init_weight_transfer(self) -> None:
+        """Do nothing yet: the first sync makes the publisher, which needs names and shapes."""
+
+    def pause(self) -> None:
+        """Do nothing: workers go on with the version that they have leased."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publish a version.
+
+        Parameters
+        ----------
+        iterator : iterator of (str, Tensor)
+            All parameters, in the same order each time.
+
+        Raises
+        ------
+        WeightsError, WeightsTimeoutError
+            As for `trainer_adapter.weights.WeightPublisher`.
+        """
+        from trainer_adapter.weights import WeightPublisher
+
+        with shmbus.Bus.open(self.bus) as bus:
+            version = bus.policy_version + 1
+        if self._stream is None or self._publisher is None:
+            first = list(iterator)
+            self._stream = _Stream(first)
+            self._publisher = WeightPublisher(self.bus, self._stream, **self._options)
+        else:
+            self._stream.tensors = iterator
+        self._publisher.publish(version)
+
+    def resume(self) -> None:
+        """Do nothing: workers see the version when they next look."""
+
+    def destroy(self) -> None:
+        """Leave; workers that have leased a version keep it."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+
+
+class _Stream:
+    """What TRL streams, as a publisher asks for it."""
+
+    def __init__(self, first: list[tuple[str, torch.Tensor]]) -> None:
+        from trainer_adapter.weights import ParamMeta
+
+        self._params = [
+            ParamMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in first
+        ]
+        self.tensors: Iterator[tuple[str, torch.Tensor]] = iter(first)
+
+    def params(self) -> list[ParamMeta]:
+        return self._params
+
+    def aliases(self) -> Mapping[str, str]:
+        return {}
+
+    def slices(self) -> Mapping[str, Slice]:
+        return {}
+
+    def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
+        from trainer_adapter.weights import LocalPiece
+
+        for name, tensor in self.tensors:
+            yield LocalPiece(name, (0,) * tensor.dim(), tensor.detach())
