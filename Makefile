@@ -36,8 +36,9 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets must not install into one environment at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test test-peers test-engines test-web check docs bench bench-calls bench-contenders
-.PHONY: bench-report explore fuzz soak interrupts kills points versions leaks valgrind cross sanitize clean FORCE
+.PHONY: help demo test test-peers test-adapters test-engines test-web check docs bench bench-calls
+.PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points versions leaks valgrind
+.PHONY: cross sanitize clean FORCE
 
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
@@ -76,6 +77,16 @@ build/web/.made: constraints.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
 	    -e '.[web-test]' pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+test-adapters: build/peers/trl/.made ## Test the TRL adapter against TRL itself, in an environment of its own (ARGS="-m 'not slow'": a minute)
+	HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 OMP_NUM_THREADS=1 build/peers/trl/bin/pytest \
+	    -p no:cacheprovider -W ignore -o faulthandler_timeout=1000 $(ARGS) tests/peers/trl
+
+build/peers/trl/.made: tests/peers/trl/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e . \
+	    pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 check: $(VENV)/.dev check-c ## Check lint, formatting and types; compile C with warnings as errors; run the C tests

@@ -42,7 +42,7 @@ def main() -> None:
                 tokens=tokens[0],
                 loss_mask=[0] + [1] * (len(tokens[0]) - 1),
                 logprobs=logprobs[0],
-                meta={"split": request.split, "prompt": request.meta["prompt"]},
+                meta=request.meta,
             )
 
 

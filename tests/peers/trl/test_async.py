@@ -132,6 +132,7 @@ def test_stale_groups_are_left_out_by_the_bus_and_none_by_trl(
         assert min(number for line in lines for number in json.loads(line)[1]) == 40
 
 
+@pytest.mark.slow
 def test_what_trl_drops_as_stale_ends_and_blocks_nothing(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
         put_groups(bus_name, 0, 10)
@@ -146,6 +147,7 @@ def test_what_trl_drops_as_stale_ends_and_blocks_nothing(bus_name: str, tmp_path
         assert bus.stats().acknowledged % 4 == 0 and bus.stats().acknowledged > 40
 
 
+@pytest.mark.slow
 def test_without_the_callback_groups_are_acknowledged_two_versions_later(
     bus_name: str, tmp_path: Path
 ) -> None:
@@ -163,20 +165,25 @@ def test_without_the_callback_groups_are_acknowledged_two_versions_later(
         assert "pass callbacks=[worker.callback]" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_group_that_does_not_fit_ends_the_run_or_is_dropped(
     bus_name: str, tmp_path: Path
 ) -> None:
     with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
-        put_groups(bus_name, 0, 30)
+        put_groups(bus_name, 0, 5)
         done = run(bus_name, tmp_path / "a", 2, "version", num_generations=8)
         assert done.returncode == 1
         assert "group 'g0': expected 8 samples, which num_generations" in done.stderr
         with shmbus.Producer(bus_name) as producer:
             for index in range(4):
                 tokens = np.full(90, 3, np.int32)
-                producer.put("long", group_size=4, index=index, tokens=tokens,
-                             loss_mask=tokens, logprobs=np.zeros(90, np.float32))  # fmt: skip
-        put_groups(bus_name, 30, 30)
+                producer.put(
+                    "long", group_size=4, index=index, tokens=tokens, loss_mask=tokens,
+                    logprobs=np.zeros(90, np.float32),
+                )  # fmt: skip
+            # Of the same producer, so they come after it.
+            for number in range(20, 300):
+                put(producer, number)
         options = {"refused": "drop"}
         done = run(bus_name, tmp_path / "b", 10, "version", worker=options)
         assert done.returncode == 0, done.stderr[-3000:]

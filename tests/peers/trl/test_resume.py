@@ -128,6 +128,7 @@ def kill_plan(dice: random.Random) -> list[dict[str, object]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_every_group_is_trained_once_over_kills(
     number: int, seed: int, bus_name: str, tmp_path: Path
@@ -142,6 +143,7 @@ def test_every_group_is_trained_once_over_kills(
         check_once(bus_name, tmp_path)
 
 
+@pytest.mark.slow
 def test_groups_that_only_lack_their_acknowledgement_are_acknowledged_untrained(
     bus_name: str, tmp_path: Path
 ) -> None:

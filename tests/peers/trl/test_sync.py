@@ -86,6 +86,7 @@ def check_slots(prompts: list[str], answer: dict[str, list[Any]]) -> None:
         assert answer["bus_score"][slot] == pytest.approx(share)
 
 
+@pytest.mark.slow
 def test_the_reward_rises_and_the_samplers_policy_is_corrected_for(
     bus_name: str, tmp_path: Path
 ) -> None:
@@ -93,19 +94,20 @@ def test_the_reward_rises_and_the_samplers_policy_is_corrected_for(
         shmbus.Bus.create(bus_name, capacity="4MiB") as bus,
         workers(bus_name, tmp_path / "model"),
     ):
-        train(bus_name, tmp_path, 30, evaluate=True)
+        train(bus_name, tmp_path, 60, evaluate=True, per_device_train_batch_size=32)
         counts = bus.stats()
         assert counts.acknowledged == counts.committed and not sum(counts.dropped.values())
     for _rank, _training, prompts, answer in calls(tmp_path):
         check_slots(prompts, answer)
     [log] = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     rewards = [step["reward"] for step in log if "reward" in step]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1, rewards
     assert any("importance_sampling_ratio" in key for key in log[0]), sorted(log[0])
     assert any("eval_reward" in step for step in log)
     assert not calls(tmp_path)[-1][1], "the evaluation came last"
 
 
+@pytest.mark.slow
 def test_two_ranks_share_groups_that_straddle_them(bus_name: str, tmp_path: Path) -> None:
     with (
         shmbus.Bus.create(bus_name, capacity="4MiB") as bus,
@@ -122,6 +124,7 @@ def test_two_ranks_share_groups_that_straddle_them(bus_name: str, tmp_path: Path
         check_slots(its[2], its[3])
 
 
+@pytest.mark.slow
 def test_workers_that_are_killed_lose_no_group(seed: int, bus_name: str, tmp_path: Path) -> None:
     dice = random.Random(seed)
     model = tmp_path / "model"
@@ -132,10 +135,13 @@ def test_workers_that_are_killed_lose_no_group(seed: int, bus_name: str, tmp_pat
         command = [sys.executable, "-W", "ignore", str(HERE / "sync_trainer.py"), bus_name]
         trainer = subprocess.Popen([*command, str(tmp_path), "30"])
         kills = 0
+        at_kill = 0
         while trainer.poll() is None:
-            time.sleep(dice.uniform(0.5, 2.0))
-            if bus.stats().committed == 0:
+            time.sleep(dice.uniform(0.0, 0.5))
+            # A worker that has just been started needs a while: let somebody work between kills.
+            if bus.stats().committed < at_kill + 40:
                 continue
+            at_kill = bus.stats().committed
             place = dice.randrange(len(processes))
             processes[place].send_signal(signal.SIGKILL)
             processes[place].wait()
@@ -157,9 +163,7 @@ def test_a_call_that_nobody_answers_says_what_is_missing(bus_name: str) -> None:
     )  # fmt: skip
     with shmbus.Bus.create(bus_name, capacity="1MiB"):
         rollouts = ShmbusRollouts(bus_name, timeout=0.2, tokenize=False)
-        with pytest.raises(
-            TimeoutError, match="1 groups did not come in"
-        ):
+        with pytest.raises(TimeoutError, match="1 groups did not come in"):
             rollouts(["a", "a"], trainer)
         with pytest.raises(ValueError, match="a multiple of 2 prompts"):
             rollouts(["a", "a", "b"], trainer)

@@ -45,8 +45,9 @@ class ShmbusRollouts:
 
     Pass it as ``rollout_func=rollouts`` and ``reward_funcs=rollouts.reward``, and call
     `attach` once the trainer is made. Workers take the prompts by `shmbus.Producer.next_request`
-    and answer by `put_for`. A request's ``meta["prompt"]`` is TRL's prompt as it is in the data
-    set, its ``prompt`` field the prompt's token ids, its split "train" or "eval".
+    and answer by `put_for`. A request's ``prompt`` field has the prompt's token ids, its
+    ``meta["prompt"]`` TRL's prompt as it is in the data set, its ``meta["split"]`` is "eval" for an
+    evaluation, else "train".
 
     Parameters
     ----------
@@ -256,7 +257,7 @@ class ShmbusRollouts:
         fields = {"prompt": _token_ids(prompt, trainer)} if self._tokenize else {}
         try:
             self._attached().request(
-                key[0], group_size=size, epoch=key[1], split=split, meta={"prompt": prompt},
+                key[0], group_size=size, epoch=key[1], meta={"prompt": prompt, "split": split},
                 timeout=0, **fields,
             )  # fmt: skip
         except shmbus.BusFullError:
