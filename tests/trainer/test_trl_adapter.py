@@ -161,8 +161,9 @@ def test_the_default_advantage_is_trls_own(seed: int) -> None:
     for _ in range(ROUNDS):
         rewards = dice.normal(size=8)
         rewards[dice.random(8) < 0.2] = np.nan
-        found = advantages_of(rewards, [False] * 8, "grpo")
+        found, std = advantages_of(rewards, [False] * 8, "grpo")
         known = rewards[~np.isnan(rewards)]
+        assert std == known.std()
         for reward, advantage in zip(rewards, found, strict=True):
             if math.isnan(reward):
                 assert advantage == 0
@@ -172,9 +173,9 @@ def test_the_default_advantage_is_trls_own(seed: int) -> None:
 
 def test_other_advantages_are_ours_and_those_of_a_batch_are_refused() -> None:
     rewards = np.array([0.0, 1.0, 1.0, np.nan])
-    centred = advantages_of(rewards, [False] * 4, "dr_grpo")
+    centred, _std = advantages_of(rewards, [False] * 4, "dr_grpo")
     assert centred == pytest.approx([-2 / 3, 1 / 3, 1 / 3, 0])
-    assert advantages_of(rewards, [True, False, False, False], "dr_grpo")[0] == 0
+    assert advantages_of(rewards, [True, False, False, False], "dr_grpo")[0][0] == 0
     with pytest.raises(ValueError, match="compares within a group, got 'batch'"):
         advantages_of(rewards, [False] * 4, "batch")  # type: ignore[arg-type]
 

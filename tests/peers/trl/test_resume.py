@@ -91,7 +91,8 @@ def left_on_bus(bus: str) -> dict[int, tuple[int, int]]:
     """What a next trainer would get, complete groups or not: numbers and identities."""
     left = {}
     with shmbus.Consumer(bus, group_timeout=0.1, on_timeout="partial") as consumer:
-        while groups := consumer.take(64, 0.5):
+        while consumer.stats().undelivered:
+            groups = consumer.take(64, 0.5)
             for group in groups:
                 left |= {number_of(t): (t.producer_id, t.sequence) for t in group}
             consumer.ack(groups)

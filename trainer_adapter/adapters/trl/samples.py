@@ -155,7 +155,7 @@ def rewards_of(group: shmbus.Group) -> tuple[NDArray[np.float64], list[bool]]:
 
 def advantages_of(
     rewards: NDArray[np.float64], zeroed: list[bool], kind: Advantages
-) -> NDArray[np.float64]:
+) -> tuple[NDArray[np.float64], float]:
     """Compare the samples of one group.
 
     Parameters
@@ -170,7 +170,8 @@ def advantages_of(
 
     Returns
     -------
-    float64 [n]
+    float64 [n], float
+        The advantages, and the rewards' deviation; NaN where none can be scored.
 
     Raises
     ------
@@ -180,9 +181,13 @@ def advantages_of(
     advantages = np.zeros(len(rewards))
     known = ~np.isnan(rewards)
     values = rewards[known]
+    std = float("nan")
     if len(values):
+        # What numpy's mean and std do, to the bit, at a fifth of their time for a few values.
+        centred = values - np.add.reduce(values) / len(values)
+        std = math.sqrt(np.add.reduce(centred * centred) / len(values))
         if kind == "grpo":
-            advantages[known] = (values - values.mean()) / (values.std() + TRL_EPS)
+            advantages[known] = centred / (std + TRL_EPS)
         elif kind in _OF_A_BATCH:
             raise ValueError(
                 f"advantages: expected a kind that compares within a group, got {kind!r}, which "
@@ -194,7 +199,7 @@ def advantages_of(
             advantages[known] = group_advantages(values, kind)
     if any(zeroed):
         advantages[np.array(zeroed)] = 0.0
-    return advantages
+    return advantages, std
 
 
 def read_row(t: shmbus.Trajectory, expected: Expected) -> RowArrays:
@@ -230,7 +235,8 @@ def read_row(t: shmbus.Trajectory, expected: Expected) -> RowArrays:
     ids = np.array(fields["tokens"], np.int64)
     mask = (fields["loss_mask"] != 0).astype(np.int64)
     logprobs = np.array(fields["logprobs"], np.float32)
-    if not np.isfinite(logprobs).all():
+    # One pass finds that all is well; the exact look is for the rest.
+    if not math.isfinite(np.dot(logprobs, logprobs)) and not np.isfinite(logprobs).all():
         raise _bad(t, "logprobs", "finite numbers", "others", _FILL["logprobs"])
     if expected.row_tokens is not None and len(ids) > expected.row_tokens:
         raise _bad(

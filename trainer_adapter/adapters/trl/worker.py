@@ -286,9 +286,7 @@ class ShmbusRolloutWorker:
         check_size(group, self._expected)
         arrays = [read_row(t, self._expected) for t in group]
         rewards, zeroed = rewards_of(group)
-        advantages = advantages_of(rewards, zeroed, self._advantages)
-        scorable = rewards[rewards == rewards]
-        std = float(scorable.std()) if len(scorable) else float("nan")
+        advantages, std = advantages_of(rewards, zeroed, self._advantages)
         number = self._group_numbers
         self._group_numbers += 1
         opened = OpenGroup(group)
