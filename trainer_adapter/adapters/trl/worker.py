@@ -320,8 +320,8 @@ class ShmbusRolloutWorker:
         self._open[id(opened)] = opened
         if not made:
             # The checkpoint's weights have it: it was only its acknowledgement that was lost.
-            self._to_acknowledge.append(opened)
-            self._acknowledge_ended()
+            # It alone: what was trained since then waits for the next save.
+            self._acknowledge_groups([opened])
         return made
 
     def _hand_out(self, sample: Any) -> None:
