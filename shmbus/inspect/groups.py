@@ -51,7 +51,9 @@ class Groups(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-def read_groups(name: str, count: int = 40, *, walk_records: int = WALK_RECORDS) -> Groups:
+def read_groups(
+    name: str, count: int = 40, *, walk_records: int = WALK_RECORDS, ask: bool = True
+) -> Groups:
     """Read the oldest incomplete groups of a bus.
 
     Parameters
@@ -62,6 +64,8 @@ def read_groups(name: str, count: int = 40, *, walk_records: int = WALK_RECORDS)
         How many groups at most, up to `limits.MAX_GROUPS_SHOWN`.
     walk_records : int
         Undelivered trajectories up to which the records are walked, where no daemon says it.
+    ask : bool
+        False where a daemon has just been asked in vain: it would take another second.
 
     Returns
     -------
@@ -76,7 +80,7 @@ def read_groups(name: str, count: int = 40, *, walk_records: int = WALK_RECORDS)
     with SegmentFile(check_name(name)) as file:
         file.require()
         wanted = read_wanted(file)
-        reply = ask_groups(name, count)
+        reply = ask_groups(name, count) if ask else None
         if reply is not None and not isinstance(reply, str):
             groups = [_escaped(group) for group in reply.groups]
             return Groups(

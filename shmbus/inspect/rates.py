@@ -72,6 +72,10 @@ class Watcher:
         Trajectories a second, by producer number.
     groups : Groups
         The oldest incomplete groups, of the last poll that read them.
+    groups_age_s : float
+        Seconds since they were read.
+    sorted : tuple[int | None, int | None]
+        Incomplete and complete groups, of the last poll that walked; None before one.
     history : deque[float]
         Committed trajectories a second, the newest last.
     idle_s : dict[int, float]
@@ -92,6 +96,9 @@ class Watcher:
     def _forget(self, created: int) -> None:
         self.created_unix_ns = created
         self.groups = Groups(source="none", groups=[])
+        self.groups_age_s = 0.0
+        self._groups_at_s = 0.0
+        self.sorted: tuple[int | None, int | None] = (None, None)
         self.idle_s: dict[int, float] = {}
         self.still_s = 0.0
         self._active_s: dict[int, tuple[int, float]] = {}
@@ -125,20 +132,24 @@ class Watcher:
             now = time.monotonic()
             self._sample(file)
         self._note_activity(status, now)
-        self._read_groups(walks=walks)
-        if walks:
-            self._next_walk_s = now + (time.monotonic() - began_s) * (1 / self._share - 1)
         joined = join(status, ask_status(self.name))
+        self._read_groups(walks=walks, ask=joined.daemon is not None and joined.daemon.answers)
+        if walks:
+            self.sorted = status.groups_incomplete, status.groups_complete
+            self._next_walk_s = now + (time.monotonic() - began_s) * (1 / self._share - 1)
         verdict = judge(joined, self.groups.groups, still_s=self.still_s)
         self.status = msgspec.structs.replace(joined, verdict=verdict)
         self._compare(status, now)
         self._before, self._at_s = status, now
 
-    def _read_groups(self, *, walks: bool) -> None:
+    def _read_groups(self, *, walks: bool, ask: bool) -> None:
         count = self._groups or limits.STATUS_GROUPS
-        found = read_groups(self.name, count, walk_records=_WALK_RECORDS if walks else 0)
+        records = _WALK_RECORDS if walks else 0
+        found = read_groups(self.name, count, walk_records=records, ask=ask)
         if found.source != "none" or walks or not self.groups.groups:
             self.groups = found
+            self._groups_at_s = time.monotonic()
+        self.groups_age_s = time.monotonic() - self._groups_at_s
 
     def _note_activity(self, status: BusStatus, now_s: float) -> None:
         """Note since when each producer, and the bus as a whole, has done nothing."""

@@ -81,7 +81,7 @@ def read_status(name: str, *, walk: bool = True) -> BusStatus:
         status = join(status_of(file, walk=walk), ask_status(name))
     if not walk:
         return status
-    groups = read_groups(name)
+    groups = read_groups(name, ask=status.daemon is not None and status.daemon.answers)
     return msgspec.structs.replace(status, verdict=judge(status, groups.groups))
 
 

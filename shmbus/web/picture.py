@@ -86,10 +86,10 @@ def picture(watcher: Watcher, now_s: float) -> Picture:
             "verdict": msgspec.to_builtins(status.verdict),
             "ledger": msgspec.to_builtins(status.ledger),
             "rates": msgspec.to_builtins(watcher.rates),
-            "groups": _counts(status),
+            "groups": _counts(watcher),
             "given_up": status.groups_given_up,
             "asked": len(status.wanted),
-            "wall": _wall(watcher.groups, blamed, now_s),
+            "wall": _wall(watcher.groups, blamed, now_s - watcher.groups_age_s),
             "producers": _producers(watcher, waits, now_s),
             "collector": _collector(status, now_s),
             "holders": _holders(status, now_s),
@@ -129,26 +129,30 @@ def _state(status: BusStatus) -> str:
     return "live"
 
 
-def _counts(status: BusStatus) -> Picture:
-    """Count groups by state: as the daemon says, or as the records show it."""
+def _counts(watcher: Watcher) -> Picture:
+    """Count groups by state: as the daemon says, or as the records showed it when last walked."""
+    status = watcher.status
     daemon = status.daemon
     if daemon is not None and daemon.answers:
         return {
             "open": daemon.groups_open, "ready": daemon.groups_ready, "leased": daemon.groups_leased
         }  # fmt: skip
     leased = status.collector.leased_groups
-    complete = status.groups_complete
+    incomplete, complete = watcher.sorted
     return {
-        "open": status.groups_incomplete,
+        "open": incomplete,
         "ready": None if complete is None else max(0, complete - leased),
         "leased": leased,
     }
 
 
 def _wall(found: Groups, blamed: list[int | None], now_s: float) -> Picture:
+    """Show incomplete groups, as they were at `now_s`."""
     groups = found.groups[: settings.GROUPS]
     return {
         "source": found.source,
+        # From the records they are read now and then.
+        "read": round(now_s) if found.source == "records" else None,
         "problem": found.problem or None,
         "omitted": found.omitted + len(found.groups) - len(groups),
         "order": [_key(group) for group in groups],

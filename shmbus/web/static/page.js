@@ -93,6 +93,7 @@ function Wall({ wall, names, now, open, onOpen, given }) {
     <div class="head"><h2>Groups filling up <small>${shared ? `${shared}…, ` : ""}oldest first${wall.omitted ? `, ${count(wall.omitted)} more` : ""}</small></h2>
     <div class="legend" aria-hidden="true">${low < high ? html`<span>reward ${low.toPrecision(2) * 1}<i class="ramp"></i>${high.toPrecision(2) * 1}</span>` : html`<span><i class="cell t" style=${{ "--v": "100%" }}></i>there</span>`}
       <span><i class="cell m"></i>missing</span><span><i class="cell a">↻</i>asked again</span><span><i class="cell f">×</i>failed</span></div></div>
+    ${now - wall.read > 3 ? html`<p class="dim">As it was ${time(now - wall.read)} ago: without a daemon, many records are walked only now and then.</p>` : ""}
     ${wall.problem ? html`<p class="dim">${wall.problem}</p>` : ""}
     ${rows.length === 0 && !wall.problem ? html`<p class="dim">No group is incomplete.</p>` : ""}
     ${gone ? html`<p class="history" role="status">${open.split("\n")[0]} is no longer incomplete: it was completed, given up or dropped.</p>` : ""}
