@@ -34,6 +34,7 @@ MODULES = [
     "shmbus",
     "trainer_adapter",
     "trainer_adapter.attention",
+    "trainer_adapter.adapters.trl",
     "trainer_adapter.advantages",
     "trainer_adapter.losses",
     "trainer_adapter.compat",
