@@ -96,7 +96,8 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
 
     def init_transfer_engine(self, init_info: ShmbusInitInfo) -> None:
         """Attach to the weights and check the newest version's manifest; touch nothing."""
-        if self._attached == init_info and self._subscriber is not None:
+        known = self._subscriber
+        if known is not None and self._attached == init_info and not known.removed:
             return
         self.shutdown()
         parallel = self.parallel_config

@@ -185,6 +185,15 @@ class WeightSubscriber:
         self._require_open()
         return self._verified(self._reader.at(version))
 
+    @property
+    def removed(self) -> bool:
+        """Whether the weights that it reads were removed, so that nothing newer comes there.
+
+        What is leased stays readable. A trainer that was started again may have made new ones: make
+        a new subscriber, whose row is there.
+        """
+        return self._reader.removed()
+
     def _require_open(self) -> None:
         if self._closed:
             raise BusClosedError(f"the subscriber of bus {self.bus!r} is closed; make a new one")

@@ -109,5 +109,8 @@ class ReaderCarrier(Protocol):
     def at(self, version: int) -> CarriedVersion:
         """Return a version that is still there, newest or not."""
 
+    def removed(self) -> bool:
+        """Whether what it reads has lost its name, so that nothing newer comes there."""
+
     def close(self) -> None:
         """Leave."""

@@ -303,6 +303,10 @@ class CheckpointReader:
             )
         return CheckpointVersion(there[version, sequence], sequence)
 
+    def removed(self) -> bool:
+        """Return False: a directory is looked at anew each time."""
+        return False
+
     def _newest(self) -> tuple[int, Path | None]:
         with contextlib.suppress(FileNotFoundError, OSError):
             name = os.readlink(self._directory / _LINK)

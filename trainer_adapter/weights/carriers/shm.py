@@ -303,6 +303,10 @@ class ShmReader:
             lease = reader.at(version)
         return self._checked(lease, reader)
 
+    def removed(self) -> bool:
+        """Whether the pool that it reads has lost its name."""
+        return self._reader is not None and self._reader.is_removed()
+
     def _checked(self, lease: VersionLease, reader: PoolReader) -> ShmVersion:
         try:
             return ShmVersion(lease, reader)
