@@ -67,6 +67,8 @@ class RecordHead(msgspec.Struct, frozen=True, array_like=True):
         CLOCK_MONOTONIC of its machine when it was committed.
     check : int
         Checksum of all that its header and tables say, in any ring.
+    need : int
+        How many samples complete its group.
     reason : str or None
         Of a report that the sample failed: why.
     """
@@ -82,6 +84,7 @@ class RecordHead(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     committed_ns: int
     check: int
+    need: int
     reason: str | None = None
 
     @property
@@ -426,6 +429,7 @@ def _head(t: _core.Trajectory, check: int) -> RecordHead:
         t.nbytes,
         t.committed_ns,
         check,
+        t.need,
         _reason(t) if t.failed else None,
     )
 

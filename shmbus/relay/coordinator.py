@@ -63,6 +63,11 @@ class OriginHead:
         return self.head.group_size
 
     @property
+    def need(self) -> int:
+        """How many samples complete its group."""
+        return self.head.need
+
+    @property
     def index(self) -> int:
         """Its place in its group."""
         return self.head.index

@@ -197,6 +197,10 @@ const uint8_t *block_next(struct block_cursor *cursor, struct record_copy *copy,
         (void)fail(report, BLOCK_TWO_FIELDS, cursor->next, 0, 0);
         return NULL;
     }
+    if (head->split != SHMBUS_SPLIT_TRAIN) {
+        (void)fail(report, BLOCK_OTHER_SPLIT, cursor->next, SHMBUS_SPLIT_TRAIN, head->split);
+        return NULL;
+    }
     cursor->at += head->record_bytes;
     cursor->next++;
     return image;

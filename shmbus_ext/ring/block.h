@@ -83,6 +83,7 @@ enum block_fault {
     BLOCK_BAD_RECORD,  /* a record whose numbers contradict each other */
     BLOCK_BAD_PAYLOAD, /* the producer's checksum of a payload is wrong */
     BLOCK_TWO_FIELDS,  /* of one name */
+    BLOCK_OTHER_SPLIT, /* got: a number that only its own bus has a label for */
 };
 
 struct block_report {

@@ -19,7 +19,7 @@ SEED = int(os.environ.get("SHMBUS_TEST_SEED", random.randrange(1 << 32)))
 def head(
     group: str, size: int, index: int, sequence: int, *, score: float = 0.0, nbytes: int = 64
 ) -> RecordHead:
-    return RecordHead(1, sequence, group, None, size, index, score, 0, nbytes, 0, 7)
+    return RecordHead(1, sequence, group, None, size, index, score, 0, nbytes, 0, 7, size)
 
 
 def coordinator(

@@ -32,7 +32,7 @@ MOST_STATES = 3_000_000
 
 
 def head(group: str, size: int, index: int, sequence: int) -> RecordHead:
-    return RecordHead(1, sequence, group, None, size, index, float(index), 0, 64, 0, 7)
+    return RecordHead(1, sequence, group, None, size, index, float(index), 0, 64, 0, 7, size)
 
 
 class System:

@@ -32,6 +32,8 @@ static const char *const faults[] = {
     [BLOCK_BAD_LENGTH] = "a length is %llu where %llu is what there may be",
     [BLOCK_BAD_RECORD] = "its numbers contradict each other",
     [BLOCK_BAD_PAYLOAD] = "its payload does not have its producer's checksum",
+    [BLOCK_OTHER_SPLIT] = "it is of split number %llu of its own bus; a block carries split %llu, "
+                          "what is trained on",
     [BLOCK_TWO_FIELDS] = "two of its fields have one name",
 };
 

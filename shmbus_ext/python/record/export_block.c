@@ -31,6 +31,15 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
         if (t == NULL) {
             return false;
         }
+        struct record_header head;
+        memcpy(&head, py_trajectory_bytes(t), sizeof head);
+        if (head.split != SHMBUS_SPLIT_TRAIN) {
+            PyErr_Format(PyExc_ValueError,
+                         "trajectory %R[%S] is of split number %u of bus '%U'; a block carries what "
+                         "is trained on: leave it on its own bus, or release it",
+                         t->instance_id, t->index, head.split, t->holder->segment->name);
+            return false;
+        }
         if (maker->room - maker->used < t->ref.bytes) {
             PyErr_Format(PyExc_ValueError,
                          "block: %zd records need more than the %llu bytes that there are; export "
