@@ -450,3 +450,33 @@ def test_readers_rows_say_what_each_runs(
     assert (row.label, row.applied_version, row.holds) == ("vllm-0", 5, [])
     child.kill()
     wait_until(lambda: read_pool(bus_name, "weights").readers[0].state == "dead")
+
+
+def test_an_older_version_is_there_while_somebody_leases_it(
+    publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    model = Odd(seed=1)
+    publisher = publishers(model)
+    publisher.publish(version=1)
+    with subscriber.latest(timeout=5.0) as old:
+        publisher.publish(version=2)
+        assert subscriber.wait(newer_than=1, timeout=5.0) == 2
+        with subscriber.at(1) as again, subscriber.at(2) as newest:
+            assert (again.version, newest.version) == (1, 2)
+            assert again.sequence == old.sequence
+    publisher.publish(version=3)
+    with pytest.raises(WeightsTimeoutError, match="no slot has version 1; there are: "):
+        subscriber.at(1)
+
+
+def test_a_subscriber_knows_that_its_weights_were_removed(
+    bus_name: str, publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    publisher = publishers(Odd(seed=1))
+    publisher.publish(version=1)
+    leased = subscriber.latest(timeout=5.0)
+    assert not subscriber.removed
+    publisher.close()
+    assert subscriber.removed
+    assert list(leased) == list(leased.manifest.names())
+    leased.close()
