@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from shmbus_ext._blocks import *  # noqa: F403
+from shmbus_ext._channel import *  # noqa: F403
 from shmbus_ext._pool import *  # noqa: F403
 from shmbus_ext._public import ConsumerBase as ConsumerBase
 from shmbus_ext._public import GroupBase as GroupBase

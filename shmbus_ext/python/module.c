@@ -9,6 +9,9 @@
 #include "python/batch/gather_plan.h"
 #include "python/batch/meta_search.h"
 #include "python/batch/pack.h"
+#include "python/channel/channel_memory.h"
+#include "python/channel/channel_messages.h"
+#include "python/channel/channel_object.h"
 #include "python/group/client_lease.h"
 #include "python/group/delivery.h"
 #include "python/group/group_object.h"
@@ -86,6 +89,7 @@ static bool add_types(PyObject *module) {
         {"Intake", &IntakeType},           {"ConsumerBase", &ConsumerBaseType},
         {"SlotPool", &PoolType},           {"PoolLease", &PoolLeaseType},
         {"PoolWrite", &PoolWriteType},
+        {"Channel", &ChannelType},         {"ChannelMemory", &ChannelMemoryType},
         {"DeclaredSchema", &DeclaredSchemaType},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
@@ -164,6 +168,7 @@ static bool add_functions(PyObject *module) {
         py_request_layout_add_functions,
         py_declared_add_functions,     py_plan_fields_add_constants,
         py_export_add_functions,       py_import_add_functions,
+        py_channel_add_constants,      py_channel_messages_add_functions,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {
@@ -192,8 +197,8 @@ static int execute(PyObject *module) {
         return -1;
     }
     import_array1(-1);
-    if (!prepared && (!py_segment_init_fork() || !py_pool_init_fork() || !py_arguments_init() ||
-                      !py_plan_fields_init() || !py_take_add_words())) {
+    if (!prepared && (!py_segment_init_fork() || !py_pool_init_fork() || !py_channel_init_fork() ||
+                      !py_arguments_init() || !py_plan_fields_init() || !py_take_add_words())) {
         return -1;
     }
     prepared = true;

@@ -86,7 +86,7 @@ def test_what_other_files_call_begins_with_py() -> None:
 def test_no_helper_of_the_binding_has_a_name_of_the_core() -> None:
     core = {
         name
-        for folder in ("ring", "stash", "batch", "pool")
+        for folder in ("ring", "stash", "batch", "pool", "channel")
         for path in (CORE / folder).glob("*.[ch]")
         for name, is_static in definitions(path)
         if not is_static
@@ -135,6 +135,6 @@ def test_no_two_families_of_objects_need_each_other() -> None:
             graph.setdefault(family, set()).update(
                 known.split("/")[1] for known in known_by(paths) if known.count("/") == 2
             )
-    families = {"segment", "record", "put", "requests", "group", "read", "batch", "pool"}
+    families = {"segment", "record", "put", "requests", "group", "read", "batch", "pool", "channel"}
     assert families == graph.keys()
     report(circles(graph))

@@ -41,7 +41,9 @@ MODULES = [
     "trainer_adapter.microbatch",
     "trainer_adapter.balance",
     "trainer_adapter.weights",
+    "trainer_adapter.channel",
     "shmbus.pool",
+    "shmbus.channel",
     *(f"shmbus.batch.{module.name}" for module in pkgutil.iter_modules(shmbus.batch.__path__)),
 ]
 

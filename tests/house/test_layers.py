@@ -50,6 +50,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus._install",),
     # Slots beside a bus, for what is larger than a record.
     ("shmbus.pool",),
+    # Steps from one process to another.
+    ("shmbus.channel",),
     # Asking a daemon; looking at a bus from outside; noticing that it stands still.
     ("shmbus.control",),
     ("shmbus.inspect",),
@@ -85,7 +87,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("trainer_adapter.batches", "trainer_adapter.balance", "trainer_adapter.weights"),
     ("trainer_adapter.engines",),
-    ("trainer_adapter.adapters", "trainer_adapter.gpu", "trainer_adapter.microbatch"),
+    (
+        "trainer_adapter.adapters",
+        "trainer_adapter.channel",
+        "trainer_adapter.gpu",
+        "trainer_adapter.microbatch",
+    ),
     ("trainer_adapter.handler",),
     ("trainer_adapter.demo",),
     ("trainer_adapter",),
@@ -93,7 +100,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What a trainer may use of shmbus: its public names, these rooms, and how files are called.
-OPEN_TO_TRAINERS = ("shmbus.batch.", "shmbus.peers.", "shmbus.pool.", "shmbus.segment.names.")
+OPEN_TO_TRAINERS = (
+    "shmbus.batch.",
+    "shmbus.channel.",
+    "shmbus.peers.",
+    "shmbus.pool.",
+    "shmbus.segment.names.",
+)
 # The gateway and what it shares with trainers: the same, and how a daemon's log is written.
 OPEN_TO_THE_GATEWAY = (*OPEN_TO_TRAINERS, "shmbus.daemon.logs", "shmbus.gateway.")
 

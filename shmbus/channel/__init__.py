@@ -1,0 +1,47 @@
+"""A channel: steps of bytes from one process to one other, in order and acknowledged.
+
+It is a companion segment, as a slot pool is, with a protocol of its own (``shmbus_ext/channel``,
+with its LAYOUT.md): here are files, deadlines and words. ``trainer_adapter.channel`` sends tensors.
+
+Invariants:
+
+- Each step is delivered until it is acknowledged, and never afterwards; none is left out.
+- Neither side waits without a deadline, nor after the other one has died, ended, or refused.
+"""
+
+from __future__ import annotations
+
+from shmbus.channel.endpoint import Endpoint
+from shmbus.channel.errors import (
+    ChannelBusyError,
+    ChannelClosedError,
+    ChannelDamagedError,
+    ChannelError,
+    ChannelTimeoutError,
+    PeerGoneError,
+    StepFailedError,
+    StepOrderError,
+    StepSkippedError,
+)
+from shmbus.channel.lifecycle import unlink_channel
+from shmbus.channel.receiver import ChannelReceiver, Message
+from shmbus.channel.sender import DEFAULT_MAX_BYTES, DEFAULT_TIMEOUT_S, ChannelSender
+
+__all__ = [
+    "DEFAULT_MAX_BYTES",
+    "DEFAULT_TIMEOUT_S",
+    "ChannelBusyError",
+    "ChannelClosedError",
+    "ChannelDamagedError",
+    "ChannelError",
+    "ChannelReceiver",
+    "ChannelSender",
+    "ChannelTimeoutError",
+    "Endpoint",
+    "Message",
+    "PeerGoneError",
+    "StepFailedError",
+    "StepOrderError",
+    "StepSkippedError",
+    "unlink_channel",
+]

@@ -1,0 +1,275 @@
+"""What both sides of a channel have in common: waiting for the other one, and leaving.
+
+Invariants:
+
+- Every wait has a deadline, and ends at once with the other side's death, end or statement.
+- A death is known by the lock alone. It is reported once; a call after that waits for a successor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import ClassVar, Final, TypeVar
+
+from typing_extensions import Self
+
+from shmbus import errors
+from shmbus._format import printable, show_wait
+from shmbus.channel.errors import (
+    ChannelClosedError,
+    ChannelDamagedError,
+    ChannelTimeoutError,
+    PeerGoneError,
+)
+from shmbus.channel.lifecycle import channel_path, leads_to
+from shmbus_ext import _core
+
+__all__ = ["SIDES", "Endpoint", "fit_text"]
+
+#: Seconds that one sleep lasts at most: deaths ring no bell.
+SLICE_S: Final = 0.05
+
+#: The two sides, by their number in the segment.
+SIDES: Final = ("sender", "receiver")
+
+_T = TypeVar("_T")
+
+
+def _nothing() -> None:
+    """Check nothing."""
+
+
+class Endpoint:
+    """One side of a channel.
+
+    Parameters
+    ----------
+    name : str
+        Of the channel.
+    handle : Channel
+        Open, without a side.
+    timeout : float
+        Seconds that a wait lasts where nothing else is said.
+    """
+
+    SIDE: ClassVar[int]
+    OTHER: ClassVar[int]
+
+    def __init__(self, name: str, handle: _core.Channel, timeout: float) -> None:
+        self.name: Final = name
+        self.timeout = timeout
+        #: Called before each wait and after each wake-up; what it raises ends the wait.
+        self.on_wake: Callable[[], None] = _nothing
+        self._handle = handle
+        self._path = channel_path(name)
+        self._identity = os.fstat(handle.fd)
+        self._lock = threading.RLock()
+        life, _, claims, _, _ = handle.look(self.OTHER)
+        # Who was gone before this side came is awaited, not mourned.
+        self._mourned = claims if life in (_core.CHANNEL_DEAD, _core.CHANNEL_LEFT) else 0
+
+    @property
+    def slots(self) -> int:
+        """Return how many steps may be on their way."""
+        return self._handle.slots
+
+    @property
+    def max_bytes(self) -> int:
+        """Return how many bytes a step may have."""
+        return self._handle.max_bytes
+
+    @property
+    def acked_step(self) -> int:
+        """Return the last acknowledged step; one less than the first before that."""
+        _, acked, base, _ = self._counts()
+        return base + acked - 1
+
+    @property
+    def sent_step(self) -> int:
+        """Return the last step that was sent."""
+        sent, _, base, _ = self._counts()
+        return base + sent - 1
+
+    @property
+    def growths(self) -> int:
+        """Return how often a slot got more memory."""
+        return self._counts()[3]
+
+    def state(self, data: bytes) -> None:
+        """Tell the other side something that outlives this process.
+
+        Parameters
+        ----------
+        data : bytes
+            At most 64 KiB; it replaces what this side has stated before.
+        """
+        self._handle.state(data)
+
+    def statement(self, side: str) -> tuple[int, bytes]:
+        """Return what a side has stated.
+
+        Parameters
+        ----------
+        side : "sender" | "receiver"
+            Which.
+
+        Returns
+        -------
+        int, bytes
+            Its version and itself; 0 and nothing where there is none.
+
+        Raises
+        ------
+        ChannelDamagedError
+            It does not match its checksum.
+        """
+        found = self._handle.statement(SIDES.index(side))
+        if isinstance(found, tuple):
+            return found
+        if found == _core.CHANNEL_NOTHING:
+            return 0, b""
+        raise self._damaged()
+
+    def stated(self, side: str) -> int:
+        """Return the version of a side's statement: cheap, and another one after each change.
+
+        Parameters
+        ----------
+        side : "sender" | "receiver"
+            Which.
+
+        Returns
+        -------
+        int
+        """
+        return self._handle.stated(SIDES.index(side))
+
+    def close(self, reason: str = "") -> None:
+        """Leave the channel by one's own will; the last one to do so removes an empty channel.
+
+        Parameters
+        ----------
+        reason : str
+            For the other side.
+        """
+        if self._handle.closed:
+            return
+        with contextlib.suppress(errors.BusClosedError):  # of before a fork
+            self._handle.leave(fit_text(reason, _core.CHANNEL_REASON_BYTES))
+            life = self._handle.look(self.OTHER)[0]
+            sent, acked, _, _ = self._counts()
+            # Both leave before they look, so at least one sees the other gone.
+            over = life in (_core.CHANNEL_LEFT, _core.CHANNEL_ABSENT) and sent == acked
+            if over and leads_to(self._path, self._identity):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path)
+        self._handle.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        found = _core.channel_counts(self._handle)
+        if isinstance(found, tuple):
+            return found
+        raise self._damaged()
+
+    def _damaged(self) -> ChannelDamagedError:
+        return ChannelDamagedError(
+            f"channel {self.name!r}: what its segment says of a message is not true; it is not "
+            "usable any more: look for a process that writes where it should not, remove it with "
+            f"shmbus.channel.unlink_channel({self.name!r}), and resume both sides from a checkpoint"
+        )
+
+    def _wait(self, ready: Callable[[], _T | None], timeout: float | None, what: str) -> _T:
+        """Call `ready` until it has something; `what` says for a message what that would be."""
+        self.on_wake()
+        got = ready()
+        if got is not None:
+            return got
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        while True:
+            ticket = self._handle.announce(self.OTHER)
+            self.on_wake()
+            got = ready()
+            if got is not None:
+                return got
+            end = self._end_of_other()
+            if end is not None:
+                # It may have done its last deed between the two looks.
+                self.on_wake()
+                got = ready()
+                if got is not None:
+                    return got
+                raise end
+            if not leads_to(self._path, self._identity):
+                raise errors.BusRemovedError(
+                    f"channel {self.name!r} was removed while this process waited for {what}; "
+                    "create it again, and resume both sides"
+                )
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ChannelTimeoutError(self._stall(limit, what))
+            self._handle.wait(self.OTHER, ticket, min(left, SLICE_S))
+
+    def _end_of_other(self) -> Exception | None:
+        life, pid, claims, label, reason = self._handle.look(self.OTHER)
+        other = SIDES[self.OTHER]
+        who = f"{other} {printable(label)!r} (pid {pid})"
+        if life == _core.CHANNEL_ALIVE or life == _core.CHANNEL_ABSENT:
+            return None
+        if life == _core.CHANNEL_LEFT and self._is_final(claims):
+            why = f": {printable(reason)}" if reason else ""
+            return ChannelClosedError(
+                f"channel {self.name!r}: the {who} has closed it after step {self.sent_step}{why}"
+            )
+        if claims == self._mourned:
+            return None
+        self._mourned = claims
+        return PeerGoneError(
+            f"channel {self.name!r}: the {who} has died; sent up to step {self.sent_step}, "
+            f"acknowledged up to step {self.acked_step}. Nothing is lost: start it again, and call "
+            "again here to go on with its successor",
+            other,
+            pid,
+        )
+
+    def _is_final(self, claims: int) -> bool:
+        """Whether an end by will is the end of the channel for this side."""
+        return claims != self._mourned
+
+    def _stall(self, waited_s: float, what: str) -> str:
+        life, pid, _, label, _ = self._handle.look(self.OTHER)
+        other = SIDES[self.OTHER]
+        state = {
+            _core.CHANNEL_ABSENT: f"no {other} has come yet: start it",
+            _core.CHANNEL_ALIVE: f"the {other} {printable(label)!r} (pid {pid}) lives, and is slow "
+            "or stopped: look at it (py-spy dump)",
+            _core.CHANNEL_DEAD: f"the {other} (pid {pid}) has died, and no successor has come: "
+            "start it again",
+            _core.CHANNEL_LEFT: f"the {other} (pid {pid}) has left, and no successor has come",
+        }[life]
+        return (
+            f"channel {self.name!r}: the {SIDES[self.SIDE]} waited {show_wait(waited_s)} for "
+            f"{what} (sent up to step {self.sent_step}, acknowledged up to step "
+            f"{self.acked_step}); {state}. Nothing is lost: call again"
+        )
+
+
+def fit_text(text: str, most: int) -> str:
+    """Cut a text to so many bytes of UTF-8, without NUL."""
+    return text.replace("\0", " ").encode("utf-8", "replace")[:most].decode("utf-8", "ignore")

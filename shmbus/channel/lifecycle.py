@@ -1,0 +1,159 @@
+"""A channel as a file: creating, opening and removing it.
+
+Invariants:
+
+- A channel that could not be completed is removed before the error is raised.
+- Opening follows no link, waits for no FIFO, and checks the file's owner before its content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+
+from shmbus import errors
+from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus_ext import _core
+
+__all__ = ["channel_path", "create_handle", "leads_to", "open_handle", "unlink_channel"]
+
+#: What the files of channels are called: ``shmbus-channel.NAME``.
+KIND = "channel"
+
+#: Seconds between two looks for a channel that is not there yet.
+_POLL_S = 0.01
+
+
+def channel_path(name: str) -> str:
+    """Return the file of a channel."""
+    return f"{SHM_DIRECTORY}{companion_name(KIND, name)}"
+
+
+def create_handle(name: str, slots: int, max_bytes: int) -> _core.Channel:
+    """Create a channel; FileExistsError where there is one."""
+    path = channel_path(name)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        made = _core.Channel.create(fd, name, slots, max_bytes)
+        if not isinstance(made, _core.Channel):
+            raise no_space(name, "its tables")
+    except BaseException:
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            os.unlink(path)
+        raise
+    return made
+
+
+def no_space(name: str, what: str) -> errors.CapacityError:
+    """Say that /dev/shm is full."""
+    room = os.statvfs(SHM_DIRECTORY)
+    free = room.f_bavail * room.f_frsize
+    return errors.CapacityError(
+        f"channel {name!r}: {SHM_DIRECTORY} has no room for {what} ({free} "
+        "bytes are free); nothing was sent, and the channel stays usable: remove old segments "
+        "(`shmbus gc`), or enlarge it (docker run --shm-size=..., mount -o remount,size=...)"
+    )
+
+
+def open_handle(
+    name: str, *, read_only: bool = False, deadline: float | None = None
+) -> _core.Channel:
+    """Open a channel; waits until the deadline (``time.monotonic``) for one to appear."""
+    path = channel_path(name)
+    while True:
+        late = deadline is None or time.monotonic() >= deadline
+        try:
+            found = _core.uninterrupted(_open_once, name, path, read_only)
+        except FileNotFoundError as error:
+            if late:
+                raise errors.BusNotFoundError(
+                    f"there is no channel {name!r} ({path} does not exist): its sender has not "
+                    "created it yet, it was removed, or this container has another /dev/shm; start "
+                    "the sender, or check the name"
+                ) from error
+        else:
+            if isinstance(found, _core.Channel):
+                return found
+            status, number = found
+            if status != _core.CHANNEL_UNFINISHED or late:
+                raise _layout_error(name, path, status, number)
+        time.sleep(_POLL_S)
+
+
+def _open_once(name: str, path: str, read_only: bool) -> _core.Channel | tuple[int, int]:
+    flags = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags | (os.O_RDONLY if read_only else os.O_RDWR))
+    try:
+        identity = os.fstat(fd)
+        if identity.st_uid != os.geteuid():
+            raise PermissionError(
+                f"{path} belongs to uid {identity.st_uid}, this process runs as uid "
+                f"{os.geteuid()}; a channel is for the user who created it"
+            )
+        if not stat.S_ISREG(identity.st_mode):
+            raise errors.LayoutMismatchError(
+                f"{path} is no plain file; look what it is for, and remove it"
+            )
+        opened = _core.Channel.open(fd, name, read_only)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not isinstance(opened, _core.Channel):
+        os.close(fd)
+        return opened
+    if not leads_to(path, identity):
+        # Removed between opening and locking: without a name it is no channel any more.
+        opened.close()
+        return _core.CHANNEL_UNFINISHED, 0
+    return opened
+
+
+def leads_to(path: str, known: os.stat_result) -> bool:
+    """Whether a name still leads to that file."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), known)
+    except FileNotFoundError:
+        return False
+
+
+def _layout_error(name: str, path: str, status: int, found: int) -> errors.LayoutMismatchError:
+    text = {
+        _core.CHANNEL_UNFINISHED: f"{path} was never finished; its creator died, or still works",
+        _core.CHANNEL_BAD_MAGIC: f"{path} is no channel, or its header was overwritten",
+        _core.CHANNEL_BAD_VERSION: f"{path} has layout version {found}, this process needs "
+        f"{_core.CHANNEL_LAYOUT_VERSION}; restart the processes that run another shmbus",
+        _core.CHANNEL_BAD_GEOMETRY: f"the header of {path} is damaged (its checksum or sizes are "
+        "wrong)",
+        _core.CHANNEL_TRUNCATED: f"{path} has {found} bytes, fewer than its header says",
+    }[status]
+    return errors.LayoutMismatchError(
+        f"channel {name!r}: {text}; remove it with shmbus.channel.unlink_channel({name!r}) once "
+        "nothing uses it, and create it again"
+    )
+
+
+def unlink_channel(name: str) -> None:
+    """Remove a channel's name; its memory is freed when both sides have closed it.
+
+    Parameters
+    ----------
+    name : str
+        Of the channel.
+
+    Raises
+    ------
+    BusNotFoundError
+        There is none.
+    PermissionError
+        It belongs to another user.
+    """
+    path = channel_path(name)
+    try:
+        os.unlink(path)
+    except FileNotFoundError as error:
+        raise errors.BusNotFoundError(
+            f"there is no channel {name!r} to remove ({path} does not exist)"
+        ) from error

@@ -1,0 +1,195 @@
+"""The receiving side of a channel.
+
+Invariants:
+
+- Steps come in order. One that was not acknowledged comes again, to this process or its successor.
+- What was acknowledged never comes again; what was not sent is never left out without an error.
+- A view never changes: one that outlives its step's acknowledgement is given a copy at its place.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+import msgspec
+
+from shmbus.channel.endpoint import Endpoint, fit_text
+from shmbus.channel.errors import (
+    ChannelBusyError,
+    StepFailedError,
+    StepOrderError,
+    StepSkippedError,
+)
+from shmbus.channel.lifecycle import open_handle
+from shmbus.channel.sender import DEFAULT_TIMEOUT_S
+from shmbus_ext import _core
+
+__all__ = ["ChannelReceiver", "Message"]
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A step's bytes, until it is acknowledged.
+
+    Attributes
+    ----------
+    step : int
+        Which.
+    memory : ChannelMemory
+        A read-only buffer in place.
+    meta : bytes
+        What the sender added, checked.
+    """
+
+    step: int
+    memory: _core.ChannelMemory
+    meta: bytes
+
+
+class ChannelReceiver(Endpoint):
+    """Receives steps of bytes, from the oldest that was not acknowledged.
+
+    Parameters
+    ----------
+    name : str
+        Of the channel.
+    timeout : float
+        Seconds that a wait lasts where nothing else is said.
+    wait : float
+        Seconds to wait for the channel to be created.
+    label : str
+        For messages.
+
+    Raises
+    ------
+    BusNotFoundError
+        There is none.
+    ChannelBusyError
+        Another living process receives.
+    LayoutMismatchError
+        What is there is no channel of this version.
+    """
+
+    SIDE: ClassVar[int] = _core.CHANNEL_RECEIVER
+    OTHER: ClassVar[int] = _core.CHANNEL_SENDER
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        wait: float = 0.0,
+        label: str = "",
+    ) -> None:
+        handle = open_handle(name, deadline=time.monotonic() + wait)
+        super().__init__(name, handle, timeout)
+        self._resumed: int | None = None
+        if not handle.claim(self.SIDE, fit_text(label, _core.CHANNEL_LABEL_BYTES)):
+            _, pid, _, other, _ = handle.look(self.SIDE)
+            handle.close()
+            raise ChannelBusyError(
+                f"channel {name!r} has a living receiver, {other!r} (pid {pid}); a channel has "
+                "one: end that process, or make a channel for each receiver"
+            )
+
+    def receive(self, *, step: int | None = None, timeout: float | None = None) -> Message:
+        """Wait for the oldest step that was not acknowledged.
+
+        Parameters
+        ----------
+        step : int, optional
+            Which one is expected, to be sure.
+        timeout : float, optional
+            Seconds.
+
+        Returns
+        -------
+        Message
+            Call `ack` when it is used.
+
+        Raises
+        ------
+        StepSkippedError, StepFailedError
+            The step comes without bytes; it is acknowledged, and the next call has the next step.
+        StepOrderError
+            `step` was acknowledged already or is not the next one; or steps would be left out.
+        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+            Nothing came, and why.
+        ChannelDamagedError
+            What came is not what was sent.
+        """
+        with self._lock:
+            if step is not None and step <= self.acked_step:
+                raise StepOrderError(
+                    f"channel {self.name!r}: expected a step after {self.acked_step}, got step "
+                    f"{step}, which was acknowledged already and comes once; resume both sides "
+                    "from a checkpoint to have it again. The channel stays usable"
+                )
+            while True:
+                what = f"step {self.acked_step + 1} in slot {self._counts()[1] % self.slots}"
+                kind, number, memory, meta, reason = self._wait(self._take, timeout, what)
+                if self._resumed is not None and number <= self._resumed:
+                    self.ack()  # sent again, and known to the checkpoint
+                    continue
+                self._check_order(number, step)
+                self._resumed = None
+                if kind == _core.CHANNEL_STEP:
+                    return Message(number, memory, meta)
+                self.ack()
+                text = f"channel {self.name!r}: step {number} was "
+                if kind == _core.CHANNEL_SKIP:
+                    raise StepSkippedError(
+                        f"{text}skipped: {reason}. It is acknowledged: receive the next",
+                        number,
+                        reason,
+                    )
+                raise StepFailedError(
+                    f"{text}not made: {reason}. It is acknowledged: receive the next",
+                    number,
+                    reason,
+                )
+
+    def ack(self) -> None:
+        """Acknowledge what was received last: its slot may be written again."""
+        with self._lock:
+            _core.channel_ack(self._handle)
+
+    def drop(self) -> None:
+        """Give back what was received without an acknowledgement: it comes again."""
+        with self._lock:
+            _core.channel_drop(self._handle)
+
+    def resume_after(self, step: int) -> None:
+        """Go on after the last step that a checkpoint has.
+
+        Parameters
+        ----------
+        step : int
+            What comes of this step or earlier ones is acknowledged unseen; a later one than the
+            next is an error, since steps would be left out.
+        """
+        self._resumed = step
+
+    def _is_final(self, claims: int) -> bool:
+        """Whether an end by will is the end for this side; a sender that closed sends no more."""
+        return True
+
+    def _take(self) -> tuple[int, int, _core.ChannelMemory, bytes, str] | None:
+        got = _core.channel_receive(self._handle)
+        if isinstance(got, int):
+            raise self._damaged()
+        return got
+
+    def _check_order(self, number: int, step: int | None) -> None:
+        wanted = step if self._resumed is None else self._resumed + 1
+        if wanted is None or wanted == number:
+            return
+        self.drop()
+        if wanted < number:
+            why = f"step {wanted} was acknowledged already; resume the sender from the checkpoint"
+        else:
+            why = f"step {wanted} comes after it"
+        raise StepOrderError(
+            f"channel {self.name!r}: expected step {wanted}, got step {number}: {why}. Nothing was "
+            "acknowledged, and the channel stays usable"
+        )

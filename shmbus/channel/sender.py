@@ -1,0 +1,301 @@
+"""The sending side of a channel.
+
+Invariants:
+
+- Steps follow each other without a gap; each is sent, skipped or failed, once.
+- A step waits only until the one `slots` before it was acknowledged.
+- Where a call raises, its step was not sent, and the same call may be made again.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+from shmbus._arguments import parse_size
+from shmbus.channel.endpoint import Endpoint, fit_text
+from shmbus.channel.errors import ChannelBusyError, ChannelError, StepOrderError
+from shmbus.channel.lifecycle import create_handle, no_space, open_handle
+from shmbus.errors import CapacityError
+from shmbus.pool import copy_bytes
+from shmbus_ext import _core
+
+__all__ = ["DEFAULT_MAX_BYTES", "DEFAULT_TIMEOUT_S", "ChannelSender"]
+
+#: Bytes that a step may have: address space of a sparse file, and no memory before it is used.
+DEFAULT_MAX_BYTES = 16 << 30
+
+#: Seconds of a wait where nothing else is said: more than a trainer's longest step should take.
+DEFAULT_TIMEOUT_S = 60.0
+
+#: Seconds to wait for a channel that another process is creating at this moment.
+_CREATION_S = 5.0
+
+
+class ChannelSender(Endpoint):
+    """Sends steps of bytes. It creates the channel, or goes on where a dead sender has ended.
+
+    Parameters
+    ----------
+    name : str
+        Of the channel, as a bus is named.
+    slots : int
+        Steps that may be on their way, 1 to 8.
+    max_bytes : int | str
+        Bytes that a step may have, such as "2GiB".
+    timeout : float
+        Seconds that a wait lasts where nothing else is said.
+    label : str
+        For messages.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A name or size is none, or the channel is there with others.
+    ChannelBusyError
+        Another living process sends.
+    LayoutMismatchError
+        What is there is no channel of this version.
+    CapacityError
+        /dev/shm is full.
+    """
+
+    SIDE: ClassVar[int] = _core.CHANNEL_SENDER
+    OTHER: ClassVar[int] = _core.CHANNEL_RECEIVER
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        slots: int = 2,
+        max_bytes: int | str = DEFAULT_MAX_BYTES,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        label: str = "",
+    ) -> None:
+        most = parse_size(max_bytes, "max_bytes") if isinstance(max_bytes, str) else max_bytes
+        try:
+            handle = create_handle(name, slots, most)
+        except FileExistsError:
+            handle = open_handle(name, deadline=time.monotonic() + _CREATION_S)
+            if (handle.slots, handle.max_bytes) != (slots, most):
+                found = (handle.slots, handle.max_bytes)
+                handle.close()
+                raise ValueError(
+                    f"channel {name!r} is there with slots={found[0]}, max_bytes={found[1]}, and "
+                    f"slots={slots}, max_bytes={most} were asked for; use its own, or remove it "
+                    f"first with shmbus.channel.unlink_channel({name!r})"
+                ) from None
+        super().__init__(name, handle, timeout)
+        if not handle.claim(self.SIDE, fit_text(label, _core.CHANNEL_LABEL_BYTES)):
+            _, pid, _, other, _ = handle.look(self.SIDE)
+            handle.close()
+            raise ChannelBusyError(
+                f"channel {name!r} has a living sender, {other!r} (pid {pid}); a channel has one: "
+                "end that process, or choose another name"
+            )
+
+    @property
+    def next_step(self) -> int:
+        """Return the step that is sent next."""
+        return self.sent_step + 1
+
+    def check_step(self, step: int | None) -> int:
+        """Compare a step with the one that is sent next.
+
+        Parameters
+        ----------
+        step : int | None
+            None for whichever it is.
+
+        Returns
+        -------
+        int
+            The next one.
+
+        Raises
+        ------
+        StepOrderError
+            `step` is another one.
+        """
+        expected = self.next_step
+        if step is None or step == expected:
+            return expected
+        why = (
+            "it was sent already, and is sent once"
+            if step < expected
+            else f"steps {expected} to {step - 1} would be left out: skip() or fail() them"
+        )
+        raise StepOrderError(
+            f"channel {self.name!r}: expected step {expected}, got step {step}: {why}. Nothing was "
+            "sent, and the channel stays usable"
+        )
+
+    def begin(
+        self, size: int, meta_size: int = 0, *, timeout: float | None = None
+    ) -> _core.ChannelMemory:
+        """Wait for a slot, and return the memory of the next step, to be filled and committed.
+
+        Parameters
+        ----------
+        size, meta_size : int
+            Bytes.
+        timeout : float, optional
+            Seconds.
+
+        Returns
+        -------
+        ChannelMemory
+            A writable buffer; release what was made of it before `commit`.
+
+        Raises
+        ------
+        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+            No slot became free, and why.
+        CapacityError
+            /dev/shm is full, or the step is larger than `max_bytes`.
+        """
+        step = self.next_step
+        if size + meta_size + _core.CHANNEL_META_ALIGN > self.max_bytes:
+            raise CapacityError(
+                f"channel {self.name!r}: step {step} has {size} bytes and {meta_size} of meta, a "
+                f"slot may grow to max_bytes={self.max_bytes}; nothing was sent, and the channel "
+                "stays usable: send less, or create it with a larger max_bytes"
+            )
+
+        def take() -> _core.ChannelMemory | None:
+            got = _core.channel_begin(self._handle, size, meta_size)
+            if got == _core.CHANNEL_NO_SPACE:
+                raise no_space(self.name, f"step {step} of {size + meta_size} bytes")
+            if isinstance(got, int):
+                raise self._damaged()
+            return got
+
+        with self._lock:
+            slot = (self._counts()[0]) % self.slots
+            what = f"slot {slot} for step {step}, which step {step - self.slots} still has"
+            return self._wait(take, timeout, what)
+
+    def commit(self, meta: Any = b"") -> None:
+        """Send what `begin` gave memory for.
+
+        Parameters
+        ----------
+        meta : object
+            A buffer of as many bytes as `begin` was told.
+        """
+        self._send(_core.CHANNEL_STEP, meta, "")
+
+    def send(
+        self,
+        payload: Any,
+        *,
+        meta: Any = b"",
+        step: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Copy a step's bytes into a slot and send them.
+
+        Parameters
+        ----------
+        payload : object
+            With a contiguous buffer.
+        meta : object
+            The same, of at most 16 MiB.
+        step : int, optional
+            Which step it is, to be sure.
+        timeout : float, optional
+            Seconds to wait for a slot.
+
+        Returns
+        -------
+        int
+            Its step.
+
+        Raises
+        ------
+        StepOrderError
+            Another step is next.
+        ChannelTimeoutError, PeerGoneError, ChannelClosedError, CapacityError
+            As for `begin`.
+        """
+        with self._lock:
+            number = self.check_step(step)
+            source = memoryview(payload).cast("B")
+            memory = self.begin(source.nbytes, memoryview(meta).nbytes, timeout=timeout)
+            copy_bytes(memory, source)
+            self.commit(meta)
+            return number
+
+    def skip(self, reason: str, *, step: int | None = None, timeout: float | None = None) -> int:
+        """Say that a step has no bytes: the receiver gets StepSkippedError for it.
+
+        Parameters
+        ----------
+        reason : str
+            Its first 159 bytes are kept.
+        step, timeout
+            As for `send`.
+
+        Returns
+        -------
+        int
+            The step.
+        """
+        return self._message(_core.CHANNEL_SKIP, reason, step, timeout)
+
+    def fail(self, reason: str, *, step: int | None = None, timeout: float | None = None) -> int:
+        """Say that a step could not be made: the receiver gets StepFailedError for it.
+
+        Parameters
+        ----------
+        reason : str
+            Its first 159 bytes are kept.
+        step, timeout
+            As for `send`.
+
+        Returns
+        -------
+        int
+            The step.
+        """
+        return self._message(_core.CHANNEL_FAIL, reason, step, timeout)
+
+    def resume_after(self, step: int) -> None:
+        """Go on after a step that a checkpoint names as the last acknowledged one.
+
+        Where the channel agrees, what is on its way stays so. Else the next step is the one that
+        follows, and what was on its way is withdrawn, to be sent again.
+
+        Parameters
+        ----------
+        step : int
+            The last acknowledged one.
+
+        Raises
+        ------
+        ChannelError
+            A living receiver has steps on their way which the checkpoint does not know.
+        """
+        with self._lock:
+            if self.acked_step == step:
+                return
+            status = _core.channel_begin_at(self._handle, step + 1)
+            if status == _core.CHANNEL_HELD:
+                raise ChannelError(
+                    f"channel {self.name!r}: expected to resume after step {self.acked_step}, got "
+                    f"step {step}, and a living receiver still has steps up to {self.sent_step}; "
+                    "resume the sender before the receiver opens the channel"
+                )
+            if status != 0:
+                raise self._damaged()
+
+    def _message(self, kind: int, reason: str, step: int | None, timeout: float | None) -> int:
+        with self._lock:
+            number = self.check_step(step)
+            self.begin(0, 0, timeout=timeout)
+            self._send(kind, b"", fit_text(reason, _core.CHANNEL_REASON_BYTES))
+            return number
+
+    def _send(self, kind: int, meta: Any, reason: str) -> None:
+        if _core.channel_send(self._handle, kind, meta, reason) != 0:
+            raise self._damaged()

@@ -1,0 +1,178 @@
+/* Every byte of a channel that its two processes share: structs, lock bytes, and the assertions that
+ * pin them. LAYOUT.md of this folder says the same in prose, with the ordering argument.
+ *
+ * A channel is a queue of at most `slots` steps from one sender to one receiver, in order and
+ * acknowledged. Message m lies in slot m % slots and is step `step_base + m`.
+ *
+ * File:  | channel_header | channel_side[2] | channel_row[CHANNEL_MAX_SLOTS] | pad
+ *        | channel_statement[2] | pad | slot 0 | slot 1 | ... |
+ * Slot:  | payload | pad to 64 | meta |, with as much memory as its largest message took so far
+ * Rules: fixed-width types only, no pointers; a field that two processes touch concurrently is
+ * _Atomic; an offset or a size that moves needs a new CHANNEL_LAYOUT_VERSION. */
+#ifndef SHMBUS_CHANNEL_LAYOUT_H
+#define SHMBUS_CHANNEL_LAYOUT_H
+
+#include <stdalign.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the channel is little-endian; this machine is not"
+#endif
+
+#define CHANNEL_MAGIC UINT64_C(0x314E484350424853) /* "SHBPCHN1" */
+#define CHANNEL_LAYOUT_VERSION 1u
+#define CHANNEL_PAGE 4096u
+/* More steps in flight than eight only hide a receiver that is too slow. */
+#define CHANNEL_MAX_SLOTS 8u
+#define CHANNEL_MAX_BYTES (UINT64_C(1) << 44)
+/* What a message says of itself: a table of tensors, and what the user adds. */
+#define CHANNEL_MAX_META_BYTES (UINT64_C(16) << 20)
+#define CHANNEL_META_ALIGN 64u
+#define CHANNEL_LABEL_BYTES 48u
+#define CHANNEL_REASON_BYTES 160u
+/* A side's statement: names, dtypes and shapes of some hundred tensors. */
+#define CHANNEL_STATEMENT_BYTES 65520u
+
+/* Offset  Size  Field           Written by  Read by   Order
+ *      0     8  magic           creator     both      release / acquire, stored last
+ *      8     4  layout_version  creator     both      before magic
+ *     12    44  geometry        creator     both      before magic; geometry_crc covers 8..56
+ *     56     4  geometry_crc    creator     both      before magic
+ *    128     8  sent            sender      receiver  release / acquire: messages published
+ *    136     8  step_base       sender      both      before sent: step of message 0
+ *    144     8  growths         sender      both      relaxed, for messages
+ *    256     8  acked           receiver    sender    release / acquire: messages acknowledged
+ *    320     4  sent_bell       sender      receiver  futex word: a message, a statement, an end
+ *    324     4  sent_wanted     receiver    sender    seq_cst
+ *    384     4  acked_bell      receiver    sender    futex word: the same of the receiver
+ *    388     4  acked_wanted    sender      receiver  seq_cst
+ * Invariant: acked <= sent <= acked + slots. */
+struct channel_header {
+    _Atomic uint64_t magic;
+    uint32_t layout_version;
+    uint32_t slots;
+    uint64_t file_bytes;
+    uint64_t slots_offset;
+    uint64_t slot_stride;
+    uint64_t max_bytes; /* of payload and meta together */
+    uint64_t created_unix_ns;
+    uint32_t geometry_crc;
+    uint32_t reserved0;
+
+    alignas(128) _Atomic uint64_t sent;
+    _Atomic int64_t step_base;
+    _Atomic uint64_t growths;
+    alignas(128) _Atomic uint64_t acked;
+    alignas(64) _Atomic uint32_t sent_bell;
+    _Atomic uint32_t sent_wanted;
+    alignas(64) _Atomic uint32_t acked_bell;
+    _Atomic uint32_t acked_wanted;
+};
+#define CHANNEL_HEADER_BYTES 512u
+#define CHANNEL_GEOMETRY_FROM 8u
+#define CHANNEL_GEOMETRY_TO 56u
+_Static_assert(sizeof(struct channel_header) == CHANNEL_HEADER_BYTES, "layout");
+_Static_assert(offsetof(struct channel_header, slots) == 12, "layout");
+_Static_assert(offsetof(struct channel_header, max_bytes) == 40, "layout");
+_Static_assert(offsetof(struct channel_header, geometry_crc) == CHANNEL_GEOMETRY_TO, "layout");
+_Static_assert(offsetof(struct channel_header, sent) == 128, "layout");
+_Static_assert(offsetof(struct channel_header, step_base) == 136, "layout");
+_Static_assert(offsetof(struct channel_header, growths) == 144, "layout");
+_Static_assert(offsetof(struct channel_header, acked) == 256, "layout");
+_Static_assert(offsetof(struct channel_header, sent_bell) == 320, "layout");
+_Static_assert(offsetof(struct channel_header, acked_bell) == 384, "layout");
+
+enum channel_side_name { CHANNEL_SENDER = 0, CHANNEL_RECEIVER = 1, CHANNEL_SIDES = 2 };
+enum channel_side_state { CHANNEL_NEVER = 0, CHANNEL_OPEN = 1, CHANNEL_CLOSED = 2 };
+
+/* Who a side is. It belongs to whoever holds the lock byte CHANNEL_LOCK_SIDE + side.
+ *
+ * Offset  Size  Field   Order
+ *      0     4  state   release / acquire: after pid and texts
+ *      4     4  pid     for messages
+ *      8     8  claims  relaxed: processes that have been this side
+ *     16   208  texts   before state, for messages
+ */
+struct channel_side {
+    alignas(256) _Atomic uint32_t state;
+    _Atomic uint32_t pid;
+    _Atomic uint64_t claims;
+    char label[CHANNEL_LABEL_BYTES];
+    char reason[CHANNEL_REASON_BYTES]; /* of a close */
+    uint8_t reserved0[32];
+};
+_Static_assert(sizeof(struct channel_side) == 256, "layout");
+_Static_assert(offsetof(struct channel_side, label) == 16, "layout");
+_Static_assert(offsetof(struct channel_side, reason) == 64, "layout");
+
+enum channel_kind { CHANNEL_STEP = 1, CHANNEL_SKIP = 2, CHANNEL_FAIL = 3, CHANNEL_KINDS = 4 };
+
+/* One message: written by the sender before `sent` covers it, constant until `acked` does.
+ *
+ * Offset  Size  Field     Order
+ *      0     8  room      sender only, relaxed: bytes of memory that the slot has
+ *      8     4  crc       over 12..256
+ *     12   244  the rest  before sent
+ */
+struct channel_row {
+    alignas(256) _Atomic uint64_t room;
+    uint32_t crc;
+    uint32_t kind;
+    uint64_t sequence;
+    int64_t step;
+    uint64_t bytes; /* of payload */
+    uint64_t meta_bytes;
+    uint64_t sent_unix_ns;
+    uint32_t meta_crc;
+    uint32_t reserved0;
+    char reason[CHANNEL_REASON_BYTES]; /* of a skip or a failure */
+    uint8_t reserved1[32];
+};
+#define CHANNEL_ROW_CRC_FROM 12u
+_Static_assert(sizeof(struct channel_row) == 256, "layout");
+_Static_assert(offsetof(struct channel_row, kind) == CHANNEL_ROW_CRC_FROM, "layout");
+_Static_assert(offsetof(struct channel_row, sequence) == 16, "layout");
+_Static_assert(offsetof(struct channel_row, reason) == 64, "layout");
+
+/* What a side says of the tensors, in bytes that only the layer above reads. The version is odd
+ * while the side writes, and after it died in doing so.
+ *
+ * Offset  Size  Field    Order
+ *      0     8  version  release / acquire at both ends of a write; 0 before the first
+ *      8     4  bytes    between
+ *     12     4  crc      between
+ *     16       data     between
+ */
+struct channel_statement {
+    alignas(64) _Atomic uint64_t version;
+    uint32_t bytes;
+    uint32_t crc;
+    uint8_t data[CHANNEL_STATEMENT_BYTES];
+};
+_Static_assert(sizeof(struct channel_statement) == 65536, "layout");
+_Static_assert(offsetof(struct channel_statement, data) == 16, "layout");
+
+#define CHANNEL_SIDES_OFFSET CHANNEL_HEADER_BYTES
+#define CHANNEL_ROWS_OFFSET (CHANNEL_SIDES_OFFSET + CHANNEL_SIDES * sizeof(struct channel_side))
+#define CHANNEL_STATEMENTS_OFFSET 4096u
+#define CHANNEL_TABLES_BYTES                                                                     \
+    (CHANNEL_STATEMENTS_OFFSET + CHANNEL_SIDES * sizeof(struct channel_statement))
+_Static_assert(CHANNEL_ROWS_OFFSET + CHANNEL_MAX_SLOTS * sizeof(struct channel_row) <=
+                   CHANNEL_STATEMENTS_OFFSET,
+               "the rows have their place");
+_Static_assert(CHANNEL_TABLES_BYTES % CHANNEL_PAGE == 0, "slots begin at a page");
+
+/* The byte of the file that a living side has locked; no content is there. */
+#define CHANNEL_LOCK_SIDE (INT64_C(1) << 61)
+
+static inline uint64_t channel_align_up(uint64_t value, uint64_t to) {
+    return (value + to - 1) / to * to;
+}
+/* Where meta begins, after so many bytes of payload. */
+static inline uint64_t channel_meta_at(uint64_t bytes) {
+    return channel_align_up(bytes, CHANNEL_META_ALIGN);
+}
+
+#endif

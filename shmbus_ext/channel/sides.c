@@ -1,0 +1,120 @@
+/* How a side is taken, left and described (see sides.h). */
+#define _GNU_SOURCE
+#include "channel/sides.h"
+
+#include <string.h>
+
+#include "channel/bell.h"
+#include "ring/checksum.h"
+#include "ring/failpoints.h"
+#include "ring/file_lock.h"
+
+/* A statement changes a few times in a channel's life. */
+#define STATEMENT_TRIES 64
+
+static void put_text(char *target, size_t room, const char *text) {
+    size_t length = strnlen(text, room - 1);
+    memset(target, 0, room);
+    memcpy(target, text, length);
+}
+
+enum channel_status sides_claim(struct channel *self, enum channel_side_name side,
+                                const char *label, uint32_t pid) {
+    enum lock_status lock = file_lock_take(self->fd, CHANNEL_LOCK_SIDE + side);
+    if (lock != LOCK_TAKEN) {
+        return lock == LOCK_ERROR ? CHANNEL_SYSTEM_ERROR : CHANNEL_HELD;
+    }
+    self->side = (int32_t)side;
+    struct channel_side *row = &self->sides[side];
+    FAILPOINT("channel-locked");
+    put_text(row->label, sizeof row->label, label);
+    memset(row->reason, 0, sizeof row->reason);
+    atomic_store_explicit(&row->pid, pid, memory_order_relaxed);
+    atomic_fetch_add_explicit(&row->claims, 1, memory_order_relaxed);
+    /* SYNC: channel-side. */
+    atomic_store_explicit(&row->state, CHANNEL_OPEN, memory_order_release);
+    FAILPOINT("channel-claimed");
+    channel_ring(self->header, side);
+    return CHANNEL_OK;
+}
+
+void sides_leave(struct channel *self, const char *reason) {
+    if (self->side < 0) {
+        return;
+    }
+    enum channel_side_name side = (enum channel_side_name)self->side;
+    struct channel_side *row = &self->sides[side];
+    put_text(row->reason, sizeof row->reason, reason);
+    /* SYNC: channel-side. */
+    atomic_store_explicit(&row->state, CHANNEL_CLOSED, memory_order_release);
+    FAILPOINT("channel-left");
+    file_lock_drop(self->fd, CHANNEL_LOCK_SIDE + side);
+    channel_ring(self->header, side);
+    self->side = -1;
+}
+
+enum channel_life sides_life(const struct channel *self, enum channel_side_name side) {
+    if (self->side == (int32_t)side) {
+        return CHANNEL_ALIVE; /* a description does not find its own locks */
+    }
+    if (file_lock_probe(self->fd, CHANNEL_LOCK_SIDE + side) == LOCK_HELD_ELSEWHERE) {
+        return CHANNEL_ALIVE;
+    }
+    /* SYNC: channel-side. After the lock: who left stored its state before it unlocked. */
+    switch (atomic_load_explicit(&self->sides[side].state, memory_order_acquire)) {
+    case CHANNEL_NEVER:
+        return CHANNEL_ABSENT;
+    case CHANNEL_CLOSED:
+        return CHANNEL_LEFT;
+    default:
+        return CHANNEL_DEAD;
+    }
+}
+
+void sides_state(struct channel *self, const uint8_t *data, uint32_t bytes) {
+    enum channel_side_name side = (enum channel_side_name)self->side;
+    struct channel_statement *at = &self->statements[side];
+    uint64_t version = atomic_load_explicit(&at->version, memory_order_relaxed) | 1;
+    atomic_store_explicit(&at->version, version, memory_order_relaxed);
+    /* SYNC: channel-statement. The odd version comes before the bytes. */
+    atomic_thread_fence(memory_order_release);
+    FAILPOINT("channel-stating");
+    at->bytes = bytes;
+    at->crc = shmbus_crc32c(0, data, bytes);
+    memcpy(at->data, data, bytes);
+    atomic_store_explicit(&at->version, version + 1, memory_order_release);
+    FAILPOINT("channel-stated");
+    channel_ring(self->header, side);
+}
+
+uint64_t sides_stated(const struct channel *self, enum channel_side_name side) {
+    return atomic_load_explicit(&self->statements[side].version, memory_order_acquire);
+}
+
+enum channel_status sides_statement(const struct channel *self, enum channel_side_name side,
+                                    uint8_t *data, uint32_t *bytes, uint64_t *version) {
+    const struct channel_statement *at = &self->statements[side];
+    for (int i = 0; i < STATEMENT_TRIES; i++) {
+        /* SYNC: channel-statement. */
+        uint64_t before = sides_stated(self, side);
+        if (before == 0 || (before & 1) != 0) {
+            return CHANNEL_NOTHING; /* its writer rings when it is whole */
+        }
+        uint32_t length = at->bytes;
+        uint32_t crc = at->crc;
+        if (length <= CHANNEL_STATEMENT_BYTES) {
+            memcpy(data, at->data, length);
+        }
+        atomic_thread_fence(memory_order_acquire);
+        if (atomic_load_explicit(&at->version, memory_order_relaxed) != before) {
+            continue;
+        }
+        if (length > CHANNEL_STATEMENT_BYTES || shmbus_crc32c(0, data, length) != crc) {
+            return CHANNEL_DAMAGED;
+        }
+        *bytes = length;
+        *version = before;
+        return CHANNEL_OK;
+    }
+    return CHANNEL_NOTHING;
+}

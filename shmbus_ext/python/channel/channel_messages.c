@@ -1,0 +1,269 @@
+/* Sending, receiving and acknowledging for Python: where slots are mapped, and when views end.
+ *
+ * Invariant: at most one ChannelMemory of a handle is current; it ends before its slot changes
+ * hands. */
+#include "python/channel/channel_messages.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+
+#include "channel/messages.h"
+#include "python/channel/channel_object.h"
+#include "python/segment/segment_object.h"
+#include "ring/checksum.h"
+
+static PyObject *system_error(ChannelObject *self) {
+    return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
+}
+
+/* NULL where no byte of the slot is needed; -1 with an exception. */
+static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t **at) {
+    uint64_t needed = channel_align_up(bytes, CHANNEL_PAGE);
+    *at = NULL;
+    if (needed == 0) {
+        return 0;
+    }
+    if (self->slots[slot].mapped < needed) {
+        if (self->slots[slot].at != NULL) {
+            munmap(self->slots[slot].at, self->slots[slot].mapped);
+            self->slots[slot].at = NULL;
+            self->slots[slot].mapped = 0;
+        }
+        bool writable = self->c.side == CHANNEL_SENDER;
+        uint8_t *mapped = channel_map_slot(&self->c, slot, needed, writable);
+        if (mapped == NULL) {
+            system_error(self);
+            return -1;
+        }
+        self->slots[slot].at = mapped;
+        self->slots[slot].mapped = needed;
+    }
+    *at = self->slots[slot].at;
+    return 0;
+}
+
+/* Ends the current memory; views that are left keep a copy. */
+static bool end_memory(ChannelObject *self) {
+    ChannelMemoryObject *memory = self->memory;
+    if (memory == NULL) {
+        return true;
+    }
+    if (memory->exports > 0 && memory->at != NULL) {
+        if (!py_channel_memory_keep(memory, self->slots[self->memory_slot].mapped)) {
+            system_error(self);
+            return false;
+        }
+        self->slots[self->memory_slot].at = NULL;
+        self->slots[self->memory_slot].mapped = 0;
+    }
+    (void)py_channel_memory_end(memory);
+    self->memory = NULL;
+    Py_DECREF(memory);
+    return true;
+}
+
+/* channel_begin(channel, bytes, meta_bytes): memory for the next message's payload; None while no
+ * slot is free; a status where there is no memory, or the segment is damaged. */
+static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
+    (void)module;
+    ChannelObject *self;
+    unsigned long long bytes, meta_bytes;
+    uint32_t slot = 0;
+    if (!PyArg_ParseTuple(args, "O!KK", &ChannelType, &self, &bytes, &meta_bytes) ||
+        !py_channel_usable(self) || !py_channel_has_side(self, CHANNEL_SENDER)) {
+        return NULL;
+    }
+    if (bytes > self->c.max_bytes || meta_bytes > CHANNEL_MAX_META_BYTES ||
+        channel_meta_at(bytes) + meta_bytes > self->c.slot_stride) {
+        return PyErr_Format(PyExc_ValueError,
+                            "channel '%U': a message of %llu bytes and %llu of meta fits no slot of "
+                            "%llu bytes",
+                            self->name, bytes, meta_bytes, (unsigned long long)self->c.max_bytes);
+    }
+    if (!end_memory(self)) {
+        return NULL;
+    }
+    enum channel_status status;
+    py_channel_begin_call(self);
+    Py_BEGIN_ALLOW_THREADS
+    status = messages_begin(&self->c, bytes, meta_bytes, &slot);
+    Py_END_ALLOW_THREADS
+    py_channel_end_call(self);
+    if (status == CHANNEL_NOTHING) {
+        Py_RETURN_NONE;
+    }
+    if (status == CHANNEL_SYSTEM_ERROR) {
+        return system_error(self);
+    }
+    if (status != CHANNEL_OK) {
+        return PyLong_FromLong(status);
+    }
+    uint8_t *at;
+    if (!py_channel_usable(self) ||
+        map_slot(self, slot, channel_meta_at(bytes) + meta_bytes, &at) < 0) {
+        return NULL;
+    }
+    self->memory = py_channel_memory_new(at, bytes, false);
+    self->memory_slot = slot;
+    return Py_XNewRef((PyObject *)self->memory);
+}
+
+/* channel_send(channel, kind, meta, reason): publishes what channel_begin gave memory for. */
+static PyObject *py_channel_send(PyObject *module, PyObject *args) {
+    (void)module;
+    ChannelObject *self;
+    int kind;
+    Py_buffer meta;
+    const char *reason;
+    if (!PyArg_ParseTuple(args, "O!iy*s", &ChannelType, &self, &kind, &meta, &reason)) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    if (!py_channel_usable(self) || !py_channel_has_side(self, CHANNEL_SENDER)) {
+        goto done;
+    }
+    ChannelMemoryObject *memory = self->memory;
+    size_t length = (size_t)meta.len;
+    if (memory == NULL || memory->exports > 0 || kind < CHANNEL_STEP || kind >= CHANNEL_KINDS ||
+        (length > 0 && channel_meta_at(memory->bytes) + length >
+                           self->slots[self->memory_slot].mapped)) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "channel_send: expected memory of channel_begin without views, room for the "
+                        "meta, and a kind of message");
+        goto done;
+    }
+    enum channel_status status =
+        messages_send(&self->c, (enum channel_kind)kind, memory->bytes,
+                      self->slots[self->memory_slot].at, meta.buf, length, reason);
+    if (end_memory(self)) {
+        result = PyLong_FromLong(status);
+    }
+done:
+    PyBuffer_Release(&meta);
+    return result;
+}
+
+/* channel_receive(channel): (kind, step, memory, meta, reason) of the oldest message; None where
+ * there is none; a status where what is there is damaged. */
+static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
+    (void)module;
+    ChannelObject *self;
+    struct channel_row row;
+    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_channel_usable(self) ||
+        !py_channel_has_side(self, CHANNEL_RECEIVER)) {
+        return NULL;
+    }
+    enum channel_status status = messages_peek(&self->c, &row);
+    if (status == CHANNEL_NOTHING) {
+        Py_RETURN_NONE;
+    }
+    if (status != CHANNEL_OK) {
+        return PyLong_FromLong(status);
+    }
+    if (!end_memory(self)) {
+        return NULL;
+    }
+    uint32_t slot = (uint32_t)(row.sequence % self->c.slots);
+    uint64_t end = row.meta_bytes > 0 ? channel_meta_at(row.bytes) + row.meta_bytes : row.bytes;
+    uint8_t *at;
+    if (map_slot(self, slot, end, &at) < 0) {
+        return NULL;
+    }
+    const char *meta_at = at == NULL ? NULL : (const char *)at + channel_meta_at(row.bytes);
+    PyObject *meta = PyBytes_FromStringAndSize(row.meta_bytes > 0 ? meta_at : NULL,
+                                               (Py_ssize_t)row.meta_bytes);
+    if (meta == NULL) {
+        return NULL;
+    }
+    if (shmbus_crc32c(0, PyBytes_AS_STRING(meta), row.meta_bytes) != row.meta_crc) {
+        Py_DECREF(meta);
+        return PyLong_FromLong(CHANNEL_DAMAGED);
+    }
+    self->memory = py_channel_memory_new(at, row.bytes, true);
+    self->memory_slot = slot;
+    if (self->memory == NULL) {
+        Py_DECREF(meta);
+        return NULL;
+    }
+    row.reason[sizeof row.reason - 1] = '\0';
+    PyObject *reason = PyUnicode_DecodeUTF8(row.reason, (Py_ssize_t)strlen(row.reason), "replace");
+    return Py_BuildValue("(iLONN)", (int)row.kind, (long long)row.step, self->memory, meta, reason);
+}
+
+/* channel_ack(channel): the message that channel_receive gave; its views keep a copy. */
+static PyObject *py_channel_ack(PyObject *module, PyObject *args) {
+    (void)module;
+    ChannelObject *self;
+    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_channel_usable(self) ||
+        !py_channel_has_side(self, CHANNEL_RECEIVER)) {
+        return NULL;
+    }
+    if (self->memory == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "channel_ack: no message was received");
+        return NULL;
+    }
+    if (!end_memory(self)) {
+        return NULL;
+    }
+    messages_ack(&self->c);
+    Py_RETURN_NONE;
+}
+
+/* channel_drop(channel): ends the current memory; a message that was received stays the oldest. */
+static PyObject *py_channel_drop(PyObject *module, PyObject *args) {
+    (void)module;
+    ChannelObject *self;
+    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self)) {
+        return NULL;
+    }
+    if (self->generation != fork_generation || end_memory(self)) {
+        Py_RETURN_NONE;
+    }
+    return NULL;
+}
+
+/* channel_counts(channel): (sent, acked, step_base, growths), or a status. */
+static PyObject *py_channel_counts(PyObject *module, PyObject *args) {
+    (void)module;
+    ChannelObject *self;
+    struct channel_counts counts;
+    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_channel_usable(self)) {
+        return NULL;
+    }
+    enum channel_status status = messages_counts(&self->c, &counts);
+    if (status != CHANNEL_OK) {
+        return PyLong_FromLong(status);
+    }
+    uint64_t growths = atomic_load_explicit(&self->c.header->growths, memory_order_relaxed);
+    return Py_BuildValue("(KKLK)", (unsigned long long)counts.sent,
+                         (unsigned long long)counts.acked, (long long)counts.step_base,
+                         (unsigned long long)growths);
+}
+
+/* channel_begin_at(channel, step): a status. */
+static PyObject *py_channel_begin_at(PyObject *module, PyObject *args) {
+    (void)module;
+    ChannelObject *self;
+    long long step;
+    if (!PyArg_ParseTuple(args, "O!L", &ChannelType, &self, &step) || !py_channel_usable(self) ||
+        !py_channel_has_side(self, CHANNEL_SENDER)) {
+        return NULL;
+    }
+    enum channel_status status = messages_begin_at(&self->c, step);
+    return status == CHANNEL_SYSTEM_ERROR ? system_error(self) : PyLong_FromLong(status);
+}
+
+static PyMethodDef functions[] = {
+    {"channel_begin", py_channel_begin, METH_VARARGS, NULL},
+    {"channel_send", py_channel_send, METH_VARARGS, NULL},
+    {"channel_receive", py_channel_receive, METH_VARARGS, NULL},
+    {"channel_ack", py_channel_ack, METH_VARARGS, NULL},
+    {"channel_drop", py_channel_drop, METH_VARARGS, NULL},
+    {"channel_counts", py_channel_counts, METH_VARARGS, NULL},
+    {"channel_begin_at", py_channel_begin_at, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_channel_messages_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
+}

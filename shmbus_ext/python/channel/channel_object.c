@@ -1,0 +1,400 @@
+/* Channel: mapping, sides, statements and bells.
+ *
+ * Invariants: a handle is one side for as long as it lives. What runs without the interpreter lock
+ * keeps the mapping, whoever closes the handle meanwhile. A forked child has no mapping and no lock. */
+#include "python/channel/channel_object.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "channel/bell.h"
+#include "channel/sides.h"
+#include "python/hooks.h"
+#include "python/segment/segment_object.h"
+
+static struct list_link all_channels = {&all_channels, &all_channels};
+
+/* A copy of a description keeps its locks, and with them the parent's proof of life. */
+static void after_fork_in_child(void) {
+    for (struct list_link *l = all_channels.next; l != &all_channels; l = l->next) {
+        ChannelObject *self = LIST_ENTRY(l, ChannelObject, of_all);
+        if (self->c.fd >= 0) {
+            close(self->c.fd);
+            self->c.fd = -1;
+        }
+        self->c.control = NULL; /* it was not inherited */
+        for (size_t i = 0; i < CHANNEL_MAX_SLOTS; i++) {
+            self->slots[i].at = NULL;
+            self->slots[i].mapped = 0;
+        }
+    }
+}
+
+bool py_channel_init_fork(void) {
+    return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
+}
+
+bool py_channel_usable(ChannelObject *self) {
+    if (self->generation != fork_generation) {
+        PyErr_Format(hooks.closed_error,
+                     "channel '%U': this handle was made in process %d, before a fork; open the "
+                     "channel in this process",
+                     self->name, self->pid);
+        return false;
+    }
+    if (self->handle_closed) {
+        PyErr_Format(hooks.closed_error, "channel '%U': this handle is closed; open it again",
+                     self->name);
+        return false;
+    }
+    return true;
+}
+
+bool py_channel_has_side(ChannelObject *self, enum channel_side_name side) {
+    if (self->c.side != (int32_t)side) {
+        PyErr_Format(PyExc_RuntimeError, "channel '%U': this handle is not the %s", self->name,
+                     side == CHANNEL_SENDER ? "sender" : "receiver");
+        return false;
+    }
+    return true;
+}
+
+static void shut(ChannelObject *self) {
+    ChannelMemoryObject *memory = self->memory;
+    self->memory = NULL;
+    if (memory != NULL) {
+        size_t mapped = self->slots[self->memory_slot].mapped;
+        if (memory->exports > 0 && memory->at != NULL && self->slots[self->memory_slot].at != NULL) {
+            if (!py_channel_memory_keep(memory, mapped)) {
+                memory->mapped = mapped; /* no memory for a copy: the views keep the slot's pages */
+            }
+            self->slots[self->memory_slot].at = NULL;
+        }
+        (void)py_channel_memory_end(memory);
+        Py_DECREF(memory);
+    }
+    for (size_t i = 0; i < CHANNEL_MAX_SLOTS; i++) {
+        if (self->slots[i].at != NULL) {
+            munmap(self->slots[i].at, self->slots[i].mapped);
+            self->slots[i].at = NULL;
+        }
+    }
+    channel_unmap(&self->c);
+    if (self->c.fd >= 0) {
+        close(self->c.fd);
+        self->c.fd = -1;
+    }
+}
+
+void py_channel_begin_call(ChannelObject *self) {
+    self->busy++;
+}
+
+void py_channel_end_call(ChannelObject *self) {
+    self->busy--;
+    if (self->busy == 0 && self->handle_closed) {
+        shut(self);
+    }
+}
+
+static ChannelObject *channel_alloc(PyTypeObject *type, PyObject *name) {
+    ChannelObject *self = (ChannelObject *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->c.fd = -1;
+        self->c.side = -1;
+        self->name = Py_NewRef(name);
+        self->generation = fork_generation;
+        self->pid = (int)getpid();
+        list_insert_before(&all_channels, &self->of_all);
+    }
+    return self;
+}
+
+static void py_channel_dealloc(ChannelObject *self) {
+    list_unlink(&self->of_all);
+    shut(self); /* without a word to the other side: it sees the lock */
+    Py_XDECREF(self->name);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* The channel, or (status, what was found) where it is none; the descriptor is the caller's then. */
+static PyObject *result_of(ChannelObject *self, enum channel_status status) {
+    if (status == CHANNEL_OK) {
+        return (PyObject *)self;
+    }
+    unsigned long long found = status == CHANNEL_TRUNCATED ? self->c.found_bytes
+                                                           : self->c.found_version;
+    PyObject *result = NULL;
+    if (status == CHANNEL_SYSTEM_ERROR) {
+        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
+    } else {
+        result = Py_BuildValue("(iK)", (int)status, found);
+    }
+    self->c.fd = -1;
+    Py_DECREF(self);
+    return result;
+}
+
+/* create(fd, name, slots, max_bytes) */
+static PyObject *py_channel_create(PyTypeObject *type, PyObject *args) {
+    int fd;
+    PyObject *name;
+    unsigned int slots;
+    unsigned long long max_bytes;
+    if (!PyArg_ParseTuple(args, "iUIK", &fd, &name, &slots, &max_bytes)) {
+        return NULL;
+    }
+    if (!channel_fits(slots, max_bytes)) {
+        PyErr_Format(PyExc_ValueError,
+                     "channel '%U': expected 1 to %u slots of 1 to %llu bytes, got %u of %llu", name,
+                     CHANNEL_MAX_SLOTS, (unsigned long long)CHANNEL_MAX_BYTES, slots, max_bytes);
+        return NULL;
+    }
+    ChannelObject *self = channel_alloc(type, name);
+    if (self == NULL) {
+        return NULL;
+    }
+    return result_of(self, channel_create(&self->c, fd, slots, max_bytes));
+}
+
+/* open(fd, name, read_only=False) */
+static PyObject *py_channel_open(PyTypeObject *type, PyObject *args) {
+    int fd, read_only = 0;
+    PyObject *name;
+    if (!PyArg_ParseTuple(args, "iU|p", &fd, &name, &read_only)) {
+        return NULL;
+    }
+    ChannelObject *self = channel_alloc(type, name);
+    if (self == NULL) {
+        return NULL;
+    }
+    return result_of(self, channel_open(&self->c, fd, read_only != 0));
+}
+
+static bool is_side(unsigned int side) {
+    if (side >= CHANNEL_SIDES) {
+        PyErr_Format(PyExc_ValueError, "side: expected 0 or 1, got %u", side);
+        return false;
+    }
+    return true;
+}
+
+/* claim(side, label): False where another process is that side. */
+static PyObject *py_channel_claim(ChannelObject *self, PyObject *args) {
+    unsigned int side;
+    const char *label;
+    if (!PyArg_ParseTuple(args, "Is", &side, &label) || !is_side(side) ||
+        !py_channel_usable(self)) {
+        return NULL;
+    }
+    if (self->c.side >= 0 || self->c.read_only) {
+        return PyErr_Format(PyExc_RuntimeError, "channel '%U': a handle is one side", self->name);
+    }
+    enum channel_status status =
+        sides_claim(&self->c, (enum channel_side_name)side, label, (uint32_t)getpid());
+    return status == CHANNEL_SYSTEM_ERROR
+               ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name)
+               : PyBool_FromLong(status == CHANNEL_OK);
+}
+
+/* leave(reason): tells the other side that this one ends by its own will. */
+static PyObject *py_channel_leave(ChannelObject *self, PyObject *args) {
+    const char *reason;
+    if (!PyArg_ParseTuple(args, "s", &reason) || !py_channel_usable(self)) {
+        return NULL;
+    }
+    sides_leave(&self->c, reason);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_channel_close(ChannelObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!self->handle_closed) {
+        self->handle_closed = true;
+        if (self->busy == 0) {
+            shut(self);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* state(data) */
+static PyObject *py_channel_state(ChannelObject *self, PyObject *args) {
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "y*", &data)) {
+        return NULL;
+    }
+    bool fits = data.len <= CHANNEL_STATEMENT_BYTES;
+    bool may = py_channel_usable(self) && fits && self->c.side >= 0;
+    if (may) {
+        sides_state(&self->c, data.buf, (uint32_t)data.len);
+    } else if (!PyErr_Occurred()) {
+        PyErr_Format(PyExc_ValueError,
+                     "channel '%U': expected a side's statement of at most %u bytes, got %zd",
+                     self->name, CHANNEL_STATEMENT_BYTES, data.len);
+    }
+    PyBuffer_Release(&data);
+    return may ? Py_NewRef(Py_None) : NULL;
+}
+
+/* stated(side): the version of its statement, 0 for none; cheap. */
+static PyObject *py_channel_stated(ChannelObject *self, PyObject *args) {
+    unsigned int side;
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(sides_stated(&self->c, (enum channel_side_name)side));
+}
+
+/* statement(side): (version, bytes), or a status. */
+static PyObject *py_channel_statement(ChannelObject *self, PyObject *args) {
+    unsigned int side;
+    uint32_t length;
+    uint64_t version;
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+        return NULL;
+    }
+    uint8_t *copy = PyMem_Malloc(CHANNEL_STATEMENT_BYTES);
+    if (copy == NULL) {
+        return PyErr_NoMemory();
+    }
+    enum channel_status status =
+        sides_statement(&self->c, (enum channel_side_name)side, copy, &length, &version);
+    PyObject *result = status == CHANNEL_OK
+                           ? Py_BuildValue("(Ky#)", (unsigned long long)version, (char *)copy,
+                                           (Py_ssize_t)length)
+                           : PyLong_FromLong(status);
+    PyMem_Free(copy);
+    return result;
+}
+
+/* look(side): (life, pid, claims, label, reason) of a side. */
+static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
+    unsigned int side;
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+        return NULL;
+    }
+    enum channel_life life = sides_life(&self->c, (enum channel_side_name)side);
+    struct channel_side row;
+    memcpy(&row, &self->c.sides[side], sizeof row);
+    PyObject *label = PyUnicode_DecodeUTF8(
+        row.label, (Py_ssize_t)strnlen(row.label, sizeof row.label), "replace");
+    PyObject *reason = PyUnicode_DecodeUTF8(
+        row.reason, (Py_ssize_t)strnlen(row.reason, sizeof row.reason), "replace");
+    if (label == NULL || reason == NULL) {
+        Py_XDECREF(label);
+        Py_XDECREF(reason);
+        return NULL;
+    }
+    return Py_BuildValue("(iIKNN)", (int)life, (unsigned int)row.pid,
+                         (unsigned long long)row.claims, label, reason);
+}
+
+/* announce(side): a ticket for waiting until that side does something. */
+static PyObject *py_channel_announce(ChannelObject *self, PyObject *args) {
+    unsigned int side;
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLong(
+        channel_announce(self->c.header, (enum channel_side_name)side));
+}
+
+/* wait(side, ticket, timeout_s): whether it was rung. */
+static PyObject *py_channel_wait(ChannelObject *self, PyObject *args) {
+    unsigned int side, ticket;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "IId", &side, &ticket, &timeout_s) || !is_side(side) ||
+        !py_channel_usable(self)) {
+        return NULL;
+    }
+    timeout_s = timeout_s > 0 ? timeout_s < 3600 ? timeout_s : 3600 : 0;
+    enum channel_wait outcome;
+    py_channel_begin_call(self);
+    Py_BEGIN_ALLOW_THREADS
+    outcome = channel_wait(self->c.header, (enum channel_side_name)side, ticket,
+                           (int64_t)(timeout_s * 1e9));
+    Py_END_ALLOW_THREADS
+    py_channel_end_call(self);
+    if (outcome == CHANNEL_INTERRUPTED && PyErr_CheckSignals() != 0) {
+        return NULL;
+    }
+    return PyBool_FromLong(outcome == CHANNEL_RUNG);
+}
+
+#define METHOD(name, function, flags) \
+    {name, (PyCFunction)(void (*)(void))(function), flags, NULL}
+
+static PyMethodDef channel_methods[] = {
+    METHOD("create", py_channel_create, METH_VARARGS | METH_CLASS),
+    METHOD("open", py_channel_open, METH_VARARGS | METH_CLASS),
+    METHOD("claim", py_channel_claim, METH_VARARGS),
+    METHOD("leave", py_channel_leave, METH_VARARGS),
+    METHOD("close", py_channel_close, METH_NOARGS),
+    METHOD("state", py_channel_state, METH_VARARGS),
+    METHOD("stated", py_channel_stated, METH_VARARGS),
+    METHOD("statement", py_channel_statement, METH_VARARGS),
+    METHOD("look", py_channel_look, METH_VARARGS),
+    METHOD("announce", py_channel_announce, METH_VARARGS),
+    METHOD("wait", py_channel_wait, METH_VARARGS),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef channel_members[] = {
+    {"slots", T_UINT, offsetof(ChannelObject, c.slots), READONLY, NULL},
+    {"max_bytes", T_ULONGLONG, offsetof(ChannelObject, c.max_bytes), READONLY, NULL},
+    {"file_bytes", T_ULONGLONG, offsetof(ChannelObject, c.file_bytes), READONLY, NULL},
+    {"fd", T_INT, offsetof(ChannelObject, c.fd), READONLY, NULL},
+    {"closed", T_BOOL, offsetof(ChannelObject, handle_closed), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject ChannelType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Channel",
+    .tp_basicsize = sizeof(ChannelObject),
+    .tp_dealloc = (destructor)py_channel_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = channel_methods,
+    .tp_members = channel_members,
+};
+
+bool py_channel_add_constants(PyObject *module) {
+    struct {
+        const char *name;
+        long value;
+    } constants[] = {
+        {"CHANNEL_LAYOUT_VERSION", CHANNEL_LAYOUT_VERSION},
+        {"CHANNEL_MAX_SLOTS", CHANNEL_MAX_SLOTS},
+        {"CHANNEL_MAX_BYTES", (long)CHANNEL_MAX_BYTES},
+        {"CHANNEL_MAX_META_BYTES", (long)CHANNEL_MAX_META_BYTES},
+        {"CHANNEL_META_ALIGN", CHANNEL_META_ALIGN},
+        {"CHANNEL_STATEMENT_BYTES", CHANNEL_STATEMENT_BYTES},
+        {"CHANNEL_REASON_BYTES", CHANNEL_REASON_BYTES - 1}, /* less the byte that ends it */
+        {"CHANNEL_LABEL_BYTES", CHANNEL_LABEL_BYTES - 1},   /* likewise */
+        {"CHANNEL_SENDER", CHANNEL_SENDER},
+        {"CHANNEL_RECEIVER", CHANNEL_RECEIVER},
+        {"CHANNEL_STEP", CHANNEL_STEP},
+        {"CHANNEL_SKIP", CHANNEL_SKIP},
+        {"CHANNEL_FAIL", CHANNEL_FAIL},
+        {"CHANNEL_NO_SPACE", CHANNEL_NO_SPACE},
+        {"CHANNEL_UNFINISHED", CHANNEL_UNFINISHED},
+        {"CHANNEL_BAD_MAGIC", CHANNEL_BAD_MAGIC},
+        {"CHANNEL_BAD_VERSION", CHANNEL_BAD_VERSION},
+        {"CHANNEL_BAD_GEOMETRY", CHANNEL_BAD_GEOMETRY},
+        {"CHANNEL_TRUNCATED", CHANNEL_TRUNCATED},
+        {"CHANNEL_NOTHING", CHANNEL_NOTHING},
+        {"CHANNEL_HELD", CHANNEL_HELD},
+        {"CHANNEL_DAMAGED", CHANNEL_DAMAGED},
+        {"CHANNEL_ABSENT", CHANNEL_ABSENT},
+        {"CHANNEL_ALIVE", CHANNEL_ALIVE},
+        {"CHANNEL_DEAD", CHANNEL_DEAD},
+        {"CHANNEL_LEFT", CHANNEL_LEFT},
+    };
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
+            return false;
+        }
+    }
+    return true;
+}

@@ -1,0 +1,303 @@
+"""A channel of bytes: order, acknowledgement, ends, bad input, and the bytes of its layout."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmbus import BusClosedError, BusNotFoundError, CapacityError, LayoutMismatchError
+from shmbus.channel import (
+    ChannelBusyError,
+    ChannelClosedError,
+    ChannelDamagedError,
+    ChannelReceiver,
+    ChannelSender,
+    ChannelTimeoutError,
+    StepFailedError,
+    StepOrderError,
+    StepSkippedError,
+    unlink_channel,
+)
+from shmbus.channel.lifecycle import channel_path
+from shmbus_ext import _core
+
+
+def bytes_of(receiver: ChannelReceiver) -> bytes:
+    message = receiver.receive(timeout=5)
+    data = bytes(memoryview(message.memory))
+    receiver.ack()
+    return data
+
+
+def test_steps_come_in_order_with_their_meta_and_the_last_to_leave_removes_the_file(
+    bus_name: str,
+) -> None:
+    with ChannelSender(bus_name, slots=3) as sender, ChannelReceiver(bus_name) as receiver:
+        for turn in range(50):
+            assert sender.send(bytes([turn]) * (turn * 500), meta=b"m%d" % turn) == turn
+            message = receiver.receive(timeout=5, step=turn)
+            assert bytes(memoryview(message.memory)) == bytes([turn]) * (turn * 500)
+            assert (message.step, message.meta) == (turn, b"m%d" % turn)
+            receiver.ack()
+            assert (sender.acked_step, receiver.acked_step) == (turn, turn)
+    assert not Path(channel_path(bus_name)).exists()
+
+
+def test_a_step_waits_only_for_the_one_that_has_its_slot(bus_name: str) -> None:
+    with ChannelSender(bus_name, slots=2) as sender, ChannelReceiver(bus_name) as receiver:
+        sender.send(b"0")
+        sender.send(b"1")
+        with pytest.raises(ChannelTimeoutError, match=r"slot 0 for step 2, which step 0 still has"):
+            sender.send(b"2", timeout=0.05)
+        assert bytes_of(receiver) == b"0"
+        sender.send(b"2", timeout=5)
+        assert [bytes_of(receiver), bytes_of(receiver)] == [b"1", b"2"]
+
+
+def test_memory_is_exact_to_the_page_and_flat_after_the_largest_step(bus_name: str) -> None:
+    with ChannelSender(bus_name, slots=2) as sender, ChannelReceiver(bus_name) as receiver:
+
+        def turn(size: int) -> int:
+            sender.send(bytes(size))
+            assert len(bytes_of(receiver)) == size
+            return os.stat(channel_path(bus_name)).st_blocks * 512
+
+        tables = turn(1) - 4096
+        for size in (1, 100_000, 100_000):
+            used = turn(size)
+        assert used == tables + 2 * -(-100_000 // 4096) * 4096
+        assert {turn(size) for size in (1, 50_000, 100_000, 99_999)} == {used}
+        assert sender.growths == 4
+
+
+def test_a_view_that_outlives_its_acknowledgement_keeps_its_values(bus_name: str) -> None:
+    with ChannelSender(bus_name, slots=1) as sender, ChannelReceiver(bus_name) as receiver:
+        kept = []
+        for turn in range(5):
+            sender.send(bytes([turn]) * 10_000)
+            message = receiver.receive(timeout=5)
+            kept.append(np.frombuffer(memoryview(message.memory), np.uint8))
+            receiver.ack()
+            with pytest.raises(BufferError, match="acknowledged"):
+                memoryview(message.memory)
+    assert [set(view.tolist()) for view in kept] == [{turn} for turn in range(5)]
+
+
+def test_what_is_not_acknowledged_comes_again(bus_name: str) -> None:
+    with ChannelSender(bus_name) as sender:
+        sender.send(b"one")
+        with ChannelReceiver(bus_name) as receiver:
+            assert receiver.receive().step == 0
+            receiver.drop()
+            assert receiver.receive().step == 0
+        with ChannelReceiver(bus_name) as receiver:
+            assert bytes_of(receiver) == b"one"
+            with pytest.raises(StepOrderError, match="step 0, which was acknowledged already"):
+                receiver.receive(step=0)
+
+
+def test_skips_failures_and_the_end_are_messages_in_their_order(bus_name: str) -> None:
+    with ChannelReceiverAfter(bus_name) as (sender, receiver):
+        sender.send(b"a")
+        sender.skip("loss mask empty", step=1)
+        assert bytes_of(receiver) == b"a"
+        sender.fail("engine died")
+        with pytest.raises(StepSkippedError, match="step 1 was skipped: loss mask empty") as skip:
+            receiver.receive(timeout=5)
+        assert (skip.value.step, skip.value.reason) == (1, "loss mask empty")
+        with pytest.raises(StepFailedError, match="step 2 was not made: engine died"):
+            receiver.receive(timeout=5)
+        sender.send(b"last")
+        sender.close("epoch over")
+        assert bytes_of(receiver) == b"last"
+        with pytest.raises(ChannelClosedError, match="after step 3: epoch over"):
+            receiver.receive(timeout=5)
+
+
+class ChannelReceiverAfter:
+    """Both sides of one channel in one process."""
+
+    def __init__(self, name: str) -> None:
+        self.sender = ChannelSender(name)
+        self.receiver = ChannelReceiver(name)
+
+    def __enter__(self) -> tuple[ChannelSender, ChannelReceiver]:
+        return self.sender, self.receiver
+
+    def __exit__(self, *ignored: object) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+def test_each_side_is_one_process_and_a_closed_handle_says_so(bus_name: str) -> None:
+    with ChannelReceiverAfter(bus_name) as (sender, receiver):
+        with pytest.raises(ChannelBusyError, match="living sender"):
+            ChannelSender(bus_name)
+        with pytest.raises(ChannelBusyError, match="living receiver"):
+            ChannelReceiver(bus_name)
+        with pytest.raises(ValueError, match="slots=2"):
+            ChannelSender(bus_name, slots=3)
+        receiver.close()
+        with pytest.raises(BusClosedError, match="closed"):
+            receiver.receive()
+        sender.send(b"for a successor")
+    with pytest.raises(BusNotFoundError, match="no channel"):
+        ChannelReceiver(bus_name + "x")
+    unlink_channel(bus_name)
+
+
+def test_a_step_out_of_order_or_too_large_is_refused_and_the_channel_stays_usable(
+    bus_name: str,
+) -> None:
+    with (
+        ChannelSender(bus_name, max_bytes="64KiB") as sender,
+        ChannelReceiver(bus_name) as receiver,
+    ):
+        with pytest.raises(StepOrderError, match="expected step 0, got step 2: steps 0 to 1"):
+            sender.send(b"x", step=2)
+        with pytest.raises(CapacityError, match="step 0 has 70000 bytes"):
+            sender.send(bytes(70_000))
+        sender.send(b"x", step=0)
+        with pytest.raises(StepOrderError, match="sent already"):
+            sender.skip("no", step=0)
+        assert bytes_of(receiver) == b"x"
+
+
+def test_a_sender_that_resumes_withdraws_what_was_not_acknowledged(bus_name: str) -> None:
+    with ChannelSender(bus_name) as sender:
+        with ChannelReceiver(bus_name) as receiver:
+            sender.send(b"0")
+            sender.send(b"1")
+            assert bytes_of(receiver) == b"0"
+            sender.resume_after(0)
+            assert sender.next_step == 2, "the channel and the checkpoint agree"
+            with pytest.raises(StepOrderError):
+                sender.send(b"1", step=1)
+            assert bytes_of(receiver) == b"1"
+            sender.send(b"2")
+            with pytest.raises(Exception, match="living receiver still has steps up to 2"):
+                sender.resume_after(7)
+        sender.resume_after(7)
+        assert (sender.next_step, sender.acked_step) == (8, 7)
+        sender.send(b"8", step=8)
+        with ChannelReceiver(bus_name) as receiver:
+            receiver.resume_after(5)
+            with pytest.raises(StepOrderError, match="expected step 6, got step 8"):
+                receiver.receive(timeout=5)
+            receiver.resume_after(8)
+            sender.send(b"9", step=9)
+            assert receiver.receive(timeout=5).step == 9
+            receiver.ack()
+
+
+def test_a_waiting_receiver_is_woken_by_a_step_and_told_by_an_end(bus_name: str) -> None:
+    got: list[object] = []
+    with ChannelReceiverAfter(bus_name) as (sender, receiver):
+
+        def listen() -> None:
+            got.append(bytes_of(receiver))
+            try:
+                receiver.receive(timeout=20)
+            except ChannelClosedError as error:
+                got.append(type(error))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        sender.send(b"wake")
+        sender.close()
+        thread.join(timeout=20)
+    assert got == [b"wake", ChannelClosedError]
+
+
+def test_a_child_of_a_fork_is_no_side(bus_name: str) -> None:
+    with ChannelReceiverAfter(bus_name) as (sender, receiver):
+        sender.send(b"0")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                sender.send(b"1")
+            except BusClosedError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        sender.close()
+        assert bytes_of(receiver) == b"0"
+
+
+def test_header_rows_and_sides_lie_where_the_page_says(bus_name: str) -> None:
+    with ChannelReceiverAfter(bus_name) as (sender, receiver):
+        sender.send(b"payload", meta=b"meta")
+        receiver.state(b"hello")
+        sender.send(b"x" * 5000)
+        assert bytes_of(receiver) == b"payload"
+        with open(channel_path(bus_name), "rb") as file:
+            data = file.read(4096 + 2 * 65536 + 4096)
+        sender.close()
+        assert bytes_of(receiver) == b"x" * 5000
+    assert data[:8] == b"SHBPCHN1"
+    stride = 16 << 30
+    assert struct.unpack_from("<II4Q", data, 8) == (
+        1, 2, 135168 + 2 * stride, 135168, stride, stride,
+    )  # fmt: skip
+    assert struct.unpack_from("<I", data, 56)[0] == _core.crc32c(data[8:56])
+    assert struct.unpack_from("<QqQ", data, 128) == (2, 0, 2)  # sent, step_base, growths
+    assert struct.unpack_from("<Q", data, 256) == (1,)  # acked
+    assert struct.unpack_from("<IIQ", data, 512) == (1, os.getpid(), 1)
+    assert struct.unpack_from("<IIQ", data, 768) == (1, os.getpid(), 1)
+    row = data[1024:1280]
+    assert struct.unpack_from("<QI", row, 0) == (4096, _core.crc32c(row[12:]))
+    assert struct.unpack_from("<IQqQQ", row, 12) == (1, 0, 0, 7, 4)
+    assert struct.unpack_from("<I", row, 56) == (_core.crc32c(b"meta"),)
+    statement = data[4096 + 65536 :]
+    assert struct.unpack_from("<QII", statement) == (2, 5, _core.crc32c(b"hello"))
+    assert statement[16:21] == b"hello"
+    assert data[135168 : 135168 + 7] == b"payload"
+    assert data[135168 + 64 : 135168 + 68] == b"meta"
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "message"),
+    [
+        (0, b"\xff", "is no channel"),
+        (8, struct.pack("<I", 9), "layout version 9, this process needs 1"),
+        (12, struct.pack("<I", 7), "header .* is damaged"),
+    ],
+)
+def test_a_segment_of_another_form_is_refused(
+    bus_name: str, offset: int, value: bytes, message: str
+) -> None:
+    with ChannelSender(bus_name) as sender:
+        sender.send(b"0")
+    with open(channel_path(bus_name), "r+b") as file:
+        file.seek(offset)
+        file.write(value)
+    with pytest.raises(LayoutMismatchError, match=message):
+        ChannelReceiver(bus_name)
+    os.truncate(channel_path(bus_name), 10_000)
+    with pytest.raises(LayoutMismatchError):
+        ChannelReceiver(bus_name)
+
+
+def test_a_row_that_was_scribbled_on_bounds_no_access(bus_name: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with ChannelReceiverAfter(bus_name) as (sender, receiver):
+        sender.send(b"0" * 100, meta=b"meta")
+        with open(channel_path(bus_name), "r+b", buffering=0) as file:
+            row = os.pread(file.fileno(), 256, 1024)
+            for _ in range(500):
+                at = int(rng.integers(12, 256))
+                byte = bytes([row[at] ^ int(rng.integers(1, 256))])
+                os.pwrite(file.fileno(), byte, 1024 + at)
+                with pytest.raises(ChannelDamagedError, match="not usable any more"):
+                    receiver.receive(timeout=1)
+                os.pwrite(file.fileno(), row, 1024)
+            os.pwrite(file.fileno(), struct.pack("<Q", 99), 128)  # sent
+            with pytest.raises(ChannelDamagedError):
+                receiver.receive(timeout=1)
+            os.pwrite(file.fileno(), struct.pack("<Q", 1), 128)
+        assert bytes_of(receiver) == b"0" * 100

@@ -1,0 +1,230 @@
+"""Receiving tensors.
+
+Invariants: a step is acknowledged when its context ends without an exception, and only then. Its
+tensors are views; those that outlive the context keep their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from shmbus.channel import ChannelReceiver, Message
+from trainer_adapter.channel.agreement import Agreement
+from trainer_adapter.channel.places import decode_places
+from trainer_adapter.channel.specs import Statement, TensorSpec, parse_specs, step_differences
+from trainer_adapter.weights.memory import payload_tensor, tensor_at
+
+__all__ = ["StepItem", "TensorReceiver"]
+
+#: Bytes of a refusal that are stated: a statement has 64 KiB, most of it for specs.
+_REFUSED_BYTES = 2000
+
+
+class StepItem(Mapping[str, torch.Tensor]):
+    """A step's tensors by their names; as a context, its end acknowledges the step.
+
+    Parameters
+    ----------
+    channel : ChannelReceiver
+        Which received it.
+    step : int
+        Which.
+    tensors : dict of Tensor
+        Views of its memory.
+    meta : dict
+        Of the sender.
+    """
+
+    def __init__(
+        self,
+        channel: ChannelReceiver,
+        step: int,
+        tensors: dict[str, torch.Tensor],
+        meta: dict[str, Any],
+    ) -> None:
+        self._channel = channel
+        self._tensors = tensors
+        self._open = True
+        self.step = step
+        self.meta = meta
+
+    def ack(self) -> None:
+        """Acknowledge the step, once; its slot may be written again."""
+        if self._open:
+            self._open = False
+            self._tensors = {}
+            self._channel.ack()
+
+    def drop(self) -> None:
+        """Give the step back without an acknowledgement: it comes again."""
+        if self._open:
+            self._open = False
+            self._tensors = {}
+            self._channel.drop()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if not self._open:
+            raise KeyError(
+                f"{name!r}: step {self.step} is over; take its tensors inside of its context"
+            )
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.ack()
+        else:
+            self.drop()
+
+
+class TensorReceiver:
+    """The receiving side; `TensorChannel.open` makes it.
+
+    Parameters
+    ----------
+    name : str
+        Of the channel.
+    specs : mapping of name to (dtype, shape)
+        What is expected; None in a shape for a dimension that may vary.
+    timeout : float
+        Seconds that a wait lasts where nothing else is said.
+    wait : float
+        Seconds to wait for the channel to be created.
+    label : str
+        For messages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        specs: Mapping[str, Any],
+        timeout: float,
+        wait: float,
+        label: str,
+    ) -> None:
+        expected = Statement(parse_specs(specs))
+        self._channel = ChannelReceiver(name, timeout=timeout, wait=wait, label=label)
+        self._agreement = Agreement(self._channel, "receiver")
+        self._agreement.state(expected)
+        self._item: StepItem | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the channel's name."""
+        return self._channel.name
+
+    @property
+    def acked_step(self) -> int:
+        """Return the last acknowledged step."""
+        return self._channel.acked_step
+
+    def recv(self, timeout: float | None = None, *, step: int | None = None) -> StepItem:
+        """Wait for the oldest step that was not acknowledged.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds.
+        step : int, optional
+            Which one is expected, to be sure.
+
+        Returns
+        -------
+        StepItem
+            A context; leaving it acknowledges, an exception in it does not.
+
+        Raises
+        ------
+        SpecMismatchError
+            What is sent is not what is expected; the sender gets it too.
+        StepSkippedError, StepFailedError
+            The step comes without tensors, and why; the next call has the next step.
+        StepOrderError
+            `step` was acknowledged already, or is not the next.
+        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+            Nothing came, and why.
+        ChannelDamagedError
+            What came is not what was sent.
+        """
+        if self._item is not None:
+            self._item.drop()
+        message = self._channel.receive(step=step, timeout=timeout)
+        self._item = self._open_step(message)
+        return self._item
+
+    def _open_step(self, message: Message) -> StepItem:
+        what = f"channel {self.name!r}, step {message.step}"
+        places = decode_places(message.meta, message.memory.bytes, what)
+        specs = {place.name: TensorSpec(place.dtype, place.shape) for place in places.tensors}
+        self._agreement.check()
+        found = step_differences(specs, None, self._agreement.receiver)
+        if found:
+            self._channel.drop()
+            assert self._agreement.own is not None
+            text = f"step {message.step}: {'; '.join(found)}"[:_REFUSED_BYTES]
+            self._agreement.state(Statement(self._agreement.own.specs, refused=text))
+            raise self._agreement.mismatch([text])
+        payload = payload_tensor(message.memory)
+        tensors = {place.name: tensor_at(payload, place) for place in places.tensors}
+        return StepItem(self._channel, message.step, tensors, places.meta)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the last acknowledged step, for a checkpoint.
+
+        Returns
+        -------
+        dict
+            With "acked_step".
+        """
+        return {"acked_step": self._channel.acked_step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after a checkpoint's last acknowledged step.
+
+        Parameters
+        ----------
+        state : mapping
+            Of `state_dict`. Earlier steps that come again are acknowledged unseen; a later one
+            than the next raises StepOrderError.
+        """
+        self._channel.resume_after(state["acked_step"])
+
+    def close(self, reason: str = "") -> None:
+        """Leave the channel; a step that is not acknowledged stays for a successor.
+
+        Parameters
+        ----------
+        reason : str
+            For the sender.
+        """
+        self._channel.close(reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._channel.__exit__(kind, error, traceback)

@@ -1,0 +1,242 @@
+"""Sending tensors.
+
+Invariants: a step is checked whole before a byte of it is written; each tensor is copied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+from typing_extensions import Self
+
+from shmbus.channel import ChannelSender
+from trainer_adapter.channel.agreement import Agreement
+from trainer_adapter.channel.config import HostCarrier, wrong_device
+from trainer_adapter.channel.places import Places, plan_places
+from trainer_adapter.channel.specs import (
+    Statement,
+    parse_specs,
+    specs_of,
+    step_differences,
+)
+from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
+
+__all__ = ["TensorSender"]
+
+
+class TensorSender:
+    """The sending side; `TensorChannel.create` makes it.
+
+    Parameters
+    ----------
+    name : str
+        Of the channel.
+    carrier : HostCarrier
+        Which memory, how many slots.
+    specs : mapping, optional
+        What is sent; the first step says it where this does not.
+    timeout : float
+        Seconds that a wait lasts where nothing else is said.
+    label : str
+        For messages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        carrier: HostCarrier,
+        *,
+        specs: Mapping[str, Any] | None,
+        timeout: float,
+        label: str,
+    ) -> None:
+        self.carrier = carrier
+        declared = None if specs is None else Statement(parse_specs(specs))
+        self._channel = ChannelSender(
+            name, slots=carrier.slots, max_bytes=carrier.max_bytes, timeout=timeout, label=label
+        )
+        self._agreement = Agreement(self._channel, "sender")
+        if declared is not None:
+            self._agreement.state(declared)
+
+    @property
+    def name(self) -> str:
+        """Return the channel's name."""
+        return self._channel.name
+
+    @property
+    def next_step(self) -> int:
+        """Return the step that is sent next."""
+        return self._channel.next_step
+
+    @property
+    def acked_step(self) -> int:
+        """Return the last step that the receiver has acknowledged."""
+        return self._channel.acked_step
+
+    @property
+    def growths(self) -> int:
+        """Return how often a slot got more memory."""
+        return self._channel.growths
+
+    def send(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        step: int | None = None,
+        meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Copy a step's tensors into a slot and send them; they may be changed afterwards.
+
+        Parameters
+        ----------
+        tensors : mapping of str to Tensor
+            Contiguous, not empty, on the carrier's device.
+        step : int, optional
+            Which step it is, to be sure.
+        meta : mapping, optional
+            What MessagePack can hold, of at most 16 MiB.
+        timeout : float, optional
+            Seconds to wait for a slot.
+
+        Returns
+        -------
+        int
+            The step.
+
+        Raises
+        ------
+        ValueError, TypeError
+            A tensor cannot be sent; the message names it. Nothing was sent.
+        SpecMismatchError
+            The step is not what was agreed, or the receiver expects something else.
+        StepOrderError
+            Another step is next.
+        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+            No slot became free, and why.
+        CapacityError
+            /dev/shm is full, or the step is larger than `max_bytes`.
+        """
+        number = self._channel.check_step(step)
+        self._check_tensors(tensors, number)
+        specs = specs_of(tensors)
+        if self._agreement.own is None:
+            self._agreement.state(Statement(specs, exact=False))
+        self._agreement.check()
+        found = step_differences(specs, self._agreement.sender, self._agreement.receiver)
+        if found:
+            raise self._agreement.mismatch([f"step {number}: {each}" for each in found])
+        places, size = plan_places(specs)
+        table = msgspec.msgpack.encode(Places(places, dict(meta or {})))
+        memory = self._channel.begin(size, len(table), timeout=timeout)
+        payload = payload_tensor(memory)
+        for place in places:
+            copy_tensor(tensor_at(payload, place), tensors[place.name].detach())
+        del payload
+        self._channel.commit(table)
+        return number
+
+    def skip(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
+        """Say that a step has no tensors: the receiver gets StepSkippedError for it.
+
+        Parameters
+        ----------
+        reason : str
+            Its first 159 bytes are kept.
+        step, timeout
+            As for `send`.
+
+        Returns
+        -------
+        int
+            The step.
+        """
+        return self._channel.skip(reason, step=step, timeout=timeout)
+
+    def fail(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
+        """Say that a step could not be made: the receiver gets StepFailedError for it.
+
+        Parameters
+        ----------
+        reason : str
+            Its first 159 bytes are kept.
+        step, timeout
+            As for `send`.
+
+        Returns
+        -------
+        int
+            The step.
+        """
+        return self._channel.fail(reason, step=step, timeout=timeout)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the last acknowledged step, for a checkpoint.
+
+        Returns
+        -------
+        dict
+            With "acked_step".
+        """
+        return {"acked_step": self._channel.acked_step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after a checkpoint's last acknowledged step; `next_step` says with which.
+
+        Parameters
+        ----------
+        state : mapping
+            Of `state_dict`, of either side.
+
+        Raises
+        ------
+        ChannelError
+            A living receiver has steps on their way which the checkpoint does not know.
+        """
+        self._channel.resume_after(state["acked_step"])
+
+    def close(self, reason: str = "") -> None:
+        """End the channel; the receiver gets what is on its way, and then ChannelClosedError.
+
+        Parameters
+        ----------
+        reason : str
+            For the receiver.
+        """
+        self._channel.close(reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._channel.__exit__(kind, error, traceback)
+
+    def _check_tensors(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"channel {self.name!r}, step {step}: {name!r}: expected a tensor, got "
+                    f"{type(tensor).__name__}; nothing was sent"
+                )
+            problem = ""
+            if device := wrong_device(tensor):
+                problem = f"expected a tensor on the agreed device 'cpu', got {device!r}"
+            elif not tensor.is_contiguous():
+                problem = f"expected a contiguous tensor, got strides {tensor.stride()}"
+            elif tensor.numel() == 0:
+                problem = f"expected elements, got shape {list(tensor.shape)}; use skip()"
+            if problem:
+                raise ValueError(
+                    f"channel {self.name!r}, step {step}, tensor {name!r}: {problem}; nothing was "
+                    "sent, and the channel stays usable"
+                )

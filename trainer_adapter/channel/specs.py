@@ -1,0 +1,170 @@
+"""What both sides say of a step's tensors, and whether it agrees. Pure: no segment, no clock.
+
+Invariant: the same two statements give the same differences on both sides, so each side decides for
+itself, and no death can leave a decision half made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from shmbus.channel import ChannelError
+from trainer_adapter.weights.manifest import DTYPE_BYTES
+
+__all__ = [
+    "SpecMismatchError",
+    "Statement",
+    "TensorSpec",
+    "differences",
+    "parse_specs",
+    "specs_of",
+    "step_differences",
+]
+
+
+class SpecMismatchError(ChannelError):
+    """What is sent is not what is expected; both sides get it, with both specs."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One tensor of a step.
+
+    Attributes
+    ----------
+    dtype : str
+        Torch's name, such as "bfloat16".
+    shape : tuple of int | None
+        None for a dimension that may vary.
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        shape = ", ".join("*" if size is None else str(size) for size in self.shape)
+        return f"{self.dtype}[{shape}]"
+
+
+class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one side has stated in the segment.
+
+    Attributes
+    ----------
+    specs : dict of TensorSpec
+        By the tensors' names.
+    exact : bool
+        Whether the shapes were declared; if not, they are those of the first step.
+    refused : str
+        Why a later step was not what was agreed; "" for nothing.
+    """
+
+    specs: dict[str, TensorSpec]
+    exact: bool = True
+    refused: str = ""
+
+
+def parse_specs(specs: Mapping[Any, Any]) -> dict[str, TensorSpec]:
+    """Check what a user says of the tensors.
+
+    Parameters
+    ----------
+    specs : mapping of name to (dtype, shape)
+        Dtypes by name or as torch's; None in a shape for a dimension that may vary.
+
+    Returns
+    -------
+    dict of TensorSpec
+
+    Raises
+    ------
+    TypeError, ValueError
+        An entry is none.
+    """
+    parsed = {}
+    for name, spec in specs.items():
+        if not isinstance(name, str):
+            raise TypeError(f"specs: expected names as str, got {name!r}")
+        dtype: Any
+        shape: Any
+        if isinstance(spec, TensorSpec):
+            dtype, shape = spec.dtype, spec.shape
+        else:
+            try:
+                dtype, shape = spec
+            except (TypeError, ValueError):
+                raise TypeError(f"specs[{name!r}]: expected (dtype, shape), got {spec!r}") from None
+        dtype = str(dtype).removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"specs[{name!r}]: expected a dtype of torch, got {dtype!r}")
+        for size in shape:
+            if size is not None and (not isinstance(size, int) or size < 0):
+                raise ValueError(
+                    f"specs[{name!r}]: expected sizes from 0 on, or None for one that varies, got "
+                    f"{size!r}"
+                )
+        parsed[name] = TensorSpec(dtype, tuple(shape))
+    return parsed
+
+
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    """Describe tensors as they are."""
+    return {
+        name: TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+
+
+def differences(sent: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> list[str]:
+    """Say where two specs contradict each other; a free dimension contradicts nothing."""
+    found = [
+        f"tensor {name!r} is expected ({expected[name]}) and not sent"
+        for name in sorted(expected.keys() - sent.keys())
+    ]
+    found += [
+        f"tensor {name!r} is sent ({sent[name]}) and not expected"
+        for name in sorted(sent.keys() - expected.keys())
+    ]
+    for name in sorted(sent.keys() & expected.keys()):
+        ours, theirs = sent[name], expected[name]
+        fits = len(ours.shape) == len(theirs.shape) and all(
+            a is None or b is None or a == b for a, b in zip(ours.shape, theirs.shape, strict=True)
+        )
+        if ours.dtype != theirs.dtype or not fits:
+            found.append(f"tensor {name!r}: expected {theirs}, sent {ours}")
+    return found
+
+
+def step_differences(
+    step: Mapping[str, TensorSpec], sender: Statement | None, receiver: Statement | None
+) -> list[str]:
+    """Say how a step differs from what was agreed.
+
+    A sender that declared nothing is held to the names, dtypes and ranks of its first step.
+    """
+    found: list[str] = []
+    if receiver is not None:
+        found += differences(step, receiver.specs)
+    if sender is not None and not found:
+        specs = sender.specs
+        if not sender.exact:
+            specs = {
+                name: TensorSpec(spec.dtype, (None,) * len(spec.shape))
+                for name, spec in specs.items()
+            }
+        found += differences(step, specs)
+    return found
+
+
+def show(specs: Mapping[str, TensorSpec]) -> str:
+    """Show specs in an error."""
+    return "{" + ", ".join(f"{name}: {spec}" for name, spec in sorted(specs.items())) + "}"
+
+
+def size_of(spec: TensorSpec) -> int:
+    """Return the bytes of a tensor without free dimensions."""
+    return DTYPE_BYTES[spec.dtype] * math.prod(size or 0 for size in spec.shape)
