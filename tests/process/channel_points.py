@@ -1,0 +1,253 @@
+"""Ends or stops one side of a channel at each of its failpoints, and looks at what is left.
+
+usage: python -m channel_points NAME KIND:   (in a build with failpoints)
+
+For each point of KIND ("sender", "receiver", "resumer") a child runs with SHMBUS_FAILPOINT set, and
+this process is the other side. A dead side is followed by a successor here. Every step has to come,
+whole and in order: none twice after its acknowledgement, none left out. One line of JSON a case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shmbus import BusNotFoundError
+from shmbus.channel import (
+    ChannelClosedError,
+    ChannelReceiver,
+    ChannelSender,
+    ChannelTimeoutError,
+    PeerGoneError,
+    unlink_channel,
+)
+
+STEPS = 6
+WAIT_S = 20.0
+
+POINTS = {
+    "sender": (
+        "channel-locked", "channel-claimed", "channel-stating", "channel-stated", "channel-begun",
+        "channel-grown", "channel-written", "channel-described", "channel-sent", "channel-left",
+    ),
+    "receiver": (
+        "channel-locked", "channel-claimed", "channel-stating", "channel-stated", "channel-seen",
+        "channel-acking", "channel-acked", "channel-left",
+    ),
+    "resumer": ("channel-withdrawn",),
+}  # fmt: skip
+
+COMMON = """
+import sys
+from shmbus.channel import ChannelReceiver, ChannelSender
+from channel_points import STEPS, payload
+name = sys.argv[1]
+"""
+CHILDREN = {
+    "sender": """
+with ChannelSender(name, timeout=60) as side:
+    side.state(b"specs")
+    for step in range(STEPS):
+        side.send(payload(step), step=step)
+""",
+    "receiver": """
+with ChannelReceiver(name, timeout=60, wait=60) as side:
+    side.state(b"specs")
+    for step in range(STEPS):
+        message = side.receive()
+        assert message.step == step and bytes(memoryview(message.memory)) == payload(step)
+        side.ack()
+""",
+    "resumer": """
+with ChannelSender(name, timeout=60) as side:
+    side.send(b"old"), side.send(b"old")
+    side.resume_after(10)
+    side.send(payload(11), step=11)
+""",
+}
+
+
+def payload(step: int) -> bytes:
+    """Bytes of a step, of another length each."""
+    return bytes([step + 1]) * (1 + 3000 * step)
+
+
+@contextlib.contextmanager
+def child_of(name: str, kind: str, point: str, action: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a side that meets its point."""
+    env = os.environ | {"SHMBUS_FAILPOINT": f"{point}:1:{action}"}
+    child = subprocess.Popen([sys.executable, "-c", COMMON + CHILDREN[kind], name], env=env)
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(signal.SIGCONT)
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+
+
+def met(child: subprocess.Popen[bytes], action: str) -> bool:
+    """Wait until the child was killed or stopped at its point."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if action == "kill":
+            if child.poll() is not None:
+                return child.returncode == -signal.SIGKILL
+        else:
+            with contextlib.suppress(FileNotFoundError):  # it has ended
+                stat = Path(f"/proc/{child.pid}/stat").read_text()
+                if stat.rpartition(")")[2].split()[0] == "T":
+                    return True
+        time.sleep(0.005)
+    return False
+
+
+def receive_all(name: str, first: int, faults: list[str], *, stop_at: int = STEPS) -> int:
+    """Receive what is there; returns the step after the last one."""
+    with ChannelReceiver(name, timeout=WAIT_S, wait=WAIT_S) as receiver:
+        expected = first
+        while expected < stop_at:
+            message = receiver.receive()
+            if message.step != expected or bytes(memoryview(message.memory)) != payload(
+                message.step
+            ):
+                faults.append(f"expected step {expected}, got {message.step}")
+            receiver.ack()
+            expected = message.step + 1
+    return expected
+
+
+def after_a_sender(name: str, child: subprocess.Popen[bytes], action: str) -> list[str]:
+    """Receive from a sender that meets its point, and from its successor."""
+    faults: list[str] = []
+    expected = 0
+    receiver = ChannelReceiver(name, timeout=WAIT_S, wait=WAIT_S)
+    successor = None
+    while expected < STEPS:
+        try:
+            message = receiver.receive(timeout=1.0)
+        except (PeerGoneError, ChannelTimeoutError) as error:
+            if action == "stop":
+                if isinstance(error, PeerGoneError):
+                    faults.append("a stopped sender was taken for a dead one")
+                child.send_signal(signal.SIGCONT)
+            elif successor is None and child.wait(WAIT_S) != 0:
+                successor = ChannelSender(name)
+            if successor is not None:
+                successor.send(payload(successor.next_step))
+            continue
+        if message.step != expected or bytes(memoryview(message.memory)) != payload(expected):
+            faults.append(f"expected step {expected}, got {message.step}")
+        receiver.ack()
+        expected += 1
+        if successor is not None and successor.next_step < STEPS:
+            successor.send(payload(successor.next_step))
+    if successor is not None:
+        successor.close()
+    receiver.close()
+    return faults
+
+
+def after_a_receiver(name: str, child: subprocess.Popen[bytes], action: str) -> list[str]:
+    """Send to a receiver that meets its point, and to its successor."""
+    faults: list[str] = []
+    sender = ChannelSender(name, timeout=1.0)
+    step = 0
+    successor = None
+    while step < STEPS:
+        try:
+            sender.send(payload(step), step=step)
+        except (PeerGoneError, ChannelTimeoutError, ChannelClosedError) as error:
+            if action == "stop":
+                if isinstance(error, PeerGoneError):
+                    faults.append("a stopped receiver was taken for a dead one")
+                child.send_signal(signal.SIGCONT)
+                continue
+            child.wait(WAIT_S)
+            successor = successor or ChannelReceiver(name)
+            message = successor.receive(timeout=WAIT_S, step=sender.acked_step + 1)
+            if bytes(memoryview(message.memory)) != payload(message.step):
+                faults.append(f"step {message.step} is not what was sent")
+            successor.ack()
+            continue
+        step += 1
+    if action == "stop":
+        # Its point may be after its last step, so the time of its stop is not known here.
+        deadline = time.monotonic() + WAIT_S
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            child.send_signal(signal.SIGCONT)
+    elif sender.acked_step < STEPS - 1:
+        child.wait(WAIT_S)
+        first = sender.acked_step + 1
+        if successor is not None:
+            successor.close()
+        receive_all(name, first, faults)
+    if sender.acked_step != STEPS - 1:
+        faults.append(f"acknowledged up to {sender.acked_step}")
+    if successor is not None:
+        successor.close()
+    sender.close()
+    return faults
+
+
+def after_a_resumer(name: str, child: subprocess.Popen[bytes], action: str) -> list[str]:
+    """Resume where a sender has met its point in doing so."""
+    faults: list[str] = []
+    if action == "stop":
+        child.send_signal(signal.SIGCONT)
+        child.wait(WAIT_S)
+    else:
+        with ChannelSender(name) as sender:
+            sender.resume_after(10)
+            sender.send(payload(11), step=11)
+    receive_all(name, 11, faults, stop_at=12)
+    return faults
+
+
+FOLLOW = {
+    "sender": after_a_sender,
+    "receiver": after_a_receiver,
+    "resumer": after_a_resumer,
+}
+
+
+def main(name: str, kind: str) -> None:
+    """Run each case of a kind."""
+    for point in POINTS[kind]:
+        for action in ("kill", "stop"):
+            faults, signalled = run(name, kind, point, action)
+            report = {"point": point, "action": action, "faults": faults, "signalled": signalled}
+            print(json.dumps(report), flush=True)
+            with contextlib.suppress(BusNotFoundError):
+                unlink_channel(name)
+
+
+def run(name: str, kind: str, point: str, action: str) -> tuple[list[str], bool]:
+    """Run one case: what went wrong, and whether the child met its point."""
+    seen: list[bool] = []
+    with child_of(name, kind, point, action) as child:
+        watcher = threading.Thread(target=lambda: seen.append(met(child, action)))
+        watcher.start()
+        if kind == "resumer":
+            watcher.join()
+        faults = FOLLOW[kind](name, child, action)
+        watcher.join()
+        if action == "stop":
+            child.send_signal(signal.SIGCONT)
+            if child.wait(WAIT_S) != 0:
+                faults.append(f"a side that was stopped and went on ended with {child.returncode}")
+    return faults, seen == [True]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2].rstrip(":"))
