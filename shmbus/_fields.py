@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 
 from shmbus import errors
 from shmbus._encoding import parse_dtype
+from shmbus_ext import _core
 
 __all__ = ["FieldSpec", "check_sizes", "is_argument", "parse_field"]
 
@@ -28,6 +29,8 @@ _RESERVED = frozenset(
         "timeout",
         "split",
         "need",
+        "rows",
+        _core.ROW_LENGTHS,
     }
 )
 

@@ -26,6 +26,19 @@ def _copy_trajectory(arguments: tuple[Any, ...]) -> TrajectoryCopy:
     return make(*arguments[:-2], meta, fields)
 
 
+def _join_rows(rows: object, others: tuple[str, ...]) -> list[tuple[str, Any]]:
+    # Not at the top: most samples have one row, and load nothing for more.
+    from shmbus.rows import join_rows
+
+    return join_rows(rows, others)
+
+
+def _rows_of(trajectory: Any) -> list[Any]:
+    from shmbus.rows import rows_of
+
+    return rows_of(trajectory)
+
+
 _core.install(
     closed_error=errors.BusClosedError,
     too_large_error=errors.RecordTooLargeError,
@@ -42,4 +55,6 @@ _core.install(
     as_array=_encoding.as_array,
     copy_trajectory=_copy_trajectory,
     unknown_field=_encoding.unknown_field,
+    join_rows=_join_rows,
+    rows_of=_rows_of,
 )

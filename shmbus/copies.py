@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import numpy as np
 
+from shmbus.rows import Row, put_rows, rows_of
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -219,6 +221,11 @@ class TrajectoryCopy:
         """
         return self[name].shape
 
+    @property
+    def rows(self) -> list[Row]:
+        """Its rows, of views; one with all fields, unless it was put with ``rows=``."""
+        return rows_of(self)
+
     def copy(self) -> TrajectoryCopy:
         """Copy it once more, with arrays of its own.
 
@@ -236,7 +243,8 @@ class TrajectoryCopy:
         dict
             "instance_id", "group_size", "index", "score", "policy_version", "epoch", "split",
             "need", "meta", and each array field by its name: the arrays of this copy, not copied
-            again. "policy_version" is a pair where it was sampled by several.
+            again. "policy_version" is a pair where it was sampled by several. "rows" has the
+            fields of rows, where it was put with them.
         """
         several = self.newest_policy_version != self.policy_version
         return {
@@ -253,7 +261,7 @@ class TrajectoryCopy:
             "split": self.split,
             "need": None if self.need == self.group_size else self.need,
             "meta": self.meta,
-            **self._arrays,
+            **put_rows(self),
         }
 
     def _arguments(self) -> tuple[Any, ...]:

@@ -233,6 +233,8 @@ class GroupTable(Generic[_S]):
     def ready_samples(self) -> list[_S]: ...
     def full(self, key: Hashable, /) -> list[GroupEntry[_S]]: ...
 
+ROW_LENGTHS: str
+
 class RecursiveLock:
     """A recursive lock."""
 
@@ -376,6 +378,8 @@ def install(
     as_array: Callable[[str, object, bool], NDArray[Any]],
     unknown_field: Callable[[str, tuple[str, ...]], BaseException],
     copy_trajectory: Callable[[tuple[Any, ...]], Any],
+    join_rows: Callable[[Any, tuple[str, ...]], list[tuple[str, Any]]],
+    rows_of: Callable[[Any], list[Any]],
 ) -> None: ...
 def declared_bytes(source: Segment | bytes, /) -> bytes | None: ...
 def end_groups(
@@ -422,7 +426,7 @@ def read_run(
 def members(groups: list[GroupBase], /) -> tuple[list[Trajectory], NDArray[np.int64]]: ...
 def describe(
     trajectories: list[Trajectory], /
-) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str]]: ...
+) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str], NDArray[np.int64]]: ...
 def packed_bytes(total: int, sequences: int, /) -> int: ...
 def lay_out(
     memory: NDArray[np.uint8], total: int, sequences: int, /
@@ -479,6 +483,7 @@ def plan_gather(
     list[tuple[int, int, tuple[int, int, int, int]]],
     list[str],
     list[int],
+    bool,
     bool,
     int,
     int,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from shmbus.copies import TrajectoryCopy
+from shmbus.rows import Row
 from shmbus_ext._core import Intake
 
 class Trajectory:
@@ -56,6 +57,9 @@ class Trajectory:
         Whether it reports that its sample failed; False for all that is delivered.
     meta : object
         What the producer gave as meta, decoded when it is first read; None where it gave none.
+    rows : list of Row
+        Its rows, each a mapping of names to views, with its `prefix_length`; one, unless it was
+        put with rows=.
     """
 
     instance_id: str
@@ -75,6 +79,7 @@ class Trajectory:
     released: bool
     failed: bool
     meta: Any
+    rows: list[Row]
     def __getitem__(self, name: str, /) -> NDArray[Any]: ...
     def __contains__(self, name: object, /) -> bool: ...
     def __len__(self) -> int: ...

@@ -4,7 +4,7 @@ There is no module of this name at run time: these are classes of ``shmbus_ext._
 docstring here is the one that the C code has.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -133,6 +133,7 @@ class Writer:
         split: str | None = None,
         need: int | None = None,
         meta: Any = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
         timeout: float | None = None,
         **arrays: FieldValue,
     ) -> None:
@@ -174,6 +175,12 @@ class Writer:
             Whatever msgspec can encode as MessagePack, for the reader of the trajectory. NumPy
             scalars, arrays and tensors come back as numbers and nested lists, pydantic models and
             dataclasses as dicts, sets as lists, paths as str, enums as their values.
+        rows : list of mapping, optional
+            Of a sample of several rows, such as branches of a conversation: the fields of each row,
+            the same in all, and its `prefix_length` where it shares that many tokens with another.
+            All fields of a row have one length; what the whole sample has is given beside rows. A
+            trainer packs each row as a sequence of its own, with the sample's one advantage. Costs
+            one more copy of the arrays.
         timeout : float, optional
             Seconds to wait for space while the bus is full or paused: None waits for ever, 0 does
             not wait.

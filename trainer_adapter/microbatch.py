@@ -4,7 +4,8 @@ Invariants:
 
 - Every sequence is in exactly one micro-batch; its tokens, advantages and all else are unchanged.
 - Losses that are divided by the whole batch's counts add up to the loss of the whole batch.
-- Groups may be split, since their advantages were computed before. The whole batch is acknowledged.
+- Groups, and the rows of a sample, may be split, since their advantages were computed before. The
+  whole batch is acknowledged.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class MicroBatch(TensorHolder):
         None as in the batch.
     cu_seqlens : int32 [S + 1]
     max_seqlen : int
-    scores, policy_versions : Tensor [S]
+    scores, policy_versions, newest_policy_versions, sample_of : Tensor [S]
     instance_ids : list[str]
     sequence_indices : int64 [S], on the host
         Positions in the batch.
@@ -60,6 +61,8 @@ class MicroBatch(TensorHolder):
     scores: Tensor
     instance_ids: list[str]
     policy_versions: Tensor
+    newest_policy_versions: Tensor
+    sample_of: Tensor
     sequence_indices: Tensor
     batch_loss_tokens: Tensor
     batch_sequences: Tensor
@@ -204,6 +207,8 @@ def _take(
         scores=batch.scores.index_select(0, sequences),
         instance_ids=[batch.instance_ids[position] for position in part],
         policy_versions=batch.policy_versions.index_select(0, sequences),
+        newest_policy_versions=batch.newest_policy_versions.index_select(0, sequences),
+        sample_of=batch.sample_of.index_select(0, sequences),
         sequence_indices=indices,
         batch_loss_tokens=loss_tokens,
         batch_sequences=trained,

@@ -103,6 +103,11 @@ class Measured(NamedTuple):
     has_logprobs: bool
     field_names: list[tuple[str, ...]]
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether a trajectory was put with rows, each of which is a sequence of its own."""
+        return any(_core.ROW_LENGTHS in names for names in self.field_names)
+
 
 def measure(groups: Sequence[_core.GroupBase], names: FieldNames | None = None) -> Measured:
     """Count the tokens of groups, after all the checks that `gather` makes.
@@ -161,8 +166,8 @@ def members(
 
 def describe(
     trajectories: list[_core.Trajectory],
-) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str]]:
-    """Collect score, policy version and instance id of each trajectory.
+) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str], NDArray[np.int64]]:
+    """Collect score, policy versions and instance id of each trajectory.
 
     Parameters
     ----------
@@ -172,7 +177,9 @@ def describe(
     -------
     scores : float64 [S]
     policy_versions : int64 [S]
+        The oldest, where there were several.
     instance_ids : list[str]
+    newest_policy_versions : int64 [S]
     """
     return _core.describe(trajectories)
 

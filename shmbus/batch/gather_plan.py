@@ -64,6 +64,9 @@ class GatherTable(msgspec.Struct, frozen=True):
     scores_fit : bool
         Whether a rule that was given could be followed: all scores are numbers up to
         `shmbus.batch.baseline.MAX_SCORE_MAGNITUDE`. Else the advantages in the table are arbitrary.
+    has_rows : bool
+        Whether a trajectory was put with rows: each is a sequence of its own, of which the table
+        knows nothing.
     has_logprobs : bool
         Whether all trajectories have logprobs; if not, none has.
     """
@@ -81,6 +84,7 @@ class GatherTable(msgspec.Struct, frozen=True):
     instance_ids: list[str]
     mentions: list[int]
     scores_fit: bool
+    has_rows: bool
     has_logprobs: bool
 
 
@@ -142,8 +146,8 @@ def plan_gather(
         flags,
         words,
     )
-    has, lacks = planned[13:]
-    return GatherTable(*planned[:13], check_presence(groups, names, has, lacks))
+    has, lacks = planned[14:]
+    return GatherTable(*planned[:14], check_presence(groups, names, has, lacks))
 
 
 def mapping_of(trajectory: _core.Trajectory) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shmbus import errors, limits
@@ -80,6 +80,7 @@ class AsynchronousPuts(AttachedWriter):
         split: str | None = None,
         need: int | None = None,
         meta: Any = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
         timeout: float | None = None,
         **arrays: FieldValue,
     ) -> None:
@@ -87,7 +88,9 @@ class AsynchronousPuts(AttachedWriter):
 
         Parameters
         ----------
-        instance_id, group_size, index, score, policy_version, epoch, split, need, meta, **arrays
+        instance_id, group_size, index, score, policy_version, epoch, split, need, meta : object
+            As for `put`.
+        rows, **arrays
             As for `put`. The arrays must not change before this returns.
         timeout : float, optional
             Seconds to wait for space: None waits for ever, 0 does not wait.
@@ -113,6 +116,7 @@ class AsynchronousPuts(AttachedWriter):
             split=split,
             need=need,
             meta=meta,
+            rows=rows,
             timeout=0,
             **arrays,
         )

@@ -20,6 +20,8 @@ struct hooks {
     PyObject *as_array;          /* (name, object, declared) -> numpy.ndarray */
     PyObject *copy_trajectory;   /* tuple: all of it, meta encoded -> TrajectoryCopy */
     PyObject *unknown_field;     /* (name, declared names) -> exception */
+    PyObject *join_rows;         /* (rows, names of other fields) -> [(name, value)] */
+    PyObject *rows_of;           /* trajectory -> list of its rows */
 };
 extern struct hooks hooks;
 /* Raises what a hook that makes exceptions returns. */

@@ -169,6 +169,7 @@ static bool add_functions(PyObject *module) {
         py_declared_add_functions,     py_plan_fields_add_constants,
         py_export_add_functions,       py_import_add_functions,
         py_channel_add_constants,      py_channel_messages_add_functions,
+        py_arguments_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

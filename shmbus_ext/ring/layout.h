@@ -38,6 +38,9 @@
 /* Limits that a record states in its header. */
 #define SHMBUS_MAX_ID_BYTES 255u
 #define SHMBUS_MAX_FIELDS 64u
+/* The field of a sample of several rows, int64 [rows, 2]: of each row how many elements of the
+ * fields behind this one are its, and how many of them are a prefix that it shares. */
+#define SHMBUS_ROW_LENGTHS "row_lengths"
 #define SHMBUS_MAX_NDIM 32u
 #define SHMBUS_MAX_NAME_BYTES 255u
 #define SHMBUS_MAX_DTYPE_BYTES 1024u

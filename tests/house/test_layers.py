@@ -41,6 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("shmbus._prompts",),
     ("shmbus._fields",),
+    ("shmbus.rows",),
     ("shmbus._schema",),
     ("shmbus.inspect.view_types",),
     # What can be said of a bus; control messages carry some of it. What outlives a lease.

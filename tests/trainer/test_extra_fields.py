@@ -468,7 +468,7 @@ def test_a_batch_moves_with_all_of_its_tensors(bus: Bus, samples: list[dict[str,
         tensors = [value for value in named.values() if torch.is_tensor(value)]
         tensors += [value for value in named["extra"].values() if torch.is_tensor(value)]
         tensors += named["extra_offsets"].values()
-        assert len(tensors) == 15 and all(value.device.type == "meta" for value in tensors)
+        assert len(tensors) == 17 and all(value.device.type == "meta" for value in tensors)
         assert (moved.num_tokens, moved.num_sequences) == (batch.num_tokens, 24)
         assert batch.num_tokens == sum(len(one["tokens"]) for one in samples)
         assert micro_batches(batch, count=2)[0].to("meta").tokens.device.type == "meta"

@@ -54,8 +54,13 @@ class Batch(TensorHolder):
     scores : float32 [S]
     instance_ids : list[str], one a sequence
     policy_versions : int64 [S]
+        The oldest of each sample.
+    newest_policy_versions : int64 [S]
+    sample_of : int32 [S]
+        Which sample each sequence belongs to, from 0 in the batch's order. A sample that was put
+        with ``rows=`` is a sequence for each row; all others are one.
     group_sizes : int64 [G]
-        Sequences of each group, in order.
+        Sequences of each group, in order: samples, or the rows of samples.
     groups : list[shmbus.Group]
         The leased groups, which `OnlineDataHandler.ack` acknowledges together; none in a batch that
         was pickled.
@@ -94,6 +99,17 @@ class Batch(TensorHolder):
     extra_offsets: dict[str, Tensor] = field(default_factory=dict)
     extra_kinds: dict[str, str] = field(default_factory=dict)
     facts: BatchFacts | None = None
+    newest_policy_versions: Tensor = None  # type: ignore[assignment]
+    sample_of: Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        # A batch that a caller makes: samples of one row, each of one policy.
+        if self.newest_policy_versions is None:
+            self.newest_policy_versions = self.policy_versions
+        if self.sample_of is None:
+            self.sample_of = torch.arange(
+                self.sequences, dtype=torch.int32, device=self.cu_seqlens.device
+            )
 
     @property
     def total_tokens(self) -> int:

@@ -163,6 +163,14 @@ class MeasuredExtras(NamedTuple):
         """Return where each array field begins in the block, and the widest word of its rows."""
         return tuple((one.at, math.gcd(one.form.row_bytes, 8)) for one in self.columns)
 
+    def row_sources(self) -> dict[str, str]:
+        """Return the producers' names of the "ragged" fields, by the batch's."""
+        return {
+            one.field.name: one.field.source
+            for one in self.columns
+            if one.field.given.kind == "ragged"
+        }
+
     @property
     def lacking(self) -> bool:
         """Whether a sample lacks an optional array field: its bytes have to be 0."""

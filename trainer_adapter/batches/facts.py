@@ -14,16 +14,16 @@ __all__ = ["BatchFacts"]
 
 
 class BatchFacts(NamedTuple):
-    """Figures of the S sequences and G groups of a batch.
+    """Figures of the N samples, S sequences and G groups of a batch; N is S unless some have rows.
 
     Attributes
     ----------
-    scores : float64 [S]
-    policy_versions : int64 [S]
+    scores : float64 [N]
+    policy_versions : int64 [N]
     lengths : int64 [S]
         Tokens of each sequence.
     group_sizes : int64 [G]
-        Sequences of each group.
+        Samples of each group.
     packed_s : float
         Seconds that packing took, and the way to the device; 0 where nobody measured it.
     """

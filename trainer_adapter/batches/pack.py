@@ -28,6 +28,7 @@ from trainer_adapter.batches.extra_fields import (
 from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.finite import require_finite
 from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.batches.rows import RowSplit, split_rows
 from trainer_adapter.batches.sample_flags import Truncated, apply_flags, sample_flags
 from trainer_adapter.scored_group import groups_of
 
@@ -87,6 +88,8 @@ def pack(
 
     Notes
     -----
+    A sample that was put with ``rows=`` is a sequence for each row, with the sample's advantage.
+
     A sample whose meta has ``set_advantage_to_zero: True`` gets advantages of 0, even if it sent
     its own; its score still counts for its group.
     """
@@ -100,7 +103,7 @@ def pack(
     names = fields or FieldNames()
     measured = bus_gather.measure(chosen, names)
     trajectories, sizes, lengths = measured.trajectories, measured.sizes, measured.lengths
-    scores, policy_versions, instance_ids = bus_gather.describe(trajectories)
+    scores, policy_versions, instance_ids, newest = bus_gather.describe(trajectories)
     wanted = ExtraFields.of(extra_fields)
     extras = NO_EXTRAS if wanted is None else wanted.measure(trajectories, lengths)
     total = sum(lengths)
@@ -117,8 +120,7 @@ def pack(
     )
     packed = extras.packed_into(extra_block)
     finite = bus_gather.gather(trajectories, arrays, per_sequence, names, packed)
-    flags = sample_flags(trajectories, truncated)
-    if flags is not None:
+    if (flags := sample_flags(trajectories, truncated)) is not None:
         apply_flags(flags, arrays)
     if not finite:
         # The flags may have left the values that are not finite out of the loss.
@@ -135,6 +137,7 @@ def pack(
         scores=torch.from_numpy(scores.astype(np.float32)),
         instance_ids=instance_ids,
         policy_versions=torch.from_numpy(policy_versions),
+        newest_policy_versions=torch.from_numpy(newest),
         group_sizes=torch.from_numpy(sizes),
         groups=chosen,
         extra=extra,
@@ -144,6 +147,8 @@ def pack(
             scores, policy_versions, np.diff(arrays.cu_seqlens).astype(np.int64), sizes
         ),
     )
+    if measured.has_rows:
+        split_rows(batch, RowSplit.of(trajectories, lengths, names.tokens), extras.row_sources())
     if layout == "padded":
         pad_batch(batch)
     return batch if target.type == "cpu" else copy_to_device(batch, target)

@@ -35,7 +35,7 @@ from trainer_adapter.gpu.extra_fields import copy_extras
 from trainer_adapter.gpu.memory import Staging, StagingBlock
 from trainer_adapter.scored_group import ScoredGroup, groups_of
 
-__all__ = ["Pending", "begin_gather"]
+__all__ = ["Pending", "SeveralRowsError", "begin_gather"]
 
 #: Alignment of a block's parts, in bytes: more than vector loads need.
 PART_ALIGN: Final = 64
@@ -45,6 +45,10 @@ USUAL_TABLE_BYTES: Final = 160
 NO_FIELDS: Final = (0, -1, -1, -1)
 #: What an event is created with so that a thread that waits for it sleeps instead of spinning.
 BLOCKING: Final = True
+
+
+class SeveralRowsError(ValueError):
+    """A sample was put with rows: each is a sequence of its own, which the kernel cannot make."""
 
 
 class Pending:
@@ -150,6 +154,8 @@ def begin_gather(
     ------
     ValueError
         As for `pack`; for a value that is not finite, only from `Pending.finish`.
+    SeveralRowsError
+        A sample was put with ``rows=``.
     """
     names = fields or FieldNames()
     staging = staging or Staging(device)
@@ -166,9 +172,16 @@ def begin_gather(
         if told["flags"] is not None:
             staging.give_back(block)
             block, table = _plan(groups, staging, told)
+    if table.has_rows:
+        staging.give_back(block)
+        raise SeveralRowsError(
+            "gather: expected samples of one row each, got one that was put with rows=; the kernel "
+            "packs a record as one sequence: use trainer_adapter.pack, or transport='copy'"
+        )
     facts = _facts(block, table, len(groups))
     blocks = [block]
     try:
+        newest = _newest(groups)
         batch = Batch(
             **_launch(block.host, table, len(groups), device),
             **copy_extras(
@@ -176,6 +189,7 @@ def begin_gather(
             ),
             max_seqlen=table.longest,
             instance_ids=table.instance_ids,
+            newest_policy_versions=newest.to(device),
             groups=groups,
             transport="gather",
             facts=facts,
@@ -200,6 +214,10 @@ def begin_gather(
         if stream is not None:
             stream.synchronize()
         raise
+
+
+def _newest(groups: list[shmbus.Group]) -> Tensor:
+    return torch.from_numpy(describe(members(groups)[0])[3])
 
 
 def _facts(block: StagingBlock, table: GatherTable, groups: int) -> BatchFacts:

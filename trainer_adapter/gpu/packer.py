@@ -5,7 +5,8 @@
   and 64 more for each further 2,048 tokens of it. Extra fields are copied by a second kernel, with
   a launch for each.
 - ``pinned``: packed by the CPU into pinned memory, and copied from there without waiting.
-- ``copy``: packed by the CPU, and copied as pageable memory.
+- ``copy``: packed by the CPU, and copied as pageable memory. So go batches with samples of several
+  rows where ``gather`` is the transport of the others: the kernel packs a record as one sequence.
 
 Invariants:
 
@@ -35,7 +36,7 @@ from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import pack
 from trainer_adapter.batches.sample_flags import Truncated
-from trainer_adapter.gpu.gather import Pending, begin_gather
+from trainer_adapter.gpu.gather import Pending, SeveralRowsError, begin_gather
 from trainer_adapter.gpu.memory import PinnedMemory, Registration, Staging
 from trainer_adapter.gpu.one_thread import OneThread
 
@@ -155,7 +156,10 @@ class GpuPacker:
 
     def _begin(self, groups: list[shmbus.Group]) -> Pending:
         if self.transport == "gather":
-            pending = self._gather(groups)
+            try:
+                pending = self._gather(groups)
+            except SeveralRowsError:
+                return self._copied(groups, "copy", self._memory)
             if pending is not None:
                 return pending
         if self.transport == "pinned" and self._pinned is None:
@@ -166,10 +170,15 @@ class GpuPacker:
                 self._pinned = None
                 self._fall_back("copy", f"no pinned memory: {error}")
         memory = self._pinned if self.transport == "pinned" else self._memory
+        return self._copied(groups, self.transport, memory)
+
+    def _copied(
+        self, groups: list[shmbus.Group], transport: Transport, memory: BatchMemory | None
+    ) -> Pending:
         packed = pack(groups, memory=memory, **self._options)
         with _on(self._stream):
             batch = packed.to(self.device, non_blocking=True)
-            batch.transport = self.transport
+            batch.transport = transport
             if self._layout == "padded":
                 pad_batch(batch)
             # The host's batch is kept until the copies from it are done.

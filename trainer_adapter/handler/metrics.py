@@ -186,14 +186,15 @@ class BatchMeter:
             return
         facts = [one.facts for one in pending]
         lags = [one.policy_version - one.facts.policy_versions for one in pending]
-        rows = np.empty((3, sum(len(one.scores) for one in facts)))
+        rows = np.empty((2, sum(len(one.scores) for one in facts)))
         np.concatenate([one.scores for one in facts], out=rows[0])
         np.concatenate(lags, out=rows[1])
-        np.concatenate([one.lengths for one in facts], out=rows[2])
-        rewards, lag, lengths = Moments.of_rows(rows)
+        rewards, lag = Moments.of_rows(rows)
+        lengths = np.concatenate([one.lengths for one in facts], dtype=np.float64)
+        (length,) = Moments.of_rows(lengths[np.newaxis])
         self._rewards = self._rewards.joined(rewards)
         self._lags = self._lags.joined(lag)
-        self._lengths = self._lengths.joined(lengths)
+        self._lengths = self._lengths.joined(length)
         sizes = np.concatenate([one.group_sizes for one in facts])
         starts = np.cumsum(sizes) - sizes
         scores = rows[0]
@@ -254,7 +255,7 @@ class BatchMeter:
             "batch/sequences": lengths.size / batches,
             "batch/groups": self._groups / batches,
             "batch/fill": self._fill / batches,
-            "share/truncated": self._truncated / lengths.size,
+            "share/truncated": self._truncated / rewards.size,
             "share/zero_variance": self._equal / self._groups,
             "time/wait_s": self._waited_s / batches,
             "time/pack_s": self._packed_s / batches,

@@ -52,10 +52,21 @@ bool py_check_payload(const struct source *source, PyObject *const *names) {
            (source->data[FIELD_MASK] == NULL || check_mask(source, names[FIELD_MASK]));
 }
 
+static bool has_row_lengths(const SchemaObject *schema) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(schema->names); i++) {
+        if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(schema->names, i),
+                                             SHMBUS_ROW_LENGTHS) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Where the names stand in a schema, and whether its dtypes can be packed. */
 static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const *names) {
     lookup->schema = NULL;
     lookup->signature = 0;
+    lookup->rows = lookup->rows || has_row_lengths(t->schema);
     for (int f = 0; f < FIELDS; f++) {
         int at = names[f] == Py_None ? -1 : py_schema_find(t->schema, names[f]);
         lookup->shape_at[f] = NO_FIELD;

@@ -34,6 +34,7 @@ struct lookup {
     uint32_t signature; /* which fields there are, and their kinds; 0xff for none, tokens first */
     /* Of all trajectories so far; a bit for each field. */
     uint8_t has, lacks;
+    bool rows; /* whether one has row lengths, and so is several sequences */
     PyObject *field_names; /* NULL, or a list that gets the names of each schema, borrowed */
 };
 #define NO_FIELD UINT16_MAX

@@ -206,7 +206,8 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
 /* One element of an array that this file has just made. */
 #define ELEMENT(array, type, i) (((type *)PyArray_DATA((PyArrayObject *)(array)))[i])
 
-/* describe(trajectories) -> (scores float64 [S], policy_versions int64 [S], instance_ids). */
+/* describe(trajectories) -> (scores float64 [S], policy_versions int64 [S], instance_ids,
+ * newest_policy_versions int64 [S]). */
 static PyObject *py_describe(PyObject *module, PyObject *items) {
     (void)module;
     if (!PyList_Check(items)) {
@@ -216,8 +217,9 @@ static PyObject *py_describe(PyObject *module, PyObject *items) {
     npy_intp count = PyList_GET_SIZE(items);
     PyObject *scores = PyArray_SimpleNew(1, &count, NPY_FLOAT64);
     PyObject *versions = PyArray_SimpleNew(1, &count, NPY_INT64);
+    PyObject *newest = PyArray_SimpleNew(1, &count, NPY_INT64);
     PyObject *ids = PyList_New(count);
-    bool good = scores != NULL && versions != NULL && ids != NULL;
+    bool good = scores != NULL && versions != NULL && newest != NULL && ids != NULL;
     for (npy_intp i = 0; good && i < count; i++) {
         PyObject *item = PyList_GET_ITEM(items, i);
         if (!Py_IS_TYPE(item, &TrajectoryType)) {
@@ -229,11 +231,13 @@ static PyObject *py_describe(PyObject *module, PyObject *items) {
         const TrajectoryObject *t = (const TrajectoryObject *)item;
         ELEMENT(scores, double, i) = t->score;
         ELEMENT(versions, int64_t, i) = t->policy_version;
+        ELEMENT(newest, int64_t, i) = t->policy_version + (int64_t)t->version_span;
         PyList_SET_ITEM(ids, i, Py_NewRef(t->instance_id));
     }
-    PyObject *result = good ? PyTuple_Pack(3, scores, versions, ids) : NULL;
+    PyObject *result = good ? PyTuple_Pack(4, scores, versions, ids, newest) : NULL;
     Py_XDECREF(scores);
     Py_XDECREF(versions);
+    Py_XDECREF(newest);
     Py_XDECREF(ids);
     return result;
 }

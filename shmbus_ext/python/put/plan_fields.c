@@ -228,7 +228,11 @@ static bool plan_declared_fields(struct put_arguments *self, DeclaredSchemaObjec
     }
     self->declared = Py_NewRef((PyObject *)declared); /* its dtypes are used to the end */
     for (uint32_t i = 0; i < self->array_count; i++) {
-        if (!plan_field(self, i, at, declared, fields[i]) ||
+        if (fields[i] == DECLARED_BY_THE_CORE) {
+            if (!plan_field(self, i, at, NULL, 0)) {
+                return false;
+            }
+        } else if (!plan_field(self, i, at, declared, fields[i]) ||
             !py_declared_fits(declared, &bindings, fields[i], self->field_ndim[i],
                               self->shape + at + 1)) {
             return false;
@@ -256,12 +260,41 @@ bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim) {
     return true;
 }
 
+/* What the hook gave, whose items another thread may not change: a list of its own. */
+static bool take_joined(struct put_arguments *self, PyObject *joined) {
+    bool taken = PyList_Check(joined);
+    for (Py_ssize_t i = 0; taken && i < PyList_GET_SIZE(joined); i++) {
+        PyObject *name, *value;
+        taken = PyArg_ParseTuple(PyList_GET_ITEM(joined, i), "UO", &name, &value) &&
+                py_arguments_take_field(self, name, value);
+    }
+    return taken;
+}
+
+/* Makes fields of the rows, behind all others. */
+static bool join_rows(struct put_arguments *self) {
+    PyObject *others = PyTuple_New(self->array_count);
+    for (uint32_t i = 0; others != NULL && i < self->array_count; i++) {
+        PyTuple_SET_ITEM(others, i, Py_NewRef(self->names[i]));
+    }
+    PyObject *joined =
+        others == NULL
+            ? NULL
+            : PyObject_CallFunctionObjArgs(hooks.join_rows, self->rows_object, others, NULL);
+    Py_XDECREF(others);
+    bool taken = joined != NULL && take_joined(self, joined);
+    Py_XDECREF(joined);
+    Py_CLEAR(self->rows_object);
+    return taken;
+}
+
 bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
                          DeclaredSchemaObject *declared) {
     uint32_t words;
     /* A report of a failure has no fields. */
     bool checked = declared != NULL && (self->spec.flags & SHMBUS_FLAG_FAILED) == 0;
     if (!py_arguments_finish_head(self) ||
+        (self->rows_object != NULL && !join_rows(self)) ||
         !(checked ? plan_declared_fields(self, declared, &words) : plan_fields(self, &words))) {
         return false;
     }

@@ -47,6 +47,10 @@ bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *na
         return false;
     }
     for (uint32_t i = 0; i < count; i++) {
+        if (fields[i] == DECLARED_BY_THE_CORE) {
+            shape += 1 + ndim[i];
+            continue;
+        }
         if (!py_declared_has_dtype(declared, fields[i], dtypes[i])) {
             PyErr_Format(PyExc_TypeError, "%U: expected %S, as the schema has it, got %S", names[i],
                          declared->dtypes[fields[i]], dtypes[i]);

@@ -9,7 +9,8 @@
 #include "python/segment/split_labels.h"
 
 static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_epoch,
-    *word_meta, *word_timeout, *word_instance_id, *word_split, *word_need;
+    *word_meta, *word_timeout, *word_instance_id, *word_split, *word_need, *word_rows,
+    *word_row_lengths;
 
 bool py_arguments_init(void) {
     const struct word_note words[] = {{&word_group_size, "group_size"},
@@ -21,8 +22,14 @@ bool py_arguments_init(void) {
                  {&word_timeout, "timeout"},
                  {&word_instance_id, "instance_id"},
                  {&word_split, "split"},
-                 {&word_need, "need"}};
+                 {&word_need, "need"},
+                 {&word_rows, "rows"},
+                 {&word_row_lengths, SHMBUS_ROW_LENGTHS}};
     return INTERN_WORDS(words);
+}
+
+bool py_arguments_add_constants(PyObject *module) {
+    return PyModule_AddObjectRef(module, "ROW_LENGTHS", word_row_lengths) == 0;
 }
 
 void py_arguments_begin(struct put_arguments *self) {
@@ -30,6 +37,7 @@ void py_arguments_begin(struct put_arguments *self) {
     self->meta_object = NULL;
     self->meta_encoded = NULL;
     self->split_object = NULL;
+    self->rows_object = NULL;
     self->schema = NULL;
     self->declared = NULL;
     self->timeout_s = -1.0;
@@ -51,6 +59,7 @@ void py_arguments_end(struct put_arguments *self) {
     Py_CLEAR(self->meta_object);
     Py_CLEAR(self->meta_encoded);
     Py_CLEAR(self->split_object);
+    Py_CLEAR(self->rows_object);
     Py_CLEAR(self->schema);
     Py_CLEAR(self->declared);
 }
@@ -270,7 +279,7 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
     return true;
 }
 
-static bool take_array(struct put_arguments *self, PyObject *name, PyObject *value) {
+bool py_arguments_take_field(struct put_arguments *self, PyObject *name, PyObject *value) {
     if (self->array_count == SHMBUS_MAX_FIELDS) {
         PyErr_Format(PyExc_ValueError, "expected at most %u array fields; put the rest into meta",
                      SHMBUS_MAX_FIELDS);
@@ -282,6 +291,14 @@ static bool take_array(struct put_arguments *self, PyObject *name, PyObject *val
     self->arrays[i] = NULL;
     self->array_count++;
     return true;
+}
+
+static bool refuse_row_lengths(void) {
+    PyErr_Format(PyExc_ValueError,
+                 "%U: this field is made of rows=, and cannot be given; pass "
+                 "rows=[{...}, {...}], or call the array something else",
+                 word_row_lengths);
+    return false;
 }
 
 static bool take_split(struct put_arguments *self, PyObject *value) {
@@ -297,6 +314,18 @@ static bool take_need(struct put_arguments *self, PyObject *value) {
     bool taken = value == Py_None || take_integer(value, "need", 1, SHMBUS_MAX_GROUP_SIZE, &number);
     self->spec.need = (uint32_t)number;
     return taken;
+}
+
+static bool is_word(const PyObject *name) {
+    const PyObject *const words[] = {word_group_size, word_index,   word_score,
+                                     word_policy_version, word_epoch, word_meta,
+                                     word_timeout,    word_instance_id, word_split,
+                                     word_need,       word_rows,    word_row_lengths};
+    bool found = false;
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        found = found || name == words[i];
+    }
+    return found;
 }
 
 /* The reserved words, by identity: names in a call are interned. */
@@ -340,6 +369,13 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
     if (name == word_need) {
         return take_need(self, value);
     }
+    if (name == word_rows) {
+        Py_XSETREF(self->rows_object, value == Py_None ? NULL : Py_NewRef(value));
+        return true;
+    }
+    if (name == word_row_lengths) {
+        return refuse_row_lengths();
+    }
     if (name == word_timeout) {
         return py_parse_timeout(value, &self->timeout_s);
     }
@@ -354,19 +390,14 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         /* A key that was computed: intern it, and compare again by identity. */
         PyObject *interned = Py_NewRef(name);
         PyUnicode_InternInPlace(&interned);
-        bool reserved =
-            interned != name &&
-            (interned == word_group_size || interned == word_index || interned == word_score ||
-             interned == word_policy_version || interned == word_epoch || interned == word_meta ||
-             interned == word_timeout || interned == word_instance_id ||
-             interned == word_split || interned == word_need);
+        bool reserved = interned != name && is_word(interned);
         /* The interned string lives as long as one of its kind does: the reserved words do. */
         Py_DECREF(interned);
         if (reserved) {
             return py_arguments_take(self, interned, value);
         }
     }
-    return take_array(self, name, value);
+    return py_arguments_take_field(self, name, value);
 }
 
 bool py_arguments_take_mapping(struct put_arguments *arguments, PyObject *item) {

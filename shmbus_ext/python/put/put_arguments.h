@@ -10,6 +10,7 @@ struct put_arguments {
     PyObject *id_object;
     PyObject *meta_object; /* NULL for none */
     PyObject *split_object; /* a label; NULL for "train" */
+    PyObject *rows_object; /* NULL for a sample of one row */
     PyObject *values[SHMBUS_MAX_FIELDS];
     PyObject *names[SHMBUS_MAX_FIELDS];
     PyArrayObject *arrays[SHMBUS_MAX_FIELDS]; /* owned, contiguous; NULL for a list */
@@ -38,10 +39,14 @@ bool py_arguments_take_mapping(struct put_arguments *self, PyObject *item);
 bool py_arguments_take_id(struct put_arguments *self, PyObject *value);
 /* After all were taken: what is no field is complete and encoded. */
 bool py_arguments_finish_head(struct put_arguments *self);
+/* A field, whatever its name; false with an exception. */
+bool py_arguments_take_field(struct put_arguments *self, PyObject *name, PyObject *value);
 bool py_parse_timeout(PyObject *value, double *timeout_s);
 bool py_parse_score(PyObject *value, double *score);
 /* One version, or the oldest and the newest, of which `span` is the distance. */
 bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span);
 bool py_arguments_init(void);
+/* ROW_LENGTHS: the field's name. */
+bool py_arguments_add_constants(PyObject *module);
 
 #endif

@@ -245,8 +245,8 @@ static PyObject *py_writer_get_closed(WriterObject *self, void *ignored) {
 
 PyDoc_STRVAR(put_doc,
     "put($self, instance_id, *, group_size, index, "
-    "score=0.0, policy_version=0, epoch=None, split=None, need=None, meta=None, timeout=None, "
-    "**arrays)\n--\n\n"
+    "score=0.0, policy_version=0, epoch=None, split=None, need=None, meta=None, rows=None, "
+    "timeout=None, **arrays)\n--\n\n"
     "Copy one trajectory into the ring and commit it.\n\n"
     "The consumer finds all of a record or nothing of it. When this returns, the arrays are the\n"
     "caller's again, and the record outlives this process.\n\n"
@@ -282,6 +282,12 @@ PyDoc_STRVAR(put_doc,
     "    Whatever msgspec can encode as MessagePack, for the reader of the trajectory. NumPy\n"
     "    scalars, arrays and tensors come back as numbers and nested lists, pydantic models and\n"
     "    dataclasses as dicts, sets as lists, paths as str, enums as their values.\n"
+    "rows : list of mapping, optional\n"
+    "    Of a sample of several rows, such as branches of a conversation: the fields of each row,\n"
+    "    the same in all, and its `prefix_length` where it shares that many tokens with another.\n"
+    "    All fields of a row have one length; what the whole sample has is given beside rows. A\n"
+    "    trainer packs each row as a sequence of its own, with the sample's one advantage. Costs\n"
+    "    one more copy of the arrays.\n"
     "timeout : float, optional\n"
     "    Seconds to wait for space while the bus is full or paused: None waits for ever, 0 does\n"
     "    not wait.\n"

@@ -76,6 +76,9 @@ static int find_field(const DeclaredSchemaObject *self, PyObject *name) {
 
 int py_declared_find(const DeclaredSchemaObject *self, PyObject *name) {
     int field = find_field(self, name);
+    if (field < 0 && PyUnicode_CompareWithASCIIString(name, SHMBUS_ROW_LENGTHS) == 0) {
+        return DECLARED_BY_THE_CORE;
+    }
     if (field < 0) {
         py_raise_hook(hooks.unknown_field, Py_BuildValue("(OO)", name, self->names));
     }

@@ -29,6 +29,10 @@ extern PyTypeObject DeclaredSchemaType;
 int py_declared_find(const DeclaredSchemaObject *self, PyObject *name);
 bool py_declared_refuse_missing(const DeclaredSchemaObject *self, uint64_t missing);
 
+/* In place of a declared field: the row lengths, which every schema has room for. */
+#define DECLARED_BY_THE_CORE 0xff
+_Static_assert(SHMBUS_MAX_FIELDS <= DECLARED_BY_THE_CORE, "it is no field's number");
+
 /* Which declared field each name is; false with an exception where one is unknown, or a field that
  * is required is not among them. */
 static inline bool py_declared_match(const DeclaredSchemaObject *self, PyObject *const *names,
@@ -42,7 +46,7 @@ static inline bool py_declared_match(const DeclaredSchemaObject *self, PyObject 
             return false;
         }
         fields[i] = (uint8_t)field;
-        given |= UINT64_C(1) << field;
+        given |= field == DECLARED_BY_THE_CORE ? 0 : UINT64_C(1) << field;
     }
     uint64_t missing = self->required & ~given;
     return missing == 0 || py_declared_refuse_missing(self, missing);

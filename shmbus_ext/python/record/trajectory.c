@@ -285,6 +285,12 @@ static PyObject *py_trajectory_split(TrajectoryObject *self, void *ignored) {
     return py_split_label(self->holder->segment, self->split);
 }
 
+static PyObject *py_trajectory_rows(TrajectoryObject *self, void *ignored) {
+    (void)ignored;
+    return py_trajectory_readable(self) ? PyObject_CallOneArg(hooks.rows_of, (PyObject *)self)
+                                        : NULL;
+}
+
 static PyObject *py_trajectory_newest(TrajectoryObject *self, void *ignored) {
     (void)ignored;
     return PyLong_FromLongLong(self->policy_version + (long long)self->version_span);
@@ -343,7 +349,10 @@ PyDoc_STRVAR(trajectory_doc,
     "failed : bool\n"
     "    Whether it reports that its sample failed; False for all that is delivered.\n"
     "meta : object\n"
-    "    What the producer gave as meta, decoded when it is first read; None where it gave none.");
+    "    What the producer gave as meta, decoded when it is first read; None where it gave none.\n"
+    "rows : list of Row\n"
+    "    Its rows, each a mapping of names to views, with its `prefix_length`; one, unless it was\n"
+    "    put with rows=.");
 
 PyDoc_STRVAR(keys_doc,
     "keys($self)\n--\n\n"
@@ -396,6 +405,8 @@ static PyGetSetDef trajectory_getset[] = {
     {"meta", (getter)py_trajectory_meta, NULL, "What the producer gave as meta, or None.", NULL},
     {"epoch", (getter)py_trajectory_epoch, NULL, "The producer's epoch, or None.", NULL},
     {"split", (getter)py_trajectory_split, NULL, "Who it is for: the label of its split.", NULL},
+    {"rows", (getter)py_trajectory_rows, NULL,
+     "Its rows, each a mapping of names to views; one, unless it was put with rows=.", NULL},
     {"newest_policy_version", (getter)py_trajectory_newest, NULL,
      "The newest policy that sampled a part of it: int.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -1,0 +1,234 @@
+"""Samples of several rows in a batch: a sequence a row, one score and one advantage a sample."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shmbus
+from shmbus import Consumer, Producer
+from trainer_adapter import Batch, ExtraField, OnlineDataHandler, pack
+from trainer_adapter.microbatch import micro_batches
+
+#: The samples of one group, each a list of its rows' lengths; None for one without rows=.
+SHAPES: list[list[int] | None] = [[4, 3], None, [2], [5, 1, 6]]
+EXTRA: dict[str, Any] = {
+    "ref_logprobs": "token",
+    "patches": "ragged",
+    "pixels": "ragged",
+    "weight": "sequence",
+    "env": "meta",
+}
+
+
+def make_row(rng: np.random.Generator, length: int) -> dict[str, Any]:
+    return {
+        "tokens": rng.integers(0, 99, length, np.int32),
+        "loss_mask": rng.integers(0, 2, length, np.uint8),
+        "logprobs": -rng.random(length, np.float32),
+        "ref_logprobs": -rng.random(length, np.float32),
+        "patches": rng.integers(0, 9, (length, 2), np.int16),
+    }
+
+
+def make_group(rng: np.random.Generator) -> list[dict[str, Any]]:
+    """The samples, each with its rows under "rows" whether it is put so or not."""
+    return [
+        {
+            "score": float(rng.random()),
+            "policy_version": (index, index + 2),
+            "rows": [make_row(rng, length) for length in shape or [3]],
+            "whole": {
+                "pixels": rng.integers(0, 9, (index, 2), np.int16),
+                "weight": np.array(rng.random(), np.float32),
+                "meta": {"env": f"e{index}"},
+            },
+        }
+        for index, shape in enumerate(SHAPES)
+    ]
+
+
+def put(producer: Producer, key: str, group: list[dict[str, Any]]) -> None:
+    items = []
+    for sample, shape in zip(group, SHAPES, strict=True):
+        fields = sample["rows"][0] if shape is None else {"rows": sample["rows"]}
+        head = {"score": sample["score"], "policy_version": sample["policy_version"]}
+        items.append({**head, **sample["whole"], **fields})
+    producer.put_group(key, items, timeout=10)
+
+
+@pytest.fixture
+def consumer(bus: shmbus.Bus) -> Iterator[Consumer]:
+    with Consumer(bus.name) as consumer:
+        yield consumer
+
+
+@pytest.fixture
+def groups(producer: Producer, seed: int) -> list[list[dict[str, Any]]]:
+    rng = np.random.default_rng(seed)
+    every = [make_group(rng) for _ in range(3)]
+    for number, group in enumerate(every):
+        put(producer, f"k{number}", group)
+    return every
+
+
+def sequences(
+    groups: list[list[dict[str, Any]]],
+) -> list[tuple[int, dict[str, Any], dict[str, Any]]]:
+    """Each row with the position of its sample, and that sample."""
+    samples = [sample for group in groups for sample in group]
+    return [(at, sample, row) for at, sample in enumerate(samples) for row in sample["rows"]]
+
+
+def assert_rows(batch: Batch, groups: list[list[dict[str, Any]]]) -> None:
+    every = sequences(groups)
+    lengths = [len(row["tokens"]) for _, _, row in every]
+    assert batch.lengths == lengths
+    assert batch.num_tokens == sum(lengths) and batch.num_sequences == len(every)
+    assert batch.max_seqlen == max(lengths)
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens.tolist() == np.cumsum([0, *lengths]).tolist()
+    assert batch.sample_of.dtype == torch.int32
+    assert batch.sample_of.tolist() == [at for at, _, _ in every]
+    want = np.float32([sample["score"] for _, sample, _ in every])
+    assert batch.scores.numpy() == pytest.approx(want)
+    assert batch.policy_versions.tolist() == [one["policy_version"][0] for _, one, _ in every]
+    newest = batch.newest_policy_versions
+    assert newest.dtype == torch.int64
+    assert newest.tolist() == [one["policy_version"][1] for _, one, _ in every]
+    of_group = [sum(len(one["rows"]) for one in group) for group in groups]
+    assert batch.group_sizes.tolist() == of_group
+    assert batch.group_sizes.dtype == torch.int64
+
+
+def test_each_row_is_packed_as_a_sequence_with_its_samples_advantage(
+    consumer: Consumer, groups: list[list[dict[str, Any]]]
+) -> None:
+    batch = pack(consumer.take(3, 10))
+    assert_rows(batch, groups)
+    every = sequences(groups)
+    tokens = np.concatenate([row["tokens"] for _, _, row in every])
+    assert batch.tokens.tolist() == tokens.tolist()
+    positions = [at for _, _, row in every for at in range(len(row["tokens"]))]
+    assert batch.position_ids.tolist() == positions
+    masks = np.concatenate([row["loss_mask"] for _, _, row in every]) != 0
+    assert batch.loss_mask.numpy().tolist() == masks.tolist()
+    logprobs = np.concatenate([row["logprobs"] for _, _, row in every])
+    assert batch.logprobs is not None
+    assert np.array_equal(batch.logprobs.numpy(), np.where(masks, logprobs, 0))
+    # Statistics over the four samples of each group, however many rows they have.
+    scores = [np.array([sample["score"] for sample in group]) for group in groups]
+    each = np.concatenate([(s - s.mean()) / (s.std(ddof=1) + 1e-6) for s in scores])
+    want = np.concatenate([np.full(len(row["tokens"]), each[at]) for at, _, row in every])
+    assert batch.advantages.numpy() == pytest.approx(want, rel=1e-5)
+
+
+def test_rows_are_padded_each_to_a_row_of_its_own(
+    consumer: Consumer, groups: list[list[dict[str, Any]]]
+) -> None:
+    batch = pack(consumer.take(3, 10), layout="padded", extra_fields={"ref_logprobs": "token"})
+    assert_rows(batch, groups)
+    for line, ref, (_, _, row) in zip(
+        batch.tokens, batch.extra["ref_logprobs"], sequences(groups), strict=True
+    ):
+        length = len(row["tokens"])
+        assert line[:length].tolist() == row["tokens"].tolist()
+        assert not line[length:].any()
+        assert np.array_equal(ref[:length].numpy(), row["ref_logprobs"])
+
+
+def test_extra_fields_of_rows_are_cut_and_those_of_samples_repeated(
+    consumer: Consumer, groups: list[list[dict[str, Any]]]
+) -> None:
+    batch = pack(consumer.take(3, 10), extra_fields=EXTRA)
+    every = sequences(groups)
+    want = np.concatenate([row["ref_logprobs"] for _, _, row in every])
+    assert np.array_equal(batch.extra["ref_logprobs"].numpy(), want)
+    assert batch.extra["env"] == [one["whole"]["meta"]["env"] for _, one, _ in every]
+    weights = [float(one["whole"]["weight"]) for _, one, _ in every]
+    assert batch.extra["weight"].tolist() == weights
+    for name, rows in (
+        ("patches", [row["patches"] for _, _, row in every]),
+        ("pixels", [one["whole"]["pixels"] for _, one, _ in every]),
+    ):
+        assert np.array_equal(batch.extra[name].numpy(), np.concatenate(rows)), name
+        ends = np.cumsum([0, *(len(one) for one in rows)])
+        assert batch.extra_offsets[name].tolist() == ends.tolist(), name
+
+
+def test_micro_batches_take_rows_apart_and_keep_what_is_theirs(
+    consumer: Consumer, groups: list[list[dict[str, Any]]]
+) -> None:
+    batch = pack(consumer.take(3, 10), extra_fields=EXTRA)
+    parts = micro_batches(batch, max_tokens=9)
+    assert sum(part.num_sequences for part in parts) == batch.num_sequences
+    every = sequences(groups)
+    for part in parts:
+        assert part.num_tokens <= 9
+        for at, position in enumerate(part.sequence_indices.tolist()):
+            start, end = part.cu_seqlens[at : at + 2].tolist()
+            sample, _, row = every[position]
+            assert part.tokens[start:end].tolist() == row["tokens"].tolist()
+            assert part.position_ids[start:end].tolist() == list(range(end - start))
+            assert int(part.sample_of[at]) == sample
+            assert int(part.newest_policy_versions[at]) == int(
+                batch.newest_policy_versions[position]
+            )
+
+
+def test_a_batch_of_rows_pickles_and_moves_whole(
+    consumer: Consumer, groups: list[list[dict[str, Any]]]
+) -> None:
+    batch = pack(consumer.take(3, 10))
+    for other in (pickle.loads(pickle.dumps(batch)), batch.to("cpu")):
+        assert_rows(other, groups)
+
+
+def test_a_token_budget_counts_all_rows(bus: shmbus.Bus, producer: Producer) -> None:
+    with OnlineDataHandler(bus.name, tokens_per_batch=20, max_wait=None) as handler:
+        for number in range(4):
+            rows = [{"tokens": [1] * 5}, {"tokens": [2] * 5}]
+            producer.put(f"k{number}", group_size=1, index=0, rows=rows, timeout=10)
+        batch = next(iter(handler))
+        assert batch.num_tokens == 20 and batch.num_sequences == 4 and len(batch.groups) == 2
+        assert batch.lengths == [5, 5, 5, 5]
+        handler.ack(batch)
+
+
+def test_reward_figures_count_samples_and_length_figures_sequences(
+    bus: shmbus.Bus, producer: Producer
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        several = [{"tokens": [1, 2]}, {"tokens": [3, 4]}, {"tokens": [5, 6, 7, 8, 9, 9, 9, 9]}]
+        samples = [{"score": 3.0, "rows": several}, {"score": 1.0, "tokens": [1, 1, 1, 1]}]
+        producer.put_group("q", samples, timeout=10)
+        handler.ack(next(iter(handler)))
+        figures = handler.metrics()
+        assert figures["reward/mean"] == 2.0
+        assert figures["length/mean"] == 4.0
+        assert figures["share/zero_variance"] == 0.0
+        assert figures["batch/sequences"] == 4.0
+
+
+def test_rows_without_tokens_are_refused_by_name(consumer: Consumer, producer: Producer) -> None:
+    producer.put(
+        "q", group_size=1, index=0, tokens=[1, 2], rows=[{"logprobs": [0.0, 0.0]}], timeout=10
+    )
+    with pytest.raises(ValueError, match=r"'q'\[0\].*'tokens'.*beside rows=.*in the rows"):
+        pack(consumer.take(1, 10))
+
+
+def test_a_fill_stands_for_rows_of_a_sample_that_lacks_a_field(
+    consumer: Consumer, producer: Producer
+) -> None:
+    producer.put("q", group_size=2, index=0, rows=[{"tokens": [1]}, {"tokens": [2, 3]}], timeout=10)
+    producer.put("q", group_size=2, index=1, tokens=[4], ref=np.ones(1, np.float32), timeout=10)
+    fields = {"ref": ExtraField(kind="token", dtype="float32", fill=-1.0)}
+    batch = pack(consumer.take(1, 10), extra_fields=fields)
+    assert batch.extra["ref"].tolist() == [-1, -1, -1, 1]
+    assert batch.lengths == [1, 2, 1]
