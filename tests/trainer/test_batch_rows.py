@@ -12,7 +12,9 @@ import torch
 
 import shmbus
 from shmbus import Consumer, Producer
+from shmbus.batch.gather_plan import plan_gather
 from trainer_adapter import Batch, ExtraField, OnlineDataHandler, pack
+from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.microbatch import micro_batches
 
 #: The samples of one group, each a list of its rows' lengths; None for one without rows=.
@@ -232,3 +234,29 @@ def test_a_fill_stands_for_rows_of_a_sample_that_lacks_a_field(
     batch = pack(consumer.take(1, 10), extra_fields=fields)
     assert batch.extra["ref"].tolist() == [-1, -1, -1, 1]
     assert batch.lengths == [1, 2, 1]
+
+
+def test_a_kernels_table_says_that_a_sample_has_rows(
+    consumer: Consumer, producer: Producer
+) -> None:
+    producer.put("plain", group_size=1, index=0, tokens=[1, 2], timeout=10)
+    producer.put("rows", group_size=1, index=0, rows=[{"tokens": [3]}], timeout=10)
+    memory = np.zeros(1 << 14, np.uint8)
+    for groups, has_rows in zip(
+        ([one] for one in consumer.take(2, 10)), (False, True), strict=True
+    ):
+        table = plan_gather(
+            groups, None, memory, shift=0, chunk_tokens=64, advantages=np.zeros(1, np.float32)
+        )
+        assert table.has_rows is has_rows
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gets_rows_by_way_of_the_host(
+    consumer: Consumer, groups: list[list[dict[str, Any]]]
+) -> None:
+    packer = GpuPacker("cuda", extra_fields=EXTRA)
+    batch = packer.pack(consumer.take(3, 10))
+    assert batch.transport == "copy" or packer.transport != "gather"
+    assert_rows(batch.to("cpu"), groups)
+    packer.close()
