@@ -46,7 +46,12 @@ REFERENCE = {
     "objectives": (
         "Advantages and losses",
         "From scores to gradients, with the source of each formula.",
-        ["trainer_adapter.advantages", "trainer_adapter.losses", "trainer_adapter.corrections"],
+        [
+            "trainer_adapter.advantages",
+            "trainer_adapter.losses",
+            "trainer_adapter.corrections",
+            "trainer_adapter.scored_group",
+        ],
     ),
     "batches": (
         "Micro-batches, balance, compatibility",
@@ -57,6 +62,26 @@ REFERENCE = {
         "trainer_adapter.attention",
         "Attention over packed rows that keeps sequences apart.",
         ["trainer_adapter.attention"],
+    ),
+    "weights": (
+        "trainer_adapter.weights",
+        "Weights back to inference: publishers, subscribers, carriers.",
+        ["trainer_adapter.weights"],
+    ),
+    "pool": (
+        "shmbus.pool",
+        "Versions of many bytes in shared memory, which the weights travel by.",
+        ["shmbus.pool"],
+    ),
+    "peers": (
+        "Other stacks",
+        "Atropos and slime on a bus.",
+        [
+            "shmbus.peers.atropos",
+            "shmbus.peers.slime",
+            "trainer_adapter.adapters.atropos",
+            "trainer_adapter.adapters.slime",
+        ],
     ),
 }
 

@@ -1,0 +1,178 @@
+"""Rollouts from an OpenAI-compatible server, many at once.
+
+    pip install 'shmbus[examples]'
+    python examples/async_openai.py            # half a minute on two cores; --quick for less
+
+A worker keeps 32 chat completions under way in one event loop, as beside vLLM or SGLang:
+``anext_request`` for the next sample, the ``openai`` client for the answer, ``put_for`` for the
+result. Token ids come from the server (``return_token_ids``, as vLLM has it): nothing is tokenised
+twice. The server is in this file, a real one: HTTP, a table as its policy, and the newest weights
+from the trainer's `WeightPublisher` between two answers.
+
+The task: asked "repeat 7", answer "7 7 7 7". The reward is the share of right digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import secrets
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+import shmbus
+from trainer_adapter import OnlineDataHandler
+from trainer_adapter.losses import policy_loss
+from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+
+DIGITS, ANSWER_TOKENS, GROUP_SIZE, GROUPS_PER_BATCH, AT_ONCE = 10, 4, 8, 16, 32
+SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
+
+
+def policy() -> torch.nn.Embedding:
+    """Make the table: logits of the next digit, given the last one."""
+    return torch.nn.Embedding(DIGITS, DIGITS, _weight=torch.zeros(DIGITS, DIGITS))
+
+
+class Server:
+    """Answers ``/v1/chat/completions``."""
+
+    def __init__(self, bus: str) -> None:
+        self.table, self.version, self.rng = policy(), -1, np.random.default_rng(0)
+        self.weights = WeightSubscriber(bus, label="server")
+
+    async def keep_up(self) -> None:
+        """Load each version of the weights, between two answers."""
+        while True:
+            await asyncio.to_thread(self.weights.wait, newer_than=self.version)
+            with self.weights.latest(timeout=5.0) as newest:
+                newest.load_into(self.table)
+                self.version = newest.version
+
+    async def answer(self, http: Any) -> Any:
+        """Sample one answer."""
+        from aiohttp import web
+
+        asked = await http.json()
+        ids, logprobs = [int(asked["messages"][-1]["content"].split()[-1])], []
+        for _ in range(asked["max_tokens"]):
+            log_p = self.table.weight[ids[-1]].log_softmax(-1).detach().numpy()
+            ids.append(int(np.argmax(log_p + self.rng.gumbel(size=DIGITS))))
+            logprobs.append({"token": str(ids[-1]), "logprob": float(log_p[ids[-1]])})
+        message = {"role": "assistant", "content": " ".join(map(str, ids[1:]))}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ids[1:]}
+        choice["logprobs"] = {"content": [{**one, "top_logprobs": []} for one in logprobs]}
+        body = {"id": "1", "object": "chat.completion", "created": 0, "choices": [choice]}
+        body |= {"model": f"table-v{self.version}", "prompt_token_ids": ids[:1]}
+        return web.json_response(body)
+
+    async def start(self) -> str:
+        """Start, and return the address."""
+        from aiohttp import web
+
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+
+
+async def sample(producer: shmbus.Producer, client: Any) -> None:
+    """Answer requests one after the other."""
+    while (request := await producer.anext_request()) is not None:
+        ask = {"messages": request.meta, "max_tokens": ANSWER_TOKENS, "logprobs": True}
+        try:
+            completion = await client.chat.completions.create(
+                model="table", **ask, extra_body={"return_token_ids": True}
+            )
+        except Exception as error:
+            producer.fail_for(request, repr(error))  # asked for again, here or elsewhere
+            continue
+        choice, prompt = completion.choices[0], completion.prompt_token_ids
+        answer = {
+            "score": np.mean([token == prompt[-1] for token in choice.token_ids]),
+            "policy_version": int(completion.model.partition("-v")[2]),
+            "tokens": prompt + choice.token_ids,
+            "logprobs": [0.0] * len(prompt) + [one.logprob for one in choice.logprobs.content],
+            "loss_mask": [0] * len(prompt) + [1] * len(choice.token_ids),
+            "meta": {"finish_reason": choice.finish_reason},
+        }
+        await asyncio.to_thread(producer.put_for, request, **answer)  # waits on a full bus
+
+
+async def roll_out(bus: str) -> None:
+    """Run the server, and a worker that asks it."""
+    from openai import AsyncOpenAI
+
+    server = Server(bus)
+    async with AsyncOpenAI(base_url=await server.start(), api_key="none") as client:
+        with await shmbus.Producer.awaited(bus, wait=60.0) as producer:
+            work = [sample(producer, client) for _ in range(AT_ONCE)]
+            await asyncio.gather(server.keep_up(), *work)
+
+
+def run_worker(bus: str) -> None:
+    """Be the worker's process."""
+    torch.set_num_threads(1)
+    asyncio.run(roll_out(bus))
+
+
+def train(bus: str, steps: int) -> list[float]:
+    """Request prompts one batch ahead, and train."""
+    model, rewards, rng = policy(), [], np.random.default_rng(1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    with (
+        WeightPublisher(bus, ModuleSource(model)) as publisher,
+        OnlineDataHandler(bus, groups_per_batch=GROUPS_PER_BATCH, sample_retries=2) as handler,
+    ):
+        publisher.publish(version=0)
+        for step in range(steps + 1):
+            for number in range(GROUPS_PER_BATCH):
+                meta = [{"role": "user", "content": f"repeat {rng.integers(DIGITS)}"}]
+                handler.request(f"{step}-{number}", group_size=GROUP_SIZE, meta=meta)
+            if step == 0:
+                continue  # so that there is always a batch more than the step needs
+            batch = handler.next_batch(60.0)
+            # Each token is predicted from the one before it.
+            picked = model(batch.tokens[:-1]).log_softmax(-1).gather(1, batch.tokens[1:, None])
+            logprobs = torch.nn.functional.pad(picked[:, 0], (1, 0))
+            loss = policy_loss(logprobs, batch.logprobs, batch.advantages, batch.loss_mask)
+            optimizer.zero_grad()
+            loss.loss.backward()
+            optimizer.step()
+            publisher.publish(version=step)
+            handler.set_policy_version(step)
+            handler.ack(batch)
+            rewards.append(float(batch.scores.mean()))
+            print(f"step {step}: reward {rewards[-1]:.2f}", flush=True)
+    return rewards
+
+
+def main() -> int:
+    """Run the worker's process and the trainer; 0 where the reward rose."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    steps = 10 if parser.parse_args().quick else 40
+    bus = f"openai-{os.getpid()}-{secrets.token_hex(3)}"
+    torch.set_num_threads(1)
+    worker = multiprocessing.get_context("spawn").Process(target=run_worker, args=(bus,))
+    with shmbus.Bus.create(bus, "16MiB", schema=SCHEMA):
+        worker.start()
+        try:
+            rewards = train(bus, steps)
+        finally:
+            worker.kill()  # at any instant: nothing is torn
+            worker.join()
+    first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
+    print(f"reward {first:.2f} -> {last:.2f}")
+    return 0 if last > first else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The blocks of docs/first-hour.md run as they stand, and print what the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shmbus
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "first-hour.md").read_text()
+#: What is in the fences: the language, the file's name if it has one, and the text.
+BLOCKS = re.findall(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", PAGE, re.M | re.S)
+DEADLINE_S = 240
+
+# The two programs that a shell finds where shmbus is installed.
+PROGRAMS = {"python": '"$@"', "shmbus": '-m shmbus "$@"'}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S + 20)
+def test_the_page_runs_from_the_first_block_to_the_resumed_run(
+    tmp_path: Path, bus_name: str
+) -> None:
+    for language, name, text in BLOCKS:
+        assert language in ("sh", "python", "text")
+        if language == "python":
+            (tmp_path / name).write_text(text.replace("first-hour", bus_name))
+    script = "".join(text for language, _, text in BLOCKS if language == "sh")
+    install, script = script.split("shmbus doctor", 1)
+    assert "pip install '.[train]'" in install
+    # The machine of a test may lack what doctor asks for; its exit status is not the page's.
+    for program, arguments in PROGRAMS.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\nexec {sys.executable} {arguments}\n")
+        (tmp_path / program).chmod(0o755)
+    script = f"set -u\ntrap 'kill $workers' EXIT\nworkers=\n: shmbus doctor{script}"
+    result = subprocess.run(
+        ["bash", "-c", script.replace("first-hour", bus_name)],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        },
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    said = result.stdout + result.stderr
+    assert "exit status 137" in result.stdout, said
+    before, after = result.stdout.split("exit status 137", 1)
+    assert "resumed after step 10\nstep 11: reward" in after, said
+    rewards = [float(text) for text in re.findall(r"^step \d+: reward (\S+)$", result.stdout, re.M)]
+    assert len(rewards) == 30, said
+    assert len(re.findall("^step", before, re.M)) == 10, said
+    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.6, said
+    assert "Traceback" not in said, said
+    with pytest.raises(shmbus.BusNotFoundError):
+        shmbus.Bus.open(bus_name)

@@ -1,0 +1,75 @@
+"""Each example runs in its quick form, does what it says, leaves nothing, and is short."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+#: Lines with something on them: an example is read at one go. A whole model's is longer.
+MAX_LINES = 150
+LONG = {"grpo_transformers.py"}
+# Processes that share the machine with whatever else runs there.
+DEADLINE_S = 200
+
+#: What each one needs beside torch, and what its last line says.
+REWARD_ROSE = r"reward (\d\.\d\d) -> (\d\.\d\d)"
+RUNS = {
+    "async_openai.py": (("openai", "aiohttp"), REWARD_ROSE),
+    "multi_turn_tools.py": ((), REWARD_ROSE),
+    "images.py": ((), REWARD_ROSE),
+    "evaluation.py": ((), r"evaluation (\d\.\d\d) -> (\d\.\d\d)"),
+    "fsdp2_torchrun.py": ((), REWARD_ROSE),
+    "tensorboard_metrics.py": (("tensorboard",), r"(\d\d) curves in .*"),
+    "ray_actors.py": (("ray",), r"640 sequences trained of 640 requested"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S + 20)
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_does_what_it_says(name: str, tmp_path: Path) -> None:
+    needed, last_line = RUNS[name]
+    for module in needed:
+        pytest.importorskip(module)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), "--quick"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = re.fullmatch(last_line, result.stdout.splitlines()[-1])
+    assert found, result.stdout
+    if " -> " in last_line:
+        assert float(found[2]) > float(found[1])
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == RUNS.keys() | LONG
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_is_short(name: str) -> None:
+    lines = (EXAMPLES / name).read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) < MAX_LINES
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_names_what_it_imports(name: str) -> None:
+    """The extra `examples` has each package that an example needs beside torch."""
+    extra = re.search(r"^examples = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert extra
+    for module in RUNS[name][0]:
+        assert f'"{module}' in extra[1], f"{module} is missing in the extra `examples`"
+        assert importlib.util.find_spec(module) is None or module in (EXAMPLES / name).read_text()
