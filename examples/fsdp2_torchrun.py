@@ -44,8 +44,7 @@ def work(bus: str) -> None:
     """Answer "repeat 7" with the newest weights, until killed."""
     rng, version, model = np.random.default_rng(0), -1, policy()
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while True:
-            request = producer.next_request()
+        while (request := producer.next_request()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(model)
@@ -88,10 +87,12 @@ def train(bus: str, steps: int) -> None:
     model = fully_shard(policy(), mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     rng = np.random.default_rng(1)
-    rewards, place = [], {"rank": rank, "world_size": WORLD_SIZE}
+    rewards = []
     with (
-        WeightPublisher(bus, ModuleSource(model), **place) as publisher,
-        OnlineDataHandler(bus, groups_per_batch=GROUPS_PER_STEP // WORLD_SIZE, **place) as handler,
+        WeightPublisher(bus, ModuleSource(model), rank=rank, world_size=WORLD_SIZE) as publisher,
+        OnlineDataHandler(
+            bus, groups_per_batch=GROUPS_PER_STEP // WORLD_SIZE, rank=rank, world_size=WORLD_SIZE
+        ) as handler,
     ):
         publisher.publish(version=0)
         for step in range(steps + 1):

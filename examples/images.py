@@ -58,8 +58,7 @@ def work(bus: str, seed: int) -> None:
     rng, version, model = np.random.default_rng(seed), -1, tower()
     nothing = np.empty((0, PATCH), np.float32)
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while True:
-            request = producer.next_request()
+        while (request := producer.next_request()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(model)

@@ -70,8 +70,7 @@ def work(bus: str, seed: int) -> None:
     """Answer requests with the newest weights, until killed."""
     rng, version, table = np.random.default_rng(seed), -1, policy()
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while True:
-            request = producer.next_request()
+        while (request := producer.next_request()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(table)

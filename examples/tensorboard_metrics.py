@@ -33,8 +33,7 @@ def work(bus: str) -> None:
     """Answer requests with random tokens, until killed; one in ten samples is cut off."""
     rng = np.random.default_rng(0)
     with shmbus.Producer(bus, wait=60.0) as producer:
-        while True:
-            request = producer.next_request()
+        while (request := producer.next_request()) is not None:
             tokens = rng.integers(1000, size=rng.integers(8, 64), dtype=np.int32)
             version = producer.policy_version
             producer.put_for(

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 import shmbus
+from trainer_adapter import Batch, OnlineDataHandler
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "first-hour.md").read_text()
 #: What is in the fences: the language, the file's name if it has one, and the text.
 BLOCKS = re.findall(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", PAGE, re.M | re.S)
+CODE = re.compile(r"`([^`]+)`")
 DEADLINE_S = 240
 
 # The two programs that a shell finds where shmbus is installed.
@@ -62,3 +64,29 @@ def test_the_page_runs_from_the_first_block_to_the_resumed_run(
     assert "Traceback" not in said, said
     with pytest.raises(shmbus.BusNotFoundError):
         shmbus.Bus.open(bus_name)
+
+
+def test_the_everyday_lines_name_what_there_is() -> None:
+    """Each method and keyword of the tables is one of the class that the line is about."""
+    owners = {
+        "producer": shmbus.Producer,
+        "consumer": shmbus.Consumer,
+        "handler": OnlineDataHandler,
+        "batch": Batch,
+        "group": shmbus.Group,
+        "trajectory": shmbus.Trajectory,
+        "request": shmbus.Request,
+        "shmbus": shmbus,
+        "shmbus.Bus": shmbus.Bus,
+    }
+    tables = PAGE.partition("## Everyday lines")[2].partition("\n## ")[0]
+    named = re.findall(r"\b(shmbus\.Bus|[a-z]+)\.([A-Za-z_]+)\b", " ".join(CODE.findall(tables)))
+    named = [(owner, name) for owner, name in named if owner in owners]
+    assert len(named) >= 20
+    lacking = [
+        f"{owner}.{name}"
+        for owner, name in named
+        if not hasattr(owners[owner], name)
+        and name not in getattr(owners[owner], "__annotations__", {})
+    ]
+    assert lacking == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -127,25 +128,45 @@ CALLS = [
 ]
 
 
-# A cold cache: mypy reads what torch's types need.
-@pytest.mark.slow
-def test_a_type_checker_finds_a_mistake_in_each_public_call(tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
-    lines = NAMES.splitlines()
-    first = len(lines) + 1
-    lines += [call.format(argument) for call, *arguments in CALLS for argument in arguments]
-    source = tmp_path / "calls.py"
-    source.write_text("\n".join(lines) + "\n")
+def errors_of_mypy(source: Path) -> tuple[set[int], str]:
+    """Lines with errors, and what was said."""
     result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--cache-dir", tmp_path / "cache", source],
+        [sys.executable, "-m", "mypy", "--cache-dir", source.parent / "cache", source],
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
     found = {int(line) for line in re.findall(r"calls\.py:(\d+): error", result.stdout)}
-    assert found, result.stdout + result.stderr
+    return found, result.stdout + result.stderr
+
+
+def errors_of_pyright(source: Path) -> tuple[set[int], str]:
+    """Lines with errors, and what was said."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, source],
+        capture_output=True,
+        text=True,
+        cwd=source.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"},
+    )
+    found = {int(line) for line in re.findall(r"calls\.py:(\d+):\d+ - error", result.stdout)}
+    return found, result.stdout + result.stderr
+
+
+# A cold cache: they read what torch's types need.
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_a_type_checker_finds_a_mistake_in_each_public_call(checker: str, tmp_path: Path) -> None:
+    pytest.importorskip(checker)
+    lines = NAMES.splitlines()
+    first = len(lines) + 1
+    lines += [call.format(argument) for call, *arguments in CALLS for argument in arguments]
+    source = tmp_path / "calls.py"
+    source.write_text("\n".join(lines) + "\n")
+    found, said = {"mypy": errors_of_mypy, "pyright": errors_of_pyright}[checker](source)
+    assert found, said
     right = [lines[n - 1] for n in sorted(found) if n < first or (n - first) % 2 == 0]
-    assert not right, f"right, but refused: {right}\n{result.stdout}"
+    assert not right, f"right, but refused: {right}\n{said}"
     wrong = [lines[n - 1] for n in range(first + 1, len(lines) + 1, 2) if n not in found]
     assert not wrong, f"wrong, but not found: {wrong}"
 
