@@ -83,6 +83,12 @@ REFERENCE = {
             "trainer_adapter.adapters.slime",
         ],
     ),
+    "trl": ("TRL", "Rollouts and weights of TRL's trainers.", ["trainer_adapter.adapters.trl"]),
+    "engines": (
+        "trainer_adapter.engines",
+        "Inference servers that get new weights whole, or not at all.",
+        ["trainer_adapter.engines"],
+    ),
 }
 
 #: Where a stub says more than the module: classes that are C.

@@ -10,8 +10,15 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Where each module is public; one with a leading underscore is not.
 ROOMS = ("shmbus/batch", "shmbus/peers", "trainer_adapter", "trainer_adapter/adapters")
 #: Packages whose own `__all__` says what is public in them.
-PACKAGES = {"shmbus", "shmbus.pool", "trainer_adapter", "trainer_adapter.attention",
-            "trainer_adapter.weights"}  # fmt: skip
+PACKAGES = {
+    "shmbus",
+    "shmbus.pool",
+    "trainer_adapter",
+    "trainer_adapter.adapters.trl",
+    "trainer_adapter.attention",
+    "trainer_adapter.engines",
+    "trainer_adapter.weights",
+}
 #: Public for other packages of this project, and why no user needs their page.
 WITHOUT_A_PAGE = {
     "shmbus.batch.field_names": "FieldNames is on the page of shmbus.batch.gather",
