@@ -485,6 +485,7 @@ def plan_gather(
     list[int],
     bool,
     bool,
+    bool,
     int,
     int,
 ]: ...

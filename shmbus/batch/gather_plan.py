@@ -67,6 +67,8 @@ class GatherTable(msgspec.Struct, frozen=True):
     has_rows : bool
         Whether a trajectory was put with rows: each is a sequence of its own, of which the table
         knows nothing.
+    has_spans : bool
+        Whether a trajectory is of several policy versions; else the newest of each is its oldest.
     has_logprobs : bool
         Whether all trajectories have logprobs; if not, none has.
     """
@@ -85,6 +87,7 @@ class GatherTable(msgspec.Struct, frozen=True):
     mentions: list[int]
     scores_fit: bool
     has_rows: bool
+    has_spans: bool
     has_logprobs: bool
 
 
@@ -146,8 +149,8 @@ def plan_gather(
         flags,
         words,
     )
-    has, lacks = planned[14:]
-    return GatherTable(*planned[:14], check_presence(groups, names, has, lacks))
+    has, lacks = planned[15:]
+    return GatherTable(*planned[:15], check_presence(groups, names, has, lacks))
 
 
 def mapping_of(trajectory: _core.Trajectory) -> tuple[int, int]:

@@ -181,7 +181,6 @@ def begin_gather(
     facts = _facts(block, table, len(groups))
     blocks = [block]
     try:
-        newest = _newest(groups)
         batch = Batch(
             **_launch(block.host, table, len(groups), device),
             **copy_extras(
@@ -189,10 +188,13 @@ def begin_gather(
             ),
             max_seqlen=table.longest,
             instance_ids=table.instance_ids,
-            newest_policy_versions=newest.to(device),
             groups=groups,
             transport="gather",
             facts=facts,
+        )
+        # One more copy, and a look at each sample, only where there is something to say.
+        batch.newest_policy_versions = (
+            _newest(groups).to(device) if table.has_spans else batch.policy_versions
         )
         columns = batch.logprobs, batch.advantages
         if not table.has_logprobs:

@@ -57,6 +57,7 @@ struct plan {
     const uint8_t *flags; /* NULL where all are 0 */
     /* Where it stands. */
     struct lookup lookup;
+    uint32_t spans; /* not 0 where a sample is of several policy versions */
     const SegmentObject *segment;
     struct table table;
     struct members *members; /* of each group */
@@ -171,6 +172,7 @@ static bool plan_sample(struct plan *self, PyObject *item, double gain) {
     }
     self->signature = self->done == 0 ? self->lookup.signature : self->signature;
     write_facts(self, t);
+    self->spans |= t->version_span;
     cut(self, &source, self->advantages == NULL ? (float)gain : self->advantages[self->done]);
     PyList_SET_ITEM(self->ids, (Py_ssize_t)self->done, Py_NewRef(t->instance_id));
     self->tokens += source.length;
@@ -339,10 +341,11 @@ static PyObject *make_result(const struct plan *self) {
     const unsigned long long facts[] = {table_bytes(self), self->tokens,   self->longest,
                                         t->found_at,       t->borders_at,  t->versions_at,
                                         t->sizes_at,       t->scores_at,   t->chunks_at};
-    return Py_BuildValue("KKKKKKKKKOOOOOii", facts[0], facts[1], facts[2], facts[3], facts[4],
+    return Py_BuildValue("KKKKKKKKKOOOOOOii", facts[0], facts[1], facts[2], facts[3], facts[4],
                          facts[5], facts[6], facts[7], facts[8], self->launches, self->ids,
                          self->mentions, self->scores_fit ? Py_True : Py_False,
                          self->lookup.rows ? Py_True : Py_False,
+                         self->spans ? Py_True : Py_False,
                          self->lookup.has, self->lookup.lacks);
 }
 
@@ -373,8 +376,8 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
 /* plan_gather(groups, names, memory uint8 [n], shift, chunk_tokens, advantages float32 [S] or
  * (kind, bessel, eps), flags uint8 [S] or None, words) -> (bytes, tokens, longest, found_at,
  * borders_at, versions_at, sizes_at, scores_at, chunks_at, launches, instance_ids, mentions,
- * scores_fit, has_rows, fields that a trajectory has, fields that one lacks): the table, with all
- * addresses shifted; where the memory is less than bytes, there are no launches, and what is in it is
+ * scores_fit, has_rows, has_spans, fields that a trajectory has, fields that one lacks): the table,
+ * with all addresses shifted; where the memory is less than bytes, there are no launches, and what is in it is
  * arbitrary. */
 static PyObject *py_plan_gather(PyObject *module, PyObject *args) {
     (void)module;
