@@ -40,6 +40,7 @@ REFERENCE = {
             "shmbus.batch.extra_fields",
             "shmbus.batch.gather_plan",
             "shmbus.batch.baseline",
+            "shmbus.batch.rows",
         ],
     ),
     "trainer": ("trainer_adapter", "What a training loop imports.", ["trainer_adapter"]),

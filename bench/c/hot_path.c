@@ -55,7 +55,7 @@ OPERATION op_stash(struct group_table *groups, const struct group_key *key, uint
     group_table_expect_entry(groups, key->hash, cell);
     struct group_entry *entry = group_table_find(groups, key);
     if (entry == NULL) {
-        entry = group_table_insert(groups, key, GROUP, 0.0);
+        entry = group_table_insert(groups, key, GROUP, GROUP, 0.0);
         require(entry != NULL, "group_table_insert");
     }
     group_entry_cells(entry)[cell] = sample;

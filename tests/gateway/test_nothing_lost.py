@@ -215,6 +215,12 @@ def test_registrations_and_groups_outlive_the_gateway(gateway_of: Any) -> None:
     for number in range(4):
         gateway.post("/scored_data", {**numbered(number), "env_id": env})
     assert numbers(gateway.batch()) == [0]
+    # It notes that a batch is given once the last byte is written: a kill between the two has the
+    # batch given again.
+    wait_until(
+        lambda: gateway.get("/status-env", {"env_id": env}).json()["current_step"] == 1,
+        what="the note of the first batch",
+    )
     gateway.kill()
     gateway.start()
     assert gateway.get("/info").json()["batch_size"] == 2
