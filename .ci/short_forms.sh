@@ -22,6 +22,10 @@ fuzzes() { # whether clang and its libFuzzer are installed
     echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' |
         clang -fsanitize=fuzzer,address,undefined -x c -o /dev/null - 2> /dev/null
 }
+crosses() { # whether there is a compiler for aarch64 with its C library, and qemu
+    has aarch64-linux-gnu-gcc qemu-aarch64 && echo '#include <stdio.h>' |
+        aarch64-linux-gnu-gcc -fsyntax-only -x c - 2> /dev/null
+}
 short() { # WHAT HINT CONDITION -- COMMAND...: runs the command if the condition holds
     local what=$1 hint=$2
     shift 2
@@ -48,8 +52,8 @@ short 'Python tests under ASan and UBSan' 'the compiler lacks it (apt install gc
 short 'C tests under valgrind' 'there is no valgrind (apt install valgrind)' \
     has valgrind -- make valgrind
 short 'C tests for aarch64' \
-    'there is no cross-compiler or qemu (apt install gcc-aarch64-linux-gnu qemu-user)' \
-    has aarch64-linux-gnu-gcc qemu-aarch64 -- make cross
+    'no cross-compiler or qemu (apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)' \
+    crosses -- make cross
 short 'fuzzing in C' 'there is no clang with libFuzzer (apt install clang libclang-rt-dev)' \
     fuzzes -- make fuzz-c FUZZ_SECONDS=4
 # By plain mutations: atheris takes longer to start than this takes in all.

@@ -14,9 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import ClassVar, Final, TypeVar
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from shmbus import errors
 from shmbus._format import printable, show_wait
@@ -28,6 +26,9 @@ from shmbus.channel.errors import (
 )
 from shmbus.channel.lifecycle import channel_path, leads_to
 from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["SIDES", "Endpoint", "fit_text"]
 

@@ -12,11 +12,10 @@ import contextlib
 import os
 import time
 from types import TracebackType
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
 from shmbus import errors
 from shmbus._format import printable, show_wait
@@ -31,6 +30,9 @@ from shmbus.pool.lifecycle import (
 )
 from shmbus.pool.status import describe_holders, status_of_pool
 from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["PoolPublisher", "VersionWrite", "WhenHeld"]
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 import time
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
 from shmbus import errors
 from shmbus._format import show_wait
@@ -24,6 +23,9 @@ from shmbus.pool.lifecycle import leads_to, open_pool, pool_path
 from shmbus.pool.publisher import SLICE_S, _fit
 from shmbus.pool.status import status_of_pool
 from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["PoolReader", "VersionLease"]
 

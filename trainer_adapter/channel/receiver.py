@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import Self
 
 from shmbus.channel import ChannelReceiver, Message
 from trainer_adapter.channel.agreement import Agreement
 from trainer_adapter.channel.places import decode_places
 from trainer_adapter.channel.specs import Statement, TensorSpec, parse_specs, step_differences
 from trainer_adapter.weights.memory import payload_tensor, tensor_at
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["StepItem", "TensorReceiver"]
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from typing_extensions import Self
 
 from shmbus.channel import ChannelSender
 from trainer_adapter.channel.agreement import Agreement
@@ -24,6 +23,9 @@ from trainer_adapter.channel.specs import (
     step_differences,
 )
 from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["TensorSender"]
 

@@ -13,11 +13,10 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
-from typing_extensions import Self
 
 from shmbus import BusClosedError
 from shmbus.pool import WhenHeld
@@ -28,6 +27,9 @@ from trainer_adapter.weights.errors import WeightsError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.probe import CarrierName, choose
 from trainer_adapter.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Publication", "Published", "WeightPublisher"]
 

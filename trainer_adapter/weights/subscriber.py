@@ -13,10 +13,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import torch
-from typing_extensions import Self
 
 from shmbus import BusClosedError
 from trainer_adapter.weights.carriers.base import CarriedVersion, ReaderCarrier
@@ -35,6 +34,9 @@ from trainer_adapter.weights.loading import Targets, load, targets_of
 from trainer_adapter.weights.manifest import Manifest, Slice
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.probe import CarrierName, choose
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Verify", "WeightSubscriber", "Weights"]
 
