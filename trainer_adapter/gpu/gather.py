@@ -192,10 +192,8 @@ def begin_gather(
             transport="gather",
             facts=facts,
         )
-        # One more copy, and a look at each sample, only where there is something to say.
-        batch.newest_policy_versions = (
-            _newest(groups).to(device) if table.has_spans else batch.policy_versions
-        )
+        if table.has_spans:
+            batch.newest_policy_versions = _newest(groups).to(device)
         columns = batch.logprobs, batch.advantages
         if not table.has_logprobs:
             batch.logprobs = None
@@ -219,6 +217,7 @@ def begin_gather(
 
 
 def _newest(groups: list[shmbus.Group]) -> Tensor:
+    """Collect the newest versions: a look at each sample, and a copy of their own."""
     return torch.from_numpy(describe(members(groups)[0])[3])
 
 
