@@ -179,7 +179,7 @@ async def test_a_version_that_does_not_fit_leaves_the_last_whole_one_in_force(
         await server.started()
         model = tiny.build(1)
         async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
-            with WeightPublisher(bus.name, ModuleSource(model)) as publisher:
+            with WeightPublisher(bus.name, ModuleSource(model), keep=True) as publisher:
                 await fleet.update(publisher, 1)
                 assert await server.greedy() == expected
 
