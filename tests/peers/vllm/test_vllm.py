@@ -196,9 +196,11 @@ async def test_a_version_that_does_not_fit_leaves_the_last_whole_one_in_force(
                 wrong = Wrong()
                 with pytest.raises(UpdateRolledBackError, match="version 1 again"):
                     await fleet.update(wrong, 2)
+                assert await server.greedy() == expected
+                rows = [
+                    row for row in read_pool(bus.name, "weights").readers if row.state == "alive"
+                ]
+                assert [row.applied_version for row in rows] == [1] * size
                 wrong.publisher.close()
-        assert await server.greedy() == expected
-        rows = [row for row in read_pool(bus.name, "weights").readers if row.state == "alive"]
-        assert [row.applied_version for row in rows] == [1] * size
     finally:
         server.end()
