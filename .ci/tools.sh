@@ -19,8 +19,11 @@ install() { # PACKAGES...: installs those that this system has; names differ bet
     [ -n "$lists" ] || in_time apt-get -qq update || return 1
     lists=fresh
     for package in "$@"; do
-        apt-cache policy "$package" | grep -q 'Candidate: [^(]' && known+=("$package")
+        # No pipe into grep -q: under pipefail the broken pipe would tell of a package that is there
+        # that it is not.
+        [[ $(apt-cache policy "$package") == *'Candidate: '[^\(]* ]] && known+=("$package")
     done
+    [ ${#known[@]} -gt 0 ] || return 1
     in_time apt-get -qq install -y --no-install-recommends "${known[@]}"
 }
 
