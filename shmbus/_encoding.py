@@ -127,24 +127,34 @@ def parse_dtype(what: str, given: object) -> np.dtype[Any]:
 
     NumPy's words, the names of PyTorch's dtypes, and these dtypes themselves.
     """
-    if isinstance(given, np.dtype):
-        dtype = given
-    else:
-        name = str(given).removeprefix("torch.")
-        try:
-            if given is None:
-                raise TypeError("NumPy takes it for float64")
-            if name in _STAND_INS:
-                dtype = _extension_dtype(name)
-            else:
-                dtype = np.dtype(name if str(given) != name else given)  # type: ignore[call-overload]
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{what}: expected a dtype, got {given!r}: {error}") from error
+    try:
+        if type(given) is str:
+            dtype = _named_dtype(given)
+        elif isinstance(given, np.dtype):
+            dtype = given
+        elif given is None:
+            raise TypeError("NumPy takes it for float64")
+        else:
+            name = str(given)
+            dtype = _named_dtype(name) if name.startswith("torch.") else _given_dtype(name, given)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what}: expected a dtype, got {given!r}: {error}") from error
     if dtype.hasobject or dtype.itemsize == 0:
         raise TypeError(
             f"{what}: expected a dtype of fixed size, got {dtype}; objects cannot be shared"
         )
     return dtype
+
+
+# NumPy reads a name anew each time, which costs as much as all else of a field.
+@functools.lru_cache(maxsize=256)
+def _named_dtype(given: str) -> np.dtype[Any]:
+    name = given.removeprefix("torch.")
+    return _given_dtype(name, name)
+
+
+def _given_dtype(name: str, given: object) -> np.dtype[Any]:
+    return _extension_dtype(name) if name in _STAND_INS else np.dtype(given)  # type: ignore[call-overload]
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:

@@ -56,25 +56,32 @@ def parse_field(
     if is_argument(name):
         raise ValueError(f"fields: {name!r} is an argument's name; call the array something else")
     pair: Any = spec
-    if _is_size(pair) or (isinstance(pair, (tuple, list)) and all(_is_size(n) for n in pair)):
-        if known is None:
-            raise TypeError(
-                f"field {name!r}: expected (dtype, shape), got {spec!r}: no schema says its dtype; "
-                f"declare it, as in Producer(..., schema={{{name!r}: 'int32'}})"
-            )
-        pair = (known, pair)
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"field {name!r}: expected (dtype, shape), got {spec!r}")
+    if type(pair) is not tuple or len(pair) != 2 or _is_size(pair[0]):
+        pair = _complete(name, pair, known)
     dtype = parse_dtype(f"field {name!r}", pair[0])
     sizes = pair[1] if isinstance(pair[1], (tuple, list)) else (pair[1],)
     shape = []
     for size in sizes:
-        if isinstance(size, bool) or not hasattr(size, "__index__"):
+        if type(size) is not int and (isinstance(size, bool) or not hasattr(size, "__index__")):
             raise TypeError(f"field {name!r}: expected sizes as int, got {size!r}")
         if size < 0:
             raise ValueError(f"field {name!r}: expected sizes of 0 or more, got {size}")
         shape.append(size.__index__())
     return dtype, tuple(shape)
+
+
+def _complete(name: str, spec: Any, known: np.dtype[Any] | None) -> Any:
+    """Return the pair of a dtype and sizes that a field's spec stands for."""
+    if _is_size(spec) or (isinstance(spec, (tuple, list)) and all(_is_size(n) for n in spec)):
+        if known is None:
+            raise TypeError(
+                f"field {name!r}: expected (dtype, shape), got {spec!r}: no schema says its dtype; "
+                f"declare it, as in Producer(..., schema={{{name!r}: 'int32'}})"
+            )
+        return known, spec
+    if not isinstance(spec, (tuple, list)) or len(spec) != 2:
+        raise TypeError(f"field {name!r}: expected (dtype, shape), got {spec!r}")
+    return spec
 
 
 def check_sizes(

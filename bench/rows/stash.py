@@ -50,17 +50,13 @@ class Sample(msgspec.Struct, gc=False):
     key: str
     group_size: int
     index: int
+    need: int = GROUP_SIZE
     score: float = 0.0
     policy_version: int = 0
     nbytes: int = 0
     failed: bool = False
     meta: object = None
     committed_ns: int = 0
-
-    @property
-    def need(self) -> int:
-        """All of its group."""
-        return self.group_size
 
 
 def measure(groups: tuple[int, int], adds: int) -> list[Row]:

@@ -22,18 +22,26 @@ double figure_bound(enum shmbus_figure figure, unsigned bucket) {
     return bounds[figure][bucket];
 }
 
-void figure_count(struct figure_tally *tally, enum shmbus_figure figure, double value) {
+void figure_tally_begin(struct figure_tally *tally) {
+    memset(tally, 0, sizeof *tally);
+    for (int f = 0; f < SHMBUS_FIGURES; f++) {
+        tally->last[f] = NAN; /* which no value equals */
+    }
+}
+
+bool figure_find_bucket(struct figure_tally *tally, enum shmbus_figure figure, double value) {
     /* 0 for all finite values. */
     if (value - value != 0) {
-        return;
+        return false;
     }
     const double *own = bounds[figure];
-    unsigned bucket = value > own[7] ? 8 : 0;
-    bucket += value > own[bucket + 3] ? 4 : 0;
-    bucket += value > own[bucket + 1] ? 2 : 0;
-    bucket += value > own[bucket] ? 1 : 0;
-    tally->buckets[figure][bucket]++;
-    tally->sums[figure] += value;
+    unsigned bucket = (unsigned)(value > own[7]) << 3;
+    bucket += (unsigned)(value > own[bucket + 3]) << 2;
+    bucket += (unsigned)(value > own[bucket + 1]) << 1;
+    bucket += (unsigned)(value > own[bucket]);
+    tally->last[figure] = value;
+    tally->at[figure] = (uint8_t)bucket;
+    return true;
 }
 
 /* There is one writer, so a load and a store do. */

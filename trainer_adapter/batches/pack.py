@@ -118,14 +118,17 @@ def pack(
         advantages,
         groups=lambda: groups_of(trajectories, lengths, sizes.tolist()),
     )
-    packed = extras.packed_into(extra_block)
+    packed = extras.packed_into(extra_block) if extras.columns else ()
     finite = bus_gather.gather(trajectories, arrays, per_sequence, names, packed)
     if (flags := sample_flags(trajectories, truncated)) is not None:
         apply_flags(flags, arrays)
     if not finite:
         # The flags may have left the values that are not finite out of the loss.
         require_finite(arrays, trajectories, names)
-    extra, extra_offsets, extra_kinds = extras.values(torch.from_numpy(extra_block))
+    extra, extra_offsets, extra_kinds = (
+        ({}, {}, {}) if wanted is None else extras.values(torch.from_numpy(extra_block))
+    )
+    borders = arrays.cu_seqlens
     batch = Batch(
         tokens=torch.from_numpy(arrays.tokens),
         position_ids=torch.from_numpy(arrays.position_ids),
@@ -143,8 +146,9 @@ def pack(
         extra=extra,
         extra_offsets=extra_offsets,
         extra_kinds=extra_kinds,
+        sample_of=torch.from_numpy(np.arange(len(lengths), dtype=np.int32)),
         facts=BatchFacts(
-            scores, policy_versions, np.diff(arrays.cu_seqlens).astype(np.int64), sizes
+            scores, policy_versions, np.subtract(borders[1:], borders[:-1], dtype=np.int64), sizes
         ),
     )
     if measured.has_rows:

@@ -46,8 +46,9 @@ static void count_entry(struct figure_tally *tally, const GroupEntryObject *entr
 void py_delivery_count(SegmentObject *segment, PyObject *entries) {
     const int64_t version =
         atomic_load_explicit(&segment->c.header->policy_version, memory_order_relaxed);
-    struct figure_tally tally = {.sums = {0}};
+    struct figure_tally tally;
     bool any = false;
+    figure_tally_begin(&tally);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); i++) {
         PyObject *item = PyList_GET_ITEM(entries, i);
         if (Py_IS_TYPE(item, &GroupEntryType) && ((GroupEntryObject *)item)->leases == 1) {
