@@ -33,3 +33,15 @@ class BatchFacts(NamedTuple):
     lengths: NDArray[np.int64]
     group_sizes: NDArray[np.int64]
     packed_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        scores: NDArray[np.float64],
+        policy_versions: NDArray[np.int64],
+        cu_seqlens: NDArray[np.int32],
+        group_sizes: NDArray[np.int64],
+    ) -> BatchFacts:
+        """Make them of a batch whose sequences lie between borders, int32 [S + 1]."""
+        lengths = np.subtract(cu_seqlens[1:], cu_seqlens[:-1], dtype=np.int64)
+        return cls(scores, policy_versions, lengths, group_sizes)

@@ -118,17 +118,14 @@ def pack(
         advantages,
         groups=lambda: groups_of(trajectories, lengths, sizes.tolist()),
     )
-    packed = extras.packed_into(extra_block) if extras.columns else ()
+    packed = extras.packed_into(extra_block)
     finite = bus_gather.gather(trajectories, arrays, per_sequence, names, packed)
     if (flags := sample_flags(trajectories, truncated)) is not None:
         apply_flags(flags, arrays)
     if not finite:
         # The flags may have left the values that are not finite out of the loss.
         require_finite(arrays, trajectories, names)
-    extra, extra_offsets, extra_kinds = (
-        ({}, {}, {}) if wanted is None else extras.values(torch.from_numpy(extra_block))
-    )
-    borders = arrays.cu_seqlens
+    extra, extra_offsets, extra_kinds = extras.values(torch.from_numpy(extra_block))
     batch = Batch(
         tokens=torch.from_numpy(arrays.tokens),
         position_ids=torch.from_numpy(arrays.position_ids),
@@ -147,9 +144,7 @@ def pack(
         extra_offsets=extra_offsets,
         extra_kinds=extra_kinds,
         sample_of=torch.from_numpy(np.arange(len(lengths), dtype=np.int32)),
-        facts=BatchFacts(
-            scores, policy_versions, np.subtract(borders[1:], borders[:-1], dtype=np.int64), sizes
-        ),
+        facts=BatchFacts.of(scores, policy_versions, arrays.cu_seqlens, sizes),
     )
     if measured.has_rows:
         split_rows(batch, RowSplit.of(trajectories, lengths, names.tokens), extras.row_sources())
