@@ -29,9 +29,11 @@ REASONS: tuple[str, ...] = (
     "corrupt",
     "failed",
     "filtered",
+    "relayed",
 )
 assert REASONS[_core.DROP_DUPLICATE] == "duplicate" and REASONS[_core.DROP_FAILED] == "failed"
-assert REASONS[_core.DROP_FILTERED] == "filtered" and len(REASONS) == _core.REASONS
+assert REASONS[_core.DROP_FILTERED] == "filtered" and REASONS[_core.RELAYED] == "relayed"
+assert len(REASONS) == _core.REASONS
 
 
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):

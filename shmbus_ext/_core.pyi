@@ -10,6 +10,7 @@ from typing_extensions import Self
 from shmbus_ext._blocks import *  # noqa: F403
 from shmbus_ext._channel import *  # noqa: F403
 from shmbus_ext._pool import *  # noqa: F403
+from shmbus_ext._relay import *  # noqa: F403
 from shmbus_ext._public import ConsumerBase as ConsumerBase
 from shmbus_ext._public import GroupBase as GroupBase
 from shmbus_ext._public import Trajectory as Trajectory
@@ -52,6 +53,7 @@ DROP_MALFORMED: int
 DROP_CORRUPT: int
 DROP_FAILED: int
 DROP_FILTERED: int
+RELAYED: int
 LEASE_HELD: int
 REFUSED_DUPLICATE: int
 REFUSED_GROUP_SIZE: int

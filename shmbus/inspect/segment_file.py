@@ -241,7 +241,13 @@ class SegmentFile:
     @property
     def requests_offset(self) -> int:
         """Where the request lane begins."""
-        return -(-(self.lead_offset + _LEAD_BYTES) // _LANE_ALIGN) * _LANE_ALIGN
+        journal = _core.relay_journal_bytes(self.extent_count * self.extent_bytes)
+        return -(-(self.relay_offset + journal) // _LANE_ALIGN) * _LANE_ALIGN
+
+    @property
+    def relay_offset(self) -> int:
+        """Where the relay's journal begins."""
+        return self.lead_offset + _LEAD_BYTES
 
     def figures(self) -> tuple[list[list[int]], list[float], int]:
         """Read the histograms of what was delivered, their sums, and the useless groups."""

@@ -48,6 +48,7 @@ _REMEDIES = {
     "failed": "a sample failed for good; raise sample_retries, or deliver the others by "
     "on_failure='partial'",
     "filtered": "the trainer's filter refused its group, as it may",
+    "relayed": "a relay has put it onto another bus",
     _NOT_NEEDED: "the group had as many samples as it needs; workers may ask Producer.cancelled",
     _SUPERSEDED: "its sample was requested again, or has come since, or its group had ended",
 }
@@ -141,7 +142,6 @@ def _why(report: Trajectory) -> str:
 
 
 def _level(reason: str) -> int:
-    # Somebody has asked for the first three, who refused the fourth has said why, and nothing is
-    # lost by the fifth.
-    quiet = reason in ("zero_variance", "filtered", _NOT_NEEDED, "malformed", _SUPERSEDED)
-    return logging.INFO if quiet else logging.WARNING
+    # Somebody has asked for these, who refused the malformed has said why, or nothing is lost.
+    quiet = ("zero_variance", "filtered", "relayed", _NOT_NEEDED, "malformed", _SUPERSEDED)
+    return logging.INFO if reason in quiet else logging.WARNING

@@ -263,8 +263,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{path}: expected {_FORMAT} of version {_VERSION}, got {manifest.format!r} of version "
             f"{manifest.version}; restore it with shmbus {manifest.written_by}"
         )
-    # Snapshots from before samples could fail, or be filtered, do not count those that did.
-    if {*manifest.released, "failed", "filtered"} != set(REASONS):
+    # Snapshots from before samples could fail, be filtered or relayed, do not count those that did.
+    if {*manifest.released, "failed", "filtered", "relayed"} != set(REASONS):
         raise damaged(path, f"expected counts of {', '.join(REASONS)}")
     if sum(part.records for part in manifest.parts) != manifest.records:
         raise damaged(path, f"its parts do not hold {manifest.records} records")

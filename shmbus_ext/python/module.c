@@ -35,6 +35,7 @@
 #include "python/read/take.h"
 #include "python/record/copies.h"
 #include "python/record/export_block.h"
+#include "python/put/journal_functions.h"
 #include "python/requests/lead_functions.h"
 #include "python/requests/request_functions.h"
 #include "python/requests/request_layout.h"
@@ -143,6 +144,7 @@ static bool add_constants(PyObject *module) {
         {"DROP_CORRUPT", SHMBUS_DROP_CORRUPT},
         {"DROP_FAILED", SHMBUS_DROP_FAILED},
         {"DROP_FILTERED", SHMBUS_DROP_FILTERED},
+        {"RELAYED", SHMBUS_RELAYED},
         {"LEASE_HELD", LEASE_HELD},
         {"TRAJECTORY_BYTES", sizeof(TrajectoryObject)},
     };
@@ -167,7 +169,7 @@ static bool add_functions(PyObject *module) {
         py_pool_rows_add_functions, py_pool_copy_add_functions,    py_lead_add_functions,        py_request_add_functions,
         py_request_layout_add_functions,
         py_declared_add_functions,     py_plan_fields_add_constants,
-        py_export_add_functions,       py_import_add_functions,
+        py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,
         py_channel_add_constants,      py_channel_messages_add_functions,
         py_arguments_add_constants,
     };

@@ -223,8 +223,8 @@ bool block_skip(struct block_cursor *cursor) {
 
 void block_write(struct record_header *to, const struct record_place *place,
                  const struct record_copy *copy, const uint8_t *image, uint64_t producer_id,
-                 uint32_t slot) {
+                 uint32_t slot, uint32_t more_flags) {
     record_copy_image(to, place, image, copy->header.record_bytes, producer_id, slot,
-                      copy->header.flags);
+                      copy->header.flags | more_flags);
     record_write_head(to, copy);
 }

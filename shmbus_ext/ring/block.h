@@ -111,9 +111,9 @@ const uint8_t *block_next(struct block_cursor *cursor, struct record_copy *copy,
 bool block_skip(struct block_cursor *cursor);
 
 /* Frame, head and payload of a record that block_next gave, into room for it in a lane. Its flags
- * are those that it keeps; it is neither closed nor exposed. */
+ * are those that it keeps, and more_flags; it is neither closed nor exposed. */
 void block_write(struct record_header *to, const struct record_place *place,
                  const struct record_copy *copy, const uint8_t *image, uint64_t producer_id,
-                 uint32_t slot);
+                 uint32_t slot, uint32_t more_flags);
 
 #endif

@@ -7,6 +7,7 @@
 #include "extents.h"
 #include "failpoints.h"
 #include "lane.h"
+#include "relay_journal.h"
 
 static bool unpack_ref(const struct segment *segment, uint64_t ref, struct record_place *place) {
     *place = place_unpack(ref);
@@ -58,8 +59,11 @@ void intent_log_release(struct segment *segment, const struct record_ref *const 
     atomic_store_explicit(&header->intent_count, n, memory_order_release);
     FAILPOINT("release-intended");
     for (uint32_t i = 0; i < n; i++) {
-        atomic_store_explicit(&record_of(segment, &refs[i]->place)->state, SHMBUS_RELEASED,
-                              memory_order_relaxed);
+        struct record_header *record = record_of(segment, &refs[i]->place);
+        if (record->flags >> SHMBUS_FLAG_RELAY_SHIFT != 0) {
+            relay_record_ended(segment, record, (uint32_t)reason);
+        }
+        atomic_store_explicit(&record->state, SHMBUS_RELEASED, memory_order_relaxed);
         FAILPOINT("release-half");
     }
     count_release(segment, n, (uint32_t)reason, split);
@@ -85,9 +89,12 @@ static void replay_release(struct segment *segment) {
             continue;
         }
         uint32_t committed = SHMBUS_COMMITTED;
-        atomic_compare_exchange_strong_explicit(&record_of(segment, &place)->state, &committed,
-                                                SHMBUS_RELEASED, memory_order_relaxed,
-                                                memory_order_relaxed);
+        struct record_header *record = record_of(segment, &place);
+        if (record->flags >> SHMBUS_FLAG_RELAY_SHIFT != 0) {
+            relay_record_ended(segment, record, reason);
+        }
+        atomic_compare_exchange_strong_explicit(&record->state, &committed, SHMBUS_RELEASED,
+                                                memory_order_relaxed, memory_order_relaxed);
     }
     count_release(segment, n, reason, split);
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);

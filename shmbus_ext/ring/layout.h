@@ -7,8 +7,8 @@
  * Segment:  | bus_header | producer_slot[max_producers + 1] | extent_desc[extent_count]
  *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | retry_entry[SHMBUS_RETRY_ENTRIES]
  *           | split_entry[SHMBUS_MAX_SPLITS] | cancelled (u64[SHMBUS_CANCELLED])
- *           | declared_part | delivery_figures | lead_table | request lane | pad to a page
- *           | extents ... |
+ *           | declared_part | delivery_figures | lead_table | relay_journal | request lane
+ *           | pad to a page | extents ... |
  * The last slot belongs to the collector: the lane into which it moves stragglers.
  */
 #ifndef SHMBUS_RING_LAYOUT_H
@@ -81,7 +81,8 @@ enum shmbus_reason {
     SHMBUS_DROP_CORRUPT = 9,
     SHMBUS_DROP_FAILED = 10,
     SHMBUS_DROP_FILTERED = 11,
-    SHMBUS_REASONS = 12,
+    SHMBUS_RELAYED = 12, /* it lies on another bus, and what becomes of it there is not known */
+    SHMBUS_REASONS = 13,
 };
 
 /* Whether producers go on: they wait while the bus is paused, and for ever once it was removed. */
@@ -102,7 +103,7 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    320     8  policy_version   trainer      producers   relaxed
  *    328     4  consumer_packs   reader      producers   relaxed: 1 once the consumer packs batches
  *    384   ...  collector        reader       all         relaxed, for messages only
- *    512    96  released[]       reader       all         relaxed; exact through the intent
+ *    512   104  released[]       reader       all         relaxed; exact through the intent
  *    640    60  intents          reader       reader      counts, move_from: release / acquire
  *    704     4  paused           anybody      producers   release / acquire: enum shmbus_pause
  *    708     4  lent             reader       reader      relaxed: 1 once view locks may be held
@@ -310,6 +311,7 @@ _Static_assert(offsetof(struct retry_entry, need) == 48, "layout");
 _Static_assert(offsetof(struct retry_entry, crc) == 60, "layout");
 _Static_assert(offsetof(struct retry_entry, id) == 64, "layout");
 
+#include "layout_relay.h"
 #include "layout_splits.h"
 #include "layout_requests.h"
 
@@ -455,6 +457,7 @@ _Static_assert(sizeof(struct declared_entry) == 12, "layout");
 #define SHMBUS_LOCK_USERS (SHMBUS_LOCK_BASE + 1)
 /* Who offers requests, or ends what a dead feeder left: held for moments. */
 #define SHMBUS_LOCK_FEEDER (SHMBUS_LOCK_BASE + 2)
+#define SHMBUS_LOCK_RELAY (SHMBUS_LOCK_BASE + 3) /* whoever puts records of other buses here */
 #define SHMBUS_LOCK_SLOT (SHMBUS_LOCK_BASE + 1024)
 /* Shared locks of processes that a daemon leases groups to: the daemon's death leaves them, the
  * client's ends them. A view's lock, one byte an extent: a client has an array that looks into it,
@@ -482,6 +485,8 @@ _Static_assert(SHMBUS_LOCK_SLOT + SHMBUS_MAX_PRODUCERS <= SHMBUS_LOCK_VIEW &&
                            (sizeof(struct request_lane) + sizeof(struct request_row) +        \
                             sizeof(struct request_cell)) * 7u +                                \
                            sizeof(struct declared_part) * 11u +                                \
+                           sizeof(struct relay_journal) * 3u +                                 \
+                           sizeof(struct relay_entry) * 19u + SHMBUS_REASONS * 23u +           \
                            SHMBUS_IDENTITY_BYTES * 5u +                                        \
                            SHMBUS_MAX_GROUP_SIZE)))
 

@@ -9,6 +9,7 @@
 #include "file_lock.h"
 #include "lead.h"
 #include "record.h"
+#include "relay_journal.h"
 #include "requests.h"
 
 /* Whether the commit that an owner intended took effect: the record shows it. */
@@ -139,6 +140,8 @@ static uint32_t take_over(struct segment *segment, uint32_t slot_index) {
         lead_settle_all(segment, slot_index);
         request_reap(segment, atomic_load_explicit(&slot->producer_id, memory_order_relaxed),
                      atomic_load_explicit(&slot->committed, memory_order_relaxed));
+        relay_reap(segment, atomic_load_explicit(&slot->producer_id, memory_order_relaxed),
+                   atomic_load_explicit(&slot->committed, memory_order_relaxed));
         FAILPOINT("take-over-reopened");
     }
     seal_chain(segment, slot, slot_index);

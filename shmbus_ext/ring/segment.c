@@ -52,14 +52,17 @@ static uint64_t power_of_two_below(uint64_t value) {
     return power;
 }
 
-static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count) {
+static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count,
+                             uint64_t extent_bytes) {
     return SHMBUS_HEADER_BYTES + ((uint64_t)max_producers + 1) * sizeof(struct producer_slot) +
            (uint64_t)extent_count * sizeof(struct extent_desc) +
            (uint64_t)SHMBUS_MAX_GROUP_SIZE * sizeof(uint64_t) +
            (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry) +
            SHMBUS_SPLITS_BYTES + (uint64_t)SHMBUS_CANCELLED * sizeof(uint64_t) +
            sizeof(struct declared_part) + sizeof(struct delivery_figures) +
-           sizeof(struct lead_table) + (uint64_t)SHMBUS_LEAD_ROWS * sizeof(uint64_t);
+           sizeof(struct lead_table) + (uint64_t)SHMBUS_LEAD_ROWS * sizeof(uint64_t) +
+           sizeof(struct relay_journal) +
+           relay_entries_of(extent_count * extent_bytes) * sizeof(struct relay_entry);
 }
 
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
@@ -107,7 +110,7 @@ bool segment_plan_requests(struct segment_geometry *plan, uint64_t request_bytes
         return false;
     }
     plan->data_offset = shmbus_align_up(
-        shmbus_align_up(tables_bytes(plan->max_producers, plan->extent_count), 128) + request_bytes,
+        shmbus_align_up(tables_bytes(plan->max_producers, plan->extent_count, plan->extent_bytes), 128) + request_bytes,
         SHMBUS_PAGE);
     plan->segment_bytes = plan->data_offset + plan->extent_count * plan->extent_bytes;
     return true;
@@ -183,8 +186,11 @@ static void set_pointers(struct segment *self) {
     self->declared = (struct declared_part *)(self->cancelled + SHMBUS_CANCELLED);
     self->figures = (struct delivery_figures *)(self->declared + 1);
     self->lead = (struct lead_table *)(self->figures + 1);
+    self->relay = (struct relay_journal *)(void *)(self->lead->rows + SHMBUS_LEAD_ROWS);
+    self->relay_entries = (struct relay_entry *)(self->relay + 1);
+    self->relay_entry_count = relay_entries_of(self->extent_count * self->extent_bytes);
     uint64_t requests_at =
-        shmbus_align_up(tables_bytes(self->max_producers, self->extent_count), 128);
+        shmbus_align_up(tables_bytes(self->max_producers, self->extent_count, self->extent_bytes), 128);
     (void)request_divide(&self->requests, self->base + requests_at,
                           self->data_offset - requests_at);
     self->data = self->base + self->data_offset;
@@ -354,7 +360,7 @@ static bool geometry_holds(const struct bus_header *header, uint64_t file_bytes,
         return false;
     }
     uint64_t tables =
-        shmbus_align_up(tables_bytes(self->max_producers, self->extent_count), 128);
+        shmbus_align_up(tables_bytes(self->max_producers, self->extent_count, self->extent_bytes), 128);
     struct request_parts parts;
     if (self->data_offset < tables ||
         !request_divide(&parts, NULL, self->data_offset - tables)) {

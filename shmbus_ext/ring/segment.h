@@ -48,6 +48,9 @@ struct segment {
     _Atomic uint64_t *cancelled; /* SHMBUS_CANCELLED */
     struct delivery_figures *figures;
     struct lead_table *lead;
+    struct relay_journal *relay;
+    struct relay_entry *relay_entries;
+    uint32_t relay_entry_count;
     struct request_parts requests;
     struct declared_part *declared; /* read through declared_schema.h */
     uint8_t *data;

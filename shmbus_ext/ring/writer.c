@@ -11,6 +11,7 @@
 #include "file_lock.h"
 #include "lead.h"
 #include "recovery.h"
+#include "relay_journal.h"
 #include "requests.h"
 
 /* Passes over the slots: a reader that recovers a slot holds its lock for a moment. */
@@ -108,6 +109,7 @@ void writer_close(struct writer *self) {
     FAILPOINT("close-sealed");
     /* What it has in hand and has not answered is for others now. */
     request_reap(self->segment, self->producer_id, self->committed);
+    relay_reap(self->segment, self->producer_id, self->committed);
     atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_CLOSED, memory_order_release);
     atomic_fetch_add_explicit(&self->segment->header->attach_epoch, 1, memory_order_release);
     doorbell_ring(self->segment->header);

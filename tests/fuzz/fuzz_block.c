@@ -40,7 +40,7 @@ static void write_out(const uint8_t *image, const uint8_t *end) {
     CHECK(bytes <= (uint64_t)(end - image));
     struct record_header *to = aligned_alloc(SHMBUS_RECORD_ALIGN, (size_t)bytes);
     CHECK(to != NULL);
-    block_write(to, &place, &copy, image, 5, 6);
+    block_write(to, &place, &copy, image, 5, 6, 0);
     record_reseal(to);
     atomic_store(&to->state, SHMBUS_COMMITTED);
     static struct record_copy again;

@@ -165,9 +165,10 @@ static int claim(WriterObject *self, const struct record_copy *copy, bool waits,
     return py_writer_try_claim(self, &wanted, at) == WRITER_OK;
 }
 
-/* How many were committed, from the first on; -1 with an exception, and then none. */
+/* How many were committed, from the first on; -1 with an exception, and then none. `entries` has
+ * each one's number in the relay's journal, or is NULL. */
 static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor, Py_ssize_t limit,
-                                 double timeout_s) {
+                                 double timeout_s, const uint8_t *entries) {
     struct record_copy *copy = PyMem_Malloc(sizeof *copy);
     if (copy == NULL) {
         PyErr_NoMemory();
@@ -190,7 +191,13 @@ static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor
             done = room < 0 ? -1 : done;
             break;
         }
-        block_write(at.record, &at.place, copy, image, self->c.producer_id, self->c.slot_index);
+        uint32_t entry = 0;
+        if (entries != NULL) {
+            memcpy(&entry, entries + (size_t)done * sizeof entry, sizeof entry);
+            entry++;
+        }
+        block_write(at.record, &at.place, copy, image, self->c.producer_id, self->c.slot_index,
+                    entry << SHMBUS_FLAG_RELAY_SHIFT);
         writer_publish(&self->c, &at);
         self->bytes += at.bytes;
         done++;
@@ -199,18 +206,23 @@ static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor
     return done;
 }
 
-/* import_block(writer, buffer, first, limit, timeout_s) -> int: how many records were committed,
- * from number `first` of the block on, at most `limit`. Waits for space for the first one only. The
- * block was checked before. */
+/* import_block(writer, buffer, first, limit, timeout_s, entries=b"") -> int: how many records were
+ * committed, from number `first` of the block on, at most `limit`. Waits for space for the first one
+ * only. The block was checked before. `entries` are what relay_intend gave for these records, whose
+ * end the collector then notes there. */
 static PyObject *py_import_block(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object, *timeout;
-    Py_buffer block;
+    Py_buffer block, entries = {0};
     Py_ssize_t first, limit;
     double timeout_s;
-    if (!PyArg_ParseTuple(args, "O!y*nnO", &WriterType, &object, &block, &first, &limit,
-                          &timeout)) {
+    if (!PyArg_ParseTuple(args, "O!y*nnO|y*", &WriterType, &object, &block, &first, &limit,
+                          &timeout, &entries)) {
         return NULL;
+    }
+    const bool noted = entries.len > 0;
+    if (noted && entries.len / (Py_ssize_t)sizeof(uint32_t) < limit) {
+        limit = entries.len / (Py_ssize_t)sizeof(uint32_t);
     }
     WriterObject *self = (WriterObject *)object;
     struct block_cursor cursor;
@@ -224,10 +236,11 @@ static PyObject *py_import_block(PyObject *module, PyObject *args) {
             PyErr_SetString(PyExc_ValueError,
                             "import_block: expected a block that was checked, and a record of it");
         } else {
-            done = import_records(self, &cursor, limit, timeout_s);
+            done = import_records(self, &cursor, limit, timeout_s, noted ? entries.buf : NULL);
         }
     }
     PyBuffer_Release(&block);
+    PyBuffer_Release(&entries);
     if (done > 0) {
         py_writer_tell_reader(self);
     }

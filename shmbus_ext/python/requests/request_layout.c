@@ -1,4 +1,4 @@
-/* Where the fields of the lead table and of the request lane lie, from the structs themselves. */
+/* Where the fields of the lead table, of the relay's journal and of the request lane lie, from the structs themselves. */
 #include "python/requests/request_layout.h"
 
 #include "ring/request_parts.h"
@@ -48,12 +48,29 @@ static const struct field_note cell_fields[] = {
     {NULL, 0, 0, 0},
 };
 
+static const struct field_note journal_fields[] = {
+    FIELD(relay_journal, writer, 'u'),      FIELD(relay_journal, slot, 'u'),
+    FIELD(relay_journal, batch, 'u'),       FIELD(relay_journal, incarnation, 'u'),
+    FIELD(relay_journal, source_incarnation, 'u'), FIELD(relay_journal, epoch, 'i'),
+    FIELD(relay_journal, ended, 'u'),       FIELD(relay_journal, seen_ns, 'u'),
+    {NULL, 0, 0, 0},
+};
+
+static const struct field_note entry_fields[] = {
+    FIELD(relay_entry, word, 'u'),   FIELD(relay_entry, producer_id, 'u'),
+    FIELD(relay_entry, sequence, 'u'), FIELD(relay_entry, writer, 'u'),
+    FIELD(relay_entry, commit, 'u'), FIELD(relay_entry, ended, 'u'),
+    {NULL, 0, 0, 0},
+};
+
 static const struct {
     const char *name;
     const struct field_note *fields;
     size_t bytes;
 } structs[] = {
     {"lead_table", lead_fields, sizeof(struct lead_table)},
+    {"relay_journal", journal_fields, sizeof(struct relay_journal)},
+    {"relay_entry", entry_fields, sizeof(struct relay_entry)},
     {"request_lane", lane_fields, sizeof(struct request_lane)},
     {"request_row", row_fields, sizeof(struct request_row)},
     {"request_cell", cell_fields, sizeof(struct request_cell)},

@@ -1,0 +1,316 @@
+/* The relay's journal for shmbus.relay: entries and origins come and go as packed bytes.
+ *
+ * Invariant: an entry's number from Python is bounded before it is used. */
+#include "python/put/journal_functions.h"
+
+#include "python/put/claim_room.h"
+#include "python/put/writer_object.h"
+#include "python/segment/segment_object.h"
+#include "ring/relay_begin.h"
+#include "ring/relay_journal.h"
+
+/* A segment that this process may write; false with an exception. */
+static bool take_segment(PyObject *object, SegmentObject **segment) {
+    if (!PyObject_TypeCheck(object, &SegmentType)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+        return false;
+    }
+    *segment = (SegmentObject *)object;
+    if (!py_segment_usable(*segment, "handle")) {
+        return false;
+    }
+    if ((*segment)->c.read_only) {
+        PyErr_Format(PyExc_TypeError, "bus '%U' is mapped read-only here", (*segment)->name);
+        return false;
+    }
+    return true;
+}
+
+/* relay_begin(segment) -> int | None: the incarnation of this sink; None where there is another. */
+static PyObject *py_relay_begin(PyObject *module, PyObject *object) {
+    (void)module;
+    SegmentObject *segment;
+    if (!take_segment(object, &segment)) {
+        return NULL;
+    }
+    enum relay_begun begun;
+    Py_BEGIN_ALLOW_THREADS
+    begun = relay_begin(&segment->c);
+    Py_END_ALLOW_THREADS
+    if (begun == RELAY_SYSTEM_ERROR) {
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    if (begun == RELAY_BUSY) {
+        Py_RETURN_NONE;
+    }
+    return PyLong_FromUnsignedLongLong(
+        atomic_load_explicit(&segment->c.relay->incarnation, memory_order_relaxed));
+}
+
+/* relay_end(segment): another process may be the sink. */
+static PyObject *py_relay_end(PyObject *module, PyObject *object) {
+    (void)module;
+    SegmentObject *segment;
+    if (!take_segment(object, &segment)) {
+        return NULL;
+    }
+    relay_end(&segment->c);
+    Py_RETURN_NONE;
+}
+
+/* relay_bind(writer): its lane is the one that the sink puts into. */
+static PyObject *py_relay_bind(PyObject *module, PyObject *object) {
+    (void)module;
+    if (!PyObject_TypeCheck(object, &WriterType)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Writer");
+        return NULL;
+    }
+    WriterObject *writer = (WriterObject *)object;
+    if (!py_writer_usable(writer)) {
+        return NULL;
+    }
+    relay_bind(&writer->segment->c, &writer->c);
+    Py_RETURN_NONE;
+}
+
+/* Whether the packed entries are numbers of this journal, or RELAY_NEW where that may be. */
+static bool entries_hold(const SegmentObject *segment, const Py_buffer *packed, bool new_too) {
+    if (packed->len % (Py_ssize_t)sizeof(uint32_t) != 0) {
+        PyErr_SetString(PyExc_ValueError, "entries: expected 4 bytes each");
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < packed->len; i += (Py_ssize_t)sizeof(uint32_t)) {
+        uint32_t entry;
+        memcpy(&entry, (const uint8_t *)packed->buf + i, sizeof entry);
+        if (entry >= segment->c.relay_entry_count && !(new_too && entry == RELAY_NEW)) {
+            PyErr_Format(PyExc_ValueError, "entry: expected less than %u, got %u",
+                         segment->c.relay_entry_count, entry);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* relay_intend(writer, origins, entries) -> bytes | None: the entries' numbers. Origins are 32 bytes
+ * each: identity, u64 producer, u64 sequence. None where the journal has no room for them. */
+static PyObject *py_relay_intend(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object;
+    Py_buffer origins, entries;
+    if (!PyArg_ParseTuple(args, "O!y*y*", &WriterType, &object, &origins, &entries)) {
+        return NULL;
+    }
+    WriterObject *writer = (WriterObject *)object;
+    PyObject *result = NULL;
+    const Py_ssize_t n = entries.len / (Py_ssize_t)sizeof(uint32_t);
+    if (origins.len != n * (Py_ssize_t)sizeof(struct relay_origin)) {
+        PyErr_SetString(PyExc_ValueError, "origins: expected 32 bytes for each entry");
+    } else if (py_writer_usable(writer) && entries_hold(writer->segment, &entries, true)) {
+        result = PyBytes_FromStringAndSize(entries.buf, entries.len);
+    }
+    if (result != NULL &&
+        !relay_intend(&writer->segment->c, &writer->c, origins.buf,
+                      (uint32_t *)(void *)PyBytes_AS_STRING(result), (uint32_t)n)) {
+        Py_SETREF(result, Py_NewRef(Py_None));
+    }
+    PyBuffer_Release(&origins);
+    PyBuffer_Release(&entries);
+    return result;
+}
+
+/* relay_settle(writer, entries): those that were committed are settled. */
+static PyObject *py_relay_settle(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object;
+    Py_buffer entries;
+    if (!PyArg_ParseTuple(args, "O!y*", &WriterType, &object, &entries)) {
+        return NULL;
+    }
+    WriterObject *writer = (WriterObject *)object;
+    bool good = py_writer_usable(writer) && entries_hold(writer->segment, &entries, false);
+    if (good) {
+        relay_settle(&writer->segment->c, &writer->c, entries.buf,
+                     (uint32_t)((size_t)entries.len / sizeof(uint32_t)));
+    }
+    PyBuffer_Release(&entries);
+    return good ? Py_NewRef(Py_None) : NULL;
+}
+
+/* relay_forget(segment, entries): their sources hold them no more, or nobody will put them. */
+static PyObject *py_relay_forget(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object;
+    SegmentObject *segment;
+    Py_buffer entries;
+    if (!PyArg_ParseTuple(args, "Oy*", &object, &entries)) {
+        return NULL;
+    }
+    bool good = take_segment(object, &segment) && entries_hold(segment, &entries, false);
+    if (good) {
+        relay_forget(&segment->c, entries.buf, (uint32_t)((size_t)entries.len / sizeof(uint32_t)));
+    }
+    PyBuffer_Release(&entries);
+    return good ? Py_NewRef(Py_None) : NULL;
+}
+
+/* relay_notes(segment) -> list[(entry, identity, producer, sequence, state, ended)]: all that is in
+ * force; `ended` is the number of a reason, or -1. */
+static PyObject *py_relay_notes(PyObject *module, PyObject *object) {
+    (void)module;
+    SegmentObject *segment;
+    if (!take_segment(object, &segment)) {
+        return NULL;
+    }
+    PyObject *notes = PyList_New(0);
+    for (uint32_t i = 0; notes != NULL && i < segment->c.relay_entry_count; i++) {
+        struct relay_note note;
+        if (!relay_read(&segment->c, i, &note)) {
+            continue;
+        }
+        char identity[IDENTITY_TEXT_BYTES];
+        identity_text(identity, note.origin.identity);
+        PyObject *item = Py_BuildValue("(IsKKii)", i, identity,
+                                       (unsigned long long)note.origin.producer_id,
+                                       (unsigned long long)note.origin.sequence, (int)note.state,
+                                       note.ended > SHMBUS_REASONS ? -1 : (int)note.ended - 1);
+        if (item == NULL || PyList_Append(notes, item) < 0) {
+            Py_CLEAR(notes);
+        }
+        Py_XDECREF(item);
+    }
+    return notes;
+}
+
+/* relay_ends(segment) -> list[(entry, reason)]: settled entries whose records have ended. */
+static PyObject *py_relay_ends(PyObject *module, PyObject *object) {
+    (void)module;
+    SegmentObject *segment;
+    if (!take_segment(object, &segment)) {
+        return NULL;
+    }
+    PyObject *ends = PyList_New(0);
+    for (uint32_t i = 0; ends != NULL && i < segment->c.relay_entry_count; i++) {
+        struct relay_note note;
+        if (atomic_load_explicit(&segment->c.relay_entries[i].ended, memory_order_relaxed) == 0 ||
+            !relay_read(&segment->c, i, &note) || note.state != RELAY_SETTLED ||
+            note.ended == 0 || note.ended > SHMBUS_REASONS) {
+            continue;
+        }
+        PyObject *item = Py_BuildValue("(Ii)", i, (int)note.ended - 1);
+        if (item == NULL || PyList_Append(ends, item) < 0) {
+            Py_CLEAR(ends);
+        }
+        Py_XDECREF(item);
+    }
+    return ends;
+}
+
+/* relay_words(segment) -> (entries, writer, incarnation, source_incarnation, epoch, ended, seen_ns,
+ * figures): what the journal says beside its entries. */
+static PyObject *py_relay_words(PyObject *module, PyObject *object) {
+    (void)module;
+    if (!PyObject_TypeCheck(object, &SegmentType)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+        return NULL;
+    }
+    SegmentObject *segment = (SegmentObject *)object;
+    if (!py_segment_usable(segment, "handle")) {
+        return NULL;
+    }
+    struct relay_journal *journal = segment->c.relay;
+    PyObject *figures = PyTuple_New(SHMBUS_RELAY_FIGURES);
+    for (int i = 0; figures != NULL && i < (int)SHMBUS_RELAY_FIGURES; i++) {
+        PyObject *figure = PyLong_FromUnsignedLongLong(
+            atomic_load_explicit(&journal->figures[i], memory_order_relaxed));
+        if (figure == NULL) {
+            Py_CLEAR(figures);
+        } else {
+            PyTuple_SET_ITEM(figures, i, figure);
+        }
+    }
+    if (figures == NULL) {
+        return NULL;
+    }
+    return Py_BuildValue(
+        "(IKKKLKKN)", segment->c.relay_entry_count,
+        (unsigned long long)atomic_load_explicit(&journal->writer, memory_order_acquire),
+        (unsigned long long)atomic_load_explicit(&journal->incarnation, memory_order_relaxed),
+        (unsigned long long)atomic_load_explicit(&journal->source_incarnation,
+                                                 memory_order_relaxed),
+        (long long)atomic_load_explicit(&journal->epoch, memory_order_relaxed),
+        (unsigned long long)atomic_load_explicit(&journal->ended, memory_order_acquire),
+        (unsigned long long)atomic_load_explicit(&journal->seen_ns, memory_order_relaxed), figures);
+}
+
+/* relay_note(segment, epoch, seen_ns, figures): for the sink's successor, and for messages. */
+static PyObject *py_relay_note(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object, *figures;
+    SegmentObject *segment;
+    long long epoch;
+    unsigned long long seen_ns;
+    if (!PyArg_ParseTuple(args, "OLKO!", &object, &epoch, &seen_ns, &PyTuple_Type, &figures) ||
+        !take_segment(object, &segment)) {
+        return NULL;
+    }
+    if (PyTuple_GET_SIZE(figures) > (Py_ssize_t)SHMBUS_RELAY_FIGURES) {
+        PyErr_SetString(PyExc_ValueError, "figures: there are more than the journal has room for");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(figures); i++) {
+        unsigned long long figure = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(figures, i));
+        if (figure == (unsigned long long)-1 && PyErr_Occurred()) {
+            return NULL;
+        }
+        atomic_store_explicit(&segment->c.relay->figures[i], figure, memory_order_relaxed);
+    }
+    atomic_store_explicit(&segment->c.relay->epoch, epoch, memory_order_relaxed);
+    atomic_store_explicit(&segment->c.relay->seen_ns, seen_ns, memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
+/* relay_next_source(segment) -> int: greater than that of any earlier relay that read this bus. */
+static PyObject *py_relay_next_source(PyObject *module, PyObject *object) {
+    (void)module;
+    SegmentObject *segment;
+    if (!take_segment(object, &segment)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(
+        atomic_fetch_add_explicit(&segment->c.relay->source_incarnation, 1, memory_order_relaxed) +
+        1);
+}
+
+/* relay_journal_bytes(capacity) -> int: what the journal of a bus of so many bytes takes. */
+static PyObject *py_relay_journal_bytes(PyObject *module, PyObject *argument) {
+    (void)module;
+    unsigned long long capacity = PyLong_AsUnsignedLongLong(argument);
+    if (capacity == (unsigned long long)-1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(sizeof(struct relay_journal) +
+                                       relay_entries_of(capacity) * sizeof(struct relay_entry));
+}
+
+static PyMethodDef functions[] = {
+    {"relay_journal_bytes", py_relay_journal_bytes, METH_O, NULL},
+    {"relay_begin", py_relay_begin, METH_O, NULL},
+    {"relay_end", py_relay_end, METH_O, NULL},
+    {"relay_bind", py_relay_bind, METH_O, NULL},
+    {"relay_intend", py_relay_intend, METH_VARARGS, NULL},
+    {"relay_settle", py_relay_settle, METH_VARARGS, NULL},
+    {"relay_forget", py_relay_forget, METH_VARARGS, NULL},
+    {"relay_notes", py_relay_notes, METH_O, NULL},
+    {"relay_ends", py_relay_ends, METH_O, NULL},
+    {"relay_words", py_relay_words, METH_O, NULL},
+    {"relay_note", py_relay_note, METH_VARARGS, NULL},
+    {"relay_next_source", py_relay_next_source, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_relay_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0 &&
+           PyModule_AddIntConstant(module, "RELAY_INTENDED", RELAY_INTENDED) == 0 &&
+           PyModule_AddIntConstant(module, "RELAY_OWED", RELAY_OWED) == 0 &&
+           PyModule_AddIntConstant(module, "RELAY_SETTLED", RELAY_SETTLED) == 0;
+}

@@ -1,0 +1,198 @@
+/* Writing the journal, healing it, and noting what has ended (see relay_journal.h). */
+#include "relay_journal.h"
+
+#include <string.h>
+
+#include "failpoints.h"
+#include "writer.h"
+
+#define STATE_BITS 4
+#define BATCH_BITS 28
+#define BATCH_MASK ((UINT32_C(1) << BATCH_BITS) - 1)
+
+_Static_assert(SHMBUS_MAX_PRODUCERS < 1u << 16 && SHMBUS_RELAY_SOURCES <= 1u << 16,
+               "a word has room for a slot and a source");
+
+static uint64_t make_word(uint32_t source, uint32_t slot, uint32_t batch, enum relay_state state) {
+    return (uint64_t)source << 48 | (uint64_t)slot << 32 |
+           (uint64_t)(batch & BATCH_MASK) << STATE_BITS | (uint64_t)state;
+}
+
+static enum relay_state state_of(uint64_t word) { return (enum relay_state)(word & 15u); }
+static uint32_t source_of(uint64_t word) { return (uint32_t)(word >> 48); }
+static uint32_t batch_of(uint64_t word) { return (uint32_t)(word >> STATE_BITS) & BATCH_MASK; }
+
+static uint64_t load_word(const struct segment *segment, uint32_t entry) {
+    return atomic_load_explicit(&segment->relay_entries[entry].word, memory_order_acquire);
+}
+
+static void store_state(struct segment *segment, uint32_t entry, uint64_t word,
+                        enum relay_state state) {
+    uint64_t kept = word & ~(uint64_t)15;
+    atomic_store_explicit(&segment->relay_entries[entry].word,
+                          state == RELAY_FREE ? 0 : kept | (uint64_t)state, memory_order_release);
+}
+
+/* Whether an entry was prepared for an intent that never came into force. */
+static bool is_void(const struct segment *segment, uint64_t word) {
+    /* SYNC: relay-intended. */
+    uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_acquire);
+    return state_of(word) == RELAY_PREPARED && batch_of(word) == ((batch + 1) & BATCH_MASK);
+}
+
+/* ---- intents ---- */
+
+static bool source_is_used(const struct segment *segment, uint32_t source) {
+    for (uint32_t i = 0; i < segment->relay_entry_count; i++) {
+        uint64_t word = load_word(segment, i);
+        if (state_of(word) != RELAY_FREE && source_of(word) == source) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The source's number, which it gets here if it has none; SHMBUS_RELAY_SOURCES without room. */
+static uint32_t number_source(struct segment *segment, const uint8_t *identity) {
+    static const uint8_t none[SHMBUS_IDENTITY_BYTES];
+    uint32_t room = SHMBUS_RELAY_SOURCES;
+    for (uint32_t i = 0; i < SHMBUS_RELAY_SOURCES; i++) {
+        const uint8_t *at = segment->relay->sources[i];
+        if (memcmp(at, identity, SHMBUS_IDENTITY_BYTES) == 0) {
+            return i;
+        }
+        if (room == SHMBUS_RELAY_SOURCES && memcmp(at, none, sizeof none) == 0) {
+            room = i;
+        }
+    }
+    for (uint32_t i = 0; room == SHMBUS_RELAY_SOURCES && i < SHMBUS_RELAY_SOURCES; i++) {
+        room = source_is_used(segment, i) ? room : i;
+    }
+    if (room < SHMBUS_RELAY_SOURCES) {
+        memcpy(segment->relay->sources[room], identity, SHMBUS_IDENTITY_BYTES);
+    }
+    return room;
+}
+
+static uint32_t next_free(const struct segment *segment, uint32_t from) {
+    while (from < segment->relay_entry_count && state_of(load_word(segment, from)) != RELAY_FREE) {
+        from++;
+    }
+    return from;
+}
+
+static bool prepare(struct segment *segment, const struct writer *writer,
+                    const struct relay_origin *origin, uint32_t *entry, uint32_t *from,
+                    uint64_t commit) {
+    uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_relaxed) + 1;
+    enum relay_state state = RELAY_INTENDED;
+    uint32_t source = number_source(segment, origin->identity);
+    if (*entry == RELAY_NEW) {
+        *entry = *from = next_free(segment, *from);
+        state = RELAY_PREPARED;
+    }
+    if (*entry >= segment->relay_entry_count || source == SHMBUS_RELAY_SOURCES) {
+        return false;
+    }
+    struct relay_entry *to = &segment->relay_entries[*entry];
+    to->producer_id = origin->producer_id;
+    to->sequence = origin->sequence;
+    to->commit = commit;
+    atomic_store_explicit(&to->ended, 0, memory_order_relaxed);
+    atomic_store_explicit(&to->writer, writer->producer_id, memory_order_relaxed);
+    atomic_store_explicit(&to->word, make_word(source, writer->slot_index, batch, state),
+                          memory_order_release);
+    FAILPOINT("relay-prepared");
+    return true;
+}
+
+bool relay_intend(struct segment *segment, const struct writer *writer,
+                  const struct relay_origin *origins, uint32_t *entries, uint32_t n) {
+    uint32_t from = 0, done = 0;
+    while (done < n && prepare(segment, writer, &origins[done], &entries[done], &from,
+                               writer->committed + 1 + done)) {
+        done++;
+    }
+    uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_relaxed);
+    if (done < n) {
+        for (uint32_t i = 0; i < done; i++) {
+            uint64_t word = load_word(segment, entries[i]);
+            store_state(segment, entries[i], word,
+                        state_of(word) == RELAY_PREPARED ? RELAY_FREE : RELAY_OWED);
+        }
+        return false;
+    }
+    /* SYNC: relay-intended. From here on all of them are put, by this sink or the next. */
+    atomic_store_explicit(&segment->relay->batch, (batch + 1) & BATCH_MASK, memory_order_release);
+    FAILPOINT("relay-intended");
+    return true;
+}
+
+void relay_settle(struct segment *segment, const struct writer *writer, const uint32_t *entries,
+                  uint32_t n) {
+    FAILPOINT("relay-put");
+    for (uint32_t i = 0; i < n; i++) {
+        uint64_t word = load_word(segment, entries[i]);
+        if (segment->relay_entries[entries[i]].commit <= writer->committed) {
+            store_state(segment, entries[i], word, RELAY_SETTLED);
+            FAILPOINT("relay-settled");
+        }
+    }
+}
+
+void relay_forget(struct segment *segment, const uint32_t *entries, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        store_state(segment, entries[i], 0, RELAY_FREE);
+        FAILPOINT("relay-forgotten");
+    }
+}
+
+bool relay_read(const struct segment *segment, uint32_t entry, struct relay_note *note) {
+    uint64_t word = load_word(segment, entry);
+    uint32_t source = source_of(word);
+    const struct relay_entry *from = &segment->relay_entries[entry];
+    if (state_of(word) == RELAY_FREE || state_of(word) > RELAY_SETTLED ||
+        source >= SHMBUS_RELAY_SOURCES || is_void(segment, word)) {
+        return false;
+    }
+    memcpy(note->origin.identity, segment->relay->sources[source], SHMBUS_IDENTITY_BYTES);
+    note->origin.producer_id = from->producer_id;
+    note->origin.sequence = from->sequence;
+    note->state = state_of(word) == RELAY_PREPARED ? RELAY_INTENDED : state_of(word);
+    /* SYNC: relay-ended. */
+    note->ended = (uint32_t)atomic_load_explicit(&from->ended, memory_order_acquire);
+    return true;
+}
+
+/* ---- others ---- */
+
+void relay_reap(struct segment *segment, uint64_t producer_id, uint64_t committed) {
+    struct relay_journal *journal = segment->relay;
+    if (atomic_load_explicit(&journal->writer, memory_order_acquire) != producer_id) {
+        return;
+    }
+    for (uint32_t i = 0; i < segment->relay_entry_count; i++) {
+        uint64_t word = load_word(segment, i);
+        if (is_void(segment, word)) {
+            store_state(segment, i, word, RELAY_FREE);
+        } else if (state_of(word) == RELAY_PREPARED || state_of(word) == RELAY_INTENDED) {
+            bool is_put = segment->relay_entries[i].commit <= committed;
+            store_state(segment, i, word, is_put ? RELAY_SETTLED : RELAY_OWED);
+            FAILPOINT("relay-healing");
+        }
+    }
+    atomic_store_explicit(&journal->writer, 0, memory_order_release);
+}
+
+void relay_record_ended(struct segment *segment, const struct record_header *record,
+                        uint32_t reason) {
+    uint32_t entry = (record->flags >> SHMBUS_FLAG_RELAY_SHIFT) - 1;
+    if (entry >= segment->relay_entry_count ||
+        atomic_load_explicit(&segment->relay_entries[entry].writer, memory_order_relaxed) !=
+            record->producer_id) {
+        return;
+    }
+    /* SYNC: relay-ended. */
+    atomic_store_explicit(&segment->relay_entries[entry].ended, reason + 1, memory_order_release);
+    atomic_fetch_add_explicit(&segment->relay->ended, 1, memory_order_release);
+}
