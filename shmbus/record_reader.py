@@ -71,6 +71,8 @@ class RecordHead(msgspec.Struct, frozen=True, array_like=True):
         How many samples complete its group.
     reason : str or None
         Of a report that the sample failed: why.
+    split : str
+        Who its group is for.
     """
 
     producer_id: int
@@ -86,6 +88,7 @@ class RecordHead(msgspec.Struct, frozen=True, array_like=True):
     check: int
     need: int
     reason: str | None = None
+    split: str = "train"
 
     @property
     def id(self) -> RecordId:
@@ -144,6 +147,8 @@ class RecordReader:
             self._segment.close()
             raise
         self._attach_epoch = self._segment.attach_epoch
+        #: Greater than that of any earlier RecordReader of this bus.
+        self.incarnation: int = _core.relay_next_source(self._segment)
         self._lead = Lead(self._segment)
         self._requests = Requests(self._segment)
 
@@ -339,6 +344,37 @@ class RecordReader:
 
     # -- maintenance and state ------------------------------------------------------------------
 
+    def require_bus(self) -> None:
+        """Make sure that the bus still has its name.
+
+        Raises
+        ------
+        BusRemovedError
+            It was removed; what is held can still be exported.
+        BusClosedError
+            This is closed.
+        """
+        with self._lock:
+            self._require_open()
+            self._segment.require_name()
+
+    def note(self, figures: tuple[int, ...]) -> None:
+        """Write what `shmbus status` says of a relay.
+
+        Parameters
+        ----------
+        figures : tuple of int
+            At most 8 counts.
+
+        Raises
+        ------
+        BusClosedError
+            It is closed, or was made before a fork.
+        """
+        with self._lock:
+            self._require_open()
+            _core.relay_note(self._segment, 0, time.monotonic_ns(), figures)
+
     def _note_held(self) -> None:
         """Publish what this process holds, for messages of others."""
         self._note.failing_cells = len(self._held)
@@ -431,6 +467,7 @@ def _head(t: _core.Trajectory, check: int) -> RecordHead:
         check,
         t.need,
         _reason(t) if t.failed else None,
+        t.split,
     )
 
 

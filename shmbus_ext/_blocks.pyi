@@ -2,7 +2,8 @@
 
 from typing_extensions import Buffer
 
-from shmbus_ext._public import Trajectory, Writer
+from shmbus_ext._public import Trajectory
+from shmbus_ext._public_put import Writer
 
 BLOCK_MAX_RECORDS: int
 BLOCK_HEADER_BYTES: int

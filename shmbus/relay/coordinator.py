@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -20,11 +21,10 @@ from shmbus.relay.messages import (
     Announcement,
     Assignment,
     Confirmation,
+    Drop,
     Mark,
     Message,
     Origin,
-    Release,
-    Released,
     Returned,
     Settled,
     SinkState,
@@ -109,6 +109,8 @@ class _SinkView(msgspec.Struct):
     incarnation: int = -1
     heard: bool = False
     bytes: int = 0
+    #: Bytes of a record and of a group that its bus takes, and records of a group.
+    largest: tuple[int, int, int] = (_ALL << 30, _ALL << 30, _ALL)
     leases: dict[frozenset[Origin], GroupEntry[OriginHead]] = {}
 
 
@@ -145,17 +147,20 @@ class Coordinator:
         self.known: dict[Origin, OriginHead] = {}
         #: Placed for good, or dropped; with the mark of its release once that is known.
         self.taken: dict[Origin, Mark | None] = {}
-        #: Dropped by a policy, and not confirmed by the source.
-        self.dropped: dict[Origin, str] = {}
+        #: Dropped by a policy, and not in a sink's journal yet.
+        self.dropped: dict[tuple[Origin, ...], str] = {}
+        #: How many were, by reason.
+        self.drops: Counter[str] = Counter()
         #: Taken, and whose release may never be confirmed: a sink has died, or this has just begun.
         self.doubtful: set[Origin] = set()
         self.sinks = {name: _SinkView(leases={}) for name in sinks}
         self.policy_version = 0
+        self._too_large: list[GroupEntry[OriginHead]] = []
         self._window = window_bytes
 
     def begin(self) -> list[Message]:
         """Ask everybody what there is."""
-        return [*self.ask_sinks(), *(Subscription(bus) for bus in self.buses)]
+        return [*self.ask_sinks(), *(Subscription(bus, self.epoch) for bus in self.buses)]
 
     def ask_sinks(self) -> list[Message]:
         """Ask those that have not answered."""
@@ -172,7 +177,7 @@ class Coordinator:
         if not self._is_news(mark, newest):
             return []
         if not message.whole and mark != (newest[0], newest[1] + 1):
-            return [Subscription(bus)]  # one before it was lost
+            return [Subscription(bus, self.epoch)]  # one before it was lost
         self.newest[bus] = mark
         heads = [OriginHead(bus, head) for head in message.heads]
         named = {head.origin for head in heads}
@@ -192,13 +197,13 @@ class Coordinator:
             if head.origin not in self.known and not self._is_taken(head.origin)
         ]
         for origin in [each for each in self.taken if each[0] == bus]:
-            if message.whole and origin not in named and origin not in self.dropped:
+            if message.whole and origin not in named:
                 del self.taken[origin]  # it has gone, and older announcements are refused
             else:
                 self._forget_if_old(origin)
         self.known.update((head.origin, head) for head in new)
         self.stash.add(new, now_s)
-        return [*self._drop_discards(), *self.place()]
+        return [*self.drop_discards(), *self.place()]
 
     def _is_news(self, mark: Mark, newest: Mark) -> bool:
         return mark > newest
@@ -233,6 +238,26 @@ class Coordinator:
         self._withdraw(lost, now_s)
         return lost
 
+    def forget_source(self, bus: str, now_s: float) -> frozenset[Origin]:
+        """Forget a source that will not come back, and what it was to let go.
+
+        Returns
+        -------
+        frozenset
+            What nobody had fetched, as `source_lost` returns it.
+        """
+        lost = self.source_lost(bus, now_s)
+        self.newest.pop(bus, None)
+        self.buses = tuple(each for each in self.buses if each != bus)
+        for origin in [each for each in self.taken if each[0] == bus]:
+            del self.taken[origin]
+        for whole in [each for each in self.dropped if any(o[0] == bus for o in each)]:
+            left = tuple(origin for origin in whole if origin[0] != bus)
+            reason = self.dropped.pop(whole)
+            if left:
+                self.dropped[left] = reason
+        return lost
+
     def _withdraw(self, gone: Iterable[Origin], now_s: float) -> None:
         """Take heads out of open and ready groups; what is left of those waits again."""
         lost = {origin: self.known.pop(origin) for origin in gone}
@@ -251,32 +276,42 @@ class Coordinator:
                 rest += [sample for sample in group.samples if sample.origin not in lost]
             else:
                 table.give_back(group)
-        self.stash.add(rest, now_s)
+        self._regroup(rest, now_s)
 
-    def _drop_discards(self) -> list[Message]:
-        """Tell sources what a policy has dropped: its payload goes nowhere."""
+    def drop_discards(self) -> list[Message]:
+        """Have sources let go what a policy has dropped: its payload goes nowhere."""
+        said: list[Message] = []
         for discard in self.stash.take_discards():
-            for sample in discard.samples:
-                self.known.pop(sample.origin, None)
-                self._take(sample.origin, None)
-                self.dropped[sample.origin] = discard.reason
-        return self.ask_release_again()
+            said += self._drop([sample.origin for sample in discard.samples], discard.reason)
+        return said
 
-    def ask_release_again(self) -> list[Message]:
-        """Ask sources to let go what was dropped and is not confirmed."""
-        wanted: dict[tuple[str, str], set[Origin]] = {}
-        for origin, reason in self.dropped.items():
-            wanted.setdefault((origin[0], reason), set()).add(origin)
-        return [
-            Release(bus, "", frozenset(origins), reason)
-            for (bus, reason), origins in sorted(wanted.items())
-        ]
+    def _drop(self, origins: list[Origin], reason: str) -> list[Message]:
+        """Drop a group, or a sample alone, through the journal of a sink."""
+        whole = tuple(sorted(origins))
+        for origin in whole:
+            self.known.pop(origin, None)
+            self._take(origin, None)
+        self.dropped[whole] = reason
+        return self._drop_at(self._dropper(), [whole])
 
-    def released(self, message: Released, now_s: float) -> list[Message]:
-        """Note that a source has let go what was dropped."""
-        for origin in message.origins:
-            self.dropped.pop(origin, None)
-        return self.confirmed(Confirmation(message.bus, message.origins, message.mark), now_s)
+    def _dropper(self) -> str | None:
+        return next((name for name in sorted(self.sinks) if self.sinks[name].heard), None)
+
+    def _drop_at(self, sink: str | None, wholes: Iterable[tuple[Origin, ...]]) -> list[Message]:
+        if sink is None:
+            return []
+        incarnation = self.sinks[sink].incarnation
+        return [Drop(sink, incarnation, self.epoch, self.dropped[whole], whole) for whole in wholes]
+
+    def drop_again(self) -> list[Message]:
+        """Say once more what is dropped: a sink ignores what it has, and what has gone is gone."""
+        return self._drop_at(self._dropper(), sorted(self.dropped))
+
+    def _written_down(self, origins: frozenset[Origin]) -> None:
+        """Note that a sink's journal has these, so that they need not be dropped again."""
+        for whole in [each for each in self.dropped if not origins.isdisjoint(each)]:
+            self.drops[self.dropped[whole]] += len(whole)
+            del self.dropped[whole]
 
     # -- what sinks say --------------------------------------------------------------------------
 
@@ -301,14 +336,16 @@ class Coordinator:
         self._withdraw(has.intersection(self.known), now_s)
         for origin in has:
             self._take(origin, None)
+        self._written_down(message.settled)
         # What was confirmed before this came, or was lost with the sink, no sink will say again.
-        self.doubtful.update(self.taken.keys() - self.dropped.keys())
-        return [*self._drop_discards(), *self.place()]
+        self.doubtful.update(self.taken)
+        return [*self.drop_discards(), *self.drop_again(), *self.place()]
 
     def ask_sources_again(self) -> list[Message]:
         """Have sources say what they hold, where that settles which of them it has released."""
         self.doubtful &= {origin for origin, mark in self.taken.items() if mark is None}
-        return [Subscription(bus) for bus in sorted({origin[0] for origin in self.doubtful})]
+        buses = sorted({origin[0] for origin in self.doubtful})
+        return [Subscription(bus, self.epoch) for bus in buses]
 
     def _end_lease(self, view: _SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
         """End an assignment, and return what of it no source has confirmed as released."""
@@ -322,7 +359,13 @@ class Coordinator:
         """Group heads again whose lease has ended without a put."""
         again = [sample for sample in samples if not self._is_taken(sample.origin)]
         self.known.update((sample.origin, sample) for sample in again)
-        self.stash.add(again, now_s)
+        self._regroup(again, now_s)
+
+    def _regroup(self, samples: list[OriginHead], now_s: float) -> None:
+        """Group samples again, whose group was complete before and was not delivered."""
+        for key in {sample.key for sample in samples}:
+            self.stash.table.recent.pop(key, None)
+        self.stash.add(samples, now_s)
 
     def settled(self, message: Settled, now_s: float) -> list[Message]:
         """Note that a sink has put these."""
@@ -334,6 +377,7 @@ class Coordinator:
         self._withdraw((known - self._assigned()) & self.known.keys(), now_s)
         for origin in known:
             self._take(origin, None)
+        self._written_down(message.origins)
         return self.place()
 
     def returned(self, message: Returned, now_s: float) -> list[Message]:
@@ -347,7 +391,7 @@ class Coordinator:
         for origin, mark in gone.items():
             self._take(origin, mark)
         self._put_back([s for s in samples if s.origin not in gone], now_s)
-        return [*self._drop_discards(), *self.place()]
+        return [*self.drop_discards(), *self.place()]
 
     def confirmed(self, message: Confirmation, now_s: float) -> list[Message]:
         """Remember what a source has released until its announcements are as new as that."""
@@ -368,15 +412,41 @@ class Coordinator:
         said: list[Message] = []
         while open_ and (groups := self.stash.lease(len(open_), self.policy_version)):
             for group in sorted(groups, key=_weight, reverse=True):
-                name = min(open_ or self.sinks, key=lambda each: (self.sinks[each].bytes, each))
+                takers = [name for name in self.sinks if self._takes(name, group)]
+                if not takers:
+                    said += self._refuse(group)
+                    continue
+                takers = [name for name in takers if name in open_] or takers
+                name = min(takers, key=lambda each: (self.sinks[each].bytes, each))
                 said.append(self._assign(name, group))
             open_ = {name for name in open_ if self._has_room(self.sinks[name])}
-        return [*said, *self._drop_discards()] if self.stash.discards else said
+        return [*said, *self.drop_discards()]
+
+    def _takes(self, name: str, group: GroupEntry[OriginHead]) -> bool:
+        """Whether a sink's bus ever has room for the group."""
+        record, whole, count = self.sinks[name].largest
+        samples = group.samples
+        return (
+            len(samples) <= count
+            and _weight(group) <= whole
+            and max(sample.nbytes for sample in samples) <= record
+        )
+
+    def _refuse(self, group: GroupEntry[OriginHead]) -> list[Message]:
+        """Drop a group that no bus takes: waiting for room would be for ever."""
+        self.stash.end_lease(group)
+        self._too_large.append(group)
+        return self._drop([sample.origin for sample in group.samples], "malformed")
+
+    def take_too_large(self) -> list[GroupEntry[OriginHead]]:
+        """Return the groups that were dropped since no sink's bus takes them, and forget them."""
+        groups, self._too_large = self._too_large, []
+        return groups
 
     def assign_again(self) -> list[Message]:
         """Say once more what was assigned and is not put: a sink ignores what it has."""
         return [
-            Assignment(name, view.incarnation, self.epoch, tuple(s.origin for s in group.samples))
+            self._assignment(name, group)
             for name, view in self.sinks.items()
             if view.heard
             for group in view.leases.values()
@@ -387,10 +457,16 @@ class Coordinator:
 
     def _assign(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
         view = self.sinks[name]
-        origins = tuple(sample.origin for sample in group.samples)
-        view.leases[frozenset(origins)] = group
+        view.leases[frozenset(sample.origin for sample in group.samples)] = group
         view.bytes += _weight(group)
-        return Assignment(name, view.incarnation, self.epoch, origins)
+        return self._assignment(name, group)
+
+    def _assignment(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
+        samples = group.samples
+        origins = tuple(sample.origin for sample in samples)
+        checks = tuple(sample.head.check for sample in samples)
+        incarnation = self.sinks[name].incarnation
+        return Assignment(name, incarnation, self.epoch, origins, _weight(group), checks)
 
 
 def _weight(group: GroupEntry[OriginHead]) -> int:

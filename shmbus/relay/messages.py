@@ -17,17 +17,22 @@ __all__ = [
     "Announcement",
     "Assignment",
     "Confirmation",
+    "Drop",
     "Fetch",
     "Fetched",
+    "Hello",
+    "HelloWanted",
     "Mark",
     "Message",
     "Origin",
+    "Peers",
     "Release",
     "Released",
     "Returned",
     "Settled",
     "SinkState",
     "SinkStateWanted",
+    "Steering",
     "Subscription",
 ]
 
@@ -42,6 +47,7 @@ class Subscription(NamedTuple):
     """A coordinator to a source: announce all that you hold."""
 
     bus: str
+    epoch: int = 0
 
 
 class Announcement(NamedTuple):
@@ -78,11 +84,30 @@ class SinkState(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The coordinator to a sink: put these, in this order."""
+    """The coordinator to a sink: put these, a group.
+
+    `nbytes` is what they take; `checks` are the checksums of the heads by which they were grouped.
+    """
 
     sink: str
     incarnation: int
     epoch: int
+    origins: tuple[Origin, ...]
+    nbytes: int = 0
+    checks: tuple[int, ...] = ()
+
+
+class Drop(NamedTuple):
+    """The coordinator to a sink: have sources let these go, whose payload goes nowhere.
+
+    A sink writes it down before, so that a part of a group is never left behind without the reason
+    why the rest of it has gone.
+    """
+
+    sink: str
+    incarnation: int
+    epoch: int
+    reason: str
     origins: tuple[Origin, ...]
 
 
@@ -124,7 +149,7 @@ class Settled(NamedTuple):
 
 
 class Release(NamedTuple):
-    """To a source: these may go, for this reason of its ledger. `sink` is who wants an answer."""
+    """A sink to a source: these may go, for this reason of its ledger."""
 
     bus: str
     sink: str
@@ -149,12 +174,59 @@ class Confirmation(NamedTuple):
     mark: Mark
 
 
+class HelloWanted(NamedTuple):
+    """A coordinator to all: say who you are. One that begins has epoch 0: it will be the newest."""
+
+    epoch: int = 0
+
+
+class Hello(NamedTuple):
+    """A source or a sink to the coordinator: who it is, when it begins and now and then.
+
+    `largest_record` and `largest_group` are bytes that its bus takes, `largest_count` records of a
+    group; 0 of a source. `paused` is why its bus is paused. `clock_ns` is its CLOCK_MONOTONIC, and
+    `held`, `moving` and `settled` count records, for messages. `epoch` is that of the newest
+    coordinator that it has heard.
+    """
+
+    address: str
+    is_sink: bool
+    name: str
+    bus: str
+    incarnation: int
+    epoch: int
+    policy_version: int
+    paused: str | None
+    largest_record: int
+    largest_group: int
+    largest_count: int
+    clock_ns: int
+    held: int
+    moving: int
+    settled: int
+
+
+class Steering(NamedTuple):
+    """The coordinator to a source: what its producers are to see of the trainers' buses."""
+
+    policy_version: int
+    paused: str | None
+
+
+class Peers(NamedTuple):
+    """The coordinator to a sink: where buses are. `complete`: a bus that is not named has gone."""
+
+    addresses: tuple[tuple[str, str], ...]
+    complete: bool
+
+
 Message: TypeAlias = (
     Subscription
     | Announcement
     | SinkStateWanted
     | SinkState
     | Assignment
+    | Drop
     | Fetch
     | Fetched
     | Returned
@@ -162,4 +234,8 @@ Message: TypeAlias = (
     | Release
     | Released
     | Confirmation
+    | HelloWanted
+    | Hello
+    | Steering
+    | Peers
 )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from shmbus.relay.messages import (
     Assignment,
     Confirmation,
+    Drop,
     Fetch,
     Fetched,
     Mark,
@@ -31,6 +32,19 @@ from shmbus.relay.messages import (
 
 __all__ = ["Journal", "Sink"]
 
+#: Bytes that are fetched at a time: groups are put together until they are as many. A transfer then
+#: costs little beside its bytes, and a few of them fit a small bus.
+BLOCK_BYTES = 16 << 20
+
+#: The reason of a release on put: what becomes of the record is not known to its source.
+RELAYED = "relayed"
+
+#: Records that are fetched at a time, as many as one release ends.
+BLOCK_RECORDS = 16_384
+
+#: Older than any announcement: of a bus that has gone, none will come.
+_LONG_AGO: Mark = (-1, -1)
+
 
 class Journal(NamedTuple):
     """What of a sink outlives it: a row in the segment of its bus, written as one.
@@ -43,17 +57,20 @@ class Journal(NamedTuple):
         What is being put, in this order.
     before : int
         Commits of the lane before the first of those.
+    ended : frozenset
+        Those of `settled` that their sources may let go, with the reason.
     """
 
     settled: frozenset[Origin] = frozenset()
     intent: tuple[Origin, ...] = ()
     before: int = 0
+    ended: frozenset[tuple[Origin, str]] = frozenset()
 
     def healed(self, committed: int) -> Journal:
         """Return what it says once the lane is nobody's: which part of the intent is on the bus."""
         done = self.intent[: committed - self.before]
         rest = self.intent[len(done) :]
-        return Journal(self.settled.union(done), rest, self.before + len(done))
+        return Journal(self.settled.union(done), rest, self.before + len(done), self.ended)
 
 
 class Sink:
@@ -69,10 +86,17 @@ class Sink:
         What an earlier one has left, healed.
     release : "acknowledged" | "put"
         When a source lets go: once the trainer is done with a record, or once it is on the bus.
+    block_bytes : int
+        Groups are fetched together until they are as many bytes.
     """
 
     def __init__(
-        self, name: str, incarnation: int, journal: Journal, release: str = "acknowledged"
+        self,
+        name: str,
+        incarnation: int,
+        journal: Journal,
+        release: str = "acknowledged",
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -80,20 +104,28 @@ class Sink:
         self.epoch = -1
         self.release_on = release
         #: Assignments that were taken and not begun, in order.
-        self.waiting: list[tuple[Origin, ...]] = []
-        #: The one whose bytes are being fetched: what is missing still.
+        self.waiting: list[Assignment] = []
+        #: Those whose bytes are being fetched, unless an earlier sink has begun them.
+        self.batch: list[Assignment] = []
+        #: What of them is missing still.
         self.wanted: set[Origin] = set()
         self.fetching: tuple[Origin, ...] = ()
         self._gone: dict[Origin, Mark] = {}
-        #: Settled, and the trainer is done with them.
-        self.ended: set[Origin] = set(journal.settled) if release == "put" else set()
+        #: Settled, and why their sources may let them go.
+        self.ended: dict[Origin, str] = {}
+        if release == "put":
+            self.ended = dict.fromkeys(journal.settled, RELAYED)
+        self.ended.update(journal.ended)
+        self._block_bytes = block_bytes
 
     # -- what the coordinator says ---------------------------------------------------------------
 
     @property
     def owed(self) -> frozenset[Origin]:
         """What it has taken on and not put."""
-        return frozenset(self.journal.intent).union(self.fetching, *self.waiting)
+        return frozenset(self.journal.intent).union(
+            self.fetching, *(group.origins for group in self.waiting)
+        )
 
     def begin(self) -> list[Message]:
         """Say what there is, and go on with what an earlier sink had begun."""
@@ -115,22 +147,54 @@ class Sink:
             return []
         if self.owed.union(self.journal.settled).intersection(message.origins):
             return []
-        self.waiting.append(message.origins)
+        self.waiting.append(message)
         return self._next()
 
-    # -- one group at a time ---------------------------------------------------------------------
+    def may_drop(self, message: Drop) -> bool:
+        """Whether a drop was meant for this sink, and names nothing that is in its journal."""
+        here = self.owed.union(self.journal.settled).intersection(message.origins)
+        return (message.incarnation, message.epoch) == (self.incarnation, self.epoch) and not here
+
+    def drop(self, message: Drop) -> list[Message]:
+        """Have sources let a group go; the caller has written down that it is dropped."""
+        if not self.may_drop(message):
+            return []
+        origins = frozenset(message.origins)
+        self.journal = self.journal._replace(
+            settled=self.journal.settled | origins,
+            ended=self.journal.ended.union((origin, message.reason) for origin in origins),
+        )
+        return [Settled(self.name, origins), *self.end(origins, message.reason)]
+
+    # -- a block's worth of groups at a time -----------------------------------------------------
 
     def _next(self) -> list[Message]:
-        """Ask for the bytes of what was begun, else of the next group."""
+        """Ask for the bytes of what was begun, else of the next groups."""
         if self.fetching:
             return []
         if self.journal.intent:
             self.fetching = self.journal.intent
         elif self.waiting:
-            self.fetching = self.waiting.pop(0)
+            self.batch = self._next_batch()
+            # Of one bus behind each other: what is put then lies so in its block.
+            self.fetching = tuple(
+                origin for group in self.batch for origin in sorted(group.origins)
+            )
         self.wanted = set(self.fetching)
         self._gone = {}
         return self.ask_again()
+
+    def _next_batch(self) -> list[Assignment]:
+        batch = [self.waiting.pop(0)]
+        nbytes, count = batch[0].nbytes, len(batch[0].origins)
+        while self.waiting:
+            group = self.waiting[0]
+            nbytes += group.nbytes
+            count += len(group.origins)
+            if nbytes > self._block_bytes or count > BLOCK_RECORDS:
+                break
+            batch.append(self.waiting.pop(0))
+        return batch
 
     def ask_again(self) -> list[Message]:
         """Ask for what is missing: at first, and after an answer was lost."""
@@ -146,7 +210,7 @@ class Sink:
         ]
 
     def fetched(self, message: Fetched) -> list[Message]:
-        """Take an answer. With the last one the group can be put, or is given back."""
+        """Take an answer. With the last one the groups can be put, or some are given back."""
         if message.incarnation != self.incarnation:
             return []
         here = self.wanted.intersection(message.origins)
@@ -158,22 +222,29 @@ class Sink:
         return self._give_back()
 
     def _give_back(self) -> list[Message]:
-        """Nobody holds a part of the group. One that was begun goes on without that part."""
+        """Nobody holds a part of a group. One that was begun goes on without that part."""
         gone = frozenset(self._gone.items())
-        rest = tuple(origin for origin in self.fetching if origin not in self._gone)
         if self.journal.intent:
-            self.journal = self.journal._replace(intent=rest)
-            self.fetching = rest
+            left = tuple(origin for origin in self.fetching if origin not in self._gone)
+            self.journal = self.journal._replace(intent=left)
+            self.fetching = left
             self._gone = {}
             said: list[Message] = [Returned(self.name, gone, frozenset())]
-            return said if rest else [*said, *self._next()]
+            return said if left else [*said, *self._next()]
+        whole = [group for group in self.batch if self._gone.keys().isdisjoint(group.origins)]
+        self.waiting[:0] = whole
+        rest = frozenset(self.fetching).difference(self._gone, *(group.origins for group in whole))
+        self._drop_batch()
+        return [Returned(self.name, gone, rest), *self._next()]
+
+    def _drop_batch(self) -> None:
         self.fetching = ()
+        self.batch = []
         self._gone = {}
-        return [Returned(self.name, gone, frozenset(rest)), *self._next()]
 
     @property
     def ready(self) -> bool:
-        """Whether all bytes of a group are there."""
+        """Whether all bytes of the next groups are there."""
         return bool(self.fetching) and not self.wanted and not self._gone
 
     def intend(self, committed: int) -> Journal:
@@ -185,24 +256,26 @@ class Sink:
             Commits of the lane so far.
         """
         assert self.ready
-        self.journal = Journal(self.journal.settled, self.fetching, committed)
+        self.journal = self.journal._replace(intent=self.fetching, before=committed)
         return self.journal
 
     def settle(self) -> list[Message]:
         """All of the intent is on the bus, and the caller writes the journal that this leaves."""
         origins = frozenset(self.journal.intent)
-        self.journal = Journal(self.journal.settled | origins)
-        self.fetching = ()
+        self.journal = self.journal._replace(
+            settled=self.journal.settled | origins, intent=(), before=0
+        )
+        self._drop_batch()
         said: list[Message] = [Settled(self.name, origins)]
         if self.release_on == "put":
-            said += self.end(origins)
+            said += self.end(origins, RELAYED)
         return [*said, *self._next()]
 
     # -- letting go ------------------------------------------------------------------------------
 
     def end(self, origins: frozenset[Origin], reason: str = "acknowledged") -> list[Message]:
         """Have sources let go of these: the trainer is done with them, or need not be."""
-        self.ended |= origins
+        self.ended.update(dict.fromkeys(origins, reason))
         return [
             Release(bus, self.name, frozenset(o for o in origins if o[0] == bus), reason)
             for bus in sorted({origin[0] for origin in origins})
@@ -210,13 +283,41 @@ class Sink:
 
     def ask_release_again(self) -> list[Message]:
         """Ask once more for what no source has confirmed."""
-        return self.end(frozenset(self.ended & self.journal.settled))
+        said: list[Message] = []
+        for reason in sorted(set(self.ended.values())):
+            said += self.end(frozenset(o for o, why in self.ended.items() if why == reason), reason)
+        return said
 
     def released(self, message: Released) -> list[Message]:
         """Forget what a source holds no more; the caller writes the journal first."""
         gone = self.journal.settled & message.origins
         if not gone:
             return []
-        self.journal = self.journal._replace(settled=self.journal.settled - gone)
-        self.ended -= gone
+        self._forget(gone)
         return [Confirmation(message.bus, gone, message.mark)]
+
+    def _forget(self, gone: frozenset[Origin]) -> None:
+        self.journal = self.journal._replace(
+            settled=self.journal.settled - gone,
+            ended=frozenset(each for each in self.journal.ended if each[0] not in gone),
+        )
+        for origin in gone:
+            self.ended.pop(origin, None)
+
+    def bus_gone(self, bus: str) -> list[Message]:
+        """Forget a source that will not come back: no answer of it can be awaited."""
+        gone = frozenset(origin for origin in self.journal.settled if origin[0] == bus)
+        self._forget(gone)
+        lost = [group for group in self.waiting if any(each[0] == bus for each in group.origins)]
+        self.waiting = [group for group in self.waiting if group not in lost]
+        said: list[Message] = []
+        for group in lost:
+            theirs = frozenset((each, _LONG_AGO) for each in group.origins if each[0] == bus)
+            rest = frozenset(group.origins).difference(each for each, _ in theirs)
+            said.append(Returned(self.name, theirs, rest))
+        awaited = {origin for origin in self.wanted if origin[0] == bus}
+        if awaited:
+            self._gone.update(dict.fromkeys(awaited, _LONG_AGO))
+            self.wanted -= awaited
+            said += [] if self.wanted else self._give_back()
+        return said

@@ -13,10 +13,14 @@
 /* An entry for so many bytes of the bus: a record of 500 tokens with their numbers. A bus of smaller
  * ones holds as many relayed records as it has entries. */
 #define SHMBUS_RELAY_SHARE 8192u
+#ifndef SHMBUS_RELAY_MIN_ENTRIES /* the explorer's segments are small */
 #define SHMBUS_RELAY_MIN_ENTRIES 64u
+#endif
 #define SHMBUS_RELAY_MAX_ENTRIES (1u << 18)
 /* Buses that records may come from: more than there are nodes in the largest runs. */
+#ifndef SHMBUS_RELAY_SOURCES
 #define SHMBUS_RELAY_SOURCES 256u
+#endif
 #define SHMBUS_RELAY_IDENTITY_BYTES 16u
 #define SHMBUS_RELAY_FIGURES 8u
 /* Bits 8 to 31 of a record's flags, of one from another bus: its entry's number, + 1. */

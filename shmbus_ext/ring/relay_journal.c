@@ -81,9 +81,17 @@ static uint32_t next_free(const struct segment *segment, uint32_t from) {
     return from;
 }
 
-static bool prepare(struct segment *segment, const struct writer *writer,
-                    const struct relay_origin *origin, uint32_t *entry, uint32_t *from,
-                    uint64_t commit) {
+/* What an entry says beside its origin: whose commit puts the record, and which; or, of one that is
+ * not put, only why it has ended. */
+struct plan {
+    uint64_t writer;
+    uint64_t commit;
+    uint64_t ended;
+    uint32_t slot;
+};
+
+static bool prepare(struct segment *segment, const struct plan *plan,
+                    const struct relay_origin *origin, uint32_t *entry, uint32_t *from) {
     uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_relaxed) + 1;
     enum relay_state state = RELAY_INTENDED;
     uint32_t source = number_source(segment, origin->identity);
@@ -97,34 +105,62 @@ static bool prepare(struct segment *segment, const struct writer *writer,
     struct relay_entry *to = &segment->relay_entries[*entry];
     to->producer_id = origin->producer_id;
     to->sequence = origin->sequence;
-    to->commit = commit;
-    atomic_store_explicit(&to->ended, 0, memory_order_relaxed);
-    atomic_store_explicit(&to->writer, writer->producer_id, memory_order_relaxed);
-    atomic_store_explicit(&to->word, make_word(source, writer->slot_index, batch, state),
+    to->commit = plan->commit;
+    atomic_store_explicit(&to->ended, plan->ended, memory_order_relaxed);
+    atomic_store_explicit(&to->writer, plan->writer, memory_order_relaxed);
+    atomic_store_explicit(&to->word, make_word(source, plan->slot, batch, state),
                           memory_order_release);
     FAILPOINT("relay-prepared");
     return true;
 }
 
-bool relay_intend(struct segment *segment, const struct writer *writer,
-                  const struct relay_origin *origins, uint32_t *entries, uint32_t n) {
-    uint32_t from = 0, done = 0;
-    while (done < n && prepare(segment, writer, &origins[done], &entries[done], &from,
-                               writer->committed + 1 + done)) {
-        done++;
+/* After one entry, or the bus's identity, had no room: as if nothing had been prepared. */
+static void take_back(struct segment *segment, const uint32_t *entries, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        uint64_t word = load_word(segment, entries[i]);
+        store_state(segment, entries[i], word,
+                    state_of(word) == RELAY_PREPARED ? RELAY_FREE : RELAY_OWED);
     }
+}
+
+static void bring_into_force(struct segment *segment) {
     uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_relaxed);
-    if (done < n) {
-        for (uint32_t i = 0; i < done; i++) {
-            uint64_t word = load_word(segment, entries[i]);
-            store_state(segment, entries[i], word,
-                        state_of(word) == RELAY_PREPARED ? RELAY_FREE : RELAY_OWED);
-        }
-        return false;
-    }
     /* SYNC: relay-intended. From here on all of them are put, by this sink or the next. */
     atomic_store_explicit(&segment->relay->batch, (batch + 1) & BATCH_MASK, memory_order_release);
     FAILPOINT("relay-intended");
+}
+
+bool relay_intend(struct segment *segment, const struct writer *writer,
+                  const struct relay_origin *origins, uint32_t *entries, uint32_t n) {
+    uint32_t from = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const struct plan plan = {writer->producer_id, writer->committed + 1 + i, 0,
+                                  writer->slot_index};
+        if (!prepare(segment, &plan, &origins[i], &entries[i], &from)) {
+            take_back(segment, entries, i);
+            return false;
+        }
+    }
+    bring_into_force(segment);
+    return true;
+}
+
+bool relay_drop(struct segment *segment, const struct relay_origin *origins, uint32_t *entries,
+                uint32_t n, uint32_t reason) {
+    uint32_t from = 0;
+    /* Commit 0 is behind any lane's count: a reaper finds it settled. No producer has id 0. */
+    const struct plan plan = {0, 0, reason + 1, 0};
+    for (uint32_t i = 0; i < n; i++) {
+        entries[i] = RELAY_NEW;
+        if (!prepare(segment, &plan, &origins[i], &entries[i], &from)) {
+            take_back(segment, entries, i);
+            return false;
+        }
+    }
+    bring_into_force(segment);
+    for (uint32_t i = 0; i < n; i++) {
+        store_state(segment, entries[i], load_word(segment, entries[i]), RELAY_SETTLED);
+    }
     return true;
 }
 

@@ -43,6 +43,9 @@ struct relay_note {
  * entry or source. */
 bool relay_intend(struct segment *segment, const struct writer *writer,
                   const struct relay_origin *origins, uint32_t *entries, uint32_t n);
+/* The same of records that are not put at all: settled, and ended for that reason. */
+bool relay_drop(struct segment *segment, const struct relay_origin *origins, uint32_t *entries,
+                uint32_t n, uint32_t reason);
 /* Those of these entries that the writer has committed are settled. */
 void relay_settle(struct segment *segment, const struct writer *writer, const uint32_t *entries,
                   uint32_t n);

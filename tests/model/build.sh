@@ -10,7 +10,7 @@ ring=$1
 into=$2
 shift 2
 cc=${CC:-cc}
-flags="-std=c11 -D_GNU_SOURCE= -Wall -Wextra -Wconversion -Werror -g -I$ring/.. -Itests/model -DSHMBUS_DECLARED_BYTES=56u $*"
+flags="-std=c11 -D_GNU_SOURCE= -Wall -Wextra -Wconversion -Werror -g -I$ring/.. -Itests/model -DSHMBUS_DECLARED_BYTES=56u -DSHMBUS_RELAY_SOURCES=4u -DSHMBUS_RELAY_MIN_ENTRIES=1u $*"
 mkdir -p "$into"
 rm -f "$into"/*.o
 small="-include tests/model/small.h"
@@ -21,6 +21,7 @@ compile() { # SOURCE FLAGS...
     $cc $flags "$@" -c "$source" -o "$into/$(basename "$source" .c).o"
 }
 for name in attach clock count doorbell extents intent_log lane lead moved_set reader reclaim record \
+    relay_journal \
     recovery request_feed request_row requests retry_table writer; do
     compile "$ring/$name.c" -include tests/model/hooks.h
 done

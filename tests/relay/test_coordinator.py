@@ -44,7 +44,7 @@ def test_samples_of_one_group_may_come_from_any_nodes() -> None:
     made = coordinator(buses=2)
     assert announce(made, "b0", 1, head("q", 2, 1, 5)) == []
     assert announce(made, "b1", 1, head("q", 2, 0, 9)) == [
-        m.Assignment("t0", 1, 3, (("b1", 1, 9), ("b0", 1, 5)))
+        m.Assignment("t0", 1, 3, (("b1", 1, 9), ("b0", 1, 5)), 128, (7, 7))
     ]
 
 
@@ -69,16 +69,18 @@ def test_a_sink_gets_no_more_than_its_window_and_the_next_when_that_is_put() -> 
     assert len(made.settled(m.Settled("t0", frozenset(first.origins)), 0.0)) == 1
 
 
-def test_what_a_policy_drops_is_released_at_its_source_and_never_sent() -> None:
+def test_what_a_policy_drops_goes_through_a_sinks_journal_and_is_never_sent() -> None:
     made = coordinator(policy=StashPolicy(skip_zero_variance=True))
     said = announce(made, "b0", 1, *(head("q", 2, i, i, score=1.0) for i in range(2)))
-    origins = frozenset({("b0", 1, 0), ("b0", 1, 1)})
-    assert said == [m.Release("b0", "", origins, "zero_variance")]
-    # The same again, since the release may be lost; and it is not grouped a second time.
-    assert made.ask_release_again() == said
-    assert announce(made, "b0", 2) == said
-    made.released(m.Released("b0", "", origins, (1, 2)), 0.0)
-    assert made.ask_release_again() == [] and not made.taken
+    origins = (("b0", 1, 0), ("b0", 1, 1))
+    assert said == [m.Drop("t0", 1, 3, "zero_variance", origins)]
+    # The same again, since it may be lost; and it is not grouped a second time.
+    assert made.drop_again() == said
+    assert announce(made, "b0", 2) == []
+    made.settled(m.Settled("t0", frozenset(origins)), 0.0)
+    assert made.drop_again() == [] and made.drops == {"zero_variance": 2}
+    made.confirmed(m.Confirmation("b0", frozenset(origins), (1, 2)), 0.0)
+    assert not made.taken and not made.known
 
 
 def test_what_a_lost_source_had_announced_is_withdrawn_and_counted() -> None:
@@ -95,7 +97,7 @@ def test_what_a_lost_source_had_announced_is_withdrawn_and_counted() -> None:
 def test_a_gap_in_the_announcements_is_asked_about() -> None:
     made = coordinator()
     announce(made, "b0", 1)
-    assert announce(made, "b0", 3, head("q", 1, 0, 0)) == [m.Subscription("b0")]
+    assert announce(made, "b0", 3, head("q", 1, 0, 0)) == [m.Subscription("b0", 3)]
     whole = m.Announcement("b0", (1, 4), True, (head("q", 1, 0, 0),))
     assert len(made.announced(whole, 0.0)) == 1
 

@@ -1,4 +1,4 @@
-"""The relay's journal: intents are whole, a lane's heir heals them, the collector notes ends."""
+"""The relay's journal: intents are whole, a lane's successor heals them, ends are noted."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ def test_an_intent_is_settled_as_far_as_its_lane_was_committed(bus: str) -> None
     put(sink.producer, 0)
     put(sink.producer, 1)
     sink.close()
-    heir = Sink(bus)
-    assert heir.incarnation == 2
+    successor = Sink(bus)
+    assert successor.incarnation == 2
     settled, owed = _core.RELAY_SETTLED, _core.RELAY_OWED
-    assert states(heir.segment) == {3: settled, 4: settled, 5: owed}
-    again = _core.relay_intend(heir.producer, origins(5), numbers(2))
+    assert states(successor.segment) == {3: settled, 4: settled, 5: owed}
+    again = _core.relay_intend(successor.producer, origins(5), numbers(2))
     assert again == numbers(2)
-    put(heir.producer, 2)
-    _core.relay_settle(heir.producer, again)
-    assert states(heir.segment) == {3: settled, 4: settled, 5: settled}
-    _core.relay_forget(heir.segment, numbers(0, 2))
-    assert states(heir.segment) == {4: settled}
-    heir.close()
+    put(successor.producer, 2)
+    _core.relay_settle(successor.producer, again)
+    assert states(successor.segment) == {3: settled, 4: settled, 5: settled}
+    _core.relay_forget(successor.segment, numbers(0, 2))
+    assert states(successor.segment) == {4: settled}
+    successor.close()
 
 
 def test_a_bus_has_one_sink_at_a_time(bus: str) -> None:
@@ -211,7 +211,7 @@ def test_whoever_takes_a_killed_sinks_slot_heals_the_journal_first(
         put(producer, 7)
     for producer in others:
         producer.close()
-    heir = Sink(bus)
+    successor = Sink(bus)
     expected = {i: _core.RELAY_SETTLED if i < committed else _core.RELAY_OWED for i in range(4)}
-    assert states(heir.segment) == expected
-    heir.close()
+    assert states(successor.segment) == expected
+    successor.close()

@@ -118,6 +118,34 @@ static PyObject *py_relay_intend(PyObject *module, PyObject *args) {
     return result;
 }
 
+/* relay_drop(segment, origins, reason) -> bytes | None: the entries of records that are not put, and
+ * have ended for that reason. */
+static PyObject *py_relay_drop(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object;
+    SegmentObject *segment;
+    Py_buffer origins;
+    int reason;
+    if (!PyArg_ParseTuple(args, "Oy*i", &object, &origins, &reason)) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    const Py_ssize_t n = origins.len / (Py_ssize_t)sizeof(struct relay_origin);
+    if (origins.len % (Py_ssize_t)sizeof(struct relay_origin) != 0 || reason < 0 ||
+        reason >= SHMBUS_REASONS) {
+        PyErr_SetString(PyExc_ValueError, "relay_drop: expected origins of 32 bytes, and a reason");
+    } else if (take_segment(object, &segment)) {
+        result = PyBytes_FromStringAndSize(NULL, n * (Py_ssize_t)sizeof(uint32_t));
+    }
+    if (result != NULL &&
+        !relay_drop(&segment->c, origins.buf, (uint32_t *)(void *)PyBytes_AS_STRING(result),
+                    (uint32_t)n, (uint32_t)reason)) {
+        Py_SETREF(result, Py_NewRef(Py_None));
+    }
+    PyBuffer_Release(&origins);
+    return result;
+}
+
 /* relay_settle(writer, entries): those that were committed are settled. */
 static PyObject *py_relay_settle(PyObject *module, PyObject *args) {
     (void)module;
@@ -298,6 +326,7 @@ static PyMethodDef functions[] = {
     {"relay_end", py_relay_end, METH_O, NULL},
     {"relay_bind", py_relay_bind, METH_O, NULL},
     {"relay_intend", py_relay_intend, METH_VARARGS, NULL},
+    {"relay_drop", py_relay_drop, METH_VARARGS, NULL},
     {"relay_settle", py_relay_settle, METH_VARARGS, NULL},
     {"relay_forget", py_relay_forget, METH_VARARGS, NULL},
     {"relay_notes", py_relay_notes, METH_O, NULL},

@@ -1,0 +1,414 @@
+"""The process that groups and places: the coordinator with its clock, and who is there.
+
+Invariants:
+
+- It keeps nothing: one that begins asks everybody, and goes on under a number above all before it.
+- A sink or source whose bus is another one than before, or that has gone for good, makes it begin
+  again: what it knew of that bus is void.
+- One that learns of a newer coordinator ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shmbus import errors
+from shmbus.relay.codec import Envelope
+from shmbus.relay.coordinator import WINDOW_BYTES, Coordinator
+from shmbus.relay.messages import (
+    Announcement,
+    Assignment,
+    Confirmation,
+    Drop,
+    Hello,
+    HelloWanted,
+    Message,
+    Peers,
+    Returned,
+    Settled,
+    SinkState,
+    SinkStateWanted,
+    Steering,
+    Subscription,
+)
+from shmbus.stash.stash import StashPolicy
+
+if TYPE_CHECKING:
+    from shmbus.relay.mailbox import Mailbox
+
+__all__ = ["CoordinatorParty", "PeerNote", "RelayNote"]
+
+_log = logging.getLogger("shmbus.relay")
+
+#: Seconds after which what was not answered is asked for again.
+ASK_AGAIN_S = 1.0
+#: Seconds of silence after which a peer is asked whether it is there; it may follow another
+#: coordinator.
+SILENT_S = 3.0
+#: Seconds between rounds without a message: deadlines of groups are as exact as this.
+ROUND_S = 0.05
+#: Bits of an epoch below its number: two coordinators that begin at once differ in them.
+_RANDOM_BITS = 16
+
+
+class PeerNote(msgspec.Struct, frozen=True):
+    """What the coordinator knows of a source or a sink, for people.
+
+    Attributes
+    ----------
+    address, name, bus : str
+        Where it is, its bus's name, and that bus's identity.
+    is_sink : bool
+        Whether a trainer is there.
+    heard_s : float
+        Seconds since it last said something.
+    clock_offset_s : float
+        Its CLOCK_MONOTONIC minus the coordinator's, the way here included.
+    held, moving, settled : int
+        Records: in a source's ring; under way to a sink; on its bus, and at their source too.
+    policy_version : int
+        Of its bus.
+    paused : str or None
+        Why its bus is paused.
+    """
+
+    address: str
+    name: str
+    bus: str
+    is_sink: bool
+    heard_s: float
+    clock_offset_s: float
+    held: int
+    moving: int
+    settled: int
+    policy_version: int
+    paused: str | None
+
+
+class RelayNote(msgspec.Struct, frozen=True):
+    """A relay at one instant, for people.
+
+    Attributes
+    ----------
+    epoch : int
+        Of this coordinator.
+    peers : list[PeerNote]
+        Sources and sinks that have said who they are.
+    missing : list[str]
+        Addresses of those that have not.
+    announced : int
+        Heads in incomplete groups.
+    ready, assigned : int
+        Records of complete groups that wait for a sink, and of those that were given to one.
+    dropped : dict[str, int]
+        Records that never crossed the network, by reason.
+    lost : int
+        Records that were announced by buses that have gone, and that nobody had fetched.
+    refused : int
+        Messages that were refused.
+    """
+
+    epoch: int
+    peers: list[PeerNote]
+    missing: list[str]
+    announced: int
+    ready: int
+    assigned: int
+    dropped: dict[str, int]
+    lost: int
+    refused: int
+
+
+class CoordinatorParty:
+    """A coordinator with its clock.
+
+    Parameters
+    ----------
+    mailbox : Mailbox
+        Its way to the others.
+    sources, sinks : sequence of str
+        Addresses of the others.
+    policy : StashPolicy, optional
+        What happens to groups that are late, stale, useless or too many.
+    window_bytes : int
+        Bytes that may be assigned to a sink and not put yet.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        sources: Sequence[str],
+        sinks: Sequence[str],
+        policy: StashPolicy | None = None,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self._mailbox = mailbox
+        self.sources = list(sources)
+        self.sinks = list(sinks)
+        self._policy = policy
+        self._window = window_bytes
+        self.hellos: dict[str, tuple[Hello, float]] = {}
+        self._bus_of: dict[str, str] = {}
+        self.pure: Coordinator | None = None
+        self._next_ask_s = 0.0
+        self._told: tuple[object, ...] = ()
+        self.lost = 0
+        self.refused = 0
+        self._ask_who()
+
+    def _ask_who(self) -> None:
+        now_s = time.monotonic()
+        for address in [*self.sources, *self.sinks]:
+            heard = self.hellos.get(address)
+            if heard is None or now_s - heard[1] > SILENT_S:
+                epoch = 0 if self.pure is None else self.pure.epoch
+                self._mailbox.send(address, HelloWanted(epoch))
+
+    # -- who is there ----------------------------------------------------------------------------
+
+    def _hello(self, hello: Hello) -> None:
+        address = hello.address
+        if address not in (self.sinks if hello.is_sink else self.sources):
+            self._count_refused(f"{address} is not among the relay's peers; start it with them all")
+            return
+        if self.pure is not None and hello.epoch > self.pure.epoch:
+            raise errors.BusBusyError(
+                f"relay: {address} follows coordinator {hello.epoch}, and this is "
+                f"{self.pure.epoch}: another one was started for the same trainers; this one ends"
+            )
+        before = self._bus_of.get(address)
+        double = [a for a, b in self._bus_of.items() if b == hello.bus and a != address]
+        if double:
+            self._count_refused(
+                f"bus {hello.bus} ({hello.name!r}) is announced by {address} and by {double[0]}; "
+                "a bus has one relay: start one of them with another bus"
+            )
+            return
+        self._bus_of[address] = hello.bus
+        self.hellos[address] = (hello, time.monotonic())
+        if self.pure is None:
+            self._begin_if_all_sinks_are_there()
+        elif before is not None and before != hello.bus:
+            self._bus_changed(hello, before)
+        elif not hello.is_sink and hello.bus not in self.pure.buses:
+            self._meet_source(hello.bus)
+        if hello.is_sink and self.pure is not None:
+            self._note_limits(hello)
+        self._tell_peers()
+        self._steer()
+
+    def _begin_if_all_sinks_are_there(self) -> None:
+        if not all(address in self.hellos for address in self.sinks):
+            return
+        newest = max(self.hellos[address][0].epoch for address in self.sinks)
+        self._begin((newest >> _RANDOM_BITS) + 1)
+
+    def _begin(self, number: int) -> None:
+        epoch = number << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+        buses = [self._bus_of[address] for address in self.sources if address in self._bus_of]
+        self.pure = Coordinator(epoch, buses, self.sinks, self._policy, self._window)
+        for address in self.sinks:
+            if address in self.hellos:
+                self._note_limits(self.hellos[address][0])
+        self._told = ()
+        self._tell_peers()
+        self._say(self.pure.begin())
+
+    def _note_limits(self, hello: Hello) -> None:
+        assert self.pure is not None
+        limits = (hello.largest_record, hello.largest_group, hello.largest_count)
+        self.pure.sinks[hello.address].largest = limits
+
+    def _meet_source(self, bus: str) -> None:
+        assert self.pure is not None
+        self.pure.buses = (*self.pure.buses, bus)
+        self._say([Subscription(bus, self.pure.epoch)])
+
+    def _bus_changed(self, hello: Hello, before: str) -> None:
+        """Begin again with a bus that was removed and made again under its name."""
+        assert self.pure is not None
+        if hello.is_sink:
+            _log.warning(
+                "relay: %s has another bus now (%s, before %s): what that one held is asked for "
+                "again at its sources", hello.address, hello.bus, before,
+            )  # fmt: skip
+            self._begin((self.pure.epoch >> _RANDOM_BITS) + 1)
+        else:
+            self._forget_bus(before)
+            self._meet_source(hello.bus)
+
+    def _forget_bus(self, bus: str) -> None:
+        assert self.pure is not None
+        lost = self.pure.forget_source(bus, time.monotonic())
+        self.lost += len(lost)
+        _log.warning(
+            "relay: bus %s has gone, with %d records that nobody had fetched: %s", bus, len(lost),
+            ", ".join(f"{producer}/{sequence}" for _, producer, sequence in sorted(lost)[:20]),
+        )  # fmt: skip
+
+    def peer_lost(self, address: str) -> None:
+        """Go on without a source or a sink that will not come back, as one of a dead node.
+
+        Parameters
+        ----------
+        address : str
+            Whose.
+        """
+        bus = self._bus_of.pop(address, None)
+        self.hellos.pop(address, None)
+        if address in self.sources:
+            self.sources.remove(address)
+            if bus is not None and self.pure is not None:
+                self._forget_bus(bus)
+        if address in self.sinks:
+            self.sinks.remove(address)
+            if self.pure is not None:
+                self._begin((self.pure.epoch >> _RANDOM_BITS) + 1)
+        self._tell_peers()
+
+    def _tell_peers(self) -> None:
+        """Tell sinks where sources are, where that is new."""
+        addresses = tuple(
+            sorted((self._bus_of[each], each) for each in self.sources if each in self._bus_of)
+        )
+        complete = len(addresses) == len(self.sources)
+        here = tuple(self.hellos[each][0].incarnation for each in self.sinks if each in self.hellos)
+        if (addresses, complete, here) != self._told:
+            self._told = (addresses, complete, here)
+            for sink in self.sinks:
+                self._mailbox.send(sink, Peers(addresses, complete))
+
+    def _steer(self) -> None:
+        """Have sources show the trainers' policy version, and their pause."""
+        sinks = [self.hellos[each][0] for each in self.sinks if each in self.hellos]
+        if self.pure is None or not sinks:
+            return
+        version = max(hello.policy_version for hello in sinks)
+        self.pure.policy_version = version
+        paused = next((hello for hello in sinks if hello.paused is not None), None)
+        why = None if paused is None else f"{paused.name}: {paused.paused}"[:80]
+        for address in self.sources:
+            found = self.hellos.get(address)
+            if found is None:
+                continue
+            shown = found[0]
+            if shown.policy_version != version or (shown.paused is None) != (why is None):
+                self._mailbox.send(address, Steering(version, why))
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _say(self, said: Sequence[Message]) -> None:
+        address_of = {bus: address for address, bus in self._bus_of.items()}
+        for message in said:
+            match message:
+                case Assignment() | Drop() | SinkStateWanted():
+                    self._mailbox.send(message.sink, message)
+                case Subscription():
+                    to = address_of.get(message.bus)
+                    if to is not None:
+                        self._mailbox.send(to, message)
+                case _:
+                    raise AssertionError(f"a coordinator does not say {type(message).__name__}")
+
+    def _count_refused(self, why: str) -> None:
+        self.refused += 1
+        _log.error("relay: refused: %s", why)
+
+    def take(self, envelope: Envelope) -> None:
+        """Act on a message.
+
+        Raises
+        ------
+        BusBusyError
+            Another coordinator has taken over.
+        """
+        message = envelope.message
+        if isinstance(message, Hello):
+            self._hello(message)
+            return
+        pure = self.pure
+        if pure is None:
+            return
+        now_s = time.monotonic()
+        match message:
+            case Announcement() if message.bus in pure.buses:
+                self._say(pure.announced(message, now_s))
+            case SinkState() if message.sink in pure.sinks:
+                self._say(pure.sink_state(message, now_s))
+            case Settled() if message.sink in pure.sinks:
+                self._say(pure.settled(message, now_s))
+            case Returned() if message.sink in pure.sinks:
+                self._say(pure.returned(message, now_s))
+            case Confirmation() if message.bus in pure.buses:
+                self._say(pure.confirmed(message, now_s))
+            case _:
+                pass  # of somebody that has gone, or is not known yet
+
+    def round(self) -> float:
+        """Do what time asks for, and return the seconds until it is to be called again."""
+        now_s = time.monotonic()
+        pure = self.pure
+        if pure is not None:
+            pure.stash.expire(now_s)
+            pure.stash.expire_failing(now_s)
+            self._say(pure.drop_discards())
+            self._say(pure.place())
+            for group in pure.take_too_large():
+                _log.error(
+                    "relay: group %r (%d records, the largest of %d bytes) fits no trainer's bus, "
+                    "and is dropped as malformed; create those buses with more capacity",
+                    group.key, len(group.samples), max(each.nbytes for each in group.samples),
+                )  # fmt: skip
+        if now_s >= self._next_ask_s:
+            self._next_ask_s = now_s + ASK_AGAIN_S
+            self._ask_again()
+        return ROUND_S
+
+    def _ask_again(self) -> None:
+        self._ask_who()
+        if self.pure is None:
+            return
+        self._say(self.pure.ask_sinks())
+        self._say(self.pure.ask_sources_again())
+        self._say(self.pure.assign_again())
+        self._say(self.pure.drop_again())
+        epoch = self.pure.epoch
+        unheard = [bus for bus in self.pure.buses if bus not in self.pure.newest]
+        self._say([Subscription(bus, epoch) for bus in unheard])
+        self._told = ()
+        self._tell_peers()
+
+    # -- seeing ----------------------------------------------------------------------------------
+
+    def note(self) -> RelayNote:
+        """Return what there is to see."""
+        now_s, pure = time.monotonic(), self.pure
+        peers = [
+            PeerNote(
+                address, hello.name, hello.bus, hello.is_sink, now_s - heard_s,
+                hello.clock_ns / 1e9 - heard_s, hello.held, hello.moving, hello.settled,
+                hello.policy_version, hello.paused,
+            )
+            for address, (hello, heard_s) in sorted(self.hellos.items())
+        ]  # fmt: skip
+        everybody = [*self.sources, *self.sinks]
+        return RelayNote(
+            pure.epoch if pure else 0,
+            peers,
+            [address for address in everybody if address not in self.hellos],
+            pure.stash.open_records if pure else 0,
+            pure.stash.ready_records if pure else 0,
+            pure.stash.leased_records if pure else 0,
+            dict(pure.drops) if pure else {},
+            self.lost,
+            self.refused,
+        )
+
+    def close(self) -> None:
+        """There is nothing that it holds."""

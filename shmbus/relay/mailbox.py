@@ -1,0 +1,120 @@
+"""What a party of the relay needs of a network: messages that may be late, lost or doubled.
+
+Invariant: a party works with any mailbox: what is lost is asked for again by its own clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from typing import Protocol
+
+from shmbus import errors
+from shmbus.relay.codec import Envelope, pack, unpack
+from shmbus.relay.messages import Message
+
+__all__ = ["Exchange", "LocalMailbox", "Mailbox", "Opener"]
+
+_log = logging.getLogger("shmbus.relay")
+
+#: Texts of refusals that are remembered, so that each is told once.
+_MOST_TEXTS = 100
+
+
+class Opener:
+    """Unpacks what comes; what is no message of this version is counted, and told once.
+
+    Attributes
+    ----------
+    refused : int
+        Messages that were refused.
+    """
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._told: set[str] = set()
+
+    def open(self, packed: bytes | memoryview, payload: bytes | memoryview) -> list[Envelope]:
+        """Return the message, or nothing."""
+        try:
+            return [unpack(packed, payload)]
+        except (errors.LayoutMismatchError, errors.ProtocolError) as error:
+            self.refused += 1
+            text = str(error)
+            if text not in self._told and len(self._told) < _MOST_TEXTS:
+                self._told.add(text)
+                _log.error("%s", text)
+            return []
+
+
+class Mailbox(Protocol):
+    """Sends and receives messages under one address."""
+
+    address: str
+
+    def send(
+        self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
+    ) -> None:
+        """Send a message, or lose it where nobody has that address now."""
+
+    def receive(self, timeout_s: float) -> list[Envelope]:
+        """Return what has come, after at most so long where nothing has."""
+
+    def close(self) -> None:
+        """Take the address away."""
+
+
+class Exchange:
+    """Mailboxes of parties in one process."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.boxes: dict[str, deque[tuple[bytes, bytes]]] = {}
+
+    def open(self, address: str) -> LocalMailbox:
+        """Return a mailbox of this address, with nothing in it."""
+        with self.changed:
+            self.boxes[address] = deque()
+        return LocalMailbox(self, address)
+
+
+class LocalMailbox:
+    """A mailbox of an Exchange. Messages are packed as for any other.
+
+    Parameters
+    ----------
+    exchange : Exchange
+        Where the others are.
+    address : str
+        Its own.
+    """
+
+    def __init__(self, exchange: Exchange, address: str) -> None:
+        self.address = address
+        self._exchange = exchange
+        self._opener = Opener()
+
+    def send(
+        self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
+    ) -> None:
+        """Send a message, or lose it where nobody has that address now."""
+        with self._exchange.changed:
+            box = self._exchange.boxes.get(to)
+            if box is not None:
+                box.append((pack(self.address, message), bytes(payload)))
+                self._exchange.changed.notify_all()
+
+    def receive(self, timeout_s: float) -> list[Envelope]:
+        """Return what has come, after at most so long where nothing has."""
+        box = self._exchange.boxes[self.address]
+        with self._exchange.changed:
+            if not box and timeout_s > 0:
+                self._exchange.changed.wait(timeout_s)
+            taken = [box.popleft() for _ in range(len(box))]
+        return [found for each in taken for found in self._opener.open(*each)]
+
+    def close(self) -> None:
+        """Take the address away."""
+        with self._exchange.changed:
+            self._exchange.boxes.pop(self.address, None)

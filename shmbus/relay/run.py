@@ -1,0 +1,71 @@
+"""A party at work: its messages, its rounds, and what happens when its bus is made again.
+
+Invariant: what one message does wrong is counted and told; the next one is taken all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from shmbus import errors
+from shmbus.relay.codec import Envelope
+from shmbus.relay.mailbox import Mailbox
+
+__all__ = ["Party", "run_party"]
+
+_log = logging.getLogger("shmbus.relay")
+
+#: Seconds until a party that lost its bus looks for the next of that name.
+_REOPEN_S = 0.2
+
+
+class Party(Protocol):
+    """A source, a sink or a coordinator, with what it works on."""
+
+    def take(self, envelope: Envelope) -> None:
+        """Act on a message."""
+
+    def round(self) -> float:
+        """Do what there is to do; return the seconds until the next call."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+def run_party(make: Callable[[], Party], mailbox: Mailbox, goes_on: Callable[[], bool]) -> None:
+    """Have a party work until `goes_on` says no.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the party; it is called again once its bus was removed.
+    mailbox : Mailbox
+        Where its messages come.
+    goes_on : callable
+        Whether to go on.
+    """
+    while goes_on():
+        try:
+            party = make()
+        except errors.BusNotFoundError as error:
+            _log.info("relay: %s; it is looked for again", error)
+            time.sleep(_REOPEN_S)
+            mailbox.receive(0.0)
+            continue
+        try:
+            _work(party, mailbox, goes_on)
+        except errors.BusRemovedError as error:
+            _log.warning("relay: %s; the next bus of that name is relayed", error)
+        finally:
+            party.close()
+
+
+def _work(party: Party, mailbox: Mailbox, goes_on: Callable[[], bool]) -> None:
+    wait_s = 0.0
+    while goes_on():
+        for envelope in mailbox.receive(wait_s):
+            party.take(envelope)
+        wait_s = party.round()

@@ -1,0 +1,325 @@
+"""The process beside a trainer's bus: fetches what it was assigned, puts it, tells what it became.
+
+Invariants:
+
+- A block is checked, and compared with what was asked for, before any of it is put.
+- Nothing here waits for room: while the bus is full, messages are answered and others are served.
+- What is put lies in the journal before, and is settled there after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from typing import TYPE_CHECKING
+
+from shmbus import Bus, Producer, errors
+from shmbus.relay.codec import Envelope
+from shmbus.relay.journal import BusJournal
+from shmbus.relay.messages import (
+    Assignment,
+    Confirmation,
+    Drop,
+    Fetch,
+    Fetched,
+    Hello,
+    HelloWanted,
+    Message,
+    Origin,
+    Peers,
+    Release,
+    Released,
+    SinkStateWanted,
+)
+from shmbus.relay.sink import BLOCK_BYTES, Sink
+from shmbus.segment import lifecycle
+from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from shmbus.relay.mailbox import Mailbox
+
+__all__ = ["SinkParty"]
+
+_log = logging.getLogger("shmbus.relay")
+
+#: Seconds until the bus is tried again that was full.
+FULL_PAUSE_S = 0.002
+#: Seconds between checks of what the trainer has ended.
+ENDS_S = 0.005
+#: Seconds after which what was not answered is asked for again.
+ASK_AGAIN_S = 1.0
+HELLO_S = 1.0
+#: A block is at most this part of the bus, so that the trainer has room for what it holds.
+_BLOCK_SHARE = 8
+#: The same of a group: it is put whole, beside what the trainer holds.
+_GROUP_SHARE = 2
+
+
+class SinkParty:
+    """A sink with its bus.
+
+    Parameters
+    ----------
+    bus : str
+        The bus's name.
+    mailbox : Mailbox
+        Its way to the others; its address is the sink's name among them.
+    coordinator : str
+        The coordinator's address.
+    release : "acknowledged" | "put"
+        When a source lets go of a record.
+
+    Raises
+    ------
+    BusNotFoundError, BusBusyError
+        There is no such bus, or another relay puts records onto it.
+    """
+
+    def __init__(
+        self, bus: str, mailbox: Mailbox, coordinator: str, release: str = "acknowledged"
+    ) -> None:
+        self._segment = lifecycle.open_segment(bus)
+        self._bus = Bus.open(bus)
+        try:
+            self.journal = BusJournal(self._segment, bus)
+            self.producer = Producer(bus, label="shmbus relay", on_stall="log")
+        except BaseException:
+            self._segment.close()
+            self._bus.close()
+            raise
+        self.journal.bind(self.producer)
+        self._mailbox = mailbox
+        self._coordinator = coordinator
+        block_bytes = min(BLOCK_BYTES, self._bus.capacity // _BLOCK_SHARE)
+        self.sink = Sink(
+            mailbox.address, self.journal.incarnation, self.journal.found, release, block_bytes
+        )
+        self.sink.epoch = self.journal.epoch
+        self._tracks_ends = release == "acknowledged"
+        #: Where each source is, by its bus's identity.
+        self.addresses: dict[str, str] = {}
+        #: What could not be sent, since nobody has said yet where its source is.
+        self._blocks: list[tuple[dict[Origin, int], bytes | memoryview]] = []
+        self._order: tuple[Origin, ...] = ()
+        self._put = 0
+        self._checks: dict[Origin, int] = {}
+        self._next_hello_s = self._next_ends_s = self._next_ask_s = 0.0
+        self._full_since_s: float | None = None
+        self.refused = 0
+        self.records = 0
+        self._hello()
+        self._say(self.sink.begin())
+        self._say(self.sink.ask_release_again())
+
+    # -- saying ----------------------------------------------------------------------------------
+
+    def _say(self, said: list[Message]) -> None:
+        for message in said:
+            match message:
+                case Fetch() | Release():
+                    to = self.addresses.get(message.bus)
+                    if to is not None:
+                        self._mailbox.send(to, message)
+                case _:
+                    self._mailbox.send(self._coordinator, message)
+
+    def _hello(self, to: str = "") -> None:
+        now = time.monotonic_ns()
+        self._next_hello_s = now / 1e9 + HELLO_S
+        bus, sink = self._bus, self.sink
+        moving, settled = len(sink.owed), len(sink.journal.settled)
+        self._mailbox.send(
+            to or self._coordinator,
+            Hello(
+                sink.name, True, bus.name, bus.identity, sink.incarnation, sink.epoch,
+                bus.policy_version, bus.paused, bus.record_limit, bus.capacity // _GROUP_SHARE,
+                self.journal.capacity // _GROUP_SHARE, now, 0, moving, settled,
+            ),
+        )  # fmt: skip
+        figures = (moving, settled, self.records, self.refused, len(self.addresses))
+        self.journal.note(sink.epoch, now, figures)
+
+    # -- hearing ---------------------------------------------------------------------------------
+
+    def take(self, envelope: Envelope) -> None:
+        """Act on a message."""
+        sink = self.sink
+        match envelope.message:
+            case HelloWanted() as wanted:
+                if wanted.epoch == 0:
+                    self._coordinator = envelope.sender
+                self._hello(envelope.sender)
+            case SinkStateWanted() as message if message.sink == sink.name:
+                said = sink.tell(message)
+                if said:
+                    self._coordinator = envelope.sender
+                    self.journal.note(sink.epoch, time.monotonic_ns(), ())
+                self._say(said)
+            case Assignment() as message if message.sink == sink.name:
+                said = sink.assign(message)
+                if message.checks:
+                    self._checks.update(zip(message.origins, message.checks, strict=True))
+                self._say(said)
+            case Drop() as message if message.sink == sink.name and sink.may_drop(message):
+                if self.journal.drop(message.origins, message.reason):
+                    self._say(sink.drop(message))
+            case Fetched() as message if message.sink == sink.name:
+                self._fetched(envelope.sender, message, envelope.payload)
+            case Released() as message if message.sink == sink.name:
+                self._released(message)
+            case Peers() as message:
+                self._learn(message)
+            case _:
+                pass  # for a sink that was here before this one
+
+    def _learn(self, message: Peers) -> None:
+        new = dict(message.addresses)
+        came = new.keys() - self.addresses.keys()
+        self.addresses = new
+        if message.complete:
+            named = {origin[0] for origin in self.sink.journal.settled | self.sink.owed}
+            for bus in sorted(named - new.keys()):
+                _log.warning(
+                    "bus %r: the source bus %s has gone; what it held of groups under way is given "
+                    "back", self._bus.name, bus,
+                )  # fmt: skip
+                said = self.sink.bus_gone(bus)
+                self._write()
+                self._say(said)
+        if came:
+            self._say(self.sink.ask_again())
+
+    def _fetched(self, sender: str, message: Fetched, payload: bytes | memoryview) -> None:
+        if message.incarnation != self.sink.incarnation:
+            return
+        missing = self.sink.wanted
+        if message.origins and missing.isdisjoint(message.origins):
+            return  # an answer that came twice
+        if message.origins:
+            why = self._refuse(message, payload)
+            if why:
+                self.refused += 1
+                _log.error("bus %r: a block from %s is refused: %s", self._bus.name, sender, why)
+                return
+            index = {origin: i for i, origin in enumerate(message.origins)}
+            self._blocks.append((index, payload))
+        said = self.sink.fetched(message)
+        self._write()
+        if not self.sink.fetching or self.sink.wanted:
+            # Nothing, or the rest of it is to come; what was given back needs no bytes.
+            self._blocks = self._blocks if self.sink.wanted else []
+        self._say(said)
+
+    def _refuse(self, message: Fetched, payload: bytes | memoryview) -> str:
+        """Say what is wrong with a block; empty where nothing is."""
+        try:
+            identity, rows = _core.check_block(payload)
+        except ValueError as error:
+            return str(error)
+        found = list(struct.iter_unpack("<QQQ", rows))
+        if [(identity, producer, sequence) for producer, sequence, _ in found] != list(
+            message.origins
+        ):
+            return (
+                f"its records are not those that its sender names: it is of bus {identity}, with "
+                f"{len(found)} records for {len(message.origins)}"
+            )
+        for origin, (_, _, check) in zip(message.origins, found, strict=True):
+            if self._checks.get(origin, check) != check:
+                return (
+                    f"record {origin} says another thing than its head did: its checksum is "
+                    f"{check:#x}, and the head that was grouped has {self._checks[origin]:#x}"
+                )
+        return ""
+
+    def _released(self, message: Released) -> None:
+        said = self.sink.released(message)
+        self._write()
+        for each in said:
+            assert isinstance(each, Confirmation)
+        self._say(said)
+
+    def _write(self) -> None:
+        """Free what the journal need not say any more."""
+        self.journal.keep(self.sink.journal)
+
+    # -- doing -----------------------------------------------------------------------------------
+
+    def round(self) -> float:
+        """Do what there is to do, and return the seconds until it is to be called again.
+
+        Raises
+        ------
+        BusRemovedError
+            The bus was removed.
+        """
+        now = time.monotonic()
+        busy = self._step()
+        if self._tracks_ends and now >= self._next_ends_s:
+            self._next_ends_s = now + ENDS_S
+            self._tell_ends()
+        if now >= self._next_ask_s:
+            self._next_ask_s = now + ASK_AGAIN_S
+            self._say(self.sink.ask_again())
+            self._say(self.sink.ask_release_again())
+        if now >= self._next_hello_s:
+            self._segment.require_name()
+            self._hello()
+        return FULL_PAUSE_S if busy else ENDS_S
+
+    def _tell_ends(self) -> None:
+        """Have sources let go what the trainer is done with, or what was dropped."""
+        for reason, origins in self.journal.ends().items():
+            new = origins & self.sink.journal.settled - self.sink.ended.keys()
+            if new:
+                self._say(self.sink.end(new, reason))
+
+    def _step(self) -> bool:
+        """Put what can be put of what is there; True where more is to be put."""
+        sink = self.sink
+        if not self._order:
+            if not sink.ready:
+                return False
+            if not self.journal.intend(self.producer, sink.fetching):
+                return True  # the journal is full: until sources have let go
+            sink.intend(self.producer.stats().committed)
+            self._order, self._put = sink.fetching, 0
+        while self._put < len(self._order):
+            done = self._put_some()
+            if not done:
+                return True
+            self._put += done
+            self.records += done
+        self.journal.settle(self.producer, self._order)
+        for origin in self._order:
+            self._checks.pop(origin, None)
+        self._order, self._blocks = (), []
+        said = sink.settle()
+        self._say(said)
+        return True
+
+    def _put_some(self) -> int:
+        """Put the next records that lie behind each other in one block; 0 on a full bus."""
+        origin = self._order[self._put]
+        index, payload = next(each for each in self._blocks if origin in each[0])
+        first = index[origin]
+        count = 1
+        while (
+            self._put + count < len(self._order)
+            and index.get(self._order[self._put + count]) == first + count
+        ):
+            count += 1
+        entries = b""
+        if self._tracks_ends:
+            entries = self.journal.entries(self._order[self._put : self._put + count])
+        try:
+            return _core.import_block(self.producer, payload, first, count, 0.0, entries)
+        except errors.BusFullError:
+            return 0
+
+    def close(self) -> None:
+        """Leave the bus; the next sink goes on from its journal."""
+        self.producer.close()
+        self._segment.close()
+        self._bus.close()

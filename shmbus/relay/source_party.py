@@ -1,0 +1,195 @@
+"""The process beside a rollout node's bus: announces what is committed, hands it out, lets it go.
+
+Invariant: nothing that it knows outlives it but the bus, and a number in the bus that grows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from shmbus import Bus, RecordHead, RecordReader
+from shmbus.relay.codec import Envelope
+from shmbus.relay.messages import (
+    Announcement,
+    Fetch,
+    Fetched,
+    Hello,
+    HelloWanted,
+    Message,
+    Release,
+    Steering,
+    Subscription,
+)
+from shmbus.relay.source import Source
+
+if TYPE_CHECKING:
+    from shmbus.relay.mailbox import Mailbox
+
+__all__ = ["SourceParty"]
+
+_log = logging.getLogger("shmbus.relay")
+
+#: Seconds for which heads are gathered before they are announced: little beside a rollout, and the
+#: coordinator hears each source at most so often.
+LINGER_S = 0.01
+#: Heads that are announced without waiting for more.
+LINGER_HEADS = 256
+#: Seconds between words that it is there.
+HELLO_S = 1.0
+#: What a pause begins with that came from the trainers' side.
+PAUSED_BY_RELAY = "relayed: "
+#: Records that are released at a time.
+_RELEASE_AT_ONCE = 16_384
+
+
+class SourceParty:
+    """A source with its bus.
+
+    Parameters
+    ----------
+    bus : str
+        The bus's name.
+    mailbox : Mailbox
+        Its way to the others.
+    coordinator : str
+        The coordinator's address.
+
+    Raises
+    ------
+    BusNotFoundError, BusBusyError
+        There is no such bus, or somebody else reads it.
+    """
+
+    def __init__(self, bus: str, mailbox: Mailbox, coordinator: str) -> None:
+        self.reader = RecordReader(bus)
+        self._bus = Bus.open(bus)
+        self._mailbox = mailbox
+        self._coordinator = coordinator
+        self.source = Source(self.reader.identity, self.reader.incarnation)
+        #: Records that only this bus has a word for: their split is not "train".
+        self.kept = 0
+        #: Of the newest coordinator.
+        self.epoch = 0
+        self._new: list[RecordHead] = []
+        self._next_announcement_s = 0.0
+        self._next_hello_s = 0.0
+        self._room = bytearray()
+        self.released = 0
+        heads: list[RecordHead] = []
+        while found := self.reader.poll():
+            heads += found
+        self._begin(self._relayable(heads))
+
+    def _begin(self, heads: list[RecordHead]) -> None:
+        self._say_hello()
+        self._send_all(self.source.begin(heads))
+
+    def _relayable(self, heads: list[RecordHead]) -> list[RecordHead]:
+        mine = [head for head in heads if head.split == "train"]
+        if len(mine) < len(heads) and not self.kept:
+            _log.warning(
+                "bus %r: records of other splits than 'train' stay on it: a relay carries what is "
+                "trained on; take them with a bus of their own",
+                self.reader.name,
+            )
+        self.kept += len(heads) - len(mine)
+        return mine
+
+    def _send_all(self, said: list[Message]) -> None:
+        for message in said:
+            self._mailbox.send(self._coordinator, message)
+
+    def _say_hello(self, to: str = "") -> None:
+        self._next_hello_s = time.monotonic() + HELLO_S
+        self._mailbox.send(
+            to or self._coordinator,
+            Hello(
+                self._mailbox.address, False, self.reader.name, self.source.bus,
+                self.source.incarnation, self.epoch, self.reader.policy_version, self._bus.paused,
+                0, 0, 0, time.monotonic_ns(), len(self.source.held), 0, self.released,
+            ),
+        )  # fmt: skip
+        self.reader.note((len(self.source.held), self.kept, self.released, self.source.number))
+
+    def round(self) -> float:
+        """Do what time asks for, and return the seconds until it is to be called again.
+
+        Raises
+        ------
+        BusRemovedError
+            The bus was removed.
+        """
+        now = time.monotonic()
+        self._new += self._relayable(self.reader.poll())
+        if self._new and (now >= self._next_announcement_s or len(self._new) >= LINGER_HEADS):
+            new, self._new = self._new, []
+            self._next_announcement_s = now + LINGER_S
+            self._send_all(self.source.poll(new))
+        if now >= self._next_hello_s:
+            self.reader.require_bus()
+            self._say_hello()
+        return LINGER_S
+
+    def take(self, envelope: Envelope) -> None:
+        """Act on a message."""
+        match envelope.message:
+            case HelloWanted() as wanted:
+                if wanted.epoch == 0:
+                    self._coordinator = envelope.sender
+                self._say_hello(envelope.sender)
+            case Subscription() as asked if asked.bus == self.source.bus:
+                if asked.epoch >= self.epoch:
+                    self._coordinator, self.epoch = envelope.sender, asked.epoch
+                    self._announce_all(asked)
+            case Fetch() as asked if asked.bus == self.source.bus:
+                self._fetch(envelope.sender, asked)
+            case Release() as asked if asked.bus == self.source.bus:
+                self._release(envelope.sender, asked)
+            case Steering() as steering:
+                self._steer(steering)
+            case _:
+                pass  # for a bus that was here before this one
+
+    def _announce_all(self, asked: Subscription) -> None:
+        for message in self.source.subscribe(asked):
+            assert isinstance(message, Announcement)
+            self._mailbox.send(self._coordinator, message)
+
+    def _fetch(self, sink: str, asked: Fetch) -> None:
+        for message in self.source.fetch(asked):
+            assert isinstance(message, Fetched)
+            payload: bytes | memoryview = b""
+            if message.origins:
+                ids = [origin[1:] for origin in message.origins]
+                payload = self.reader.export(ids, self._room_for(message))
+            self._mailbox.send(sink, message, payload)
+
+    def _room_for(self, message: Fetched) -> bytearray:
+        size = 64 + sum(self.source.held[origin].nbytes for origin in message.origins)
+        if len(self._room) < size:
+            self._room = bytearray(size)
+        return self._room
+
+    def _release(self, asker: str, asked: Release) -> None:
+        ids = [origin[1:] for origin in asked.origins if origin in self.source.held]
+        for at in range(0, len(ids), _RELEASE_AT_ONCE):
+            self.reader.release(ids[at : at + _RELEASE_AT_ONCE], asked.reason)
+        self.released += len(ids)
+        for message in self.source.release(asked):
+            self._mailbox.send(asker, message)
+
+    def _steer(self, steering: Steering) -> None:
+        if steering.policy_version != self.reader.policy_version:
+            self.reader.policy_version = steering.policy_version
+        paused = self._bus.paused
+        if steering.paused is not None and paused is None:
+            self._bus.pause(PAUSED_BY_RELAY + steering.paused)
+        elif steering.paused is None and paused is not None and paused.startswith(PAUSED_BY_RELAY):
+            self._bus.resume()
+
+    def close(self) -> None:
+        """Leave the bus; what was not released stays for the next relay."""
+        self.reader.close()
+        self._bus.close()

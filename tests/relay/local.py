@@ -1,0 +1,118 @@
+"""A whole relay in threads of one process, over mailboxes in its memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+import shmbus
+from shmbus.relay.coordinator_party import CoordinatorParty
+from shmbus.relay.mailbox import Exchange
+from shmbus.relay.messages import Message
+from shmbus.relay.run import run_party
+from shmbus.relay.sink_party import SinkParty
+from shmbus.relay.source_party import SourceParty
+from shmbus.stash.stash import StashPolicy
+
+COORDINATOR = "coordinator"
+
+
+class LocalRelay:
+    """Sources, sinks and a coordinator, each in a thread."""
+
+    def __init__(
+        self,
+        sources: list[str],
+        sinks: list[str],
+        *,
+        policy: StashPolicy | None = None,
+        release: str = "acknowledged",
+    ) -> None:
+        self.exchange = Exchange()
+        self.parties: dict[str, Any] = {}
+        self.ended: dict[str, BaseException] = {}
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        for each in sources:
+            self.start(each, lambda box, bus=each: SourceParty(bus, box, COORDINATOR))
+        for each in sinks:
+            self.start(each, lambda box, bus=each: SinkParty(bus, box, COORDINATOR, release))
+        self.start(COORDINATOR, lambda box: CoordinatorParty(box, sources, sinks, policy))
+
+    def start(self, address: str, make: Callable[[Any], Any]) -> None:
+        """Start a party in a thread."""
+        mailbox = self.exchange.open(address)
+
+        def remake() -> Any:
+            self.parties[address] = make(mailbox)
+            return self.parties[address]
+
+        def work() -> None:
+            try:
+                run_party(remake, mailbox, lambda: not self._over.is_set())
+            except BaseException as error:
+                self.ended[address] = error
+
+        self._threads.append(threading.Thread(target=work))
+        self._threads[-1].start()
+
+    def send(self, sender: str, to: str, message: Message, payload: bytes = b"") -> None:
+        """Send a message in somebody's name."""
+        before = self.exchange.boxes.get(sender)
+        mailbox = self.exchange.open(sender)
+        if before is not None:
+            self.exchange.boxes[sender] = before
+        mailbox.send(to, message, payload)
+
+    @property
+    def coordinator(self) -> CoordinatorParty:
+        """The coordinator."""
+        found: CoordinatorParty = self.parties[COORDINATOR]
+        return found
+
+    def stop(self) -> None:
+        """End all of them."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@contextmanager
+def relay(sources: list[str], sinks: list[str], **options: Any) -> Iterator[LocalRelay]:
+    """A relay for a while; an error in one of its parties is an error here."""
+    made = LocalRelay(sources, sinks, **options)
+    try:
+        yield made
+    finally:
+        made.stop()
+    for address, error in made.ended.items():
+        raise AssertionError(f"{address} ended") from error
+
+
+def put_group(
+    names: list[str], group: int, *, size: int = 4, values: int = 100, **more: Any
+) -> None:
+    """Put a group, each sample on the next of these buses."""
+    producers = [shmbus.Producer(name) for name in names]
+    for index in range(size):
+        producers[index % len(names)].put(
+            f"q{group}", group_size=size, index=index, score=float(index),
+            tokens=np.full(values, group, np.int32), **more,
+        )  # fmt: skip
+    for producer in producers:
+        producer.close()
+
+
+def take(consumer: shmbus.Consumer, count: int, timeout: float = 30.0) -> list[shmbus.Group]:
+    """Take so many groups, and no other ones."""
+    found: list[shmbus.Group] = []
+    deadline = time.monotonic() + timeout
+    while len(found) < count and time.monotonic() < deadline:
+        found += consumer.take(timeout=0.1)
+    assert len(found) == count, f"{len(found)} of {count} groups"
+    return found

@@ -1,0 +1,281 @@
+"""Relays under SIGKILL: two source buses, some trainers' buses, every byte and ledger checked.
+
+A program: `python tests/relay/storm.py --kills 1000` prints what it did, and ends with status 1 at
+the first thing that is lost, doubled or torn. test_storm.py runs its short form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+import shmbus
+from shmbus.relay.coordinator_party import CoordinatorParty
+from shmbus.relay.run import run_party
+from shmbus.relay.sink_party import SinkParty
+from shmbus.relay.sockets import SocketMailbox
+from shmbus.relay.source_party import SourceParty
+from shmbus.segment import lifecycle
+from shmbus.stash.stash import StashPolicy
+from shmbus_ext import _core
+
+COORDINATOR = "coordinator"
+CONTEXT = multiprocessing.get_context("forkserver")
+# A party that starts in milliseconds is killed at its work, and not while it is imported.
+CONTEXT.set_forkserver_preload(
+    ["numpy", "shmbus.relay.run", "shmbus.relay.sockets", "shmbus.relay.coordinator_party",
+     "shmbus.relay.sink_party", "shmbus.relay.source_party"]
+)  # fmt: skip
+SIZE = 6
+
+
+class Plan(NamedTuple):
+    """What a storm is made of."""
+
+    name: str
+    directory: str
+    sinks: int = 1
+    kills: int = 20
+    groups: int = 400
+    release: str = "acknowledged"
+    seed: int = 0
+    capacity: str = "8MiB"
+    quiet_s: float = 60.0
+    pause_s: float = 0.15
+
+    @property
+    def sources(self) -> list[str]:
+        """The source buses."""
+        return [f"{self.name}.s{i}" for i in range(2)]
+
+    @property
+    def trainers(self) -> list[str]:
+        """The trainers' buses."""
+        return [f"{self.name}.t{i}" for i in range(self.sinks)]
+
+    @property
+    def parties(self) -> list[str]:
+        """The addresses of all."""
+        return [COORDINATOR, *self.sources, *self.trainers]
+
+
+def work(plan: Plan, address: str) -> None:
+    """Be a party, for ever."""
+    mailbox = SocketMailbox(plan.directory, address)
+
+    def make() -> Any:
+        if address == COORDINATOR:
+            policy = StashPolicy(skip_zero_variance=True)
+            return CoordinatorParty(mailbox, plan.sources, plan.trainers, policy)
+        if address in plan.sources:
+            return SourceParty(address, mailbox, COORDINATOR)
+        return SinkParty(address, mailbox, COORDINATOR, plan.release)
+
+    run_party(make, mailbox, lambda: True)
+
+
+def sample(group: int, index: int) -> dict[str, Any]:
+    """The fields of a sample: each byte follows from its place."""
+    rng = np.random.default_rng(group * 1000 + index)
+    size = int(rng.integers(0, 900))
+    return {
+        "tokens": rng.integers(0, 1 << 30, size, dtype=np.int32),
+        "logprobs": rng.random((size % 7, 3), dtype=np.float32),
+    }
+
+
+def is_useless(group: int) -> bool:
+    """Whether all its scores are equal, so that its payload never leaves its source."""
+    return group % 10 == 9
+
+
+class Storm:
+    """One run: parties in processes of their own, producers and trainers in threads of this one."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rng = random.Random(plan.seed)
+        self.children: dict[str, Any] = {}
+        self.seen: Counter[tuple[int, int]] = Counter()
+        self.faults: list[str] = []
+        self.killed: Counter[str] = Counter()
+        self.over = threading.Event()
+        self.produced = 0
+        self.moved_at_s = time.monotonic()
+        self.longest_silence_s = 0.0
+        self.lock = threading.Lock()
+
+    def start(self, address: str) -> None:
+        """Start a party."""
+        child = CONTEXT.Process(target=work, args=(self.plan, address), daemon=True)
+        child.start()
+        self.children[address] = child
+
+    def kill(self, address: str) -> None:
+        """End a party by SIGKILL, and start its successor."""
+        child = self.children[address]
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        self.killed[address] += 1
+        self.start(address)
+
+    def produce(self, source: int) -> None:
+        """Put every second sample of each group."""
+        with (
+            contextlib.suppress(shmbus.BusRemovedError),
+            shmbus.Producer(self.plan.sources[source]) as producer,
+        ):
+            for group in range(self.plan.groups):
+                for index in range(source, SIZE, 2):
+                    score = 0.0 if is_useless(group) else float(index)
+                    producer.put(
+                        f"q{group}", group_size=SIZE, index=index, score=score, epoch=0,
+                        meta={"of": [group, index]}, timeout=None, **sample(group, index),
+                    )  # fmt: skip
+                self.produced += 1
+
+    def train(self, name: str) -> None:
+        """Take groups, and check every byte of them."""
+        with shmbus.Consumer(name) as consumer:
+            while not self.over.is_set():
+                for group in consumer.take(timeout=0.1):
+                    self.check(group)
+                    group.ack()
+
+    def check(self, group: shmbus.Group) -> None:
+        """Note what is wrong with a group."""
+        number = int(group.instance_id[1:])
+        with self.lock:
+            now = time.monotonic()
+            self.longest_silence_s = max(self.longest_silence_s, now - self.moved_at_s)
+            self.moved_at_s = now
+        if len(group) != SIZE:
+            self.faults.append(f"group {number} has {len(group)} samples")
+        for t in group:
+            self.seen[number, t.index] += 1
+            expected = sample(number, t.index)
+            good = t.meta == {"of": [number, t.index]} and all(
+                t[name].dtype == array.dtype
+                and t[name].shape == array.shape
+                and t[name].tobytes() == array.tobytes()
+                for name, array in expected.items()
+            )
+            if not good:
+                self.faults.append(f"torn: group {number}, sample {t.index}")
+
+    def run(self) -> dict[str, Any]:
+        """Do all of it, and return what there is to say."""
+        plan = self.plan
+        began = time.monotonic()
+        buses = [shmbus.Bus.create(each, plan.capacity) for each in plan.sources + plan.trainers]
+        threads = [threading.Thread(target=self.produce, args=(i,)) for i in range(2)]
+        threads += [threading.Thread(target=self.train, args=(name,)) for name in plan.trainers]
+        try:
+            for address in plan.parties:
+                self.start(address)
+            for thread in threads:
+                thread.start()
+            for _ in range(plan.kills):
+                time.sleep(self.rng.uniform(0.0, 2 * plan.pause_s))
+                self.kill(self.rng.choice(plan.parties))
+            self.wait(threads[:2])
+            self.audit(buses)
+        finally:
+            self.over.set()
+            for thread in threads[2:]:
+                if thread.ident is not None:
+                    thread.join()
+            for child in self.children.values():
+                child.kill()
+                child.join()
+            for bus in buses:
+                bus.unlink()  # which ends a producer that waits for space
+        return {
+            "seed": plan.seed,
+            "killed": dict(self.killed),
+            "samples": sum(self.seen.values()),
+            "seconds": round(time.monotonic() - began, 1),
+            "longest_silence_s": round(self.longest_silence_s, 1),
+            "faults": self.faults,
+        }
+
+    def wait(self, producers: list[threading.Thread]) -> None:
+        """Wait until all that was put has come, or nothing comes any more."""
+        useful = sum(not is_useless(group) for group in range(self.plan.groups))
+        while len(self.seen) < useful * SIZE or any(each.is_alive() for each in producers):
+            if time.monotonic() - self.moved_at_s > self.plan.quiet_s:
+                self.faults.append(f"it stands still at {len(self.seen)} of {useful * SIZE}")
+                return
+            time.sleep(0.02)
+
+    def audit(self, buses: list[shmbus.Bus]) -> None:
+        """Compare all ledgers, once the last release has been confirmed."""
+        doubled = [each for each, count in self.seen.items() if count > 1]
+        if doubled:
+            self.faults.append(f"doubled: {doubled[:10]}")
+        useless = sum(map(is_useless, range(self.plan.groups))) * SIZE // 2
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline:
+            ledgers = [bus.stats() for bus in buses]
+            if all(ledger.undelivered == 0 for ledger in ledgers) and not self.left():
+                break
+            time.sleep(0.05)
+        else:
+            self.faults.append(f"not released: {ledgers}, journals {self.left()}")
+        reason = "acknowledged" if self.plan.release == "acknowledged" else "relayed"
+        sources, trainers = ledgers[:2], ledgers[2:]
+        for ledger in sources:
+            ended = {"acknowledged": ledger.acknowledged, **ledger.dropped}
+            crossed = ended.get(reason, 0)
+            if ended.get("zero_variance", 0) != useless or crossed + useless != ledger.committed:
+                self.faults.append(f"a source's ledger: {ledger}")
+        crossed = sum(ledger.committed for ledger in trainers)
+        if crossed + 2 * useless != sum(ledger.committed for ledger in sources):
+            self.faults.append(f"the ledgers do not balance: {sources} {trainers}")
+
+    def left(self) -> int:
+        """Count the entries of the trainers' journals."""
+        count = 0
+        for name in self.plan.trainers:
+            segment = lifecycle.open_segment(name)
+            count += len(_core.relay_notes(segment))
+            segment.close()
+        return count
+
+
+def main() -> int:
+    """Run it as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--sinks", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=0, help="0: as many as the kills last")
+    parser.add_argument("--release", choices=["acknowledged", "put"], default="acknowledged")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        plan = Plan(
+            f"storm.{os.getpid()}", directory, arguments.sinks, arguments.kills,
+            arguments.groups or 100 * arguments.kills, arguments.release, arguments.seed,
+        )  # fmt: skip
+        said = Storm(plan).run()
+    sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
+    return 1 if said["faults"] else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.exit(main())

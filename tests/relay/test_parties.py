@@ -1,0 +1,339 @@
+"""A relay over buses of one machine: what crosses, what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import wait_until
+from relay.local import COORDINATOR, LocalRelay, put_group, relay, take
+
+import shmbus
+from shmbus.relay import messages as m
+from shmbus.relay.codec import pack
+from shmbus.relay.coordinator_party import CoordinatorParty
+from shmbus.relay.mailbox import Opener
+from shmbus.relay.sink_party import SinkParty
+from shmbus.stash.stash import StashPolicy
+from shmbus_ext import _core
+
+
+@pytest.fixture
+def buses(bus_name: str) -> Iterator[dict[str, str]]:
+    """Two sources and a trainer's bus."""
+    names = {"a": f"{bus_name}.a", "b": f"{bus_name}.b", "t": f"{bus_name}.t"}
+    for name in names.values():
+        shmbus.Bus.create(name, "4MiB").close()
+    yield names
+    for name in names.values():
+        shmbus.unlink(name)
+
+
+def stats(name: str) -> shmbus.BusStats:
+    with shmbus.Bus.open(name) as bus:
+        return bus.stats()
+
+
+def test_groups_whose_samples_are_on_two_nodes_arrive_and_every_ledger_balances(
+    buses: dict[str, str],
+) -> None:
+    sources = [buses["a"], buses["b"]]
+    with relay(sources, [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
+        for i in range(20):
+            put_group(sources, i, epoch=3, meta={"i": i}, policy_version=7)
+        for group in take(consumer, 20):
+            number = int(group.instance_id[1:])
+            assert [t.index for t in group] == [0, 1, 2, 3]
+            assert all(t.meta == {"i": number} and t.policy_version == 7 for t in group)
+            assert all((t["tokens"] == number).all() for t in group)
+            group.ack()
+        for name in sources:
+            wait_until(lambda name=name: stats(name).acknowledged == 40)
+            assert stats(name).undelivered == 0 and not stats(name).dropped
+
+
+def test_a_source_holds_a_record_until_its_trainer_has_acknowledged_it(
+    buses: dict[str, str],
+) -> None:
+    with relay([buses["a"]], [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
+        put_group([buses["a"]], 1)
+        (group,) = take(consumer, 1)
+        assert stats(buses["a"]).undelivered == 4
+        group.ack()
+        wait_until(lambda: stats(buses["a"]).acknowledged == 4)
+
+
+def test_a_source_learns_why_the_trainer_dropped_a_group(buses: dict[str, str]) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]]),
+        shmbus.Consumer(buses["t"]) as consumer,
+    ):
+        put_group([buses["a"]], 1)
+        (group,) = take(consumer, 1)
+        consumer.drop(group, useless=True)
+        wait_until(lambda: stats(buses["a"]).dropped == {"filtered": 4})
+
+
+def test_with_release_put_a_source_has_its_space_at_once(buses: dict[str, str]) -> None:
+    with relay([buses["a"]], [buses["t"]], release="put"):
+        put_group([buses["a"]], 1)
+        wait_until(lambda: stats(buses["a"]).dropped == {"relayed": 4})
+        assert stats(buses["t"]).undelivered == 4
+
+
+def test_workers_see_the_trainers_policy_version_and_its_pause(buses: dict[str, str]) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]]),
+        shmbus.Bus.open(buses["t"]) as bus,
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        bus.policy_version = 12
+        wait_until(lambda: producer.policy_version == 12)
+        bus.pause("new weights")
+        with shmbus.Bus.open(buses["a"]) as source:
+            wait_until(lambda: source.paused is not None and "new weights" in source.paused)
+            bus.resume()
+            wait_until(lambda: source.paused is None)
+
+
+def test_a_pause_of_a_sources_own_stays_its_own(buses: dict[str, str]) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]]) as made,
+        shmbus.Bus.open(buses["a"]) as source,
+        shmbus.Bus.open(buses["t"]) as bus,
+    ):
+        source.pause("mine")
+        bus.policy_version = 3
+        wait_until(lambda: source.policy_version == 3)
+        made.send(COORDINATOR, buses["a"], m.Steering(4, None))
+        wait_until(lambda: source.policy_version == 4)
+        assert source.paused == "mine"
+
+
+def test_a_useless_group_never_crosses(buses: dict[str, str]) -> None:
+    policy = StashPolicy(skip_zero_variance=True)
+    with relay([buses["a"]], [buses["t"]], policy=policy):
+        with shmbus.Producer(buses["a"]) as producer:
+            for i in range(4):
+                producer.put("q", group_size=4, index=i, score=1.0)
+        wait_until(lambda: stats(buses["a"]).dropped == {"zero_variance": 4})
+        assert stats(buses["t"]).committed == 0
+
+
+def test_a_small_trainers_bus_never_stands_still_beside_a_fast_and_a_slow_source(
+    bus_name: str,
+) -> None:
+    fast, slow, small = (f"{bus_name}.{each}" for each in ("fast", "slow", "small"))
+    groups, values = 150, 6000
+    with (
+        shmbus.Bus.create(fast, "8MiB"),
+        shmbus.Bus.create(slow, "8MiB"),
+        # Room for the halves of a third of the groups.
+        shmbus.Bus.create(small, "1MiB", max_producers=2),
+        relay([fast, slow], [small]),
+        shmbus.Consumer(small) as consumer,
+    ):
+        for first in range(0, groups, 50):
+            for half, name in ((0, fast), (1, slow)):
+                with shmbus.Producer(name) as producer:
+                    for i in range(first, first + 50):
+                        put_half(producer, i, half, values)
+            for group in take_and_end(consumer, 50):
+                assert int(group[1:]) in range(first, first + 50)
+
+
+def put_half(producer: shmbus.Producer, group: int, half: int, values: int) -> None:
+    producer.put(
+        f"q{group}", group_size=2, index=half, score=half, tokens=np.zeros(values, np.int32)
+    )
+
+
+def take_and_end(consumer: shmbus.Consumer, count: int) -> list[str]:
+    found: list[str] = []
+    deadline = time.monotonic() + 30.0
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"it stands still at {len(found)}"
+        for group in consumer.take(timeout=0.1):
+            found.append(group.instance_id)
+            group.ack()
+    return found
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_a_group_that_no_trainers_bus_takes_is_dropped_and_told(
+    bus_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    large, small = f"{bus_name}.large", f"{bus_name}.small"
+    with (
+        shmbus.Bus.create(large, "8MiB"),
+        shmbus.Bus.create(small, "256KiB", max_producers=2),
+        relay([large], [small]),
+        shmbus.Consumer(small) as consumer,
+    ):
+        put_group([large], 1, values=50_000)
+        wait_until(lambda: stats(large).dropped == {"malformed": 4})
+        assert "fits no trainer's bus" in caplog.text and "more capacity" in caplog.text
+        put_group([large], 2)
+        assert take(consumer, 1)[0].instance_id == "q2"
+
+
+def test_a_sources_bus_that_was_made_again_goes_on_and_what_it_had_is_counted(
+    buses: dict[str, str],
+) -> None:
+    sources = [buses["a"], buses["b"]]
+    with relay(sources, [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
+        with shmbus.Producer(buses["a"]) as producer:
+            producer.put("half", group_size=2, index=0, score=1.0)
+        wait_until(lambda: made.coordinator.note().announced == 1)
+        shmbus.unlink(buses["a"])
+        shmbus.Bus.create(buses["a"], "4MiB").close()
+        wait_until(lambda: made.coordinator.lost == 1)
+        put_group(sources, 5)
+        assert take(consumer, 1)[0].instance_id == "q5"
+        assert made.coordinator.note().announced == 0
+
+
+def test_what_a_removed_trainers_bus_had_and_nobody_acknowledged_comes_again(
+    buses: dict[str, str],
+) -> None:
+    with relay([buses["a"]], [buses["t"]]):
+        put_group([buses["a"]], 1)
+        wait_until(lambda: stats(buses["t"]).committed == 4)
+        shmbus.unlink(buses["t"])
+        shmbus.Bus.create(buses["t"], "4MiB").close()
+        with shmbus.Consumer(buses["t"]) as consumer:
+            (group,) = take(consumer, 1)
+            assert (group.instance_id, len(group)) == ("q1", 4)
+            group.ack()
+        wait_until(lambda: stats(buses["a"]).acknowledged == 4)
+
+
+def forged(made: LocalRelay, sink: str, source: str, **changes: Any) -> None:
+    """Send a block to a sink that waits for one, in its source's name."""
+    party: SinkParty = made.parties[sink]
+    wanted = tuple(sorted(party.sink.wanted))
+    payload = changes.pop("payload")
+    message = m.Fetched(sink, party.sink.incarnation, wanted, (), (9, 9))._replace(**changes)
+    made.send(source, sink, message, payload)
+
+
+def test_a_block_that_is_cut_foreign_or_another_record_is_refused_and_asked_for_again(
+    buses: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with relay([], [buses["t"]]) as made, shmbus.RecordReader(buses["a"]) as reader:
+        put_group([buses["a"]], 1)
+        put_group([buses["a"]], 2)
+        heads = sorted(reader.poll(), key=lambda head: (head.instance_id, head.index))
+        bus = reader.identity
+        sink: SinkParty = made.parties[buses["t"]]
+        wait_until(lambda: made.coordinator.pure is not None and sink.sink.epoch > 0)
+        origins = tuple((bus, *head.id) for head in heads[:4])
+        checks = tuple(head.check for head in heads[:4])
+        state = sink.sink
+        made.send(
+            COORDINATOR, buses["t"],
+            m.Assignment(buses["t"], state.incarnation, state.epoch, origins, 99, checks),
+        )  # fmt: skip
+        wait_until(lambda: bool(state.wanted))
+        good = reader.export([head.id for head in heads[:4]])
+        flipped = bytearray(good)
+        flipped[-1] ^= 1
+        for count, (payload, why) in enumerate(
+            [
+                (good[:-64], "cut"),
+                (bytes(flipped), "checksum"),
+                (reader.export([head.id for head in heads[4:]]), "not those that its sender names"),
+                (b"", "cut"),
+            ]
+        ):
+            forged(made, buses["t"], "x", payload=payload)
+            wait_until(lambda count=count: sink.refused == count + 1)
+            assert why in caplog.records[-1].getMessage()
+            assert stats(buses["t"]).committed == 0 and state.wanted
+        forged(made, buses["t"], "x", payload=good)
+        with shmbus.Consumer(buses["t"]) as consumer:
+            assert take(consumer, 1)[0].instance_id == "q1"
+
+
+def test_a_record_that_says_another_thing_than_its_head_is_refused(
+    buses: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with relay([], [buses["t"]]) as made, shmbus.RecordReader(buses["a"]) as reader:
+        put_group([buses["a"]], 1, size=1)
+        (head,) = reader.poll()
+        sink: SinkParty = made.parties[buses["t"]]
+        wait_until(lambda: made.coordinator.pure is not None and sink.sink.epoch > 0)
+        origin = (reader.identity, *head.id)
+        state = sink.sink
+        made.send(
+            COORDINATOR, buses["t"],
+            m.Assignment(
+                buses["t"], state.incarnation, state.epoch, (origin,), 9, (head.check ^ 1,)
+            ),
+        )  # fmt: skip
+        wait_until(lambda: bool(state.wanted))
+        forged(made, buses["t"], "x", payload=reader.export([head.id]))
+        wait_until(lambda: sink.refused == 1)
+        assert "another thing than its head" in caplog.text
+        assert stats(buses["t"]).committed == 0
+
+
+def test_another_version_of_shmbus_is_refused_with_both_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    opener = Opener()
+    packed = bytearray(pack("node7", m.HelloWanted()))
+    assert opener.open(bytes(packed), b"")[0].sender == "node7"
+    packed[1] = 77  # the first number of five
+    for _ in range(3):
+        assert opener.open(bytes(packed), b"") == []
+    assert opener.refused == 3
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "node7 speaks protocol 77" in told and f"with {_core.LAYOUT_VERSION}" in told
+    for junk in (b"", b"\xc1", struct.pack("<Q", 1), pack("x", m.HelloWanted())[:-1]):
+        assert opener.open(junk, b"") == []
+
+
+def test_of_two_coordinators_the_older_one_ends(buses: dict[str, str]) -> None:
+    made = LocalRelay([buses["a"]], [buses["t"]])
+    try:
+        wait_until(lambda: made.coordinator.pure is not None)
+        sources, sinks = [buses["a"]], [buses["t"]]
+        made.start("second", lambda box: CoordinatorParty(box, sources, sinks))
+        wait_until(lambda: COORDINATOR in made.ended)
+        assert isinstance(made.ended[COORDINATOR], shmbus.BusBusyError)
+        put_group([buses["a"]], 1)
+        with shmbus.Consumer(buses["t"]) as consumer:
+            take(consumer, 1)
+    finally:
+        made.stop()
+
+
+def test_a_bus_that_two_relays_announce_is_refused_by_both_names(
+    buses: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with relay([buses["a"], buses["b"]], [buses["t"]]) as made:
+        wait_until(lambda: len(made.coordinator.hellos) == 3)
+        hello, _ = made.coordinator.hellos[buses["a"]]
+        made.send("x", COORDINATOR, hello._replace(address=buses["b"]))
+        wait_until(lambda: made.coordinator.refused == 1)
+        assert f"is announced by {buses['b']} and by {buses['a']}" in caplog.text
+        made.send("x", COORDINATOR, hello._replace(address="stranger"))
+        wait_until(lambda: made.coordinator.refused == 2)
+        assert "stranger is not among the relay's peers" in caplog.text
+
+
+def test_a_second_relay_for_one_bus_is_refused(buses: dict[str, str]) -> None:
+    with relay([buses["a"]], [buses["t"]]) as made:
+        wait_until(lambda: made.coordinator.pure is not None)
+        mailbox = made.exchange.open("other")
+        with pytest.raises(shmbus.BusBusyError, match="another relay puts records onto it"):
+            SinkParty(buses["t"], mailbox, COORDINATOR)
+        with pytest.raises(shmbus.BusBusyError, match="relay"):
+            shmbus.Consumer(buses["a"])
