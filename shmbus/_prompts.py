@@ -1,4 +1,4 @@
-"""Prompts as bytes: named arrays and a meta, as a request carries them.
+"""Prompts: as bytes, which a request carries, and as a worker has one in hand.
 
 A prompt is: length of the table (4 bytes) | table, MessagePack | fields, each at a multiple of 16.
 The table is [meta or None, [[name, dtype, shape], ...]], with meta and dtypes as they travel in
@@ -18,10 +18,15 @@ from numpy.typing import NDArray
 from shmbus._encoding import as_array, decode_dtype, decode_meta, encode_dtype, encode_meta
 from shmbus_ext import _core
 
-__all__ = ["Prompt", "encode_prompt"]
+__all__ = ["Claim", "Prompt", "Request", "RequestText", "encode_prompt"]
 
 _ALIGN = 16
 _LENGTH = struct.Struct("<I")
+#: A claim in the request lane: number, word, row, cell, index of the sample.
+Claim = tuple[int, int, int, int, int]
+#: What a request says: id, epoch, split, group_size, need, priority, offered_ns, where its prompt
+#: begins in the bytes, and these.
+RequestText = tuple[str, "int | None", str, int, int, int, int, int, bytes]
 _Table = tuple[bytes | None, list[tuple[str, bytes, list[int]]]]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Table)
@@ -114,3 +119,105 @@ class Prompt:
         except (struct.error, msgspec.DecodeError, ValueError) as error:
             raise ValueError(f"prompt: its {len(raw) - at} bytes are damaged: {error}") from error
         self._meta, self._fields = meta, found
+
+
+class Request:
+    """One sample to make: ``request[name]`` is a field of its prompt.
+
+    It owns its memory: the arrays are read-only copies, valid for as long as they are held.
+
+    Attributes
+    ----------
+    instance_id : str
+        The prompt's key.
+    epoch : int | None
+        Which repetition of the prompt this is.
+    split : str
+        What the group is for.
+    group_size : int
+        Samples of the group.
+    need : int
+        How many of them make it complete.
+    index : int
+        Which of them this one is.
+    priority : int
+        As it was offered.
+    attempt : int
+        0 for the first time that it is asked for.
+    reason : str
+        Why it is asked for again; "" for the first time.
+    """
+
+    __slots__ = (
+        "_claim", "_prompt", "_retry", "attempt", "epoch", "group_size", "index", "instance_id",
+        "need", "priority", "reason", "split",
+    )  # fmt: skip
+
+    instance_id: str
+    epoch: int | None
+    split: str
+    group_size: int
+    need: int
+    index: int
+    priority: int
+    attempt: int
+    reason: str
+    _claim: Claim | None
+    _prompt: Prompt
+    _retry: tuple[int, int, str] | None
+
+    @classmethod
+    def _of(
+        cls,
+        text: RequestText,
+        prompt: Prompt,
+        index: int,
+        claim: Claim | None = None,
+        retry: tuple[int, int, str] | None = None,
+    ) -> Request:
+        self = cls.__new__(cls)
+        (
+            self.instance_id, self.epoch, self.split, self.group_size, self.need, self.priority, *_
+        ) = text  # fmt: skip
+        self.index = index
+        self._claim = claim
+        self._retry = retry
+        self._prompt = prompt
+        _, self.attempt, self.reason = retry or (0, 0, "")
+        return self
+
+    @property
+    def meta(self) -> Any:
+        """The request's meta, decoded; None where it has none."""
+        return self._prompt.meta
+
+    @property
+    def fields(self) -> dict[str, NDArray[Any]]:
+        """All fields of the prompt by name."""
+        return dict(self._prompt.fields)
+
+    def _group(self) -> dict[str, Any]:
+        """Return what a sample, or a report of its failure, says of its group."""
+        group: dict[str, Any] = {"group_size": self.group_size, "epoch": self.epoch}
+        if self.need != self.group_size:
+            group["need"] = self.need
+        if self.split != _core.TRAIN:
+            group["split"] = self.split
+        return group
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        try:
+            return self._prompt.fields[name]
+        except KeyError:
+            raise KeyError(
+                f"{name!r}: the prompt of {self.instance_id!r} has the fields "
+                f"{sorted(self._prompt.fields)}"
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._prompt.fields
+
+    def __repr__(self) -> str:
+        epoch = "" if self.epoch is None else f" epoch={self.epoch}"
+        again = f" attempt={self.attempt}" if self.attempt else ""
+        return f"<Request {self.instance_id!r}{epoch} {self.index}/{self.group_size}{again}>"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from shmbus import errors, limits
-from shmbus._arguments import check_count, check_int, check_timeout
+from shmbus._arguments import TRAIN, check_count, check_int, check_timeout
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import encode_prompt
 from shmbus.segment import lifecycle
@@ -23,10 +23,7 @@ from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
-__all__ = ["SPLIT_TRAIN", "Feeder"]
-
-#: The split of a request that was given none: what is trained on.
-SPLIT_TRAIN = "train"
+__all__ = ["Feeder"]
 
 #: What a feeder waits for, in a report of a stall.
 _WAITS_FOR = "room in the request lane"
@@ -34,20 +31,13 @@ _WAITS_FOR = "room in the request lane"
 _HELD_POLL_S = 0.0005
 
 
-class Offer(NamedTuple):
-    """A request as the core takes it."""
-
-    instance_id: bytes
-    epoch: int | None
-    split: bytes
-    group_size: int
-    need: int
-    level: int
-    prompt: bytes
+#: A request as the core takes it: id, epoch, number of the split, group_size, need, level, prompt.
+Offer = tuple[bytes, "int | None", int, int, int, int, bytes]
 
 
 def check_offer(
-    instance_id: str,
+    segment: _core.Segment,
+    instance_id: str | int,
     group_size: int,
     need: int | None,
     epoch: int | None,
@@ -62,15 +52,20 @@ def check_offer(
     wanted = size if need is None else check_count("need", need, 1)
     if wanted > size:
         raise ValueError(f"need: expected 1 to group_size={size}, got {wanted}")
+    if wanted < size and epoch is None:
+        raise ValueError(
+            f"need: {wanted} of {size} needs an epoch, which tells late samples from those of the "
+            "prompt's next round; give epoch=, such as the number of the pass over the data"
+        )
     level = check_int("priority", priority)
     if not 0 <= level < _core.REQUEST_LEVELS:
         raise ValueError(
             f"priority: expected 0 to {_core.REQUEST_LEVELS - 1}, which is taken first, got {level}"
         )
-    return Offer(
-        _text("instance_id", instance_id),
+    return (
+        _id(instance_id),
         None if epoch is None else check_count("epoch", epoch, 0),
-        _text("split", split),
+        _core.split_number(segment, split),
         size,
         wanted,
         level,
@@ -78,13 +73,15 @@ def check_offer(
     )
 
 
-def _text(name: str, value: str) -> bytes:
+def _id(value: str | int) -> bytes:
     if not isinstance(value, str):
-        raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"instance_id: expected a str or an int, got {type(value).__name__}")
+        value = str(value.__index__())
     encoded = value.encode("utf-8", "surrogatepass")
     if not 1 <= len(encoded) <= _core.MAX_ID_BYTES:
         raise ValueError(
-            f"{name}: expected 1 to {_core.MAX_ID_BYTES} bytes of UTF-8, got {len(encoded)}"
+            f"instance_id: expected 1 to {_core.MAX_ID_BYTES} bytes of UTF-8, got {len(encoded)}"
         )
     return value.encode()
 
@@ -134,12 +131,12 @@ class Feeder:
 
     def request(
         self,
-        instance_id: str,
+        instance_id: str | int,
         *,
         group_size: int,
         need: int | None = None,
         epoch: int | None = None,
-        split: str = SPLIT_TRAIN,
+        split: str = TRAIN,
         priority: int = 0,
         meta: Any = None,
         timeout: float | None = None,
@@ -149,7 +146,7 @@ class Feeder:
 
         Parameters
         ----------
-        instance_id : str
+        instance_id : str or int
             The prompt's key, as for `Producer.put`.
         group_size : int
             Samples to make, 1 to 16384.
@@ -186,67 +183,152 @@ class Feeder:
             As for `Producer.put`.
         """
         check_timeout(timeout)
-        offer = check_offer(
-            instance_id, group_size, need, epoch, split, priority, encode_prompt(prompt, meta)
+        offer = self._checked(
+            instance_id,
+            group_size=group_size,
+            need=need,
+            epoch=epoch,
+            split=split,
+            priority=priority,
+            meta=meta,
+            **prompt,
         )
-        return self._offer(offer, timeout)
+        return self._offer([offer], timeout)[0]
 
-    def _offer(self, offer: Offer, timeout: float | None) -> int:
+    def request_many(
+        self, requests: Iterable[Mapping[str, Any]], *, timeout: float | None = None
+    ) -> list[int]:
+        """Offer many groups, in order: one turn of the lane and one wake-up for many of them.
+
+        Parameters
+        ----------
+        requests : iterable of mapping
+            Each has the arguments of `request` by name, instance_id and fields too.
+        timeout : float, optional
+            Seconds to wait for room, for all of them together: None waits for ever, 0 does not
+            wait.
+
+        Returns
+        -------
+        list of int
+            The requests' numbers.
+
+        Raises
+        ------
+        TypeError, ValueError, RecordTooLargeError
+            As for `request`; the message says which item it was, and nothing was offered.
+        BusFullError
+            There was no room for all within the timeout. Its `accepted` says how many were offered,
+            from the first on; the others can be offered again.
+        BusClosedError, BusRemovedError, StallError
+            As for `request`.
+        """
+        check_timeout(timeout)
+        return self._offer(self._checked_many(requests), timeout)
+
+    def _checked(
+        self,
+        instance_id: str | int,
+        *,
+        group_size: int,
+        need: int | None = None,
+        epoch: int | None = None,
+        split: str = TRAIN,
+        priority: int = 0,
+        meta: Any = None,
+        **prompt: Any,
+    ) -> Offer:
+        encoded = encode_prompt(prompt, meta)
+        return check_offer(
+            self._segment, instance_id, group_size, need, epoch, split, priority, encoded
+        )
+
+    def _checked_many(self, requests: Iterable[Mapping[str, Any]]) -> list[Offer]:
+        if not isinstance(requests, Iterable):
+            raise TypeError(
+                f"requests: expected an iterable of mappings, got {type(requests).__name__}"
+            )
+        offers = []
+        for number, each in enumerate(requests):
+            if not isinstance(each, Mapping):
+                raise TypeError(f"item {number}: expected a mapping, got {type(each).__name__}")
+            missing = {"instance_id", "group_size"} - each.keys()
+            if missing:
+                raise TypeError(f"item {number}: missing the argument {sorted(missing)[0]!r}")
+            try:
+                offers.append(self._checked(**each))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"item {number}: {error}") from error
+        return offers
+
+    def _offer(self, offers: list[Offer], timeout: float | None) -> list[int]:
+        """Offer all of them, waiting for room; `accepted` of an exception says how many were."""
         began = time.monotonic()
         wait_s = self._watch.slice_s
-        while True:
-            number, ticket = self._attempt(offer)
-            if number > 0:
-                return number
-            left_s = self._left_s(offer, began, timeout)
-            if ticket is None:
-                time.sleep(_HELD_POLL_S)
-            else:
-                _core.request_await(self._segment, True, ticket, left_s)
-            self._segment.require_name()
-            if wait_s is not None:
-                self._watch.check(self._segment, _WAITS_FOR, time.monotonic() - began)
+        numbers: list[int] = []
+        try:
+            while len(numbers) < len(offers):
+                ticket = self._attempt(offers, numbers)
+                if len(numbers) == len(offers):
+                    break
+                left_s = self._left_s(offers[len(numbers)], began, timeout)
+                if ticket is None:
+                    time.sleep(_HELD_POLL_S)
+                else:
+                    _core.request_await(self._segment, True, ticket, left_s)
+                self._segment.require_name()
+                if wait_s is not None:
+                    self._watch.check(self._segment, _WAITS_FOR, time.monotonic() - began)
+        except BaseException as error:
+            error.accepted = len(numbers)  # type: ignore[attr-defined]
+            raise
+        return numbers
 
-    def _attempt(self, offer: Offer) -> tuple[int, int | None]:
-        """Return the number, or 0 and the ticket to sleep on; None while another feeder works."""
+    def _attempt(self, offers: list[Offer], numbers: list[int]) -> int | None:
+        """Offer what has room; return a ticket to sleep on, or None while another feeder works."""
         ticket: int | None = None
-        for last in (False, True):
-            if last:
-                # Announced before: room that is made in between is not slept through.
-                ticket = _core.request_want(self._segment, True)
-            number = _core.request_offer(self._segment, *offer)
+        while True:
+            done, number = _core.request_offer(self._segment, offers, len(numbers))
+            numbers.extend(range(number - done + 1, number + 1))
+            if len(numbers) == len(offers) or number == -1:
+                return None
             if number == -2:
-                self._refuse(offer)
-            if number > 0:
-                return number, None
-            if number < 0:
-                return 0, None
-        return 0, ticket
+                self._refuse(offers[len(numbers) :])
+            if done:
+                ticket = None
+            elif ticket is not None:
+                return ticket
+            else:
+                # Announced before the next look: room that is made in between is not slept through.
+                ticket = _core.request_want(self._segment, True)
 
     def _left_s(self, offer: Offer, began: float, timeout: float | None) -> float:
         waited_s = time.monotonic() - began
         if timeout is not None and waited_s >= timeout:
-            raise requests_full_error(self._segment, len(offer.prompt), waited_s)
+            raise requests_full_error(self._segment, len(offer[-1]), waited_s)
         return (
             limits.SPACE_WAIT_S if timeout is None else min(limits.SPACE_WAIT_S, timeout - waited_s)
         )
 
-    def _refuse(self, offer: Offer) -> None:
+    def _refuse(self, offers: list[Offer]) -> None:
+        """Say which of them no empty lane would hold."""
         room = _core.request_totals(self._segment)[8]
+        largest = max(offers, key=lambda offer: (len(offer[-1]) > room, offer[3]))
         raise errors.RecordTooLargeError(
-            f"bus {self.name!r}: the request lane has {room} bytes for prompts, and this request "
-            f"of {offer.group_size} samples needs {len(offer.prompt)} bytes and a cell for each "
-            "sample; create the bus with a larger request_capacity, or send the prompt by reference"
+            f"bus {self.name!r}: the request lane has {room} bytes for prompts, and the request "
+            f"{largest[0].decode()!r} of {largest[3]} samples needs {len(largest[-1])} bytes and a "
+            "cell for each sample; create the bus with a larger request_capacity, or send the "
+            "prompt by reference"
         )
 
     async def arequest(
-        self, instance_id: str, *, timeout: float | None = None, **arguments: Any
+        self, instance_id: str | int, *, timeout: float | None = None, **arguments: Any
     ) -> int:
         """Offer one group without blocking the event loop: while the lane is full, other tasks run.
 
         Parameters
         ----------
-        instance_id : str
+        instance_id : str or int
             The prompt's key, as for `request`.
         timeout : float, optional
             Seconds to wait for room: None waits for ever, 0 does not wait.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import TypeAlias
 
@@ -25,6 +25,7 @@ import msgspec
 
 from shmbus import errors, limits
 from shmbus._arguments import check_count, check_timeout, check_wait
+from shmbus._keys import split_key
 from shmbus.ledger import REASONS, Ledger
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import RELAY_LABEL
@@ -136,7 +137,7 @@ class RecordReader:
         self._held: dict[RecordId, _core.Trajectory] = {}
         self._heads: dict[RecordId, RecordHead] = {}
         #: How many records of each group are held.
-        self._of_group: Counter[tuple[str, int | None]] = Counter()
+        self._of_group: Counter[Hashable] = Counter()
         self._note: _core.GroupTable[_core.Trajectory] = _core.GroupTable()
         self._next_sweep_s = 0.0
         self._next_evacuation_s = 0.0
@@ -220,7 +221,7 @@ class RecordReader:
         found = self._reader.poll(max_records)
         for t in found:
             self._held[t.producer_id, t.sequence] = t
-            self._of_group[t.instance_id, t.epoch] += 1
+            self._of_group[t.key] += 1
         heads = [_head(*each) for each in zip(found, _core.record_checks(found), strict=True)]
         self._heads.update((head.id, head) for head in heads)
         if found:
@@ -234,7 +235,7 @@ class RecordReader:
         if self._lead.checks:
             self._lead.end_check([*self._of_group, *self._requests.handed_out()])
         if self._requests.checks:
-            self._requests.end_check(lambda group: group in self._of_group)
+            self._requests.end_check(lambda key: key in self._of_group)
 
     def heads(self) -> list[RecordHead]:
         """Return the heads of all records that are held, in the order in which they were polled.
@@ -330,13 +331,12 @@ class RecordReader:
         for t in records:
             del self._held[t.producer_id, t.sequence]
             self._heads.pop((t.producer_id, t.sequence), None)
-            group = (t.instance_id, t.epoch)
-            self._of_group[group] -= 1
-            if not self._of_group[group]:
-                del self._of_group[group]
+            self._of_group[t.key] -= 1
+            if not self._of_group[t.key]:
+                del self._of_group[t.key]
                 ended += 1
                 if self._lead.bounded:
-                    _core.lead_leave(self._segment, *group)
+                    _core.lead_leave(self._segment, *split_key(t.key))
                 self._requests.ended([t])
         if self._lead.bounded:
             _core.lead_delivered(self._segment, ended)

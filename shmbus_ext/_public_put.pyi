@@ -6,7 +6,7 @@ docstring here is the one that the C code has.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -357,9 +357,7 @@ class Writer:
     def _answer(
         self, claim: _Claim, failed: bool, instance_id: str, /, **arguments: Any
     ) -> None: ...
-    def _take_request(
-        self, known: int, /
-    ) -> tuple[_Claim, _Text | None] | Literal[False] | None: ...
+    def _take_requests(self, known: int, limit: int, /) -> list[tuple[_Claim, _Text | None]]: ...
     def _give_back_request(self, claim: _Claim, /) -> bool: ...
     def _holds_request(self, claim: _Claim, /) -> bool: ...
     def _recover_dead(self) -> int: ...

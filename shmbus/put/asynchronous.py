@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shmbus import errors, limits
-from shmbus._arguments import SECONDS, check_timeout, check_wait
+from shmbus._arguments import SECONDS, TRAIN, check_split, check_timeout, check_wait
 from shmbus._loop_waits import LoopWaits
 from shmbus.put.attached import WAITS_FOR_SPACE, AttachedWriter, ProducerOptions
 from shmbus.segment import lifecycle
@@ -221,7 +221,7 @@ class AsynchronousPuts(AttachedWriter):
         """
         return self._pressure(None)
 
-    def _pressure(self, group: tuple[str, int | None] | None) -> float:
+    def _pressure(self, group: tuple[str, int | None, int] | None) -> float:
         segment = self._here()
         if segment.paused() is not None:
             return 1.0
@@ -237,6 +237,7 @@ class AsynchronousPuts(AttachedWriter):
         timeout: float | None = None,
         instance_id: str | None = None,
         epoch: int | None = None,
+        split: str = TRAIN,
     ) -> bool:
         """Wait, with all other tasks of the loop, until the pressure is below a bound.
 
@@ -254,6 +255,8 @@ class AsynchronousPuts(AttachedWriter):
             group that others have begun need not wait for the bound on groups.
         epoch : int, optional
             Its epoch, as for `put`.
+        split : str, default "train"
+            Its split, as for `put`.
 
         Returns
         -------
@@ -274,7 +277,8 @@ class AsynchronousPuts(AttachedWriter):
             raise ValueError(f"below: expected more than 0, at most 1, got {below!r}")
         began = time.monotonic()
         deadline = None if timeout is None else began + timeout
-        group = None if instance_id is None else (instance_id, epoch)
+        number = _core.split_number(self._here(), check_split(split))
+        group = None if instance_id is None else (instance_id, epoch, number)
         while self._pressure(group) >= below:
             if deadline is not None and time.monotonic() >= deadline:
                 return False

@@ -11,121 +11,30 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Hashable
-from typing import Any
-
-from numpy.typing import NDArray
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 from shmbus import limits
-from shmbus._arguments import check_timeout
+from shmbus._arguments import check_timeout, clamp_request
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
-from shmbus._prompts import Prompt
+from shmbus._prompts import Prompt, Request, RequestText
 from shmbus.put.asynchronous import AsynchronousPuts
 from shmbus.put.retries import RetryPuts, WantedSample
 from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from shmbus_ext._values import FieldValue, SupportsItem
 
 __all__ = ["Request", "RequestPuts"]
 
 #: What a worker waits for, in a report of a stall.
 _WAITS_FOR = "a prompt to sample"
 
-_Claim = tuple[int, int, int, int, int]
-_Text = tuple[str, "int | None", str, int, int, int, int, int, bytes]
 
-
-class Request:
-    """One sample to make: ``request[name]`` is a field of its prompt.
-
-    It owns its memory: the arrays are read-only copies, valid for as long as they are held.
-
-    Attributes
-    ----------
-    instance_id : str
-        The prompt's key.
-    epoch : int | None
-        Which repetition of the prompt this is.
-    split : str
-        What the group is for.
-    group_size : int
-        Samples of the group.
-    need : int
-        How many of them make it complete.
-    index : int
-        Which of them this one is.
-    priority : int
-        As it was offered.
-    attempt : int
-        0 for the first time that it is asked for.
-    reason : str
-        Why it is asked for again; "" for the first time.
-    """
-
-    __slots__ = (
-        "_claim", "_prompt", "_retry", "attempt", "epoch", "group_size", "index", "instance_id",
-        "need", "priority", "reason", "split",
-    )  # fmt: skip
-
-    instance_id: str
-    epoch: int | None
-    split: str
-    group_size: int
-    need: int
-    index: int
-    priority: int
-    attempt: int
-    reason: str
-    _claim: _Claim | None
-    _prompt: Prompt
-    _retry: tuple[int, WantedSample] | None
-
-    @classmethod
-    def _of(
-        cls,
-        text: _Text,
-        prompt: Prompt,
-        index: int,
-        claim: _Claim | None = None,
-        retry: tuple[int, WantedSample] | None = None,
-    ) -> Request:
-        self = cls.__new__(cls)
-        (
-            self.instance_id, self.epoch, self.split, self.group_size, self.need, self.priority, *_
-        ) = text  # fmt: skip
-        self.index = index
-        self._claim = claim
-        self._retry = retry
-        self._prompt = prompt
-        self.attempt = 0 if retry is None else retry[1].attempt
-        self.reason = "" if retry is None else retry[1].reason
-        return self
-
-    @property
-    def meta(self) -> Any:
-        """The request's meta, decoded; None where it has none."""
-        return self._prompt.meta
-
-    @property
-    def fields(self) -> dict[str, NDArray[Any]]:
-        """All fields of the prompt by name."""
-        return dict(self._prompt.fields)
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        try:
-            return self._prompt.fields[name]
-        except KeyError:
-            raise KeyError(
-                f"{name!r}: the prompt of {self.instance_id!r} has the fields "
-                f"{sorted(self._prompt.fields)}"
-            ) from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._prompt.fields
-
-    def __repr__(self) -> str:
-        epoch = "" if self.epoch is None else f" epoch={self.epoch}"
-        again = f" attempt={self.attempt}" if self.attempt else ""
-        return f"<Request {self.instance_id!r}{epoch} {self.index}/{self.group_size}{again}>"
+def _slice_s(timeout: float | None, waited_s: float) -> float:
+    longest_s = limits.REQUEST_WAIT_S
+    return longest_s if timeout is None else min(longest_s, timeout - waited_s)
 
 
 class RequestPuts(AsynchronousPuts, RetryPuts):
@@ -135,7 +44,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         self._work = LoopWaits()
         self._next_recovery_s = 0.0
         #: Of the request that a sample was last taken of: number, text and prompt.
-        self._last_request: tuple[int, _Text | None, Prompt | None] = (0, None, None)
+        self._last_request: tuple[int, RequestText | None, Prompt | None] = (0, None, None)
 
     def _successor(self) -> _core.Segment | None:
         segment = super()._successor()
@@ -143,6 +52,10 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             self._last_request = (0, None, None)  # its numbers begin anew
         return segment
 
+    @overload
+    def next_request(self, timeout: None = None) -> Request: ...
+    @overload
+    def next_request(self, timeout: float) -> Request | None: ...
     def next_request(self, timeout: float | None = None) -> Request | None:
         """Take the next sample to make; waits for one, and costs no CPU meanwhile.
 
@@ -173,27 +86,53 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         StallError
             Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall="raise"``.
         """
+        found = self.next_requests(1, timeout)
+        return found[0] if found else None
+
+    def next_requests(self, limit: int, timeout: float | None = None) -> list[Request]:
+        """Take several samples to make by one call: what there is, once there is one.
+
+        Parameters
+        ----------
+        limit : int
+            The most to take, 1 or more.
+        timeout : float, optional
+            Seconds to wait for the first: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        list of Request
+            As `next_request` would have given them one by one; empty where nothing came in time.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `limit` is no int of 1 or more, or as for `next_request`.
+        BusClosedError, BusRemovedError, StallError
+            As for `next_request`.
+        """
         check_timeout(timeout)
+        limit = clamp_request("limit", limit)
+        found = self._find_requests(limit)
+        if found or timeout == 0:
+            return found
         began = time.monotonic()
         while True:
-            request = self._find_request()
-            if request is not None or timeout == 0:
-                return request
             ticket = _core.request_want(self._here(), False)
-            request = self._find_request()
-            if request is not None:
-                return request
+            found = self._find_requests(limit)
             waited_s = time.monotonic() - began
-            if timeout is not None and waited_s >= timeout:
-                return None
-            left_s = limits.REQUEST_WAIT_S
-            if timeout is not None:
-                left_s = min(left_s, timeout - waited_s)
+            if found or (timeout is not None and waited_s >= timeout):
+                return found
+            left_s = _slice_s(timeout, waited_s)
             self._await_request(ticket, left_s)
             self._after_wait(None if timeout is None else timeout - waited_s)
             if self._watch.slice_s is not None:
                 self._watch.check(self._segment, _WAITS_FOR, time.monotonic() - began)
 
+    @overload
+    async def anext_request(self, timeout: None = None) -> Request: ...
+    @overload
+    async def anext_request(self, timeout: float) -> Request | None: ...
     async def anext_request(self, timeout: float | None = None) -> Request | None:
         """Take the next sample to make, as `next_request`, without blocking the event loop.
 
@@ -214,19 +153,39 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         asyncio.CancelledError
             The task was cancelled during the wait; nothing was taken.
         """
+        found = await self.anext_requests(1, timeout)
+        return found[0] if found else None
+
+    async def anext_requests(self, limit: int, timeout: float | None = None) -> list[Request]:
+        """Take several samples to make, as `next_requests`, without blocking the event loop.
+
+        Parameters
+        ----------
+        limit, timeout
+            As for `next_requests`.
+
+        Returns
+        -------
+        list of Request
+            As for `next_requests`.
+
+        Raises
+        ------
+        TypeError, ValueError, BusClosedError, BusRemovedError, StallError
+            As for `next_requests`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing was taken.
+        """
         check_timeout(timeout)
+        limit = clamp_request("limit", limit)
         began = time.monotonic()
         while True:
             ticket = _core.request_want(self._here(), False)
-            request = self._find_request()
-            if request is not None:
-                return request
+            found = self._find_requests(limit)
             waited_s = time.monotonic() - began
-            if timeout is not None and waited_s >= timeout:
-                return None
-            left_s = limits.REQUEST_WAIT_S
-            if timeout is not None:
-                left_s = min(left_s, timeout - waited_s)
+            if found or (timeout is not None and waited_s >= timeout):
+                return found
+            left_s = _slice_s(timeout, waited_s)
             await self._work.wait(functools.partial(self._await_request, ticket, left_s), left_s)
             self._after_wait(0)
             await self._look(began, _WAITS_FOR)
@@ -244,25 +203,23 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             self._go_on(left_s)
         self._recover_dead()
 
-    def _find_request(self) -> Request | None:
+    def _find_requests(self, limit: int) -> list[Request]:
         segment = self._here()
+        found: list[Request] = []
         if segment.paused() is not None:
-            return None
+            return found
         if _core.retry_noted(segment)[0] and _core.request_number(segment):
-            request = self._find_retry(segment)
-            if request is not None:
-                return request
+            while len(found) < limit and (request := self._find_retry(segment)) is not None:
+                found.append(request)
         number, text, prompt = self._last_request
-        found = self._take_request(number)
-        if not found:
-            return None
-        claim, new = found
-        if new is not None or text is None or prompt is None:
-            assert new is not None
-            text, prompt = new, Prompt(new[8], new[7])
-            # One prompt for all of its samples that this producer takes, decoded once.
-            self._last_request = (claim[0], text, prompt)
-        return Request._of(text, prompt, claim[4], claim=claim)
+        for claim, new in self._take_requests(number, limit - len(found)):
+            if new is not None or text is None or prompt is None:
+                assert new is not None
+                text, prompt = new, Prompt(new[8], new[7])
+                # One prompt for all of its samples that this producer takes, decoded once.
+                self._last_request = (claim[0], text, prompt)
+            found.append(Request._of(text, prompt, claim[4], claim=claim))
+        return found
 
     def _find_retry(self, segment: _core.Segment) -> Request | None:
         """Claim a failed sample whose prompt is in the lane; others are for `wanted`."""
@@ -272,7 +229,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
                 row, number, claimant, id_, epoch, split, size, need, index, attempt, reason, _ = (
                     each
                 )
-                text = None if claimant else _core.request_find(segment, id_, epoch)
+                text = None if claimant else _core.request_find(segment, id_, epoch, split)
                 if text is None or not _core.retry_claim(segment, row, number, self.producer_id):
                     continue
                 label = _core.split_label(segment, split)
@@ -280,7 +237,9 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
                     id_, epoch, index, size or None, attempt, reason, label, need or None
                 )
                 self._taken[make_key(id_, epoch, split), index] = sample
-                return Request._of(text, Prompt(text[8], text[7]), index, retry=(row, sample))
+                return Request._of(
+                    text, Prompt(text[8], text[7]), index, retry=(row, attempt, reason)
+                )
         return None
 
     def _at(self, request: Request) -> tuple[Hashable, int]:
@@ -330,11 +289,12 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         self,
         request: Request,
         *,
-        score: float = 0.0,
-        policy_version: int = 0,
+        score: float | SupportsItem = 0.0,
+        policy_version: int | tuple[int, int] = 0,
         meta: Any = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
         timeout: float | None = None,
-        **arrays: Any,
+        **arrays: FieldValue,
     ) -> bool:
         """Put the sample that a request asked for: id, epoch, index and sizes are the request's.
 
@@ -345,7 +305,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         ----------
         request : Request
             What `next_request` gave.
-        score, policy_version, meta, timeout
+        score, policy_version, meta, rows, timeout
             As for `put`.
         **arrays
             As for `put`.
@@ -368,24 +328,21 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         for name in ("instance_id", "group_size", "index", "epoch", "need", "split"):
             if name in arrays:
                 raise TypeError(f"put_for: {name} is the request's; leave it out")
-        if request.need != request.group_size:
-            arrays["need"] = request.need
-        if request.split != "train":
-            arrays["split"] = request.split
-        head = {
-            "group_size": request.group_size,
+        given: dict[str, Any] = {
+            **request._group(),
             "index": request.index,
             "score": score,
             "policy_version": policy_version,
-            "epoch": request.epoch,
             "meta": meta,
+            "rows": rows,
             "timeout": timeout,
+            **arrays,
         }
         if request._claim is None:
-            self.put(request.instance_id, **head, **arrays)
+            self.put(request.instance_id, **given)
             self._forget(request)
         else:
-            self._answer(request._claim, False, request.instance_id, **head, **arrays)
+            self._answer(request._claim, False, request.instance_id, **given)
         return True
 
     def fail_for(
@@ -432,8 +389,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
                 request.instance_id,
                 request.index,
                 reason,
-                group_size=request.group_size,
-                epoch=request.epoch,
+                **request._group(),
                 policy_version=policy_version,
                 timeout=timeout,
             )
@@ -443,11 +399,10 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             request._claim,
             True,
             request.instance_id,
-            group_size=request.group_size,
+            **request._group(),
             index=request.index,
             score=0.0,
             policy_version=policy_version,
-            epoch=request.epoch,
             meta=reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode(),
             timeout=timeout,
         )
@@ -458,7 +413,15 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             self._taken.pop(self._at(request), None)
 
     async def aput_for(
-        self, request: Request, *, timeout: float | None = None, **arguments: Any
+        self,
+        request: Request,
+        *,
+        score: float | SupportsItem = 0.0,
+        policy_version: int | tuple[int, int] = 0,
+        meta: Any = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
+        timeout: float | None = None,
+        **arrays: FieldValue,
     ) -> bool:
         """Put the sample that a request asked for, without blocking the event loop.
 
@@ -466,10 +429,10 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         ----------
         request : Request
             What `next_request` gave.
+        score, policy_version, meta, rows, **arrays
+            As for `put_for`. The arrays must not change before this returns.
         timeout : float, optional
             Seconds to wait for space: None waits for ever, 0 does not wait.
-        **arguments
-            All others of `put_for`, arrays too. The arrays must not change before this returns.
 
         Returns
         -------
@@ -485,12 +448,53 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         asyncio.CancelledError
             The task was cancelled during the wait; nothing was put.
         """
+        given: dict[str, Any] = {"score": score, "policy_version": policy_version, **arrays}
+        put = functools.partial(self.put_for, request, meta=meta, rows=rows, timeout=0, **given)
+        return await self._answer_later(put, timeout)
+
+    async def afail_for(
+        self,
+        request: Request,
+        reason: str,
+        *,
+        policy_version: int = 0,
+        timeout: float | None = None,
+    ) -> bool:
+        """Report that the sample of a request failed, without blocking the event loop.
+
+        Parameters
+        ----------
+        request, reason, policy_version
+            As for `fail_for`.
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        bool
+            As for `fail_for`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `fail_for`.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `fail_for`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing was reported.
+        """
+        fail = functools.partial(
+            self.fail_for, request, reason, policy_version=policy_version, timeout=0
+        )
+        return await self._answer_later(fail, timeout)
+
+    async def _answer_later(self, answer: Callable[[], bool], timeout: float | None) -> bool:
         check_timeout(timeout)
         done = False
 
         def attempt() -> None:
             nonlocal done
-            done = self.put_for(request, timeout=0, **arguments)
+            done = answer()
 
         await self._retry(attempt, timeout)
         return done

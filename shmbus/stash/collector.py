@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Literal, TypeAlias
 
 from shmbus import errors, limits
@@ -203,22 +203,22 @@ class Collector:
     def _end_checks(self) -> None:
         """Clear up after deaths and discards, with all that was committed before in the stash."""
         samples = self.stash.waiting_samples()
-        present = {(sample.instance_id, sample.epoch) for sample in samples}
+        present: set[Hashable] = {sample.key for sample in samples}
         if self._requests.checks:
             # First: a request that has ended holds no place for its group.
             self._end_requests(present)
         if self._lead.checks:
             self._lead.end_check(present.union(self._requests.handed_out()))
 
-    def _end_requests(self, present: set[tuple[str, int | None]]) -> None:
+    def _end_requests(self, present: set[Hashable]) -> None:
         elsewhere = self.held_elsewhere()
         if elsewhere is None:
-            self._requests.end_check(lambda group: True)
+            self._requests.end_check(lambda key: True)
             self._requests.doubt()
             return
-        held = {(samples[0].instance_id, samples[0].epoch) for samples in elsewhere if samples}
+        held = {samples[0].key for samples in elsewhere if samples}
         self._requests.end_check(
-            lambda group: group in present or group in held or self.stash.is_full(group)
+            lambda key: key in present or key in held or self.stash.is_full(key)
         )
 
     def _doubt(self) -> None:

@@ -13,8 +13,9 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
+from shmbus._keys import split_key
 from shmbus_ext import _core
 
 __all__ = ["Lead"]
@@ -48,7 +49,7 @@ class Lead:
         """Let others begin in the place of these groups."""
         for group in groups:
             sample = group.samples[0]
-            _core.lead_leave(self._segment, sample.instance_id, sample.epoch)
+            _core.lead_leave(self._segment, *split_key(sample.key))
         _core.lead_delivered(self._segment, len(groups))
 
     def follow_version(self) -> None:
@@ -71,17 +72,17 @@ class Lead:
         """Whether a check has begun that `end_check` ends."""
         return self._settled is not None
 
-    def end_check(self, present: Iterable[tuple[str, int | None]]) -> None:
+    def end_check(self, present: Iterable[Hashable]) -> None:
         """Free rows in doubt, once the ring was read to its end.
 
         Parameters
         ----------
-        present : iterable of (instance_id, epoch)
-            Groups that wait in the stash, or were handed out by the request lane.
+        present : iterable of hashable
+            Keys of groups that wait in the stash, or were handed out by the request lane.
         """
         settled, self._settled = self._settled, None
         if settled:
-            kept = {_core.lead_key(self._segment, id_, epoch) for id_, epoch in present}
+            kept = {_core.lead_key(self._segment, *split_key(key)) for key in present}
             for row, word in settled.items():
                 if word not in kept:
                     _core.lead_free(self._segment, row, word)

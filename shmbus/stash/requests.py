@@ -15,13 +15,12 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
+from shmbus._keys import make_key
 from shmbus_ext import _core
 
 __all__ = ["Requests"]
-
-_Group = tuple[str, "int | None"]
 
 
 class Requests:
@@ -37,8 +36,8 @@ class Requests:
         self._segment = segment
         #: The last request that `_open` knows of.
         self._number = 0
-        #: Rows and numbers of open requests by group, oldest first.
-        self._open: dict[_Group, list[tuple[int, int]]] = {}
+        #: Rows and numbers of open requests by the key of their group, oldest first.
+        self._open: dict[Hashable, list[tuple[int, int]]] = {}
         self._doubtful = True
         #: Open requests with answers when `begin_check` looked.
         self._begun: list[tuple[int, int]] | None = None
@@ -48,39 +47,41 @@ class Requests:
         """Whether anything was ever offered; a read of one word."""
         return _core.request_number(self._segment) != 0
 
-    def _find(self, group: _Group) -> tuple[int, int] | None:
-        found = self._open.get(group)
+    def _key(self, id_: str, epoch: int | None, split: str) -> Hashable:
+        return make_key(id_, epoch, _core.split_number(self._segment, split))
+
+    def _find(self, key: Hashable) -> tuple[int, int] | None:
+        found = self._open.get(key)
         if found is None and _core.request_number(self._segment) != self._number:
-            for row, number, id_, epoch in sorted(
+            for row, number, id_, epoch, split in sorted(
                 _core.request_since(self._segment, self._number), key=lambda row: row[1]
             ):
-                self._open.setdefault((id_, epoch), []).append((row, number))
+                self._open.setdefault(self._key(id_, epoch, split), []).append((row, number))
                 self._number = number
-            found = self._open.get(group)
+            found = self._open.get(key)
         return found[0] if found else None
 
     def delivered(self, groups: list[_core.GroupEntry[_core.Trajectory]]) -> None:
         """Hand out nothing more of groups that were delivered."""
         if self.used:
             for group in groups:
-                sample = group.samples[0]
-                at = self._find((sample.instance_id, sample.epoch))
+                at = self._find(group.samples[0].key)
                 if at is not None:
                     _core.request_close(self._segment, *at)
 
     def ended(self, samples: list[_core.Trajectory]) -> None:
         """End the request of a group that was acknowledged or dropped."""
         if samples and self.used:
-            self._end((samples[0].instance_id, samples[0].epoch))
+            self._end(samples[0].key)
 
-    def _end(self, group: _Group) -> None:
-        at = self._find(group)
+    def _end(self, key: Hashable) -> None:
+        at = self._find(key)
         if at is not None:
             _core.request_end(self._segment, *at)
-            rest = self._open[group]
+            rest = self._open[key]
             del rest[0]
             if not rest:
-                del self._open[group]
+                del self._open[key]
 
     # -- after a death, and for groups that the stash gave up --------------------------------------
 
@@ -103,25 +104,25 @@ class Requests:
         """Whether a check has begun that `end_check` ends."""
         return self._begun is not None
 
-    def end_check(self, is_present: Callable[[_Group], bool]) -> None:
+    def end_check(self, is_present: Callable[[Hashable], bool]) -> None:
         """End requests whose answers are on the bus no more, once the ring was read to its end."""
         begun, self._begun = self._begun or [], None
         for row, number in begun:
             text = _core.request_text(self._segment, row, number)
             if text is None:
                 continue
-            group = (text[0], text[1])
-            if not is_present(group):
-                self._find(group)
-                if (row, number) in self._open.get(group, ()):
-                    self._open[group].remove((row, number))
-                    if not self._open[group]:
-                        del self._open[group]
+            key = self._key(*text[:3])
+            if not is_present(key):
+                self._find(key)
+                if (row, number) in self._open.get(key, ()):
+                    self._open[key].remove((row, number))
+                    if not self._open[key]:
+                        del self._open[key]
                 _core.request_end(self._segment, row, number)
 
-    def handed_out(self) -> Iterable[_Group]:
-        """Yield the groups of which a worker has had a sample."""
+    def handed_out(self) -> Iterable[Hashable]:
+        """Yield the keys of groups of which a worker has had a sample."""
         for row, number, admitted, *_ in _core.request_rows(self._segment) if self.used else ():
             text = _core.request_text(self._segment, row, number) if admitted else None
             if text is not None:
-                yield text[0], text[1]
+                yield self._key(*text[:3])

@@ -417,10 +417,9 @@ class Stash(Generic[S]):
         """Whether the group is under lease now."""
         return self.table.is_leased(group)
 
-    def is_full(self, group: tuple[str, int | None]) -> bool:
-        """Whether a group of this id and epoch is ready or leased."""
-        id_, epoch = group
-        return bool(self.table.full(id_ if epoch is None else (id_, epoch)))
+    def is_full(self, key: Hashable) -> bool:
+        """Whether a group of this key is ready or leased."""
+        return bool(self.table.full(key))
 
     def take_discards(self) -> list[Discard[S]]:
         """Return the discards and forget them."""

@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 import msgspec
 
 from shmbus import limits
-from shmbus._arguments import check_timeout
-from shmbus.feeder import SPLIT_TRAIN, Feeder, check_offer
+from shmbus._arguments import TRAIN, check_timeout
+from shmbus.feeder import Feeder, check_offer
 from shmbus.take.attached import AttachedConsumer
 from shmbus_ext import _core
 
@@ -37,8 +37,16 @@ class OpenRequest(TypedDict):
     prompt: str
 
 
-class RequestsState(TypedDict):
-    """What `requests_state` returns: plain values, for any checkpoint."""
+class _TrainedRequests(TypedDict, total=False):
+    trained: list[Any]
+
+
+class RequestsState(_TrainedRequests):
+    """What `requests_state` returns: plain values, for any checkpoint.
+
+    Whoever saves it may add `trained`: [instance id, epoch, split] of requests that are open only
+    because their groups are not acknowledged yet.
+    """
 
     version: int
     open: list[OpenRequest]
@@ -53,14 +61,17 @@ class RestoredRequests(msgspec.Struct, frozen=True):
         Requests of the state that were offered again.
     kept : int
         Requests of the state that were open still.
-    beyond : list of (str, int | None)
-        Instance ids and epochs of open requests that the state does not have: they were offered
-        after it was saved, and whoever feeds should not offer them again.
+    beyond : list of (str, int | None, str)
+        Instance ids, epochs and splits of open requests that the state does not have: they were
+        offered after it was saved, and whoever feeds should not offer them again.
+    trained : list of (str, int | None, str)
+        Those of the state's `trained` that are open still.
     """
 
     offered: int
     kept: int
-    beyond: list[tuple[str, int | None]]
+    beyond: list[tuple[str, int | None, str]]
+    trained: list[tuple[str, int | None, str]]
 
 
 class PromptRequests(AttachedConsumer):
@@ -85,12 +96,12 @@ class PromptRequests(AttachedConsumer):
 
     def request(
         self,
-        instance_id: str,
+        instance_id: str | int,
         *,
         group_size: int,
         need: int | None = None,
         epoch: int | None = None,
-        split: str = SPLIT_TRAIN,
+        split: str = TRAIN,
         priority: int = 0,
         meta: Any = None,
         timeout: float | None = None,
@@ -103,7 +114,7 @@ class PromptRequests(AttachedConsumer):
 
         Parameters
         ----------
-        instance_id : str
+        instance_id : str or int
             The prompt's key, as for `Producer.put`.
         group_size : int
             Samples to make, 1 to 16384.
@@ -202,6 +213,10 @@ class PromptRequests(AttachedConsumer):
             )
         feeder = self._feeding()
         there = Counter(_key(each) for each in open_requests(feeder._segment))
+        trained = there & Counter(
+            (id_, epoch, split) for id_, epoch, split in state.get("trained", ())
+        )
+        there -= trained
         offered = kept = 0
         for saved in state["open"]:
             if there[_key(saved)] > 0:
@@ -209,6 +224,7 @@ class PromptRequests(AttachedConsumer):
                 kept += 1
                 continue
             offer = check_offer(
+                feeder._segment,
                 saved["instance_id"],
                 saved["group_size"],
                 saved["need"],
@@ -217,10 +233,9 @@ class PromptRequests(AttachedConsumer):
                 saved["priority"],
                 base64.b64decode(saved["prompt"]),
             )
-            feeder._offer(offer, timeout)
+            feeder._offer([offer], timeout)
             offered += 1
-        beyond = [(id_, epoch) for id_, epoch, _ in there.elements()]
-        return RestoredRequests(offered, kept, beyond)
+        return RestoredRequests(offered, kept, list(there.elements()), list(trained.elements()))
 
 
 def _key(request: OpenRequest) -> tuple[str, int | None, str]:

@@ -124,12 +124,12 @@ struct request_row {
     uint64_t offered;    /* samples of the lane with this row's */
     uint32_t first_cell;
     uint32_t first_unit;
-    uint32_t data_bytes; /* id, split and prompt, one behind the other */
+    uint32_t data_bytes; /* id and prompt, one behind the other */
     uint32_t data_crc;
     uint16_t group_size;
     uint16_t need;
     uint16_t id_bytes;
-    uint16_t split_bytes;
+    uint16_t split; /* of its records */
     uint16_t level;
     uint16_t reserved0;
     uint32_t crc;

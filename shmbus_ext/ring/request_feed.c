@@ -221,6 +221,11 @@ static bool order_has_place(struct request_parts *parts, uint32_t level) {
     return true;
 }
 
+/* The id, and the prompt behind it. */
+static uint32_t data_bytes_of(const struct request_offer *offer) {
+    return offer->id_bytes + offer->prompt_bytes;
+}
+
 /* A row, cells and room for the prompt, or nothing of it. */
 static uint32_t allocate(struct request_parts *parts, const struct request_offer *offer,
                          uint32_t *first_cell, uint32_t *first_unit) {
@@ -235,7 +240,7 @@ static uint32_t allocate(struct request_parts *parts, const struct request_offer
         return NOWHERE;
     }
     *first_cell = block * SHMBUS_REQUEST_CELLS_A_BLOCK;
-    *first_unit = take_run(parts->unit_bits, parts->unit_count, units_of(offer->data_bytes),
+    *first_unit = take_run(parts->unit_bits, parts->unit_count, units_of(data_bytes_of(offer)),
                            &lane->unit_hint);
     if (*first_unit == NOWHERE) {
         set_bits(parts->block_bits, block, blocks, false);
@@ -263,18 +268,20 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     fresh.offered = counted(&lane->offered) + offer->group_size;
     fresh.first_cell = first_cell;
     fresh.first_unit = first_unit;
-    fresh.data_bytes = offer->data_bytes;
-    fresh.data_crc = shmbus_crc32c(0, offer->data, offer->data_bytes);
+    fresh.data_bytes = data_bytes_of(offer);
+    fresh.data_crc = shmbus_crc32c(shmbus_crc32c(0, offer->id, offer->id_bytes), offer->prompt,
+                                   offer->prompt_bytes);
     fresh.group_size = (uint16_t)offer->group_size;
     fresh.need = (uint16_t)offer->need;
     fresh.id_bytes = (uint16_t)offer->id_bytes;
-    fresh.split_bytes = (uint16_t)offer->split_bytes;
+    fresh.split = (uint16_t)offer->split;
     fresh.level = (uint16_t)offer->level;
     fresh.crc = request_row_crc(&fresh);
     atomic_store_explicit(&fresh.next, request_next_word(number, 0), memory_order_relaxed);
     memcpy(&row->place, &fresh.place, sizeof fresh - offsetof(struct request_row, place));
-    memcpy(parts->units + (uint64_t)first_unit * SHMBUS_REQUEST_UNIT, offer->data,
-           offer->data_bytes);
+    uint8_t *data = parts->units + (uint64_t)first_unit * SHMBUS_REQUEST_UNIT;
+    memcpy(data, offer->id, offer->id_bytes);
+    memcpy(data + offer->id_bytes, offer->prompt, offer->prompt_bytes);
     for (uint32_t i = 0; i < offer->group_size; i++) {
         struct request_cell *cell = &parts->cells[first_cell + i];
         atomic_store_explicit(&cell->commit, 0, memory_order_relaxed);
@@ -289,16 +296,37 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     FAILPOINT("feed-offered");
 }
 
-static bool can_ever_fit(const struct request_parts *parts, const struct request_offer *offer) {
-    return blocks_of(offer->group_size) <= parts->block_count &&
-           units_of(offer->data_bytes) <= parts->unit_count;
+bool request_can_fit(const struct segment *segment, const struct request_offer *offer) {
+    return blocks_of(offer->group_size) <= segment->requests.block_count &&
+           units_of(data_bytes_of(offer)) <= segment->requests.unit_count;
 }
 
-enum request_feed request_offer(struct segment *segment, const struct request_offer *offer,
-                                uint64_t *number) {
+/* One group, by who has the lock; false where there is no room. */
+static bool offer_one(struct request_parts *parts, const struct request_offer *offer,
+                      uint64_t *number) {
+    uint32_t first_cell, first_unit;
+    uint32_t index = allocate(parts, offer, &first_cell, &first_unit);
+    if (index == NOWHERE) {
+        free_ended(parts);
+        index = allocate(parts, offer, &first_cell, &first_unit);
+    }
+    if (index == NOWHERE) {
+        return false;
+    }
+    *number = counted(&parts->lane->number) + 1;
+    atomic_store_explicit(&parts->lane->number, *number, memory_order_release);
+    write_row(parts, index, *number, offer, first_cell, first_unit);
+    return true;
+}
+
+enum request_feed request_offer(struct segment *segment, const struct request_offer *offers,
+                                uint32_t count, uint32_t *done, uint64_t *number) {
     struct request_parts *parts = &segment->requests;
-    if (!can_ever_fit(parts, offer)) {
-        return FEED_TOO_LARGE;
+    *done = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        if (!request_can_fit(segment, &offers[i])) {
+            return FEED_TOO_LARGE;
+        }
     }
     enum lock_status lock = file_lock_take(segment->fd, SHMBUS_LOCK_FEEDER);
     if (lock != LOCK_TAKEN) {
@@ -306,23 +334,16 @@ enum request_feed request_offer(struct segment *segment, const struct request_of
     }
     begin_feeding(parts);
     FAILPOINT("feed-begun");
-    uint32_t first_cell, first_unit;
-    uint32_t index = allocate(parts, offer, &first_cell, &first_unit);
-    if (index == NOWHERE) {
-        free_ended(parts);
-        index = allocate(parts, offer, &first_cell, &first_unit);
-    }
-    if (index != NOWHERE) {
-        *number = counted(&parts->lane->number) + 1;
-        atomic_store_explicit(&parts->lane->number, *number, memory_order_release);
-        write_row(parts, index, *number, offer, first_cell, first_unit);
+    uint32_t samples = 0;
+    while (*done < count && *done < REQUEST_OFFERS_AT_ONCE &&
+           offer_one(parts, &offers[*done], number)) {
+        samples += offers[(*done)++].group_size;
     }
     end_feeding(segment);
-    if (index == NOWHERE) {
-        return FEED_FULL;
+    if (*done > 0) {
+        shared_bell_ring(&parts->lane->work, samples);
     }
-    shared_bell_ring(&parts->lane->work, offer->group_size);
-    return FEED_DONE;
+    return *done == count ? FEED_DONE : FEED_FULL;
 }
 
 uint64_t request_free_bytes(const struct segment *segment) {

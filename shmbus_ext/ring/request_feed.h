@@ -14,12 +14,13 @@
 
 #include "segment.h"
 
-/* A group to make. `data` is id, split and prompt, one behind the other. */
+/* A group to make. */
 struct request_offer {
-    const uint8_t *data;
-    uint32_t data_bytes;
+    const void *id;
+    const void *prompt;
     uint32_t id_bytes;
-    uint32_t split_bytes;
+    uint32_t prompt_bytes;
+    uint32_t split; /* below SHMBUS_MAX_SPLITS */
     int64_t epoch;
     uint32_t group_size;
     uint32_t need;
@@ -27,14 +28,20 @@ struct request_offer {
 };
 
 enum request_feed {
-    FEED_DONE = 0,
+    FEED_DONE = 0,  /* all of them */
     FEED_FULL,      /* until groups end */
     FEED_TOO_LARGE, /* for the whole lane */
     FEED_HELD,      /* another feeder is at work; for moments, unless it is stopped */
     FEED_ERROR,     /* errno says why */
 };
-enum request_feed request_offer(struct segment *segment, const struct request_offer *offer,
-                                uint64_t *number);
+/* Whether an empty lane has room for it. */
+bool request_can_fit(const struct segment *segment, const struct request_offer *offer);
+/* The most that are offered under one lock: others wait for it. */
+#define REQUEST_OFFERS_AT_ONCE 64u
+/* Offers up to REQUEST_OFFERS_AT_ONCE groups, in order, and rings once. `done` counts those that
+ * are offered; their numbers are consecutive, and `number` is the last one's. */
+enum request_feed request_offer(struct segment *segment, const struct request_offer *offers,
+                                uint32_t count, uint32_t *done, uint64_t *number);
 
 /* Ends what a dead feeder left, if there is anything; for the collector. */
 void request_heal(struct segment *segment);

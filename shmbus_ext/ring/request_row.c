@@ -37,8 +37,8 @@ bool request_copy_row(const struct segment *segment, uint32_t index, uint64_t nu
     return copy->crc == request_row_crc(copy) && copy->group_size >= 1 &&
            copy->first_cell + (uint64_t)copy->group_size <= cells &&
            (uint64_t)copy->first_unit * SHMBUS_REQUEST_UNIT + copy->data_bytes <= data &&
-           (uint64_t)copy->id_bytes + copy->split_bytes <= copy->data_bytes &&
-           copy->id_bytes >= 1 && copy->id_bytes <= SHMBUS_MAX_ID_BYTES &&
+           copy->id_bytes <= copy->data_bytes && copy->id_bytes >= 1 &&
+           copy->id_bytes <= SHMBUS_MAX_ID_BYTES && copy->split < SHMBUS_MAX_SPLITS &&
            copy->level < SHMBUS_REQUEST_LEVELS;
 }
 

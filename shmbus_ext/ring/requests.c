@@ -63,7 +63,7 @@ static bool admit(struct taker *self, uint32_t index, const struct request_row *
     if (lead_is_bounded(segment)) {
         const char *id = (const char *)segment->requests.units +
                          (uint64_t)row->first_unit * SHMBUS_REQUEST_UNIT;
-        uint64_t key = lead_key(id, row->id_bytes, row->epoch);
+        uint64_t key = lead_key(id, row->id_bytes, row->epoch, row->split);
         enum lead_verdict verdict = lead_admit(segment, key, self->slot);
         if (verdict == LEAD_FULL) {
             self->too_far = true;
@@ -229,7 +229,7 @@ bool request_read(const struct segment *segment, uint32_t index, uint64_t number
         .group_size = row.group_size,
         .need = row.need,
         .id_bytes = row.id_bytes,
-        .split_bytes = row.split_bytes,
+        .split = row.split,
         .level = row.level,
         .admitted = atomic_load_explicit(&segment->requests.rows[index].admitted,
                                          memory_order_acquire) != 0,
@@ -244,7 +244,7 @@ bool request_read(const struct segment *segment, uint32_t index, uint64_t number
 }
 
 uint64_t request_find(const struct segment *segment, const char *id, uint32_t id_bytes,
-                      int64_t epoch, uint32_t *found) {
+                      int64_t epoch, uint32_t split, uint32_t *found) {
     const struct request_parts *parts = &segment->requests;
     uint64_t oldest = 0;
     for (uint32_t index = 0; index < parts->row_count; index++) {
@@ -252,7 +252,7 @@ uint64_t request_find(const struct segment *segment, const char *id, uint32_t id
         uint64_t number = request_open_row(segment, index);
         if (number != 0 && (oldest == 0 || number < oldest) &&
             request_copy_row(segment, index, number, &row) && row.epoch == epoch &&
-            row.id_bytes == id_bytes &&
+            row.split == split && row.id_bytes == id_bytes &&
             memcmp(parts->units + (uint64_t)row.first_unit * SHMBUS_REQUEST_UNIT, id, id_bytes) ==
                 0) {
             oldest = number;

@@ -33,7 +33,7 @@ struct request_claim {
     uint32_t index; /* of the sample */
 };
 
-/* What a row says, copied. `data` is behind it: id, split, prompt. */
+/* What a row says, copied. `data` is behind it: id, prompt. */
 struct request_text {
     uint64_t number;
     int64_t epoch;
@@ -42,7 +42,7 @@ struct request_text {
     uint16_t group_size;
     uint16_t need;
     uint16_t id_bytes;
-    uint16_t split_bytes;
+    uint16_t split;
     uint16_t level;
     bool admitted; /* one of its samples was handed out */
 };
@@ -67,7 +67,7 @@ bool request_read(const struct segment *segment, uint32_t row, uint64_t number,
                   struct request_text *text, uint8_t *data);
 /* The oldest open request of a group, by its number; 0 where there is none. */
 uint64_t request_find(const struct segment *segment, const char *id, uint32_t id_bytes,
-                      int64_t epoch, uint32_t *row);
+                      int64_t epoch, uint32_t split, uint32_t *row);
 /* Whether the sample is still wanted of the claim's owner. */
 bool request_is_held(const struct segment *segment, const struct request_claim *claim);
 /* Gives it back; false where it is not the claim's any more. */

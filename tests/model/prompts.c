@@ -33,16 +33,18 @@ static struct actor *begin(void) {
 
 void offer_prompt(void) {
     struct actor *self = begin();
-    static const uint8_t data[] = {'q', 't', 1, 2, 3};
-    struct request_offer offer = {.data = data,
-                                  .data_bytes = sizeof data,
+    static const uint8_t prompt[] = {'t', 1, 2, 3};
+    struct request_offer offer = {.id = "q",
+                                  .prompt = prompt,
                                   .id_bytes = 1,
-                                  .split_bytes = 1,
+                                  .prompt_bytes = sizeof prompt,
+                                  .split = 0,
                                   .epoch = 7,
                                   .group_size = SAMPLES,
                                   .need = SAMPLES};
+    uint32_t done;
     uint64_t number;
-    while (request_offer(&self->segment, &offer, &number) != FEED_DONE) {
+    while (request_offer(&self->segment, &offer, 1, &done, &number) != FEED_DONE) {
         engine_pause();
     }
 }

@@ -50,12 +50,14 @@ time.sleep(600)
 
 FEEDER = """
 import sys, numpy as np, shmbus
-name, first, count, size = sys.argv[1], *map(int, sys.argv[2:])
+name, first, count, size, several = sys.argv[1], *map(int, sys.argv[2:])
 with shmbus.Feeder(name) as feeder:
     print("feeds", flush=True)
-    for number in range(first, first + count):
-        feeder.request(f"q{number}", group_size=size, epoch=0, meta={"number": number},
-                       prompt=np.full(number % 700, number, np.int32), timeout=60)
+    for at in range(first, first + count, several):
+        feeder.request_many(
+            [{"instance_id": f"q{number}", "group_size": size, "epoch": 0,
+              "meta": {"number": number}, "prompt": np.full(number % 700, number, np.int32)}
+             for number in range(at, at + several)], timeout=60)
 print("done", flush=True)
 """
 
@@ -153,7 +155,7 @@ def test_a_state_offers_again_what_was_not_trained(bus_name: str) -> None:
             consumer.take(1, timeout=10)[0].ack()  # trained after the checkpoint
             consumer.request("later", group_size=1)
             again = consumer.load_requests_state(state)
-            assert (again.offered, again.kept, again.beyond) == (1, 2, [("later", None)])
+            assert (again.offered, again.kept, again.beyond) == (1, 2, [("later", None, "train")])
             assert consumer.load_requests_state(state).offered == 0
         bus.close()
     with (
@@ -225,7 +227,9 @@ def test_feeders_that_are_killed_leave_no_half_request_and_no_leaked_room(
 
             for round_ in range(6):
                 feeders = [
-                    spawn.script(FEEDER, bus_name, 100_000 * round_ + 10_000 * i, 5000, 3)
+                    spawn.script(
+                        FEEDER, bus_name, 100_000 * round_ + 10_000 * i, 5000, 3, 1 + 9 * i
+                    )
                     for i in range(2)
                 ]
                 for child in feeders:
@@ -251,10 +255,9 @@ def _work(name: str, seed: int) -> None:
     producer = Producer(name)
     mine: list[Request] = []
     while True:
-        request = producer.next_request(5)
-        if request is not None:
-            mine.append(request)
-        while mine and (request is None or rng.random() < 0.8):
+        found = producer.next_requests(rng.choice((1, 1, 4)), 5)
+        mine += found
+        while mine and (not found or rng.random() < 0.8):
             each = mine.pop(rng.randrange(len(mine)))
             what = rng.random()
             if what < 0.02:
@@ -271,6 +274,13 @@ KILLS = int(os.environ.get("SHMBUS_TEST_REQUEST_KILLS", "120"))
 def test_under_kills_of_workers_each_prompt_makes_one_whole_group(
     bus_name: str, daemon: Serve, seed: int, served: bool
 ) -> None:
+    """SIGKILL of workers at any instant, with samples in hand.
+
+    10,000 of them, in the background::
+
+        SHMBUS_TEST_REQUEST_KILLS=5000 nice -n 19 python -m pytest -n 0 -s -k under_kills \\
+            -o faulthandler_timeout=0 tests/requests/test_request_ends.py
+    """
     rng = random.Random(seed)
     context = multiprocessing.get_context("fork")
     bus = None
@@ -335,7 +345,7 @@ def test_requests_survive_the_deaths_of_the_daemon(
 ) -> None:
     server = daemon("--capacity", "4MiB")
     workers = [spawn.script(WORKER, bus_name) for _ in range(2)]
-    fed = spawn.script(FEEDER, bus_name, 0, 300, 4)
+    fed = spawn.script(FEEDER, bus_name, 0, 300, 4, 1)
     seen: list[str] = []
     with Consumer(bus_name) as consumer:
         while len(seen) < 300:

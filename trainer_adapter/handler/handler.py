@@ -188,7 +188,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
         self._planner: BatchPlanner[Batch] = BatchPlanner(
             tokens_per_batch, groups_per_batch, max_wait_s, world_size
         )
-        self._saves_requests = rank == 0  # the lane is one for all ranks
+        self._begin_requests(saves=rank == 0)  # the lane is one for all ranks
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
         try:
             max_policy_lag = consumer_options.get("max_policy_lag")
@@ -509,7 +509,8 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
     def load_state_dict(self, state: Any) -> None:
         """Continue from a checkpoint. Its policy version is set, even if it is a lower one.
 
-        Requests that it had not trained and that the bus has not are offered again.
+        Requests that it had not trained and that the bus has not are offered again. Those that were
+        offered after it was saved, and that the bus has, are not offered again by `request`.
 
         Parameters
         ----------
@@ -531,8 +532,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
             self._admission.end_trained()
             if self._prefetcher is not None:
                 self._prefetcher.wake()
-        if saved.requests is not None:
-            self._consumer.load_requests_state(saved.requests)
+        self._restore_requests(saved.requests)
 
     def stats(self) -> shmbus.Ledger:
         """Return the ledger of the bus.

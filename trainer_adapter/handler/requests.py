@@ -1,11 +1,16 @@
 """Prompts that a trainer offers through its handler, and those of a checkpoint.
 
-Invariant: a request counts as trained once its batch was yielded, as trajectories do; so a state
-has the requests that are open, less those of batches that are out.
+Invariants:
+
+- A request counts as trained once its batch was yielded, as trajectories do; so a state has the
+  requests that are open, less those of batches that are out.
+- A trainer that goes back to a checkpoint goes over its data again from there. What an earlier life
+  of it had offered, and a state or the bus has still, is not offered again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import shmbus
@@ -17,6 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["RequestingHandler"]
 
 
+#: Instance id, epoch and split.
+_Key = tuple[str, "int | None", str]
+
+
+def _keys(state: Any, name: str) -> Counter[_Key]:
+    return Counter((id_, epoch, split) for id_, epoch, split in (state or {}).get(name, ()))
+
+
 class RequestingHandler:
     """What of a handler offers prompts; the rest of it is `OnlineDataHandler`."""
 
@@ -24,34 +37,82 @@ class RequestingHandler:
     _consumer: shmbus.Consumer
     _planner: BatchPlanner[Batch]
 
-    def request(self, instance_id: str, **arguments: Any) -> int:
+    def _begin_requests(self, *, saves: bool) -> None:
+        self._saves_requests = saves
+        self._restored_requests: shmbus.RestoredRequests | None = None
+        #: Offered by an earlier life of this run, beyond where it stands in its data.
+        self._ahead: Counter[_Key] = Counter()
+        #: Trained by an earlier life, and not acknowledged yet.
+        self._trained_open: Counter[_Key] = Counter()
+
+    def request(
+        self, instance_id: str | int, *, epoch: int | None = None, split: str = "train", **more: Any
+    ) -> int:
         """Offer one group to the workers, as `shmbus.Consumer.request` does, which says how.
+
+        After `load_state_dict` a trainer goes over its data again, from where the checkpoint stood.
+        What it had offered after that and the bus has still is not offered twice.
 
         Parameters
         ----------
-        instance_id : str
+        instance_id : str or int
             The prompt's key.
-        **arguments
+        epoch : int, optional
+            Which repetition of the prompt this is.
+        split : str, default "train"
+            What the group is for.
+        **more
             All others of `shmbus.Consumer.request`, the prompt's fields too.
 
         Returns
         -------
         int
-            The request's number.
+            The request's number; 0 where it was offered before the restart.
         """
-        return self._consumer.request(instance_id, **arguments)
+        key = (str(instance_id), epoch, split)
+        if self._ahead[key] > 0:
+            self._ahead -= Counter([key])
+            return 0
+        return self._consumer.request(instance_id, epoch=epoch, split=split, **more)
 
     def _requests_to_save(self) -> Any:
-        """Return the requests that are not trained; None where there are none."""
+        """Return the requests that are not trained, and what a restart must know of others."""
         if not self._saves_requests:
             return None
-        state = self._consumer.requests_state()
-        out = {
-            (one.group.instance_id, one.group[0].epoch)
+        state: Any = self._consumer.requests_state()
+        trained = self._trained_open + Counter(
+            (one.group.instance_id, one.group[0].epoch, one.group[0].split)
             for made in self._planner.out.values()
             for one in made.planned
+        )
+        found: list[_Key] = []
+        opened = []
+        for each in state["open"]:
+            key = (each["instance_id"], each["epoch"], each["split"])
+            if trained[key] > 0:
+                trained[key] -= 1
+                found.append(key)
+            else:
+                opened.append(each)
+        self._trained_open &= Counter(found)  # the others have ended
+        saved = {
+            "open": opened,
+            "trained": [list(key) for key in found],
+            "ahead": [list(key) for key in self._ahead.elements()],
         }
-        state["open"] = [
-            each for each in state["open"] if (each["instance_id"], each["epoch"]) not in out
-        ]
-        return state if state["open"] else None
+        return {**state, **saved} if any(saved.values()) else None
+
+    def _restore_requests(self, saved: Any) -> None:
+        """Offer again what is not trained; a state without requests has none of them open."""
+        if saved is None and not self._saves_requests:
+            return
+        state: Any = {**self._consumer.requests_state(), "open": []} if saved is None else saved
+        restored = self._consumer.load_requests_state(state)
+        self._restored_requests = restored
+        self._ahead = _keys(saved, "ahead") + Counter(restored.beyond)
+        self._trained_open = Counter(restored.trained)
+
+    @property
+    def restored_requests(self) -> shmbus.RestoredRequests | None:
+        """What `load_state_dict` did with requests; None before, and on ranks other than 0."""
+        return self._restored_requests

@@ -39,12 +39,12 @@ static bool is_paused(const WriterObject *self) {
 struct wanted_room py_writer_wants(const WriterObject *self,
                                    const struct put_arguments *arguments) {
     const struct record_spec *spec = &arguments->spec;
-    struct wanted_room wanted = {spec->record_bytes, 0};
+    struct wanted_room wanted = {spec->record_bytes, 0, arguments->split_object};
     /* A report of a failure waits for nobody, and the group of an answer was admitted with its
      * request. */
     if (lead_is_bounded(&self->segment->c) && (spec->flags & SHMBUS_FLAG_FAILED) == 0 &&
         arguments->answers.number == 0) {
-        wanted.begins = lead_key(spec->id, spec->id_bytes, spec->epoch);
+        wanted.begins = lead_key(spec->id, spec->id_bytes, spec->epoch, SHMBUS_SPLIT_TRAIN);
     }
     return wanted;
 }
@@ -59,11 +59,19 @@ enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_r
     if (wanted->begins == 0 || status != WRITER_OK) {
         return status;
     }
+    uint64_t key = wanted->begins;
+    if (wanted->split_object != NULL) {
+        uint32_t split = py_split_number(self->segment, wanted->split_object);
+        if (split == SHMBUS_MAX_SPLITS) {
+            PyErr_Clear(); /* py_writer_find_split raises it, and no group begins */
+            return WRITER_OK;
+        }
+        key = lead_key_of_split(key, split);
+    }
     /* After the space, which need not be given back: nobody sees it yet. */
-    enum lead_verdict verdict =
-        lead_admit(&self->segment->c, wanted->begins, self->c.slot_index);
+    enum lead_verdict verdict = lead_admit(&self->segment->c, key, self->c.slot_index);
     self->too_far = verdict == LEAD_FULL;
-    at->admitted = verdict == LEAD_CLAIMED ? wanted->begins : 0;
+    at->admitted = verdict == LEAD_CLAIMED ? key : 0;
     return self->too_far ? WRITER_FULL : WRITER_OK;
 }
 

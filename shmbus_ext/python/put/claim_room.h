@@ -15,7 +15,8 @@ struct batch;
 /* What a record needs of the bus before it can be written. */
 struct wanted_room {
     uint64_t bytes;
-    uint64_t begins; /* the key of its group where groups are bounded, else 0 */
+    uint64_t begins; /* the key of its group, if it were for training; 0 where groups have no bound */
+    PyObject *split_object; /* of the arguments, which live longer; NULL for training */
 };
 
 typedef struct writer_object {

@@ -155,9 +155,9 @@ static PyObject *py_check_block(PyObject *module, PyObject *argument) {
 static int claim(WriterObject *self, const struct record_copy *copy, bool waits, double timeout_s,
                  struct reservation *at) {
     const struct record_header *head = &copy->header;
-    struct wanted_room wanted = {head->record_bytes, 0};
+    struct wanted_room wanted = {head->record_bytes, 0, NULL};
     if (lead_is_bounded(&self->segment->c) && (head->flags & SHMBUS_FLAG_FAILED) == 0) {
-        wanted.begins = lead_key(copy->id, head->id_bytes, head->epoch);
+        wanted.begins = lead_key(copy->id, head->id_bytes, head->epoch, head->split);
     }
     if (waits) {
         return py_writer_claim_room(self, &wanted, timeout_s, at) ? 1 : -1;

@@ -6,41 +6,67 @@
 #include "python/requests/request_functions.h"
 #include "ring/recovery.h"
 
-/* _take_request(known) -> (claim, text), where text is None for a sample of the request of that number,
- * whose text the caller has; None where there is nothing to do, False where only the bound on
- * groups keeps one from being taken. `claim` is (number, word, row, cell, index). */
-PyObject *py_writer_take_request(WriterObject *self, PyObject *argument) {
-    unsigned long long known = PyLong_AsUnsignedLongLong(argument);
-    if ((known == (unsigned long long)-1 && PyErr_Occurred()) || !py_writer_usable(self)) {
+/* The claim and the text of a sample that was just taken, as _take_requests has them; None where
+ * its row has ended or is damaged, so that it is nobody's. `known` is the request whose text the
+ * caller has. */
+static PyObject *describe(WriterObject *self, const struct request_claim *claim, uint64_t known) {
+    struct segment *segment = &self->segment->c;
+    bool again = claim->number == known && request_open_row(segment, claim->row) == claim->number;
+    PyObject *text = again ? Py_NewRef(Py_None)
+                           : py_describe_request(self->segment, claim->row, claim->number);
+    if (text == NULL || (text == Py_None && !again)) {
+        return text;
+    }
+    return Py_BuildValue("((KKIII)N)", (unsigned long long)claim->number,
+                         (unsigned long long)claim->word, claim->row, claim->cell, claim->index,
+                         text);
+}
+
+/* Gives back what the items of a list say; an exception that is set stays. */
+static void give_back_all(WriterObject *self, PyObject *found) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found); i++) {
+        struct request_claim claim;
+        if (py_take_claim(self, PyTuple_GET_ITEM(PyList_GET_ITEM(found, i), 0), &claim)) {
+            request_give_back(&self->segment->c, &claim);
+        }
+    }
+    PyErr_Restore(type, value, trace);
+}
+
+/* _take_requests(known, limit) -> list of (claim, text), up to `limit` of what may be taken now.
+ * `text` is None for a sample of the request before it, and of the request of the number `known`,
+ * whose text the caller has. `claim` is (number, word, row, cell, index). */
+PyObject *py_writer_take_requests(WriterObject *self, PyObject *args) {
+    unsigned long long known;
+    Py_ssize_t limit;
+    if (!PyArg_ParseTuple(args, "Kn", &known, &limit) || !py_writer_usable(self)) {
         return NULL;
     }
-    struct segment *segment = &self->segment->c;
-    for (;;) {
+    PyObject *found = PyList_New(0);
+    while (found != NULL && PyList_GET_SIZE(found) < limit) {
         struct request_claim claim;
-        enum request_take taken =
-            request_take(segment, self->c.producer_id, self->c.slot_index, &claim);
-        if (taken != REQUEST_TAKEN) {
-            return taken == REQUEST_NONE ? Py_NewRef(Py_None) : Py_NewRef(Py_False);
+        if (request_take(&self->segment->c, self->c.producer_id, self->c.slot_index, &claim) !=
+            REQUEST_TAKEN) {
+            break;
         }
-        bool again =
-            claim.number == known && request_open_row(segment, claim.row) == claim.number;
-        PyObject *text = again ? Py_NewRef(Py_None)
-                               : py_describe_request(self->segment, claim.row, claim.number);
-        if (text == Py_None && !again) {
-            /* Its row has ended, or is damaged: it stays claimed, and is nobody's. */
-            Py_DECREF(text);
+        PyObject *item = describe(self, &claim, known);
+        if (item == Py_None) {
+            Py_DECREF(item);
             continue;
         }
-        PyObject *result =
-            text == NULL ? NULL
-                         : Py_BuildValue("((KKIII)N)", (unsigned long long)claim.number,
-                                         (unsigned long long)claim.word, claim.row, claim.cell,
-                                         claim.index, text);
-        if (result == NULL) {
-            request_give_back(segment, &claim);
+        if (item == NULL || PyList_Append(found, item) < 0) {
+            Py_XDECREF(item);
+            request_give_back(&self->segment->c, &claim);
+            give_back_all(self, found);
+            Py_CLEAR(found);
+            break;
         }
-        return result;
+        Py_DECREF(item);
+        known = claim.number;
     }
+    return found;
 }
 
 bool py_take_claim(const WriterObject *self, PyObject *object, struct request_claim *claim) {

@@ -4,11 +4,11 @@
 
 #include "python/put/claim_room.h"
 
-PyObject *py_writer_take_request(WriterObject *self, PyObject *known);
+PyObject *py_writer_take_requests(WriterObject *self, PyObject *args);
 PyObject *py_writer_give_back_request(WriterObject *self, PyObject *claim);
 PyObject *py_writer_holds_request(WriterObject *self, PyObject *claim);
 PyObject *py_writer_recover_dead(WriterObject *self, PyObject *ignored);
-/* From the tuple that take_request gave; false with an exception. */
+/* From a tuple that take_requests gave; false with an exception. */
 bool py_take_claim(const WriterObject *self, PyObject *object, struct request_claim *claim);
 
 #endif

@@ -357,7 +357,7 @@ static PyMethodDef writer_methods[] = {
     {"_fail_unsized", (PyCFunction)(void (*)(void))py_writer_fail_unsized,
      METH_FASTCALL | METH_KEYWORDS, NULL},
     {"_answer", (PyCFunction)(void (*)(void))py_writer_answer, METH_FASTCALL | METH_KEYWORDS, NULL},
-    {"_take_request", (PyCFunction)(void (*)(void))py_writer_take_request, METH_O, NULL},
+    {"_take_requests", (PyCFunction)(void (*)(void))py_writer_take_requests, METH_VARARGS, NULL},
     {"_give_back_request", (PyCFunction)(void (*)(void))py_writer_give_back_request, METH_O, NULL},
     {"_holds_request", (PyCFunction)(void (*)(void))py_writer_holds_request, METH_O, NULL},
     {"_recover_dead", (PyCFunction)(void (*)(void))py_writer_recover_dead, METH_NOARGS, NULL},

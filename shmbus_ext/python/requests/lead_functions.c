@@ -18,43 +18,45 @@ static PyObject *py_lead_state(PyObject *module, PyObject *object) {
                          (unsigned long long)lead->a_version);
 }
 
-static bool take_key(PyObject *args, const char *format, SegmentObject **segment, uint64_t *key) {
+/* (segment, id, epoch, split): the number of the split. */
+static bool take_key(PyObject *args, SegmentObject **segment, uint64_t *key) {
     PyObject *object, *epoch_object;
     const char *id;
     Py_ssize_t id_bytes;
     int64_t epoch;
-    if (!PyArg_ParseTuple(args, format, &object, &id, &id_bytes, &epoch_object) ||
+    unsigned int split;
+    if (!PyArg_ParseTuple(args, "Os#OI", &object, &id, &id_bytes, &epoch_object, &split) ||
         !py_take_segment(object, segment) || !py_take_epoch(epoch_object, &epoch)) {
         return false;
     }
-    *key = lead_key(id, (uint32_t)id_bytes, epoch);
+    *key = lead_key(id, (uint32_t)id_bytes, epoch, split);
     return true;
 }
 
-/* lead_leave(segment, id, epoch) -> bool: the group was delivered, or has ended otherwise. */
+/* lead_leave(segment, id, epoch, split) -> bool: the group was delivered, or has ended otherwise. */
 static PyObject *py_lead_leave(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
     uint64_t key;
-    return take_key(args, "Os#O", &segment, &key) ? PyBool_FromLong(lead_leave(&segment->c, key))
+    return take_key(args, &segment, &key) ? PyBool_FromLong(lead_leave(&segment->c, key))
                                                   : NULL;
 }
 
-/* lead_knows(segment, id, epoch) -> bool: whether a sample of that group waits for no other. */
+/* lead_knows(segment, id, epoch, split) -> bool: whether a sample of that group waits for no other. */
 static PyObject *py_lead_knows(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
     uint64_t key;
-    return take_key(args, "Os#O", &segment, &key) ? PyBool_FromLong(lead_knows(&segment->c, key))
+    return take_key(args, &segment, &key) ? PyBool_FromLong(lead_knows(&segment->c, key))
                                                   : NULL;
 }
 
-/* lead_key(segment, id, epoch) -> int: the word of that group's row once it is settled. */
+/* lead_key(segment, id, epoch, split) -> int: the word of that group's row once it is settled. */
 static PyObject *py_lead_key(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
     uint64_t key;
-    return take_key(args, "Os#O", &segment, &key) ? PyLong_FromUnsignedLongLong(key) : NULL;
+    return take_key(args, &segment, &key) ? PyLong_FromUnsignedLongLong(key) : NULL;
 }
 
 /* lead_delivered(segment, groups): under the present policy version; for the collector. */

@@ -4,66 +4,89 @@
 #include <errno.h>
 
 #include "python/requests/request_arguments.h"
+#include "python/segment/split_labels.h"
 #include "ring/request_feed.h"
 #include "ring/requests.h"
 
-/* request_offer(segment, id, epoch, split, group_size, need, level, prompt) -> int: the request's
- * number, 0 where the lane is full, -1 where another feeder is at work, -2 where it never fits. */
+/* More than any lane has, and with an id still less than 32 bits count. */
+#define MOST_PROMPT_BYTES ((Py_ssize_t)UINT32_MAX - 1024)
+
+static bool parse_offer(PyObject *item, struct request_offer *offer) {
+    PyObject *epoch;
+    Py_ssize_t id_bytes, prompt_bytes;
+    const char *id, *prompt;
+    if (!PyTuple_Check(item)) {
+        PyErr_SetString(PyExc_TypeError, "expected an offer as a tuple");
+        return false;
+    }
+    if (!PyArg_ParseTuple(item, "y#OIIIIy#", &id, &id_bytes, &epoch, &offer->split,
+                          &offer->group_size, &offer->need, &offer->level, &prompt,
+                          &prompt_bytes) ||
+        !py_take_epoch(epoch, &offer->epoch)) {
+        return false;
+    }
+    if (id_bytes < 1 || id_bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
+        offer->split >= SHMBUS_MAX_SPLITS ||
+        offer->group_size < 1 || offer->group_size > SHMBUS_MAX_GROUP_SIZE || offer->need < 1 ||
+        offer->need > offer->group_size || offer->level >= SHMBUS_REQUEST_LEVELS) {
+        PyErr_SetString(PyExc_ValueError, "this request does not fit into a row");
+        return false;
+    }
+    offer->id = id;
+    offer->prompt = prompt;
+    offer->id_bytes = (uint32_t)id_bytes;
+    offer->prompt_bytes =
+        (uint32_t)(prompt_bytes < MOST_PROMPT_BYTES ? prompt_bytes : MOST_PROMPT_BYTES);
+    return true;
+}
+
+/* One that this call does not offer: what never fits is refused before anything is offered. */
+static bool later_fits(const SegmentObject *segment, PyObject *item) {
+    struct request_offer offer;
+    return parse_offer(item, &offer) && request_can_fit(&segment->c, &offer);
+}
+
+/* request_offer(segment, offers, start) -> (done, number): offers those from `start` on, tuples
+ * (id, epoch, split, group_size, need, level, prompt) of bytes and ints, up to
+ * REQUEST_OFFERS_AT_ONCE of them. `number` is that of the last one. Where `done` is 0: 0 where the
+ * lane is full, -1 where another feeder is at work, -2 where one of them never fits. */
 static PyObject *py_request_offer(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *object, *epoch;
+    PyObject *object, *list;
+    Py_ssize_t start;
     SegmentObject *segment;
-    Py_buffer id = {0}, split = {0}, prompt = {0};
-    struct request_offer offer = {0};
-    PyObject *result = NULL;
-    if (!PyArg_ParseTuple(args, "Oy*Oy*IIIy*", &object, &id, &epoch, &split, &offer.group_size,
-                          &offer.need, &offer.level, &prompt)) {
+    struct request_offer offers[REQUEST_OFFERS_AT_ONCE];
+    if (!PyArg_ParseTuple(args, "OO!n", &object, &PyList_Type, &list, &start) ||
+        !py_take_segment(object, &segment)) {
         return NULL;
     }
-    Py_ssize_t bytes = id.len + split.len + prompt.len;
-    uint8_t *data = NULL;
-    if (!py_take_segment(object, &segment) || !py_take_epoch(epoch, &offer.epoch)) {
-        goto end;
+    uint32_t count = 0, done;
+    for (Py_ssize_t i = start < 0 ? 0 : start; i < PyList_GET_SIZE(list); i++) {
+        if (count < REQUEST_OFFERS_AT_ONCE) {
+            if (!parse_offer(PyList_GET_ITEM(list, i), &offers[count++])) {
+                return NULL;
+            }
+        } else if (start > 0) {
+            break;
+        } else if (!later_fits(segment, PyList_GET_ITEM(list, i))) {
+            return PyErr_Occurred() ? NULL : Py_BuildValue("(Ii)", 0, -2);
+        }
     }
-    if (segment->c.read_only || id.len < 1 || id.len > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
-        split.len > (Py_ssize_t)SHMBUS_MAX_ID_BYTES || offer.group_size < 1 ||
-        offer.group_size > SHMBUS_MAX_GROUP_SIZE || offer.need < 1 ||
-        offer.need > offer.group_size || offer.level >= SHMBUS_REQUEST_LEVELS) {
-        PyErr_SetString(PyExc_ValueError, "this request does not fit into a row");
-        goto end;
+    if (segment->c.read_only || count == 0) {
+        PyErr_SetString(PyExc_ValueError, "expected offers, and a segment that can be written");
+        return NULL;
     }
-    if (bytes > (Py_ssize_t)UINT32_MAX - (Py_ssize_t)SHMBUS_REQUEST_UNIT) {
-        result = PyLong_FromLong(-2);
-        goto end;
-    }
-    data = PyMem_Malloc((size_t)bytes);
-    if (data == NULL) {
-        PyErr_NoMemory();
-        goto end;
-    }
-    memcpy(data, id.buf, (size_t)id.len);
-    memcpy(data + id.len, split.buf, (size_t)split.len);
-    memcpy(data + id.len + split.len, prompt.buf, (size_t)prompt.len);
-    offer.data = data;
-    offer.data_bytes = (uint32_t)bytes;
-    offer.id_bytes = (uint32_t)id.len;
-    offer.split_bytes = (uint32_t)split.len;
     uint64_t number = 0;
     /* Under the interpreter lock: two threads of one handle share its file lock. */
-    enum request_feed status = request_offer(&segment->c, &offer, &number);
+    enum request_feed status = request_offer(&segment->c, offers, count, &done, &number);
     if (status == FEED_ERROR) {
-        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, segment->name);
-    } else if (status == FEED_DONE) {
-        result = PyLong_FromUnsignedLongLong(number);
-    } else {
-        result = PyLong_FromLong(status == FEED_FULL ? 0 : status == FEED_HELD ? -1 : -2);
+        return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, segment->name);
     }
-end:
-    PyMem_Free(data);
-    PyBuffer_Release(&id);
-    PyBuffer_Release(&split);
-    PyBuffer_Release(&prompt);
-    return result;
+    return Py_BuildValue("(IL)", done,
+                         done > 0                ? (long long)number
+                         : status == FEED_FULL   ? 0LL
+                         : status == FEED_HELD   ? -1LL
+                                                 : -2LL);
 }
 
 static struct shmbus_bell *bell_of(const SegmentObject *segment, int room) {
@@ -146,7 +169,7 @@ static PyObject *py_request_end(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-PyObject *py_describe_request(const SegmentObject *segment, uint32_t row, uint64_t number) {
+PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t number) {
     struct request_text text;
     if (!request_read(&segment->c, row, number, &text, NULL)) {
         return Py_NewRef(Py_None);
@@ -165,10 +188,9 @@ PyObject *py_describe_request(const SegmentObject *segment, uint32_t row, uint64
                                                     : PyLong_FromLongLong(text.epoch);
     return Py_BuildValue(
         "(NNNIIIKIN)", PyUnicode_DecodeUTF8(chars, text.id_bytes, "replace"), epoch,
-        PyUnicode_DecodeUTF8(chars + text.id_bytes, text.split_bytes, "replace"),
-        (unsigned int)text.group_size, (unsigned int)text.need, (unsigned int)text.level,
-        (unsigned long long)text.offered_ns,
-        (unsigned int)text.id_bytes + (unsigned int)text.split_bytes, data);
+        py_split_label(segment, text.split), (unsigned int)text.group_size,
+        (unsigned int)text.need, (unsigned int)text.level, (unsigned long long)text.offered_ns,
+        (unsigned int)text.id_bytes, data);
 }
 
 /* request_text(segment, row, number) -> (id, epoch, split, group_size, need, level, offered_ns,
@@ -211,8 +233,8 @@ static PyObject *py_request_rows(PyObject *module, PyObject *object) {
     return found;
 }
 
-/* request_find(segment, id, epoch) -> what request_text gives, of the oldest open request of that
- * group; None where there is none. */
+/* request_find(segment, id, epoch, split) -> what request_text gives, of the oldest open request of
+ * that group; None where there is none. */
 static PyObject *py_request_find(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object, *epoch_object;
@@ -220,17 +242,18 @@ static PyObject *py_request_find(PyObject *module, PyObject *args) {
     const char *id;
     Py_ssize_t id_bytes;
     int64_t epoch;
-    if (!PyArg_ParseTuple(args, "Os#O", &object, &id, &id_bytes, &epoch_object) ||
+    unsigned int split;
+    if (!PyArg_ParseTuple(args, "Os#OI", &object, &id, &id_bytes, &epoch_object, &split) ||
         !py_take_segment(object, &segment) || !py_take_epoch(epoch_object, &epoch)) {
         return NULL;
     }
     uint32_t row;
-    uint64_t number = request_find(&segment->c, id, (uint32_t)id_bytes, epoch, &row);
+    uint64_t number = request_find(&segment->c, id, (uint32_t)id_bytes, epoch, split, &row);
     return number == 0 ? Py_NewRef(Py_None) : py_describe_request(segment, row, number);
 }
 
-/* request_since(segment, number) -> list of (row, number, id, epoch) of open requests after that one,
- * in the order of the rows. */
+/* request_since(segment, number) -> list of (row, number, id, epoch, label of the split) of open
+ * requests after that one, in the order of the rows. */
 static PyObject *py_request_since(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object;
@@ -251,8 +274,8 @@ static PyObject *py_request_since(PyObject *module, PyObject *args) {
             continue;
         }
         PyObject *described =
-            Py_BuildValue("(IKOO)", row, (unsigned long long)number, PyTuple_GET_ITEM(text, 0),
-                          PyTuple_GET_ITEM(text, 1));
+            Py_BuildValue("(IKOOO)", row, (unsigned long long)number, PyTuple_GET_ITEM(text, 0),
+                          PyTuple_GET_ITEM(text, 1), PyTuple_GET_ITEM(text, 2));
         Py_DECREF(text);
         if (described == NULL || PyList_Append(found, described) < 0) {
             Py_CLEAR(found);

@@ -5,7 +5,7 @@
 #include "python/segment/segment_object.h"
 
 /* What a row says, as request_text returns it; None where the request has ended. */
-PyObject *py_describe_request(const SegmentObject *segment, uint32_t row, uint64_t number);
+PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t number);
 
 bool py_request_add_functions(PyObject *module);
 

@@ -35,7 +35,7 @@ static const struct field_note row_fields[] = {
     FIELD(request_row, first_unit, 'u'), FIELD(request_row, data_bytes, 'u'),
     FIELD(request_row, data_crc, 'u'),   FIELD(request_row, group_size, 'u'),
     FIELD(request_row, need, 'u'),       FIELD(request_row, id_bytes, 'u'),
-    FIELD(request_row, split_bytes, 'u'), FIELD(request_row, level, 'u'),
+    FIELD(request_row, split, 'u'), FIELD(request_row, level, 'u'),
     FIELD(request_row, crc, 'u'),        FIELD(request_row, next, 'u'),
     FIELD(request_row, returned, 'u'),   FIELD(request_row, admitted, 'u'),
     FIELD(request_row, ended_done, 'u'), FIELD(request_row, ended_given_up, 'u'),

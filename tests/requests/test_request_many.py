@@ -1,0 +1,173 @@
+"""Many requests by one call: offered, taken, and what a full lane or a bad item leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from conftest import wait_until
+from lane import take_all, totals
+
+import shmbus
+from shmbus import Bus, Consumer, Feeder, Producer
+
+X = np.zeros(4, np.float32)
+
+
+def items(first: int, count: int, size: int = 2) -> list[dict[str, object]]:
+    return [
+        {"instance_id": number, "group_size": size, "meta": number, "prompt": np.full(5, number)}
+        for number in range(first, first + count)
+    ]
+
+
+def test_many_groups_are_offered_in_order_by_one_call(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "1MiB", request_capacity="1MiB") as bus,
+        Feeder(bus_name) as feeder,
+        Producer(bus_name) as producer,
+    ):
+        assert feeder.request_many(items(0, 200), timeout=5) == list(range(1, 201))
+        assert feeder.request_many([]) == []
+        found = take_all(producer)
+        assert [(r.instance_id, r.index) for r in found] == [
+            (str(number), index) for number in range(200) for index in range(2)
+        ]
+        assert all((r["prompt"] == r.meta).all() and r["prompt"].size == 5 for r in found)
+        assert totals(bus) == (400, 0, 400, 0, 0, 200)
+
+
+def test_several_samples_are_taken_by_one_call_each_once(
+    bus: Bus, feeder: Feeder, producer: Producer
+) -> None:
+    feeder.request_many(items(0, 20, size=3), timeout=5)
+    with Producer(bus.name) as other:
+        found = []
+        while mine := producer.next_requests(7, timeout=0):
+            assert len(mine) <= 7
+            found += mine + other.next_requests(5, timeout=0)
+        assert sorted((int(r.instance_id), r.index) for r in found) == [
+            (number, index) for number in range(20) for index in range(3)
+        ]
+        assert all((r["prompt"] == int(r.instance_id)).all() for r in found)
+        for request in found:
+            assert request.meta == int(request.instance_id)
+    # What the other had in hand is there again, and found with its own prompt.
+    again = producer.next_requests(1000, timeout=5)
+    assert len(again) == 20 * 3 - sum(producer.is_wanted(r) for r in found)
+    assert all((r["prompt"] == r.meta).all() for r in again)
+
+
+def test_failed_samples_come_first_among_several(bus: Bus, feeder: Feeder) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
+        feeder.request_many(items(0, 1))
+        for request in producer.next_requests(2):
+            producer.fail_for(request, "no answer")
+        feeder.request_many(items(1, 2))
+        wait_until(lambda: consumer.take(timeout=0.01) == [] and consumer.stats().samples_wanted)
+        found = producer.next_requests(5)
+        assert [(r.instance_id, r.attempt) for r in found] == [
+            ("0", 1), ("0", 1), ("1", 0), ("1", 0), ("2", 0),
+        ]  # fmt: skip
+
+
+def test_a_loop_takes_several_and_answers_them(bus: Bus, feeder: Feeder) -> None:
+    async def work(producer: Producer) -> int:
+        done = 0
+        while found := await producer.anext_requests(8, timeout=0.3):
+            answers = [
+                producer.afail_for(each, "unlucky")
+                if each.instance_id == "3"
+                else producer.aput_for(each, score=1.0, tokens=[1, 2])
+                for each in found
+            ]
+            done += sum(await asyncio.gather(*answers))
+        return done
+
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        feeder.request_many(items(0, 6), timeout=5)
+        assert asyncio.run(work(producer)) == 12
+        groups = consumer.take(10, timeout=10)
+        assert sorted(group.instance_id for group in groups) == ["0", "1", "2", "4", "5"]
+        for group in groups:
+            group.ack()
+        wait_until(lambda: consumer.take(timeout=0.01) == [] and totals(bus)[5] == 0)
+        assert consumer.stats().dropped == {"failed": 2}
+
+
+def test_a_full_lane_says_how_many_were_offered_and_the_others_follow(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "1MiB", request_capacity="64KiB") as bus,
+        Feeder(bus_name) as feeder,
+        Producer(bus_name) as producer,
+        Consumer(bus_name) as consumer,
+    ):
+        wanted = items(0, 80, size=1)
+        with pytest.raises(shmbus.BusFullError) as caught:
+            feeder.request_many(wanted, timeout=0.05)
+        accepted = caught.value.accepted  # type: ignore[attr-defined]
+        assert 0 < accepted < 80 and totals(bus)[0] == accepted
+
+        def drain() -> None:
+            for request in producer.next_requests(80, timeout=0):
+                producer.put_for(request, x=X)
+            for group in consumer.take(80, timeout=0.01):
+                group.ack()
+
+        rest = wanted[accepted:]
+        while rest:
+            drain()
+            try:
+                feeder.request_many(rest, timeout=0)
+                break
+            except shmbus.BusFullError as error:
+                rest = rest[error.accepted :]  # type: ignore[attr-defined]
+        wait_until(lambda: drain() or totals(bus) == (80, 0, 0, 80, 0, 0))
+        assert consumer.stats().balanced
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "message"),
+    [
+        ({"group_size": 2}, TypeError, r"^item 2: missing the argument 'instance_id'"),
+        ({"instance_id": "a"}, TypeError, r"^item 2: missing the argument 'group_size'"),
+        ("text", TypeError, r"^item 2: expected a mapping, got str"),
+        ({"instance_id": "a", "group_size": 0}, ValueError, r"^item 2: group_size: expected"),
+        ({"instance_id": True, "group_size": 1}, TypeError, r"^item 2: instance_id: expected"),
+        (
+            {"instance_id": "a", "group_size": 2, "need": 3},
+            ValueError,
+            r"^item 2: need: expected 1 to group_size=2, got 3",
+        ),
+        (
+            {"instance_id": "a", "group_size": 2, "need": 1},
+            ValueError,
+            r"^item 2: need: 1 of 2 needs an epoch",
+        ),
+        (
+            {"instance_id": "large", "group_size": 1, "prompt": np.zeros(1 << 20)},
+            shmbus.RecordTooLargeError,
+            r"the request 'large' of 1 samples needs 8\d+ bytes",
+        ),
+    ],
+)
+def test_a_bad_item_offers_nothing_of_the_list(
+    bus: Bus, feeder: Feeder, bad: object, kind: type[Exception], message: str
+) -> None:
+    listed: list[object] = [*items(0, 2), bad, *items(3, 90)]
+    with pytest.raises(kind, match=message):
+        feeder.request_many(listed, timeout=0)  # type: ignore[arg-type]
+    listed.insert(0, listed.pop(2))
+    with pytest.raises(kind):
+        feeder.request_many(listed[1:] + listed[:1], timeout=0)  # type: ignore[arg-type]
+    assert totals(bus) == (0, 0, 0, 0, 0, 0)
+
+
+def test_a_list_must_be_one_and_a_limit_too(feeder: Feeder, producer: Producer) -> None:
+    with pytest.raises(TypeError, match=r"^requests: expected an iterable"):
+        feeder.request_many(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^limit: expected"):
+        producer.next_requests(0)
+    with pytest.raises(TypeError, match=r"^limit: expected"):
+        producer.next_requests("x")  # type: ignore[arg-type]
