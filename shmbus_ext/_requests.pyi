@@ -1,12 +1,18 @@
-"""Types of the admission table and the request lane in the C core; only ``shmbus`` calls it."""
+"""Types of admission, requests and what is noted of work, in C; only ``shmbus`` calls it."""
 
 from shmbus_ext._core import Segment, StructLayout
 
 LEAD_ROWS: int
+BEGUN_ROWS: int
+WAIT_ROW_BYTES: int
+WAITS: tuple[str, ...]
 REQUEST_LEVELS: int
+REQUEST_UNIT: int
 REQUEST_MIN_BYTES: int
 REQUEST_MAX_BYTES: int
 
+def begun_key(id: str, epoch: int | None, split: int, /) -> int: ...
+def note_waited(segment: Segment, seconds: float, /) -> None: ...
 def lead_state(segment: Segment, /) -> tuple[int, int, int, int, int]: ...
 def lead_leave(segment: Segment, id: str, epoch: int | None, split: int, /) -> bool: ...
 def lead_knows(segment: Segment, id: str, epoch: int | None, split: int, /) -> bool: ...

@@ -77,6 +77,7 @@ class BusCollector(Collector):
         yield from _failures(status)
         yield from _requests(status)
         yield from _delivered(status)
+        yield from _waited(status)
         yield from _space(status)
         yield from _collector(status)
         yield from _producers(status)
@@ -205,6 +206,10 @@ _HISTOGRAMS = {
     ),
     "length": ("shmbus_sample_tokens", "Tokens of delivered samples."),
     "score": ("shmbus_score", "Scores of delivered samples."),
+    "solved": (
+        "shmbus_group_solved_ratio",
+        "Part of a delivered group's samples with a score of 0.5 or more.",
+    ),
 }
 
 
@@ -230,6 +235,23 @@ def _delivered(status: BusStatus) -> Iterator[Metric]:
     )
     useless.add_metric([status.name], status.groups_useless)
     yield useless
+
+
+def _waited(status: BusStatus) -> Iterator[Metric]:
+    waited = status.waited
+    counter = CounterMetricFamily(
+        "shmbus_waited_seconds",
+        "Seconds that producers and trainers have waited, all of them together.",
+        labels=["bus", "who", "what"],
+    )
+    for who, what, seconds in (
+        ("producers", "space", waited.space_s),
+        ("producers", "pause", waited.paused_s),
+        ("producers", "lead", waited.ahead_s),
+        ("trainers", "groups", waited.trainers_s),
+    ):
+        counter.add_metric([status.name, who, what], seconds)
+    yield counter
 
 
 def _space(status: BusStatus) -> Iterator[Metric]:

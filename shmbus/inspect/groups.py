@@ -22,6 +22,7 @@ from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import WantedStatus
 from shmbus.inspect.undelivered import counters
 from shmbus.inspect.view_types import GroupCells, SampleCell
+from shmbus.inspect.work import with_begun
 from shmbus.segment.names import check_name
 
 __all__ = ["Groups", "read_groups"]
@@ -82,7 +83,7 @@ def read_groups(
         wanted = read_wanted(file)
         reply = ask_groups(name, count) if ask else None
         if reply is not None and not isinstance(reply, str):
-            groups = [_escaped(group) for group in reply.groups]
+            groups = [_escaped(group) for group in with_begun(file, reply.groups)]
             return Groups(
                 source="daemon", groups=_with_requests(groups, wanted), omitted=reply.omitted
             )
@@ -98,6 +99,7 @@ def read_groups(
                 "that are sorted from outside; a daemon can say it: `shmbus serve`",
             )
         found, omitted = OpenGroups(file, undelivered).cells(count)
+        found = [_escaped(group) for group in with_begun(file, found)]
         return Groups(
             source="records",
             groups=_with_requests(found, wanted),
@@ -124,7 +126,7 @@ def _with_requests(groups: list[GroupCells], wanted: list[WantedStatus]) -> list
 
     def with_request(group: GroupCells, cell: SampleCell) -> SampleCell:
         request = requests.get((group.instance_id, group.epoch, group.split, cell.index))
-        if cell.state == "there" or request is None:
+        if cell.state in ("there", "begun") or request is None:
             return cell
         return msgspec.structs.replace(cell, state="asked", taken_by=request.taken_by)
 

@@ -13,7 +13,7 @@ __all__ = ["groups_text"]
 
 #: Signs of a row; a larger group is cut, and says so.
 _SIGNS = 64
-_SIGN = {"there": "#", "failed": "x", "asked": "?"}
+_SIGN = {"there": "#", "failed": "x", "asked": "?", "begun": "+"}
 _MISSING = "."
 #: Failures that are told in words.
 _FAILURES = 20
@@ -35,11 +35,14 @@ def groups_text(found: Groups) -> str:
     omitted = f", and {show_count(found.omitted)} more" if found.omitted else ""
     lines = [f"{show_count(len(found.groups))} incomplete groups, the oldest first{omitted}"]
     if found.groups:
-        head = ("instance", "present>", "waits>", "samples", "from producers")
+        head = ("instance", "present>", "waits>", "samples", "from producers", "begun by")
         lines.append(table(head, [_row(group) for group in found.groups]))
-        lines.append(f"  # there   {_MISSING} missing   x failed   ? asked for again")
+        lines.append(f"  # there   {_MISSING} missing   + begun   x failed   ? asked for again")
     failed = [
-        (group, cell) for group in found.groups for cell in group.cells if cell.state != "there"
+        (group, cell)
+        for group in found.groups
+        for cell in group.cells
+        if cell.state in ("failed", "asked")
     ]
     lines += [_failure(group, cell) for group, cell in failed[:_FAILURES]]
     if len(failed) > _FAILURES:
@@ -50,7 +53,12 @@ def groups_text(found: Groups) -> str:
 def _row(group: GroupCells) -> tuple[str, ...]:
     signs = dict.fromkeys(range(min(group.size, _SIGNS)), _MISSING)
     signs |= {cell.index: _SIGN[cell.state] for cell in group.cells if cell.index < _SIGNS}
-    producers = sorted({cell.producer for cell in group.cells if cell.producer is not None})
+    producers = sorted(
+        {c.producer for c in group.cells if c.producer is not None and c.state != "begun"}
+    )
+    makers = sorted(
+        {c.producer for c in group.cells if c.producer is not None and c.state == "begun"}
+    )
     epoch = "" if group.epoch is None else f" epoch {group.epoch}"
     return (
         group.instance_id + epoch + ("" if group.split == "train" else f" ({group.split})"),
@@ -58,6 +66,7 @@ def _row(group: GroupCells) -> tuple[str, ...]:
         show_duration(group.age_s),
         "".join(signs[index] for index in sorted(signs)) + ("..." if group.size > _SIGNS else ""),
         ", ".join(map(str, producers)),
+        ", ".join(map(str, makers)),
     )
 
 

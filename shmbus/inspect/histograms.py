@@ -14,7 +14,7 @@ from shmbus_ext import _core
 __all__ = ["HISTOGRAMS", "read_histograms"]
 
 #: Names of the core's figures, by their number.
-HISTOGRAMS: Final = ("lag", "age", "length", "score")
+HISTOGRAMS: Final = ("lag", "age", "length", "score", "solved")
 assert len(HISTOGRAMS) == len(_core.FIGURE_BOUNDS)
 
 

@@ -99,7 +99,7 @@ class OpenGroups:
         Returns
         -------
         groups : list[GroupCells]
-            With `_MAX_CELLS` cells together.
+            With `_MAX_CELLS` cells together. Texts are not escaped.
         omitted : int
             Incomplete groups that are not among them.
         """
@@ -118,10 +118,10 @@ def _cells(file: SegmentFile, group: _Open, now_ns: int, room: int) -> GroupCell
     rows = {**group.failed, **group.rows}
     first = min(rows.values(), key=lambda row: row.committed_ns)
     return GroupCells(
-        instance_id=printable(first.instance_id),
+        instance_id=first.instance_id,
         epoch=first.epoch,
         need=group.need or group.size,
-        split=printable(file.split_label(first.split)),
+        split=file.split_label(first.split),
         size=group.size,
         present=len(group.rows),
         age_s=max(0.0, (now_ns - first.committed_ns) / 1e9),

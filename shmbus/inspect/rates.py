@@ -26,6 +26,9 @@ __all__ = ["Rates", "Watcher"]
 _HISTORY = 512
 #: Undelivered trajectories up to which a poll also walks and groups them: some 0.2 s of work.
 _WALK_RECORDS = 20_000
+#: Seconds over which waiting is summed up, and between two notes of it.
+_WAITS_OVER_S = 60.0
+_WAITS_EVERY_S = 5.0
 #: Runs, and records of each, from which a poll takes the mean size of a trajectory.
 _SAMPLE_RUNS = 8
 _SAMPLE_RECORDS = 8
@@ -76,6 +79,11 @@ class Watcher:
         Seconds since they were read.
     sorted : tuple[int | None, int | None]
         Incomplete and complete groups, of the last poll that walked; None before one.
+    waited_s : dict[int, float]
+        Seconds that each producer waited in the last minute, or since the first poll if that is
+        less; by producer number.
+    trainers_waited_s : float
+        The same of all trainers together.
     history : deque[float]
         Committed trajectories a second, the newest last.
     idle_s : dict[int, float]
@@ -104,6 +112,10 @@ class Watcher:
         self._active_s: dict[int, tuple[int, float]] = {}
         self._moved: tuple[object, float] = (None, 0.0)
         self._next_walk_s = 0.0
+        self.waited_s: dict[int, float] = {}
+        self.trainers_waited_s = 0.0
+        #: When, what each slot had waited, and what trainers had.
+        self._waits: deque[tuple[float, dict[int, float], float]] = deque()
         self._at_s = 0.0
         self._before: BusStatus | None = None
         self._mean = (0.0, 0.0)
@@ -132,6 +144,7 @@ class Watcher:
             now = time.monotonic()
             self._sample(file)
         self._note_activity(status, now)
+        self._note_waits(status, now)
         joined = join(status, ask_status(self.name))
         self._read_groups(walks=walks, ask=joined.daemon is not None and joined.daemon.answers)
         if walks:
@@ -168,6 +181,22 @@ class Watcher:
         if moved != self._moved[0]:
             self._moved = moved, now_s
         self.still_s = now_s - self._moved[1]
+
+    def _note_waits(self, status: BusStatus, now_s: float) -> None:
+        """Note what was waited in the last minute."""
+        by_slot = {producer.slot: producer.waited_s for producer in status.producers}
+        trainers_s = status.waited.trainers_s
+        notes = self._waits
+        if not notes or now_s - notes[-1][0] >= _WAITS_EVERY_S:
+            notes.append((now_s, by_slot, trainers_s))
+        while len(notes) > 1 and now_s - notes[1][0] >= _WAITS_OVER_S:
+            notes.popleft()
+        _, before, trainers_before_s = notes[0]
+        self.waited_s = {
+            producer.producer_id: max(0.0, producer.waited_s - before.get(producer.slot, 0.0))
+            for producer in status.producers
+        }
+        self.trainers_waited_s = max(0.0, trainers_s - trainers_before_s)
 
     def _sample(self, file: SegmentFile) -> None:
         """Take mean bytes and tokens of some recent records, delivered or not."""

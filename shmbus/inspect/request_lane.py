@@ -6,21 +6,26 @@ them; a row that changes while it is read may be counted as it was or as it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import LeadStatus, RequestsStatus
+from shmbus.inspect.view_types import GroupCells
 from shmbus_ext import _core
 
-__all__ = ["read_lead", "read_requests"]
+__all__ = ["read_claims", "read_lead", "read_requests"]
 
 _TYPES: Final[dict[str, np.dtype[Any]]] = {
     name: np.dtype(dict(note))  # type: ignore[call-overload]
     for name, note in _core.request_layout().items()
 }
 _OPEN, _ENDED = 2, 3
+#: Bytes in which a row counts where its prompt lies.
+_UNIT: Final = _core.REQUEST_UNIT
 #: Kinds of a cell's claim, and the producer of a sample that nobody will make.
 _IS_OPEN, _IS_CLAIMED, _IS_DONE = 1, 2, 3
 _NOBODY = (1 << 34) - 1
@@ -45,22 +50,14 @@ def read_lead(file: SegmentFile) -> LeadStatus | None:
 
 def read_requests(file: SegmentFile) -> RequestsStatus | None:
     """Count requested samples by what became of them; None where none was ever requested."""
-    start = file.requests_offset
-    lane = np.frombuffer(file.read(_TYPES["request_lane"].itemsize, start), _TYPES["request_lane"])
-    parts = _core.request_divide(file.data_offset - start)
-    if parts is None or not int(lane["number"][0]):
+    tables = _tables(file)
+    if tables is None:
         return None
-    size = _TYPES["request_row"].itemsize
-    rows = np.frombuffer(
-        file.read(parts["row_count"] * size, start + parts["rows"]), _TYPES["request_row"]
-    )
-    cells = np.frombuffer(
-        file.read(parts["units"] - parts["cells"], start + parts["cells"]), _TYPES["request_cell"]
-    )["claim"]
+    lane, rows, cells, _ = tables
     states = rows["word"] & np.uint64(3)
     ended = rows[states == _ENDED]
-    done = int(lane["done"][0]) + int(ended["ended_done"].sum())
-    given_up = int(lane["given_up"][0]) + int(ended["ended_given_up"].sum())
+    done = int(lane["done"]) + int(ended["ended_done"].sum())
+    given_up = int(lane["given_up"]) + int(ended["ended_given_up"].sum())
     counts = {_IS_OPEN: 0, _IS_CLAIMED: 0, _IS_DONE: 0}
     open_rows = rows[states == _OPEN]
     for first, group_size in zip(
@@ -74,9 +71,9 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
         done -= int(np.count_nonzero(nobody))
         for kind in counts:
             counts[kind] += int(np.count_nonzero(kinds == kind))
-    taken_ns = int(lane["taken_ns"][0])
+    taken_ns = int(lane["taken_ns"])
     return RequestsStatus(
-        offered=int(lane["offered"][0]),
+        offered=int(lane["offered"]),
         open=counts[_IS_OPEN],
         claimed=counts[_IS_CLAIMED],
         done=done + counts[_IS_DONE],
@@ -84,3 +81,70 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
         groups=len(open_rows),
         taken_s=max(0.0, (_core.monotonic_ns() - taken_ns) / 1e9) if taken_ns else None,
     )
+
+
+def _tables(file: SegmentFile) -> tuple[Any, NDArray[Any], NDArray[np.uint64], int] | None:
+    """Read the lane, its rows and its cells' claims, and where prompts begin; None without any."""
+    start = file.requests_offset
+    size = _TYPES["request_lane"].itemsize
+    lane = np.frombuffer(file.read(size, start), _TYPES["request_lane"])[0]
+    parts = _core.request_divide(file.data_offset - start)
+    if parts is None or not int(lane["number"]):
+        return None
+    size = _TYPES["request_row"].itemsize
+    rows = np.frombuffer(
+        file.read(parts["row_count"] * size, start + parts["rows"]), _TYPES["request_row"]
+    )
+    cells = np.frombuffer(
+        file.read(parts["units"] - parts["cells"], start + parts["cells"]), _TYPES["request_cell"]
+    )["claim"]
+    return lane, rows, cells, start + parts["units"]
+
+
+def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tuple[int, int]]]:
+    """Read which samples of groups workers have in hand.
+
+    Parameters
+    ----------
+    file : SegmentFile
+        Readable.
+    groups : sequence of GroupCells
+        Their texts not escaped.
+
+    Returns
+    -------
+    list[list[tuple[int, int]]]
+        Of each group the index of a sample, and the number of the producer that has it.
+    """
+    found: list[list[tuple[int, int]]] = [[] for _ in groups]
+    tables = _tables(file) if groups else None
+    if tables is None:
+        return found
+    _, rows, cells, units_at = tables
+    at_name = {
+        (group.instance_id.encode("utf-8", "surrogateescape"), _epoch(group.epoch)): at
+        for at, group in enumerate(groups)
+    }
+    is_open = (rows["word"] & np.uint64(3)) == _OPEN
+    asked = np.isin(rows["epoch"], [epoch for _, epoch in at_name])
+    for row in rows[is_open & asked]:
+        at = at_name.get((_id_of(file, row, units_at), int(row["epoch"])))
+        if at is None or groups[at].size != int(row["group_size"]):
+            continue
+        first = int(row["first_cell"])
+        claims = cells[first : first + int(row["group_size"])]
+        for index in np.flatnonzero((claims >> np.uint64(62)) == _IS_CLAIMED).tolist():
+            # A claim has the number of its producer, plus 1.
+            found[at].append((index, (int(claims[index]) >> 28 & _NOBODY) - 1))
+    return found
+
+
+def _epoch(epoch: int | None) -> int:
+    return _core.NO_EPOCH if epoch is None else epoch
+
+
+def _id_of(file: SegmentFile, row: Any, units_at: int) -> bytes:
+    """Return the id of a row; a number that points outside of the lane gives other bytes."""
+    position = units_at + int(row["first_unit"]) * _UNIT
+    size = min(int(row["id_bytes"]), _core.MAX_ID_BYTES)
+    return file.read(size, min(position, file.data_offset))

@@ -43,6 +43,8 @@ _FIGURES_BYTES: Final = _core.FIGURES_BYTES
 _SPLIT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["split_entry"]))  # type: ignore[call-overload]
 _SPLITS_BYTES: Final = _core.MAX_SPLITS * _SPLIT.itemsize
 _CANCELLED_BYTES: Final = 8 * _core.CANCELLED_GROUPS
+_BEGUN: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["begun_row"]))  # type: ignore[call-overload]
+_BEGUN_BYTES: Final = _core.BEGUN_ROWS * _BEGUN.itemsize
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024
@@ -251,12 +253,27 @@ class SegmentFile:
 
     def figures(self) -> tuple[list[list[int]], list[float], int]:
         """Read the histograms of what was delivered, their sums, and the useless groups."""
-        end = _tables_bytes(self.max_producers, self.extent_count)
-        raw = np.frombuffer(self._read(_FIGURES_BYTES, end - _FIGURES_BYTES), "<u8")
+        raw = np.frombuffer(self._read(_FIGURES_BYTES, self._begun_at() - _FIGURES_BYTES), "<u8")
         words, count = _core.FIGURE_WORDS, len(_core.FIGURE_BOUNDS)
         entries = raw[: words * count].reshape(count, words)
         sums = np.ascontiguousarray(entries[:, -1]).view("<f8")
         return entries[:, :-1].tolist(), sums.tolist(), int(raw[words * count])
+
+    def _begun_at(self) -> int:
+        end = _tables_bytes(self.max_producers, self.extent_count)
+        return end - _waits_bytes(self.max_producers) - _BEGUN_BYTES
+
+    def begun(self) -> NDArray[Any]:
+        """Read the samples that are begun; rows that are being written are left out."""
+        rows = np.frombuffer(self._read(_BEGUN_BYTES, self._begun_at()), _BEGUN)
+        written: NDArray[Any] = rows[(rows["owner"] & np.uint64(1)) == 1]
+        return written
+
+    def waits(self) -> NDArray[np.uint64]:
+        """Read nanoseconds of waiting: [slots, kinds]; the last slot is the collector's."""
+        raw = self._read(_waits_bytes(self.max_producers), self._begun_at() + _BEGUN_BYTES)
+        words = np.frombuffer(raw, "<u8").reshape(self.max_producers + 1, -1)
+        return words[:, : len(_core.WAITS)]
 
     def _splits_at(self) -> int:
         return _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
@@ -431,7 +448,12 @@ def _retries_at(max_producers: int, extent_count: int) -> int:
 def _tables_bytes(max_producers: int, extent_count: int) -> int:
     before = _retries_at(max_producers, extent_count)
     before += _RETRY_BYTES + _SPLITS_BYTES + _CANCELLED_BYTES
-    return before + _DECLARED_BYTES + _FIGURES_BYTES
+    before += _DECLARED_BYTES + _FIGURES_BYTES + _BEGUN_BYTES
+    return before + _waits_bytes(max_producers)
+
+
+def _waits_bytes(max_producers: int) -> int:
+    return (max_producers + 1) * _core.WAIT_ROW_BYTES
 
 
 def _label(raw: bytes) -> str:

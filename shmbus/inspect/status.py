@@ -41,6 +41,7 @@ from shmbus.inspect.types import (
 )
 from shmbus.inspect.undelivered import count_undelivered, counters
 from shmbus.inspect.verdict import judge
+from shmbus.inspect.work import read_waited
 from shmbus.ledger import REASONS
 from shmbus.segment.names import check_name
 from shmbus_ext import _core
@@ -157,6 +158,7 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
     header = file.header
     schema, schema_problem = read_schema(file)
     histograms, useless = read_histograms(file)
+    waited, waited_by_slot = read_waited(file)
     return BusStatus(
         name=printable(file.name),
         path=printable(file.path),
@@ -184,8 +186,9 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
         requests=read_requests(file),
         groups_useless=useless,
         delivered=histograms,
+        waited=waited,
         splits=_splits(file, alive=collector.alive),
-        producers=_producers(file, runs, walk=walk),
+        producers=_producers(file, runs, waited_by_slot, walk=walk),
         schema=schema,
         schema_problem=schema_problem,
     )
@@ -268,7 +271,9 @@ def _activity(file: SegmentFile, runs: list[Run]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _producers(file: SegmentFile, runs: list[Run], *, walk: bool) -> list[ProducerStatus]:
+def _producers(
+    file: SegmentFile, runs: list[Run], waited_s: list[float], *, walk: bool
+) -> list[ProducerStatus]:
     found = []
     held = _held_bytes(runs)
     activity = _activity(file, runs) if walk else {}
@@ -291,6 +296,7 @@ def _producers(file: SegmentFile, runs: list[Run], *, walk: bool) -> list[Produc
                 held_bytes=held.get(slot, 0),
                 reservations=reserved if walk else None,
                 idle_s=max(0.0, (now_ns - newest_ns) / 1e9) if newest_ns else None,
+                waited_s=waited_s[slot],
             )
         )
     return sorted(found, key=lambda producer: producer.producer_id)

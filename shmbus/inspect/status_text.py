@@ -30,7 +30,7 @@ def status_text(status: BusStatus) -> str:
     blocks.append(_collector(status))
     if status.daemon is not None:
         blocks.append(_daemon(status.daemon))
-    blocks.append(_producers(status))
+    blocks += [_waited(status), _producers(status)]
     schema = schema_text(status.schema, status.schema_problem)
     return "\n\n".join([*blocks, schema] if schema else blocks)
 
@@ -231,6 +231,15 @@ def _daemon(daemon: DaemonStatus) -> str:
         return "\n".join([*lines, "  no trainer is attached"])
     head = ("client>", "pid>", "label", "rank", "step>", "groups>", "trajectories>", "held>", "now")
     return "\n".join([*lines, table(head, rows)])
+
+
+def _waited(status: BusStatus) -> str:
+    waited = status.waited
+    return (
+        f"waited  producers {show_duration(waited.space_s)} for space, "
+        f"{show_duration(waited.paused_s)} in pauses, {show_duration(waited.ahead_s)} for the "
+        f"bound on groups; trainers {show_duration(waited.trainers_s)} for groups"
+    )
 
 
 def _producers(status: BusStatus) -> str:

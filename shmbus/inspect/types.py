@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from shmbus._schema import SchemaField
-from shmbus.inspect.view_types import Verdict
+from shmbus.inspect.view_types import Verdict, WaitedStatus
 from shmbus.ledger import TrajectoryCounts
 from shmbus_ext import _core
 
@@ -101,6 +101,8 @@ class ProducerStatus(ProducerSlot, frozen=True, kw_only=True):
         where none is.
     stopped : bool
         Whether its process is stopped, as by SIGSTOP or a debugger, as far as that can be seen.
+    waited_s : float
+        Seconds that the slot's owners so far have waited, for space, a pause or `max_lead`.
     """
 
     state: Literal["alive", "dead", "closed", "gone"]
@@ -108,6 +110,7 @@ class ProducerStatus(ProducerSlot, frozen=True, kw_only=True):
     reservations: int | None = None
     idle_s: float | None = None
     stopped: bool = False
+    waited_s: float = 0.0
 
 
 class CollectorStatus(msgspec.Struct, frozen=True):
@@ -406,7 +409,8 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     name : str
-        "lag" in versions, "age" of a group in seconds, "length" in tokens, or "score".
+        "lag" in versions, "age" of a group in seconds, "length" in tokens, "score", or "solved":
+        the part of a group's samples with a score of 0.5 or more, 0 to 1.
     bounds : list[float]
         Upper bounds of the buckets, ascending; the last bucket has none.
     buckets : list[int]
@@ -470,7 +474,10 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups_useless : int
         Groups without variance, or refused by a filter, since the bus was created.
     delivered : list[Histogram]
-        Policy lag, age, length and score of what was delivered, since the bus was created.
+        Policy lag, age, length, score and solved part of what was delivered, since the bus was
+        created.
+    waited : WaitedStatus
+        How long producers and trainers have waited.
     splits : list[SplitStatus]
         Of each split that the bus knows, by number; "train" is the first.
     daemon : DaemonStatus | None
@@ -510,6 +517,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     requests: RequestsStatus | None = None
     groups_useless: int = 0
     delivered: list[Histogram] = []
+    waited: WaitedStatus = WaitedStatus()
     splits: list[SplitStatus] = []
     daemon: DaemonStatus | None = None
     schema: list[SchemaField] | None = None

@@ -276,9 +276,9 @@ def waiting_for(
 ) -> list[int | None]:
     """Tell for each group the one producer that it waits for, where that can be told.
 
-    It can of a sample that a producer took to make again; of an index that one producer always
-    sends; of a group whose samples all come from one producer, where that is the custom; and where
-    one producer alone has sent nothing to any of these groups.
+    It can of a sample that a producer took to make again, or says that it has begun; of an index
+    that one producer always sends; of a group whose samples all come from one producer, where that
+    is the custom; and where one producer alone has sent nothing to any of these groups.
 
     Parameters
     ----------
@@ -297,7 +297,7 @@ def waiting_for(
     alone = several = 0
     for group in groups:
         senders = _senders(group)
-        if len(group.cells) > 1:
+        if sum(cell.state != "begun" for cell in group.cells) > 1:
             alone += len(senders) == 1
             several += len(senders) > 1
         for cell in group.cells:
@@ -323,7 +323,7 @@ def _usual(senders: Counter[int]) -> int | None:
 
 
 def _senders(group: GroupCells) -> set[int]:
-    return {cell.producer for cell in group.cells if cell.producer is not None}
+    return {c.producer for c in group.cells if c.producer is not None and c.state != "begun"}
 
 
 def _waits_for(
@@ -340,8 +340,8 @@ def _waits_for(
             continue
         if cell is not None and cell.state == "failed":
             return None  # nobody makes it again
-        if cell is not None and cell.state == "asked":
-            found.add(cell.taken_by)
+        if cell is not None:
+            found.add(cell.taken_by if cell.state == "asked" else cell.producer)
         elif whole and len(senders) == 1:
             found |= senders
         elif index in habits:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-__all__ = ["Finding", "GroupCells", "SampleCell", "Verdict"]
+__all__ = ["Finding", "GroupCells", "SampleCell", "Verdict", "WaitedStatus"]
 
 
 class SampleCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -22,14 +22,15 @@ class SampleCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ----------
     index : int
         Its place in the group.
-    state : "there" | "failed" | "asked"
-        asked: it failed, and producers are asked for it again. A missing sample has no cell.
+    state : "there" | "failed" | "asked" | "begun"
+        asked: it failed, and producers are asked for it again. begun: a producer makes it now, and
+        says so. A missing sample has no cell.
     score : float | None
         Of a sample that is there; None also where it is not finite.
     producer : int | None
-        Number of the producer that sent it, or its failure.
+        Number of the producer that sent it, or its failure, or has begun it.
     age_s : float | None
-        Seconds since its commit.
+        Seconds since its commit, or since it was begun.
     attempts : int
         Attempts that failed.
     reason : str
@@ -39,7 +40,7 @@ class SampleCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     index: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-    state: Literal["there", "failed", "asked"] = "there"
+    state: Literal["there", "failed", "asked", "begun"] = "there"
     score: float | None = None
     producer: int | None = None
     age_s: float | None = None
@@ -80,6 +81,24 @@ class GroupCells(msgspec.Struct, frozen=True, kw_only=True):
     cells_omitted: int = 0
     need: int = 0
     split: str = "train"
+
+
+class WaitedStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that were waited on a bus since it was created, of all who waited together.
+
+    Attributes
+    ----------
+    space_s, paused_s, ahead_s : float
+        By producers: for space in the ring, for the end of a pause, and for the bound on groups
+        that may be begun (`max_lead`).
+    trainers_s : float
+        By trainers that held no group, for the next.
+    """
+
+    space_s: float = 0.0
+    paused_s: float = 0.0
+    ahead_s: float = 0.0
+    trainers_s: float = 0.0
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

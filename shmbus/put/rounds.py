@@ -1,13 +1,16 @@
-"""Rounds: epochs that producers get without thinking, and how many more rounds are wanted.
+"""Before a sample is made: an epoch for its round, and a note of who has begun it.
 
 Invariants:
 
 - A number is handed out once on a bus, and never by the bus that takes its place.
 - The count of useless groups never falls, and is the whole bus's.
+- A note of a begun sample is for those who look at the bus. Nothing is delivered, refused or waited
+  for because of it.
 """
 
 from __future__ import annotations
 
+from shmbus._arguments import check_count, check_int, check_split
 from shmbus.put.attached import AttachedWriter
 from shmbus_ext import _core
 
@@ -15,7 +18,7 @@ __all__ = ["RoundPuts"]
 
 
 class RoundPuts(AttachedWriter):
-    """`next_round` and `groups_useless`."""
+    """`next_round` and `groups_useless`, `begin` and `abandon`."""
 
     @property
     def groups_useless(self) -> int:
@@ -51,3 +54,96 @@ class RoundPuts(AttachedWriter):
         segment = self._here()
         segment.require_name()
         return _core.next_round(segment)
+
+    def begin(
+        self,
+        instance_id: str | int,
+        index: int,
+        *,
+        epoch: int | None = None,
+        split: str | None = None,
+    ) -> bool:
+        """Say that this producer samples it now, so that others can tell who is missing.
+
+        `shmbus inspect --groups` and the page name the producer then, from the group's first sample
+        on. The note ends by itself when the sample is put or reported as failed, and when this
+        producer closes or dies. A sample that `next_request` gave needs none.
+
+        Parameters
+        ----------
+        instance_id : str or int
+            The prompt's key, as for `put`.
+        index : int
+            Which sample of its group, from 0.
+        epoch : int, optional
+            Which round of the prompt, as for `put`.
+        split : str, optional
+            Who the group is for, as for `put`.
+
+        Returns
+        -------
+        bool
+            False where too many samples are noted already (4,096 on a bus): nothing else depends on
+            it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `put`.
+        BusClosedError
+            This Producer is closed, or was made before a fork.
+
+        Notes
+        -----
+        A compare-and-swap in shared memory: it waits for nobody.
+        """
+        return self._begin(*_sample(instance_id, index, epoch, split))
+
+    def abandon(
+        self,
+        instance_id: str | int,
+        index: int,
+        *,
+        epoch: int | None = None,
+        split: str | None = None,
+    ) -> bool:
+        """Take back what `begin` said: the sample is not made here any more.
+
+        Where the group still needs it, `fail` is what asks for it again.
+
+        Parameters
+        ----------
+        instance_id, index, epoch, split : object
+            As for `begin`.
+
+        Returns
+        -------
+        bool
+            Whether it was noted as begun here.
+
+        Raises
+        ------
+        TypeError, ValueError, BusClosedError
+            As for `begin`.
+        """
+        return self._leave_begun(*_sample(instance_id, index, epoch, split))
+
+
+def _sample(
+    instance_id: object, index: object, epoch: object, split: object
+) -> tuple[str, int | None, str | None, int]:
+    """Check the arguments that name a sample."""
+    if isinstance(instance_id, bool) or not isinstance(instance_id, (str, int)):
+        raise TypeError(f"instance_id: expected str or int, got {type(instance_id).__name__}")
+    key = str(instance_id)
+    if not 1 <= len(key.encode("utf-8", "surrogatepass")) <= _core.MAX_ID_BYTES:
+        raise ValueError(f"instance_id: expected 1 to {_core.MAX_ID_BYTES} bytes of UTF-8")
+    number = check_count("index", index, 0)
+    if number >= _core.MAX_GROUP_SIZE:
+        raise ValueError(f"index: expected less than {_core.MAX_GROUP_SIZE}, got {number}")
+    return (
+        key,
+        None if epoch is None else check_int("epoch", epoch),
+        None if split is None else check_split(split),
+        number,
+    )

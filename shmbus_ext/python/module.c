@@ -23,6 +23,7 @@
 #include "python/pool/pool_rows.h"
 #include "python/pool/pool_write.h"
 #include "python/record/declared.h"
+#include "python/put/begun_samples.h"
 #include "python/put/plan_fields.h"
 #include "python/put/import_block.h"
 #include "python/put/reservation.h"
@@ -164,7 +165,8 @@ static bool add_functions(PyObject *module) {
         py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
         py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
         py_plan_add_functions,         py_copies_add_methods,
-        py_extra_fields_add_functions, py_delivery_add_functions,    py_splits_add_functions,
+        py_extra_fields_add_functions, py_delivery_add_functions,    py_begun_add_functions,
+        py_splits_add_functions,
         py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
         py_pool_rows_add_functions, py_pool_copy_add_functions,    py_lead_add_functions,        py_request_add_functions,
         py_request_layout_add_functions,

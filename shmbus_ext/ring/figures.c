@@ -16,6 +16,9 @@ static const double bounds[SHMBUS_FIGURES][SEARCHED] = {
                               131072, 262144, 1048576, INFINITY},
     [SHMBUS_FIGURE_SCORE] = {-10, -1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2, 5, 10, 100,
                              INFINITY},
+    /* Eighths, sixteenths near the ends; all samples are told from nearly all. */
+    [SHMBUS_FIGURE_SOLVED] = {0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75, 0.8125,
+                              0.875, 0.9375, 0.99999, 1, INFINITY},
 };
 
 double figure_bound(enum shmbus_figure figure, unsigned bucket) {

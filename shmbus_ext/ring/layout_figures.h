@@ -9,14 +9,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* What is counted of each group when it is delivered first: the age of the group, and of each of
- * its samples how many policy versions it is behind, its tokens and its score. */
+/* What is counted of each group when it is delivered first: the age of the group, the part of its
+ * samples that are solved, and of each of its samples how many policy versions it is behind, its
+ * tokens and its score. */
 enum shmbus_figure {
     SHMBUS_FIGURE_LAG = 0,
     SHMBUS_FIGURE_AGE = 1,
     SHMBUS_FIGURE_LENGTH = 2,
     SHMBUS_FIGURE_SCORE = 3,
-    SHMBUS_FIGURES = 4,
+    SHMBUS_FIGURE_SOLVED = 4,
+    SHMBUS_FIGURES = 5,
 };
 
 /* Upper bounds of a histogram's buckets; one more bucket has what is above all of them. With the
@@ -35,15 +37,19 @@ struct figure_entry {
 _Static_assert(sizeof(struct figure_entry) == 128, "two cache lines a figure");
 _Static_assert(offsetof(struct figure_entry, sum) == 120, "layout");
 
+/* A sample counts as solved from this score on: tasks are scored 0 and 1, or -1 and 1, maybe with
+ * less for the form alone. */
+#define SHMBUS_SOLVED_SCORE 0.5
+
 /* Offset  Size  Field           Written by  Read by  Order
- *      0   512  figures         collector   all      as above
- *    512     8  groups_useless  collector   all      relaxed: refused by a filter, or without variance
+ *      0   640  figures         collector   all      as above
+ *    640     8  groups_useless  collector   all      relaxed: refused by a filter, or without variance
  */
 struct delivery_figures {
     struct figure_entry figures[SHMBUS_FIGURES];
     alignas(64) _Atomic uint64_t groups_useless;
 };
-_Static_assert(sizeof(struct delivery_figures) == 576, "layout");
-_Static_assert(offsetof(struct delivery_figures, groups_useless) == 512, "layout");
+_Static_assert(sizeof(struct delivery_figures) == 704, "layout");
+_Static_assert(offsetof(struct delivery_figures, groups_useless) == 640, "layout");
 
 #endif

@@ -60,6 +60,8 @@ static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count,
            (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry) +
            SHMBUS_SPLITS_BYTES + (uint64_t)SHMBUS_CANCELLED * sizeof(uint64_t) +
            sizeof(struct declared_part) + sizeof(struct delivery_figures) +
+           (uint64_t)SHMBUS_BEGUN_ROWS * sizeof(struct begun_row) +
+           ((uint64_t)max_producers + 1) * sizeof(struct wait_row) +
            sizeof(struct lead_table) + (uint64_t)SHMBUS_LEAD_ROWS * sizeof(uint64_t) +
            sizeof(struct relay_journal) +
            relay_entries_of(extent_count * extent_bytes) * sizeof(struct relay_entry);
@@ -185,7 +187,9 @@ static void set_pointers(struct segment *self) {
     self->cancelled = (_Atomic uint64_t *)(self->splits + SHMBUS_MAX_SPLITS);
     self->declared = (struct declared_part *)(self->cancelled + SHMBUS_CANCELLED);
     self->figures = (struct delivery_figures *)(self->declared + 1);
-    self->lead = (struct lead_table *)(self->figures + 1);
+    self->begun = (struct begun_row *)(self->figures + 1);
+    self->waits = (struct wait_row *)(self->begun + SHMBUS_BEGUN_ROWS);
+    self->lead = (struct lead_table *)(self->waits + self->max_producers + 1);
     self->relay = (struct relay_journal *)(void *)(self->lead->rows + SHMBUS_LEAD_ROWS);
     self->relay_entries = (struct relay_entry *)(self->relay + 1);
     self->relay_entry_count = relay_entries_of(self->extent_count * self->extent_bytes);

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "begun.h"
 #include "clock.h"
 #include "doorbell.h"
 #include "failpoints.h"
@@ -110,6 +111,9 @@ void writer_close(struct writer *self) {
     /* What it has in hand and has not answered is for others now. */
     request_reap(self->segment, self->producer_id, self->committed);
     relay_reap(self->segment, self->producer_id, self->committed);
+    if (self->begun > 0) {
+        begun_forget(self->segment, self->producer_id);
+    }
     atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_CLOSED, memory_order_release);
     atomic_fetch_add_explicit(&self->segment->header->attach_epoch, 1, memory_order_release);
     doorbell_ring(self->segment->header);
@@ -209,9 +213,22 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
     return WRITER_OK;
 }
 
+/* What is committed is begun no longer. Before the commit: a reader may free the record after it. */
+static void end_begun(struct writer *self, const struct reservation *at, uint32_t n) {
+    for (uint32_t i = 0; i < n && self->begun > 0; i++) {
+        const struct record_header *record = at[i].record;
+        const char *id = (const char *)(record + 1) + (uint64_t)record->shape_words * 8;
+        uint64_t key = begun_key(id, record->id_bytes, record->epoch, record->split);
+        self->begun -= begun_end(self->segment, self->producer_id, key, record->index);
+    }
+}
+
 /* Until `committed` has grown by n, a successor decides by this intent whether the commit of n
  * records happened: by the first, since the others become visible with it. */
 static void intend(struct writer *self, const struct reservation *at, uint32_t n) {
+    if (self->begun > 0) {
+        end_begun(self, at, n);
+    }
     if (at->answers.number != 0) {
         request_intend(self->segment, &at->answers, self->committed + 1);
     }

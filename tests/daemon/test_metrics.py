@@ -144,6 +144,9 @@ def test_histograms_say_what_was_delivered_once(
         assert found["shmbus_sample_tokens_sum", ()] == sum(lengths)
         assert found["shmbus_policy_lag_count", ()] == 5
         assert sum(histogram(found, "shmbus_group_age_seconds")) == 1
+        part = sum(score >= 0.5 for score in scores) / len(scores)
+        solved = histogram(found, "shmbus_group_solved_ratio")
+        assert solved == bucket_of([part], bounds["solved"])
         assert 0 <= found["shmbus_group_age_seconds_sum", ()] < 60
         # Scores may be negative, so their sum may fall.
         assert ("shmbus_score_sum", ()) not in found
@@ -201,8 +204,8 @@ def test_the_number_of_series_is_bounded_whatever_is_on_the_bus(
         assert len(slots) == MAX_SLOTS_LABELLED + 1
         assert found["shmbus_producer_committed_total", ("other",)] == 4 * 36
         assert sum(found[key] for key in slots) == 400
-        # Of those 68 of four histograms, whose buckets are fixed.
-        assert len(found) < 250
+        # Of those 85 of five histograms, whose buckets are fixed.
+        assert len(found) < 270
         for producer in producers:
             producer.close()
 

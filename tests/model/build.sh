@@ -32,6 +32,9 @@ compile "$ring/segment.c" $small $kernel
 compile "$ring/file_lock.c" $kernel
 # shellcheck disable=SC2086
 compile "$ring/splits.c" $small
+# Notes that nothing is decided by: no place to switch actors at.
+# shellcheck disable=SC2086
+compile "$ring/begun.c" $small
 compile "$ring/checksum.c"
 # shellcheck disable=SC2086
 compile "$ring/request_parts.c" $small

@@ -25,6 +25,7 @@ static void count_entry(struct figure_tally *tally, const GroupEntryObject *entr
     const SchemaObject *schema = NULL;
     int word = -1;
     figure_count(tally, SHMBUS_FIGURE_AGE, (double)entry->leased_ns * 1e-9 - entry->born_s);
+    uint32_t samples = 0, solved = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entry->samples); i++) {
         PyObject *item = PyList_GET_ITEM(entry->samples, i);
         if (!Py_IS_TYPE(item, &TrajectoryType)) {
@@ -37,9 +38,14 @@ static void count_entry(struct figure_tally *tally, const GroupEntryObject *entr
         }
         figure_count(tally, SHMBUS_FIGURE_LAG, (double)policy_version - (double)t->policy_version);
         figure_count(tally, SHMBUS_FIGURE_SCORE, t->score);
+        samples++;
+        solved += t->score >= SHMBUS_SOLVED_SCORE;
         if (word >= 0) {
             figure_count(tally, SHMBUS_FIGURE_LENGTH, (double)t->shape[word]);
         }
+    }
+    if (samples > 0) {
+        figure_count(tally, SHMBUS_FIGURE_SOLVED, (double)solved / (double)samples);
     }
 }
 

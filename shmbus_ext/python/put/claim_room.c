@@ -15,6 +15,7 @@
 #include "ring/doorbell.h"
 #include "ring/lead.h"
 #include "ring/removal.h"
+#include "ring/waits.h"
 
 /* Copies above this are worth letting other threads run. */
 #define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)
@@ -109,6 +110,18 @@ static void raise_too_large(const WriterObject *self, uint64_t bytes) {
                  (unsigned long long)bytes);
 }
 
+void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t ticket, int64_t longest_ns) {
+    enum shmbus_wait what = is_paused(self)  ? SHMBUS_WAIT_PAUSED
+                            : self->too_far ? SHMBUS_WAIT_AHEAD
+                                            : SHMBUS_WAIT_SPACE;
+    uint32_t slot = self->c.slot_index;
+    Py_BEGIN_ALLOW_THREADS
+    uint64_t began_ns = clock_monotonic_ns();
+    doorbell_await_space(here->c.header, ticket, longest_ns);
+    waits_add(&here->c, slot, what, clock_monotonic_ns() - began_ns);
+    Py_END_ALLOW_THREADS
+}
+
 /* Sleeps until this segment may have space; false with an exception. */
 static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ticket,
                             struct wait *wait) {
@@ -120,9 +133,7 @@ static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ti
         slice_ns = (int64_t)(left * 1e9) + 1;
     }
     /* During the wait the writer may be closed, by a signal handler too, or go to another bus. */
-    Py_BEGIN_ALLOW_THREADS
-    doorbell_await_space(here->c.header, ticket, slice_ns);
-    Py_END_ALLOW_THREADS
+    py_writer_sleep(self, here, ticket, slice_ns);
     if (PyErr_CheckSignals() < 0) {
         return false;
     }

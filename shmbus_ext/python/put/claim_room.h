@@ -49,6 +49,9 @@ bool py_writer_usable(WriterObject *self);
  * ahead for another group. */
 enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_room *wanted,
                                        struct reservation *at);
+/* Sleeps until this segment, which the caller holds, may have space, and counts the wait; other
+ * threads run. */
+void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t ticket, int64_t longest_ns);
 /* Room for a record, waiting for it as long as timeout_s allows, for ever where that is negative;
  * false with an exception. */
 bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, double timeout_s,

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "python/hooks.h"
+#include "python/put/begun_samples.h"
 #include "python/put/put_group.h"
 #include "python/put/put_many.h"
 #include "python/put/request_claims.h"
@@ -152,14 +153,11 @@ static PyObject *py_writer_await_space(WriterObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Id", &ticket, &timeout_s) || !py_writer_usable(self)) {
         return NULL;
     }
-    struct bus_header *header = self->segment->c.header;
     int64_t slice_ns = timeout_s < 0 || timeout_s * 1e9 > (double)SPACE_SLICE_NS
                            ? SPACE_SLICE_NS
                            : (int64_t)(timeout_s * 1e9);
     SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
-    Py_BEGIN_ALLOW_THREADS
-    doorbell_await_space(header, ticket, slice_ns);
-    Py_END_ALLOW_THREADS
+    py_writer_sleep(self, segment, ticket, slice_ns);
     Py_DECREF(segment);
     Py_RETURN_NONE;
 }
@@ -361,6 +359,8 @@ static PyMethodDef writer_methods[] = {
     {"_give_back_request", (PyCFunction)(void (*)(void))py_writer_give_back_request, METH_O, NULL},
     {"_holds_request", (PyCFunction)(void (*)(void))py_writer_holds_request, METH_O, NULL},
     {"_recover_dead", (PyCFunction)(void (*)(void))py_writer_recover_dead, METH_NOARGS, NULL},
+    {"_begin", (PyCFunction)(void (*)(void))py_writer_begin, METH_VARARGS, NULL},
+    {"_leave_begun", (PyCFunction)(void (*)(void))py_writer_leave_begun, METH_VARARGS, NULL},
     {"_reserve", (PyCFunction)(void (*)(void))py_writer_reserve, METH_VARARGS, NULL},
     {"_want_space", (PyCFunction)(void (*)(void))py_writer_want_space, METH_NOARGS, NULL},
     {"_await_space", (PyCFunction)(void (*)(void))py_writer_await_space, METH_VARARGS, NULL},

@@ -21,6 +21,7 @@
 #include "python/watch.h"
 #include "ring/clock.h"
 #include "ring/removal.h"
+#include "ring/waits.h"
 
 /* A wait is never shorter: work that is due in less may as well run at its end. */
 #define SHORTEST_WAIT_S 1e-4
@@ -223,8 +224,14 @@ static enum wait_end wait_for_more(IntakeObject *self, const struct take_request
     }
     double left_s = fmin(fmin(request->timeout_s, *next_watch_s) - waited_s,
                          fmin(self->wake_s, group_deadline_s(self)) - now_s);
+    struct segment *segment = &self->reader->segment->c;
+    bool empty_handed = py_group_lists_leased_since(&self->table->lists) == 0;
     enum wait_result result =
         py_reader_wait_for_events(self->reader, fmax(SHORTEST_WAIT_S, left_s));
+    if (empty_handed && result != WAIT_FAILED) {
+        waits_add(segment, segment->max_producers, SHMBUS_WAIT_GROUPS,
+                  (uint64_t)(fmax(0, seconds(clock_monotonic_ns()) - now_s) * 1e9));
+    }
     return result == WAIT_FAILED ? ENDED_FAILED : result == WAIT_WOKEN ? ENDED_WOKEN : ENDED_DUE;
 }
 

@@ -344,6 +344,7 @@ static PyMethodDef functions[] = {
 
 bool py_request_add_functions(PyObject *module) {
     return PyModule_AddIntConstant(module, "REQUEST_LEVELS", SHMBUS_REQUEST_LEVELS) == 0 &&
+           PyModule_AddIntConstant(module, "REQUEST_UNIT", SHMBUS_REQUEST_UNIT) == 0 &&
            PyModule_AddIntConstant(module, "REQUEST_MIN_BYTES", (long)SHMBUS_REQUEST_MIN_BYTES) ==
                0 &&
            PyModule_AddIntConstant(module, "REQUEST_MAX_BYTES", (long)SHMBUS_REQUEST_MAX_BYTES) ==

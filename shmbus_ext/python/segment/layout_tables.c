@@ -122,6 +122,12 @@ static const struct field_note declared_entry_fields[] = {
     FIELD(declared_entry, flags, 'u'),      {NULL, 0, 0, 0},
 };
 
+static const struct field_note begun_fields[] = {
+    FIELD(begun_row, owner, 'u'), FIELD(begun_row, key, 'u'),
+    FIELD(begun_row, begun_ns, 'u'), FIELD(begun_row, index, 'u'),
+    {NULL, 0, 0, 0},
+};
+
 static const struct {
     const char *name;
     const struct field_note *fields;
@@ -134,6 +140,7 @@ static const struct {
     {"split_entry", split_fields, sizeof(struct split_entry)},
     {"schema_entry", schema_fields, sizeof(struct schema_entry)},
     {"declared_part", declared_fields, sizeof(struct declared_part)},
+    {"begun_row", begun_fields, sizeof(struct begun_row)},
     {"declared_entry", declared_entry_fields, sizeof(struct declared_entry)},
 };
 

@@ -1,0 +1,106 @@
+/* Samples that a writer has begun (see begun_samples.h); the table is ring/begun.h. */
+#include "python/put/begun_samples.h"
+
+#include "python/requests/request_arguments.h"
+#include "python/segment/split_labels.h"
+#include "ring/begun.h"
+#include "ring/waits.h"
+
+struct sample {
+    uint64_t key;
+    uint32_t index;
+};
+
+/* (id, epoch, split or None, index), checked by the caller; false with an exception. */
+static bool take_sample(WriterObject *self, PyObject *args, struct sample *sample) {
+    const char *id;
+    Py_ssize_t id_bytes;
+    PyObject *epoch_object, *split_object;
+    int64_t epoch;
+    uint32_t split = SHMBUS_SPLIT_TRAIN;
+    if (!PyArg_ParseTuple(args, "s#OOI", &id, &id_bytes, &epoch_object, &split_object,
+                          &sample->index) ||
+        !py_writer_usable(self) || !py_take_epoch(epoch_object, &epoch)) {
+        return false;
+    }
+    if (split_object != Py_None) {
+        split = py_split_number(self->segment, split_object);
+        if (split >= SHMBUS_MAX_SPLITS) {
+            return false;
+        }
+    }
+    sample->key = begun_key(id, (uint32_t)id_bytes, epoch, split);
+    return true;
+}
+
+/* _begin(id, epoch, split, index) -> bool: False where the table is full. */
+PyObject *py_writer_begin(WriterObject *self, PyObject *args) {
+    struct sample sample;
+    if (!take_sample(self, args, &sample)) {
+        return NULL;
+    }
+    enum begun_verdict verdict =
+        begun_note(&self->segment->c, self->c.producer_id, sample.key, sample.index);
+    self->c.begun += verdict == BEGUN_NOTED;
+    return PyBool_FromLong(verdict != BEGUN_FULL);
+}
+
+/* _leave_begun(id, epoch, split, index) -> bool: whether it was noted. */
+PyObject *py_writer_leave_begun(WriterObject *self, PyObject *args) {
+    struct sample sample;
+    if (!take_sample(self, args, &sample)) {
+        return NULL;
+    }
+    bool ended = begun_end(&self->segment->c, self->c.producer_id, sample.key, sample.index);
+    self->c.begun -= ended;
+    return PyBool_FromLong(ended);
+}
+
+/* begun_key(id, epoch, split number) -> int: what the table calls a group. */
+static PyObject *py_begun_key(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *id;
+    Py_ssize_t id_bytes;
+    PyObject *epoch_object;
+    unsigned int split;
+    int64_t epoch;
+    if (!PyArg_ParseTuple(args, "s#OI", &id, &id_bytes, &epoch_object, &split) ||
+        !py_take_epoch(epoch_object, &epoch)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(begun_key(id, (uint32_t)id_bytes, epoch, split));
+}
+
+/* note_waited(segment, seconds): trainers have waited for groups so much longer; for the
+ * collector. */
+static PyObject *py_note_waited(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *object;
+    double seconds;
+    SegmentObject *segment;
+    if (!PyArg_ParseTuple(args, "Od", &object, &seconds) || !py_take_segment(object, &segment)) {
+        return NULL;
+    }
+    if (seconds > 0) {
+        waits_add(&segment->c, segment->c.max_producers, SHMBUS_WAIT_GROUPS,
+                  (uint64_t)(seconds * 1e9));
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"begun_key", py_begun_key, METH_VARARGS, NULL},
+    {"note_waited", py_note_waited, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_begun_add_functions(PyObject *module) {
+    /* WAITS: what is waited for, by number. */
+    PyObject *waits = Py_BuildValue("(ssss)", "space", "paused", "ahead", "groups");
+    bool added = waits != NULL && PyTuple_GET_SIZE(waits) == SHMBUS_WAITS &&
+                 PyModule_AddObjectRef(module, "WAITS", waits) == 0;
+    Py_XDECREF(waits);
+    return added && PyModule_AddIntConstant(module, "BEGUN_ROWS", SHMBUS_BEGUN_ROWS) == 0 &&
+           PyModule_AddIntConstant(module, "WAIT_ROW_BYTES", (long)sizeof(struct wait_row)) == 0 &&
+           PyModule_AddFunctions(module, functions) == 0;
+}
