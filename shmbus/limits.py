@@ -18,6 +18,7 @@ __all__ = [
     "HELLO_WAIT_S",
     "LOG_INTERVAL_S",
     "MAX_CLIENTS",
+    "MAX_EVENTS_SHOWN",
     "MAX_GROUPS_SHOWN",
     "MAX_MESSAGE_BYTES",
     "MAX_REQUESTED",
@@ -96,6 +97,9 @@ STATUS_GROUPS = 5
 
 #: Incomplete groups that one answer shows sample by sample: more than a screen has rows.
 MAX_GROUPS_SHOWN = 1000
+
+#: Events that one answer has: with ids and reasons of full length still less than a message.
+MAX_EVENTS_SHOWN = 500
 
 #: Bytes of such an answer, about: half of a control message, some 15,000 samples.
 GROUPS_REPLY_BYTES = 1 << 20

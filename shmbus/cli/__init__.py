@@ -24,6 +24,7 @@ import shmbus
 from shmbus.cli import (
     bench,
     doctor,
+    events,
     gc,
     inspect,
     metrics,
@@ -51,6 +52,7 @@ _COMMANDS = (
     gc,
     doctor,
     inspect,
+    events,
     metrics,
     pause,
     snapshot,

@@ -13,7 +13,7 @@ from shmbus import errors, limits
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 
-__all__ = ["ask_groups", "ask_snapshot", "ask_status"]
+__all__ = ["ask_events", "ask_group", "ask_groups", "ask_snapshot", "ask_status"]
 
 #: Seconds that a daemon has for its status: a healthy one answers within milliseconds.
 _STATUS_WAIT_S = 1.0
@@ -59,9 +59,57 @@ def ask_groups(name: str, groups: int) -> messages.GroupsReply | str | None:
     return reply
 
 
-def _look(
-    name: str, request: messages.GetStatus | messages.GetGroups, what: str
-) -> messages.Reply | str | None:
+def ask_group(
+    name: str, instance_id: str, epoch: int | None, split: str
+) -> messages.GroupReply | str | None:
+    """Ask the daemon of a bus where a group is, and what happened to it.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    instance_id, epoch, split : str, int | None, str
+        The group.
+
+    Returns
+    -------
+    GroupReply, str or None
+        As for `ask_groups`.
+    """
+    request = messages.GetGroup(id=1, instance_id=instance_id, epoch=epoch, split=split)
+    reply = _look(name, request, "group")
+    assert reply is None or isinstance(reply, (messages.GroupReply, str))
+    return reply
+
+
+def ask_events(
+    name: str, after: int, limit: int, *, groups: bool = True
+) -> messages.EventsReply | str | None:
+    """Ask the daemon of a bus what has happened.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    after : int
+        The number of the last event that is known; 0 for none.
+    limit : int
+        How many at most, up to `limits.MAX_EVENTS_SHOWN`.
+    groups : bool
+        Whether those of groups and samples are among them.
+
+    Returns
+    -------
+    EventsReply, str or None
+        As for `ask_groups`.
+    """
+    request = messages.GetEvents(id=1, after=after, limit=limit, groups=groups)
+    reply = _look(name, request, "events")
+    assert reply is None or isinstance(reply, (messages.EventsReply, str))
+    return reply
+
+
+def _look(name: str, request: messages.Request, what: str) -> messages.Reply | str | None:
     """Ask something that changes nothing; None without a daemon, a str says why it gave nothing."""
     try:
         wire = Wire(name)

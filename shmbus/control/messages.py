@@ -18,7 +18,7 @@ import msgspec
 
 from shmbus import errors, limits
 from shmbus.inspect.types import Count, LeaseStatus, OpenGroup
-from shmbus.inspect.view_types import GroupCells
+from shmbus.inspect.view_types import BusEvent, GroupCells, GroupState
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
@@ -152,6 +152,24 @@ class GetGroups(_Message):
     groups: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_GROUPS_SHOWN)] = 1
 
 
+class GetEvents(_Message):
+    """Ask for up to `limit` events behind number `after`, the newest; maybe without groups'."""
+
+    id: Count
+    after: Count = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_EVENTS_SHOWN)] = 1
+    groups: bool = True
+
+
+class GetGroup(_Message):
+    """Ask where one group is, for its cells and its events."""
+
+    id: Count
+    instance_id: Text
+    epoch: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    split: Label = "train"
+
+
 class TakeSnapshot(_Message):
     """Write everything undelivered to a new directory. Answered by SnapshotTaken, or Refused.
 
@@ -168,7 +186,7 @@ class Bye(_Message):
 
 Request: TypeAlias = (
     Hello | Claim | Take | TakeStep | End | GiveBack | SetPolicyVersion | GetLedger | GetStatus
-    | GetGroups | TakeSnapshot | Bye
+    | GetGroups | GetGroup | GetEvents | TakeSnapshot | Bye
 )  # fmt: skip
 
 
@@ -260,6 +278,26 @@ class GroupsReply(_Message):
     omitted: int = 0
 
 
+class EventsReply(_Message):
+    """The answer to GetEvents; `missed` of those behind `after` are not in it any more."""
+
+    id: int
+    events: list[BusEvent] = []
+    newest: int = 0
+    missed: int = 0
+
+
+class GroupReply(_Message):
+    """The answer to GetGroup: its cells while it is on the bus, who holds it, what happened."""
+
+    id: int
+    state: GroupState
+    group: GroupCells | None = None
+    holder: str = ""
+    held_s: float = 0.0
+    events: list[BusEvent] = []
+
+
 class SnapshotTaken(_Message):
     """The answer to TakeSnapshot: the manifest, as it is on disk."""
 
@@ -277,7 +315,7 @@ class Refused(_Message):
 
 Reply: TypeAlias = (
     Welcome | Leases | Claimed | Ended | Done | LedgerReply | StatusReply | GroupsReply
-    | SnapshotTaken | Refused
+    | GroupReply | EventsReply | SnapshotTaken | Refused
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

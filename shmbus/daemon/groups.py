@@ -9,16 +9,18 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterable
 
 from shmbus import limits
 from shmbus._keys import split_key
+from shmbus.daemon.leases import Lease
 from shmbus.inspect.types import FailedSample, OpenGroup
-from shmbus.inspect.view_types import GroupCells, SampleCell
+from shmbus.inspect.view_types import GroupCells, GroupState, SampleCell
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex, FailingGroup
 from shmbus_ext import _core
 
-__all__ = ["group_cells", "oldest_groups"]
+__all__ = ["find_group", "group_cells", "oldest_groups"]
 
 #: Bytes of a cell and of a group in an answer, beside their texts: names of fields and numbers.
 _CELL_BYTES = 70
@@ -87,35 +89,114 @@ def group_cells(collector: Collector, count: int, now_s: float) -> tuple[list[Gr
     found: list[GroupCells] = []
     room = limits.GROUPS_REPLY_BYTES
     for group in collector.stash.oldest(count):
-        key, epoch, split = split_key(group.key)
-        room -= _GROUP_BYTES + 4 * len(key)
+        room -= _GROUP_BYTES + 4 * len(split_key(group.key)[0])
         if room <= 0:
             break
-        failed = group.failed if isinstance(group, FailingGroup) else {}
-        samples = group.samples
-        cells = [_there(sample, now_s) for sample in samples]
-        cells += [_failed(index, each, now_s) for index, each in failed.items()]
-        cells.sort(key=lambda cell: cell.index)
-        shown = []
-        for cell in cells:
-            room -= _CELL_BYTES + 4 * len(cell.reason)
-            if room <= 0:
-                break
-            shown.append(cell)
-        found.append(
-            GroupCells(
-                instance_id=key,
-                epoch=epoch,
-                split=_core.split_label(collector.segment, split),
-                need=group.need or group.size,
-                size=group.size,
-                present=len(samples),
-                age_s=max(0.0, now_s - group.born_s),
-                cells=shown,
-                cells_omitted=len(cells) - len(shown),
-            )
-        )
+        shown, room = _cells(collector, group, room, now_s)
+        found.append(shown)
     return found, max(0, collector.stash.open_groups - len(found))
+
+
+def find_group(
+    collector: Collector, leases: Iterable[tuple[Lease, str]], key: Hashable, now_s: float
+) -> tuple[GroupState, GroupCells | None, str, float]:
+    """Find out where a group is: of several of one key, the one that is not leased yet.
+
+    Parameters
+    ----------
+    collector : Collector
+        Whose stash it is in.
+    leases : iterable of (Lease, str)
+        All that are held, with the name of who holds them.
+    key : Hashable
+        Its key.
+    now_s : float
+        On the stash's clock.
+
+    Returns
+    -------
+    state : GroupState
+    group : GroupCells | None
+        Its samples, as far as they fit into an answer; None where it is not on the bus.
+    holder : str
+        Who has leased it.
+    held_s : float
+        Seconds since then.
+    """
+    room = limits.GROUPS_REPLY_BYTES
+    stash = collector.stash
+    group = stash.failures.groups.get(key) or stash.table.find(key)
+    if group is not None:
+        return "open", _cells(collector, group, room, now_s)[0], "", 0.0
+    for lease, holder in leases:
+        if lease.samples and lease.samples[0].key == key:
+            shown = _of_samples(collector, key, lease.samples, room, now_s)
+            return "leased", shown, holder, max(0.0, now_s - lease.born_s)
+    for entry in stash.table.full(key):
+        return "ready", _of_samples(collector, key, entry.samples, room, now_s), "", 0.0
+    return "gone", None, "", 0.0
+
+
+def _of_samples(
+    collector: Collector,
+    key: Hashable,
+    samples: list[_core.Trajectory],
+    room: int,
+    now_s: float,
+) -> GroupCells:
+    """Show a complete group."""
+    born_s = min(sample.committed_ns for sample in samples) / 1e9
+    first = samples[0]
+    return _shown(collector, key, first.group_size, first.need, born_s, samples, {}, room, now_s)[0]
+
+
+def _cells(
+    collector: Collector,
+    group: _core.GroupEntry[_core.Trajectory] | FailingGroup[_core.Trajectory],
+    room: int,
+    now_s: float,
+) -> tuple[GroupCells, int]:
+    """Show an incomplete group; returns the room that is left, too."""
+    failed = group.failed if isinstance(group, FailingGroup) else {}
+    return _shown(
+        collector, group.key, group.size, group.need, group.born_s, group.samples, failed, room,
+        now_s,
+    )  # fmt: skip
+
+
+def _shown(
+    collector: Collector,
+    key: Hashable,
+    size: int,
+    need: int,
+    born_s: float,
+    samples: list[_core.Trajectory],
+    failed: dict[int, FailedIndex[_core.Trajectory]],
+    room: int,
+    now_s: float,
+) -> tuple[GroupCells, int]:
+    instance_id, epoch, split = split_key(key)
+    cells = [_there(sample, now_s) for sample in samples]
+    cells += [_failed(index, each, now_s) for index, each in failed.items()]
+    cells.sort(key=lambda cell: cell.index)
+    shown = []
+    for cell in cells:
+        room -= _CELL_BYTES + 4 * len(cell.reason)
+        if room <= 0:
+            break
+        shown.append(cell)
+    group = GroupCells(
+        instance_id=instance_id,
+        epoch=epoch,
+        split=_core.split_label(collector.segment, split),
+        need=need or size,
+        size=size,
+        present=len(samples),
+        age_s=max(0.0, now_s - born_s),
+        cells=shown,
+        cells_omitted=len(cells) - len(shown),
+    )
+    return group, room
 
 
 def _there(sample: _core.Trajectory, now_s: float) -> SampleCell:

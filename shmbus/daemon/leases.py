@@ -122,6 +122,8 @@ class Session:
         #: Its requests that wait for groups.
         self.waiting = 0
         self._waited_s = 0.0
+        #: Of these, seconds that `new_waits_s` has returned.
+        self._told_s = 0.0
         #: When it began to wait while it held nothing; None while it does not.
         self._waits_since_s: float | None = None
 
@@ -142,6 +144,18 @@ class Session:
         """Return the seconds that it has waited in all, while it held nothing."""
         since_s = self._waits_since_s
         return self._waited_s + (0.0 if since_s is None else max(0.0, now_s - since_s))
+
+    def new_waits_s(self, now_s: float) -> float:
+        """Return the seconds that it has waited since the last call."""
+        waited_s = self.waited_s(now_s)
+        new_s, self._told_s = waited_s - self._told_s, waited_s
+        return new_s
+
+    @property
+    def name(self) -> str:
+        """How people know it."""
+        rank = "" if self.rank < 0 else f"rank {self.rank}, "
+        return f"{self.label or 'a trainer'} ({rank}pid {self.pid})"
 
     def send(self, reply: messages.Reply) -> None:
         """Send a reply, after the confirmations that were held back."""

@@ -22,7 +22,8 @@ from shmbus import errors, limits
 from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.daemon import admission
-from shmbus.daemon.groups import group_cells, oldest_groups
+from shmbus.daemon.groups import find_group, group_cells, oldest_groups
+from shmbus.daemon.history import History
 from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.steps import StepPlanner
@@ -108,6 +109,7 @@ class Service:
         self._claims: Claims | None = Claims()
         self._reclaim_until_s = self.began_s + limits.RECLAIM_WAIT_S
         self._next_reap_s = 0.0
+        self.history = History(collector)
         collector.held_elsewhere = self._held_elsewhere
         self._finish_recovery(self.began_s)
 
@@ -129,6 +131,7 @@ class Service:
         """
         if self._claims is not None:
             return False
+        self.history.look_at_producers()
         if self.frozen:
             self.serve(now)
             return False
@@ -141,6 +144,7 @@ class Service:
 
     def tick(self, now: float) -> None:
         """Do periodic work: maintenance, timeouts of requests, recovery, and dead clients."""
+        self.history.look(self.sessions.values(), now)
         if self.frozen:
             self.serve(now)
             return
@@ -198,6 +202,7 @@ class Service:
         self.frozen = False
         ending, self._deferred_ends = self._deferred_ends, []
         for session, lease, reason in ending:
+            self.history.end(lease, session, reason)
             self._table.end(lease, reason)
             session.note_ended([lease.number], [])
         claiming, self._deferred_claims = self._deferred_claims, []
@@ -255,6 +260,7 @@ class Service:
             return admission.too_many(hello, len(self.sessions))
         session = Session(client, hello, send)
         self.sessions[client] = session
+        self.history.joined(session)
         if session.rank >= 0:
             assert self._planner is not None
             self._planner.join(session.rank, hello.next_step, returns=hello.client >= 0)
@@ -302,6 +308,7 @@ class Service:
     def leave(self, session: Session, *, orderly: bool) -> None:
         """End a session; the groups that it held are the next to be delivered, or in doubt."""
         self.sessions.pop(session.client, None)
+        self.history.left(session, time.monotonic(), orderly=orderly)
         self._waiting = [w for w in self._waiting if w.session is not session]
         held = extents_of_client(self.collector.segment, session.client)
         if self._claims is not None:
@@ -331,6 +338,7 @@ class Service:
             else:
                 lease.step = lease.rank = -1
                 free.append(lease)
+            self.history.given_back(lease)
         self._table.give_back(free)
 
     # -- requests -------------------------------------------------------------------------------
@@ -367,6 +375,10 @@ class Service:
             session.send(self.groups(request))
         elif isinstance(request, messages.GetStatus):
             session.send(self.status(request))
+        elif isinstance(request, messages.GetGroup):
+            session.send(self.group(request, now))
+        elif isinstance(request, messages.GetEvents):
+            session.send(self.history.reply(request))
         else:
             raise errors.ProtocolError(
                 f"{type(request).__name__} is not what a client says after its Hello"
@@ -407,6 +419,7 @@ class Service:
             if self.frozen:
                 self._deferred_ends.append((session, lease, request.reason))
                 continue
+            self.history.end(lease, session, request.reason)
             self._table.end(lease, request.reason)
             ended.append(number)
         session.note_ended(ended, unknown)
@@ -478,6 +491,7 @@ class Service:
             return False
         for lease in leases or []:
             session.leases[lease.number] = lease
+            self.history.leased(lease, session)
         session.send(
             messages.Leases(
                 id=request.id, groups=[lease.granted() for lease in leases or []], step=step
@@ -556,3 +570,18 @@ class Service:
         """Return the oldest incomplete groups, sample by sample."""
         groups, omitted = group_cells(self.collector, request.groups, time.monotonic())
         return messages.GroupsReply(id=request.id, groups=groups, omitted=omitted)
+
+    def group(self, request: messages.GetGroup, now: float) -> messages.GroupReply:
+        """Return where a group is, its samples, and what happened to it."""
+        key = self.history.key_of(request)
+        leases = [(x, s.name) for s in self.sessions.values() for x in s.leases.values()]
+        leases += [(lease, "a client that has not come back") for lease in self._in_doubt.leases()]
+        state, group, holder, held_s = find_group(self.collector, leases, key, now)
+        return messages.GroupReply(
+            id=request.id,
+            state=state,
+            group=group,
+            holder=holder,
+            held_s=held_s,
+            events=self.history.of_group(key),
+        )

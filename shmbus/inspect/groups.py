@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -25,7 +26,7 @@ from shmbus.inspect.view_types import GroupCells, SampleCell
 from shmbus.inspect.work import with_begun
 from shmbus.segment.names import check_name
 
-__all__ = ["Groups", "read_groups"]
+__all__ = ["WALK_RECORDS", "Groups", "joined", "read_groups"]
 
 #: Undelivered trajectories up to which the records are walked: some 0.2 s of work.
 WALK_RECORDS = 20_000
@@ -80,13 +81,9 @@ def read_groups(
     count = min(count, limits.MAX_GROUPS_SHOWN)
     with SegmentFile(check_name(name)) as file:
         file.require()
-        wanted = read_wanted(file)
         reply = ask_groups(name, count) if ask else None
         if reply is not None and not isinstance(reply, str):
-            groups = [_escaped(group) for group in with_begun(file, reply.groups)]
-            return Groups(
-                source="daemon", groups=_with_requests(groups, wanted), omitted=reply.omitted
-            )
+            return Groups(source="daemon", groups=joined(file, reply.groups), omitted=reply.omitted)
         problem = "" if reply is None else printable(reply)
         released, committed, _ = counters(file)
         undelivered = max(0, sum(committed) - sum(released))
@@ -99,13 +96,30 @@ def read_groups(
                 "that are sorted from outside; a daemon can say it: `shmbus serve`",
             )
         found, omitted = OpenGroups(file, undelivered).cells(count)
-        found = [_escaped(group) for group in with_begun(file, found)]
         return Groups(
             source="records",
-            groups=_with_requests(found, wanted),
+            groups=joined(file, found),
             omitted=omitted,
             problem=problem,
         )
+
+
+def joined(file: SegmentFile, groups: Sequence[GroupCells]) -> list[GroupCells]:
+    """Add what the segment says of the samples of groups, and escape their texts.
+
+    Parameters
+    ----------
+    file : SegmentFile
+        Readable.
+    groups : sequence of GroupCells
+        As a daemon or the records have them.
+
+    Returns
+    -------
+    list[GroupCells]
+    """
+    escaped = [_escaped(group) for group in with_begun(file, groups)]
+    return _with_requests(escaped, read_wanted(file))
 
 
 def _escaped(group: GroupCells) -> GroupCells:

@@ -9,7 +9,7 @@ from shmbus._format import show_count, show_duration, table
 from shmbus.inspect.groups import Groups
 from shmbus.inspect.view_types import GroupCells, SampleCell
 
-__all__ = ["groups_text"]
+__all__ = ["cells_text", "groups_text"]
 
 #: Signs of a row; a larger group is cut, and says so.
 _SIGNS = 64
@@ -76,3 +76,41 @@ def _failure(group: GroupCells, cell: SampleCell) -> str:
         again += f", producer {cell.taken_by} makes it"
     times = "once" if cell.attempts == 1 else f"{cell.attempts} times"
     return f"  failed: {group.instance_id}[{cell.index}], {times}: {cell.reason}{again}"
+
+
+def cells_text(group: GroupCells) -> str:
+    """Lay out the samples of one group, a row a sample.
+
+    Parameters
+    ----------
+    group : GroupCells
+        Of `shmbus.inspect.history.read_group`.
+
+    Returns
+    -------
+    str
+        A table; samples that are neither there nor begun are not in it.
+    """
+    rows = [
+        (
+            str(cell.index),
+            cell.state,
+            "" if cell.score is None else f"{cell.score:g}",
+            "" if cell.producer is None else str(cell.producer),
+            "" if cell.age_s is None else show_duration(cell.age_s),
+            _more(cell),
+        )
+        for cell in group.cells[:_SIGNS]
+    ]
+    hidden = len(group.cells) - len(rows) + group.cells_omitted
+    more = f"\n  and {show_count(hidden)} more: --json" if hidden else ""
+    head = ("sample>", "what", "score>", "producer>", "since>", "")
+    return table(head, rows) + more
+
+
+def _more(cell: SampleCell) -> str:
+    if cell.state not in ("failed", "asked"):
+        return ""
+    again = "" if cell.taken_by is None else f"; producer {cell.taken_by} makes it again"
+    times = "once" if cell.attempts == 1 else f"{cell.attempts} times"
+    return f"failed {times}: {cell.reason or 'no reason given'}{again}"

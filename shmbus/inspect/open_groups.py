@@ -113,6 +113,16 @@ class OpenGroups:
             found.append(shown)
         return found, len(self._groups) - len(found)
 
+    def find(self, instance_id: str, epoch: int | None, split: str) -> GroupCells | None:
+        """Show one incomplete group, before `file` is closed; None where it is not among them."""
+        for group in self._groups.values():
+            row = next(iter({**group.rows, **group.failed}.values()))
+            if (row.instance_id, row.epoch) == (instance_id, epoch) and (
+                self._file.split_label(row.split) == split
+            ):
+                return _cells(self._file, group, self._now_ns, _MAX_CELLS)
+        return None
+
 
 def _cells(file: SegmentFile, group: _Open, now_ns: int, room: int) -> GroupCells:
     rows = {**group.failed, **group.rows}

@@ -15,10 +15,12 @@ import msgspec
 from shmbus import limits
 from shmbus.control.ask import ask_status
 from shmbus.inspect.groups import Groups, read_groups
+from shmbus.inspect.history import read_events
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import join, status_of
 from shmbus.inspect.types import BusStatus
 from shmbus.inspect.verdict import judge
+from shmbus.inspect.view_types import BusEvent
 
 __all__ = ["Rates", "Watcher"]
 
@@ -61,6 +63,8 @@ class Watcher:
         The bus.
     groups : int
         Incomplete groups to read at each poll; 0 reads those that a status has.
+    events : int
+        Events, without those of groups, to read at each poll.
     share : float
         The part of a processor that walks over records may cost: after a long one, polls do without
         for a while.
@@ -77,6 +81,8 @@ class Watcher:
         The oldest incomplete groups, of the last poll that read them.
     groups_age_s : float
         Seconds since they were read.
+    events : list[BusEvent]
+        The newest of the daemon's, oldest first; empty without one.
     sorted : tuple[int | None, int | None]
         Incomplete and complete groups, of the last poll that walked; None before one.
     waited_s : dict[int, float]
@@ -94,8 +100,9 @@ class Watcher:
         When the bus was created; another number is another bus of the name.
     """
 
-    def __init__(self, name: str, *, groups: int = 0, share: float = 1.0) -> None:
+    def __init__(self, name: str, *, groups: int = 0, events: int = 0, share: float = 1.0) -> None:
         self.name = name
+        self._events = events
         self._groups = groups
         self._share = share
         self.status: BusStatus
@@ -106,6 +113,7 @@ class Watcher:
         self.groups = Groups(source="none", groups=[])
         self.groups_age_s = 0.0
         self._groups_at_s = 0.0
+        self.events: list[BusEvent] = []
         self.sorted: tuple[int | None, int | None] = (None, None)
         self.idle_s: dict[int, float] = {}
         self.still_s = 0.0
@@ -146,7 +154,11 @@ class Watcher:
         self._note_activity(status, now)
         self._note_waits(status, now)
         joined = join(status, ask_status(self.name))
-        self._read_groups(walks=walks, ask=joined.daemon is not None and joined.daemon.answers)
+        answers = joined.daemon is not None and joined.daemon.answers
+        self._read_groups(walks=walks, ask=answers)
+        if self._events:
+            found = read_events(self.name, limit=self._events, groups=False) if answers else None
+            self.events = [] if found is None else found.events
         if walks:
             self.sorted = status.groups_incomplete, status.groups_complete
             self._next_walk_s = now + (time.monotonic() - began_s) * (1 / self._share - 1)

@@ -8,11 +8,23 @@ Invariant: field names are the keys of ``--json`` and of the wire: they stay.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["Finding", "GroupCells", "SampleCell", "Verdict", "WaitedStatus"]
+__all__ = [
+    "BusEvent",
+    "Finding",
+    "GroupCells",
+    "GroupState",
+    "SampleCell",
+    "Verdict",
+    "WaitedStatus",
+]
+
+#: Where a group is: incomplete; complete and not taken; with a trainer; or not on the bus, maybe
+#: not any more.
+GroupState: TypeAlias = Literal["open", "ready", "leased", "gone"]
 
 
 class SampleCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,6 +93,44 @@ class GroupCells(msgspec.Struct, frozen=True, kw_only=True):
     cells_omitted: int = 0
     need: int = 0
     split: str = "train"
+
+
+class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that happened on a bus.
+
+    Attributes
+    ----------
+    number : int
+        Grows with each event of a daemon.
+    unix_s : float
+        When, in seconds of the epoch.
+    kind : str
+        "daemon_began", "producer_came", "producer_left", "producer_died", "producer_gone" (left or
+        died), "trainer_came", "trainer_left", "trainer_lost", "paused", "resumed",
+        "policy_version"; of a group "leased", "given_back", "acknowledged", "dropped"; of a sample
+        "failed" and "asked" (it failed, and producers are asked for it again).
+    who : str
+        The producer or the trainer; "" where nobody is to be named.
+    text : str
+        The reason of a failure, a drop or a pause; the number of a policy version.
+    instance_id, epoch, split : str, int | None, str
+        The group; an id of "" where it is of none.
+    index : int | None
+        The sample.
+    count : int
+        Samples of the group, or failed attempts of the sample.
+    """
+
+    number: int
+    unix_s: float
+    kind: str
+    who: str = ""
+    text: str = ""
+    instance_id: str = ""
+    epoch: int | None = None
+    split: str = "train"
+    index: int | None = None
+    count: int = 0
 
 
 class WaitedStatus(msgspec.Struct, frozen=True, kw_only=True):

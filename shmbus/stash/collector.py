@@ -93,6 +93,7 @@ class Collector:
             self.segment.close()
             raise
         self.drops = DropLog(self.segment)
+        self.deaths = 0  # of attached producers that this has reaped
         self._corrupt = self.segment.released()[_core.DROP_CORRUPT]
         self._retries = Retries(self.segment, self.stash)
         self._attach_epoch = self.segment.attach_epoch
@@ -279,7 +280,7 @@ class Collector:
         self.flush()
         if now >= self._next_sweep_s:
             self._next_sweep_s = now + limits.SWEEP_INTERVAL_S
-            self.reader.sweep()
+            self.deaths += self.reader.sweep()
             if self.segment.attach_epoch != self._attach_epoch:
                 # Whoever died may have been reaped by another producer.
                 self._attach_epoch = self.segment.attach_epoch
@@ -307,7 +308,7 @@ class Collector:
         reader.tidy()
         few = segment.extent_count * _EVACUATE_FREE_FRACTION
         if segment.space_wanted() or segment.free_extents() < few:
-            reader.sweep()
+            self.deaths += reader.sweep()
             reader.evacuate(self.stash.waiting_samples())
 
     def flush(self) -> None:
@@ -431,7 +432,7 @@ class Collector:
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""
         with self.lock:
-            self.reader.sweep()
+            self.deaths += self.reader.sweep()
             committed, in_ring = self.reader.count_unread()
             stash = self.stash
             segment = self.segment

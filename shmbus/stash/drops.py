@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shmbus import limits
 from shmbus._format import printable
@@ -67,6 +67,8 @@ class DropLog:
         self._segment = segment
         self._throttle = Throttle(limits.LOG_INTERVAL_S)
         self._messages: list[tuple[int, str]] = []
+        #: Is told of each drop too: its reason, and the samples of one group.
+        self.told: Callable[[str, Sequence[Trajectory]], None] | None = None
 
     def note(
         self,
@@ -77,6 +79,8 @@ class DropLog:
         superseded: bool = False,
     ) -> None:
         """Note samples of one group that are about to be released for a reason."""
+        if self.told is not None and not superseded:
+            self.told(reason, samples)
         if superseded:
             reason = _SUPERSEDED
         elif reason == "surplus" and samples[0].need < samples[0].group_size:

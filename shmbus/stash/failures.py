@@ -20,7 +20,7 @@ Invariants
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Literal, Protocol, TypeVar
 
 from shmbus import limits
@@ -184,6 +184,8 @@ class Failures(Generic[S]):
         self.discarded: list[tuple[DiscardReason, S]] = []
         self.records = 0
         self.nbytes = 0
+        #: Is told of each failed attempt: of which key and index.
+        self.told: Callable[[Hashable, int, FailedIndex[S]], None] | None = None
         self._due: list[tuple[float, int, FailingGroup[S]]] = []
         self._ticket = 0
 
@@ -271,6 +273,8 @@ class Failures(Generic[S]):
             failed.request = Request(group.key, group.size, group.need, index, attempt, reason)
             self.requests[group.key, index] = failed.request
             self.dirty = True
+        if self.told is not None:
+            self.told(group.key, index, failed)
 
     def _withdraw(self, group: FailingGroup[S], index: int, failed: FailedIndex[S]) -> None:
         if failed.request is not None:

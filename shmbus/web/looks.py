@@ -28,14 +28,13 @@ from shmbus.segment.names import bus_names
 from shmbus.web import settings
 from shmbus.web.curves import NAMES, Curves
 from shmbus.web.differences import difference
+from shmbus.web.history import CANNOT, GroupName, read_history
 from shmbus.web.picture import Picture, missing, picture
 
 __all__ = ["BusLook", "Look", "Looks", "OverviewLook", "Viewer"]
 
 logger = logging.getLogger(__name__)
 
-#: What a bus raises that cannot be read now; anything else is a mistake of ours.
-_CANNOT: Final = (errors.ShmbusError, OSError, ValueError)
 #: Messages that wait for a page; with their sizes they are below MAX_BEHIND_BYTES.
 _WAITING: Final = 8
 #: Seconds for which a bus that was made again is told to be another one.
@@ -131,7 +130,9 @@ class BusLook(Look):
         super().__init__()
         self.name = name
         self.curves = Curves()
-        self._watcher = Watcher(name, groups=settings.GROUPS, share=settings.WALK_SHARE)
+        self._watcher = Watcher(
+            name, groups=settings.GROUPS, events=settings.EVENTS, share=settings.WALK_SHARE
+        )
         self._created = 0
         self._remade_s = 0.0
         self._point: list[float | None] | None = None
@@ -149,7 +150,7 @@ class BusLook(Look):
                 else f"There is no bus {name!r} yet. When it is made, this page shows it."
             )
             return missing(name, text, "removed"), False
-        except _CANNOT as error:
+        except CANNOT as error:
             return missing(printable(self.name), printable(str(error))), False
         now_s = time.time()
         created = self._watcher.created_unix_ns
@@ -202,7 +203,7 @@ def _line(name: str) -> Picture | None:
         status = read_status(name, walk=False)
     except errors.BusNotFoundError:
         return None
-    except _CANNOT as error:
+    except CANNOT as error:
         return {"state": "unreadable", "sentence": printable(str(error)), "level": "trouble"}
     verdict = judge(status)
     return {
@@ -234,6 +235,7 @@ class Looks:
         # A bus whose daemon is stuck takes its look seconds; the others have theirs.
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="shmbus-look")
         self.watching = 0
+        self._questions = 0
 
     def names(self) -> list[str]:
         """Return the buses that may be watched."""
@@ -244,6 +246,17 @@ class Looks:
         if name in self._looks:
             return True
         return name in self.names() and len(self._looks) < settings.MAX_BUSES
+
+    async def group(self, name: str, about: GroupName) -> Picture | None:
+        """Tell the history of one group; None where too many are asked for at once."""
+        if self._questions >= settings.QUESTIONS:
+            return None
+        self._questions += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, read_history, name, about)
+        finally:
+            self._questions -= 1
 
     def watch(self, name: str) -> Viewer:
         """Begin to watch a bus, or with "" the overview."""

@@ -21,7 +21,7 @@ from shmbus.inspect.groups import Groups
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.types import BusStatus, LeaseStatus, ProducerStatus
 from shmbus.inspect.verdict import producer_name, waiting_for
-from shmbus.inspect.view_types import GroupCells, SampleCell
+from shmbus.inspect.view_types import BusEvent, GroupCells, SampleCell
 from shmbus.web import settings
 
 __all__ = ["Picture", "missing", "picture"]
@@ -29,7 +29,7 @@ __all__ = ["Picture", "missing", "picture"]
 Picture: TypeAlias = dict[str, Any]
 
 #: Letters of a cell on the page's way, by its state.
-_LETTERS = {"there": "t", "failed": "f", "asked": "a"}
+_LETTERS = {"there": "t", "failed": "f", "asked": "a", "begun": "b"}
 #: Seconds without a commit after which a producer counts as idle in its row.
 _IDLE_S = 5.0
 _STATE_ORDER = {"dead": 0, "alive": 1, "gone": 2, "closed": 3}
@@ -95,6 +95,11 @@ def picture(watcher: Watcher, now_s: float) -> Picture:
             "holders": _holders(status, now_s),
             "daemon": _daemon(status, now_s),
             "delivered": _histograms(status),
+            "events": [_event(event) for event in watcher.events],
+            "waited": {
+                "producers": round(sum(watcher.waited_s.values())),
+                "trainers": round(watcher.trainers_waited_s),
+            },
         }
     )
     return shown
@@ -197,7 +202,7 @@ def _cell(cell: SampleCell, now_s: float) -> Picture:
         shown["p"] = cell.producer
     if cell.age_s is not None:
         shown["t"] = _since(cell.age_s, now_s)
-    if cell.state != "there":
+    if cell.state in ("failed", "asked"):
         shown |= {"n": cell.attempts, "r": cell.reason}
         if cell.taken_by is not None:
             shown["b"] = cell.taken_by
@@ -243,6 +248,7 @@ def _producer(
         "since": _since(watcher.idle_s.get(producer.producer_id), now_s),
         "held": producer.held_bytes,
         "waits": waits.get(producer.producer_id, 0),
+        "waited": round(watcher.waited_s.get(producer.producer_id, 0.0)),
     }
 
 
@@ -305,6 +311,10 @@ def _daemon(status: BusStatus, now_s: float) -> Picture | None:
         "recovering": daemon.recovering,
         "draining": daemon.draining,
     }
+
+
+def _event(event: BusEvent) -> Picture:
+    return {"t": round(event.unix_s), "kind": event.kind, "who": event.who, "text": event.text}
 
 
 def _histograms(status: BusStatus) -> Picture:

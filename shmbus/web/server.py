@@ -22,12 +22,14 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from shmbus.web import settings as limits
 from shmbus.web.access import Access, Refusal
+from shmbus.web.history import GroupName, fits
 from shmbus.web.looks import Looks
 from shmbus.web.settings import Settings
 
@@ -198,6 +200,8 @@ class Server:
         self._access.require_cookie(request)
         if path == "/events":
             return await self._events(request)
+        if path == "/group":
+            return await self._group(request)
         if path not in self._files:
             raise Refusal(HTTPStatus.NOT_FOUND, f"there is no {path[:200]!r} here")
         return self._file(request, *self._files[path])
@@ -216,13 +220,37 @@ class Server:
             return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
         return web.Response(body=body, headers=headers)
 
-    async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Send a page what it watches, until it goes, is behind, or the server ends."""
+    def _bus_of(self, request: web.BaseRequest) -> str:
+        """Return the bus that is asked for; "" for the overview."""
         name = request.query.get("bus", "")
         if not name and len(self._settings.buses) == 1:
             name = self._settings.buses[0]
         if name and not self.looks.may_watch(name):
             raise Refusal(HTTPStatus.NOT_FOUND, "this server shows no such bus")
+        return name
+
+    async def _group(self, request: web.BaseRequest) -> web.Response:
+        """Answer with the history of one group."""
+        name = self._bus_of(request)
+        query = request.query
+        try:
+            epoch = int(query["epoch"]) if "epoch" in query else None
+        except ValueError:
+            raise Refusal(HTTPStatus.BAD_REQUEST, "epoch: expected a number") from None
+        about = GroupName(query.get("id", ""), epoch, query.get("split", "train"))
+        if not name or not fits(about):
+            raise Refusal(HTTPStatus.BAD_REQUEST, "expected a bus, and a group's id")
+        found = await self.looks.group(name, about)
+        if found is None:
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many questions; ask again")
+        answer = web.Response(body=msgspec.json.encode(found), headers=_HEADERS)
+        answer.headers["Cache-Control"] = "no-store"
+        answer.headers["Content-Type"] = "application/json; charset=utf-8"
+        return answer
+
+    async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Send a page what it watches, until it goes, is behind, or the server ends."""
+        name = self._bus_of(request)
         if self.looks.watching >= limits.MAX_WATCHING:
             raise Refusal(
                 HTTPStatus.SERVICE_UNAVAILABLE,

@@ -19,6 +19,10 @@ HISTORY: Final = 300
 GROUPS: Final = 48
 #: Samples of a group that a page shows one by one; the rest is a number.
 CELLS: Final = 128
+#: Events that a page lists.
+EVENTS: Final = 20
+#: Questions about one group that are answered at once; a page has one under way.
+QUESTIONS: Final = 16
 #: Producers, and buses of the overview, that a page lists; the rest is a number.
 PRODUCERS: Final = 256
 BUSES: Final = 64

@@ -32,8 +32,16 @@ export class Chart extends Component {
     const { ctx, bbox } = plot, now = points[points.length - 1][0];
     const jumps = points.filter((point, i) => i && point[version] !== points[i - 1][version]);
     if (jumps.length > 60) return; // more marks than gaps between them
-    ctx.save(); ctx.fillStyle = colour("--dim");
-    for (const point of jumps) { const x = plot.valToPos(point[0] - now, "x", true); if (x >= bbox.left) ctx.fillRect(x, bbox.top, 1, 5 * devicePixelRatio); }
+    ctx.save(); ctx.fillStyle = ctx.strokeStyle = colour("--dim");
+    ctx.font = `${10 * devicePixelRatio}px system-ui`; ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
+    let free = bbox.left; // where the last label ends
+    for (const point of jumps) {
+      const x = Math.round(plot.valToPos(point[0] - now, "x", true));
+      if (x < bbox.left) continue;
+      ctx.beginPath(); ctx.moveTo(x + .5, bbox.top); ctx.lineTo(x + .5, bbox.top + bbox.height); ctx.stroke();
+      const text = `v${point[version]}`, width = ctx.measureText(text).width;
+      if (x >= free && x + width + 4 < bbox.left + bbox.width) { ctx.fillText(text, x + 3 * devicePixelRatio, bbox.top + 9 * devicePixelRatio); free = x + width + 8 * devicePixelRatio; }
+    }
     ctx.restore();
   }
   make() {

@@ -5,22 +5,14 @@
 // a value is a gap and no line.
 import { html, render, Component } from "/vendor/htm-preact.js";
 import { Chart, mark } from "/charts.js";
-
-const number = new Intl.NumberFormat("en");
-const count = (n) => (n === undefined ? "–" : number.format(n));
-const each = (n) => (n === undefined ? "–" : n >= 100 ? number.format(Math.round(n)) : n >= 10 ? n.toFixed(0) : n > 0 ? n.toFixed(1) : "0");
-const size = (n) => { for (const u of ["B", "KiB", "MiB", "GiB"]) { if (n < 1024) return `${n < 10 && u !== "B" ? n.toFixed(1) : Math.round(n)} ${u}`; n /= 1024; } return `${n.toFixed(1)} TiB`; };
-const time = (s) => { s = Math.max(0, s); if (s < 60) return `${Math.floor(s)} s`; if (s < 3600) return `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s`; if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`; return `${Math.floor(s / 86400)} d`; };
-const short = (s) => (s < 100 ? `${Math.max(0, Math.floor(s))} s` : s < 6000 ? `${Math.floor(s / 60)} min` : `${Math.floor(s / 3600)} h`);
-const several = (n, what) => `${count(n)} ${n === 1 ? what : what + "s"}`;
+import { Events, History } from "/history.js";
+import { CELLS, SIGNS, bound, count, each, number, several, short, size, time } from "/words.js";
 
 const LEVELS = { good: "✓", note: "·", warning: "▲", trouble: "■" };
 const STATES = {
   live: "live", paused: "paused", unread: "nobody reads", unused: "not in use", stuck: "daemon silent",
   removed: "removed", unreadable: "cannot be read",
 };
-const CELLS = { t: "there", f: "failed", a: "asked again", m: "missing" };
-const SIGNS = { f: "×", a: "↻" };
 
 function merge(old, change) {
   const found = { ...old };
@@ -53,22 +45,6 @@ class Cells extends Same {
   }
 }
 
-function history(row, names, now) {
-  const rows = Object.entries(row.cells).map(([index, cell]) => ({ index: Number(index), ...cell }));
-  const missing = [];
-  for (let i = 0; i < Math.min(row.size, 128); i++) if (!row.cells[i]) missing.push(i);
-  rows.sort((a, b) => (a.t ?? Infinity) - (b.t ?? Infinity) || a.index - b.index);
-  return html`<div class="history" id="history" role="region" aria-label=${`history of ${row.id}`}>
-    <p><b>${row.id}</b>${row.epoch === undefined ? "" : ` epoch ${row.epoch}`}${row.split ? ` for ${row.split}` : ""}: ${row.present} of ${row.size || "?"} there${row.need ? `, ${row.need} complete it` : ""}, the first ${time(now - row.since)} ago${
-      row.waits_for === undefined ? "" : html`; it waits for <b>${names(row.waits_for)}</b> alone`}</p>
-    <table><thead><tr><th>sample</th><th>what</th><th class="n">reward</th><th>who</th><th class="n">when</th><th>more</th></tr></thead><tbody>
-    ${rows.map((cell) => html`<tr key=${cell.index}><td class="n">${cell.index}</td><td>${CELLS[cell.s]}</td><td class="n">${cell.s === "t" ? (cell.v === undefined ? "not finite" : +cell.v.toPrecision(4)) : ""}</td>
-      <td class="who">${cell.p === undefined ? "" : names(cell.p)}</td><td class="n">${cell.t === undefined ? "" : `${time(now - cell.t)} ago`}</td>
-      <td class="who">${cell.n ? `${several(cell.n, "failed attempt")}: ${cell.r || "no reason given"}` : ""}${cell.s === "a" ? (cell.b === undefined ? "; nobody has taken it yet" : `; ${names(cell.b)} makes it again`) : ""}</td></tr>`)}
-    ${missing.length ? html`<tr><td class="n">${missing.slice(0, 24).join(", ")}${missing.length > 24 ? ` and ${missing.length - 24} more` : ""}</td><td colspan="5">missing</td></tr>` : ""}
-    </tbody></table>${row.omitted ? html`<p class="dim">and ${several(row.omitted, "sample")} that are not shown</p>` : ""}</div>`;
-}
-
 function prefix(ids) {
   // What all ids share is said once, so that the part that differs can be read.
   if (ids.length < 3) return "";
@@ -78,7 +54,7 @@ function prefix(ids) {
   return shared.length > 3 ? shared : "";
 }
 
-function Wall({ wall, names, now, open, onOpen, given }) {
+function Wall({ wall, names, now, open, told, onOpen, given }) {
   const rows = wall.order.map((key) => [key, wall.rows[key]]).filter(([, row]) => row);
   let low = Infinity, high = -Infinity, widest = 0;
   for (const [, row] of rows) {
@@ -88,27 +64,35 @@ function Wall({ wall, names, now, open, onOpen, given }) {
   const shared = prefix(rows.map(([, row]) => row.id));
   const longest = Math.max(0, ...rows.map(([, row]) => (row.id.length - shared.length || row.id.length) + (row.epoch === undefined ? 0 : 2 + `${row.epoch}`.length) + (row.split ? 1 + row.split.length : 0)));
   const age = rows.length ? now - rows[0][1].since : 0;
-  const gone = open !== null && !wall.rows[open];
+  const gone = open !== null && !wall.rows[open.key];
   return html`<section class="card" aria-label="groups filling up">
     <div class="head"><h2>Groups filling up <small>${shared ? `${shared}…, ` : ""}oldest first${wall.omitted ? `, ${count(wall.omitted)} more` : ""}</small></h2>
     <div class="legend" aria-hidden="true">${low < high ? html`<span>reward ${low.toPrecision(2) * 1}<i class="ramp"></i>${high.toPrecision(2) * 1}</span>` : html`<span><i class="cell t" style=${{ "--v": "100%" }}></i>there</span>`}
-      <span><i class="cell m"></i>missing</span><span><i class="cell a">↻</i>asked again</span><span><i class="cell f">×</i>failed</span></div></div>
+      <span><i class="cell m"></i>missing</span><span><i class="cell b">•</i>begun</span><span><i class="cell a">↻</i>asked again</span><span><i class="cell f">×</i>failed</span></div></div>
     ${now - wall.read > 3 ? html`<p class="dim">As it was ${time(now - wall.read)} ago: without a daemon, many records are walked only now and then.</p>` : ""}
     ${wall.problem ? html`<p class="dim">${wall.problem}</p>` : ""}
     ${rows.length === 0 && !wall.problem ? html`<p class="dim">No group is incomplete.</p>` : ""}
-    ${gone ? html`<p class="history" role="status">${open.split("\n")[0]} is no longer incomplete: it was completed, given up or dropped.</p>` : ""}
+    ${gone ? html`<${History} group=${open} told=${told} names=${names} now=${now}/>` : ""}
     <div class=${`wall ${widest > 16 ? "wide" : ""}`} style=${{ "--id": `${Math.min(14, Math.max(3, longest))}ch`, "--row": `calc(${Math.max(4, widest)} * (var(--cell) + 2px))` }}>${rows.map(([key, row]) => {
-      const who = row.waits_for === undefined ? (Object.values(row.cells).find((c) => c.s !== "t") || {}).r || "" : names(row.waits_for);
+      const makers = [...new Set(Object.values(row.cells).filter((c) => c.s === "b").map((c) => names(c.p)))];
+      const why = (Object.values(row.cells).find((c) => c.r) || {}).r || "";
+      const who = row.waits_for !== undefined ? names(row.waits_for) : why || makers.join(", ");
       const old = now - row.since > Math.max(10, age / 2);
-      const failed = Object.values(row.cells).filter((c) => c.s !== "t").length;
-      return html`<button key=${key} type="button" aria-expanded=${open === key ? "true" : "false"} onClick=${() => onOpen(open === key ? null : key)}>
+      const failed = Object.values(row.cells).filter((c) => c.s === "f" || c.s === "a").length;
+      const begun = Object.values(row.cells).filter((c) => c.s === "b").length;
+      const shown = open !== null && open.key === key;
+      const name = { key, id: row.id, epoch: row.epoch, split: row.split };
+      return html`<button key=${key} type="button" aria-expanded=${shown ? "true" : "false"} onClick=${() => onOpen(shown ? null : name)}>
         <span class="id cut" title=${row.id} aria-hidden="true">${row.id.slice(shared.length) || row.id}${row.epoch === undefined ? "" : ` ·${row.epoch}`}${row.split ? ` ${row.split}` : ""}</span>
         <${Cells} row=${row} low=${low} high=${high}/>
         <span class=${`age ${old ? "old" : ""}`} aria-hidden="true">${short(now - row.since)}</span>
         <span class="cut dim" title=${who} aria-hidden="true">${who}</span>
-        <span class="sr">${row.id}: ${row.present} of ${row.size || "unknown"} there${failed ? `, ${failed} failed` : ""}${who ? `, waits for ${who}` : ""}</span>
-      </button>${open === key ? history(row, names, now) : ""}`;
+        <span class="sr">${row.id}: ${row.present} of ${row.size || "unknown"} there${begun ? `, ${begun} begun` : ""}${failed ? `, ${failed} failed` : ""}${who ? `, waits for ${who}` : ""}</span>
+      </button>${shown ? html`<${History} group=${name} row=${row} told=${told} names=${names} now=${now}/>` : ""}`;
     })}</div>
+    <p class="find"><label>History of a group <input id="find" type="text" maxlength="255" placeholder="its id, then Enter" autocomplete="off" spellcheck="false" onKeyDown=${(event) => {
+      if (event.key === "Enter" && event.target.value) onOpen({ key: `?${event.target.value}`, id: event.target.value });
+    }}/></label></p>
     ${given ? html`<p class="dim">${several(given, "group")} given up for a failed sample so far</p>` : ""}
   </section>`;
 }
@@ -147,38 +131,40 @@ function Producers({ producers, now }) {
   const shown = rows.slice(0, 40);
   const hidden = rows.length - shown.length + producers.omitted;
   return html`<section class="card" aria-label="producers"><h2>Producers <small>${count(rows.length + producers.omitted)} of ${count(producers.max)} places</small></h2>
-    ${rows.length === 0 ? html`<p class="dim">None has ever attached.</p>` : html`<div class="scroll"><table><thead><tr><th>who</th><th>state</th><th class="n">a second</th><th class="n">committed</th><th class="n">idle</th><th class="n">holds</th><th class="n">groups that wait for it alone</th></tr></thead><tbody>
+    ${rows.length === 0 ? html`<p class="dim">None has ever attached.</p>` : html`<div class="scroll"><table><thead><tr><th>who</th><th>state</th><th class="n">a second</th><th class="n">committed</th><th class="n">idle</th><th class="n">waited<br/><small>last minute</small></th><th class="n">holds</th><th class="n">groups wait for it alone</th></tr></thead><tbody>
     ${shown.map(([id, row]) => html`<tr key=${id}><td class="who">${row.name} <span class="dim">pid ${row.pid}</span></td><td><span class=${`chip ${row.state}`}>${row.state}</span></td>
-      <td class="n">${each(row.rate)}</td><td class="n">${count(row.committed)}</td><td class="n">${row.since === undefined || row.state === "closed" ? "–" : time(now - row.since)}</td><td class="n">${size(row.held)}</td>
+      <td class="n">${each(row.rate)}</td><td class="n">${count(row.committed)}</td><td class="n">${row.since === undefined || row.state === "closed" ? "–" : time(now - row.since)}</td><td class="n">${row.waited ? time(row.waited) : "–"}</td><td class="n">${size(row.held)}</td>
       <td class="n">${row.waits ? html`<i class="blame" style=${{ "--w": `${Math.round(64 * row.waits / most)}px` }}></i>${count(row.waits)}` : "–"}</td></tr>`)}
     </tbody></table></div>`}${hidden > 0 ? html`<p class="dim">and ${count(hidden)} more</p>` : ""}</section>`;
 }
 
-function Holders({ holders, collector, daemon, now }) {
+function Holders({ holders, collector, daemon, waited, now }) {
   const shown = holders.slice(0, 40);
   return html`<section class="card" aria-label="holders"><h2>Held by <small>${daemon && daemon.answers ? `a daemon, pid ${daemon.pid}, leases to` : ""}</small></h2>
     ${shown.length === 0 ? html`<p class="dim">${collector.alive ? "No trainer is attached." : collector.name ? `Nobody; the last was ${collector.name} (pid ${collector.pid}).` : "Nobody has ever read this bus."}</p>`
     : html`<div class="scroll"><table><thead><tr><th>trainer</th><th>rank</th><th class="n">step</th><th class="n">groups</th><th class="n">samples</th><th class="n">since</th><th class="n">waited</th><th>now</th></tr></thead><tbody>
     ${shown.map((row) => html`<tr><td class="who">${row.name} <span class="dim">pid ${row.pid}${row.split ? `, for ${row.split}` : ""}</span></td><td>${row.rank || "–"}</td><td class="n">${row.step ?? "–"}</td><td class="n">${count(row.groups)}</td><td class="n">${count(row.trajectories)}</td>
       <td class="n">${row.since === undefined ? "–" : time(now - row.since)}</td><td class="n">${row.waited_s === undefined ? "–" : time(row.waited_s)}</td><td><span class=${`chip ${row.now.split(" ")[0]}`}>${row.now}</span></td></tr>`)}
-    </tbody></table></div>`}${holders.length > shown.length ? html`<p class="dim">and ${holders.length - shown.length} more</p>` : ""}</section>`;
+    </tbody></table></div>`}${holders.length > shown.length ? html`<p class="dim">and ${holders.length - shown.length} more</p>` : ""}
+    <p class="dim">Waited in the last minute, all together: producers ${time(waited.producers)}, trainers with nothing in hand ${time(waited.trainers)}.</p></section>`;
 }
 
-const NAMES = { score: ["Reward", "samples"], lag: ["Policy lag", "versions"], length: ["Length", "tokens"], age: ["Age at delivery", "seconds"] };
-const bound = (n) => (Math.abs(n) >= 1000 ? `${+(n / 1024).toFixed(1)}k` : `${+n.toPrecision(2)}`);
+const NAMES = { score: ["Reward", "of a sample"], solved: ["Solved", "part of a group"], lag: ["Policy lag", "versions"], length: ["Length", "tokens"], age: ["Age at delivery", "seconds"] };
+const percent = (n) => `${Math.round(100 * n)}%`;
 
 class Distribution extends Same {
   render({ name, found }) {
     const [title, unit] = NAMES[name] || [name, ""];
     const total = found.buckets.reduce((a, b) => a + b, 0);
+    const form = name === "solved" ? percent : bound;
     let first = found.buckets.findIndex((n) => n), last = found.buckets.length - 1;
     while (last > first && !found.buckets[last]) last--;
     first = Math.max(0, first - 1); last = Math.min(found.buckets.length - 1, last + 1);
-    const most = Math.max(1, ...found.buckets);
-    const label = (i) => (i < found.bounds.length ? `≤ ${bound(found.bounds[i])}` : `> ${bound(found.bounds[i - 1])}`);
-    return html`<section class="card" aria-label=${title}><h2>${title} <small>${unit}${total ? `, mean ${+(found.sum / total).toPrecision(3)}` : ""}</small></h2>
+    const most = Math.max(1, ...found.buckets), many = last - first > 7;
+    const label = (i) => (i < found.bounds.length ? `≤ ${form(found.bounds[i])}` : `> ${form(found.bounds[i - 1])}`);
+    return html`<section class="card" aria-label=${title}><h2>${title} <small>${unit}${total ? `, mean ${name === "solved" ? percent(found.sum / total) : +(found.sum / total).toPrecision(3)}` : ""}</small></h2>
       ${total === 0 ? html`<p class="dim">Nothing was delivered yet.</p>` : html`<div class="bars" role="img" aria-label=${found.buckets.map((n, i) => (n ? `${label(i)}: ${n}` : "")).filter(Boolean).join(", ")}>
-      ${found.buckets.slice(first, last + 1).map((n, i) => html`<div title=${`${label(first + i)}: ${count(n)}`}>${n ? each(100 * n / total) + "%" : ""}<i style=${{ "--h": `${Math.round(62 * n / most)}px` }}></i>${bound(found.bounds[Math.min(first + i, found.bounds.length - 1)])}${first + i >= found.bounds.length ? "+" : ""}</div>`)}</div>`}</section>`;
+      ${found.buckets.slice(first, last + 1).map((n, i) => html`<div title=${`${label(first + i)}: ${count(n)}`}>${n && !many ? each(100 * n / total) + "%" : ""}<i style=${{ "--h": `${Math.round(62 * n / most)}px` }}></i>${many && i % 2 ? "\u00a0" : html`${form(found.bounds[Math.min(first + i, found.bounds.length - 1)])}${first + i >= found.bounds.length ? "+" : ""}`}</div>`)}</div>`}</section>`;
   }
 }
 
@@ -188,7 +174,7 @@ function Sentence({ verdict }) {
     ${rest.length ? html`<ul>${rest.map((f) => html`<li>${f.what}${f.cause ? `: ${f.cause}` : ""}</li>`)}</ul>` : ""}</section>`;
 }
 
-function Bus({ picture, points, names: columns, open, onOpen, connected, held, single }) {
+function Bus({ picture, points, names: columns, open, told, onOpen, connected, held, single }) {
   const now = picture.now || Date.now() / 1000;
   const producers = (picture.producers || {}).rows || {};
   const names = (id) => (producers[id] ? producers[id].name : `producer ${id}`);
@@ -199,13 +185,13 @@ function Bus({ picture, points, names: columns, open, onOpen, connected, held, s
     ${connected ? "" : html`<p class="card lost" role="alert">The connection to <code>shmbus web</code> is lost; this page tries again by itself. What you see is old.</p>`}
     <${Sentence} verdict=${picture.verdict}/>${picture.note ? html`<p class="card" role="status">${picture.note}</p>` : ""}`;
   if (!picture.ledger) return head;
-  const delivered = Object.entries(picture.delivered || {});
+  const delivered = ["score", "solved", "lag", "length", "age"].filter((name) => picture.delivered[name]).map((name) => [name, picture.delivered[name]]);
   const at = (name) => columns.indexOf(name) + 1;
   const last = points.length ? points[points.length - 1] : [];
   const chart = (title, lines, form, note) => html`<${Chart} title=${title} points=${points} form=${form} version=${at("version")} note=${note}
     lines=${lines.map(([label, column, kind]) => ({ label, at: at(column), kind, now: last[at(column)] }))}/>`;
   return html`${head}<${Flow} picture=${picture}/>
-    <div class="two"><div class="stack"><${Wall} wall=${picture.wall} names=${names} now=${now} open=${open} onOpen=${onOpen} given=${picture.given_up}/>
+    <div class="two"><div class="stack"><${Wall} wall=${picture.wall} names=${names} now=${now} open=${open} told=${told} onOpen=${onOpen} given=${picture.given_up}/>
       <${Producers} producers=${picture.producers} now=${now}/></div>
     <div class="stack">
       ${chart("Trajectories a second", [["committed", "committed", "in"], ["acknowledged", "acknowledged", "out"]], each)}
@@ -213,9 +199,10 @@ function Bus({ picture, points, names: columns, open, onOpen, connected, held, s
       ${picture.delivered && picture.delivered.age ? chart("Age at delivery", [["p50", "age50", "in"], ["p99", "age99", "late"]], (v) => (v === null || v === undefined ? "–" : `${+v.toPrecision(2)} s`)) : ""}
       ${chart("Fill of the ring", [["in use", "fill", "in"]], (v) => (v === undefined ? "–" : `${Math.round(100 * v)}%`))}
       ${chart("Tokens a second", [["tokens", "tokens", "in"]], each, `${size(picture.rates.bytes || 0)}/s`)}
-      <${Holders} holders=${picture.holders} collector=${picture.collector} daemon=${daemon} now=${now}/></div></div>
+      <${Holders} holders=${picture.holders} collector=${picture.collector} daemon=${daemon} waited=${picture.waited} now=${now}/>
+      <${Events} events=${picture.events} daemon=${daemon} now=${now}/></div></div>
     ${delivered.length ? html`<div class="three">${delivered.map(([name, found]) => html`<${Distribution} key=${name} name=${name} found=${found}/>`)}</div>` : ""}
-    <footer class="foot">What you see is what <code>shmbus status ${picture.name} --json</code> and <code>shmbus inspect ${picture.name} --groups --json</code> say. Read-only. <code>space</code> holds still, <code>esc</code> closes a group.</footer>`;
+    <footer class="foot">What you see is what <code>shmbus status ${picture.name} --json</code> <code>inspect --groups</code> and <code>events</code> say. Read-only. <code>space</code> holds still, <code>esc</code> closes a group.</footer>`;
 }
 
 function Overview({ picture, connected }) {
@@ -232,14 +219,34 @@ function Overview({ picture, connected }) {
 class Page extends Component {
   constructor() {
     super();
-    this.state = { picture: null, points: [], names: [], open: null, connected: true, held: false };
-    addEventListener("hashchange", () => this.watch());
+    this.state = { picture: null, points: [], names: [], open: null, told: null, connected: true, held: false };
+    addEventListener("hashchange", () => { this.open(null); this.watch(); });
     addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.setState({ open: null });
+      if (event.key === "Escape") this.open(null);
       if (event.key === " " && event.target === document.body) { event.preventDefault(); this.setState({ held: !this.state.held }); }
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.setState({ theme: Symbol() }));
     this.watch();
+  }
+  open(group) {
+    this.setState({ open: group, told: null });
+    if (group) this.ask(group);
+  }
+  // The history of the group that is open: asked for again with each picture, one question at a time.
+  async ask(group) {
+    if (this.question) return;
+    this.question = true;
+    const name = location.hash.slice(1), query = new URLSearchParams({ id: group.id });
+    if (name) query.set("bus", decodeURIComponent(name));
+    if (group.epoch !== undefined) query.set("epoch", group.epoch);
+    if (group.split) query.set("split", group.split);
+    try {
+      const answer = await fetch(`/group?${query}`);
+      const told = answer.ok ? await answer.json() : { state: "unknown", events: [], problem: await answer.text() };
+      if (this.state.open === group) this.setState({ told });
+    } catch (error) { /* the page says that the connection is lost */ }
+    this.question = false;
+    if (this.state.open && this.state.open !== group) this.ask(this.state.open);
   }
   watch() {
     clearTimeout(this.again);
@@ -256,6 +263,7 @@ class Page extends Component {
       const { change, point } = JSON.parse(event.data);
       const points = point ? [...this.state.points.slice(-299), point] : this.state.points;
       this.setState({ picture: merge(this.state.picture, change), points, connected: true });
+      if (this.state.open && !this.state.held) this.ask(this.state.open);
     });
     source.onerror = () => {
       this.setState({ connected: false });
@@ -263,11 +271,11 @@ class Page extends Component {
       if (source.readyState === EventSource.CLOSED) this.again = setTimeout(() => this.watch(), 1500);
     };
   }
-  shouldComponentUpdate(props, next) { return !next.held || next.held !== this.state.held || next.open !== this.state.open || next.connected !== this.state.connected; }
+  shouldComponentUpdate(props, next) { return !next.held || next.held !== this.state.held || next.open !== this.state.open || next.told !== this.state.told || next.connected !== this.state.connected; }
   render(_, state) {
     if (!state.picture) return html`<p class="wait" role="status">${state.connected ? "Reading the bus…" : "No answer: the server has ended, or this browser is not let in. Open the address that shmbus web printed."}</p>`;
     if (state.picture.buses) return html`<${Overview} ...${state}/>`;
-    return html`<${Bus} ...${state} single=${!location.hash} onOpen=${(open) => this.setState({ open })}/>`;
+    return html`<${Bus} ...${state} single=${!location.hash} onOpen=${(group) => this.open(group)}/>`;
   }
 }
 

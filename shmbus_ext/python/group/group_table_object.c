@@ -261,6 +261,16 @@ static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
     return entry == NULL ? Py_NewRef(Py_None) : (PyObject *)take_entry(self, entry, at.hash, key);
 }
 
+/* find(key) -> GroupEntry or None: a copy of the entry of a key. */
+static PyObject *py_group_table_find(GroupTableObject *self, PyObject *key) {
+    struct group_key at;
+    if (!py_key_read(&at, key)) {
+        return NULL;
+    }
+    struct group_entry *entry = group_table_find(&self->c, &at);
+    return entry == NULL ? Py_NewRef(Py_None) : (PyObject *)copy_entry(self, entry);
+}
+
 /* oldest(count) -> list[GroupEntry]: copies of the entries that were born first, oldest first. */
 static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
@@ -394,6 +404,7 @@ static PyMethodDef group_table_methods[] = {
     {"put", (PyCFunction)(void (*)(void))py_group_table_put, METH_VARARGS, NULL},
     {"take_oldest", (PyCFunction)(void (*)(void))py_group_table_take_oldest, METH_NOARGS, NULL},
     {"take", (PyCFunction)(void (*)(void))py_group_table_take, METH_O, NULL},
+    {"find", (PyCFunction)(void (*)(void))py_group_table_find, METH_O, NULL},
     {"counts", (PyCFunction)(void (*)(void))py_group_table_counts, METH_O, NULL},
     {"full", (PyCFunction)(void (*)(void))py_group_lists_full, METH_O, NULL},
     {"oldest", (PyCFunction)(void (*)(void))py_group_table_oldest, METH_O, NULL},

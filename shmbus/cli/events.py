@@ -1,0 +1,129 @@
+"""``shmbus events``: what happened on a bus, or to one group of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shmbus import limits
+from shmbus.cli._show import add_command, bus_name, print_json
+from shmbus.inspect.history import EventList, read_events, read_group
+from shmbus.inspect.history_text import events_text, history_text
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_DEFAULT_LIMIT = 50
+#: Seconds between two looks of --follow.
+_FOLLOW_S = 0.5
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = add_command(
+        commands,
+        "events",
+        run,
+        help="show what happened on a bus, or to one group",
+        description="Shows who came, left and died, pauses, policy versions, and what became of "
+        "groups, as far as the daemon remembers: the last 8,192 events of groups and 1,024 others. "
+        "With --group: where that group is now, who put which sample when, which attempts failed "
+        "and why, who holds it. Exit status 1 where nobody has kept events.",
+        examples=[
+            "shmbus events run1",
+            "shmbus events run1 --follow --json | jq -c 'select(.kind == \"producer_died\")'",
+            "shmbus events run1 --group gsm8k-17 --epoch 3",
+        ],
+        json=True,
+    )
+    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
+    parser.add_argument(
+        "--limit",
+        metavar="K",
+        type=_limit,
+        default=_DEFAULT_LIMIT,
+        help=f"events to show at most (default {_DEFAULT_LIMIT})",
+    )
+    parser.add_argument(
+        "--after", metavar="N", type=int, default=0, help="only those behind event number N"
+    )
+    parser.add_argument(
+        "--without-groups", action="store_true", help="leave out what became of groups"
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="go on with what happens; JSON is a line each then"
+    )
+    parser.add_argument("--group", metavar="ID", help="the history of this group")
+    parser.add_argument("--epoch", metavar="N", type=int, help="its epoch, where it has one")
+    parser.add_argument("--split", metavar="S", default="train", help="its split (default train)")
+
+
+def _limit(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= limits.MAX_EVENTS_SHOWN:
+        raise argparse.ArgumentTypeError(f"expected 1 to {limits.MAX_EVENTS_SHOWN}, got {value}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print events, or a group's history."""
+    if arguments.group is not None:
+        return _run_group(arguments)
+    if arguments.follow:
+        return _follow(arguments)
+    found = _read(arguments, arguments.after)
+    if arguments.json:
+        print_json(found)
+    else:
+        _print(found, arguments.after)
+    return _status(found)
+
+
+def _read(arguments: argparse.Namespace, after: int) -> EventList:
+    groups = not arguments.without_groups
+    return read_events(arguments.name, after=after, limit=arguments.limit, groups=groups)
+
+
+def _print(found: EventList, after: int) -> None:
+    if found.missed and after:
+        print(f"  ({found.missed} events before these are not shown)")
+    for line in events_text(found.events):
+        print(line)
+
+
+def _status(found: EventList) -> int:
+    if found.problem:
+        print(f"shmbus events: {found.problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    after = arguments.after
+    while True:
+        found = _read(arguments, after)
+        if found.problem:
+            return _status(found)
+        if arguments.json:
+            for event in found.events:
+                print(msgspec.json.encode(event).decode())
+        else:
+            _print(found, after)
+        sys.stdout.flush()
+        after = found.newest
+        time.sleep(_FOLLOW_S)
+
+
+def _run_group(arguments: argparse.Namespace) -> int:
+    found = read_group(
+        arguments.name, arguments.group, epoch=arguments.epoch, split=arguments.split
+    )
+    if arguments.json:
+        print_json(found)
+    else:
+        print(history_text(arguments.group, found))
+    return 1 if found.source == "none" else 0

@@ -1,0 +1,170 @@
+"""What happened on a bus, and to one group of it: from its daemon, and from the records.
+
+Invariants: texts are escaped here, before they are in a struct; what is not known is said to be so.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shmbus import limits
+from shmbus._format import printable
+from shmbus.control.ask import ask_events, ask_group
+from shmbus.inspect.groups import WALK_RECORDS, joined
+from shmbus.inspect.open_groups import OpenGroups
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.undelivered import counters
+from shmbus.inspect.view_types import BusEvent, GroupCells, GroupState
+from shmbus.segment.names import check_name
+
+__all__ = ["EventList", "GroupHistory", "read_events", "read_group"]
+
+_NO_DAEMON = "events are kept by a daemon, and none serves this bus: `shmbus serve`"
+
+
+class EventList(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened, oldest first.
+
+    Attributes
+    ----------
+    events : list[BusEvent]
+        The newest.
+    newest : int
+        The number to go on from.
+    missed : int
+        Events that came after the number that was asked from, and are not in the list.
+    problem : str
+        Why there are none; "" where nothing was in the way.
+    """
+
+    events: list[BusEvent]
+    newest: int = 0
+    missed: int = 0
+    problem: str = ""
+
+
+class GroupHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a group is, and what happened to it.
+
+    Attributes
+    ----------
+    source : "daemon" | "records" | "none"
+        Who said so; none: there are too many records to look through from outside.
+    state : GroupState
+        "gone" too where nothing of it was ever here.
+    group : GroupCells | None
+        Its samples: who put what when, what failed, who makes what. None where it is not here.
+    holder : str
+        The trainer that has leased it.
+    held_s : float
+        Seconds since then.
+    events : list[BusEvent]
+        What a daemon remembers of it, oldest first.
+    problem : str
+        What is not known, and why.
+    """
+
+    source: Literal["daemon", "records", "none"]
+    state: GroupState
+    group: GroupCells | None = None
+    holder: str = ""
+    held_s: float = 0.0
+    events: list[BusEvent] = []
+    problem: str = ""
+
+
+def read_events(name: str, *, after: int = 0, limit: int = 100, groups: bool = True) -> EventList:
+    """Read what happened on a bus.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    after : int
+        Only what came after this number.
+    limit : int
+        How many at most, up to `limits.MAX_EVENTS_SHOWN`; the newest.
+    groups : bool
+        Whether those of groups and samples are among them.
+
+    Returns
+    -------
+    EventList
+
+    Raises
+    ------
+    BusNotFoundError, LayoutMismatchError, PermissionError
+        As `shmbus.inspect.status.read_status`.
+    """
+    with SegmentFile(check_name(name)) as file:
+        file.require()
+    reply = ask_events(name, after, min(limit, limits.MAX_EVENTS_SHOWN), groups=groups)
+    if reply is None or isinstance(reply, str):
+        return EventList(events=[], newest=after, problem=printable(reply or _NO_DAEMON))
+    return EventList(
+        events=[_escaped(each) for each in reply.events], newest=reply.newest, missed=reply.missed
+    )
+
+
+def read_group(
+    name: str,
+    instance_id: str,
+    *,
+    epoch: int | None = None,
+    split: str = "train",
+    walk_records: int = WALK_RECORDS,
+) -> GroupHistory:
+    """Read the history of one group.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    instance_id, epoch, split : str, int | None, str
+        The group.
+    walk_records : int
+        Undelivered trajectories up to which the records are walked, where no daemon says it.
+
+    Returns
+    -------
+    GroupHistory
+
+    Raises
+    ------
+    BusNotFoundError, LayoutMismatchError, PermissionError
+        As `shmbus.inspect.status.read_status`.
+    """
+    with SegmentFile(check_name(name)) as file:
+        file.require()
+        reply = ask_group(name, instance_id, epoch, split)
+        if reply is not None and not isinstance(reply, str):
+            return GroupHistory(
+                source="daemon",
+                state=reply.state,
+                group=None if reply.group is None else joined(file, [reply.group])[0],
+                holder=printable(reply.holder),
+                held_s=reply.held_s,
+                events=[_escaped(each) for each in reply.events],
+            )
+        problem = printable(reply or _NO_DAEMON)
+        released, committed, _ = counters(file)
+        undelivered = max(0, sum(committed) - sum(released))
+        if undelivered > walk_records:
+            return GroupHistory(source="none", state="gone", problem=problem)
+        found = OpenGroups(file, undelivered).find(instance_id, epoch, split)
+        if found is None:
+            return GroupHistory(source="records", state="gone", problem=problem)
+        shown = joined(file, [found])[0]
+        return GroupHistory(source="records", state="open", group=shown, problem=problem)
+
+
+def _escaped(event: BusEvent) -> BusEvent:
+    return msgspec.structs.replace(
+        event,
+        who=printable(event.who),
+        text=printable(event.text),
+        instance_id=printable(event.instance_id),
+        split=printable(event.split),
+    )
