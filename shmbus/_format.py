@@ -77,6 +77,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  "
 
 def printable(value: str) -> str:
     r"""Text for a terminal: what does not print is escaped, as in ``\\x1b``."""
+    if value.isprintable():
+        return value
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "HELLO_WAIT_S",
     "LOG_INTERVAL_S",
     "MAX_CLIENTS",
+    "MAX_CELLS_SHOWN",
     "MAX_EVENTS_SHOWN",
     "MAX_GROUPS_SHOWN",
     "MAX_MESSAGE_BYTES",
@@ -97,6 +98,9 @@ STATUS_GROUPS = 5
 
 #: Incomplete groups that one answer shows sample by sample: more than a screen has rows.
 MAX_GROUPS_SHOWN = 1000
+
+#: Samples of one group that an answer shows one by one: all of the largest.
+MAX_CELLS_SHOWN: int = _core.MAX_GROUP_SIZE
 
 #: Events that one answer has: with ids and reasons of full length still less than a message.
 MAX_EVENTS_SHOWN = 500

@@ -39,7 +39,9 @@ def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.Status
     return reply
 
 
-def ask_groups(name: str, groups: int) -> messages.GroupsReply | str | None:
+def ask_groups(
+    name: str, groups: int, cells: int = limits.MAX_CELLS_SHOWN
+) -> messages.GroupsReply | str | None:
     """Ask the daemon of a bus for its oldest incomplete groups, sample by sample.
 
     Parameters
@@ -48,13 +50,15 @@ def ask_groups(name: str, groups: int) -> messages.GroupsReply | str | None:
         The bus.
     groups : int
         How many at most, up to `limits.MAX_GROUPS_SHOWN`.
+    cells : int
+        Samples of each to show at most, up to `limits.MAX_CELLS_SHOWN`.
 
     Returns
     -------
     GroupsReply, str or None
         As for `ask_status`; a daemon of an earlier version says that it does not know the request.
     """
-    reply = _look(name, messages.GetGroups(id=1, groups=groups), "groups")
+    reply = _look(name, messages.GetGroups(id=1, groups=groups, cells=cells), "groups")
     assert reply is None or isinstance(reply, (messages.GroupsReply, str))
     return reply
 

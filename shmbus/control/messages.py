@@ -146,10 +146,11 @@ class GetStatus(_Message):
 
 
 class GetGroups(_Message):
-    """Ask for up to `groups` incomplete groups with their cells, the oldest first."""
+    """Ask for up to `groups` incomplete groups, the oldest first, with `cells` cells of each."""
 
     id: Count
     groups: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_GROUPS_SHOWN)] = 1
+    cells: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_CELLS_SHOWN)] = limits.MAX_CELLS_SHOWN
 
 
 class GetEvents(_Message):

@@ -67,7 +67,9 @@ def oldest_groups(collector: Collector, count: int, now_s: float) -> list[OpenGr
     return oldest
 
 
-def group_cells(collector: Collector, count: int, now_s: float) -> tuple[list[GroupCells], int]:
+def group_cells(
+    collector: Collector, count: int, now_s: float, most: int = limits.MAX_CELLS_SHOWN
+) -> tuple[list[GroupCells], int]:
     """Show the oldest incomplete groups, sample by sample.
 
     Parameters
@@ -78,6 +80,8 @@ def group_cells(collector: Collector, count: int, now_s: float) -> tuple[list[Gr
         How many at most.
     now_s : float
         On the stash's clock, which is the records'.
+    most : int
+        Cells of each at most.
 
     Returns
     -------
@@ -92,7 +96,7 @@ def group_cells(collector: Collector, count: int, now_s: float) -> tuple[list[Gr
         room -= _GROUP_BYTES + 4 * len(split_key(group.key)[0])
         if room <= 0:
             break
-        shown, room = _cells(collector, group, room, now_s)
+        shown, room = _cells(collector, group, room, now_s, most)
         found.append(shown)
     return found, max(0, collector.stash.open_groups - len(found))
 
@@ -155,12 +159,13 @@ def _cells(
     group: _core.GroupEntry[_core.Trajectory] | FailingGroup[_core.Trajectory],
     room: int,
     now_s: float,
+    most: int = limits.MAX_CELLS_SHOWN,
 ) -> tuple[GroupCells, int]:
     """Show an incomplete group; returns the room that is left, too."""
     failed = group.failed if isinstance(group, FailingGroup) else {}
     return _shown(
         collector, group.key, group.size, group.need, group.born_s, group.samples, failed, room,
-        now_s,
+        now_s, most,
     )  # fmt: skip
 
 
@@ -174,13 +179,15 @@ def _shown(
     failed: dict[int, FailedIndex[_core.Trajectory]],
     room: int,
     now_s: float,
+    most: int = limits.MAX_CELLS_SHOWN,
 ) -> tuple[GroupCells, int]:
     instance_id, epoch, split = split_key(key)
-    cells = [_there(sample, now_s) for sample in samples]
-    cells += [_failed(index, each, now_s) for index, each in failed.items()]
+    # Samples are in the order of their indices, so these are the first ones.
+    cells = [_there(sample, now_s) for sample in samples[:most]]
+    cells += [_failed(index, failed[index], now_s) for index in sorted(failed)[:most]]
     cells.sort(key=lambda cell: cell.index)
     shown = []
-    for cell in cells:
+    for cell in cells[:most]:
         room -= _CELL_BYTES + 4 * len(cell.reason)
         if room <= 0:
             break
@@ -194,7 +201,7 @@ def _shown(
         present=len(samples),
         age_s=max(0.0, now_s - born_s),
         cells=shown,
-        cells_omitted=len(cells) - len(shown),
+        cells_omitted=len(samples) + len(failed) - len(shown),
     )
     return group, room
 

@@ -568,7 +568,8 @@ class Service:
 
     def groups(self, request: messages.GetGroups) -> messages.GroupsReply:
         """Return the oldest incomplete groups, sample by sample."""
-        groups, omitted = group_cells(self.collector, request.groups, time.monotonic())
+        now = time.monotonic()
+        groups, omitted = group_cells(self.collector, request.groups, now, request.cells)
         return messages.GroupsReply(id=request.id, groups=groups, omitted=omitted)
 
     def group(self, request: messages.GetGroup, now: float) -> messages.GroupReply:

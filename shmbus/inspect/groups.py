@@ -54,7 +54,12 @@ class Groups(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_groups(
-    name: str, count: int = 40, *, walk_records: int = WALK_RECORDS, ask: bool = True
+    name: str,
+    count: int = 40,
+    *,
+    cells: int = limits.MAX_CELLS_SHOWN,
+    walk_records: int = WALK_RECORDS,
+    ask: bool = True,
 ) -> Groups:
     """Read the oldest incomplete groups of a bus.
 
@@ -64,6 +69,8 @@ def read_groups(
         The bus.
     count : int
         How many groups at most, up to `limits.MAX_GROUPS_SHOWN`.
+    cells : int
+        Samples of each that a daemon is asked for, at most.
     walk_records : int
         Undelivered trajectories up to which the records are walked, where no daemon says it.
     ask : bool
@@ -81,7 +88,7 @@ def read_groups(
     count = min(count, limits.MAX_GROUPS_SHOWN)
     with SegmentFile(check_name(name)) as file:
         file.require()
-        reply = ask_groups(name, count) if ask else None
+        reply = ask_groups(name, count, cells) if ask else None
         if reply is not None and not isinstance(reply, str):
             return Groups(source="daemon", groups=joined(file, reply.groups), omitted=reply.omitted)
         problem = "" if reply is None else printable(reply)

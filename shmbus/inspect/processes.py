@@ -1,7 +1,8 @@
-"""Whether a producer's process is stopped, as far as this process can see.
+"""Whether producers' processes are alive, or stopped, as far as this process can see.
 
 Invariants:
 
+- A process is alive while it holds its slot's lock.
 - A pid is only a hint: it may be of another namespace, or belong to another process by now. A
   process counts as stopped only where it has this very segment mapped.
 - What may not be read counts as not stopped; nobody is disturbed.
@@ -11,10 +12,63 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["is_stopped"]
+from shmbus.inspect.segment_file import SegmentFile
+
+__all__ = ["ProducerChecks", "is_stopped"]
 
 #: States of /proc/PID/stat of a process that a signal or a debugger has stopped.
 _STOPPED: Final = frozenset("Tt")
+
+
+class ProducerChecks:
+    """What is known of producers' processes, look by look.
+
+    A check is two system calls or more, and the first gets slower with every lock on the file. So
+    who looks each second at thousands of producers checks some of them each time, and takes the
+    others to be as they were.
+
+    Parameters
+    ----------
+    most : int, optional
+        Checks in one look; None checks all. A producer that was never checked always is.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self._known: dict[int, tuple[int, bool, bool]] = {}
+        self._turn = 0
+        self._every = 1
+        self._seen = 0
+
+    def begin(self, producers: int) -> None:
+        """Begin a look at so many producers."""
+        self._turn += 1
+        self._seen = 0
+        self._every = 1 if self._most is None else max(1, -(-producers // self._most))
+
+    def check(self, file: SegmentFile, slot: int, number: int, pid: int) -> tuple[bool, bool]:
+        """Check a producer whose slot says that it is attached.
+
+        Parameters
+        ----------
+        file : SegmentFile
+            Its bus.
+        slot, number, pid : int
+            Its slot, its number on the bus, its process.
+
+        Returns
+        -------
+        alive, stopped : bool
+            As it is, or was when its turn was last.
+        """
+        self._seen += 1
+        known = self._known.get(slot)
+        if known is not None and known[0] == number and (self._seen + self._turn) % self._every:
+            return known[1], known[2]
+        alive = file.slot_alive(slot)
+        stopped = alive and is_stopped(pid, file.path)
+        self._known[slot] = number, alive, stopped
+        return alive, stopped
 
 
 def is_stopped(pid: int, path: str) -> bool:
@@ -32,12 +86,12 @@ def is_stopped(pid: int, path: str) -> bool:
     bool
     """
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        with open(f"/proc/{pid}/stat", "rb") as file:
             # The name in parentheses may contain anything.
-            state = file.read(4096).rpartition(")")[2].split()[0]
+            state = file.read(4096).rpartition(b")")[2].split()[0].decode("ascii", "replace")
         if state not in _STOPPED:
             return False
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-            return any(line.rstrip("\n").endswith(path) for line in file)
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as lines:
+            return any(line.rstrip("\n").endswith(path) for line in lines)
     except (OSError, IndexError):
         return False  # it has gone, or is another user's

@@ -16,6 +16,7 @@ from shmbus import limits
 from shmbus.control.ask import ask_status
 from shmbus.inspect.groups import Groups, read_groups
 from shmbus.inspect.history import read_events
+from shmbus.inspect.processes import ProducerChecks
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import join, status_of
 from shmbus.inspect.types import BusStatus
@@ -28,6 +29,11 @@ __all__ = ["Rates", "Watcher"]
 _HISTORY = 512
 #: Undelivered trajectories up to which a poll also walks and groups them: some 0.2 s of work.
 _WALK_RECORDS = 20_000
+#: Samples of a group that a poll asks a daemon for: more than are shown one by one anywhere, and
+#: all of a group of usual size, so that it can be told who is missing.
+_CELLS = 1024
+#: Producers whose processes one poll checks: some 10 ms of work. Of more, each has its turn.
+_CHECKS = 256
 #: Seconds over which waiting is summed up, and between two notes of it.
 _WAITS_OVER_S = 60.0
 _WAITS_EVERY_S = 5.0
@@ -123,6 +129,7 @@ class Watcher:
         self.waited_s: dict[int, float] = {}
         self.trainers_waited_s = 0.0
         #: When, what each slot had waited, and what trainers had.
+        self._checks = ProducerChecks(_CHECKS)
         self._waits: deque[tuple[float, dict[int, float], float]] = deque()
         self._at_s = 0.0
         self._before: BusStatus | None = None
@@ -144,11 +151,11 @@ class Watcher:
             created = int(file.header["created_unix_ns"])
             if created != self.created_unix_ns:
                 self._forget(created)
-            status = status_of(file, walk=False)
+            status = status_of(file, walk=False, checks=self._checks)
             began_s = time.monotonic()
             walks = status.ledger.undelivered <= _WALK_RECORDS and began_s >= self._next_walk_s
             if walks:
-                status = status_of(file)
+                status = status_of(file, checks=self._checks)
             now = time.monotonic()
             self._sample(file)
         self._note_activity(status, now)
@@ -170,7 +177,7 @@ class Watcher:
     def _read_groups(self, *, walks: bool, ask: bool) -> None:
         count = self._groups or limits.STATUS_GROUPS
         records = _WALK_RECORDS if walks else 0
-        found = read_groups(self.name, count, walk_records=records, ask=ask)
+        found = read_groups(self.name, count, cells=_CELLS, walk_records=records, ask=ask)
         if found.source != "none" or walks or not self.groups.groups:
             self.groups = found
             self._groups_at_s = time.monotonic()

@@ -301,25 +301,30 @@ class SegmentFile:
         whole = owned & ((words >> np.uint64(32)) == (spans >> np.uint64(32)))
         found: list[Run] = []
         covered = 0
-        for i in np.flatnonzero(whole).tolist():
-            span = int(spans[i]) & _LOW
+        at = np.flatnonzero(whole)
+        names = ("word", "span", "order", "used", "sealed", "writer_pins", "producer_id")
+        # Column by column: a field of one row costs more than a column of a hundred.
+        columns = [table[name][at].tolist() for name in names]
+        for i, word, packed, order, used, sealed, pins, producer in zip(
+            at.tolist(), *columns, strict=True
+        ):
+            span = packed & _LOW
             if i < covered or not 1 <= span <= self.extent_count - i:
                 continue
             covered = i + span
-            row = table[i]
             room = span * self.extent_bytes
             found.append(
                 Run(
                     extent=i,
                     span=span,
-                    slot=int(low[i]) - 1,
-                    generation=int(words[i]) >> 32,
-                    order=int(row["order"]),
-                    used=min(int(row["used"]), room),
+                    slot=(word & _LOW) - 1,
+                    generation=word >> 32,
+                    order=order,
+                    used=min(used, room),
                     room=room,
-                    sealed=bool(row["sealed"]),
-                    writer_pins=int(row["writer_pins"]),
-                    producer_id=int(row["producer_id"]),
+                    sealed=bool(sealed),
+                    writer_pins=pins,
+                    producer_id=producer,
                 )
             )
         return sorted(found, key=lambda run: (run.slot, run.order))

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from shmbus._format import label_text, printable
 from shmbus.control import messages
@@ -22,7 +23,7 @@ from shmbus.control.ask import ask_status
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.histograms import read_histograms
 from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
-from shmbus.inspect.processes import is_stopped
+from shmbus.inspect.processes import ProducerChecks
 from shmbus.inspect.records import Run
 from shmbus.inspect.request_lane import read_lead, read_requests
 from shmbus.inspect.retry_table import read_wanted
@@ -146,8 +147,24 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
     return msgspec.structs.replace(status, daemon=daemon, oldest_incomplete=oldest)
 
 
-def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
-    """Read the status of a segment that is open and readable; see `read_status`."""
+def status_of(
+    file: SegmentFile, *, walk: bool = True, checks: ProducerChecks | None = None
+) -> BusStatus:
+    """Read the status of a segment that is open and readable; see `read_status`.
+
+    Parameters
+    ----------
+    file : SegmentFile
+        The segment.
+    walk : bool
+        As for `read_status`.
+    checks : ProducerChecks, optional
+        What is known of processes from earlier looks; each is checked anew without.
+
+    Returns
+    -------
+    BusStatus
+    """
     file.refresh()
     runs = file.runs()
     collector = _collector(file, runs)
@@ -188,7 +205,7 @@ def status_of(file: SegmentFile, *, walk: bool = True) -> BusStatus:
         delivered=histograms,
         waited=waited,
         splits=_splits(file, alive=collector.alive),
-        producers=_producers(file, runs, waited_by_slot, walk=walk),
+        producers=_producers(file, runs, waited_by_slot, checks or ProducerChecks(), walk=walk),
         schema=schema,
         schema_problem=schema_problem,
     )
@@ -272,27 +289,39 @@ def _activity(file: SegmentFile, runs: list[Run]) -> dict[int, tuple[int, int]]:
 
 
 def _producers(
-    file: SegmentFile, runs: list[Run], waited_s: list[float], *, walk: bool
+    file: SegmentFile,
+    runs: list[Run],
+    waited_s: list[float],
+    checks: ProducerChecks,
+    *,
+    walk: bool,
 ) -> list[ProducerStatus]:
     found = []
     held = _held_bytes(runs)
     activity = _activity(file, runs) if walk else {}
     now_ns = _core.monotonic_ns()
-    for slot, row in enumerate(file.slots()[:-1]):
-        if not int(row["producer_id"]):
-            continue
+    rows = file.slots()[:-1]
+    used = np.flatnonzero(rows["producer_id"])
+    names = ("producer_id", "pid", "label", "state", "committed", "aborted")
+    columns = [rows[name][used].tolist() for name in names]
+    checks.begin(len(used))
+    for slot, number, pid, label, state, committed, aborted in zip(
+        used.tolist(), *columns, strict=True
+    ):
         reserved, newest_ns = activity.get(slot, (0, 0))
-        state = _producer_state(file, slot, int(row["state"]))
+        alive, stopped = (False, False)
+        if state == _core.SLOT_ACTIVE:
+            alive, stopped = checks.check(file, slot, number, pid)
         found.append(
             ProducerStatus(
                 slot=slot,
-                producer_id=int(row["producer_id"]),
-                pid=int(row["pid"]),
-                label=label_text(row["label"]),
-                state=state,
-                stopped=state == "alive" and is_stopped(int(row["pid"]), file.path),
-                committed=int(row["committed"]),
-                aborted=int(row["aborted"]),
+                producer_id=number,
+                pid=pid,
+                label=label_text(label),
+                state=_producer_state(state, alive=alive),
+                stopped=stopped,
+                committed=committed,
+                aborted=aborted,
                 held_bytes=held.get(slot, 0),
                 reservations=reserved if walk else None,
                 idle_s=max(0.0, (now_ns - newest_ns) / 1e9) if newest_ns else None,
@@ -302,11 +331,9 @@ def _producers(
     return sorted(found, key=lambda producer: producer.producer_id)
 
 
-def _producer_state(
-    file: SegmentFile, slot: int, state: int
-) -> Literal["alive", "dead", "closed", "gone"]:
+def _producer_state(state: int, *, alive: bool) -> Literal["alive", "dead", "closed", "gone"]:
     if state == _core.SLOT_ACTIVE:
-        return "alive" if file.slot_alive(slot) else "dead"
+        return "alive" if alive else "dead"
     return "closed" if state == _core.SLOT_CLOSED else "gone"
 
 

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -55,6 +56,8 @@ class Viewer:
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(_WAITING)
         self._bytes = 0
         self.closed = False
+        #: Whether it was sent a whole picture, so that differences mean something to it.
+        self.has_whole = False
 
     def offer(self, message: bytes) -> None:
         """Queue a message; a page that is behind is closed instead."""
@@ -87,6 +90,9 @@ class Look:
         self.viewers: set[Viewer] = set()
         self.picture: Picture | None = None
         self.task: asyncio.Task[None] | None = None
+        #: Set when somebody begins to watch what nobody watched: the next look is now.
+        self.wanted = asyncio.Event()
+        self._shown_s = 0.0
 
     def read(self) -> tuple[Picture, bool]:
         """Read a picture, in a thread; True where it has nothing to do with the one before."""
@@ -101,20 +107,29 @@ class Look:
         return {}
 
     def add(self, viewer: Viewer) -> None:
-        """Let a page watch: it has the whole, as soon as there is one."""
+        """Let a page watch: it has the whole, as soon as there is one that is not old."""
+        if not self.viewers:
+            self.wanted.set()
         self.viewers.add(viewer)
-        if self.picture is not None:
+        if self.picture is not None and time.monotonic() - self._shown_s < settings.OLD_S:
             viewer.offer(event("whole", self.whole()))
+            viewer.has_whole = True
 
     def show(self, new: Picture, *, afresh: bool) -> None:
         """Tell all viewers about a new picture."""
         old, self.picture = self.picture, new
-        if old is None or afresh:
-            message = event("whole", self.whole())
-        else:
-            message = event("change", {"change": difference(old, new), **self.changes()})
+        self._shown_s = time.monotonic()
+        whole = change = None
         for viewer in list(self.viewers):
-            viewer.offer(message)
+            if old is None or afresh or not viewer.has_whole:
+                whole = whole or event("whole", self.whole())
+                viewer.has_whole = True
+                viewer.offer(whole)
+            else:
+                change = change or event(
+                    "change", {"change": difference(old, new), **self.changes()}
+                )
+                viewer.offer(change)
 
 
 class BusLook(Look):
@@ -287,7 +302,10 @@ class Looks:
                 if look.viewers:
                     new, afresh = await loop.run_in_executor(self._threads, look.read)
                     look.show(new, afresh=afresh)
-                await asyncio.sleep(max(0.1, settings.LOOK_S - (loop.time() - began_s)))
+                look.wanted.clear()
+                rest_s = max(0.1, settings.LOOK_S - (loop.time() - began_s))
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(look.wanted.wait(), rest_s)
         except Exception:
             logger.exception("looking at %r failed", name)
             for viewer in list(look.viewers):

@@ -153,7 +153,7 @@ def _counts(watcher: Watcher) -> Picture:
 
 def _wall(found: Groups, blamed: list[int | None], now_s: float) -> Picture:
     """Show incomplete groups, as they were at `now_s`."""
-    groups = found.groups[: settings.GROUPS]
+    groups = _that_fit(found.groups[: settings.GROUPS])
     return {
         "source": found.source,
         # From the records they are read now and then.
@@ -166,6 +166,16 @@ def _wall(found: Groups, blamed: list[int | None], now_s: float) -> Picture:
             for group, number in zip(groups, blamed, strict=False)
         },
     }
+
+
+def _that_fit(groups: list[GroupCells]) -> list[GroupCells]:
+    """Leave out the last groups where all have too many samples for a page; never the first."""
+    room = settings.WALL_CELLS
+    for at, group in enumerate(groups):
+        room -= min(len(group.cells), settings.CELLS)
+        if room < 0 < at:
+            return groups[:at]
+    return groups
 
 
 def _key(group: GroupCells) -> str:

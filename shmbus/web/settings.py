@@ -13,12 +13,16 @@ __all__ = ["Settings"]
 
 #: Seconds between two looks at a bus, however many pages watch it.
 LOOK_S: Final = 1.0
+#: Seconds after which a picture is too old for a page that begins to watch.
+OLD_S: Final = 2.0
 #: Looks that the curves keep: five minutes.
 HISTORY: Final = 300
 #: Incomplete groups that a page shows: more than a screen has rows, little to send.
 GROUPS: Final = 48
 #: Samples of a group that a page shows one by one; the rest is a number.
 CELLS: Final = 128
+#: Samples that a page shows one by one in all groups together; of larger groups it shows fewer.
+WALL_CELLS: Final = 2048
 #: Events that a page lists.
 EVENTS: Final = 20
 #: Questions about one group that are answered at once; a page has one under way.

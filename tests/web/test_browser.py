@@ -142,6 +142,44 @@ def test_a_bus_at_work_is_drawn_and_a_dead_worker_named_at_once(
     assert narrow.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_a_click_tells_the_history_of_a_group_to_its_end(
+    web: Start, bus_name: str, daemon: Callable[..., Daemon], open_page: Open
+) -> None:
+    daemon("--capacity", "2MiB", "--sample-retries", "1")
+    page = open_page(web(bus_name))
+    with (
+        Producer(bus_name, label="first") as first,
+        Producer(bus_name, label="second") as second,
+        Consumer(bus_name, label="train.py") as taker,
+    ):
+        for index in range(2):
+            first.put("math-1", group_size=4, index=index, score=float(index), tokens=[1])
+        second.begin("math-1", 3)
+        second.fail("math-1", 2, "<b>out of memory</b>", group_size=4)
+        wait_for(page, lambda: page.locator(".cell.b").count() > 1, "the sample that was begun")
+        page.locator(".wall button").click()
+        story = page.locator("#history")
+        wait_for(page, lambda: "failed at second" in story.inner_text(), "the failure")
+        text = story.inner_text()
+        assert "begun" in text and "<b>out of memory</b>" in text and "1 failed attempt" in text
+        for index in (2, 3):
+            second.put("math-1", group_size=4, index=index, score=1.0, tokens=[1])
+        wait_for(page, lambda: "waits for a trainer" in story.inner_text(), "that it is complete")
+        [group] = taker.take(timeout=10)
+        wait_for(page, lambda: "leased to train.py" in story.inner_text(), "its holder")
+        assert "4 of 4 there" in story.inner_text()
+        group.ack()
+        wait_for(page, lambda: "acknowledged by train.py" in story.inner_text(), "its end")
+        assert "no longer on the bus" in story.inner_text()
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#history", state="detached")
+        page.get_by_label("History of a group").fill("math-1")
+        page.keyboard.press("Enter")
+        wait_for(page, lambda: "leased to" in page.inner_text("#history"), "the same again")
+        happened = page.inner_text("[aria-label='what happened']")
+        assert "second (pid" in happened and "train.py (pid" in happened
+
+
 def test_numbers_are_those_of_the_status_and_hold_still_when_told(
     web: Start, bus_name: str, open_page: Open
 ) -> None:

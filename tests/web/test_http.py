@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 import socket
 import time
@@ -56,6 +57,16 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Web) -> None:
         ("/vendor/LICENSE.htm", {}, 404),
         ("/events?bus=nobody", {}, 404),
         ("/events?bus=../../etc/passwd", {}, 404),
+        ("/group?id=q", {"Cookie": ""}, 401),
+        ("/group?id=q", {"Origin": "http://evil.example"}, 403),
+        ("/group?bus=nobody&id=q", {}, 404),
+        ("/group", {}, 400),
+        ("/group?id=", {}, 400),
+        ("/group?id=q&epoch=x", {}, 400),
+        (f"/group?id=q&epoch={'9' * 5000}", {}, 400),
+        ("/group?id=q&epoch=-9223372036854775808", {}, 400),
+        (f"/group?id={'x' * 256}", {}, 400),
+        (f"/group?id=q&split={'x' * 100}", {}, 400),
     ],
 )
 def test_whoever_may_not_see_it_is_refused(
@@ -198,3 +209,14 @@ def test_the_page_has_no_way_to_make_markup_of_text() -> None:
         text = path.read_text()
         for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert way not in text, f"{path.name}: {way}"
+
+
+def test_a_group_that_nobody_knows_is_told_so(page: Web, bus_name: str) -> None:
+    for name in ("q", "%ed%a0%80", "%00", "%3Cscript%3E", "%F0%9F%92%A9" * 60):
+        answer = page.ask(f"/group?id={name}")
+        assert answer.status == 200
+        assert answer.headers["content-type"].startswith("application/json")
+        assert json.loads(answer.body)["state"] == "unknown"  # there is no bus
+    with Bus.create(bus_name, "1MiB"):
+        answer = page.ask("/group?id=q&epoch=3&split=eval")
+        assert json.loads(answer.body)["state"] == "gone"
