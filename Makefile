@@ -236,7 +236,7 @@ $(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,saniti
 
 # Fuzzing (tests/fuzz): libFuzzer and atheris find cases; any compiler can replay the kept ones.
 # Findings of a run lie in build/fuzz/found; a case worth keeping goes to tests/fuzz/corpus.
-FUZZ_TARGETS := header record block segment retry_table declared_schema
+FUZZ_TARGETS := header record block segment retry_table declared_schema numbers
 FUZZ_PYTHON := decoders control snapshot
 FUZZERS := $(patsubst %,build/fuzz/fuzz_%,$(FUZZ_TARGETS))
 MINUTES ?= 4

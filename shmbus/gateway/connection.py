@@ -13,16 +13,22 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from aiohttp import web
 
 from shmbus.gateway import settings
 
 __all__ = ["Connection", "Connections", "connection_of"]
+
+
+#: Sends the last byte of an answer over a socket; False where that has no room now.
+Finish = Callable[[int, bytes], bool]
+
+#: Seconds between two tries of it: a slow client makes room a packet at a time.
+_ROOM_S: Final = 0.005
 
 
 def _body_of(response: web.Response) -> bytes:
@@ -122,13 +128,13 @@ class Connection(asyncio.Protocol):
         request: web.BaseRequest,
         response: web.Response,
         on_end: Callable[[bool], None] | None = None,
-        on_written: Callable[[], None] | None = None,
+        finish: Finish | None = None,
     ) -> web.StreamResponse:
         """Write an answer, and wait until all of it has left this process; returns it.
 
         `on_end` is called once, with whether it was delivered: maybe before this returns, maybe
-        long after. `on_written` is called right after the last byte has left: a death of this
-        process between the two is a matter of microseconds.
+        long after. `finish` sends the last byte, once all others have left, and notes that in the
+        same instant.
 
         Raises
         ------
@@ -140,14 +146,14 @@ class Connection(asyncio.Protocol):
         try:
             if not self.alive:
                 raise ConnectionResetError("the client has gone")
-            if on_written is not None:
+            if finish is not None:
                 sent = web.StreamResponse(status=response.status, headers=response.headers)
                 sent.content_length = len(_body_of(response))
             await sent.prepare(request)
             # From here on, all of the body is the transport's before anything else happens.
-            answer.whole = on_written is None
+            answer.whole = finish is None
             self._answers.append(answer)
-            writing = self._write(answer, response, sent, on_written)
+            writing = self._write(answer, response, sent, finish)
             await asyncio.wait_for(writing, settings.ANSWER_S)
         except BaseException as error:
             if answer.delivered:
@@ -170,34 +176,26 @@ class Connection(asyncio.Protocol):
         answer: _Answer,
         response: web.Response,
         sent: web.StreamResponse,
-        on_written: Callable[[], None] | None,
+        finish: Finish | None,
     ) -> None:
-        if on_written is None:
+        if finish is None:
             await sent.write_eof()
             await self._flushed.wait()
             return
         body = _body_of(response)
         await sent.write(body[:-1])
         await self._flushed.wait()
-        if not self._write_now(body[-1:]):
-            await sent.write(body[-1:])
-            await self._flushed.wait()
-        if answer.delivered is None:
-            answer.whole = True
-            on_written()
+        # Past the transport, whose buffer is empty.
+        while not finish(self._socket(), body[-1:]):
+            await asyncio.sleep(_ROOM_S)
+        answer.whole = True
         await sent.write_eof()
 
-    def _write_now(self, data: bytes) -> bool:
-        """Write to the socket itself, past the transport, whose buffer is empty."""
+    def _socket(self) -> int:
         transport = self._transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client went while it was answered")
-        try:
-            return os.write(transport.get_extra_info("socket").fileno(), data) == len(data)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise ConnectionResetError("the client went while it was answered") from error
+        return cast(int, transport.get_extra_info("socket").fileno())
 
     def _settle(self, delivered: bool) -> None:
         answers, self._answers = self._answers, []

@@ -21,7 +21,8 @@ import shmbus
 from shmbus.gateway.bodies import Bodies
 from shmbus.gateway.connection import connection_of
 from shmbus.gateway.deliveries import Batch, Deliveries
-from shmbus.gateway.handover import Handover
+from shmbus.gateway.handover import BodyKey, Handover
+from shmbus.gateway.inherited import whole_groups
 from shmbus.gateway.intake import Body, Intake, Records, key_of
 from shmbus.gateway.metrics import Metrics
 from shmbus.gateway.reader import BusReader
@@ -69,6 +70,7 @@ class Gateway:
             keep_batches=settings.keep_batches,
             group_size=settings.group_size,
             store=self.store,
+            handover=self.handover,
             on_seen=self.intake.seen,
         )
         #: The records of the group that came last, for ``/latest_example``.
@@ -79,7 +81,7 @@ class Gateway:
 
     def _registry(self) -> Registry:
         try:
-            return Registry(self.handover.state)
+            return Registry(self.handover.state, self.handover.answer)
         except msgspec.DecodeError as error:
             # Of another version of shmbus; the groups are in the bus, whatever it says.
             logger.warning("the last gateway's registrations are forgotten: %s", error)
@@ -162,11 +164,7 @@ class Gateway:
         """
         connection = connection_of(request)
         key = key_of(raw)
-        body = self.intake.known(key)
-        if body is None:
-            body = self.intake.new(key, count)
-        elif body.inherited:
-            await self.supply.drain()
+        body = await self._known(key) or self.intake.new(key, count)
         known = body
 
         def id_of(number: int) -> str:
@@ -181,6 +179,32 @@ class Gateway:
         if groups and kind == ATROPOS:
             self.latest = groups[-1]
         return body
+
+    async def _known(self, key: BodyKey) -> Body | None:
+        """Return a body that comes again, with what a predecessor had put of it."""
+        body = self.intake.known(key)
+        if body is None or not body.inherited:
+            return body
+        try:
+            if self.registry.registered and not self.registry.reads_bus:
+                await self._attach_if_free()
+            await self.supply.drain()
+            if not self.supply.attached:
+                # Whoever reads the bus, or will, takes what is there for one group, and what is put
+                # after that for the next one.
+                for instance_id in whole_groups(self.bus.name, self.intake.awaited(body)):
+                    self.intake.seen(instance_id)
+        except BaseException:
+            self.intake.lost(body)
+            raise
+        return body
+
+    async def _attach_if_free(self) -> None:
+        try:
+            await self.supply.attach()
+        except Refusal as refusal:
+            if refusal.status != HTTPStatus.CONFLICT:
+                raise
 
     async def answer_put(
         self, request: web.BaseRequest, response: web.Response, body: Body
@@ -215,9 +239,11 @@ class Gateway:
         except ConnectionResetError:
             note(False)
             raise
-        return await connection.send(
-            request, response, note, lambda: self.supply.delivered(deliveries, batch)
-        )
+
+        def finish(socket: int, byte: bytes) -> bool:
+            return self.supply.finish(deliveries, batch, socket, byte)
+
+        return await connection.send(request, response, note, finish)
 
     def gauges(self) -> dict[str, float]:
         """Return what a scrape is told of the present."""

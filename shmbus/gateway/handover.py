@@ -6,11 +6,14 @@ Invariants:
 - The state is in one of two places, whole, with a checksum; the other is written next.
 - An entry of the journal is one write below a page, which no death parts.
 - A file of an earlier bus of the same name counts as none.
+- The number in the file is that of the last answer whose last byte was sent: it is stored in the
+  same instant.
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import struct
 import zlib
@@ -23,15 +26,18 @@ import shmbus
 from shmbus.gateway import settings
 from shmbus.gateway.refusal import Refusal
 from shmbus.segment.names import companion_name
+from shmbus_ext import _core
 
 __all__ = ["PUT", "PUTTING", "BodyKey", "Handover", "JournalEntry"]
 
 _MAGIC: Final = b"SHMGATE1"
 _HEAD = struct.Struct("<8sQI")
 _PLACE = struct.Struct("<QII")
-_ENTRY = struct.Struct("<BxHIIIQQ")
+_ENTRY = struct.Struct("<BxHIIIQQH")
 _ENTRY_BYTES: Final = 64
 _PAGE: Final = 4096
+#: Where the first page has the number of the last answer.
+_ANSWER_AT: Final = 1024
 #: Bytes of the state: all environments that may register, with the longest names.
 _STATE_BYTES: Final = 16 << 20
 #: Bytes of it that are allocated from the start: hundreds of environments with usual names.
@@ -65,6 +71,8 @@ class JournalEntry(NamedTuple):
         Of the body.
     producer_id, first : int
         What the groups are called: the producer's number, and theirs from `first` on.
+    done : int
+        How many of them were in the bus, whole, at least.
     """
 
     state: int
@@ -72,6 +80,7 @@ class JournalEntry(NamedTuple):
     key: BodyKey
     producer_id: int
     first: int
+    done: int = 0
 
 
 class Handover:
@@ -88,6 +97,8 @@ class Handover:
         What the predecessor stored last.
     entries : list of (int, JournalEntry)
         Its journal, with the number of each entry; they stay until `close_entry`.
+    answer : int
+        The number of the last answer whose last byte was sent.
 
     Raises
     ------
@@ -116,6 +127,7 @@ class Handover:
             journal = os.pread(self._fd, entries_bytes, _JOURNAL)
             found = enumerate(map(_unpack, _cut(journal)))
             self.entries = [(number, entry) for number, entry in found if entry is not None]
+            self._notes = mmap.mmap(self._fd, _PAGE)
         except BaseException:
             os.close(self._fd)
             raise
@@ -169,6 +181,21 @@ class Handover:
             ) from error
         self._version += 1
 
+    @property
+    def answer(self) -> int:
+        """The number of the last answer whose last byte was sent."""
+        return int.from_bytes(self._notes[_ANSWER_AT : _ANSWER_AT + 8], "little")
+
+    def send_last(self, socket: int, byte: bytes, number: int) -> bool:
+        """Send the last byte of an answer, and note its number; False where there is no room now.
+
+        Raises
+        ------
+        OSError
+            The client has gone. Nothing was sent, nor noted.
+        """
+        return _core.send_last_byte(socket, byte, self._notes, _ANSWER_AT, number)
+
     def open_entry(self, entry: JournalEntry) -> int | None:
         """Note a body that is being put; None where the journal is full."""
         if not self._free:
@@ -179,7 +206,8 @@ class Handover:
 
     def write_entry(self, number: int, entry: JournalEntry) -> None:
         """Replace an entry."""
-        packed = _ENTRY.pack(entry.state, entry.groups, *entry.key, entry.producer_id, entry.first)
+        numbers = (entry.producer_id, entry.first, entry.done)
+        packed = _ENTRY.pack(entry.state, entry.groups, *entry.key, *numbers)
         os.pwrite(self._fd, packed, _JOURNAL + number * _ENTRY_BYTES)
 
     def close_entry(self, number: int) -> None:
@@ -191,6 +219,7 @@ class Handover:
         """Leave the file to a successor, or remove it."""
         if remove:
             os.unlink(self.path)
+        self._notes.close()
         os.close(self._fd)
 
 
@@ -202,7 +231,7 @@ def _cut(journal: bytes) -> list[bytes]:
 
 
 def _unpack(packed: bytes) -> JournalEntry | None:
-    state, groups, length, crc, adler, producer_id, first = _ENTRY.unpack(packed)
+    state, groups, length, crc, adler, producer_id, first, done = _ENTRY.unpack(packed)
     if state not in (PUTTING, PUT):
         return None
-    return JournalEntry(state, groups, BodyKey(length, crc, adler), producer_id, first)
+    return JournalEntry(state, groups, BodyKey(length, crc, adler), producer_id, first, done)

@@ -129,11 +129,11 @@ class Intake:
             body.entry = number
             body.lost_s = now
             body.inherited = entry.state == PUTTING
-            body.done = 0 if body.inherited else body.count
+            body.done = entry.done if body.inherited else body.count
             self._lost[entry.key] = body
             if body.inherited:
-                body.unseen = body.count
-                for at in range(body.count):
+                body.unseen = body.count - body.done
+                for at in range(body.done, body.count):
                     keys = (body.id_of(at, kind) for kind in ("atropos", "slime"))
                     self._awaited |= dict.fromkeys(keys, body)
 
@@ -145,6 +145,11 @@ class Intake:
         if body is not None:
             self.repeated += 1
         return body
+
+    def awaited(self, body: Body) -> list[str]:
+        """Return the keys of its groups that a predecessor may have put, of both kinds."""
+        keys = (body.id_of(at, kind) for at in range(body.count) for kind in ("atropos", "slime"))
+        return [key for key in keys if key in self._awaited]
 
     def new(self, key: BodyKey, count: int) -> Body:
         """Return a body that was not there before."""
@@ -214,7 +219,7 @@ class Intake:
         if not alive() and not (body.done or body.accepted):
             raise ConnectionResetError("the client went while its groups were held")
         if body.entry is None:
-            entry = JournalEntry(PUTTING, body.count, body.key, body.producer_id, body.first)
+            entry = _entry_of(body, PUTTING)
             body.entry = self._handover.open_entry(entry)
             if body.entry is None:
                 self._forget_oldest()
@@ -226,11 +231,12 @@ class Intake:
                 await self._put_group(body, records, deadline_s, alive)
             body.done += 1
             body.accepted = 0
-        self._note_put(body)
+            self._note_put(body)
 
     def _note_put(self, body: Body) -> None:
+        """Tell a successor how much of a body is in the bus."""
         if body.entry is not None:
-            entry = JournalEntry(PUT, body.count, body.key, body.producer_id, body.first)
+            entry = _entry_of(body, PUT if body.whole else PUTTING)
             self._handover.write_entry(body.entry, entry)
 
     async def _put_group(
@@ -362,6 +368,10 @@ class Intake:
                         group_size=size,
                         timeout=0,
                     )
+
+
+def _entry_of(body: Body, state: int) -> JournalEntry:
+    return JournalEntry(state, body.count, body.key, body.producer_id, body.first, body.done)
 
 
 def _bytes_of(records: Records) -> int:

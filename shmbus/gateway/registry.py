@@ -19,7 +19,7 @@ from shmbus.gateway import settings
 from shmbus.gateway.refusal import Refusal
 from shmbus.peers.atropos_queue import available
 
-__all__ = ["Environment", "NewEnvironment", "Registration", "Registry"]
+__all__ = ["Ending", "Environment", "NewEnvironment", "Registration", "Registry"]
 
 #: The least weight that an environment is told, so that none starves; as in Atropos.
 MIN_WEIGHT: Final = 0.01
@@ -55,6 +55,16 @@ class Environment(NewEnvironment, kw_only=True):
     connected: bool = True
 
 
+class Ending(msgspec.Struct, kw_only=True):
+    """An answer whose last byte is about to be sent; what it is when that is done."""
+
+    number: int
+    kind: str
+    ids: list[str]
+    #: The step after it.
+    step: int
+
+
 class _State(msgspec.Struct, kw_only=True):
     """All of it, as it is stored."""
 
@@ -67,6 +77,8 @@ class _State(msgspec.Struct, kw_only=True):
     environments: list[Environment] = []
     #: Groups of each batch that a trainer was given and has not acknowledged, by kind and number.
     given: dict[str, list[list[str]]] = {}
+    #: The answer that comes next to them, if its last byte was sent.
+    ending: Ending | None = None
 
 
 class Registry:
@@ -76,12 +88,18 @@ class Registry:
     ----------
     stored : bytes, optional
         What a predecessor stored.
+    answer : int
+        The number of the last answer whose last byte it sent.
     """
 
-    def __init__(self, stored: bytes | None = None) -> None:
+    def __init__(self, stored: bytes | None = None, answer: int = 0) -> None:
         self.state = _State()
         if stored is not None:
             self.state = msgspec.json.decode(stored, type=_State)
+        ending, self.state.ending = self.state.ending, None
+        if ending is not None and ending.number == answer:
+            self.state.given.setdefault(ending.kind, []).append(ending.ids)
+            self.state.step = ending.step
 
     # -- the trainer ----------------------------------------------------------------------------
 

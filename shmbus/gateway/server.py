@@ -104,22 +104,31 @@ class Server:
 
     # -- life -----------------------------------------------------------------------------------
 
-    async def start(self) -> tuple[str, int]:
-        """Listen; returns where."""
+    async def bind(self) -> tuple[str, int]:
+        """Take the address, without answering anybody there yet; returns it."""
         settings = self._gateway.settings
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(
-                self.connections, settings.host, settings.port, backlog=_BACKLOG
+                self.connections,
+                settings.host,
+                settings.port,
+                backlog=_BACKLOG,
+                start_serving=False,
             )
         except OSError as error:
             raise RuntimeError(
                 f"--http {settings.host}:{settings.port}: {error.strerror or error}; expected an "
                 "address of this machine and a free port; choose another, or port 0 for any"
             ) from error
-        self._sweeping = loop.create_task(self._sweep())
         address = self._listener.sockets[0].getsockname()
         return str(address[0]), int(address[1])
+
+    async def start(self) -> None:
+        """Answer, from now on."""
+        assert self._listener is not None, "there is an address"
+        await self._listener.start_serving()
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def _sweep(self) -> None:
         while True:
@@ -253,8 +262,10 @@ async def _run(settings: Settings, parent: socket.socket | None) -> int:
         server = Server(gateway)
         stack.push_async_callback(server.close)
         # A port that is taken is told before anything of the bus is touched.
-        host, port = await server.start()
+        host, port = await server.bind()
+        # What a predecessor left is known before the first of its clients asks again.
         await gateway.start()
+        await server.start()
         logger.info("serving", extra={"bus": settings.bus, "http": f"http://{host}:{port}"})
         waits = [loop.create_task(event.wait()) for event in (stop, gateway.gone)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

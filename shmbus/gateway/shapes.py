@@ -1,7 +1,11 @@
 """Bodies as JSON: decoded by type, with a sentence for what is wrong.
 
-msgspec reads a body in one pass. What Python's own ``json`` writes and JSON does not have (NaN, and
-true for 1) is looked at a second time, so that it is taken or refused by name.
+The long lists of a group become arrays without an object for each number, where they are plain;
+msgspec reads the rest. What is not plain it reads alone, and says what is wrong with it. What
+Python's own ``json`` writes and JSON does not have (NaN, and true for 1) is looked at once more, so
+that it is taken or refused by name.
+
+Invariant: all ways give equal numbers, or refuse the body.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import msgspec
 
 from shmbus.gateway.refusal import Refusal
 from shmbus.peers.atropos import KEYS
+from shmbus_ext import _core
 
 __all__ = ["ScoredGroup", "decode", "decode_groups", "decode_object"]
 
@@ -21,7 +26,10 @@ _T = TypeVar("_T")
 
 
 class ScoredGroup(msgspec.Struct, kw_only=True):
-    """A ScoredDataGroup: its keys are those of `shmbus.peers.atropos.KEYS`."""
+    """A ScoredDataGroup: its keys are those of `shmbus.peers.atropos.KEYS`.
+
+    Lists of numbers may be arrays: those of `_LIFTED`, one for each sequence.
+    """
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -38,6 +46,27 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
     distill_token_ids: list[list[list[int]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
 
+
+class _Rest(ScoredGroup, kw_only=True):
+    """What is left of a group when its long lists were taken out: 0 where one was."""
+
+    tokens: Any
+    masks: Any
+    advantages: Any = None
+    ref_logprobs: Any = None
+    inference_logprobs: Any = None
+
+
+#: Keys whose lists are taken out, and whether their numbers are floats.
+_LIFTED = {
+    "tokens": False,
+    "masks": False,
+    "advantages": True,
+    "ref_logprobs": True,
+    "inference_logprobs": True,
+}
+_rest = msgspec.json.Decoder(_Rest)
+_items = msgspec.json.Decoder(list[msgspec.Raw])
 
 _strict: dict[bool, msgspec.json.Decoder[Any]] = {
     False: msgspec.json.Decoder(ScoredGroup),
@@ -115,11 +144,13 @@ def decode_groups(body: bytes, *, several: bool) -> list[ScoredGroup]:
     Refusal
         As for `decode`, or a message has no role or content.
     """
-    try:
-        found = _strict[several].decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        found = _decode_leniently(body, several)
-    groups: list[ScoredGroup] = found if several else [found]
+    groups = _decode_plain(body, several)
+    if groups is None:
+        try:
+            found = _strict[several].decode(body)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            found = _decode_leniently(body, several)
+        groups = found if several else [found]
     for group in groups:
         for messages in group.messages or ():
             for message in messages:
@@ -128,6 +159,27 @@ def decode_groups(body: bytes, *, several: bool) -> list[ScoredGroup]:
                         "messages: expected 'role' and 'content' in each, got one with "
                         f"{', '.join(map(repr, message)) or 'nothing'}; add what is absent"
                     )
+    return groups
+
+
+def _decode_plain(body: bytes, several: bool) -> list[ScoredGroup] | None:
+    """Return the groups of a body with arrays; None where it has to be read another way."""
+    groups: list[ScoredGroup] = []
+    try:
+        for text in _items.decode(body) if several else (body,):
+            lifted = _core.lift_numbers(text, _LIFTED)
+            if lifted is None:
+                return None
+            rest, arrays = lifted
+            group = _rest.decode(rest)
+            for name in _LIFTED:
+                if (name in arrays) != (getattr(group, name) is not None):
+                    return None
+            for name, rows in arrays.items():
+                setattr(group, name, rows)
+            groups.append(group)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
     return groups
 
 

@@ -4,13 +4,14 @@ Invariants:
 
 - Every group that was taken is in one place: the queue, a batch, or acknowledged.
 - `drain` returns after everything that was in the bus when it was called is in the queue.
-- What was given is stored before it is acknowledged by a request for more, so that a successor
-  neither gives it again to a trainer that has it, nor forgets it.
+- What is given is stored before the last byte of its answer leaves, and a successor learns whether
+  that left: it neither gives a batch again to a trainer that has it, nor forgets one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -19,8 +20,10 @@ from typing import Any, Final
 
 import shmbus
 from shmbus.gateway.deliveries import Batch, Deliveries
+from shmbus.gateway.handover import Handover
 from shmbus.gateway.reader import BusReader
-from shmbus.gateway.registry import Registry
+from shmbus.gateway.refusal import Refusal
+from shmbus.gateway.registry import Ending, Registry
 from shmbus.gateway.settings import DRAIN_S
 from shmbus.peers import atropos, slime
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
@@ -51,6 +54,8 @@ class Supply:
         As in the settings.
     store : callable
         Stores the registry's state for a successor.
+    handover : Handover
+        Notes with which answer that state is out of date.
     on_seen : callable
         Called with the key of each group that was taken.
     """
@@ -64,12 +69,14 @@ class Supply:
         keep_batches: int,
         group_size: int,
         store: Callable[[], None],
+        handover: Handover,
         on_seen: Callable[[str], None],
     ) -> None:
         self._bus = bus
         self._reader = reader
         self._registry = registry
         self._store = store
+        self._handover = handover
         self._on_seen = on_seen
         self.queue = GroupQueue()
         self.samples = slime.SampleGroups(group_size)
@@ -220,12 +227,35 @@ class Supply:
             await self._reader.ack(groups)
             self._note()
 
-    def delivered(self, deliveries: Deliveries[Any], batch: Batch[Any]) -> None:
-        """Note that the answer was written."""
-        if deliveries.delivered(batch):
-            if batch.times == 1 and deliveries is self.batches:
-                self._registry.state.step += 1
-            self._note()
+    def finish(
+        self, deliveries: Deliveries[Any], batch: Batch[Any], socket: int, byte: bytes
+    ) -> bool:
+        """Send the last byte of an answer, and note that; False where there is no room now.
+
+        Raises
+        ------
+        ConnectionResetError
+            The client has gone, or a successor could not be told.
+        """
+        state = self._registry.state
+        first = batch.times == 1 and deliveries is self.batches
+        kind = ATROPOS if deliveries is self.batches else SLIME
+        number = self._handover.answer + 1
+        state.ending = Ending(number=number, kind=kind, ids=batch.ids, step=state.step + first)
+        try:
+            self._store()
+            sent = self._handover.send_last(socket, byte, number)
+        except (OSError, Refusal) as error:
+            raise ConnectionResetError(f"an answer could not be ended: {error}") from error
+        finally:
+            ending, state.ending = state.ending, None
+        if sent:
+            if deliveries.delivered(batch):
+                state.step = ending.step
+            # What was stored before says the same, with the number that is noted now.
+            with contextlib.suppress(Refusal):
+                self._note()
+        return sent
 
     def lost(self, deliveries: Deliveries[Any], batch: Batch[Any]) -> None:
         """Note that the answer did not reach its trainer."""

@@ -80,7 +80,9 @@ def _numbers(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def _typed(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
-    """Do the same for a list whose items are known to be of the right type."""
+    """Do the same for a list or an array whose items are known to be of the right type."""
+    if isinstance(values, np.ndarray) and values.dtype == dtype and values.ndim == 1:
+        return values
     try:
         found = np.array(values, dtype)
         if dtype is np.float64 and not np.isfinite(found).all():
@@ -135,7 +137,8 @@ def records_of(
     policy_version : int
         Of all samples.
     typed : bool
-        Whether all numbers are known to be int and float where they should be.
+        Whether all numbers are known to be int and float where they should be; those of arrays
+        finite too. Such arrays are used as they are.
 
     Returns
     -------

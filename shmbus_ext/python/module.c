@@ -12,6 +12,8 @@
 #include "python/channel/channel_memory.h"
 #include "python/channel/channel_messages.h"
 #include "python/channel/channel_object.h"
+#include "python/gateway/answer_functions.h"
+#include "python/gateway/lift_numbers.h"
 #include "python/group/client_lease.h"
 #include "python/group/delivery.h"
 #include "python/group/group_object.h"
@@ -173,7 +175,7 @@ static bool add_functions(PyObject *module) {
         py_declared_add_functions,     py_plan_fields_add_constants,
         py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,
         py_channel_add_constants,      py_channel_messages_add_functions,
-        py_arguments_add_constants,
+        py_arguments_add_constants,    py_answer_add_functions,      py_lift_add_functions,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

@@ -17,6 +17,7 @@ from conftest import Child, Spawner, wait_until
 #: Runs the command without the entry point, which an environment may lack that was made before.
 RUN = """
 import argparse, sys
+exec(sys.argv.pop(1))
 from shmbus.gateway import command
 parser = argparse.ArgumentParser()
 command.add_parser(parser.add_subparsers())
@@ -69,10 +70,10 @@ class Gateway:
         self._options = options
         self.child = self.start()
 
-    def start(self) -> Child:
-        """Start it, and wait until it serves; the port stays."""
+    def start(self, fault: str = "") -> Child:
+        """Start it, and wait until it serves; the port stays. `fault` is run in it before."""
         self.child = self._spawner.script(
-            RUN, self.name, "--http", f"127.0.0.1:{self.port}", *self._options
+            RUN, fault, self.name, "--http", f"127.0.0.1:{self.port}", *self._options
         )
         wait_until(
             lambda: " serving " in self.child.output() or not self.child.running,

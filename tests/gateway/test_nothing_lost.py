@@ -332,7 +332,7 @@ def test_a_second_gateway_of_a_bus_is_refused_and_harms_nothing(
 def test_a_port_that_is_taken_is_said_in_a_sentence(gateway: Gateway, spawn: Any) -> None:
     from gateways import RUN
 
-    child = spawn.script(RUN, gateway.name + "2", "--create", "1MiB", "--http",
+    child = spawn.script(RUN, "", gateway.name + "2", "--create", "1MiB", "--http",
                          f"127.0.0.1:{gateway.port}")  # fmt: skip
     assert child.wait() != 0
     assert "expected an address of this machine and a free port" in child.output()

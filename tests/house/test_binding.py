@@ -135,6 +135,17 @@ def test_no_two_families_of_objects_need_each_other() -> None:
             graph.setdefault(family, set()).update(
                 known.split("/")[1] for known in known_by(paths) if known.count("/") == 2
             )
-    families = {"segment", "record", "put", "requests", "group", "read", "batch", "pool", "channel"}
+    families = {
+        "segment",
+        "record",
+        "put",
+        "requests",
+        "group",
+        "read",
+        "batch",
+        "pool",
+        "channel",
+        "gateway",
+    }
     assert families == graph.keys()
     report(circles(graph))

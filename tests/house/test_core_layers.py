@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 CORE = Path(__file__).resolve().parents[2] / "shmbus_ext"
-ROOMS = ("ring", "stash", "batch", "pool", "channel")
+ROOMS = ("ring", "stash", "batch", "pool", "channel", "gateway")
 # What rooms share: files of the ring that know no struct of it.
 GROUND = ("ring/checksum", "ring/clock", "ring/failpoints", "ring/file_lock")
 COMPILER = shlex.split(os.environ.get("CC", "cc"))

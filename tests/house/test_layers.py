@@ -108,8 +108,15 @@ OPEN_TO_TRAINERS = (
     "shmbus.pool.",
     "shmbus.segment.names.",
 )
-# The gateway and what it shares with trainers: the same, and how a daemon's log is written.
-OPEN_TO_THE_GATEWAY = (*OPEN_TO_TRAINERS, "shmbus.daemon.logs", "shmbus.gateway.")
+# The gateway and what it shares with trainers: the same, how a daemon's log is written, how a bus
+# looks from outside, and its own C.
+OPEN_TO_THE_GATEWAY = (
+    *OPEN_TO_TRAINERS,
+    "shmbus.daemon.logs",
+    "shmbus.gateway.",
+    "shmbus.inspect.dump.inspect",
+    "shmbus_ext._core",
+)
 
 # A rollout worker is one of many: importing what it needs loads none of these rooms.
 NOT_FOR_A_PRODUCER = ("client", "consumer", "control", "daemon", "inspect", "stash", "store")

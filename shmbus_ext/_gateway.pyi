@@ -1,0 +1,11 @@
+"""What the HTTP gateway has in the C core, which ``_core`` has. Only ``shmbus.gateway`` calls it."""
+
+from typing import Any
+
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+def send_last_byte(socket: int, byte: bytes, notes: Buffer, at: int, number: int, /) -> bool: ...
+def lift_numbers(
+    text: Buffer, kinds: dict[str, bool], /
+) -> tuple[bytes, dict[str, list[NDArray[Any]]]] | None: ...

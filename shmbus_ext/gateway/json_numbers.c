@@ -1,0 +1,205 @@
+/* Numbers of JSON text: digits eight at a time, and doubles by the method of Eisel and Lemire.
+ *
+ * Source: D. Lemire, "Number parsing at a gigabyte per second", 2021, and its implementation in
+ * fast_float. Invariant: where that method cannot decide a rounding, or a power of ten is beyond the
+ * table, the number is not plain. */
+#include "gateway/json_numbers.h"
+
+#include <string.h>
+
+#include "gateway/powers_of_five.h"
+
+/* So many digits fit into 64 bits, whatever they are. */
+#define MOST_DIGITS 19
+
+/* A number as written: digits * 10^power. */
+struct decimal {
+    uint64_t digits;
+    int64_t power;
+    bool negative;
+    bool whole; /* no point, no exponent */
+};
+
+static inline bool is_digit(char byte) {
+    return (unsigned char)(byte - '0') < 10;
+}
+
+static inline bool eight_digits(const char *at, uint64_t *value) {
+    uint64_t bytes;
+    memcpy(&bytes, at, sizeof bytes);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    bytes = __builtin_bswap64(bytes);
+#endif
+    if (((bytes & UINT64_C(0xF0F0F0F0F0F0F0F0)) |
+         (((bytes + UINT64_C(0x0606060606060606)) & UINT64_C(0xF0F0F0F0F0F0F0F0)) >> 4)) !=
+        UINT64_C(0x3333333333333333)) {
+        return false;
+    }
+    bytes -= UINT64_C(0x3030303030303030);
+    bytes = bytes * 10 + (bytes >> 8);
+    *value = ((bytes & UINT64_C(0x000000FF000000FF)) * UINT64_C(0x000F424000000064) +
+              ((bytes >> 16) & UINT64_C(0x000000FF000000FF)) * UINT64_C(0x0000271000000001)) >>
+             32;
+    return true;
+}
+
+/* Reads digits; returns how many there were. More than MOST_DIGITS leave a wrong value. */
+static inline size_t read_digits(struct json_text *text, uint64_t *value) {
+    const char *begin = text->at;
+    uint64_t eight;
+    while (text->end - text->at >= 8 && eight_digits(text->at, &eight)) {
+        *value = *value * 100000000 + eight;
+        text->at += 8;
+    }
+    while (text->at < text->end && is_digit(*text->at)) {
+        *value = *value * 10 + (uint64_t)(*text->at++ - '0');
+    }
+    return (size_t)(text->at - begin);
+}
+
+static inline bool read_exponent(struct json_text *text, int64_t *power) {
+    bool negative = json_passes(text, '-');
+    if (!negative) {
+        json_passes(text, '+');
+    }
+    uint64_t value = 0;
+    size_t digits = read_digits(text, &value);
+    if (digits == 0 || digits > 4) {
+        return false;
+    }
+    *power += negative ? -(int64_t)value : (int64_t)value;
+    return true;
+}
+
+/* Reads a number of at most MOST_DIGITS digits; leading zeros behind the point count none. */
+static inline bool read_decimal(struct json_text *text, struct decimal *found) {
+    *found = (struct decimal){.negative = json_passes(text, '-'), .whole = true};
+    const char *begin = text->at;
+    size_t digits = read_digits(text, &found->digits);
+    if (digits == 0 || (digits > 1 && *begin == '0')) {
+        return false;
+    }
+    if (json_passes(text, '.')) {
+        found->whole = false;
+        bool leading = *begin == '0';
+        if (leading) {
+            digits = 0;
+            const char *zeros = text->at;
+            while (text->at < text->end && *text->at == '0') {
+                text->at++;
+            }
+            found->power = zeros - text->at;
+        }
+        size_t more = read_digits(text, &found->digits);
+        if (more == 0 && (!leading || found->power == 0)) {
+            return false;
+        }
+        found->power -= (int64_t)more;
+        digits += more;
+    }
+    if (digits > MOST_DIGITS) {
+        return false;
+    }
+    if (text->at < text->end && (*text->at | 0x20) == 'e') {
+        text->at++;
+        found->whole = false;
+        return read_exponent(text, &found->power);
+    }
+    return true;
+}
+
+static inline bool int64_of(const struct decimal *found, int64_t *value) {
+    if (!found->whole || found->digits > (uint64_t)INT64_MAX + (found->negative ? 1 : 0)) {
+        return false;
+    }
+    *value = (int64_t)(found->negative ? UINT64_C(0) - found->digits : found->digits);
+    return true;
+}
+
+/* Bits of a positive double. digits is not 0. */
+static inline bool bits_of(uint64_t digits, int64_t power, uint64_t *bits) {
+    const uint64_t *five = powers_of_five[power + MOST_POWER_OF_FIVE];
+    int zeros = __builtin_clzll(digits);
+    digits <<= zeros;
+    unsigned __int128 product = (unsigned __int128)digits * five[0];
+    uint64_t high = (uint64_t)(product >> 64), low = (uint64_t)product;
+    if ((high & 0x1FF) == 0x1FF) {
+        uint64_t second = (uint64_t)(((unsigned __int128)digits * five[1]) >> 64);
+        low += second;
+        high += low < second;
+        if (low == UINT64_MAX && (power < -27 || power > 55)) {
+            return false;
+        }
+    }
+    int upper = (int)(high >> 63);
+    uint64_t mantissa = high >> (upper + 9);
+    int64_t exponent = ((217706 * power) >> 16) + 63 + upper - zeros + 1023;
+    /* Just between two doubles: to the even one. */
+    if (low <= 1 && power >= -4 && power <= 23 && (mantissa & 3) == 1 &&
+        mantissa << (upper + 9) == high) {
+        mantissa &= ~UINT64_C(1);
+    }
+    mantissa += mantissa & 1;
+    mantissa >>= 1;
+    if (mantissa >= UINT64_C(1) << 53) {
+        mantissa = UINT64_C(1) << 52;
+        exponent++;
+    }
+    *bits = (mantissa & ~(UINT64_C(1) << 52)) | (uint64_t)exponent << 52;
+    return true;
+}
+
+static inline bool double_of(const struct decimal *found, double *value) {
+    uint64_t bits = 0;
+    if (found->digits != 0) {
+        if (found->power < -MOST_POWER_OF_FIVE || found->power > MOST_POWER_OF_FIVE ||
+            !bits_of(found->digits, found->power, &bits)) {
+            return false;
+        }
+        bits |= (uint64_t)found->negative << 63;
+    } else if (found->negative && !found->whole) {
+        bits = UINT64_C(1) << 63; /* -0.0; an integer has no such */
+    }
+    memcpy(value, &bits, sizeof bits);
+    return true;
+}
+
+size_t json_list_length(struct json_text text) {
+    json_skip_space(&text);
+    if (text.at == text.end || *text.at == ']') {
+        return 0;
+    }
+    const char *end = memchr(text.at, ']', (size_t)(text.end - text.at));
+    size_t length = 1;
+    for (const char *at = text.at; end != NULL && at < end; at++) {
+        length += *at == ',';
+    }
+    return length;
+}
+
+/* What stands behind number `i` of `length`: a comma, or the bracket behind the last. */
+static inline bool read_separator(struct json_text *text, size_t i, size_t length) {
+    json_skip_space(text);
+    if (!json_passes(text, i + 1 < length ? ',' : ']')) {
+        return false;
+    }
+    if (i + 1 < length) {
+        json_skip_space(text);
+    }
+    return true;
+}
+
+#define LIST_READER(name, type, convert)                                                       \
+    bool name(struct json_text *text, type *out, size_t length, size_t *bad) {                 \
+        json_skip_space(text);                                                                 \
+        for (*bad = 0; *bad < length; ++*bad) {                                                \
+            struct decimal found;                                                              \
+            if (!read_decimal(text, &found) || !convert(&found, &out[*bad]) ||                 \
+                !read_separator(text, *bad, length)) {                                         \
+                return false;                                                                  \
+            }                                                                                  \
+        }                                                                                      \
+        return length > 0 || json_passes(text, ']');                                           \
+    }
+LIST_READER(json_read_int64s, int64_t, int64_of)
+LIST_READER(json_read_doubles, double, double_of)

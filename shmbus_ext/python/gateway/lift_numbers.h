@@ -1,0 +1,9 @@
+/* Lists of numbers out of a JSON object, as arrays. */
+#ifndef SHMBUS_PYTHON_LIFT_NUMBERS_H
+#define SHMBUS_PYTHON_LIFT_NUMBERS_H
+
+#include "python/binding.h"
+
+bool py_lift_add_functions(PyObject *module);
+
+#endif

@@ -1,0 +1,183 @@
+"""A gateway that is killed at a chosen line: what its successor knows, and what clients then get.
+
+The faults are lines that run in the gateway's own process before it serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gateways import REGISTRATION, Answer, Gateway, request_bytes
+from test_nothing_lost import all_batches, balanced, numbered, numbers
+
+import shmbus
+
+#: Every group of a body is in the bus, and the journal does not say so.
+KILL_BEFORE_THE_NOTE = """
+import os, signal
+from shmbus.gateway.intake import Intake
+Intake._note_put = lambda self, body: os.kill(os.getpid(), signal.SIGKILL)
+"""
+KILL_AFTER_TWO_GROUPS = """
+import os, signal
+from shmbus.gateway.intake import Intake
+note = Intake._note_put
+def noted(self, body):
+    note(self, body)
+    if body.done == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+Intake._note_put = noted
+"""
+ATTACH_SLOWLY = """
+import asyncio
+from shmbus.gateway.reader import BusReader
+attach = BusReader.attach
+async def slowly(self):
+    await asyncio.sleep(0.5)
+    await attach(self)
+BusReader.attach = slowly
+"""
+KILL_AT_THE_LAST_BYTE = """
+import os, signal
+from shmbus.gateway.handover import Handover
+send = Handover.send_last
+def killed(self, *arguments):
+    {before}
+    send(self, *arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+Handover.send_last = killed
+"""
+
+
+def restart(gateway: Gateway, fault: str) -> None:
+    """Have it die at a line."""
+    gateway.kill()
+    gateway.start(fault)
+
+
+def post_and_lose(gateway: Gateway, path: str, content: Any) -> None:
+    """Post to a gateway that dies before it answers."""
+    with pytest.raises(OSError):
+        gateway.post(path, content)
+    gateway.child.wait()
+
+
+def until_answered(ask: Callable[[], Answer]) -> Answer:
+    """Ask again and again while nobody listens, as clients do."""
+    while True:
+        try:
+            return ask()
+        except OSError:
+            time.sleep(0.001)
+
+
+def test_a_retry_that_comes_while_a_successor_takes_over_comes_once(gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    gateway.register(batch_size=2)
+    restart(gateway, KILL_BEFORE_THE_NOTE)
+    post_and_lose(gateway, "/scored_data", numbered(0))
+    starting = threading.Thread(target=gateway.start, args=(ATTACH_SLOWLY,))
+    starting.start()
+    assert until_answered(lambda: gateway.post("/scored_data", numbered(0))).status == 200
+    starting.join()
+    assert all_batches(gateway) == [0]
+
+
+def test_a_retry_before_any_trainer_has_registered_comes_once(gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    restart(gateway, KILL_BEFORE_THE_NOTE)
+    post_and_lose(gateway, "/scored_data", numbered(0))
+    gateway.start()
+    assert gateway.post("/scored_data", numbered(0)).status == 200
+    assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
+    assert all_batches(gateway) == [0]
+
+
+def test_a_retry_comes_once_where_the_trainer_reads_the_bus_itself(gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
+    restart(gateway, KILL_BEFORE_THE_NOTE)
+    post_and_lose(gateway, "/scored_data", numbered(0))
+    gateway.start()
+    assert gateway.post("/scored_data", numbered(0)).status == 200
+    with shmbus.Consumer(gateway.name) as consumer:
+        groups = consumer.take(10, timeout=0)
+        assert [int(group[0]["tokens"][0]) for group in groups] == [0]
+        consumer.ack(groups)
+        assert consumer.stats().in_ring == consumer.stats().leased == 0
+
+
+def test_of_a_list_a_successor_puts_only_what_is_not_there(gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
+    restart(gateway, KILL_AFTER_TWO_GROUPS)
+    body = [numbered(number) for number in range(4)]
+    post_and_lose(gateway, "/scored_data_list", body)
+    with shmbus.Consumer(gateway.name) as consumer:
+        found = consumer.take(10, timeout=0)
+        seen = [int(group[0]["tokens"][0]) for group in found]
+        # Nobody can see them in the bus any more.
+        consumer.ack(found)
+        gateway.start()
+        assert gateway.post("/scored_data_list", body).status == 200
+        found = consumer.take(10, timeout=0)
+        seen += [int(group[0]["tokens"][0]) for group in found]
+        consumer.ack(found)
+    assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_retry_that_cannot_be_looked_up_yet_is_not_taken_for_a_new_body(
+    daemon: Any, gateway_of: Any
+) -> None:
+    served = daemon("--capacity", "4MiB")
+    gateway = gateway_of("--daemon")
+    gateway.register(batch_size=2)
+    restart(gateway, KILL_BEFORE_THE_NOTE)
+    post_and_lose(gateway, "/scored_data", numbered(0))
+    served.kill()
+    gateway.start()
+    assert gateway.post("/scored_data", numbered(0)).status == 503
+    served.start()
+    assert gateway.post("/scored_data", numbered(0)).status == 200
+    assert all_batches(gateway) == [0]
+
+
+@pytest.mark.parametrize(
+    ("before", "arrived"), [("os.kill(os.getpid(), signal.SIGKILL)", False), ("", True)]
+)
+def test_a_successor_knows_whether_the_last_byte_of_a_batch_was_sent(
+    before: str, arrived: bool, gateway_of: Any
+) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    gateway.register(batch_size=2)
+    restart(gateway, KILL_AT_THE_LAST_BYTE.format(before=before))
+    for number in range(2):
+        assert gateway.post("/scored_data", numbered(number)).status == 200
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        found += numbers(gateway.batch())
+    assert found == [0] * arrived
+    gateway.child.wait()
+    gateway.start()
+    found += all_batches(gateway)
+    assert found == [0, 1]
+    gateway.stop()
+    assert balanced(gateway.name)
+
+
+def test_a_successor_counts_the_step_of_a_batch_whose_last_byte_was_sent(gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    gateway.register(batch_size=2)
+    restart(gateway, KILL_AT_THE_LAST_BYTE.format(before=""))
+    assert gateway.post("/scored_data", numbered(0)).status == 200
+    with gateway.connect() as connection:
+        connection.sendall(request_bytes("GET", "/batch"))
+        gateway.child.wait()
+    gateway.start()
+    assert gateway.get("/status").json()["current_step"] == 1
