@@ -58,6 +58,7 @@ class PoolReader:
         self._path = pool_path(bus, kind)
         self._pool = open_pool(bus, kind)
         self._identity = os.stat(self._path) if os.path.exists(self._path) else None
+        self._said_refused = False
         label = _fit(label or f"reader of pid {os.getpid()}", _core.POOL_LABEL_BYTES)
         try:
             claimed = self._pool.claim_reader(label, _fit(device, _core.POOL_DEVICE_BYTES))
@@ -185,7 +186,7 @@ class PoolReader:
         )
 
     def applied(self, lease: VersionLease) -> None:
-        """Say that this process runs a version.
+        """Say that this process runs a version, and nothing of another.
 
         Parameters
         ----------
@@ -193,6 +194,23 @@ class PoolReader:
             Of that version.
         """
         self._pool.applied(lease.sequence, lease.version)
+        if self._said_refused:  # of a newer version, where this one is the way back
+            self._said_refused = False
+            self._pool.refused(0, 0, 0, "")
+
+    def loading(self, lease: VersionLease, code: int) -> None:
+        """Say that this process has begun to load a version, and runs no whole one until `applied`.
+
+        Who dies in between, or is left there by the one who told it to load, is known by its row.
+
+        Parameters
+        ----------
+        lease : VersionLease
+            Of that version.
+        code : int
+            For programs.
+        """
+        self.refused(lease, code, "it is being loaded")
 
     def refused(self, lease: VersionLease, code: int, reason: str) -> None:
         """Say that this process could not take a version; what it runs stays.
@@ -206,6 +224,7 @@ class PoolReader:
         reason : str
             For people; its first 119 bytes are kept.
         """
+        self._said_refused = True
         text = _fit(reason, _core.POOL_ERROR_BYTES)
         self._pool.refused(lease.sequence, lease.version, code, text)
 

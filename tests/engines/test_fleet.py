@@ -6,17 +6,11 @@ The servers are small, and the rest is real: sockets, processes, shared memory, 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-import torch
+from small_engine import Running
+from trainers import TIMEOUT_S, Trainer
 
 from shmbus import Bus
 from trainer_adapter.engines import (
@@ -27,90 +21,16 @@ from trainer_adapter.engines import (
     VllmServer,
 )
 from trainer_adapter.engines.pause_note import paused_by
-from trainer_adapter.weights import ModuleSource, WeightPublisher
 
-SERVER = Path(__file__).with_name("small_server.py")
-TIMEOUT_S = 5.0
+pytest_plugins = ["engine_fixtures"]
 
 
-class Running:
-    """A server in a process of its own."""
-
-    def __init__(self, bus: str, ranks: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(SERVER), bus, str(ranks)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()
-        assert self.url, "the server did not start"
-
-    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(self.url + path, json=body) as response,
-        ):
-            answer: dict[str, Any] = await response.json()
-            return answer
-
-    async def fault(self, step: str, kind: str) -> None:
-        await self.post("/fault", {step: kind})
-
-    async def complete(self, length: int) -> dict[str, Any]:
-        return await self.post("/v1/completions", {"max_tokens": length})
-
-    async def is_paused(self) -> bool:
-        server = VllmServer(self.url)
-        try:
-            return await server.paused(TIMEOUT_S)
-        finally:
-            await server.close()
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.communicate()
-
-
-StartServer = Callable[..., Running]
-
-
-@pytest.fixture
-def servers(bus_name: str) -> Iterator[StartServer]:
-    started: list[Running] = []
-
-    def start(ranks: int = 1) -> Running:
-        started.append(Running(bus_name, ranks))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.kill()
-
-
-class Trainer:
-    """A publisher of one vector, which each version fills with its number."""
-
-    def __init__(self, bus: str) -> None:
-        self.model = torch.nn.Module()
-        self.model.value = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
-        self.publisher = WeightPublisher(bus, ModuleSource(self.model))
-
-    def publish(self, version: int) -> None:
-        self.model.value.data.fill_(float(version))
-        self.publisher.publish(version=version)
-
-
-@pytest.fixture
-def trainer(bus_name: str) -> Iterator[Trainer]:
-    trainer = Trainer(bus_name)
-    yield trainer
-    trainer.publisher.close()
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, "1MiB", max_producers=4) as bus:
-        yield bus
+async def is_paused(running: Running) -> bool:
+    server = VllmServer(running.url)
+    try:
+        return await server.paused(TIMEOUT_S)
+    finally:
+        await server.close()
 
 
 def fleet_of(bus: str, *running: Running, **options: Any) -> EngineFleet:
@@ -127,7 +47,7 @@ async def update(
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 async def test_every_server_runs_the_new_version_and_no_request_meets_a_mix(
-    mode: str, bus: Bus, trainer: Trainer, servers: StartServer
+    mode: str, bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(1), servers(2)]
     await update(bus.name, trainer, 0, *running, mode=mode)
@@ -161,7 +81,7 @@ async def test_every_server_runs_the_new_version_and_no_request_meets_a_mix(
     ],
 )
 async def test_a_failure_after_the_start_brings_every_server_back_to_the_last_whole_version(
-    step: str, kind: str, bus: Bus, trainer: Trainer, servers: StartServer
+    step: str, kind: str, bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(2), servers(1)]
     await update(bus.name, trainer, 7, *running)
@@ -170,7 +90,7 @@ async def test_a_failure_after_the_start_brings_every_server_back_to_the_last_wh
         await update(bus.name, trainer, 8, *running)
     assert caught.value.in_force == 7
     for each in running:
-        assert not await each.is_paused()
+        assert not await is_paused(each)
         assert (await each.complete(2))["tokens"] == [7.0, 7.0]
     assert bus.policy_version == 7
     assert paused_by(bus.name) is None
@@ -180,7 +100,7 @@ async def test_a_failure_after_the_start_brings_every_server_back_to_the_last_wh
 
 
 async def test_with_a_quorum_the_others_go_on_and_the_one_behind_is_named(
-    bus: Bus, trainer: Trainer, servers: StartServer
+    bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(1), servers(1)]
     await update(bus.name, trainer, 1, *running)
@@ -194,7 +114,7 @@ async def test_with_a_quorum_the_others_go_on_and_the_one_behind_is_named(
 
 @pytest.mark.parametrize(("step", "kind"), [("init", "500"), ("pause", "500"), ("pause", "close")])
 async def test_a_failure_before_the_start_touches_nothing(
-    step: str, kind: str, bus: Bus, trainer: Trainer, servers: StartServer
+    step: str, kind: str, bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(1), servers(1)]
     await update(bus.name, trainer, 1, *running)
@@ -202,31 +122,31 @@ async def test_a_failure_before_the_start_touches_nothing(
     with pytest.raises(EngineError, match="old weights"):
         await update(bus.name, trainer, 2, *running, mode="wait")
     for each in running:
-        assert not await each.is_paused()
+        assert not await is_paused(each)
         assert (await each.complete(1))["tokens"] == [1.0]
     assert bus.policy_version == 1 and bus.paused is None
 
 
 async def test_a_server_without_a_version_to_go_back_to_stays_paused_and_is_named(
-    bus: Bus, trainer: Trainer, servers: StartServer
+    bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(2), servers(1)]
     await running[0].fault("update", "refuse")
     with pytest.raises(EngineError, match="stays paused") as caught:
         await update(bus.name, trainer, 1, *running)
     assert running[0].url in caught.value.server
-    assert await running[0].is_paused()
+    assert await is_paused(running[0])
     left = paused_by(bus.name)
     assert left is not None and not left[1]
     # The next update begins by ending that: the whole version is loaded into all ranks.
     report = await update(bus.name, trainer, 2, *running)
     assert [each.version for each in report.servers] == [2, 2]
-    assert not await running[0].is_paused()
+    assert not await is_paused(running[0])
     assert paused_by(bus.name) is None
 
 
 async def test_a_server_that_dies_in_the_middle_is_no_reason_to_hang(
-    bus: Bus, trainer: Trainer, servers: StartServer
+    bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(1), servers(1)]
     await update(bus.name, trainer, 1, *running)
@@ -238,7 +158,7 @@ async def test_a_server_that_dies_in_the_middle_is_no_reason_to_hang(
 
 
 async def test_a_server_that_hangs_costs_its_deadline(
-    bus: Bus, trainer: Trainer, servers: StartServer
+    bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(1)]
     await update(bus.name, trainer, 1, *running)
@@ -250,7 +170,7 @@ async def test_a_server_that_hangs_costs_its_deadline(
 
 
 async def test_an_update_that_is_open_still_is_ended_before_the_next_begins(
-    bus: Bus, trainer: Trainer, servers: StartServer
+    bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(2)]
     await running[0].fault("start", "500")
@@ -260,17 +180,15 @@ async def test_an_update_that_is_open_still_is_ended_before_the_next_begins(
 
 
 async def test_a_resume_that_did_nothing_is_said_again(
-    bus: Bus, trainer: Trainer, servers: StartServer
+    bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(1)]
     await running[0].fault("resume", "lie")
     await update(bus.name, trainer, 1, *running)
-    assert not await running[0].is_paused()
+    assert not await is_paused(running[0])
 
 
-async def test_a_cancelled_update_is_ended_first(
-    bus: Bus, trainer: Trainer, servers: StartServer
-) -> None:
+async def test_a_cancelled_update_is_ended_first(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = [servers(1), servers(2)]
     await update(bus.name, trainer, 0, *running)
     cancelled = 0
@@ -282,62 +200,14 @@ async def test_a_cancelled_update_is_ended_first(
             with pytest.raises(asyncio.CancelledError):
                 await task
         for each in running:
-            assert not await each.is_paused()
+            assert not await is_paused(each)
             answer = (await each.complete(2))["tokens"]
             assert "torn" not in answer
         assert paused_by(bus.name) is None
     assert cancelled
 
 
-TRAINER = """
-import asyncio, os, sys, torch
-sys.path.insert(0, {tests!r})
-from test_fleet import Trainer
-from trainer_adapter.engines import EngineFleet, VllmServer
-from trainer_adapter.engines.vllm import VllmServer
-
-class Dying(VllmServer):
-    async def {verb}(self, *arguments):
-        if {after}:
-            await super().{verb}(*arguments)
-        os.kill(os.getpid(), 9)
-
-async def main():
-    trainer = Trainer({bus!r})
-    async with EngineFleet([VllmServer(url) for url in {urls!r}], bus={bus!r}, timeout=5) as fleet:
-        await fleet.update(trainer, 1)
-    async with EngineFleet([Dying(url) for url in {urls!r}], bus={bus!r}, timeout=5) as fleet:
-        await fleet.update(trainer, 2)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("verb", ["prepare", "pause", "load", "resume"])
-async def test_the_next_trainer_ends_the_pause_that_a_dead_one_left(
-    verb: str, after: bool, bus: Bus, servers: StartServer
-) -> None:
-    running = [servers(1), servers(2)]
-    urls = [each.url for each in running]
-    code = TRAINER.format(tests=str(SERVER.parent), verb=verb, after=after, bus=bus.name, urls=urls)
-    done = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", code], env=os.environ, timeout=60, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
-    async with fleet_of(bus.name, *running) as fleet:
-        report = await fleet.recover()
-        assert report is None or report.torn == []
-    for each in running:
-        assert not await each.is_paused()
-        answer = (await each.complete(2))["tokens"]
-        assert answer in ([1.0, 1.0], [2.0, 2.0])
-    assert paused_by(bus.name) is None
-
-
-async def test_two_trainers_do_not_update_at_once(
-    bus: Bus, trainer: Trainer, servers: StartServer
-) -> None:
+async def test_two_trainers_do_not_update_at_once(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = [servers(1)]
     await update(bus.name, trainer, 0, *running)
     await running[0].fault("start", "hang")
@@ -369,7 +239,7 @@ def test_an_address_without_http_is_refused() -> None:
 
 
 def test_without_an_event_loop_an_update_is_one_call(
-    bus: Bus, trainer: Trainer, servers: StartServer
+    bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = servers(1)
     report = EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=TIMEOUT_S).update_sync(

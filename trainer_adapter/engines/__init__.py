@@ -6,6 +6,7 @@ from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
 from trainer_adapter.engines.fleet import EngineFleet
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.engines.server import EngineServer, HttpServer, PauseMode
+from trainer_adapter.engines.sglang import SglangServer
 from trainer_adapter.engines.vllm import VllmServer
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "HttpServer",
     "PauseMode",
     "ServerReport",
+    "SglangServer",
     "UpdateReport",
     "UpdateRolledBackError",
     "VllmServer",

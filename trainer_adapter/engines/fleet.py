@@ -25,20 +25,15 @@ from types import TracebackType
 from typing import Protocol
 
 import shmbus
-from shmbus.pool.reader import PoolReader, VersionLease
-from shmbus.pool.status import ReaderStatus, read_pool
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
 from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
 from trainer_adapter.engines.report import ServerReport, UpdateReport
+from trainer_adapter.engines.rows import RankRows
 from trainer_adapter.engines.server import EngineServer, PauseMode
-from trainer_adapter.weights.errors import MANIFEST_CODE
 
 __all__ = ["EngineFleet"]
 
-#: The pool that has weights.
-WEIGHTS = "weights"
-#: Seconds between two looks at the readers' rows, and between two tries to resume.
-POLL_S = 0.01
+#: Seconds between two tries to resume.
 RETRY_S = 0.2
 PAUSE_MODES = ("keep", "wait", "abort")
 
@@ -74,7 +69,8 @@ class EngineFleet:
     Raises
     ------
     ValueError
-        There is no server, one is there twice, or the quorum or mode is none.
+        There is no server, one is there twice, the quorum or mode is none, or a server has no such
+        mode.
     """
 
     def __init__(
@@ -92,6 +88,12 @@ class EngineFleet:
             raise ValueError(f"servers: expected one or more, each once, got {addresses}")
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode: expected one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        for server in servers:
+            if mode not in server.modes:
+                raise ValueError(
+                    f"mode: {server.address} ({type(server).__name__}) has no {mode!r}; it has "
+                    f"{', '.join(server.modes)}"
+                )
         if quorum is not None and not 1 <= quorum <= len(servers):
             raise ValueError(f"quorum: expected 1 to {len(servers)}, got {quorum}")
         self.servers = list(servers)
@@ -101,6 +103,7 @@ class EngineFleet:
         self.timeout = timeout
         self.quorum = len(servers) if quorum is None else quorum
         self._busy = asyncio.Lock()
+        self._rows = RankRows(bus)
 
     # -- for users ------------------------------------------------------------------------------
 
@@ -211,7 +214,7 @@ class EngineFleet:
         with PauseNote(self.bus) as note:
             if note.left is not None:
                 await self._recover(note)
-            previous = await asyncio.to_thread(self._lease)
+            previous = await asyncio.to_thread(self._rows.newest, self.timeout)
             try:
                 if previous is None or previous.version != version:
                     await asyncio.to_thread(publisher.publish, version=version)
@@ -245,20 +248,26 @@ class EngineFleet:
         )
         async with self._workers_held(report.version):
             paused = await self._each(ready, self._pause)
-            if len(paused) < self.quorum:
+            untouched = await self._each(paused, self._attach(report.version))
+            aside = [pair for pair in ready if pair not in untouched]
+            if len(untouched) < self.quorum:
                 await self._each(ready, self._resume)
-                note.clear()
-                self._require(paused, report, "all were resumed, with the old weights in force")
-            loaded = await self._each(paused, self._load(report.version))
-            behind = [pair for pair in paused if pair not in loaded]
+                self._clear(note, ready)
+                self._require(untouched, report, "the old weights are in force")
+            loaded = await self._each(untouched, self._load(report.version))
+            behind = [pair for pair in untouched if pair not in loaded]
             if len(loaded) < self.quorum:
-                behind, loaded = paused, []
+                behind, loaded = untouched, []
             restored = await self._restore(behind, report)
-            await self._each(loaded + restored, self._resume)
+            await self._each(aside + loaded + restored, self._resume)
+        self._clear(note, ready)
         torn = [each for _, each in behind if each.state != "serving"]
-        if not torn:
-            note.clear()
         self._judge(loaded, torn, report)
+
+    def _clear(self, note: PauseNote, pairs: _Pairs) -> None:
+        """Take the note back, unless one that was paused is so still, or says nothing."""
+        if all(each.state == "serving" for _, each in pairs):
+            note.clear()
 
     async def _restore(self, behind: _Pairs, report: UpdateReport) -> _Pairs:
         """Load the version that ran before; a server that has none stays as it is."""
@@ -291,28 +300,19 @@ class EngineFleet:
     def _prepare(self, version: int) -> _Step:
         async def prepare(server: EngineServer, report: ServerReport) -> None:
             report.ranks = await server.ranks(self.timeout)
-            await server.prepare(self.bus, self.timeout)
-            rows = self._rows(server)
-            if len(rows) < report.ranks:
-                raise EngineError(
-                    server.address,
-                    "prepare",
-                    None,
-                    f"{len(rows)} of {report.ranks} ranks read the weights of bus {self.bus!r}",
-                    "is the server on this machine, with /dev/shm shared?",
-                )
-            # What a rank could not load once may load now; a manifest stays as it is.
-            unfit = [
-                row.error
-                for row in rows
-                if row.refused_version == version and row.error_code == MANIFEST_CODE
-            ]
-            if unfit:
-                raise EngineError(
-                    server.address, "prepare", None, "; ".join(unfit), "nothing was touched"
-                )
+            if await server.prepare(self.bus, self.timeout):
+                self._rows.require_attached(server, report.ranks, version)
 
         return prepare
+
+    def _attach(self, version: int) -> _Step:
+        async def attach(server: EngineServer, report: ServerReport) -> None:
+            if self._rows.are_attached(server, report.ranks):
+                return
+            if await server.attach(self.bus, self.timeout):
+                self._rows.require_attached(server, report.ranks, version)
+
+        return attach
 
     async def _pause(self, server: EngineServer, report: ServerReport) -> None:
         report.state = "unknown"
@@ -325,42 +325,20 @@ class EngineFleet:
             began = time.monotonic()
             error: EngineError | None = None
             try:
-                await server.load(version, self.timeout)
+                await server.load(version, self.clear_cache, self.timeout)
             except EngineError as failed:
                 # Its ranks may have loaded all the same: their rows decide.
                 error = failed
-            await self._await_rows(server, report, version, error)
+            report.version = None
+            await self._rows.require_version(server, report, version, error, self.timeout)
+            if error is not None:
+                # All ranks have it; what the server has not finished must be, before it generates.
+                await server.settle(self.timeout)
             report.version = version
+            report.warning = "" if error is None else str(error)
             report.load_s = time.monotonic() - began
 
         return load
-
-    async def _await_rows(
-        self, server: EngineServer, report: ServerReport, version: int, error: EngineError | None
-    ) -> None:
-        # After an answer the rows are there; without one its ranks may still be loading.
-        deadline = time.monotonic() + (self.timeout if error is None else 2 * POLL_S)
-        while True:
-            rows = self._rows(server)
-            if len(rows) >= report.ranks and all(row.applied_version == version for row in rows):
-                return
-            refused = [
-                f"{row.label}: {row.error}" for row in rows if row.refused_version == version
-            ]
-            if refused or len(rows) < report.ranks or time.monotonic() >= deadline:
-                report.version = None
-                said = "; ".join(refused) or "; ".join(
-                    f"{row.label} runs {row.applied_version}" for row in rows
-                )
-                raise EngineError(
-                    server.address,
-                    "load",
-                    None if error is None else error.status,
-                    f"{len(rows)} of {report.ranks} ranks are there: {said}"
-                    + ("" if error is None else f" ({error.body})"),
-                    f"expected each rank to run version {version}",
-                )
-            await asyncio.sleep(POLL_S)
 
     async def _resume(self, server: EngineServer, report: ServerReport) -> None:
         deadline = time.monotonic() + self.timeout
@@ -387,7 +365,7 @@ class EngineFleet:
         left = note.left
         if left is None:
             return None
-        newest = await asyncio.to_thread(self._lease)
+        newest = await asyncio.to_thread(self._rows.newest, self.timeout)
         version = None if newest is None else newest.version
         report = UpdateReport(
             version=left.version if version is None else version,
@@ -402,7 +380,8 @@ class EngineFleet:
             untouched = [pair for pair in known if pair[1].version is not None]
             mixed = [pair for pair in known if pair[1].version is None]
             if version is not None:
-                mixed = await self._each(mixed, self._load(version))
+                for step in (self._prepare(version), self._attach(version), self._load(version)):
+                    mixed = await self._each(mixed, step)
                 untouched += mixed
             await self._each(untouched, self._resume)
         finally:
@@ -415,28 +394,10 @@ class EngineFleet:
 
     async def _look(self, server: EngineServer, report: ServerReport) -> None:
         report.ranks = await server.ranks(self.timeout)
-        rows = self._rows(server)
-        versions = {row.applied_version for row in rows}
-        # A rank that refused something newer may have loaded a part of it.
-        whole = len(rows) >= report.ranks and not any(row.error_code for row in rows)
-        report.version = versions.pop() if whole and len(versions) == 1 else None
+        was_open = await server.settle(self.timeout)
+        report.version = None if was_open else self._rows.whole_version(server, report.ranks)
 
     # -- the bus ----------------------------------------------------------------------------------
-
-    def _rows(self, server: EngineServer) -> list[ReaderStatus]:
-        return [
-            row
-            for row in read_pool(self.bus, WEIGHTS).readers
-            if row.state == "alive" and row.label.startswith(f"{server.address} ")
-        ]
-
-    def _lease(self) -> VersionLease | None:
-        with contextlib.suppress(shmbus.BusNotFoundError):
-            reader = PoolReader(self.bus, WEIGHTS, label="fleet")
-            if reader.newest:
-                return reader.latest(timeout=self.timeout)
-            reader.close()
-        return None
 
     @contextlib.asynccontextmanager
     async def _workers_held(self, version: int) -> AsyncIterator[None]:

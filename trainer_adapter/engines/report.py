@@ -24,6 +24,9 @@ class ServerReport(msgspec.Struct, kw_only=True):
         Seconds from pause to resume, and of loading.
     error : str
         Why it did not take the version; empty where it did.
+    warning : str
+        What the server complained of although its ranks have the version, such as a cache that it
+        could not clear: it may serve keys and values of the old weights.
     """
 
     address: str
@@ -33,6 +36,7 @@ class ServerReport(msgspec.Struct, kw_only=True):
     paused_s: float = 0.0
     load_s: float = 0.0
     error: str = ""
+    warning: str = ""
 
 
 class UpdateReport(msgspec.Struct, kw_only=True):

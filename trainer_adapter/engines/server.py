@@ -29,6 +29,9 @@ MAX_ANSWER_BYTES = 1 << 20
 class EngineServer(Protocol):
     """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""
 
+    #: What this kind of server can do with requests in flight.
+    modes: tuple[PauseMode, ...]
+
     @property
     def address(self) -> str:
         """How messages and rows name it."""
@@ -36,14 +39,29 @@ class EngineServer(Protocol):
     async def ranks(self, timeout: float) -> int:
         """Return how many processes load weights: each has a row of its own."""
 
-    async def prepare(self, bus: str, timeout: float) -> None:
-        """Have each rank attach to the weights of a bus and check them; nothing is touched."""
+    async def prepare(self, bus: str, timeout: float) -> bool:
+        """Have each rank attach to the weights of a bus and check them; nothing is touched.
+
+        False where this kind of server cannot before it is paused: `attach` does.
+        """
+
+    async def attach(self, bus: str, timeout: float) -> bool:
+        """Do what `prepare` could not, now that it is paused.
+
+        False where only `load` can: its ranks attach when they load for the first time.
+        """
 
     async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """Stop generating."""
 
-    async def load(self, version: int, timeout: float) -> None:
+    async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
         """Have each rank load that version; whether it did is in the rows."""
+
+    async def settle(self, timeout: float) -> bool:
+        """End an update that was left open, as its last step does; whether there was one.
+
+        False also where the ranks' rows say so themselves.
+        """
 
     async def resume(self, timeout: float) -> None:
         """Go on generating."""
@@ -97,6 +115,31 @@ class HttpServer:
         EngineError
             No answer came within the timeout, or another status, or no JSON object.
         """
+        status, text = await self.call(
+            step, method, path, timeout, body=body, query=query, advice=advice
+        )
+        if status != 200:
+            raise EngineError(self.address, step, status, text, advice)
+        return self._object(step, text, advice)
+
+    async def call(
+        self,
+        step: str,
+        method: str,
+        path: str,
+        timeout: float,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        advice: str,
+    ) -> tuple[int, str]:
+        """Send one request and return the status and the text that came.
+
+        Raises
+        ------
+        EngineError
+            No answer came within the timeout.
+        """
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._headers)
         try:
@@ -118,10 +161,7 @@ class HttpServer:
             raise EngineError(
                 self.address, step, None, str(error) or repr(error), advice
             ) from error
-        text = raw.decode("utf-8", "replace")
-        if status != 200:
-            raise EngineError(self.address, step, status, text, advice)
-        return self._object(step, text, advice)
+        return status, raw.decode("utf-8", "replace")
 
     def _object(self, step: str, text: str, advice: str) -> dict[str, Any]:
         try:

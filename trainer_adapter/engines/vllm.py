@@ -35,6 +35,8 @@ class VllmServer(HttpServer):
         Sent with each request, such as ``{"Authorization": "Bearer ..."}``.
     """
 
+    modes: tuple[PauseMode, ...] = ("keep", "wait", "abort")
+
     async def ranks(self, timeout: float) -> int:
         """Return the processes that load weights: tensor, pipeline and data parallel."""
         answer = await self.ask("get_world_size", "GET", "/get_world_size", timeout, advice=_ROUTES)
@@ -43,7 +45,7 @@ class VllmServer(HttpServer):
             raise self.refuse("get_world_size", answer, _ROUTES)
         return size
 
-    async def prepare(self, bus: str, timeout: float) -> None:
+    async def prepare(self, bus: str, timeout: float) -> bool:
         """Have each rank attach to the weights of a bus."""
         await self.ask(
             "prepare",
@@ -53,6 +55,12 @@ class VllmServer(HttpServer):
             body={"init_info": {"bus": bus, "server": self.address}},
             advice=_BACKEND,
         )
+        return True
+
+    async def attach(self, bus: str, timeout: float) -> bool:
+        """Do nothing: `prepare` has done it."""
+        del bus, timeout
+        return True
 
     async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """Stop generating; vLLM's own three modes.
@@ -71,8 +79,9 @@ class VllmServer(HttpServer):
         if answer.get("status") != "paused":
             raise self.refuse("pause", answer, _AGAIN)
 
-    async def load(self, version: int, timeout: float) -> None:
+    async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
         """Start, update and finish, with the version's number as vLLM's weight version."""
+        del clear_cache  # `pause` has said it
         try:
             await self._start(timeout)
         except EngineError as error:
@@ -98,6 +107,11 @@ class VllmServer(HttpServer):
     async def _finish(self, version: int, timeout: float) -> None:
         body = {"weight_version": str(version)}
         await self.ask("finish", "POST", "/finish_weight_update", timeout, body=body, advice=_AGAIN)
+
+    async def settle(self, timeout: float) -> bool:
+        """Do nothing: each rank's row says that an update is open, and `load` ends it."""
+        del timeout
+        return False
 
     async def resume(self, timeout: float) -> None:
         """Go on generating."""

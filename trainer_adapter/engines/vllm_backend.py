@@ -10,6 +10,8 @@ Invariants:
   what the fleet believes.
 - A version that could not be loaded is never said to be applied, and a row says so before vLLM is
   answered.
+- From start on the row says that this worker runs no whole version, until it does: a trainer that
+  dies in between leaves vLLM's model on no memory at all.
 
 Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
 """
@@ -121,6 +123,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._problem = ""
+        self._mark()
         self._guard("start", lambda: initialize_layerwise_reload(self.model))
 
     def receive_weights(self, update_info: ShmbusUpdateInfo) -> None:
@@ -137,6 +140,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
             logger.error("shmbus: %s", error)
             return
         weights = self._loading
+        weights.loading()
         self._guard("load", lambda: self.model.load_weights(self._tensors(weights)))
 
     def finish_weight_update(self) -> None:
@@ -150,6 +154,16 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
             else:
                 self._loading.applied()
         self._let_go()
+
+    def _mark(self) -> None:
+        """Say in the row that nothing is whole from here on; which version comes is said later."""
+        if self._subscriber is None:
+            return
+        try:
+            with self._subscriber.latest(timeout=0) as newest:
+                newest.loading()
+        except WeightsError as error:
+            logger.warning("shmbus: %s", error)
 
     def _tensors(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         for name in weights:

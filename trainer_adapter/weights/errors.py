@@ -22,6 +22,7 @@ from shmbus.pool import PeerGoneError as PoolPeerGoneError
 from shmbus.pool import PoolBusyError, PoolDamagedError, PoolError, PoolTimeoutError
 
 __all__ = [
+    "LOADING_CODE",
     "LOAD_CODE",
     "MANIFEST_CODE",
     "TORN_CODE",
@@ -39,6 +40,8 @@ __all__ = [
 MANIFEST_CODE = 1
 TORN_CODE = 2
 LOAD_CODE = 3
+#: It is being loaded, so that the reader runs no whole version now.
+LOADING_CODE = 4
 
 #: Faults that a message names; all of them are in the error's list.
 FAULTS_SHOWN = 12

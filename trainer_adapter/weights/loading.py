@@ -6,7 +6,7 @@ copy fails after that, the error says that the model is torn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -39,6 +39,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     slices: Mapping[str, Slice] | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> int:
     """Check everything, then copy.
 
@@ -58,6 +59,8 @@ def load(
         Whether dtypes may differ.
     slices : mapping of Slice, optional
         Where a published tensor is a part of a fused one of the model: its name -> the part.
+    begin : callable, optional
+        Called after the checks, before the first byte.
 
     Returns
     -------
@@ -78,6 +81,8 @@ def load(
             f"version {version} does not fit the model, and nothing of it was changed", faults
         )
     names = set(manifest.names())
+    if begin is not None:
+        begin()
     written = 0
     with torch.no_grad():
         for name, target in destinations.items():

@@ -313,6 +313,7 @@ class Weights(Mapping[str, torch.Tensor]):
                 strict=strict,
                 cast=cast,
                 slices=slices,
+                begin=carried.loading,
             )
         except WeightsError as error:
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
@@ -320,6 +321,14 @@ class Weights(Mapping[str, torch.Tensor]):
             raise
         carried.applied()
         return written
+
+    def loading(self) -> None:
+        """Say that something else has begun to load this version.
+
+        Until `applied`, this process runs no whole one: whoever finds it so, such as the next
+        trainer after a death, has a whole version loaded before it generates.
+        """
+        self._open().loading()
 
     def applied(self) -> None:
         """Say that this process runs this version, where something else has loaded it."""

@@ -87,6 +87,9 @@ class CarriedVersion(Protocol):
     def verify(self, *, sample: bool) -> None:
         """Compare digests, of some blocks or of all."""
 
+    def loading(self) -> None:
+        """Say that this process has begun to load it, and runs no whole version now."""
+
     def applied(self) -> None:
         """Say that this process runs it."""
 

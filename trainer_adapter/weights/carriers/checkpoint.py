@@ -207,6 +207,9 @@ class CheckpointVersion:
             "the carrier 'checkpoint' writes no digests; subscribe with verify='off'"
         )
 
+    def loading(self) -> None:
+        """Nobody reads it: a directory has no rows."""
+
     def applied(self) -> None:
         """Nobody reads it: a directory has no rows."""
 

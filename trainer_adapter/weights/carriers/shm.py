@@ -16,6 +16,7 @@ from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
 from trainer_adapter.weights.carriers.base import Promises
 from trainer_adapter.weights.errors import (
+    LOADING_CODE,
     MANIFEST_CODE,
     TORN_CODE,
     TornWeightsError,
@@ -208,6 +209,11 @@ class ShmVersion:
                 return
             for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
                 self._lease.check(block, 1)
+
+    def loading(self) -> None:
+        """Say that this process has begun to load it, while it has a row."""
+        if not self._reader.pool.closed:
+            self._reader.loading(self._lease, LOADING_CODE)
 
     def applied(self) -> None:
         """Say that this process runs it, while it has a row."""

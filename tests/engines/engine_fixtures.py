@@ -1,0 +1,40 @@
+"""What the tests of servers share: servers of their own, and a trainer's publisher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from small_engine import Running, SmallEngine
+from small_vllm import SmallVllm
+from trainers import Trainer
+
+from shmbus import Bus
+
+StartServer = Callable[..., Running]
+
+
+@pytest.fixture
+def servers() -> Iterator[StartServer]:
+    started: list[Running] = []
+
+    def start(ranks: int = 1, make: Callable[[int], SmallEngine] = SmallVllm) -> Running:
+        started.append(Running(make, ranks))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+@pytest.fixture
+def trainer(bus_name: str) -> Iterator[Trainer]:
+    trainer = Trainer(bus_name)
+    yield trainer
+    trainer.publisher.close()
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, "1MiB", max_producers=4) as bus:
+        yield bus

@@ -1,0 +1,171 @@
+"""Small inference servers in processes of their own: real sockets, real weights, faults on demand.
+
+The model of each rank is one vector that each version fills with its number: a completion is the
+numbers that a request met while it was generated, so a mix of versions shows. A subclass has the
+routes of an engine, and what its engine says. `POST /fault` with {step: kind} has the next call of
+a step fail: "500", "503", "close", "hang", "die", "stop", or what the subclass knows.
+
+Processes are forked from one that has imported torch, so that each starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar
+
+import aiohttp
+import torch
+from aiohttp import web
+
+TOKEN_S = 0.002
+SPAWN = multiprocessing.get_context("forkserver")
+# Only what is installed: the server of forks has not the path of these tests.
+SPAWN.set_forkserver_preload(["aiohttp.web", "trainer_adapter.engines", "trainer_adapter.weights"])
+START_S = 60.0
+
+
+class SmallEngine:
+    """A model for each rank, requests in flight, and a way to stop them."""
+
+    #: Which path is which step, where they differ.
+    steps: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.models = [{"value": torch.zeros(1000)} for _ in range(ranks)]
+        self.running = asyncio.Event()
+        self.running.set()
+        self.faults: dict[str, str] = {}
+        self.in_flight = 0
+        self.aborted = 0
+        self.seen: list[tuple[str, Any]] = []
+
+    def routes(self) -> list[web.RouteDef]:
+        """What the engine answers."""
+        raise NotImplementedError
+
+    def take_fault(self, step: str, *kinds: str) -> str:
+        return self.faults.pop(step) if self.faults.get(step) in kinds else ""
+
+    @web.middleware
+    async def injected(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        step = self.steps.get(request.path, request.path.strip("/"))
+        kind = self.take_fault(step, "500", "503", "close", "hang", "die", "stop")
+        if kind in ("500", "503"):
+            return web.Response(text="Internal Server Error", status=int(kind))
+        if kind == "close":
+            assert request.transport is not None
+            request.transport.abort()
+        if kind == "hang":
+            await asyncio.sleep(3600)
+        if kind == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    async def fault(self, request: web.Request) -> web.Response:
+        self.faults.update(await request.json())
+        return web.json_response({})
+
+    async def calls(self, request: web.Request) -> web.Response:
+        return web.json_response(self.seen)
+
+    async def complete(self, request: web.Request) -> web.Response:
+        """Generate: each token is what every element of every rank's model is."""
+        length = (await request.json())["max_tokens"]
+        self.in_flight += 1
+        aborted = self.aborted
+        tokens: list[float | str] = []
+        try:
+            for _ in range(length):
+                await self.running.wait()
+                if self.aborted != aborted:
+                    return web.json_response({"tokens": tokens, "finish_reason": "abort"})
+                seen = {
+                    value for model in self.models for value in model["value"].unique().tolist()
+                }
+                token = seen.pop()
+                tokens.append("torn" if seen or token != token else token)
+                await asyncio.sleep(TOKEN_S)
+        finally:
+            self.in_flight -= 1
+        return web.json_response({"tokens": tokens, "finish_reason": "length"})
+
+    async def serve(self, ready: Connection) -> None:
+        app = web.Application(middlewares=[self.injected])
+        own = [
+            web.post("/fault", self.fault),
+            web.get("/calls", self.calls),
+            web.post("/v1/completions", self.complete),
+        ]
+        app.add_routes([*self.routes(), *own])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        address = runner.addresses[0]
+        ready.send(f"http://{address[0]}:{address[1]}")
+        with contextlib.suppress(EOFError):
+            await asyncio.to_thread(ready.recv)  # it ends with whoever started it
+        os._exit(0)
+
+
+def run(make: Callable[[int], SmallEngine], ranks: int, ready: Connection) -> None:
+    """Serve until the other end is closed: what a process of `Running` does."""
+    torch.set_num_threads(1)
+
+    async def main() -> None:
+        await make(ranks).serve(ready)
+
+    asyncio.run(main())
+
+
+class Running:
+    """A server in a process of its own."""
+
+    def __init__(self, make: Callable[[int], SmallEngine], ranks: int) -> None:
+        self._ours, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=run, args=(make, ranks, theirs))
+        self.process.start()
+        theirs.close()
+        assert self._ours.poll(START_S), "the server did not start"
+        self.url: str = self._ours.recv()
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url + path, json=body) as response,
+        ):
+            answer: dict[str, Any] = await response.json()
+            return answer
+
+    async def fault(self, step: str, kind: str) -> None:
+        await self.post("/fault", {step: kind})
+
+    async def complete(self, length: int) -> dict[str, Any]:
+        return await self.post("/v1/completions", {"max_tokens": length})
+
+    async def calls(self) -> list[Any]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(self.url + "/calls") as response,
+        ):
+            answer: list[Any] = await response.json()
+            return answer
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._ours.close()

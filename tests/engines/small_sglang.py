@@ -1,0 +1,169 @@
+"""A small server with SGLang's routes, its requests decoded by `sglang_types`, its real loader.
+
+Its answers are those of SGLang 0.5.23. Faults of its own: "lie" of an update (success, and no rank
+was told), "cache" (the weights are new, and it answers failure), "break" (a tensor fails to load).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from aiohttp import web
+from sglang_types import decode, named_tensors
+from small_engine import TOKEN_S, SmallEngine
+
+from trainer_adapter.engines.sglang_loader import load
+from trainer_adapter.engines.sglang_order import LOADER
+
+NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or "
+    "queued. Retract or finish them, then call /flush_cache."
+)
+
+
+class Model:
+    """What SGLang hands a loader: it takes a checkpoint's tensors in order."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self.values = values
+        self.breaks = False
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if self.breaks:
+                half = len(tensor) // 2
+                self.values[name][:half].copy_(tensor[:half])
+                raise RuntimeError("injected: half of it was loaded")
+            self.values[name].copy_(tensor)
+
+
+class SmallSglang(SmallEngine):
+    steps: ClassVar[dict[str, str]] = {
+        "/pause_generation": "pause",
+        "/begin_weight_update": "begin",
+        "/update_weights_from_tensor": "update",
+        "/end_weight_update": "end",
+        "/continue_generation": "resume",
+        "/flush_cache": "flush",
+    }
+    info: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.modules = [Model(values) for values in self.models]
+        self.session = False
+        self.retracted = False
+        self.loads = 0
+
+    async def decoded(self, request: web.Request) -> dict[str, Any]:
+        fields = decode(request.path, await request.json())
+        shown = {key: value for key, value in fields.items() if key != "serialized_named_tensors"}
+        self.seen.append((request.path, shown))
+        return fields
+
+    def said(self, success: bool, message: str) -> web.Response:
+        answer = {"success": success, "message": message}
+        return web.json_response(answer, status=200 if success else 400)
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        answer = {
+            "tp_size": self.ranks, "pp_size": 1, "dp_size": 1, "quantization": None,
+            "custom_weight_loader": [LOADER], "version": "0.5.23", **self.info,
+        }  # fmt: skip
+        return web.json_response(answer)
+
+    async def ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.running.is_set() else 503)
+
+    async def pause(self, request: web.Request) -> web.Response:
+        mode = (await self.decoded(request))["mode"]
+        self.running.clear()
+        self.retracted = mode == "retract"
+        if mode == "abort":
+            self.aborted += 1
+            self.running.set()  # what is in flight sees that it is aborted
+            while self.in_flight:
+                await asyncio.sleep(TOKEN_S)
+            self.running.clear()
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        await self.decoded(request)
+        assert not self.session, "it generates in mid-update"
+        self.running.set()
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def begin(self, request: web.Request) -> web.Response:
+        await self.decoded(request)
+        assert not self.running.is_set(), "an update of a server that generates"
+        if self.session:
+            return self.said(
+                False, "a weight-update session is already open; call end_weight_update() first"
+            )
+        self.session = True
+        return self.said(True, "Success")
+
+    async def update(self, request: web.Request) -> web.Response:
+        fields = await self.decoded(request)
+        assert fields["load_format"] == LOADER
+        if not self.session:
+            return self.said(
+                False,
+                "update_weights_from_tensor must run between begin_weight_update() and "
+                "end_weight_update()",
+            )
+        if self.take_fault("update", "lie"):
+            return self.said(True, "Success")
+        payloads = fields["serialized_named_tensors"]
+        assert len(payloads) == self.ranks
+        breaks = bool(self.take_fault("update", "break"))
+        for module, payload in zip(self.modules, payloads, strict=True):
+            module.breaks = breaks and module is self.modules[-1]
+            load(module, named_tensors(payload))  # type: ignore[arg-type]
+        if self.take_fault("update", "cache"):
+            return self.said(False, NOT_FLUSHED)
+        version = fields["weight_version"]
+        done = "" if version is None else f" Weight version updated to {version}."
+        return self.said(True, f"Success{done}")
+
+    async def end(self, request: web.Request) -> web.Response:
+        await self.decoded(request)
+        if not self.session:
+            return self.said(
+                False, "no weight-update session is open; call begin_weight_update() first"
+            )
+        self.session = False
+        return self.said(True, "Success")
+
+    async def flush(self, request: web.Request) -> web.Response:
+        self.seen.append((request.path, {}))
+        if self.in_flight and not self.retracted:
+            return web.Response(text="Flush cache failed.\n", status=400)
+        return web.Response(text="Cache flushed.\n")
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/server_info", self.server_info),
+            web.get("/ready", self.ready),
+            web.post("/pause_generation", self.pause),
+            web.post("/continue_generation", self.resume),
+            web.post("/begin_weight_update", self.begin),
+            web.post("/update_weights_from_tensor", self.update),
+            web.post("/end_weight_update", self.end),
+            web.post("/flush_cache", self.flush),
+        ]
+
+
+class Replicated(SmallSglang):
+    info: ClassVar[dict[str, Any]] = {"dp_size": 2}
+
+
+class WithoutLoader(SmallSglang):
+    info: ClassVar[dict[str, Any]] = {"custom_weight_loader": []}
+
+
+class Quantised(SmallSglang):
+    info: ClassVar[dict[str, Any]] = {"quantization": "fp8"}

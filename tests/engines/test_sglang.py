@@ -1,0 +1,239 @@
+"""SGLang servers: each request is what SGLang decodes, each of its answers is understood.
+
+The server is small; its requests are decoded by the wheel's own types where it is installed
+(`make test-engines`), the loader is the real one, and so are sockets, processes and weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from typing import Any
+
+import pytest
+import torch
+from sglang_types import named_tensors
+from small_engine import Running
+from small_sglang import Model, Quantised, Replicated, SmallSglang, WithoutLoader
+from small_vllm import SmallVllm
+from trainers import TIMEOUT_S, Trainer
+
+from shmbus import Bus
+from shmbus.pool import read_pool
+from trainer_adapter.engines import (
+    EngineError,
+    EngineFleet,
+    SglangServer,
+    UpdateReport,
+    UpdateRolledBackError,
+    VllmServer,
+)
+from trainer_adapter.engines.pause_note import paused_by
+from trainer_adapter.engines.sglang_loader import load
+from trainer_adapter.engines.sglang_order import Order, order_for_rank
+
+pytest_plugins = ["engine_fixtures"]
+
+
+async def update(
+    bus: str, trainer: Trainer, version: int, *running: Running, **options: Any
+) -> UpdateReport:
+    servers = [SglangServer(each.url) for each in running]
+    async with EngineFleet(servers, bus=bus, **{"timeout": TIMEOUT_S, **options}) as fleet:
+        return await fleet.update(trainer, version)
+
+
+async def is_paused(running: Running) -> bool:
+    server = SglangServer(running.url)
+    try:
+        return await server.paused(TIMEOUT_S)
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "clear", "theirs"),
+    [
+        ("keep", False, "in_place"),
+        ("keep", True, "retract"),
+        ("abort", False, "abort"),
+        ("abort", True, "abort"),
+    ],
+)
+async def test_each_mode_is_said_in_sglangs_words_and_no_request_meets_a_mix(
+    mode: str, clear: bool, theirs: str, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = [servers(1, SmallSglang), servers(2, SmallSglang)]
+    options: dict[str, Any] = {"mode": mode, "clear_cache": clear}
+    await update(bus.name, trainer, 0, *running, **options)
+    requests = [asyncio.ensure_future(each.complete(200)) for each in running for _ in range(3)]
+    await asyncio.sleep(0.05)
+    report = await update(bus.name, trainer, 1, *running, **options)
+    assert [(each.version, each.warning) for each in report.servers] == [(1, ""), (1, "")]
+    assert [each.ranks for each in report.servers] == [1, 2]
+    for request in requests:
+        answer = await request
+        assert "torn" not in answer["tokens"]
+        assert answer["tokens"] == sorted(answer["tokens"])
+        assert answer["finish_reason"] == ("abort" if mode == "abort" else "length")
+    calls = await running[1].calls()
+    assert ["/pause_generation", {"mode": theirs}] in calls
+    loaded = [fields for path, fields in calls if path == "/update_weights_from_tensor"]
+    # Attached once, in the first pause; the rows show that it need not be done again.
+    assert [each["weight_version"] for each in loaded] == [None, "0", "1"]
+    assert {(each["flush_cache"], each["selector"]) for each in loaded} == {(False, "target")}
+    assert (["/flush_cache", {}] in calls) is clear
+    assert paused_by(bus.name) is None and bus.policy_version == 1
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "lie", "break"])
+async def test_a_failed_update_brings_every_server_back(
+    kind: str, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = [servers(2, SmallSglang), servers(1, SmallSglang)]
+    await update(bus.name, trainer, 7, *running)
+    await running[0].fault("update", kind)
+    with pytest.raises(UpdateRolledBackError, match="every server runs version 7 again"):
+        await update(bus.name, trainer, 8, *running, timeout=1.0 if kind == "lie" else TIMEOUT_S)
+    for each in running:
+        assert not await is_paused(each)
+        assert (await each.complete(2))["tokens"] == [7.0, 7.0]
+    assert paused_by(bus.name) is None and bus.policy_version == 7
+    await update(bus.name, trainer, 9, *running)
+    assert (await running[0].complete(1))["tokens"] == [9.0]
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "close"])
+@pytest.mark.parametrize("step", ["begin", "end", "resume", "pause", "update"])
+async def test_after_any_other_failure_all_servers_run_one_whole_version(
+    step: str, kind: str, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = [servers(1, SmallSglang), servers(1, SmallSglang)]
+    await update(bus.name, trainer, 7, *running)
+    await running[0].fault(step, kind)
+    try:
+        await update(bus.name, trainer, 8, *running)
+        expected = 8.0
+    except (UpdateRolledBackError, EngineError):
+        assert step in ("pause", "update") or (step, kind) == ("begin", "close")
+        expected = 7.0
+    for each in running:
+        assert not await is_paused(each)
+        assert (await each.complete(2))["tokens"] == [expected, expected]
+    assert paused_by(bus.name) is None and bus.policy_version == expected
+
+
+async def test_an_answer_of_failure_after_the_weights_were_changed_is_not_believed(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(1, SmallSglang)
+    await update(bus.name, trainer, 7, running)
+    await running.fault("update", "cache")
+    report = await update(bus.name, trainer, 8, running)
+    assert report.servers[0].version == 8 and report.servers[0].error == ""
+    assert "the cache was not flushed" in report.servers[0].warning
+    assert (await running.complete(1))["tokens"] == [8.0]
+
+
+async def test_a_cache_that_could_not_be_cleared_is_a_warning_beside_the_new_version(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(1, SmallSglang)
+    await running.fault("flush", "500")
+    report = await update(bus.name, trainer, 8, running, clear_cache=True)
+    assert report.servers[0].version == 8
+    assert "keys and values of the old ones" in report.servers[0].warning
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (Replicated, "dp_size is 2.*one server for each replica"),
+        (WithoutLoader, "start the server"),
+    ],
+)
+async def test_a_server_that_cannot_take_weights_is_not_paused(
+    make: Any, match: str, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(1, make)
+    with pytest.raises(EngineError, match=match):
+        await update(bus.name, trainer, 1, running)
+    assert await running.calls() == []
+    assert (await running.complete(1))["tokens"] == [0.0]
+
+
+async def test_a_quantised_model_is_never_opened_without_being_loaded(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(2, Quantised)
+    report = await update(bus.name, trainer, 4, running)
+    assert report.servers[0].version == 4
+    paths = [path for path, _ in await running.calls()]
+    assert paths.count("/begin_weight_update") == 1
+
+
+async def test_ranks_that_cannot_attach_leave_the_old_weights_in_force(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(1, SmallSglang)
+    await running.fault("update", "lie")
+    with pytest.raises(
+        EngineError, match=r"0 of 1 ranks read the weights.*old weights are in force"
+    ):
+        await update(bus.name, trainer, 1, running)
+    assert not await is_paused(running)
+    assert paused_by(bus.name) is None
+    await update(bus.name, trainer, 2, running)
+    assert (await running.complete(1))["tokens"] == [2.0]
+
+
+async def test_servers_of_both_kinds_are_one_fleet(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    first, second = servers(1, SmallSglang), servers(2, SmallVllm)
+    both: list[Any] = [SglangServer(first.url), VllmServer(second.url)]
+    async with EngineFleet(both, bus=bus.name, timeout=TIMEOUT_S) as fleet:
+        for version in (0, 1):
+            report = await fleet.update(trainer, version)
+        assert [each.version for each in report.servers] == [1, 1]
+        await first.fault("update", "break")
+        with pytest.raises(UpdateRolledBackError):
+            await fleet.update(trainer, 2)
+    for each in (first, second):
+        assert (await each.complete(1))["tokens"] == [1.0]
+
+
+def test_a_mode_that_sglang_has_not_is_refused_by_the_servers_name() -> None:
+    with pytest.raises(ValueError, match=r"SglangServer\) has no 'wait'; it has keep, abort"):
+        EngineFleet([SglangServer("http://127.0.0.1:1")], bus="b", mode="wait")
+
+
+def test_the_loader_raises_nothing_whatever_it_is_given(
+    bus_name: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer.publish(1)
+    model: Any = Model({"value": torch.zeros(1000)})
+    marker = torch.empty(0)
+    orders = {
+        "no order": [("model.layers.0", marker)],
+        "nothing": [],
+        "two": [("a", marker), ("b", marker)],
+        "another verb": [
+            ('{"type":"shmbus/1","verb":"run","bus":"b","server":"s","rank":0}', marker)
+        ],
+        "no such version": named_tensors(
+            base64.b64decode(order_for_rank(Order("load", bus_name, "s", 0, 99)))
+        ),
+    }
+    for name, tensors in orders.items():
+        caplog.clear()
+        with caplog.at_level(logging.ERROR, "sglang.shmbus"):
+            load(model, tensors)
+        assert "new weights were not loaded" in caplog.text, name
+        assert not model.values["value"].any(), name
+    model.breaks = True
+    load(model, named_tensors(base64.b64decode(order_for_rank(Order("load", bus_name, "s", 0, 1)))))
+    row = next(row for row in read_pool(bus_name, "weights").readers if row.label == "s rank 0")
+    assert (row.applied_version, row.refused_version) == (None, 1)
+    assert "injected" in row.error

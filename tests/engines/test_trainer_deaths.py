@@ -1,0 +1,96 @@
+"""A trainer ends at each request of an update: whoever comes next ends the pause by the same rules.
+
+Nothing of an update in the middle is served, and nobody stays paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+from conftest import wait_until
+from small_engine import SPAWN, Running
+from small_sglang import SmallSglang
+from small_vllm import SmallVllm
+from trainers import KINDS, TIMEOUT_S, end_in_an_update
+
+from shmbus import Bus
+from trainer_adapter.engines import EngineFleet
+from trainer_adapter.engines.pause_note import paused_by
+
+pytest_plugins = ["engine_fixtures"]
+
+MAKE: dict[str, Any] = {"vllm": SmallVllm, "sglang": SmallSglang}
+STEPS = [
+    *(("vllm", step) for step in ("prepare", "pause", "start", "update", "finish", "resume")),
+    *(("sglang", step) for step in ("pause", "begin", "update", "end", "resume")),
+]
+
+
+def start_trainer(
+    bus: str, kind: str, running: list[Running], step: str, after: bool, number: int
+) -> Any:
+    urls = [each.url for each in running]
+    process = SPAWN.Process(target=end_in_an_update, args=(bus, kind, urls, step, after, number))
+    process.start()
+    return process
+
+
+async def is_paused(kind: str, running: Running) -> bool:
+    server = KINDS[kind](running.url)
+    try:
+        return bool(await server.paused(TIMEOUT_S))
+    finally:
+        await server.close()
+
+
+def fleet_of(bus: str, kind: str, running: list[Running]) -> EngineFleet:
+    servers = [KINDS[kind](each.url) for each in running]
+    return EngineFleet(servers, bus=bus, timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("kind", "step"), STEPS)
+async def test_a_pause_that_a_killed_trainer_left_is_ended_with_whole_weights(
+    kind: str, step: str, after: bool, bus: Bus, servers: Any
+) -> None:
+    running = [servers(1, MAKE[kind]), servers(2, MAKE[kind])]
+    process = start_trainer(bus.name, kind, running, step, after, signal.SIGKILL)
+    await asyncio.to_thread(process.join, 60)
+    assert process.exitcode == -signal.SIGKILL
+    async with fleet_of(bus.name, kind, running) as fleet:
+        report = await fleet.recover()
+        assert report is None or report.torn == []
+    for each in running:
+        assert not await is_paused(kind, each)
+        assert (await each.complete(2))["tokens"] in ([1.0, 1.0], [2.0, 2.0])
+    assert paused_by(bus.name) is None
+
+
+@pytest.mark.parametrize(("kind", "step"), [("vllm", "update"), ("sglang", "end")])
+async def test_a_stopped_trainer_is_waited_for_and_goes_on(
+    kind: str, step: str, bus: Bus, servers: Any
+) -> None:
+    running = [servers(1, MAKE[kind])]
+    process = start_trainer(bus.name, kind, running, step, False, signal.SIGSTOP)
+    with open(f"/proc/{process.pid}/stat") as stat:
+
+        def stopped() -> bool:
+            stat.seek(0)
+            return stat.read().rpartition(")")[2].split()[0] == "T"
+
+        await asyncio.to_thread(wait_until, stopped)
+    note = paused_by(bus.name)
+    assert note is not None and note[1] and note[0].pid == process.pid
+    async with fleet_of(bus.name, kind, running) as fleet:
+        with pytest.raises(BlockingIOError, match=f"pid {process.pid} is updating"):
+            await fleet.recover()
+    assert await is_paused(kind, running[0])
+    os.kill(process.pid, signal.SIGCONT)
+    await asyncio.to_thread(process.join, 60)
+    assert process.exitcode == 0
+    assert (await running[0].complete(2))["tokens"] == [2.0, 2.0]
+    assert paused_by(bus.name) is None

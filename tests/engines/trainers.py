@@ -1,0 +1,56 @@
+"""Trainers: one in this process, and one in another that ends in the middle of an update."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import torch
+
+from trainer_adapter.engines import EngineFleet, SglangServer, VllmServer
+from trainer_adapter.weights import ModuleSource, WeightPublisher
+
+KINDS: dict[str, Any] = {"vllm": VllmServer, "sglang": SglangServer}
+TIMEOUT_S = 5.0
+
+
+class Trainer:
+    """A publisher of one vector, which each version fills with its number."""
+
+    def __init__(self, bus: str, **options: Any) -> None:
+        self.model = torch.nn.Module()
+        self.model.value = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
+        self.publisher = WeightPublisher(bus, ModuleSource(self.model), **options)
+
+    def publish(self, version: int) -> None:
+        self.model.value.data.fill_(float(version))
+        self.publisher.publish(version=version)
+
+
+def end_in_an_update(
+    bus: str, kind: str, urls: list[str], step: str, after: bool, number: int
+) -> None:
+    """Bring version 1 to the servers, and get a signal in a step of bringing version 2."""
+    torch.set_num_threads(1)
+    server = KINDS[kind]
+
+    class Ending(server):  # type: ignore[misc, valid-type]
+        """Every request that a fleet sends goes through `call`."""
+
+        async def call(self, called: str, *arguments: Any, **options: Any) -> Any:
+            if called == step and not after:
+                os.kill(os.getpid(), number)
+            answer = await super().call(called, *arguments, **options)
+            if called == step and after:
+                os.kill(os.getpid(), number)
+            return answer
+
+    async def main() -> None:
+        trainer = Trainer(bus, keep=True)
+        async with EngineFleet([server(url) for url in urls], bus=bus, timeout=TIMEOUT_S) as fleet:
+            await fleet.update(trainer, 1)
+        async with EngineFleet([Ending(url) for url in urls], bus=bus, timeout=TIMEOUT_S) as fleet:
+            await fleet.update(trainer, 2)
+
+    asyncio.run(main())

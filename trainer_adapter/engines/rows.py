@@ -1,0 +1,145 @@
+"""What the ranks of servers say of themselves: the readers' rows of a bus's weights.
+
+Invariant: a server has a version when the row of each of its ranks says so. A rank that has begun
+to load, or refused something newer, is not whole, whatever it ran before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from shmbus import BusNotFoundError
+from shmbus.pool.reader import PoolReader, VersionLease
+from shmbus.pool.status import ReaderStatus, read_pool
+from trainer_adapter.engines.errors import EngineError
+from trainer_adapter.engines.report import ServerReport
+from trainer_adapter.engines.server import EngineServer
+from trainer_adapter.weights.errors import LOADING_CODE, MANIFEST_CODE
+
+__all__ = ["POLL_S", "RankRows"]
+
+#: The pool that has weights.
+WEIGHTS = "weights"
+#: Seconds between two looks at the readers' rows.
+POLL_S = 0.01
+
+
+class RankRows:
+    """The rows of one bus's weights.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+    """
+
+    def __init__(self, bus: str) -> None:
+        self._bus = bus
+
+    def of(self, server: EngineServer) -> list[ReaderStatus]:
+        """Return the rows of a server's living ranks; none where no weights are published."""
+        try:
+            readers = read_pool(self._bus, WEIGHTS).readers
+        except BusNotFoundError:
+            return []
+        begins = f"{server.address} "
+        return [row for row in readers if row.state == "alive" and row.label.startswith(begins)]
+
+    def newest(self, timeout: float) -> VersionLease | None:
+        """Lease the newest whole version; None where there is none."""
+        try:
+            reader = PoolReader(self._bus, WEIGHTS, label="fleet")
+        except BusNotFoundError:
+            return None
+        if reader.newest:
+            return reader.latest(timeout=timeout)
+        reader.close()
+        return None
+
+    def are_attached(self, server: EngineServer, ranks: int) -> bool:
+        """Whether each rank reads these weights."""
+        return len(self.of(server)) >= ranks
+
+    def require_attached(self, server: EngineServer, ranks: int, version: int) -> None:
+        """Raise EngineError where a rank is not there, or can never load that version."""
+        rows = self.of(server)
+        if len(rows) < ranks:
+            raise EngineError(
+                server.address,
+                "prepare",
+                None,
+                f"{len(rows)} of {ranks} ranks read the weights of bus {self._bus!r}",
+                "is the server on this machine, with /dev/shm shared?",
+            )
+        # What a rank could not load once may load now; a manifest stays as it is.
+        unfit = [
+            row.error
+            for row in rows
+            if row.refused_version == version and row.error_code == MANIFEST_CODE
+        ]
+        if unfit:
+            raise EngineError(
+                server.address, "prepare", None, "; ".join(unfit), "nothing was touched"
+            )
+
+    def whole_version(self, server: EngineServer, ranks: int) -> int | None:
+        """Return what all ranks run; None where they differ, or one may have a part of another."""
+        rows = self.of(server)
+        versions = {row.applied_version for row in rows}
+        whole = len(rows) >= ranks and not any(row.error_code for row in rows)
+        return versions.pop() if whole and len(versions) == 1 else None
+
+    async def require_version(
+        self,
+        server: EngineServer,
+        report: ServerReport,
+        version: int,
+        error: EngineError | None,
+        timeout: float,
+    ) -> None:
+        """Wait until each rank runs a version.
+
+        Parameters
+        ----------
+        server, report : EngineServer, ServerReport
+            Whose ranks, and how many.
+        version : int
+            What they are to run.
+        error : EngineError or None
+            What the server said of the update. After an answer the rows are there; without one its
+            ranks may still be loading.
+        timeout : float
+            Seconds.
+
+        Raises
+        ------
+        EngineError
+            One runs another, has refused it, or is gone.
+        """
+        deadline = time.monotonic() + (timeout if error is None else 2 * POLL_S)
+        while True:
+            rows = self.of(server)
+            runs = [row.applied_version for row in rows if not row.error_code]
+            if len(rows) >= report.ranks and runs == [version] * len(rows):
+                return
+            refused = [
+                f"{row.label}: {row.error}"
+                for row in rows
+                if row.refused_version == version and row.error_code != LOADING_CODE
+            ]
+            if refused or len(rows) < report.ranks or time.monotonic() >= deadline:
+                said = "; ".join(refused) or "; ".join(
+                    f"{row.label} runs {row.applied_version}"
+                    + (f" and a part of {row.refused_version}" if row.error_code else "")
+                    for row in rows
+                )
+                raise EngineError(
+                    server.address,
+                    "load",
+                    None if error is None else error.status,
+                    f"{len(rows)} of {report.ranks} ranks are there: {said}"
+                    + ("" if error is None else f" ({error.body})"),
+                    f"expected each rank to run version {version}",
+                )
+            await asyncio.sleep(POLL_S)
