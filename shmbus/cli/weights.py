@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
 from shmbus.cli._show import add_command, bus_name, print_json, show_duration, show_size, table
 from shmbus.pool.status import PoolStatus, read_pool
+from shmbus.segment.names import RESUME_PROGRAM
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -26,15 +29,28 @@ def add_parser(commands: Commands) -> None:
         description="Shows the slots of a bus's weights, the ranks that publish them, and each "
         "reader: what it runs, what it could not take and why, and which slots it holds. Reads "
         "the tables alone, and disturbs nobody. Exit status 1 where there are none.",
-        examples=["shmbus weights run1", "shmbus weights run1 --json | jq '.readers[].error'"],
+        examples=[
+            "shmbus weights run1",
+            "shmbus weights run1 --json | jq '.readers[].error'",
+            "shmbus weights run1 --resume",
+        ],
         json=True,
     )
     parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     parser.add_argument("--kind", default="weights", help="another pool of the bus")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="resume the inference servers that a trainer left paused when it ended, with whole "
+        "weights; exit status 1 where one stays paused",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables."""
+    """Print the tables, or end what a dead trainer left."""
+    if arguments.resume:
+        command = [sys.executable, "-m", RESUME_PROGRAM, arguments.name]
+        return subprocess.run(command, check=False).returncode
     status = read_pool(arguments.name, arguments.kind)
     if arguments.json:
         print_json(status)

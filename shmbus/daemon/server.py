@@ -35,6 +35,7 @@ from shmbus.control import messages, socket_path
 from shmbus.daemon import notify
 from shmbus.daemon.connection import Connection
 from shmbus.daemon.leases import Session
+from shmbus.daemon.paused_servers import PausedServers
 from shmbus.daemon.service import Service
 from shmbus.segment.explain import DAEMON_LABEL
 from shmbus.stash.collector import Collector
@@ -83,6 +84,7 @@ class Server:
         self._collector = collector
         self._drain_timeout_s = drain_timeout_s
         self._on_stop = on_stop
+        self._paused_servers = PausedServers(collector.segment.name)
         self._failure: BaseException | None = None
         #: Set when the loop has read the ring: the watcher thread may sleep on it again.
         self._ring_read = threading.Event()
@@ -123,6 +125,7 @@ class Server:
                 await self._snapshot
         finally:
             self._stopping = True
+            await self._paused_servers.close()
             server.close()
             self._unbind()
             for connection in list(self.connections):
@@ -281,6 +284,7 @@ class Server:
         self.guard(lambda: self.service.tick(now))
         self.limited_log.sum_up(now)
         self._note_removal()
+        self._paused_servers.check(now)
         self.changed()
 
     def changed(self) -> None:

@@ -39,6 +39,8 @@ Kind: TypeAlias = Literal["segment", "socket", "companion", "other"]
 Verdict: TypeAlias = Literal["removable", "in_use", "not_ours", "unknown"]
 _SEGMENT_PREFIX: Final = PREFIX.removeprefix("/")
 _SOCKET_PREFIXES: Final = ("shmbus-", "shmbus+")
+#: The note of servers that a trainer has paused; it is empty where none is.
+_FLEET_PREFIX: Final = "shmbus-fleet."
 _DEAD: Final = "no living process has it open"
 _UNREADABLE: Final = "its mode does not let us read it"
 _LOST_UNKNOWN: Final = "its content cannot be read"
@@ -174,6 +176,10 @@ def _check_companion(found: Leftover) -> Leftover:
             return msgspec.structs.replace(
                 found, verdict="in_use", reason="a living process has it open"
             )
+        if os.path.basename(found.path).startswith(_FLEET_PREFIX) and os.fstat(fd).st_size:
+            # Removed, nobody would know of them.
+            reason = f"inference servers were left paused: shmbus weights {found.name} --resume"
+            return msgspec.structs.replace(found, reason=reason)
     finally:
         os.close(fd)
     return msgspec.structs.replace(found, verdict="removable", reason=_DEAD, undelivered=0)

@@ -24,12 +24,17 @@ __all__ = [
     "SOCKET_SUFFIX",
     "bus_names",
     "check_name",
+    "RESUME_PROGRAM",
     "companion_name",
     "identity",
     "is_named",
     "parse_companion",
     "shm_path",
 ]
+
+#: Ends what a dead trainer left of an update of inference servers: ``python -m`` it, with the bus's
+#: name. The daemon and the command line run it in a process of its own, and import nothing of it.
+RESUME_PROGRAM = "trainer_adapter.engines.resume"
 
 PREFIX = "/shmbus."
 SHM_DIRECTORY = "/dev/shm"

@@ -25,8 +25,15 @@ from aiohttp import web
 
 TOKEN_S = 0.002
 SPAWN = multiprocessing.get_context("forkserver")
-# Only what is installed: the server of forks has not the path of these tests.
-SPAWN.set_forkserver_preload(["aiohttp.web", "trainer_adapter.engines", "trainer_adapter.weights"])
+# Only what is installed: the server of forks has not the path of these tests. Others are passed.
+SPAWN.set_forkserver_preload(
+    [
+        "aiohttp.web",
+        "trainer_adapter.engines",
+        "trainer_adapter.weights",
+        "sglang.srt.managers.io_struct",
+    ]
+)
 START_S = 60.0
 
 

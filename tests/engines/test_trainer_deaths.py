@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -18,8 +20,11 @@ from small_vllm import SmallVllm
 from trainers import KINDS, TIMEOUT_S, end_in_an_update
 
 from shmbus import Bus
+from shmbus.inspect.leftovers import survey
+from shmbus.segment.names import companion_name
 from trainer_adapter.engines import EngineFleet
 from trainer_adapter.engines.pause_note import paused_by
+from trainer_adapter.engines.resume import resume
 
 pytest_plugins = ["engine_fixtures"]
 
@@ -68,6 +73,62 @@ async def test_a_pause_that_a_killed_trainer_left_is_ended_with_whole_weights(
         assert not await is_paused(kind, each)
         assert (await each.complete(2))["tokens"] in ([1.0, 1.0], [2.0, 2.0])
     assert paused_by(bus.name) is None
+
+
+@pytest.mark.parametrize(("kind", "step"), [("vllm", "update"), ("sglang", "end")])
+async def test_the_daemon_ends_the_pause_that_a_killed_trainer_left(
+    kind: str, step: str, bus_name: str, servers: Any, daemon: Any
+) -> None:
+    daemon("--capacity", "1MiB")
+    running = [servers(1, MAKE[kind]), servers(2, MAKE[kind])]
+    process = start_trainer(bus_name, kind, running, step, False, signal.SIGKILL)
+    await asyncio.to_thread(process.join, 60)
+    assert process.exitcode == -signal.SIGKILL
+    assert await is_paused(kind, running[0])
+    await asyncio.to_thread(wait_until, lambda: paused_by(bus_name) is None, 60.0)
+    for each in running:
+        assert not await is_paused(kind, each)
+        assert (await each.complete(2))["tokens"] == [2.0, 2.0]
+
+
+async def test_a_server_that_has_ended_is_not_waited_for(bus: Bus, servers: Any) -> None:
+    running = [servers(1), servers(1)]
+    process = start_trainer(bus.name, "vllm", running, "update", False, signal.SIGKILL)
+    await asyncio.to_thread(process.join, 60)
+    running[1].kill()
+    async with fleet_of(bus.name, "vllm", running) as fleet:
+        report = await fleet.recover()
+    assert report is not None and [each.state for each in report.servers] == ["serving", "gone"]
+    assert paused_by(bus.name) is None
+
+
+async def test_a_server_that_stays_torn_is_named_until_the_command_has_it_resumed(
+    bus: Bus, servers: Any
+) -> None:
+    running = [servers(1), servers(1)]
+    process = start_trainer(bus.name, "vllm", running, "update", False, signal.SIGKILL)
+    await asyncio.to_thread(process.join, 60)
+    await running[1].fault("update", "refuse")
+
+    async def command() -> tuple[int | None, str]:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "shmbus", "weights", bus.name, "--resume",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        output, _ = await child.communicate()
+        return child.returncode, output.decode()
+
+    report = await resume(bus.name, timeout=TIMEOUT_S)
+    assert report is not None and report.torn == [running[1].url]
+    assert not await is_paused("vllm", running[0]) and await is_paused("vllm", running[1])
+    # What is left paused is no rubbish.
+    note = companion_name("fleet", bus.name)[1:]
+    verdicts = {each.path: each.verdict for each in survey() if each.name == bus.name}
+    assert verdicts[f"/dev/shm/{note}"] == "unknown"
+    status, said = await command()
+    assert status == 0 and "serving, runs version 2" in said
+    assert (await running[1].complete(1))["tokens"] == [2.0]
+    assert await resume(bus.name) is None
 
 
 @pytest.mark.parametrize(("kind", "step"), [("vllm", "update"), ("sglang", "end")])

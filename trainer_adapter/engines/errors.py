@@ -23,9 +23,20 @@ class EngineError(ShmbusError):
         The HTTP status; None where no answer came.
     body : str
         What it said; the cause where no answer came.
+    gone : bool
+        Whether nobody listens at its address: the process has ended.
     """
 
-    def __init__(self, server: str, step: str, status: int | None, body: str, advice: str) -> None:
+    def __init__(
+        self,
+        server: str,
+        step: str,
+        status: int | None,
+        body: str,
+        advice: str,
+        *,
+        gone: bool = False,
+    ) -> None:
         said = body if len(body) <= SHOWN_BODY else f"{body[:SHOWN_BODY]}..."
         answer = f"no answer ({said})" if status is None else f"status {status}: {said}"
         super().__init__(f"{server}: {step}: {answer}; {advice}")
@@ -33,6 +44,7 @@ class EngineError(ShmbusError):
         self.step = step
         self.status = status
         self.body = body
+        self.gone = gone
 
 
 class UpdateRolledBackError(ShmbusError):

@@ -35,6 +35,8 @@ __all__ = ["EngineFleet"]
 
 #: Seconds between two tries to resume.
 RETRY_S = 0.2
+#: States of servers of which nobody has to think any more.
+SETTLED = ("serving", "gone")
 PAUSE_MODES = ("keep", "wait", "abort")
 
 
@@ -241,7 +243,7 @@ class EngineFleet:
         note.write(
             PauseNotice(
                 pid=os.getpid(),
-                servers=[(type(server).__name__, server.address) for server in self.servers],
+                servers=[(server.kind, server.address) for server in self.servers],
                 version=report.version,
                 previous=report.previous,
             )
@@ -261,12 +263,12 @@ class EngineFleet:
             restored = await self._restore(behind, report)
             await self._each(aside + loaded + restored, self._resume)
         self._clear(note, ready)
-        torn = [each for _, each in behind if each.state != "serving"]
+        torn = [each for _, each in behind if each.state not in SETTLED]
         self._judge(loaded, torn, report)
 
     def _clear(self, note: PauseNote, pairs: _Pairs) -> None:
         """Take the note back, unless one that was paused is so still, or says nothing."""
-        if all(each.state == "serving" for _, each in pairs):
+        if all(each.state in SETTLED for _, each in pairs):
             note.clear()
 
     async def _restore(self, behind: _Pairs, report: UpdateReport) -> _Pairs:
@@ -440,6 +442,8 @@ class EngineFleet:
                 await step(server, report)
             except EngineError as error:
                 report.error = str(error)
+                if error.gone:
+                    report.state = "gone"
                 return False
             return True
 

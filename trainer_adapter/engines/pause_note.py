@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from types import TracebackType
 
 import msgspec
@@ -21,6 +22,8 @@ __all__ = ["PauseNote", "PauseNotice", "paused_by"]
 
 KIND = "fleet"
 MAX_BYTES = 1 << 20
+#: Seconds for which a daemon that asks whether the note was left may hold its lock.
+ASKED_S = 0.1
 
 
 class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fleet/1"):
@@ -31,7 +34,7 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     pid : int
         Who paused, as numbered in its own pid namespace.
     servers : list[tuple[str, str]]
-        Kind and address of each, such as ("VllmServer", "http://127.0.0.1:8000").
+        Kind and address of each, such as ("vllm", "http://127.0.0.1:8000").
     version : int
         What they are to run.
     previous : int or None
@@ -138,7 +141,7 @@ def _locked(path: str, bus: str) -> int:
             if found.st_uid != os.geteuid():
                 raise PermissionError(f"{path} belongs to uid {found.st_uid}, not to this user")
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(file)
             except BlockingIOError as error:
                 notice = _read(file)
                 who = "another process" if notice is None else f"pid {notice.pid}"
@@ -153,6 +156,20 @@ def _locked(path: str, bus: str) -> int:
             os.close(file)
             raise
         os.close(file)  # it was removed between opening and locking
+
+
+def _lock(file: int) -> None:
+    """Take the lock; who only asks whether it is free holds it for an instant."""
+    deadline = time.monotonic() + ASKED_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(ASKED_S / 10)
+        else:
+            return
 
 
 def _read(file: int) -> PauseNotice | None:

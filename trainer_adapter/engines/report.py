@@ -18,8 +18,8 @@ class ServerReport(msgspec.Struct, kw_only=True):
         Processes that load weights.
     version : int or None
         What all of its ranks run by their rows; None where they do not agree, or never said.
-    state : "serving" | "paused" | "unknown"
-        Unknown: it gives no answer.
+    state : "serving" | "paused" | "unknown" | "gone"
+        Unknown: it gives no answer. Gone: nobody listens at its address any more.
     paused_s, load_s : float
         Seconds from pause to resume, and of loading.
     error : str

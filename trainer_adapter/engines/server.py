@@ -29,6 +29,8 @@ MAX_ANSWER_BYTES = 1 << 20
 class EngineServer(Protocol):
     """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""
 
+    #: What a note of paused servers calls this kind; whoever ends the pause knows it by that.
+    kind: str
     #: What this kind of server can do with requests in flight.
     modes: tuple[PauseMode, ...]
 
@@ -158,8 +160,11 @@ class HttpServer:
                 self.address, step, None, f"nothing within {timeout:g} s", advice
             ) from error
         except (aiohttp.ClientError, OSError) as error:
+            gone = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+                error.os_error, ConnectionRefusedError
+            )
             raise EngineError(
-                self.address, step, None, str(error) or repr(error), advice
+                self.address, step, None, str(error) or repr(error), advice, gone=gone
             ) from error
         return status, raw.decode("utf-8", "replace")
 

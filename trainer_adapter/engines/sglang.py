@@ -59,6 +59,7 @@ class SglangServer(HttpServer):
         The address is none of HTTP.
     """
 
+    kind: str = "sglang"
     #: It has no mode that awaits the requests in flight.
     modes: tuple[PauseMode, ...] = ("keep", "abort")
 

@@ -35,6 +35,7 @@ class VllmServer(HttpServer):
         Sent with each request, such as ``{"Authorization": "Bearer ..."}``.
     """
 
+    kind: str = "vllm"
     modes: tuple[PauseMode, ...] = ("keep", "wait", "abort")
 
     async def ranks(self, timeout: float) -> int:

@@ -1,0 +1,131 @@
+"""Inference servers that a dead trainer left paused: when the daemon has them resumed.
+
+The daemon knows neither engines nor HTTP. It sees the note that a trainer leaves, and runs the
+program that ends what it says, in a process of its own.
+
+Invariants:
+
+- Nothing is started while the trainer that paused lives: it holds the note's lock.
+- One program at a time, and after a failure a rest: a server that stays torn is asked for seldom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import sys
+from typing import Final
+
+from shmbus.segment.names import RESUME_PROGRAM, SHM_DIRECTORY, companion_name
+
+__all__ = ["PausedServers", "may_start"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at the note: a pause costs rollouts, a look some microseconds.
+CHECK_S: Final = 2.0
+#: Seconds after a program that did not resume all of them.
+REST_S: Final = 60.0
+
+
+def may_start(now: float, last_look: float, last_failure: float, running: bool) -> bool:
+    """Whether it is time to look again.
+
+    Parameters
+    ----------
+    now, last_look, last_failure : float
+        Seconds of one clock; ``-inf`` for never.
+    running : bool
+        Whether a program still runs.
+
+    Returns
+    -------
+    bool
+    """
+    return not running and now - last_look >= CHECK_S and now - last_failure >= REST_S
+
+
+class PausedServers:
+    """Watches the note of one bus.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._path = SHM_DIRECTORY + companion_name("fleet", name)
+        self._last_look = self._last_failure = float("-inf")
+        self._task: asyncio.Task[None] | None = None
+
+    def check(self, now: float) -> None:
+        """Look at the note, and have the servers resumed where its writer has died.
+
+        Parameters
+        ----------
+        now : float
+            Seconds of the loop's clock.
+        """
+        running = self._task is not None and not self._task.done()
+        if not may_start(now, self._last_look, self._last_failure, running):
+            return
+        self._last_look = now
+        if _was_left(self._path):
+            self._task = asyncio.get_running_loop().create_task(self._resume(now))
+
+    async def _resume(self, now: float) -> None:
+        logger.warning(
+            "bus %r: a trainer ended while inference servers were paused; they are resumed with "
+            "whole weights",
+            self._name,
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", RESUME_PROGRAM, self._name,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            output, _ = await process.communicate()
+        except asyncio.CancelledError:
+            process.kill()
+            await process.wait()
+            raise
+        said = output.decode("utf-8", "replace").strip().splitlines()
+        if process.returncode == 0:
+            logger.info("bus %r: %s", self._name, "; ".join(said))
+            return
+        self._last_failure = now
+        logger.error(
+            "bus %r: inference servers stay paused: %s; end it by hand: shmbus weights %s --resume",
+            self._name,
+            said[-1] if said else f"the program ended with {process.returncode}",
+            self._name,
+        )
+
+    async def close(self) -> None:
+        """End the program that runs."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+
+def _was_left(path: str) -> bool:
+    """Whether there is a note, and nobody holds its lock."""
+    try:
+        if os.stat(path).st_size == 0:
+            return False
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # not there, or another user's: none that this daemon can end
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
