@@ -60,7 +60,8 @@ build/peers/atropos/.made: tests/peers/atropos/requirements.txt constraints.txt 
 	@touch $@
 
 test-engines: build/peers/vllm/.made ## Test the update of real vLLM servers on the CPU, in an environment of its own (some minutes)
-	HF_HUB_OFFLINE=1 build/peers/vllm/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/vllm
+	HF_HUB_OFFLINE=1 build/peers/vllm/bin/pytest -p no:cacheprovider -o faulthandler_timeout=1900 \
+	    $(ARGS) tests/peers/vllm
 
 # torchvision and torchaudio come with vLLM for CUDA, and keep transformers from importing here.
 build/peers/vllm/.made: tests/peers/vllm/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)

@@ -28,7 +28,7 @@ from trainer_adapter.weights import ModuleSource, WeightPublisher
 
 UPDATES = int(os.environ.get("SHMBUS_TEST_UPDATES", "6"))
 SIZES = [int(size) for size in os.environ.get("SHMBUS_TEST_TP", "1").split(",")]
-START_S = 240.0
+START_S = 240.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 PROMPTS = ["w1 w2 w3", "w5", "w100 w7 w7 w9 w23"]
 TOKENS = 24
 
