@@ -11,13 +11,16 @@ import math
 import random
 import subprocess
 import sys
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import wait_until
 
 import shmbus
 from trainer_adapter.adapters.trl import (
@@ -28,11 +31,11 @@ from trainer_adapter.adapters.trl import (
 )
 from trainer_adapter.adapters.trl.checkpoints import FORGET_AFTER_GROUPS, TrainedRows
 from trainer_adapter.adapters.trl.progress import Account, OpenGroup, Row, RowMetrics
+from trainer_adapter.adapters.trl.rows import read_rows, read_sample
 from trainer_adapter.adapters.trl.samples import (
     Expected,
     advantages_of,
     check_size,
-    read_row,
     rewards_of,
 )
 
@@ -119,7 +122,7 @@ def put_group(bus: str, *changes: dict[str, Any], size: int = 2) -> shmbus.Group
 
 
 def test_a_row_is_the_whole_sequence_in_the_types_of_trl(bus: str) -> None:
-    ids, mask, logprobs = read_row(put_group(bus)[0], Expected())
+    [(ids, mask, logprobs)] = read_sample(put_group(bus)[0], Expected())
     assert (ids.dtype, mask.dtype, logprobs.dtype) == (np.int64, np.int64, np.float32)
     assert ids.tolist() == [5, 6, 7, 8] and mask.tolist() == [0, 1, 1, 0]
     assert logprobs.tolist() == [0, -1, -2, 0]
@@ -141,19 +144,144 @@ def test_a_sample_that_trl_cannot_take_is_refused_by_name(
 ) -> None:
     group = put_group(bus, {}, change)
     with pytest.raises(ValueError, match="group 'q1', sample 1, field") as refused:
-        read_row(group[1], Expected())
+        read_sample(group[1], Expected())
     assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_limits_of_the_trainer_are_checked(bus: str) -> None:
     group = put_group(bus)
-    read_row(group[0], Expected(2, 2, 4))
+    read_sample(group[0], Expected(2, 2, 4))
     with pytest.raises(ValueError, match="at most 1 sampled in a turn, max_completion_length"):
-        read_row(group[0], Expected(2, 1, 4))
+        read_sample(group[0], Expected(2, 1, 4))
     with pytest.raises(ValueError, match=r"at most 3, the trainer's token_budget, got 4"):
-        read_row(group[0], Expected(2, 2, 3))
+        read_sample(group[0], Expected(2, 2, 3))
     with pytest.raises(ValueError, match="expected 8 samples, which num_generations"):
         check_size(group, Expected(8))
+
+
+def random_sample(dice: np.random.Generator) -> dict[str, Any]:
+    """Fields of one token row."""
+    length = int(dice.integers(1, 30))
+    mask = dice.integers(0, 2, length)
+    return {
+        "tokens": dice.integers(0, 2**31, length, dtype=dice.choice([np.int32, np.int64])),
+        "loss_mask": mask.astype(dice.choice([np.uint8, np.bool_, np.float32])),
+        "logprobs": np.where(mask, -dice.random(length), np.nan).astype(np.float32),
+    }
+
+
+def test_a_whole_group_is_read_as_its_samples_are_one_by_one(seed: int, bus: str) -> None:
+    dice = np.random.default_rng(seed)
+    with shmbus.Producer(bus) as producer, shmbus.Consumer(bus) as consumer:
+        for _ in range(ROUNDS // 10):
+            epoch = producer.next_round()
+            for index in range(4):
+                rows = [random_sample(dice) for _ in range(int(dice.integers(1, 4)))]
+                same = len({tuple(v.dtype for v in row.values()) for row in rows}) == 1
+                fields = {"rows": rows} if same and len(rows) > 1 else rows[0]
+                producer.put("q1", group_size=4, index=index, epoch=epoch, **fields)
+            [group] = consumer.take(1, 10.0)
+            together = read_rows(group, Expected())
+            for t, mine in zip(group, together, strict=True):
+                alone = read_sample(t, Expected())
+                assert len(alone) == len(mine) == len(t.rows)
+                for one, other in zip(alone, mine, strict=True):
+                    for left, right in zip(one, other, strict=True):
+                        assert left.dtype == right.dtype and left.tobytes() == right.tobytes()
+            consumer.ack(group)
+            assert together[0][0].input_ids.tolist(), "copies: the lease is over"
+
+
+def test_what_is_wrong_with_a_leased_group_is_said_by_sample_and_field(bus: str) -> None:
+    good = {"tokens": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -1.0]}
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({**good, "logprobs": [0.0, float("nan")]}, "'logprobs': expected finite"),
+        ({**good, "advantages": [0.0, 1.0]}, "'advantages': expected no such field"),
+        ({**good, "logprobs": [0.0]}, "'logprobs'"),
+        ({"tokens": [1, 2], "loss_mask": [0, 1]}, "'logprobs': expected this field"),
+        ({"rows": [good, {**good, "logprobs": [0.0, math.inf]}]}, "'logprobs': expected finite"),
+        ({"rows": [{"tokens": [1, 2]}], "loss_mask": [0, 1], "logprobs": [0.0, 1.0]}, "loss_mask"),
+    ]
+    with shmbus.Producer(bus) as producer, shmbus.Consumer(bus) as consumer:
+        for fields, words in bad:
+            epoch = producer.next_round()
+            producer.put("q1", group_size=2, index=0, epoch=epoch, **good)
+            producer.put("q1", group_size=2, index=1, epoch=epoch, **fields)
+            [group] = consumer.take(1, 10.0)
+            with pytest.raises(ValueError, match="group 'q1', sample 1, field") as refused:
+                read_rows(group, Expected())
+            assert words in str(refused.value)
+            consumer.drop(group)
+
+
+class _Model:
+    training = True
+
+
+class _SyncTrainer:
+    """What ShmbusRollouts reads of a GRPOTrainer of one rank."""
+
+    def __init__(self, training: bool) -> None:
+        self.model = _Model()
+        self.model.training = training
+        self.num_generations, self.num_generations_eval = 2, 4
+        self.max_completion_length = 8
+        self.accelerator = type("Accelerator", (), {"num_processes": 1})
+        self.processing_class = None
+
+
+@contextmanager
+def answers(bus: str, rows: int = 1) -> Iterator[list[str]]:
+    """Answer requests until the block ends; yields the splits that were asked for."""
+    asked: list[str] = []
+    over = threading.Event()
+    good = {"tokens": [3, 4], "loss_mask": [0, 1], "logprobs": [0.0, -1.0]}
+
+    def work() -> None:
+        with shmbus.Producer(bus) as producer:
+            while not over.is_set():
+                request = producer.next_request(timeout=0.05)
+                if request is None:
+                    continue
+                asked.append(request.split)
+                fields: dict[str, Any] = good if rows == 1 else {"rows": [good] * rows}
+                producer.put_for(request, score=request.index, **fields)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield asked
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_an_evaluation_is_a_split_of_its_own(
+    served: bool, bus_name: str, daemon: Callable[..., Any]
+) -> None:
+    if served:
+        daemon("--capacity", "1MiB")
+    with shmbus.Bus.ensure(bus_name, capacity="1MiB") as handle, answers(bus_name) as asked:
+        rollouts = ShmbusRollouts(bus_name, timeout=20.0, tokenize=False)
+        for training, prompts in ((True, ["a"] * 2), (False, ["a"] * 4), (True, ["b"] * 2)):
+            answer = rollouts(prompts, _SyncTrainer(training))
+            assert answer["bus_score"] == list(range(len(prompts)))
+            assert answer["completion_ids"] == [[4]] * len(prompts)
+        rollouts.close()
+        assert asked == ["train"] * 2 + ["eval"] * 4 + ["train"] * 2
+        wait_until(lambda: handle.stats().acknowledged == 8)
+        with shmbus.Consumer(bus_name) as consumer:
+            splits = consumer.stats().splits
+        assert (splits["train"].acknowledged, splits["eval"].acknowledged) == (4, 4)
+
+
+def test_forks_are_refused_by_the_rollout_function(bus: str) -> None:
+    with answers(bus, rows=2):
+        rollouts = ShmbusRollouts(bus, timeout=20.0, tokenize=False)
+        with pytest.raises(ValueError, match="sample 0: expected one row, got 2: GRPOTrainer has"):
+            rollouts(["a"] * 2, _SyncTrainer(True))
+        rollouts.close()
 
 
 def test_the_default_advantage_is_trls_own(seed: int) -> None:

@@ -47,7 +47,8 @@ def trls_own(group: list[dict[str, Any]]) -> list[Any]:
         "Group", (), {
             "prompts": [[]] * count, "completions": [[]] * count, "completions_ids": [[]] * count,
             "completions_sequences": [
-                [_Sequence(each["tokens"], each["mask"], each["logprobs"])] for each in group
+                [_Sequence(row["tokens"], row["mask"], row["logprobs"]) for row in each["rows"]]
+                for each in group
             ],
             "reward_kwargs": {}, "env_rewards": [None] * count, "rollout_rewards": [None] * count,
             "tool_call_counts": [0] * count, "tool_failure_counts": [0] * count,
@@ -57,7 +58,29 @@ def trls_own(group: list[dict[str, Any]]) -> list[Any]:
     return asyncio.run(loop._score_group(given))
 
 
-def test_rows_are_those_of_trls_own_worker_bit_for_bit(seed: int, bus_name: str) -> None:
+def conversation(dice: random.Random) -> list[dict[str, Any]]:
+    """One row, or several of a conversation that forked."""
+    rows = []
+    for _ in range(dice.choice([1, 1, 1, 2, 3])):
+        mask = [0] + [dice.randint(0, 1) for _ in range(dice.randint(1, 40))] + [1]
+        rows.append({
+            "tokens": [dice.randint(0, 2**31 - 1) for _ in mask],
+            "mask": mask,
+            "logprobs": [float(np.float32(-dice.random())) if bit else 0.0 for bit in mask],
+        })  # fmt: skip
+    return rows
+
+
+def fields(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as producers put it."""
+    return {
+        "tokens": np.array(row["tokens"], np.int32),
+        "loss_mask": np.array(row["mask"], np.uint8),
+        "logprobs": np.array(row["logprobs"], np.float32),
+    }
+
+
+def test_rows_and_forks_are_those_of_trls_own_worker_bit_for_bit(seed: int, bus_name: str) -> None:
     dice = random.Random(seed)
     worker = ShmbusRolloutWorker(bus_name, daemon=False)
     with shmbus.Bus.create(bus_name, capacity="4MiB"), shmbus.Producer(bus_name) as producer:
@@ -65,24 +88,17 @@ def test_rows_are_those_of_trls_own_worker_bit_for_bit(seed: int, bus_name: str)
         for number in range(GROUPS):
             group = []
             for _ in range(8):
-                length = dice.randint(2, 40)
-                mask = [0] + [dice.randint(0, 1) for _ in range(length)]
-                group.append({
-                    "reward": dice.choice([None, 0.0, 1.0, dice.random()]),
-                    "tokens": [dice.randint(0, 2**31 - 1) for _ in mask],
-                    "mask": mask,
-                    "logprobs": [float(np.float32(-dice.random())) * bit for bit in mask],
-                })  # fmt: skip
+                reward = dice.choice([None, 0.0, 1.0, dice.random()])
+                group.append({"reward": reward, "rows": conversation(dice)})
             if all(each["reward"] is None for each in group):
                 group[0]["reward"] = 1.0
             for index, each in enumerate(group):
                 reward = each["reward"]
                 named = {"rewards": {"match": float("nan") if reward is None else reward}}
+                rows = [fields(row) for row in each["rows"]]
+                one: dict[str, Any] = rows[0] if len(rows) == 1 else {"rows": rows}
                 producer.put(
-                    f"q{number}", group_size=8, index=index, policy_version=3,
-                    tokens=np.array(each["tokens"], np.int32),
-                    loss_mask=np.array(each["mask"], np.uint8),
-                    logprobs=np.array(each["logprobs"], np.float32),
+                    f"q{number}", group_size=8, index=index, policy_version=3, **one,
                     **scored(reward, named),
                 )  # fmt: skip
             for theirs in trls_own(group):

@@ -125,7 +125,8 @@ def kill_plan(dice: random.Random) -> list[dict[str, object]]:
     return [
         {"die_at": f"step-{dice.randint(1, 7)}"},
         {"die_at": f"{dice.choice(['saving', 'saved'])}-{dice.choice(saves[1:])}"},
-        {"kill_after_lines": dice.randint(1, 6), "delay_s": dice.random() * 0.2},
+        # Four steps are left at least; a trainer that is through with them waits for its death.
+        {"kill_after_lines": dice.randint(1, 4), "delay_s": dice.random() * 0.2, "linger": True},
     ]
 
 

@@ -97,6 +97,9 @@ def test_the_reward_rises_and_the_samplers_policy_is_corrected_for(
         train(bus_name, tmp_path, 60, evaluate=True, per_device_train_batch_size=32)
         counts = bus.stats()
         assert counts.acknowledged == counts.committed and not sum(counts.dropped.values())
+        with shmbus.Consumer(bus_name) as consumer:
+            evaluated = consumer.stats().splits["eval"].acknowledged
+        assert evaluated == 8 * 4, "a group for each prompt, once"
     for _rank, _training, prompts, answer in calls(tmp_path):
         check_slots(prompts, answer)
     [log] = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]

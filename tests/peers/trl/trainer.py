@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ torch.set_num_threads(1)
 
 #: A sample's number n travels as the logprob -(n + 1) / SCALE of its first sampled token.
 SCALE = 65536.0
+#: How long a trainer that is to be killed waits for it at its end.
+LINGER_S = 60.0
 
 
 def settings(root: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -55,6 +58,7 @@ def main() -> None:
     bus, directory, steps, acknowledge = sys.argv[1:5]
     options: dict[str, Any] = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
     die_at: str | None = options.pop("die_at", None)
+    linger: bool = options.pop("linger", False)
     worker_options = options.pop("worker", {})
     without_callback = options.pop("without_callback", False)
     root = Path(directory)
@@ -97,6 +101,10 @@ def main() -> None:
             numbers.clear()
             if die_at == f"step-{state.global_step}":
                 os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if linger:
+                time.sleep(LINGER_S)
 
     args = module.AsyncGRPOConfig(**settings(root, int(steps), options))
     worker = ShmbusRolloutWorker(bus, acknowledge=acknowledge, **worker_options)

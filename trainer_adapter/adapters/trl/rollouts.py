@@ -22,19 +22,15 @@ from typing import Any, Final
 import numpy as np
 
 import shmbus
-from trainer_adapter.adapters.trl.samples import (
-    Expected,
-    RowArrays,
-    check_size,
-    read_row,
-    rewards_of,
-)
+from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
+from trainer_adapter.adapters.trl.samples import Expected, check_size, rewards_of
 from trainer_adapter.adapters.trl.stack import needed, versions
 
 __all__ = ["ShmbusRollouts"]
 
 #: Seconds of one look for groups; between two of them Ctrl-C and the deadline are seen to.
 _TAKE_S: Final = 1.0
+_TAKE_GROUPS: Final = 64
 #: Default for `timeout`: groups that need longer have no worker.
 ROLLOUT_TIMEOUT_S: Final = 600.0
 _KEYS: Final = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "bus_score")
@@ -46,8 +42,9 @@ class ShmbusRollouts:
     Pass it as ``rollout_func=rollouts`` and ``reward_funcs=rollouts.reward``, and call
     `attach` once the trainer is made. Workers take the prompts by `shmbus.Producer.next_request`
     and answer by `put_for`. A request's ``prompt`` field has the prompt's token ids, its
-    ``meta["prompt"]`` TRL's prompt as it is in the data set, its ``meta["split"]`` is "eval" for an
-    evaluation, else "train".
+    ``meta["prompt"]`` TRL's prompt as it is in the data set, its split is "eval" for an evaluation,
+    else "train", so that the bus's ledger tells them apart and no trainer takes the one for the
+    other.
 
     Parameters
     ----------
@@ -88,6 +85,7 @@ class ShmbusRollouts:
         self._tokenize = tokenize
         self._options = consumer_options
         self._consumer: shmbus.Consumer | None = None
+        self._evaluation: shmbus.Consumer | None = None
         # Epochs of one process rise, and those of the next process are higher: a prompt's rounds
         # never mix, whatever became of the process before.
         self._epochs = itertools.count(time.time_ns())
@@ -202,9 +200,11 @@ class ShmbusRollouts:
 
     def close(self) -> None:
         """Leave the bus."""
-        consumer, self._consumer = self._consumer, None
-        if consumer is not None:
-            consumer.close()
+        both = (self._evaluation, self._consumer)
+        self._evaluation = self._consumer = None
+        for consumer in both:
+            if consumer is not None:
+                consumer.close()
 
     # -- the main process's part ----------------------------------------------------------------
 
@@ -212,6 +212,19 @@ class ShmbusRollouts:
         if self._consumer is None:
             self._consumer = shmbus.Consumer(self.bus, **{"label": "TRL", **self._options})
         return self._consumer
+
+    def _take(self, split: str, timeout_s: float) -> tuple[shmbus.Consumer, list[shmbus.Group]]:
+        """Take groups of a split; with a daemon each split has a Consumer of its own."""
+        consumer = self._attached()
+        if split == "train":
+            return consumer, consumer.take(_TAKE_GROUPS, timeout_s)
+        if self._evaluation is None:
+            try:
+                return consumer, consumer.take(_TAKE_GROUPS, timeout_s, split=split)
+            except ValueError:
+                options = {"label": "TRL's evaluation", **self._options, "split": split}
+                self._evaluation = shmbus.Consumer(self.bus, **options)
+        return self._evaluation, self._evaluation.take(_TAKE_GROUPS, timeout_s)
 
     def _next_version(self) -> None:
         consumer = self._attached()
@@ -241,10 +254,10 @@ class ShmbusRollouts:
             key = _key(prompts[slot]), next(self._epochs)
             # A lane that is full is emptied by groups that are taken meanwhile.
             while not self._offer(key, prompts[slot], size, trainer, split):
-                self._receive(wanted, found, expected, 0.1, deadline)
+                self._receive(split, wanted, found, expected, 0.1, deadline)
             wanted[key] = slot
         while wanted:
-            self._receive(wanted, found, expected, _TAKE_S, deadline)
+            self._receive(split, wanted, found, expected, _TAKE_S, deadline)
         answer: dict[str, list[Any]] = {key: [] for key in _KEYS}
         for slot in sorted(found):
             for arrays, score in found[slot]:
@@ -257,8 +270,8 @@ class ShmbusRollouts:
         fields = {"prompt": _token_ids(prompt, trainer)} if self._tokenize else {}
         try:
             self._attached().request(
-                key[0], group_size=size, epoch=key[1], meta={"prompt": prompt, "split": split},
-                timeout=0, **fields,
+                key[0], group_size=size, epoch=key[1], split=split,
+                meta={"prompt": prompt, "split": split}, timeout=0, **fields,
             )  # fmt: skip
         except shmbus.BusFullError:
             return False
@@ -266,6 +279,7 @@ class ShmbusRollouts:
 
     def _receive(
         self,
+        split: str,
         wanted: dict[tuple[str, int], int],
         found: dict[int, list[tuple[RowArrays, float | None]]],
         expected: Expected,
@@ -280,25 +294,37 @@ class ShmbusRollouts:
                 f"the first is {next(iter(wanted), None)!r}; requests: {requests.open} open, "
                 f"{requests.claimed} with workers; `shmbus status {self.bus}` shows the workers"
             )
-        for group in consumer.take(64, timeout_s):
+        holder, groups = self._take(split, timeout_s)
+        for group in groups:
             epoch = group.epoch
             slot = None if epoch is None else wanted.get((group.instance_id, epoch))
             if slot is None or epoch is None:
                 # Somebody else's prompt, or one of a trainer before: nobody waits for it.
-                consumer.drop(group)
+                holder.drop(group)
                 continue
             try:
                 check_size(group, expected)
-                rows = [read_row(t, expected) for t in group]
+                rows = _one_row_each(group, read_rows(group, expected))
                 rewards, zeroed = rewards_of(group)
                 _check_for_grpo(group, rows, zeroed)
             except ValueError:
-                consumer.drop(group)
+                holder.drop(group)
                 raise
             scores = [None if score != score else score for score in rewards.tolist()]
             found[slot] = list(zip(rows, scores, strict=True))
             del wanted[group.instance_id, epoch]
-            consumer.ack(group)
+            holder.ack(group)
+
+
+def _one_row_each(group: shmbus.Group, rows: list[list[RowArrays]]) -> list[RowArrays]:
+    for t, of_sample in zip(group, rows, strict=True):
+        if len(of_sample) != 1:
+            raise ValueError(
+                f"group {t.instance_id!r}, sample {t.index}: expected one row, got "
+                f"{len(of_sample)}: GRPOTrainer has one completion a slot; put one row, or train "
+                "with AsyncGRPOTrainer, which takes forks as rows"
+            )
+    return [row for (row,) in rows]
 
 
 def _check_for_grpo(group: shmbus.Group, rows: list[RowArrays], zeroed: list[bool]) -> None:

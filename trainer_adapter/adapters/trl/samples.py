@@ -1,11 +1,7 @@
-"""Groups of a bus as TRL's rows: whole sequences, one advantage each, every doubt an error.
+"""Groups of a bus as TRL scores them: sizes, rewards, advantages, what is logged.
 
-Invariants:
-
-- What a row lacks is never filled in: an error names the group, the sample and the field.
-- The arrays of a row are copies, so that a row never keeps space of the ring.
-- A sample that cannot be scored has reward NaN and advantage 0, and counts for no other, as in
-  TRL's own worker.
+Invariant: a sample that cannot be scored has reward NaN and advantage 0, and counts for no other,
+as in TRL's own worker.
 """
 
 from __future__ import annotations
@@ -22,12 +18,10 @@ import shmbus
 __all__ = [
     "Advantages",
     "Expected",
-    "RowArrays",
     "advantages_of",
     "check_size",
     "messages_of",
     "metrics_of",
-    "read_row",
     "rewards_of",
     "scored",
 ]
@@ -60,21 +54,6 @@ class Expected(NamedTuple):
     group_size: int | None = None
     completion_tokens: int | None = None
     row_tokens: int | None = None
-
-
-class RowArrays(NamedTuple):
-    """A whole sequence of n tokens.
-
-    Attributes
-    ----------
-    input_ids, completion_mask : int64 [n]
-    old_log_probs : float32 [n]
-        Each aligned to its own token; 0 where the mask is.
-    """
-
-    input_ids: NDArray[np.int64]
-    completion_mask: NDArray[np.int64]
-    old_log_probs: NDArray[np.float32]
 
 
 def scored(reward: float | None, meta: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -200,78 +179,6 @@ def advantages_of(
     if any(zeroed):
         advantages[np.array(zeroed)] = 0.0
     return advantages, std
-
-
-def read_row(t: shmbus.Trajectory, expected: Expected) -> RowArrays:
-    """Copy a sample out of the ring.
-
-    Parameters
-    ----------
-    t : Trajectory
-        Leased.
-    expected : Expected
-
-    Returns
-    -------
-    RowArrays
-
-    Raises
-    ------
-    ValueError
-        A field is missing, fits no other or no limit, or is not finite; or there is a field that
-        TRL has no place for.
-    """
-    fields = {name: t.get(name) for name in ("tokens", "loss_mask", "logprobs")}
-    for name, array in fields.items():
-        if array is None:
-            raise _bad(t, name, "this field", "none", _FILL[name])
-        if array.ndim != 1 or array.shape != fields["tokens"].shape or not array.size:
-            raise _bad(t, name, "[n], one value a token", f"shape {array.shape}", _FILL[name])
-    if "advantages" in t:
-        raise _bad(
-            t, "advantages", "no such field", "one",
-            "TRL has one advantage a sample: leave it out, or name a kind of advantages",
-        )  # fmt: skip
-    ids = np.array(fields["tokens"], np.int64)
-    mask = (fields["loss_mask"] != 0).astype(np.int64)
-    logprobs = np.array(fields["logprobs"], np.float32)
-    # One pass finds that all is well; the exact look is for the rest.
-    if not math.isfinite(np.dot(logprobs, logprobs)) and not np.isfinite(logprobs).all():
-        raise _bad(t, "logprobs", "finite numbers", "others", _FILL["logprobs"])
-    if expected.row_tokens is not None and len(ids) > expected.row_tokens:
-        raise _bad(
-            t, "tokens", f"at most {expected.row_tokens}, the trainer's token_budget",
-            str(len(ids)), "raise token_budget, or make shorter samples",
-        )  # fmt: skip
-    limit = expected.completion_tokens
-    if limit is not None and int(mask.sum()) > limit:
-        longest = _longest_run(mask)
-        if longest > limit:
-            raise _bad(
-                t, "tokens", f"at most {limit} sampled in a turn, max_completion_length",
-                str(longest), "raise max_completion_length, or lower the workers' limit",
-            )  # fmt: skip
-    return RowArrays(ids, mask, logprobs)
-
-
-#: What to do about a missing field.
-_FILL: Final = {
-    "tokens": "put the prompt's and the completion's token ids",
-    "loss_mask": "put 1 for each token that the model sampled, 0 for prompt and tools",
-    "logprobs": "put the sampler's logprob of each token: TRL's ratio starts from them",
-}
-
-
-def _bad(t: shmbus.Trajectory, field: str, expected: str, got: str, step: str) -> ValueError:
-    return ValueError(
-        f"group {t.instance_id!r}, sample {t.index}, field {field!r}: expected {expected}, got "
-        f"{got}; {step}"
-    )
-
-
-def _longest_run(mask: NDArray[np.int64]) -> int:
-    borders = np.flatnonzero(np.diff(np.concatenate(([0], mask, [0]))))
-    return int((borders[1::2] - borders[::2]).max(initial=0))
 
 
 def metrics_of(meta: dict[str, Any], reward: float, std: float) -> dict[str, float]:

@@ -23,6 +23,7 @@ from trainer_adapter.adapters.trl.buffer import RolloutBuffer
 from trainer_adapter.adapters.trl.callback import TrainerArguments, make_callback
 from trainer_adapter.adapters.trl.checkpoints import TrainedRows
 from trainer_adapter.adapters.trl.progress import Account, OpenGroup, RowMetrics
+from trainer_adapter.adapters.trl.rows import read_rows
 from trainer_adapter.adapters.trl.samples import (
     Advantages,
     Expected,
@@ -30,7 +31,6 @@ from trainer_adapter.adapters.trl.samples import (
     check_size,
     messages_of,
     metrics_of,
-    read_row,
     rewards_of,
 )
 from trainer_adapter.adapters.trl.stack import needed, versions
@@ -50,7 +50,8 @@ class ShmbusRolloutWorker:
     the main process's attaches when training begins, the others never do.
 
     Samples have the fields ``tokens``, ``loss_mask`` (1 for what the model sampled) and
-    ``logprobs`` (the sampler's), [n] each, the whole sequence. A meta may have ``prompt`` and
+    ``logprobs`` (the sampler's), [n] each, the whole sequence; or several such rows, where the
+    conversation forked. A meta may have ``prompt`` and
     ``completion`` (messages, for traces), ``rewards`` (by name, logged), ``unscorable`` and
     ``set_advantage_to_zero``.
 
@@ -284,7 +285,7 @@ class ShmbusRolloutWorker:
 
     def _rows_of(self, group: shmbus.Group) -> list[Any]:
         check_size(group, self._expected)
-        arrays = [read_row(t, self._expected) for t in group]
+        arrays = read_rows(group, self._expected)
         rewards, zeroed = rewards_of(group)
         advantages, std = advantages_of(rewards, zeroed, self._advantages)
         number = self._group_numbers
@@ -293,30 +294,37 @@ class ShmbusRolloutWorker:
         offset = self._offset or 0
         clock_s = time.time() - time.monotonic_ns() / 1e9
         made = []
-        for t, row_arrays, reward, advantage in zip(
+        known = False
+        for t, rows, reward, advantage in zip(
             group, arrays, rewards.tolist(), advantages.tolist(), strict=True
         ):
-            identity = (t.producer_id, t.sequence, 0)
-            known = self._rows.take(identity)
-            row = opened.add(identity, t.index, known=known)
-            if known:
-                continue
-            meta = t.meta if isinstance(t.meta, dict) else {}
-            made.append(
-                self._sample_type(
-                    prompt=messages_of(meta.get("prompt")),
-                    completion=messages_of(meta.get("completion")),
-                    input_ids=row_arrays.input_ids,
-                    completion_mask=row_arrays.completion_mask,
-                    old_log_probs=row_arrays.old_log_probs,
-                    advantage=advantage,
-                    model_version=t.policy_version - offset,
-                    group_id=number,
-                    metrics=RowMetrics(metrics_of(meta, reward, std), self._account, row),
-                    enqueued_at=clock_s + t.committed_ns / 1e9,
+            meta = t.meta
+            if not isinstance(meta, dict):
+                meta = {}
+            for place, row in enumerate(rows):
+                if len(rows) > 1 and not row.completion_mask.any():
+                    continue  # as TRL's own worker: a fork without a sampled token is no row
+                identity = (t.producer_id, t.sequence, place)
+                if self._rows.take(identity):
+                    opened.add(identity, t.index, known=True)
+                    known = True
+                    continue
+                account = opened.add(identity, t.index, known=False)
+                made.append(
+                    self._sample_type(
+                        prompt=messages_of(meta.get("prompt")),
+                        completion=messages_of(meta.get("completion")),
+                        input_ids=row.input_ids,
+                        completion_mask=row.completion_mask,
+                        old_log_probs=row.old_log_probs,
+                        advantage=advantage,
+                        model_version=t.policy_version - offset,
+                        group_id=number,
+                        metrics=RowMetrics(metrics_of(meta, reward, std), self._account, account),
+                        enqueued_at=clock_s + t.committed_ns / 1e9,
+                    )
                 )
-            )
-        self._rows.note_group(known=len(made) < len(arrays))
+        self._rows.note_group(known=known)
         self._open[id(opened)] = opened
         if not made:
             # The checkpoint's weights have it: it was only its acknowledgement that was lost.
@@ -342,7 +350,8 @@ class ShmbusRolloutWorker:
         trained: list[Any] = [group.lease for group in groups if group.was_trained]
         dropped: list[Any] = [group.lease for group in groups if not group.was_trained]
         consumer.ack(trained)
-        consumer.drop(dropped)
+        if dropped:
+            consumer.drop(dropped)
         for group in groups:
             self._open.pop(id(group), None)
 

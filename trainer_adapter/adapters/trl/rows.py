@@ -1,0 +1,185 @@
+"""Samples of a bus as TRL's rows: whole sequences, several of a sample that forked.
+
+Invariants:
+
+- What a row lacks is never filled in: an error names the group, the sample and the field.
+- The arrays of a row are copies, so that a row never keeps space of the ring.
+- A fork is a row of its own: rows of one sample are never joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import shmbus
+from shmbus.batch.gather import FieldNames, PackedArrays, gather, measure, packed_bytes
+from shmbus.batch.rows import row_fields, row_lengths
+from trainer_adapter.adapters.trl.samples import Expected
+
+__all__ = ["RowArrays", "read_rows", "read_sample"]
+
+_NAMES: Final = FieldNames()
+_NEEDED: Final = frozenset({"tokens", "loss_mask", "logprobs"})
+#: What to do about a missing field.
+_FILL: Final = {
+    "tokens": "put the prompt's and the completion's token ids",
+    "loss_mask": "put 1 for each token that the model sampled, 0 for prompt and tools",
+    "logprobs": "put the sampler's logprob of each token: TRL's ratio starts from them",
+}
+
+
+class RowArrays(NamedTuple):
+    """A whole sequence of n tokens.
+
+    Attributes
+    ----------
+    input_ids, completion_mask : int64 [n]
+    old_log_probs : float32 [n]
+        Each aligned to its own token; 0 where the mask is.
+    """
+
+    input_ids: NDArray[np.int64]
+    completion_mask: NDArray[np.int64]
+    old_log_probs: NDArray[np.float32]
+
+
+def read_rows(group: shmbus.Group, expected: Expected) -> list[list[RowArrays]]:
+    """Copy a group out of the ring.
+
+    Parameters
+    ----------
+    group : Group
+        Leased.
+    expected : Expected
+
+    Returns
+    -------
+    list of list of RowArrays
+        Of each sample its rows; more than one, where it was put with several.
+
+    Raises
+    ------
+    ValueError
+        As for `read_sample`.
+
+    Notes
+    -----
+    The rows of a group share one allocation.
+    """
+    arrays, lengths = _packed_rows(group)
+    if arrays is None:
+        return [read_sample(t, expected) for t in group]
+    # The memory of the positions, which TRL counts itself, holds the mask as TRL wants it.
+    mask = arrays.position_ids
+    np.copyto(mask, arrays.loss_mask)
+    ids, logprobs = arrays.tokens, arrays.logprobs
+    rows: list[list[RowArrays]] = []
+    end = 0
+    for t, of_sample in zip(group, lengths, strict=True):
+        mine = []
+        for length in of_sample:
+            begin, end = end, end + length
+            row = RowArrays(ids[begin:end], mask[begin:end], logprobs[begin:end])
+            _check_limits(t, row, expected)
+            mine.append(row)
+        rows.append(mine)
+    return rows
+
+
+def _packed_rows(group: shmbus.Group) -> tuple[PackedArrays | None, list[list[int]]]:
+    """Copy all rows in one pass of C, or leave it to `read_sample`, which says what is wrong."""
+    try:
+        measured = measure([group], _NAMES)
+    except ValueError:
+        return None, []
+    for names in measured.field_names:
+        if not _NEEDED.issubset(row_fields(names)) or "advantages" in names:
+            return None, []
+    lengths = [[length] for length in measured.lengths]
+    if measured.has_rows:
+        for position, t in enumerate(group):
+            of_rows = row_lengths(t)
+            if of_rows is not None:
+                lengths[position] = of_rows[:, 0].tolist()
+    total, count = sum(measured.lengths), len(lengths)
+    arrays = PackedArrays.inside(np.empty(packed_bytes(total, count), np.uint8), total, count)
+    finite = gather(measured.trajectories, arrays, np.zeros(count, np.float32), _NAMES)
+    return (arrays if finite else None), lengths
+
+
+def read_sample(t: shmbus.Trajectory, expected: Expected) -> list[RowArrays]:
+    """Copy a sample out of the ring, row by row, with every check.
+
+    Parameters
+    ----------
+    t : Trajectory
+        Leased.
+    expected : Expected
+
+    Returns
+    -------
+    list of RowArrays
+        One, unless it was put with several rows.
+
+    Raises
+    ------
+    ValueError
+        A field is missing, fits no other or no limit, or is not finite; or there is a field that
+        TRL has no place for.
+    """
+    if "advantages" in t:
+        raise _bad(
+            t, "advantages", "no such field", "one",
+            "TRL has one advantage a sample: leave it out, or name a kind of advantages",
+        )  # fmt: skip
+    return [_read_row(t, row, expected) for row in t.rows]
+
+
+def _read_row(t: shmbus.Trajectory, row: Mapping[str, Any], expected: Expected) -> RowArrays:
+    fields: dict[str, Any] = {name: row.get(name) for name in _FILL}
+    for name, array in fields.items():
+        if array is None:
+            raise _bad(t, name, "this field", "none", _FILL[name])
+        if array.ndim != 1 or array.shape != fields["tokens"].shape or not array.size:
+            raise _bad(t, name, "[n], one value a token", f"shape {array.shape}", _FILL[name])
+    ids = np.array(fields["tokens"], np.int64)
+    mask = (fields["loss_mask"] != 0).astype(np.int64)
+    logprobs = np.where(mask, fields["logprobs"], 0).astype(np.float32)
+    if not np.isfinite(logprobs).all():
+        raise _bad(t, "logprobs", "finite numbers", "others", _FILL["logprobs"])
+    found = RowArrays(ids, mask, logprobs)
+    _check_limits(t, found, expected)
+    return found
+
+
+def _check_limits(t: shmbus.Trajectory, row: RowArrays, expected: Expected) -> None:
+    length = len(row.input_ids)
+    if expected.row_tokens is not None and length > expected.row_tokens:
+        raise _bad(
+            t, "tokens", f"at most {expected.row_tokens}, the trainer's token_budget", str(length),
+            "raise token_budget, or make shorter samples",
+        )  # fmt: skip
+    limit = expected.completion_tokens
+    if limit is not None and length > limit and np.count_nonzero(row.completion_mask) > limit:
+        longest = _longest_run(row.completion_mask)
+        if longest > limit:
+            raise _bad(
+                t, "tokens", f"at most {limit} sampled in a turn, max_completion_length",
+                str(longest), "raise max_completion_length, or lower the workers' limit",
+            )  # fmt: skip
+
+
+def _bad(t: shmbus.Trajectory, field: str, expected: str, got: str, step: str) -> ValueError:
+    return ValueError(
+        f"group {t.instance_id!r}, sample {t.index}, field {field!r}: expected {expected}, got "
+        f"{got}; {step}"
+    )
+
+
+def _longest_run(mask: NDArray[np.int64]) -> int:
+    borders = np.flatnonzero(np.diff(np.concatenate(([0], mask, [0]))))
+    return int((borders[1::2] - borders[::2]).max(initial=0))
