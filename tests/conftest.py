@@ -64,6 +64,8 @@ collect_ignore = [
         "gateway": ("aiohttp", "isal"),
         "peers/atropos": ("atroposlib",),
         "peers/trl": ("trl",),
+        "peers/openenv": ("openenv",),
+        "peers/verifiers": ("verifiers",),
         "peers/vllm": ("vllm",),
         "web": ("aiohttp",),
         "web/test_browser.py": ("playwright",),

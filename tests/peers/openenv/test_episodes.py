@@ -1,0 +1,156 @@
+"""Episodes over a real OpenEnv server: its step results are the score, turns are rows."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+from conftest import wait_until
+from openenv.core import GenericEnvClient
+from openenv.core.client_types import StepResult
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+import shmbus
+from trainer_adapter.adapters.openenv import EpisodeRecord, put_episode
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Guess(Action):
+    word: int
+
+
+class Hint(Observation):
+    text: str = ""
+
+
+class Guessing(Environment[Guess, Hint, State]):
+    """Three guesses; each right one gives 0.5."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = 0
+
+    def reset(self, *args: Any, **kwargs: Any) -> Hint:
+        self._steps = 0
+        return Hint(text="guess")
+
+    def step(self, action: Guess, *args: Any, **kwargs: Any) -> Hint:
+        self._steps += 1
+        reward = 0.5 * (action.word == 7)
+        return Hint(text="again", done=self._steps == 3, reward=reward)
+
+    @property
+    def state(self) -> State:
+        return State(step_count=self._steps)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    app = create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=4)
+    running = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error"))
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not running.started and time.monotonic() < deadline:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{port}"
+    running.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[str]:
+    with shmbus.Bus.create(bus_name, capacity="1MiB"):
+        yield bus_name
+
+
+def test_an_episode_of_a_real_environment_is_a_sample(server: str, bus: str) -> None:
+    with GenericEnvClient(base_url=server).sync() as env, shmbus.Producer(bus) as producer:
+        for index, words in enumerate(([7, 7, 1], [1, 1, 7])):
+            record = EpisodeRecord("guessing")
+            result = env.reset()
+            context = [2]
+            for word in words:
+                assert not result.done
+                record.turn(context, [word, 9], [-0.5, -0.25])
+                result = env.step({"word": word})
+                record.result(result)
+                context = [*context, word, 9, 3]
+            assert put_episode(
+                producer, record, "q1", group_size=2, index=index, policy_version=(3, 4)
+            )
+    with shmbus.Consumer(bus) as consumer:
+        [group] = consumer.take(1, 5.0)
+        assert [t.score for t in group] == [1.0, 0.5]
+        t = group[0]
+        [row] = t.rows
+        assert row["tokens"].tolist() == [2, 7, 9, 3, 7, 9, 3, 1, 9]
+        assert row["loss_mask"].tolist() == [0, 1, 1, 0, 1, 1, 0, 1, 1]
+        assert row["logprobs"].tolist() == [0, -0.5, -0.25, 0, -0.5, -0.25, 0, -0.5, -0.25]
+        assert t.meta["env"] == "guessing" and t.meta["steps"] == 3
+        assert (t.policy_version, t.newest_policy_version) == (3, 4)
+        consumer.ack(group)
+
+
+def test_a_context_that_was_rewritten_begins_a_row() -> None:
+    record = EpisodeRecord()
+    record.turn([1, 2], [3], [-1.0])
+    record.turn([1, 2, 3, 4], [5], [-1.0])
+    record.turn([1, 9, 4], [6], [-2.0], finish_reason="length")
+    first, second = record.rows()
+    assert first["tokens"].tolist() == [1, 2, 3, 4, 5]
+    assert second["tokens"].tolist() == [1, 9, 4, 6]
+    assert second["loss_mask"].tolist() == [0, 0, 0, 1]
+    assert record.finish_reason == "length"
+
+
+def step(reward: float | None, done: bool) -> StepResult[Any]:
+    return StepResult(observation={}, reward=reward, done=done)
+
+
+@pytest.mark.parametrize(
+    ("results", "turns", "words"),
+    [
+        ([step(1.0, False)], 1, "the environment was not done"),
+        ([step(None, True)], 1, "no step gave a reward"),
+        ([step(float("nan"), True)], 1, "reward nan"),
+        ([step(1.0, True)], 0, "nothing was sampled"),
+    ],
+)
+def test_what_cannot_be_trained_is_reported_and_asked_for_again(
+    results: list[Any], turns: int, words: str, bus: str
+) -> None:
+    record = EpisodeRecord()
+    for _ in range(turns):
+        record.turn([1], [2], [-1.0])
+    for result in results:
+        record.result(result)
+    with shmbus.Producer(bus) as producer, shmbus.Consumer(bus, sample_retries=1) as consumer:
+        assert not put_episode(producer, record, "q", group_size=1, index=0)
+        assert consumer.take(1, 0.2) == []
+        [wanted] = wait_until(producer.wanted)
+        assert words in wanted.reason
+
+
+def test_wrong_arguments_are_named() -> None:
+    record = EpisodeRecord()
+    with pytest.raises(ValueError, match="expected 2 logprobs, one for each sampled token, got 1"):
+        record.turn([1], [2, 3], [-1.0])
+    with pytest.raises(ValueError, match="expected finite logprobs"):
+        record.turn([1], [2], [float("nan")])
+    with pytest.raises(TypeError, match=r"expected OpenEnv's StepResult, got SimpleNamespace"):
+        record.result(SimpleNamespace(reward=1.0))

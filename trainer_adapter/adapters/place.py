@@ -1,0 +1,132 @@
+"""Where the sample of an environment goes: a request's place, or one that the caller names.
+
+Invariant: a sample that cannot be trained on is reported as failed at its place, so that its group
+never waits for it, and it alone is asked for again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import shmbus
+
+__all__ = ["Place", "Unusable", "place_of"]
+
+
+class Unusable(Exception):
+    """A sample that failed where it was made; its text says why."""
+
+
+class Place(NamedTuple):
+    """A sample's place in its group.
+
+    Attributes
+    ----------
+    request : Request | None
+        Whose answer it is; then the rest is the request's.
+    instance_id : str | int
+    group_size, index : int
+    epoch : int | None
+    split : str
+    """
+
+    request: shmbus.Request | None
+    instance_id: str | int
+    group_size: int
+    index: int
+    epoch: int | None
+    split: str
+
+    def put(self, producer: shmbus.Producer, record: dict[str, Any], timeout: float | None) -> bool:
+        """Put the sample.
+
+        Parameters
+        ----------
+        producer : Producer
+        record : dict
+            Keywords of `Producer.put` beside the place.
+        timeout : float, optional
+            Seconds to wait for room.
+
+        Returns
+        -------
+        bool
+            False where nobody wants it any more.
+
+        Raises
+        ------
+        TypeError, ValueError, BusFullError, BusClosedError, RecordTooLargeError
+            As for `Producer.put`.
+        """
+        if self.request is not None:
+            return producer.put_for(self.request, timeout=timeout, **record)
+        producer.put(
+            self.instance_id, group_size=self.group_size, index=self.index, epoch=self.epoch,
+            split=self.split, timeout=timeout, **record,
+        )  # fmt: skip
+        return True
+
+    def fail(self, producer: shmbus.Producer, reason: str, timeout: float | None) -> None:
+        """Report that the sample failed.
+
+        Parameters
+        ----------
+        producer : Producer
+        reason : str
+        timeout : float, optional
+
+        Raises
+        ------
+        BusFullError, BusClosedError
+            As for `Producer.fail`.
+        """
+        if self.request is not None:
+            producer.fail_for(self.request, reason, timeout=timeout)
+            return
+        producer.fail(
+            self.instance_id, self.index, reason, group_size=self.group_size, epoch=self.epoch,
+            split=self.split, timeout=timeout,
+        )  # fmt: skip
+
+
+def place_of(
+    request: shmbus.Request | None,
+    instance_id: str | int | None,
+    group_size: int | None,
+    index: int | None,
+    epoch: int | None,
+    split: str | None,
+) -> Place:
+    """Say where a sample goes.
+
+    Parameters
+    ----------
+    request : Request, optional
+    instance_id : str or int, optional
+    group_size, index : int, optional
+    epoch : int, optional
+    split : str, optional
+        "train" where nothing is said.
+
+    Returns
+    -------
+    Place
+
+    Raises
+    ------
+    TypeError
+        There is a request and a place, or neither.
+    """
+    named = {"instance_id": instance_id, "group_size": group_size, "index": index}
+    if request is not None:
+        given = [name for name, value in {**named, "epoch": epoch}.items() if value is not None]
+        if given:
+            raise TypeError(f"put_episode: {given[0]} is the request's; leave it out")
+        return Place(
+            request, request.instance_id, request.group_size, request.index, request.epoch,
+            request.split,
+        )  # fmt: skip
+    if instance_id is None or group_size is None or index is None:
+        missing = next(name for name, value in named.items() if value is None)
+        raise TypeError(f"put_episode: expected a request, or {missing} beside the others; give it")
+    return Place(None, instance_id, group_size, index, epoch, split or "train")
