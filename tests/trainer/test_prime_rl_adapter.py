@@ -1,0 +1,192 @@
+"""prime-rl's sender and receiver over shared memory, by the interfaces of two of its commits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from conftest import Spawner
+from published_prime_rl import PUBLISHED, PayloadSegment, RoutedExperts, SamplingMask, installed
+
+import shmbus
+from shmbus.channel import PeerGoneError, StepOrderError, unlink_channel
+from trainer_adapter.adapters import prime_rl
+
+RANKS = 2
+
+
+@pytest.fixture(params=sorted(PUBLISHED))
+def commit(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def run(bus_name: str) -> Iterator[str]:
+    yield bus_name
+    for rank in range(RANKS):
+        for reader in range(2):
+            with contextlib.suppress(shmbus.BusNotFoundError):
+                unlink_channel(f"{bus_name}.rank{rank}.{reader}")
+
+
+def micro_batch(kind: Any, dice: random.Random, commit: str) -> Any:
+    tokens = dice.randint(1, 700)
+    floats = [[dice.gauss(0, 1) for _ in range(tokens)] for _ in range(4)]
+    experts = bytes(dice.randrange(256) for _ in range(tokens * 6))
+    cut = dice.randint(0, tokens)
+    more: dict[str, Any] = {}
+    if commit == "0f59b24":
+        counts = np.array([tokens, *[0] * (tokens - 1)], np.int32)
+        more = {
+            "sampling_mask": SamplingMask(bytes(4 * tokens), counts.tobytes()),
+            "trace_ids": ["t"] * tokens, "branch_indices": [0] * tokens,
+            "payload": [PayloadSegment("routed_experts", "/f", 0, 0, 1, "uint8", [3, 2])],
+        }  # fmt: skip
+    return kind(
+        input_ids=[dice.randrange(2**40) for _ in range(tokens)],
+        loss_mask=[dice.random() < 0.5 for _ in range(tokens)],
+        advantages=floats[0], inference_logprobs=floats[1], position_ids=list(range(tokens)),
+        sequence_lengths=[cut, tokens - cut], temperatures=[1.0] * tokens,
+        env_names=["gsm8k"] * tokens, seq_lens=[1] * tokens,
+        ref_logprobs=floats[2] if dice.random() < 0.5 else None,
+        routed_experts=RoutedExperts(experts, [tokens, 3, 2], "uint8"),
+        mm_refs={"pixels": bytes(dice.choice([10, 5000]))},
+        rl_weights=[1, *floats[3][1:]],
+        **more,
+    )  # fmt: skip
+
+
+def as_lists(value: Any) -> Any:
+    """A received value as prime-rl's own receiver gives it."""
+    if isinstance(value, np.ndarray):
+        assert not value.flags.writeable
+        return value.tobytes() if value.dtype == np.uint8 else value.tolist()
+    if isinstance(value, msgspec.Struct):
+        return type(value)(**{n: as_lists(getattr(value, n)) for n in value.__struct_fields__})
+    if isinstance(value, dict):
+        return {key: as_lists(each) for key, each in value.items()}
+    return value
+
+
+def theirs_received(batches: list[Any]) -> bytes:
+    """What prime-rl's receiver has of what its sender wrote, as bytes."""
+    own = msgspec.msgpack.Decoder(list[type(batches[0])])  # type: ignore[misc]
+    return msgspec.msgpack.encode(own.decode(msgspec.msgpack.encode(batches)))
+
+
+def test_what_is_received_is_what_prime_rls_own_receiver_gives_byte_for_byte(
+    commit: str, run: str, seed: int
+) -> None:
+    dice = random.Random(seed)
+    with installed(commit) as theirs:
+        package, middle, _ = PUBLISHED[commit]
+        assert prime_rl.install(run) == package
+        trainer = sys.modules["prime_rl.trainer.data"]
+        sender = getattr(theirs, f"setup_{middle}_sender")("out", RANKS, 5, None)
+        receivers = [
+            getattr(trainer, f"setup_{middle}_receiver")("out", rank, 5, None)
+            for rank in range(RANKS)
+        ]
+        for _ in range(4):
+            assert not receivers[0].can_receive()
+            grid = [[micro_batch(theirs.MicroBatch, dice, commit) for _ in range(3)]
+                    for _ in range(RANKS)]  # fmt: skip
+            by_theirs = [theirs_received(row) for row in grid]
+            asyncio.run(sender.send(grid))
+            for receiver, wire in zip(receivers, by_theirs, strict=True):
+                receiver.wait()
+                assert receiver.can_receive()
+                found = receiver.receive()
+                assert all(isinstance(each.input_ids, np.ndarray) for each in found)
+                assert all(isinstance(each.routed_experts.data, np.ndarray | bytes)
+                           for each in found)  # fmt: skip
+                assert msgspec.msgpack.encode([as_lists(each) for each in found]) == wire
+        for end in (sender, *receivers):
+            end.close()
+
+
+def small(kind: Any, number: int) -> Any:
+    return kind([number], [True], [0.5], [-1.0], [0], [1], [1.0], ["e"], [1])
+
+
+def test_processes_that_share_a_data_rank_all_get_its_batches(run: str) -> None:
+    with installed("0f59b24") as theirs:
+        sender = prime_rl.ShmbusBatchSender(run, 1, readers_per_rank=2)
+        readers = [
+            prime_rl.ShmbusBatchReceiver(run, 0, micro_batch=theirs.MicroBatch, reader=reader)
+            for reader in range(2)
+        ]
+        asyncio.run(sender.send([[small(theirs.MicroBatch, 7)]]))
+        assert [int(each.receive()[0].input_ids[0]) for each in readers] == [7, 7]
+        for end in (sender, *readers):
+            end.close()
+
+
+def test_a_step_that_was_not_followed_by_another_comes_again(run: str) -> None:
+    with installed("0f59b24") as theirs:
+        kind = theirs.MicroBatch
+        sender = prime_rl.ShmbusBatchSender(run, 1)
+        for step in range(2):
+            asyncio.run(sender.send([[small(kind, step)]]))
+        first = prime_rl.ShmbusBatchReceiver(run, 0, micro_batch=kind)
+        [kept], [again] = first.receive(), first.receive()
+        first.close()
+        assert (int(kept.input_ids[0]), int(again.input_ids[0])) == (0, 1)
+        second = prime_rl.ShmbusBatchReceiver(run, 0, 1, micro_batch=kind)
+        assert int(second.receive()[0].input_ids[0]) == 1
+        with pytest.raises(ValueError, match=r"expected 1 ranks with equally many .* got \[1, 1\]"):
+            asyncio.run(sender.send([[small(kind, 2)], [small(kind, 2)]]))
+        asyncio.run(sender.send([[small(kind, 2)]]))
+        second.close()
+        behind = prime_rl.ShmbusBatchReceiver(run, 0, 0, micro_batch=kind)
+        with pytest.raises(StepOrderError, match="resume the sender from the checkpoint"):
+            behind.receive()
+        behind.close()
+        sender.close()
+
+
+DYING = """
+import asyncio, sys, time
+sys.path.insert(0, {tests!r})
+from published_prime_rl import installed
+from trainer_adapter.adapters import prime_rl
+with installed("0f59b24") as theirs:
+    sender = prime_rl.ShmbusBatchSender({run!r}, 1)
+    kind = theirs.MicroBatch
+    asyncio.run(sender.send([[kind([3], [True], [0.5], [-1.0], [0], [1], [1.0], ["e"], [1])]]))
+    print("sent")
+    time.sleep(600)
+"""
+
+
+def test_a_killed_orchestrator_ends_the_wait_by_an_error(
+    run: str, spawn: Spawner, request: pytest.FixtureRequest
+) -> None:
+    child = spawn.script(DYING.format(tests=str(request.path.parent), run=run))
+    child.expect("sent")
+    with installed("0f59b24") as theirs:
+        receiver = prime_rl.ShmbusBatchReceiver(run, 0, micro_batch=theirs.MicroBatch)
+        receiver.wait()
+        child.send_signal(signal.SIGKILL)
+        child.popen.wait()
+        assert receiver.receive()[0].input_ids.tolist() == [3], "what was sent is whole"
+        with pytest.raises(PeerGoneError):
+            receiver.receive()
+        receiver.close()
+
+
+def test_another_version_is_refused_by_the_names_it_lacks() -> None:
+    with pytest.raises(ImportError, match=r"transports\.batch is not there.*559b447"):
+        prime_rl.install("none")
+    with installed("0f59b24") as theirs:
+        del theirs.setup_batch_receiver
+        with pytest.raises(ImportError, match="has no setup_batch_receiver"):
+            prime_rl.install("none")
