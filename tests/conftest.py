@@ -66,6 +66,7 @@ collect_ignore = [
         "peers/trl": ("trl",),
         "peers/openenv": ("openenv",),
         "peers/verifiers": ("verifiers",),
+        "peers/verl": ("verl",),
         "peers/vllm": ("vllm",),
         "web": ("aiohttp",),
         "web/test_browser.py": ("playwright",),

@@ -155,7 +155,7 @@ def decode(meta: bytes, view: NDArray[np.uint8], decoder: Any) -> list[Any]:
         part = view[piece.begin : piece.begin + piece.nbytes]
         owner = batches[piece.batch]
         for step in piece.path[:-1]:
-            owner = getattr(owner, step) if isinstance(owner, msgspec.Struct) else owner[step]
+            owner = getattr(owner, str(step)) if isinstance(owner, msgspec.Struct) else owner[step]
         value = part if piece.dtype == "bytes" else part.view(piece.dtype)
         if isinstance(owner, msgspec.Struct):
             setattr(owner, str(piece.path[-1]), value)

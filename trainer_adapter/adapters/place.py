@@ -6,7 +6,8 @@ never waits for it, and it alone is asked for again.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import shmbus
 
@@ -17,7 +18,8 @@ class Unusable(Exception):
     """A sample that failed where it was made; its text says why."""
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """A sample's place in its group.
 
     Attributes

@@ -133,7 +133,7 @@ class ShmbusBatchSender:
                 if channel.next_step > self.current_step:
                     continue  # a send that another rank made fail is made again
                 memory = channel.begin(size, len(meta))
-                view = np.frombuffer(memory, np.uint8)
+                view = np.frombuffer(memoryview(memory), np.uint8)
                 for piece, array in zip(out.pieces, out.arrays, strict=True):
                     view[piece.begin : piece.begin + piece.nbytes] = array.view(np.uint8)
                 del view
@@ -231,7 +231,9 @@ class ShmbusBatchReceiver:
         """
         self.wait()
         message, self._held = self._held, None
-        found = decode(message.meta, np.frombuffer(message.memory, np.uint8), self._decoder)
+        found = decode(
+            message.meta, np.frombuffer(memoryview(message.memory), np.uint8), self._decoder
+        )
         self._used = True
         self.current_step += 1
         return found

@@ -1,0 +1,46 @@
+"""A rollout worker of the tests: it answers requests, until the bus is gone. No Ray, no verl.
+
+    answering.py BUS [own]
+
+With "own" it puts groups of prompts of its own instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import shmbus
+
+
+def sample(word: int, index: int) -> dict[str, Any]:
+    """A prompt of two tokens, and as many sampled ones as the index says, and one more."""
+    count = index + 1
+    return {
+        "tokens": [1, word, *([word] * count)], "loss_mask": [0, 0, *([1] * count)],
+        "logprobs": [0.0, 0.0, *([-0.5] * count)], "score": 0.25 * index,
+    }  # fmt: skip
+
+
+def main() -> None:
+    with shmbus.Producer(sys.argv[1], wait=60.0) as producer:
+        if sys.argv[2:] == ["own"]:
+            samples = [{**sample(9, index), "policy_version": 3} for index in range(2)]
+            producer.put_group("their own", samples, epoch=producer.next_round())
+            return
+        while True:
+            request = producer.next_request(timeout=None)
+            assert request is not None
+            word = int(request.meta["raw_prompt"][0]["content"])
+            version = producer.policy_version
+            if request.index == 1 and request.meta.get("fork"):
+                row = sample(word, 1)
+                score = row.pop("score")
+                other = {**row, "loss_mask": [0, 0, 0, 1]}
+                producer.put_for(request, score=score, rows=[row, other], policy_version=version)
+            else:
+                producer.put_for(request, policy_version=version, **sample(word, request.index))
+
+
+if __name__ == "__main__":
+    main()

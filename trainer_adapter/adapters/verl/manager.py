@@ -1,0 +1,160 @@
+"""verl v1's agent-loop manager over a bus: prompts become requests, whoever serves them.
+
+A class for ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, beside the sampler of this
+package. Its workers are any processes that take requests from the bus.
+
+Invariants:
+
+- A prompt is offered once for each time that verl submits it, under verl's own uid.
+- `generate_sequences` never waits: a thread offers what the lane has no room for yet.
+- What the data set says of a prompt stays here, and joins its trajectories in the sampler.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+import shmbus
+from trainer_adapter.adapters.verl.stack import BUS_VARIABLE, needed
+
+__all__ = ["PROMPTS", "ShmbusAgentLoopManager"]
+
+_LOG: Final = logging.getLogger("shmbus.verl")
+#: Seconds of one attempt to offer a prompt; between two of them `close` is seen.
+_OFFER_S: Final = 1.0
+#: What the trajectories of a prompt take over from the data set, by uid; the sampler takes it out.
+PROMPTS: Final[dict[str, dict[str, Any]]] = {}
+
+(kv_put,) = needed("transfer_queue", "kv_put")
+
+
+class ShmbusAgentLoopManager:
+    """Offers verl's prompts to the workers of a bus.
+
+    Parameters
+    ----------
+    config : DictConfig
+        verl's. The bus is ``trainer.v1.sampler.sampler_kwargs.bus``, or the variable SHMBUS_BUS.
+    """
+
+    def __init__(self, config: Any) -> None:
+        sampler = config.trainer.v1.sampler.get("sampler_kwargs", None) or {}
+        bus = sampler.get("bus") or os.environ.get(BUS_VARIABLE)
+        if not bus:
+            raise ValueError(
+                "sampler_kwargs: expected bus, the name of a bus, got none; set "
+                f"trainer.v1.sampler.sampler_kwargs.bus, or the variable {BUS_VARIABLE}"
+            )
+        self._rollout = config.actor_rollout_ref.rollout
+        self._feeder = shmbus.Feeder(str(bus))
+        self._waiting: queue.SimpleQueue[tuple[dict[str, Any], bool] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._offer_all, name="shmbus-verl", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def create(cls, config: Any, **handles: Any) -> ShmbusAgentLoopManager:
+        """Make one, as verl's trainer does.
+
+        Parameters
+        ----------
+        config : DictConfig
+        **handles : object
+            verl's inference and reward handles; workers of a bus have their own.
+
+        Returns
+        -------
+        ShmbusAgentLoopManager
+        """
+        return cls(config)
+
+    def generate_sequences(self, prompts: Any) -> None:
+        """Have prompts sampled; their trajectories come by the sampler.
+
+        Parameters
+        ----------
+        prompts : TensorDict
+            A batch of verl's data set, with "uid".
+        """
+        validate = bool(_value(prompts, "validate", 0)) if "validate" in prompts else False
+        for place in range(len(prompts)):
+            prompt = {str(name): _value(prompts, name, place) for name in list(prompts.keys())}
+            self._waiting.put((prompt, validate))
+
+    def close(self) -> None:
+        """End; prompts that were not offered yet never are."""
+        self._waiting.put(None)
+        self._feeder.close()
+        self._thread.join()
+
+    def _offer_all(self) -> None:
+        while (given := self._waiting.get()) is not None:
+            prompt, validate = given
+            uid = str(prompt["uid"])
+            partition = "val" if validate else "train"
+            try:
+                self._offer(uid, prompt, validate)
+                kv_put(key=uid, partition_id=partition, tag={"status": "running"})
+            except shmbus.BusClosedError:
+                return
+            except Exception:
+                # As verl's own workers: the prompt failed, and the trainer goes on.
+                _LOG.exception("prompt %s could not be offered", uid)
+                PROMPTS.pop(uid, None)
+                kv_put(key=uid, partition_id=partition, tag={"status": "failure"})
+
+    def _offer(self, uid: str, prompt: dict[str, Any], validate: bool) -> None:
+        config = self._rollout
+        sampling = config.val_kwargs if validate else config
+        size = int(prompt.get("__rollout_n__", sampling.n))
+        PROMPTS[uid] = {
+            name: value for name, value in prompt.items()
+            if name not in ("uid", "validate", "global_steps") and not name.startswith("__")
+        }  # fmt: skip
+        meta = {
+            "sampling": {name: sampling.get(name) for name in ("temperature", "top_p", "top_k")},
+            "global_steps": prompt.get("global_steps"),
+        }
+        meta |= _encodable({n: v for n, v in PROMPTS[uid].items() if n != "index"})
+        while True:
+            try:
+                self._feeder.request(
+                    uid, group_size=size, split="eval" if validate else "train", meta=meta,
+                    timeout=_OFFER_S,
+                )  # fmt: skip
+                return
+            except shmbus.BusFullError:
+                continue
+
+
+def _value(batch: Any, name: Any, place: int) -> Any:
+    """One prompt's value of a column, as a plain one where it is plain."""
+    column = batch.get(name)
+    kind = type(column).__name__
+    if kind == "NonTensorData":
+        return column.data
+    value = column[place]
+    return value.data if type(value).__name__ == "NonTensorData" else value
+
+
+def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what workers can be told: values that MessagePack has."""
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=_plain))
+        except (TypeError, NotImplementedError):
+            continue
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise NotImplementedError

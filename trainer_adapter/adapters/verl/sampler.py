@@ -1,0 +1,133 @@
+"""verl v1's replay buffer, filled from a bus before it looks at what there is.
+
+A module for ``trainer.v1.sampler.custom_sampler``. All of verl's policies stay its own: staleness,
+group filtering, refill, warm-up. Only who puts the trajectories is another.
+
+Invariants:
+
+- A group is acknowledged when its trajectories are in the TransferQueue, which is from then on
+  responsible for them: verl re-issues unfinished prompts of a checkpoint itself.
+- A group that nobody of this trainer asked for is trained as a prompt of its own.
+- What verl cannot take is an error, or ends as verl's own failed prompts do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any, Final
+
+import shmbus
+from trainer_adapter.adapters.verl.manager import PROMPTS
+from trainer_adapter.adapters.verl.stack import BUS_VARIABLE, needed
+from trainer_adapter.adapters.verl.trajectories import trajectories_of
+
+__all__ = ["ShmbusSampler", "ShmbusSamplerAsync"]
+
+_LOG: Final = logging.getLogger("shmbus.verl")
+_TAKE_GROUPS: Final = 64
+#: Splits of a bus, by verl's partitions.
+SPLITS: Final = {"train": "train", "val": "eval"}
+#: Options of this sampler among ``sampler_kwargs``; all others are the Consumer's.
+_OWN: Final = ("bus", "logprobs", "refused")
+
+ReplayBuffer, ReplayBufferAsync = needed(
+    "verl.trainer.ppo.v1.replay_buffer", "ReplayBuffer", "ReplayBufferAsync"
+)
+kv_batch_put, kv_put, kv_list = needed("transfer_queue", "kv_batch_put", "kv_put", "kv_list")
+(to_tensordict,) = needed("verl.utils.tensordict_utils", "list_of_dict_to_tensordict")
+
+
+class _FromBus:
+    """What both kinds of replay buffer add.
+
+    Parameters
+    ----------
+    sampler_kwargs : mapping
+        ``bus``, ``logprobs`` (True: the sampler's are needed), ``refused`` ("raise" or "drop" for
+        groups that verl cannot take), and options of `shmbus.Consumer`.
+    """
+
+    sampler_kwargs: Any
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        given: Mapping[str, Any] = dict(self.sampler_kwargs or {})
+        bus = given.get("bus") or os.environ.get(BUS_VARIABLE)
+        if not bus:
+            raise ValueError(
+                "sampler_kwargs: expected bus, the name of a bus, got none; set "
+                f"trainer.v1.sampler.sampler_kwargs.bus, or the variable {BUS_VARIABLE}"
+            )
+        self._refused = given.get("refused", "raise")
+        if self._refused not in ("raise", "drop"):
+            raise ValueError(f"refused: expected 'raise' or 'drop', got {self._refused!r}")
+        self._logprobs = bool(given.get("logprobs", True))
+        more = {name: value for name, value in given.items() if name not in _OWN}
+        self._consumer = shmbus.Consumer(str(bus), **{"label": "verl", **more})
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        for partition, split in SPLITS.items():
+            self._fill(partition, split)
+        super()._sync_metadata_from_transfer_queue()  # type: ignore[misc]
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
+        """Sample as verl does, and tell the bus which policy version is current.
+
+        Parameters
+        ----------
+        global_steps : int
+        partition_id : str
+        batch_size : int
+            Prompts.
+
+        Returns
+        -------
+        KVBatchMeta, dict
+            As verl's.
+        """
+        if global_steps > self._consumer.policy_version:
+            self._consumer.policy_version = global_steps
+        return super().sample(global_steps, partition_id, batch_size)  # type: ignore[misc]
+
+    def _fill(self, partition: str, split: str) -> None:
+        groups = self._consumer.take(_TAKE_GROUPS, 0, split=split)
+        if not groups:
+            return
+        known = (kv_list(partition_id=partition) or {}).get(partition, {})
+        for group in groups:
+            asked = known.get(group.instance_id, {})
+            uid = group.instance_id if asked.get("is_prompt") else uuid.uuid4().hex
+            steps = int(asked.get("global_steps", group[0].policy_version))
+            prompt = PROMPTS.pop(uid, {})
+            try:
+                made = trajectories_of(group, uid, prompt, steps, self._logprobs)
+            except ValueError as error:
+                if self._refused == "raise":
+                    raise
+                _LOG.warning("dropped: %s", error)
+                if asked:
+                    kv_put(key=uid, partition_id=partition, tag={"status": "failure"})
+                self._consumer.drop(group)
+                continue
+            keys, fields, tags = made
+            kv_batch_put(keys=keys, fields=to_tensordict(fields), tags=tags, partition_id=partition)
+            kv_put(
+                key=uid, partition_id=partition,
+                tag={"is_prompt": True, "status": "finished", "global_steps": steps},
+            )  # fmt: skip
+            self._consumer.ack(group)
+
+    def close(self) -> None:
+        """Leave the bus."""
+        self._consumer.close()
+
+
+class ShmbusSampler(_FromBus, ReplayBuffer):
+    """For ``trainer_mode: sync``."""
+
+
+class ShmbusSamplerAsync(_FromBus, ReplayBufferAsync):
+    """For the asynchronous trainer modes."""
