@@ -101,6 +101,15 @@ class Endpoint:
         """Return how often a slot got more memory."""
         return self._counts()[3]
 
+    def is_other_alive(self) -> bool:
+        """Whether a living process is the other side; known by its lock.
+
+        Returns
+        -------
+        bool
+        """
+        return self._handle.look(self.OTHER)[0] == _core.CHANNEL_ALIVE
+
     def state(self, data: bytes) -> None:
         """Tell the other side something that outlives this process.
 

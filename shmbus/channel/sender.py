@@ -260,6 +260,48 @@ class ChannelSender(Endpoint):
         """
         return self._message(_core.CHANNEL_FAIL, reason, step, timeout)
 
+    def wait_acked(self, step: int, *, timeout: float | None = None) -> None:
+        """Wait until the receiver has acknowledged a step.
+
+        Parameters
+        ----------
+        step : int
+            Which.
+        timeout : float, optional
+            Seconds.
+
+        Raises
+        ------
+        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+            It did not, and why.
+        """
+
+        def acked() -> bool | None:
+            return True if self.acked_step >= step else None
+
+        self._wait(acked, timeout, f"the acknowledgement of step {step}")
+
+    def withdraw(self) -> bool:
+        """Take back what is on its way, to be sent again; not from a living receiver.
+
+        Returns
+        -------
+        bool
+            Whether nothing is on its way now.
+
+        Raises
+        ------
+        ChannelDamagedError
+            The segment is damaged.
+        """
+        with self._lock:
+            if self.sent_step == self.acked_step:
+                return True
+            status = _core.channel_begin_at(self._handle, self.acked_step + 1)
+            if status not in (0, _core.CHANNEL_HELD):
+                raise self._damaged()
+            return status == 0
+
     def resume_after(self, step: int) -> None:
         """Go on after a step that a checkpoint names as the last acknowledged one.
 

@@ -18,10 +18,11 @@ from shmbus.channel import (
     StepSkippedError,
 )
 from trainer_adapter.channel.channel import TensorChannel
-from trainer_adapter.channel.config import CudaCarrier, HostCarrier
+from trainer_adapter.channel.config import CudaCarrier, HostCarrier, MemfdCarrier
 from trainer_adapter.channel.receiver import StepItem, TensorReceiver
 from trainer_adapter.channel.sender import TensorSender
 from trainer_adapter.channel.specs import SpecMismatchError, TensorSpec
+from trainer_adapter.device.handles import DeviceMismatchError
 
 __all__ = [
     "ChannelBusyError",
@@ -30,7 +31,9 @@ __all__ = [
     "ChannelError",
     "ChannelTimeoutError",
     "CudaCarrier",
+    "DeviceMismatchError",
     "HostCarrier",
+    "MemfdCarrier",
     "PeerGoneError",
     "SpecMismatchError",
     "StepFailedError",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from shmbus.channel import DEFAULT_TIMEOUT_S
-from trainer_adapter.channel.config import Carrier, HostCarrier, choose_carrier
+from trainer_adapter.channel.config import Carrier, choose_carrier
 from trainer_adapter.channel.receiver import TensorReceiver
 from trainer_adapter.channel.sender import TensorSender
 
@@ -22,6 +24,7 @@ class TensorChannel:
         *,
         slots: int | None = None,
         carrier: str | Carrier = "auto",
+        device: str | None = None,
         max_bytes: int | str | None = None,
         specs: Mapping[str, Any] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
@@ -35,8 +38,10 @@ class TensorChannel:
             As a bus is named, such as "run1.hidden".
         slots : int, optional
             Steps that may be on their way, 1 to 8; 2 where nothing is said.
-        carrier : "auto" | "host" | HostCarrier
-            Which memory.
+        carrier : "auto" | "host" | "memfd" | "cuda" | Carrier
+            Which memory; "auto" is "cuda" where a CUDA device is given, and "host" elsewhere.
+        device : str, optional
+            Where the tensors are, such as "cuda:0"; the CPU where nothing is said.
         max_bytes : int | str, optional
             Bytes that a step may have; "16GiB" where nothing is said.
         specs : mapping of name to (dtype, shape), optional
@@ -54,8 +59,8 @@ class TensorChannel:
         ------
         TypeError, ValueError
             An argument is none, or belongs to another carrier.
-        NotImplementedError
-            The carrier is not there yet.
+        DeviceMismatchError
+            This process does not see the device.
         ChannelBusyError
             Another living process sends.
         LayoutMismatchError
@@ -63,8 +68,7 @@ class TensorChannel:
         CapacityError
             /dev/shm is full.
         """
-        chosen = choose_carrier(carrier, slots=slots, max_bytes=max_bytes)
-        assert isinstance(chosen, HostCarrier)
+        chosen = choose_carrier(carrier, slots=slots, device=device, max_bytes=max_bytes)
         return TensorSender(name, chosen, specs=specs, timeout=timeout, label=label)
 
     @staticmethod
@@ -75,6 +79,8 @@ class TensorChannel:
         timeout: float = DEFAULT_TIMEOUT_S,
         wait: float = 0.0,
         label: str = "",
+        device: str | None = None,
+        views: bool = False,
     ) -> TensorReceiver:
         """Open a channel to receive, from the oldest step that was not acknowledged.
 
@@ -90,6 +96,11 @@ class TensorChannel:
             Seconds to wait for the channel to be created.
         label : str
             For messages.
+        device : str, optional
+            Which CUDA device reads what comes by the carrier "cuda"; by default the sender's.
+        views : bool
+            Carriers "memfd" and "cuda": hand out views in place of copies. They must be gone when
+            their step's context ends, which waits for the device's work; if not, that is an error.
 
         Returns
         -------
@@ -106,4 +117,13 @@ class TensorChannel:
         LayoutMismatchError
             What is there is no channel of this version.
         """
-        return TensorReceiver(name, specs=specs, timeout=timeout, wait=wait, label=label)
+        reading = None if device is None else torch.device(device)
+        return TensorReceiver(
+            name,
+            specs=specs,
+            timeout=timeout,
+            wait=wait,
+            label=label,
+            device=reading,
+            views=views,
+        )

@@ -12,9 +12,10 @@ import msgspec
 
 from shmbus.channel import ChannelDamagedError
 from trainer_adapter.channel.specs import TensorSpec, size_of
+from trainer_adapter.device.arena import BufferName
 from trainer_adapter.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorPlace
 
-__all__ = ["Places", "decode_places", "plan_places"]
+__all__ = ["Places", "check_places", "decode_places", "plan_places"]
 
 
 class Places(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -26,10 +27,13 @@ class Places(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         In the order in which they were sent.
     meta : dict
         Of the user.
+    buffer : BufferName | None
+        Where the payload lies; None for the step's own slot of the segment.
     """
 
     tensors: list[TensorPlace]
     meta: dict[str, Any]
+    buffer: BufferName | None = None
 
 
 def plan_places(specs: Mapping[str, TensorSpec]) -> tuple[list[TensorPlace], int]:
@@ -44,15 +48,13 @@ def plan_places(specs: Mapping[str, TensorSpec]) -> tuple[list[TensorPlace], int
     return places, end
 
 
-def decode_places(data: bytes, size: int, what: str) -> Places:
-    """Decode a table and check it against its payload.
+def decode_places(data: bytes, what: str) -> Places:
+    """Decode a table; `check_places` compares it with its payload.
 
     Parameters
     ----------
     data : bytes
         What came.
-    size : int
-        Bytes of the payload.
     what : str
         For messages.
 
@@ -63,12 +65,31 @@ def decode_places(data: bytes, size: int, what: str) -> Places:
     Raises
     ------
     ChannelDamagedError
-        It is none, or a tensor lies outside.
+        It is none.
     """
     try:
-        places = msgspec.msgpack.decode(data, type=Places)
+        return msgspec.msgpack.decode(data, type=Places)
     except msgspec.MsgspecError as error:
         raise ChannelDamagedError(f"{what}: its table of tensors is none ({error})") from error
+
+
+def check_places(places: Places, size: int, what: str) -> None:
+    """Check a table against its payload.
+
+    Parameters
+    ----------
+    places : Places
+        Decoded.
+    size : int
+        Bytes of the payload.
+    what : str
+        For messages.
+
+    Raises
+    ------
+    ChannelDamagedError
+        A tensor lies outside, or is none.
+    """
     for place in places.tensors:
         known = place.dtype in DTYPE_BYTES and min(place.shape, default=0) >= 0
         inside = place.offset >= 0 and place.offset % ALIGNMENT == 0
@@ -78,4 +99,3 @@ def decode_places(data: bytes, size: int, what: str) -> Places:
             or place.offset + place.size > size
         ):
             raise ChannelDamagedError(f"{what}: tensor {place.name!r} does not lie in its payload")
-    return places

@@ -6,7 +6,7 @@ tensors are views; those that outlive the context keep their values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,8 @@ import torch
 from shmbus.channel import ChannelReceiver, Message
 from trainer_adapter.channel.agreement import Agreement
 from trainer_adapter.channel.places import decode_places
+from trainer_adapter.channel.readers import StepReader
 from trainer_adapter.channel.specs import Statement, TensorSpec, parse_specs, step_differences
-from trainer_adapter.weights.memory import payload_tensor, tensor_at
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,9 +37,11 @@ class StepItem(Mapping[str, torch.Tensor]):
     step : int
         Which.
     tensors : dict of Tensor
-        Views of its memory.
+        Views of its memory, or copies.
     meta : dict
         Of the sender.
+    finish : callable
+        What has to be done before its slot is given back.
     """
 
     def __init__(
@@ -48,18 +50,31 @@ class StepItem(Mapping[str, torch.Tensor]):
         step: int,
         tensors: dict[str, torch.Tensor],
         meta: dict[str, Any],
+        finish: Callable[[], None],
     ) -> None:
         self._channel = channel
         self._tensors = tensors
+        self._finish = finish
         self._open = True
         self.step = step
         self.meta = meta
 
     def ack(self) -> None:
-        """Acknowledge the step, once; its slot may be written again."""
+        """Acknowledge the step, once; its slot may be written again.
+
+        Raises
+        ------
+        ChannelError
+            A view of exported memory is still there; the step comes again.
+        """
         if self._open:
             self._open = False
             self._tensors = {}
+            try:
+                self._finish()
+            except BaseException:
+                self._channel.drop()
+                raise
             self._channel.ack()
 
     def drop(self) -> None:
@@ -112,6 +127,10 @@ class TensorReceiver:
         Seconds to wait for the channel to be created.
     label : str
         For messages.
+    device : torch.device, optional
+        Which CUDA device reads memory of a CUDA carrier; by default the one that has it.
+    views : bool
+        Whether its tensors, and those of a memfd, are views instead of copies.
     """
 
     def __init__(
@@ -122,9 +141,12 @@ class TensorReceiver:
         timeout: float,
         wait: float,
         label: str,
+        device: torch.device | None = None,
+        views: bool = False,
     ) -> None:
         expected = Statement(parse_specs(specs))
         self._channel = ChannelReceiver(name, timeout=timeout, wait=wait, label=label)
+        self._reader = StepReader(self._channel, device=device, views=views)
         self._agreement = Agreement(self._channel, "receiver")
         self._agreement.state(expected)
         self._item: StepItem | None = None
@@ -160,6 +182,8 @@ class TensorReceiver:
             What is sent is not what is expected; the sender gets it too.
         StepSkippedError, StepFailedError
             The step comes without tensors, and why; the next call has the next step.
+        DeviceMismatchError
+            The tensors are on a device that this process does not see, or cannot read.
         StepOrderError
             `step` was acknowledged already, or is not the next.
         ChannelTimeoutError, PeerGoneError, ChannelClosedError
@@ -175,7 +199,7 @@ class TensorReceiver:
 
     def _open_step(self, message: Message) -> StepItem:
         what = f"channel {self.name!r}, step {message.step}"
-        places = decode_places(message.meta, message.memory.bytes, what)
+        places = decode_places(message.meta, what)
         specs = {place.name: TensorSpec(place.dtype, place.shape) for place in places.tensors}
         self._agreement.check()
         found = step_differences(specs, None, self._agreement.receiver)
@@ -185,9 +209,12 @@ class TensorReceiver:
             text = f"step {message.step}: {'; '.join(found)}"[:_REFUSED_BYTES]
             self._agreement.state(Statement(self._agreement.own.specs, refused=text))
             raise self._agreement.mismatch([text])
-        payload = payload_tensor(message.memory)
-        tensors = {place.name: tensor_at(payload, place) for place in places.tensors}
-        return StepItem(self._channel, message.step, tensors, places.meta)
+        try:
+            tensors, finish = self._reader.open(message, places)
+        except BaseException:
+            self._channel.drop()  # it comes again, unless it was acknowledged as lost
+            raise
+        return StepItem(self._channel, message.step, tensors, places.meta, finish)
 
     def state_dict(self) -> dict[str, int]:
         """Return the last acknowledged step, for a checkpoint.
@@ -218,7 +245,10 @@ class TensorReceiver:
         reason : str
             For the sender.
         """
-        self._channel.close(reason)
+        try:
+            self._channel.close(reason)
+        finally:
+            self._reader.close()
 
     def __enter__(self) -> Self:
         return self
@@ -229,4 +259,4 @@ class TensorReceiver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._channel.__exit__(kind, error, traceback)
+        self.close("" if error is None else f"{type(error).__name__}: {error}")

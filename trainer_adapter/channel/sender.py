@@ -9,20 +9,17 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
-from shmbus.channel import ChannelSender
 from trainer_adapter.channel.agreement import Agreement
-from trainer_adapter.channel.config import HostCarrier, wrong_device
-from trainer_adapter.channel.places import Places, plan_places
+from trainer_adapter.channel.config import Carrier
 from trainer_adapter.channel.specs import (
     Statement,
     parse_specs,
     specs_of,
     step_differences,
 )
-from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
+from trainer_adapter.channel.writers import open_writer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,7 +34,7 @@ class TensorSender:
     ----------
     name : str
         Of the channel.
-    carrier : HostCarrier
+    carrier : HostCarrier | MemfdCarrier | CudaCarrier
         Which memory, how many slots.
     specs : mapping, optional
         What is sent; the first step says it where this does not.
@@ -50,7 +47,7 @@ class TensorSender:
     def __init__(
         self,
         name: str,
-        carrier: HostCarrier,
+        carrier: Carrier,
         *,
         specs: Mapping[str, Any] | None,
         timeout: float,
@@ -58,9 +55,7 @@ class TensorSender:
     ) -> None:
         self.carrier = carrier
         declared = None if specs is None else Statement(parse_specs(specs))
-        self._channel = ChannelSender(
-            name, slots=carrier.slots, max_bytes=carrier.max_bytes, timeout=timeout, label=label
-        )
+        self._channel, self._writer = open_writer(name, carrier, timeout=timeout, label=label)
         self._agreement = Agreement(self._channel, "sender")
         if declared is not None:
             self._agreement.state(declared)
@@ -73,6 +68,7 @@ class TensorSender:
     @property
     def next_step(self) -> int:
         """Return the step that is sent next."""
+        self._writer.settle()
         return self._channel.next_step
 
     @property
@@ -83,7 +79,7 @@ class TensorSender:
     @property
     def growths(self) -> int:
         """Return how often a slot got more memory."""
-        return self._channel.growths
+        return self._writer.growths
 
     def send(
         self,
@@ -98,7 +94,8 @@ class TensorSender:
         Parameters
         ----------
         tensors : mapping of str to Tensor
-            Contiguous, not empty, on the carrier's device.
+            Contiguous, not empty, on the carrier's device; of a CUDA device they may be changed on
+            the stream that is current now.
         step : int, optional
             Which step it is, to be sure.
         meta : mapping, optional
@@ -122,8 +119,9 @@ class TensorSender:
         ChannelTimeoutError, PeerGoneError, ChannelClosedError
             No slot became free, and why.
         CapacityError
-            /dev/shm is full, or the step is larger than `max_bytes`.
+            The memory is full, or the step is larger than `max_bytes`.
         """
+        self._writer.settle()
         number = self._channel.check_step(step)
         self._check_tensors(tensors, number)
         specs = specs_of(tensors)
@@ -133,14 +131,7 @@ class TensorSender:
         found = step_differences(specs, self._agreement.sender, self._agreement.receiver)
         if found:
             raise self._agreement.mismatch([f"step {number}: {each}" for each in found])
-        places, size = plan_places(specs)
-        table = msgspec.msgpack.encode(Places(places, dict(meta or {})))
-        memory = self._channel.begin(size, len(table), timeout=timeout)
-        payload = payload_tensor(memory)
-        for place in places:
-            copy_tensor(tensor_at(payload, place), tensors[place.name].detach())
-        del payload
-        self._channel.commit(table)
+        self._writer.write(tensors, specs, dict(meta or {}), timeout)
         return number
 
     def skip(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
@@ -158,6 +149,7 @@ class TensorSender:
         int
             The step.
         """
+        self._writer.settle()
         return self._channel.skip(reason, step=step, timeout=timeout)
 
     def fail(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
@@ -175,6 +167,7 @@ class TensorSender:
         int
             The step.
         """
+        self._writer.settle()
         return self._channel.fail(reason, step=step, timeout=timeout)
 
     def state_dict(self) -> dict[str, int]:
@@ -200,17 +193,24 @@ class TensorSender:
         ChannelError
             A living receiver has steps on their way which the checkpoint does not know.
         """
+        self._writer.settle()
         self._channel.resume_after(state["acked_step"])
 
     def close(self, reason: str = "") -> None:
         """End the channel; the receiver gets what is on its way, and then ChannelClosedError.
+
+        Memory of this process's own goes with it: without a reason, the receiver is waited for
+        first, up to the channel's timeout.
 
         Parameters
         ----------
         reason : str
             For the receiver.
         """
-        self._channel.close(reason)
+        try:
+            self._writer.close(drain=not reason)
+        finally:
+            self._channel.close(reason)
 
     def __enter__(self) -> Self:
         return self
@@ -221,7 +221,7 @@ class TensorSender:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._channel.__exit__(kind, error, traceback)
+        self.close("" if error is None else f"{type(error).__name__}: {error}")
 
     def _check_tensors(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
         for name, tensor in tensors.items():
@@ -231,8 +231,11 @@ class TensorSender:
                     f"{type(tensor).__name__}; nothing was sent"
                 )
             problem = ""
-            if device := wrong_device(tensor):
-                problem = f"expected a tensor on the agreed device 'cpu', got {device!r}"
+            if tensor.device != self._writer.device:
+                problem = (
+                    f"expected a tensor on the agreed device {str(self._writer.device)!r}, got "
+                    f"{str(tensor.device)!r}"
+                )
             elif not tensor.is_contiguous():
                 problem = f"expected a contiguous tensor, got strides {tensor.stride()}"
             elif tensor.numel() == 0:

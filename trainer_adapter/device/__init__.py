@@ -1,1 +1,1 @@
-"""Memory of a CUDA device that several processes share: allocated here, exported once."""
+"""Memory that processes share, of a CUDA device or the host: allocated here, exported once."""

@@ -108,7 +108,9 @@ class DescriptorServer:
         self._thread.join()
 
 
-def fetch_descriptor(path: str, question: bytes, timeout: float) -> tuple[bytes, int | None]:
+def fetch_descriptor(
+    path: str, question: bytes, timeout: float, *, await_server: bool = True
+) -> tuple[bytes, int | None]:
     """Ask a `DescriptorServer`.
 
     Parameters
@@ -119,6 +121,8 @@ def fetch_descriptor(path: str, question: bytes, timeout: float) -> tuple[bytes,
         At most 4,095 bytes.
     timeout : float
         Seconds to wait for a server and for its answer.
+    await_server : bool
+        Whether a server may still come; if not, that nobody listens is an error at once.
 
     Returns
     -------
@@ -141,7 +145,7 @@ def fetch_descriptor(path: str, question: bytes, timeout: float) -> tuple[bytes,
                 connection.connect(path)
                 break
             except (FileNotFoundError, ConnectionRefusedError) as error:
-                if time.monotonic() >= deadline:
+                if not await_server or time.monotonic() >= deadline:
                     raise PeerGoneError(
                         f"nobody gives device memory at {path}: {error.strerror}; is the process "
                         "that has it running?"

@@ -13,9 +13,11 @@ import torch
 
 from shmbus import ShmbusError
 
-__all__ = ["DeviceHandle", "DeviceMismatchError", "device_of", "uuid_of"]
+__all__ = ["NO_UUID", "DeviceHandle", "DeviceMismatchError", "device_of", "uuid_of"]
 
 UUID_BYTES: Final = 16
+#: Of memory that no device has.
+NO_UUID: Final = bytes(UUID_BYTES)
 #: Above every device of this decade; a larger number is a damaged message.
 MAX_BYTES: Final = 1 << 44
 #: Of one message, with its largest handle.
@@ -31,19 +33,20 @@ class DeviceHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
     Attributes
     ----------
-    kind : "vmm" | "ipc"
-        Whether a file descriptor comes with it, or `handle` is all.
+    kind : "vmm" | "ipc" | "memfd"
+        Device memory with which a file descriptor comes, or of which `handle` is all; or host
+        memory with a file descriptor.
     uuid : bytes
-        16 bytes: the device.
+        16 bytes: the device; zeros for the host.
     nbytes : int
         How many bytes may be used.
     mapped_nbytes : int
         How many were allocated, in whole pages of the device.
     handle : bytes
-        64 bytes for "ipc", none for "vmm".
+        64 bytes for "ipc", none for the others.
     """
 
-    kind: Literal["vmm", "ipc"]
+    kind: Literal["vmm", "ipc", "memfd"]
     uuid: bytes
     nbytes: int
     mapped_nbytes: int

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import weakref
 from typing import Any, Literal
 
 import torch
@@ -233,6 +234,8 @@ class DeviceMemory:
             The driver refuses: the exporter has gone ("ipc"), or the descriptor is of something
             else.
         """
+        if handle.kind == "memfd":
+            raise ValueError("device memory: expected kind 'vmm' or 'ipc', got 'memfd'")
         if (descriptor is None) != (handle.kind == "ipc"):
             raise ValueError(
                 f"device memory of kind {handle.kind!r}: expected "
@@ -297,8 +300,23 @@ class DeviceMemory:
         ValueError
             It is closed.
         """
+        return self.lend()[0]
+
+    def lend(self) -> tuple[Tensor, weakref.ref[Any]]:
+        """Return `tensor()`, and what tells whether a tensor of that memory is still there.
+
+        Returns
+        -------
+        (Tensor, weakref)
+            The reference is dead once this tensor, and all that were made of it, have gone.
+
+        Raises
+        ------
+        ValueError
+            It is closed.
+        """
         span: Any = _Span(self._open_mapping(), self.nbytes)
-        return torch.as_tensor(span, device=self.device)
+        return torch.as_tensor(span, device=self.device), weakref.ref(span)
 
     def close(self) -> None:
         """Let go of it; may be called twice. Tensors that look into it stay valid."""

@@ -63,7 +63,7 @@ def tensor_at(payload: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     strides = [1] * len(place.shape)
     for dim in range(len(place.shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(place.shape[dim + 1], 1)
-    return torch.empty(0, dtype=dtype).set_(
+    return torch.empty(0, dtype=dtype, device=payload.device).set_(
         payload.untyped_storage(), offset, place.shape, tuple(strides)
     )
 

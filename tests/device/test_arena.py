@@ -1,0 +1,158 @@
+"""Buffers that grow while others read them: by generation, in host memory, on any machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import wait_until
+
+from trainer_adapter.device.arena import (
+    Arena,
+    ArenaView,
+    BufferLostError,
+    BufferName,
+    allocator,
+    arena_path,
+)
+from trainer_adapter.device.completion import Completion
+from trainer_adapter.device.descriptors import PeerGoneError, fetch_descriptor
+from trainer_adapter.device.handles import NO_UUID, DeviceHandle
+from trainer_adapter.device.host import HostMemory
+
+
+@pytest.fixture
+def place(bus_name: str) -> str:
+    return arena_path("channel", bus_name)
+
+
+@pytest.fixture
+def arena(place: str) -> Iterator[Arena]:
+    made = Arena(place, allocator("memfd"))
+    yield made
+    made.close()
+    assert not os.path.exists(place)
+
+
+def test_a_view_sees_what_the_owner_writes(arena: Arena, place: str) -> None:
+    name, tensor = arena.buffer(0, 1000)
+    tensor.copy_(torch.arange(1000).to(torch.uint8))
+    seen = ArenaView(place).memory(name)
+    assert seen.nbytes == 1000
+    assert torch.equal(seen.tensor(), tensor)
+    tensor[0] = 77
+    assert seen.tensor()[0] == 77
+
+
+def test_a_buffer_that_is_large_enough_stays_where_it_is(arena: Arena) -> None:
+    name, tensor = arena.buffer(0, 1000)
+    again, same = arena.buffer(0, 10)
+    assert (again, same.data_ptr()) == (name, tensor.data_ptr())
+    assert arena.nbytes == 1000
+
+
+def test_what_was_replaced_can_be_mapped_until_it_is_let_go_of(arena: Arena, place: str) -> None:
+    first, tensor = arena.buffer(0, 10)
+    tensor.fill_(1)
+    second, _ = arena.buffer(0, 20)
+    assert second.generation > first.generation
+    assert (arena.replaced, arena.nbytes) == (True, 30)
+    view = ArenaView(place)
+    assert view.memory(first).tensor().tolist() == [1] * 10
+    arena.buffer(1, 5)
+    with pytest.raises(RuntimeError, match="expected let_go"):
+        arena.buffer(1, 6)
+    arena.let_go()
+    assert (arena.replaced, arena.nbytes) == (False, 25)
+    kept = view.memory(first).tensor()  # what is mapped stays so
+    with pytest.raises(BufferLostError, match="not there any more"):
+        ArenaView(place).memory(first)
+    assert view.memory(second).nbytes == 20
+    assert kept.tolist() == [1] * 10
+
+
+def test_no_generation_of_a_successor_is_one_of_the_dead_owners(place: str) -> None:
+    names = set()
+    for _ in range(5):
+        arena = Arena(place, allocator("memfd"))
+        names |= {arena.buffer(number, 8)[0].generation for number in range(3)}
+        arena.close()
+    assert len(names) == 15
+
+
+def test_an_owner_that_has_gone_is_named_at_once_and_what_is_mapped_stays(place: str) -> None:
+    arena = Arena(place, allocator("memfd"))
+    name, tensor = arena.buffer(0, 4)
+    tensor.fill_(9)
+    view = ArenaView(place, timeout=3600)
+    memory = view.memory(name)
+    arena.close()
+    assert memory.tensor().tolist() == [9] * 4
+    assert view.memory(name) is memory
+    with pytest.raises(PeerGoneError, match="nobody gives device memory"):
+        view.memory(BufferName(1, 5))
+
+
+def test_a_question_that_is_none_is_refused(arena: Arena, place: str) -> None:
+    with pytest.raises(ValueError, match="expected a buffer's name"):
+        fetch_descriptor(place, b"\x80\x04cposix\nsystem\n", 5.0)
+
+
+def test_a_failed_allocation_leaves_what_was_there(bus_name: str) -> None:
+    def allocate(nbytes: int) -> HostMemory:
+        if nbytes > 100:
+            raise OSError(errno.ENOMEM, "no memory")
+        return HostMemory.allocate(nbytes)
+
+    arena = Arena(arena_path("channel", bus_name), allocate)
+    name, _ = arena.buffer(0, 10)
+    with pytest.raises(OSError, match="no memory"):
+        arena.buffer(0, 1000)
+    assert arena.buffer(0, 10)[0] == name
+    arena.close()
+
+
+def test_host_memory_that_is_not_what_it_says_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 0 bytes"):
+        HostMemory.allocate(0)
+    small = os.memfd_create("small")
+    try:
+        with pytest.raises(ValueError, match="expected a file of 4096 bytes, got one of 0"):
+            HostMemory.open(DeviceHandle("memfd", NO_UUID, 4096, 4096), small)
+    finally:
+        os.close(small)
+    with pytest.raises(ValueError, match="expected a file descriptor"):
+        HostMemory.open(DeviceHandle("memfd", NO_UUID, 4096, 4096), None)
+
+
+def test_a_thousand_buffers_leave_no_descriptor_and_no_mapping(arena: Arena, place: str) -> None:
+    def counts() -> tuple[int, int]:
+        with open("/proc/self/maps") as maps:
+            mapped = sum("memfd:shmbus" in line for line in maps)
+        return len(os.listdir("/proc/self/fd")), mapped
+
+    view = ArenaView(place)
+    for size in range(1, 1002):
+        assert view.memory(arena.buffer(0, size)[0]).nbytes == size
+        arena.let_go()
+        if size == 1:
+            before = counts()
+    # The last answering threads close their connections a moment after their askers have read.
+    wait_until(lambda: counts() <= before, what=f"{before} descriptors and mappings")
+
+
+def test_what_an_action_raises_is_raised_where_its_end_is_awaited() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    completion = Completion()
+    with pytest.raises(ZeroDivisionError):
+        completion.after(None, fail)
+    done: list[int] = []
+    completion.after(None, lambda: done.append(1))
+    completion.close()
+    completion.close()
+    assert done == [1]

@@ -1,0 +1,150 @@
+"""How a receiver gets at a step's tensors: in the segment, or in the sender's exported memory.
+
+Invariants: what a caller keeps never changes; a buffer is given back to the sender only when this
+process's device has read what it was asked to read of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from shmbus.channel import (
+    ChannelError,
+    ChannelReceiver,
+    ChannelTimeoutError,
+    Message,
+    StepFailedError,
+)
+from trainer_adapter.channel.places import Places, check_places
+from trainer_adapter.device.arena import ArenaView, BufferLostError, Memory, arena_path
+from trainer_adapter.device.completion import recorded
+from trainer_adapter.device.descriptors import PeerGoneError as OwnerGoneError
+from trainer_adapter.weights.memory import payload_tensor, tensor_at
+
+__all__ = ["Opened", "StepReader"]
+
+#: A step's tensors, and what has to be done before its slot is given back.
+Opened: TypeAlias = tuple[dict[str, torch.Tensor], Callable[[], None]]
+
+
+class StepReader:
+    """Opens the steps of a channel.
+
+    Parameters
+    ----------
+    channel : ChannelReceiver
+        Which receives them.
+    device : torch.device, optional
+        Which CUDA device reads exported memory; by default the one that has it.
+    views : bool
+        Whether tensors of exported memory are views, to be let go of within their step's context.
+    """
+
+    def __init__(
+        self, channel: ChannelReceiver, *, device: torch.device | None, views: bool
+    ) -> None:
+        self._channel = channel
+        self._views = views
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        index = None if device is None or device.type != "cuda" else device.index or 0
+        self._buffers = ArenaView(arena_path("channel", channel.name), device=index)
+
+    def open(self, message: Message, places: Places) -> Opened:
+        """Return a step's tensors.
+
+        Raises
+        ------
+        ChannelDamagedError
+            A tensor does not lie in its payload.
+        StepFailedError
+            Its memory went with the sender that had it; the step is acknowledged.
+        ChannelTimeoutError
+            The sender does not answer.
+        DeviceMismatchError, CudaDriverError, OSError
+            This process cannot map it.
+        """
+        what = f"channel {self._channel.name!r}, step {message.step}"
+        if places.buffer is None:
+            check_places(places, message.memory.bytes, what)
+            payload = payload_tensor(message.memory)
+            return {each.name: tensor_at(payload, each) for each in places.tensors}, _nothing
+        memory = self._map(message, places, what)
+        check_places(places, memory.nbytes, what)
+        if self._views:
+            return self._in_place(memory, places, what)
+        return self._copied(memory, places)
+
+    def _map(self, message: Message, places: Places, what: str) -> Memory:
+        assert places.buffer is not None
+        try:
+            return self._buffers.memory(places.buffer)
+        except OwnerGoneError as error:
+            if self._channel.is_other_alive():
+                raise ChannelTimeoutError(
+                    f"{what}: the sender lives, and does not give its memory: {error}. It is slow "
+                    "or stopped; nothing is lost: call again"
+                ) from error
+            lost: Exception = error
+        except BufferLostError as error:
+            lost = error
+        self._channel.ack()
+        reason = "its memory went with the sender that had it"
+        raise StepFailedError(
+            f"{what} was sent, and {reason} ({lost}). It counts as acknowledged: receive the next, "
+            "or resume both sides from a checkpoint to have it again",
+            message.step,
+            reason,
+        ) from lost
+
+    def _in_place(self, memory: Memory, places: Places, what: str) -> Opened:
+        payload, life = memory.lend()
+        tensors = {each.name: tensor_at(payload, each) for each in places.tensors}
+
+        def finish() -> None:
+            event = recorded(memory.device)
+            if event is not None:
+                event.synchronize()
+            if life() is not None:
+                raise ChannelError(
+                    f"{what}: a view of it outlives its context, and would change with the step "
+                    f"after next; views=True was asked for. Nothing is acknowledged: the step "
+                    "comes again. Delete what was made of its views (also what autograd keeps), or "
+                    "open the channel without views"
+                )
+
+        return tensors, finish
+
+    def _copied(self, memory: Memory, places: Places) -> Opened:
+        size = max((each.offset + each.size for each in places.tensors), default=0)
+        source = memory.tensor()[:size]
+        if memory.device.type != "cuda":
+            copy = source.clone()
+            return {each.name: tensor_at(copy, each) for each in places.tensors}, _nothing
+        # Beside the caller's own work: the bytes are there, and nothing of that has to end first.
+        stream = self._stream(memory.device)
+        with torch.cuda.stream(stream):
+            copy = torch.empty(size, dtype=torch.uint8, device=memory.device)
+            copy.copy_(source)
+            event = recorded(memory.device)
+        current = torch.cuda.current_stream(memory.device)
+        current.wait_stream(stream)
+        copy.record_stream(current)
+        assert event is not None
+        return {each.name: tensor_at(copy, each) for each in places.tensors}, event.synchronize
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        found = self._streams.get(device)
+        if found is None:
+            found = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return found
+
+    def close(self) -> None:
+        """Let go of the sender's memory."""
+        self._buffers.close()
+
+
+def _nothing() -> None:
+    """Nothing has to be done."""

@@ -1,0 +1,252 @@
+"""How a step's tensors get to where the receiver reads them: one class for each kind of memory.
+
+Invariants: a step is committed when all of its bytes are there, never before, so a sender that dies
+has sent a step whole or not at all; a buffer is written only while no receiver reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, Protocol
+
+import msgspec
+import torch
+
+from shmbus import BusClosedError, BusRemovedError, CapacityError
+from shmbus.channel import ChannelError, ChannelSender
+from shmbus.pool.lifecycle import bytes_of
+from trainer_adapter.channel.config import Carrier, CudaCarrier, HostCarrier
+from trainer_adapter.channel.places import Places, plan_places
+from trainer_adapter.channel.specs import TensorSpec
+from trainer_adapter.device.arena import Arena, Memory, MemoryKind, allocator, arena_path
+from trainer_adapter.device.completion import Completion, recorded
+from trainer_adapter.device.driver import CudaDriverError
+from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
+
+__all__ = ["TABLE_BYTES", "ExportedWriter", "SlotWriter", "StepWriter", "open_writer"]
+
+#: What a slot of the segment may have where the tensors lie elsewhere: a step's table, of at most
+#: 16 MiB, on a page of its own.
+TABLE_BYTES: Final = (16 << 20) + 4096
+
+
+def open_writer(
+    name: str, carrier: Carrier, *, timeout: float, label: str
+) -> tuple[ChannelSender, StepWriter]:
+    """Become the sender of a channel, with what its carrier needs.
+
+    Parameters
+    ----------
+    name : str
+        Of the channel.
+    carrier : Carrier
+        Which memory.
+    timeout : float
+        Seconds that a wait lasts where nothing else is said.
+    label : str
+        For messages.
+
+    Returns
+    -------
+    (ChannelSender, StepWriter)
+
+    Raises
+    ------
+    ValueError, ChannelBusyError, LayoutMismatchError, CapacityError
+        As `TensorChannel.create` says.
+    """
+    kind: MemoryKind = "memfd"
+    if isinstance(carrier, CudaCarrier):
+        kind = carrier.memory_kind()
+    most = carrier.max_bytes
+    within = most if isinstance(carrier, HostCarrier) else TABLE_BYTES
+    channel = ChannelSender(
+        name, slots=carrier.slots, max_bytes=within, timeout=timeout, label=label
+    )
+    if isinstance(carrier, HostCarrier):
+        return channel, SlotWriter(channel)
+    try:
+        # What a dead sender had on its way lay in its memory; a living receiver may have mapped it.
+        channel.withdraw()
+        index = carrier.index if isinstance(carrier, CudaCarrier) else 0
+        device = torch.device("cpu") if kind == "memfd" else torch.device("cuda", index)
+        size = bytes_of(most, "max_bytes")
+        return channel, ExportedWriter(channel, device, allocator(kind, index), size)
+    except BaseException:
+        channel.close()
+        raise
+
+
+class StepWriter(Protocol):
+    """Writes steps of a channel into one kind of memory."""
+
+    device: torch.device
+
+    @property
+    def growths(self) -> int:
+        """Return how often a buffer got more memory."""
+
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        specs: Mapping[str, TensorSpec],
+        meta: dict[str, Any],
+        timeout: float | None,
+    ) -> None:
+        """Copy a step's tensors, and send it once they are there."""
+
+    def settle(self) -> None:
+        """Wait until what was written is sent; raises what kept it from being so."""
+
+    def close(self, *, drain: bool) -> None:
+        """Let go of the memory; drain: not before the receiver has had all of it."""
+
+
+class SlotWriter:
+    """Steps lie in the segment: one copy, and the receiver's views are in place.
+
+    Parameters
+    ----------
+    channel : ChannelSender
+        Which sends them.
+    """
+
+    def __init__(self, channel: ChannelSender) -> None:
+        self._channel = channel
+        self.device = torch.device("cpu")
+
+    @property
+    def growths(self) -> int:
+        """Return how often a slot got more memory."""
+        return self._channel.growths
+
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        specs: Mapping[str, TensorSpec],
+        meta: dict[str, Any],
+        timeout: float | None,
+    ) -> None:
+        """Copy a step's tensors into its slot, and send it."""
+        places, size = plan_places(specs)
+        table = msgspec.msgpack.encode(Places(places, meta))
+        memory = self._channel.begin(size, len(table), timeout=timeout)
+        payload = payload_tensor(memory)
+        for place in places:
+            copy_tensor(tensor_at(payload, place), tensors[place.name].detach())
+        del payload
+        self._channel.commit(table)
+
+    def settle(self) -> None:
+        """Do nothing: a step is sent when `write` returns."""
+
+    def close(self, *, drain: bool) -> None:
+        """Do nothing: the segment keeps what was sent."""
+
+
+class ExportedWriter:
+    """Steps lie in memory of the sender's own, exported once: one copy in, and at most one out.
+
+    The channel's slots have the tables only. Step after step goes to the next of as many buffers;
+    the step is committed by a thread once the device has copied it, so that nobody waits for that.
+
+    Parameters
+    ----------
+    channel : ChannelSender
+        Which sends them.
+    device : torch.device
+        Where tensors come from.
+    allocate : callable
+        From bytes to Memory.
+    max_bytes : int
+        Of a step.
+    """
+
+    def __init__(
+        self,
+        channel: ChannelSender,
+        device: torch.device,
+        allocate: Callable[[int], Memory],
+        max_bytes: int,
+    ) -> None:
+        self._channel = channel
+        self._max_bytes = max_bytes
+        self._closed = False
+        self._turn = 0
+        self._grown_at = 0
+        self.growths = 0
+        self.device = device
+        self._arena = Arena(arena_path("channel", channel.name), allocate)
+        self._completion = Completion()
+
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        specs: Mapping[str, TensorSpec],
+        meta: dict[str, Any],
+        timeout: float | None,
+    ) -> None:
+        """Copy a step's tensors into the next buffer, and have it sent when they are there."""
+        self.settle()
+        step = self._channel.next_step
+        places, size = plan_places(specs)
+        self._make_room(step, size, timeout)
+        name, payload = self._arena.buffer(self._turn, max(size, 1))
+        table = msgspec.msgpack.encode(Places(places, meta, name))
+        self._channel.begin(0, len(table), timeout=timeout)
+        for place in places:
+            copy_tensor(tensor_at(payload, place), tensors[place.name].detach())
+        self._turn = (self._turn + 1) % self._channel.slots
+        self._completion.after(recorded(self.device), partial(self._channel.commit, table))
+
+    def _make_room(self, step: int, size: int, timeout: float | None) -> None:
+        """Have the next buffer be large enough; no receiver reads what is freed for that."""
+        if size > self._max_bytes:
+            raise CapacityError(
+                f"channel {self._channel.name!r}: step {step} has {size} bytes, a buffer may grow "
+                f"to max_bytes={self._max_bytes}; nothing was sent, and the channel stays usable: "
+                "send less, or create it with a larger max_bytes"
+            )
+        grows = not self._arena.fits(self._turn, max(size, 1))
+        if self._arena.replaced:
+            if grows and self._arena.has(self._turn):
+                self._channel.wait_acked(self._grown_at, timeout=timeout)
+            if self._channel.acked_step >= self._grown_at:
+                self._arena.let_go()
+        if not grows:
+            return
+        try:
+            self._arena.buffer(self._turn, max(size, 1))
+        except (CudaDriverError, OSError) as error:
+            raise CapacityError(
+                f"channel {self._channel.name!r}: no memory on {self.device} for step {step} of "
+                f"{size} bytes ({error}); nothing was sent, and the channel stays usable: free "
+                "some, or send less"
+            ) from error
+        self._grown_at = step
+        self.growths += 1
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all buffers."""
+        return self._arena.nbytes
+
+    def settle(self) -> None:
+        """Wait until the last step is sent."""
+        self._completion.settle()
+
+    def close(self, *, drain: bool) -> None:
+        """Let go of the buffers, once the receiver has had what is in them."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._completion.close()
+            if drain:
+                # Its end, or none by the deadline: what it has not opened is lost to it then.
+                with contextlib.suppress(ChannelError, BusClosedError, BusRemovedError):
+                    self._channel.wait_acked(self._channel.sent_step)
+        finally:
+            self._arena.close()
