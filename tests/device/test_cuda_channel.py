@@ -256,9 +256,11 @@ def test_a_view_that_outlives_its_context_is_an_error(bus_name: str) -> None:
         TensorChannel.open(bus_name, specs=SPECS, views=True) as receiver,
     ):
         sender.send(made(0), meta={})
-        with pytest.raises(ChannelError, match="a view of it outlives its context"):
-            with receiver.recv(5) as item:
-                kept = item["ids"][:1]
+        with (
+            pytest.raises(ChannelError, match="a view of it outlives its context"),
+            receiver.recv(5) as item,
+        ):
+            kept = item["ids"][:1]
         del kept
         with receiver.recv(5) as item:
             assert wrong(0, item) == 0

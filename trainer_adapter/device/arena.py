@@ -25,7 +25,7 @@ import torch
 from shmbus import ShmbusError
 from shmbus.segment.names import SHM_DIRECTORY, SOCKET_SUFFIX, companion_name
 from trainer_adapter.device.descriptors import DescriptorServer, fetch_descriptor
-from trainer_adapter.device.handles import DeviceHandle
+from trainer_adapter.device.handles import DeviceHandle, device_of
 from trainer_adapter.device.host import HostMemory
 from trainer_adapter.device.memory import DeviceMemory
 
@@ -117,7 +117,12 @@ def allocator(kind: MemoryKind, device: int = 0) -> Callable[[int], Memory]:
 
 
 def open_memory(
-    message: bytes, descriptor: int | None, *, device: int | None = None, writable: bool = False
+    message: bytes,
+    descriptor: int | None,
+    *,
+    device: int | None = None,
+    or_owner: bool = False,
+    writable: bool = False,
 ) -> Memory:
     """Map what another process has allocated, of whichever kind.
 
@@ -129,6 +134,8 @@ def open_memory(
         What came with it; closed here.
     device : int, optional
         The CUDA device that is to read it.
+    or_owner : bool
+        Whether its own device is to, where that one has no peer access to it.
     writable : bool
         Also let it be written.
 
@@ -147,6 +154,10 @@ def open_memory(
         handle = DeviceHandle.decode(message)
         if handle.kind == "memfd":
             return HostMemory.open(handle, descriptor, writable=writable)
+        if or_owner and device is not None:
+            owner = device_of(handle.uuid)
+            if owner != device and not torch.cuda.can_device_access_peer(device, owner):
+                device = None
         return DeviceMemory.open(handle, descriptor, device=device, writable=writable)
     finally:
         if descriptor is not None:
@@ -271,12 +282,22 @@ class ArenaView:
         Where the owner listens.
     device : int, optional
         The CUDA device that is to read; by default the one that has the memory.
+    or_owner : bool
+        Whether the device that has the memory reads where `device` has no peer access to it.
     timeout : float
         Seconds to wait for the owner's answer.
     """
 
-    def __init__(self, path: str, *, device: int | None = None, timeout: float = FETCH_S) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        device: int | None = None,
+        or_owner: bool = False,
+        timeout: float = FETCH_S,
+    ) -> None:
         self._path, self._device, self._timeout = path, device, timeout
+        self._or_owner = or_owner
         self._mapped: dict[int, tuple[BufferName, Memory]] = {}
 
     def memory(self, name: BufferName) -> Memory:
@@ -309,7 +330,7 @@ class ArenaView:
             answer = fetch_descriptor(self._path, question, self._timeout, await_server=False)
         except ValueError as error:
             raise BufferLostError(f"the memory of {name} is not there any more: {error}") from error
-        memory = open_memory(*answer, device=self._device)
+        memory = open_memory(*answer, device=self._device, or_owner=self._or_owner)
         self._mapped[name.number] = name, memory
         if found is not None:
             found[1].close()

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
+from trainer_adapter.weights.copies import Pair, copy_all, settle_devices, split
 from trainer_adapter.weights.errors import ManifestError, TornWeightsError
 from trainer_adapter.weights.manifest import Manifest, Slice
-from trainer_adapter.weights.memory import copy_tensor, view_of
+from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.source import dtype_name, local_part
 
 __all__ = ["Targets", "load", "targets_of"]
@@ -83,18 +84,33 @@ def load(
     names = set(manifest.names())
     if begin is not None:
         begin()
-    written = 0
     with torch.no_grad():
-        for name, target in destinations.items():
-            if name not in names:
-                continue
-            try:
-                written += _copy(name, view_of(tensors, manifest, name), target)
-            except (RuntimeError, OSError) as error:
-                raise TornWeightsError(
-                    f"version {version}: copying {name!r} failed after {written} bytes: {error}. "
-                    "The model is torn: load a whole version before it is used"
-                ) from error
+        pairs = {
+            name: _pair(name, view_of(tensors, manifest, name), target)
+            for name, target in destinations.items()
+            if name in names
+        }
+        return _copy(version, pairs)
+
+
+def _copy(version: int, pairs: Mapping[str, Pair]) -> int:
+    """Copy, small tensors of a device together; returns the bytes when they are there."""
+    named = {id(pair[0]): name for name, pair in pairs.items()}
+    alone, together = split(pairs.values())
+    written = 0
+    what = ""
+    try:
+        for part in [*([pair] for pair in alone), *together]:
+            what = repr(named[id(part[0][0])]) + (f" and {len(part) - 1} more" * (len(part) > 1))
+            copy_all(part)
+            written += sum(target.numel() * target.element_size() for target, _ in part)
+        # The slot is given back afterwards, and a copy that fails on a device is known by then.
+        settle_devices(tensor for pair in pairs.values() for tensor in pair)
+    except (RuntimeError, OSError) as error:
+        raise TornWeightsError(
+            f"version {version}: copying {what} failed after {written} bytes: {error}. The model "
+            "is torn: load a whole version before it is used"
+        ) from error
     return written
 
 
@@ -183,12 +199,11 @@ def _uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice])
     ]
 
 
-def _copy(name: str, view: torch.Tensor, target: torch.Tensor) -> int:
+def _pair(name: str, view: torch.Tensor, target: torch.Tensor) -> Pair:
     if isinstance(target, DTensor):
         start, local, _ = local_part(name, target)
         for dim, (at, size) in enumerate(zip(start, local.shape, strict=True)):
             if size != view.shape[dim]:
                 view = view.narrow(dim, at, size)
         target = local
-    copy_tensor(target, view)
-    return target.numel() * target.element_size()
+    return target, view

@@ -14,14 +14,18 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 import torch
 
+from trainer_adapter.device.memory import refusals
 from trainer_adapter.weights.errors import DeviceMismatchError, WeightsError
 
 __all__ = ["CARRIERS", "CarrierName", "Choice", "checked_device", "choose", "probe_carriers"]
 
-CarrierName: TypeAlias = Literal["auto", "shm", "checkpoint"]
+CarrierName: TypeAlias = Literal["auto", "shm", "cuda_vmm", "cuda_ipc", "memfd", "checkpoint"]
 
 #: In the order of preference.
 CARRIERS: Final = ("shm", "checkpoint")
+
+#: Those that take a device's memory, or end with their publisher: chosen by name only.
+BY_NAME: Final = ("cuda_vmm", "cuda_ipc", "memfd")
 
 _SHM: Final = Path("/dev/shm")
 
@@ -108,6 +112,8 @@ def probe_carriers(
         refused["checkpoint"] = problem
     else:
         why["checkpoint"] = ("a directory was given", "whole versions, which outlive a reboot")
+    for name in BY_NAME:
+        refused[name] = _exported_problem(name, checked_device(device)) or _ASK[name]
     for name in CARRIERS:
         if name in why:
             return Choice(name=name, why=why[name], refused=refused)
@@ -126,6 +132,22 @@ def _shm_problem(size: int) -> str:
             "--shm-size=..., mount -o remount,size=...), or remove old segments (`shmbus gc`)"
         )
     return ""
+
+
+#: What a carrier that could serve would take.
+_ASK: Final = {
+    "cuda_vmm": "it takes `slots` times the model on the device; ask for it by name",
+    "cuda_ipc": "it takes `slots` times the model on the device; ask for it by name",
+    "memfd": "its versions end with their publisher; ask for it by name",
+}
+
+
+def _exported_problem(name: str, device: torch.device) -> str:
+    if name == "memfd":
+        return "" if device.type == "cpu" else f"its memory is the host's, not that of {device}"
+    if device.type != "cuda":
+        return f"it needs a CUDA device, got {str(device)!r}"
+    return refusals(device.index or 0).get(name.removeprefix("cuda_"), "")
 
 
 def _checkpoint_problem(directory: Path | str | None) -> str:
@@ -147,7 +169,7 @@ def choose(
 
     Parameters
     ----------
-    carrier : "auto" | "shm" | "checkpoint"
+    carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
         What the user asked for.
     device, size, directory
         As for `probe_carriers`.
@@ -163,14 +185,21 @@ def choose(
     WeightsError
         It cannot serve here.
     """
-    if carrier not in ("auto", *CARRIERS):
-        raise ValueError(f"carrier: expected 'auto', 'shm' or 'checkpoint', got {carrier!r}")
-    if carrier == "shm" and directory is not None:
-        raise ValueError("directory: an option of the carrier 'checkpoint', and carrier='shm'")
+    known = ("auto", *CARRIERS, *BY_NAME)
+    if carrier not in known:
+        names = ", ".join(repr(name) for name in known)
+        raise ValueError(f"carrier: expected one of {names}, got {carrier!r}")
+    if carrier not in ("auto", "checkpoint") and directory is not None:
+        raise ValueError(
+            f"directory: an option of the carrier 'checkpoint', and carrier={carrier!r}"
+        )
     if carrier == "auto":
         return probe_carriers(device, size=size, directory=directory)
-    checked_device(device)
-    problem = _shm_problem(size) if carrier == "shm" else _checkpoint_problem(directory)
+    wanted = checked_device(device)
+    if carrier in BY_NAME:
+        problem = _exported_problem(carrier, wanted)
+    else:
+        problem = _shm_problem(size) if carrier == "shm" else _checkpoint_problem(directory)
     if problem:
         raise WeightsError(f"carrier {carrier!r} cannot serve here: {problem}")
     return Choice(name=carrier, why=("it was asked for",), refused={})

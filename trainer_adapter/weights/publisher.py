@@ -22,6 +22,7 @@ from shmbus import BusClosedError
 from shmbus.pool import WhenHeld
 from trainer_adapter.weights.carriers.base import VersionSink, WriterCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointWriter
+from trainer_adapter.weights.carriers.exported import KIND_OF, ExportedWriter
 from trainer_adapter.weights.carriers.shm import ShmWriter
 from trainer_adapter.weights.errors import WeightsError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
@@ -141,10 +142,12 @@ class WeightPublisher:
         The bus that they belong to; that need not exist.
     source : WeightSource
         Such as ``ModuleSource(model)``. Its names, dtypes and shapes are read now.
-    carrier : "auto" | "shm" | "checkpoint"
+    carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
         How they travel; "auto" asks `probe_carriers`.
+    device : str | torch.device
+        Carriers "cuda_vmm" and "cuda_ipc": the CUDA device on which versions lie.
     slots, max_slots : int, int | None
-        Carrier "shm": versions that have memory, and to how many that may grow.
+        Versions that have memory, and to how many that may grow; not of a checkpoint.
     rank, world_size : int
         This process among those that write a version together. Every rank publishes each version.
     when_held : "wait" | "skip" | "grow"
@@ -152,7 +155,7 @@ class WeightPublisher:
     timeout : float
         Seconds to wait for readers and for other ranks.
     digests : bool
-        Carrier "shm": compute a digest of each block, which costs another pass over memory.
+        Compute a digest of each block, which costs another pass over memory.
     directory : path, optional
         Carrier "checkpoint": where files go.
     keep : bool
@@ -171,7 +174,9 @@ class WeightPublisher:
     ValueError
         An option is none, or is another carrier's.
     CapacityError
-        The slots do not fit /dev/shm.
+        The slots do not fit /dev/shm, or the device.
+    DeviceMismatchError
+        The device is not here.
 
     Examples
     --------
@@ -185,6 +190,7 @@ class WeightPublisher:
         source: WeightSource,
         *,
         carrier: CarrierName = "auto",
+        device: str | torch.device = "cpu",
         slots: int = 2,
         max_slots: int | None = None,
         rank: int = 0,
@@ -205,7 +211,7 @@ class WeightPublisher:
         self.manifest: Final = Manifest.plan(
             source.params(), aliases=source.aliases(), slices=source.slices(), model=bus
         )
-        self.carrier: Final = choose(carrier, "cpu", directory=directory)
+        self.carrier: Final = choose(carrier, device, directory=directory)
         self._writer: WriterCarrier
         if self.carrier.name == "checkpoint":
             if world_size != 1 or directory is None or digests:
@@ -214,6 +220,24 @@ class WeightPublisher:
                     f"digests=False, got {directory!r}, {world_size} and {digests}"
                 )
             self._writer = CheckpointWriter(directory, self.manifest)
+        elif self.carrier.name in KIND_OF:
+            if world_size != 1:
+                raise ValueError(
+                    f"carrier {self.carrier.name!r}: expected world_size=1, got {world_size}; use "
+                    "the carrier 'shm', into which each rank writes its own pieces"
+                )
+            self._writer = ExportedWriter(
+                bus,
+                self.manifest,
+                name=self.carrier.name,
+                device=torch.device(device),
+                slots=slots,
+                max_slots=max_slots,
+                when_held=when_held,
+                timeout=timeout,
+                digests=digests,
+                label=label,
+            )
         else:
             self._writer = ShmWriter(
                 bus,
@@ -281,9 +305,13 @@ class WeightPublisher:
         if self._closed:
             raise BusClosedError(f"the publisher of bus {self.bus!r} is closed; make a new one")
 
+        stream = torch.cuda.current_stream() if _uses_cuda() else None
+
         def run() -> None:
             try:
-                result = self._publish(publication.version, text, publication._copied)
+                # What the caller has asked its device to compute comes before the copies.
+                with torch.cuda.stream(stream):
+                    result = self._publish(publication.version, text, publication._copied)
             except BaseException as error:  # it is raised by the waits
                 publication._end(None, error)
             else:
@@ -324,6 +352,7 @@ class WeightPublisher:
         with torch.no_grad():
             for piece in self._source.iter_local(self.rank, self.world_size):
                 written += sink.put(piece)
+            sink.settle()
         whole = sum(tensor.size for tensor in self.manifest.tensors)
         if self.world_size == 1 and written != whole:
             raise WeightsError(
@@ -357,3 +386,7 @@ def _checked_version(version: int) -> int:
     if not -(1 << 63) <= version < 1 << 63:
         raise ValueError(f"version: expected an int64, got {version}")
     return version
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ import torch
 from shmbus import BusClosedError
 from trainer_adapter.weights.carriers.base import CarriedVersion, ReaderCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointReader
-from trainer_adapter.weights.carriers.shm import ShmReader
+from trainer_adapter.weights.carriers.exported_reader import PooledReader
 from trainer_adapter.weights.errors import (
     LOAD_CODE,
     MANIFEST_CODE,
@@ -52,8 +52,8 @@ class WeightSubscriber:
         The bus that they belong to.
     device : str | torch.device
         Where they go; said in this process's row.
-    carrier : "auto" | "shm" | "checkpoint"
-        As the publisher's.
+    carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
+        As the publisher's; "auto" takes whichever but "checkpoint" it chose.
     verify : "off" | "sample" | "all"
         Whether digests of some blocks, or of all, are compared before a version is handed out. The
         publisher has to compute them.
@@ -98,7 +98,7 @@ class WeightSubscriber:
         if self.carrier.name == "checkpoint" and directory is not None:
             self._reader = CheckpointReader(directory)
         else:
-            self._reader = ShmReader(bus, label=label, device=str(torch.device(device)))
+            self._reader = PooledReader(bus, label=label, device=str(torch.device(device)))
 
     def latest(self, *, timeout: float | None = None) -> Weights:
         """Lease the newest version.

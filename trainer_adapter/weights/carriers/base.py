@@ -53,6 +53,9 @@ class VersionSink(Protocol):
     def put(self, piece: LocalPiece) -> int:
         """Copy a piece to its place; its bytes there."""
 
+    def settle(self) -> None:
+        """Wait until all pieces are copied: the parameters may change then."""
+
     def finish(self) -> None:
         """Make the version the newest, once all ranks have written theirs."""
 

@@ -138,6 +138,9 @@ class _CheckpointSink:
         self._tensors[place.name] = made
         return place.size
 
+    def settle(self) -> None:
+        """Do nothing: a piece is copied when `put` returns."""
+
     def finish(self) -> None:
         """Write the file, and make it the newest."""
         missing = [t.name for t in self._writer._manifest.tensors if t.name not in self._tensors]

@@ -14,7 +14,7 @@ import torch
 
 from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
-from trainer_adapter.weights.carriers.base import Promises
+from trainer_adapter.weights.carriers.base import CarriedVersion, Promises
 from trainer_adapter.weights.errors import (
     LOADING_CODE,
     MANIFEST_CODE,
@@ -158,6 +158,9 @@ class _ShmSink:
         copy_tensor(target, piece.tensor)
         return target.numel() * target.element_size()
 
+    def settle(self) -> None:
+        """Do nothing: a piece is copied when `put` returns."""
+
     def finish(self) -> None:
         """Publish."""
         self._payload = None
@@ -248,7 +251,7 @@ class ShmReader:
         self._bus, self._label, self._device = bus, label, device
         self._reader: PoolReader | None = None
 
-    def latest(self, after: int, timeout: float | None) -> ShmVersion:
+    def latest(self, after: int, timeout: float | None) -> CarriedVersion:
         """Wait for a version; one that is removed and made again begins anew.
 
         Parameters
@@ -260,7 +263,7 @@ class ShmReader:
 
         Returns
         -------
-        ShmVersion
+        CarriedVersion
 
         Raises
         ------
@@ -284,7 +287,7 @@ class ShmReader:
                     continue
             return self._checked(lease, reader)
 
-    def at(self, version: int) -> ShmVersion:
+    def at(self, version: int) -> CarriedVersion:
         """Lease a version that is still there, newest or not.
 
         Parameters
@@ -294,7 +297,7 @@ class ShmReader:
 
         Returns
         -------
-        ShmVersion
+        CarriedVersion
 
         Raises
         ------
@@ -313,12 +316,17 @@ class ShmReader:
         """Whether the pool that it reads has lost its name."""
         return self._reader is not None and self._reader.is_removed()
 
-    def _checked(self, lease: VersionLease, reader: PoolReader) -> ShmVersion:
+    def open_version(self, lease: VersionLease, reader: PoolReader) -> CarriedVersion:
+        """Check a version; what a slot holds is its payload."""
+        return ShmVersion(lease, reader)
+
+    def _checked(self, lease: VersionLease, reader: PoolReader) -> CarriedVersion:
         try:
-            return ShmVersion(lease, reader)
+            return self.open_version(lease, reader)
         except WeightsError as error:
             code = TORN_CODE if isinstance(error, TornWeightsError) else MANIFEST_CODE
             reader.refused(lease, code, str(error))
+            lease.close()  # now, not with the error's traceback
             raise
 
     def _attach(self, timeout: float | None) -> PoolReader:

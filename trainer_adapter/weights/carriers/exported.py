@@ -1,0 +1,357 @@
+"""The carriers ``cuda_vmm``, ``cuda_ipc`` and ``memfd``: whole versions in exported memory.
+
+Versions, leases, rows and the manifest are those of a slot pool, as with ``shm``; a slot holds only
+the name of a buffer, which the publisher has allocated on its device and exports once.
+
+Invariants: a version is published when the device has all of its bytes; a slot's buffer is written
+only under the slot's lock, which its readers keep until their device has read it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from shmbus import CapacityError
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
+from trainer_adapter.device.arena import (
+    Arena,
+    BufferName,
+    Memory,
+    MemoryKind,
+    allocator,
+    arena_path,
+)
+from trainer_adapter.device.driver import CudaDriverError
+from trainer_adapter.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
+from trainer_adapter.weights.carriers.base import Promises
+from trainer_adapter.weights.copies import Pair, copy_all, settle_devices, target_of_piece
+from trainer_adapter.weights.errors import TornWeightsError, WeightsError, translated
+from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.memory import tensor_at
+from trainer_adapter.weights.source import LocalPiece
+
+__all__ = ["KIND_OF", "PROMISES", "ExportedVersion", "ExportedWriter", "Placed", "Said"]
+
+KIND: Final = "weights"
+
+#: What each of these carriers is made of.
+KIND_OF: Final[dict[str, MemoryKind]] = {"cuda_vmm": "vmm", "cuda_ipc": "ipc", "memfd": "memfd"}
+
+PROMISES: Final = Promises(
+    whole_version=True,
+    late_readers=True,
+    survives_publisher=False,
+    survives_reboot=False,
+    views=True,
+    ranks=False,
+    memory="`slots` times the model, on the publisher's device",
+)
+
+#: Bytes of a slot before its digests, and of each: MessagePack's longest numbers.
+_PLACED_BYTES: Final = 64
+_DIGEST_BYTES: Final = 9
+_LENGTH_BYTES: Final = 4
+
+#: Blocks that a sample compares, as with "shm".
+SAMPLED_BLOCKS: Final = 4
+
+#: Bytes of small tensors that are kept until they are copied together.
+PENDING_BYTES: Final = 64 << 20
+
+
+class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exported/1"):
+    """What a version says of itself: by its tag a reader knows that the slot has no payload."""
+
+    manifest: bytes
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a slot holds: where the version's bytes are, and their digests."""
+
+    buffer: BufferName
+    total: int
+    digests: list[int]
+
+    def encode(self) -> bytes:
+        """Return it with its length before it: a slot may be longer."""
+        data = msgspec.msgpack.encode(self)
+        return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+
+    @classmethod
+    def decode(cls, data: bytes) -> Placed:
+        """Read it back.
+
+        Raises
+        ------
+        TornWeightsError
+            It is none.
+        """
+        size = int.from_bytes(data[:_LENGTH_BYTES], "little")
+        try:
+            return msgspec.msgpack.decode(data[_LENGTH_BYTES : _LENGTH_BYTES + size], type=cls)
+        except msgspec.MsgspecError as error:
+            raise TornWeightsError(
+                f"the newest version's slot does not say where its bytes are ({error}); publish "
+                "again, and look for a process that writes where it should not"
+            ) from error
+
+    @staticmethod
+    def room(total: int, *, digests: bool) -> int:
+        """Return the bytes of a slot for versions of so many bytes."""
+        return _PLACED_BYTES + (blocks_of(total) * _DIGEST_BYTES if digests else 0)
+
+
+class ExportedWriter:
+    """The publisher, of one rank.
+
+    Parameters
+    ----------
+    bus : str
+        The bus that the weights belong to.
+    manifest : Manifest
+        Of what is published.
+    name : "cuda_vmm" | "cuda_ipc" | "memfd"
+        Which carrier.
+    device : torch.device
+        Where the versions lie.
+    slots, max_slots, when_held, timeout, digests, label
+        As for `ShmWriter`.
+    """
+
+    promises = PROMISES
+
+    def __init__(
+        self,
+        bus: str,
+        manifest: Manifest,
+        *,
+        name: str,
+        device: torch.device,
+        slots: int = 2,
+        max_slots: int | None = None,
+        when_held: WhenHeld = "wait",
+        timeout: float = 60.0,
+        digests: bool = False,
+        label: str = "",
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.manifest = manifest
+        self.digests = digests
+        self.places = manifest.by_name()
+        self._meta = msgspec.msgpack.encode(Said(manifest.encode()))
+        self._slot_bytes = Placed.room(manifest.total, digests=digests)
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+        spec = PoolSpec(
+            slot_bytes=self._slot_bytes,
+            slots=slots,
+            max_slots=max_slots,
+            meta_bytes=len(self._meta) * 5 // 4,
+        )
+        with translated():
+            self._publisher = PoolPublisher(
+                bus, KIND, spec=spec, label=label, when_held=when_held, timeout=timeout
+            )
+        try:
+            self._arena = Arena(arena_path(KIND, bus), allocator(KIND_OF[name], device.index or 0))
+        except BaseException:
+            self._publisher.close(remove=True)
+            raise
+        try:
+            for slot in range(slots):  # memory is found now, not in a step
+                self.payload(slot)
+        except BaseException:
+            self.close(remove=True)
+            raise
+
+    def payload(self, slot: int) -> tuple[BufferName, torch.Tensor]:
+        """Return a slot's buffer; the first time, allocate it."""
+        total = self.manifest.total
+        try:
+            return self._arena.buffer(slot, total)
+        except (CudaDriverError, OSError) as error:
+            raise CapacityError(
+                f"carrier {self.name!r}: no memory on {self.device} for a version of {total} bytes "
+                f"({error}); the weights that were published stay in force. Choose fewer slots, "
+                "free some, or the carrier 'shm'"
+            ) from error
+
+    def views(self, slot: int, payload: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return each tensor's place in a slot's buffer, made once."""
+        found = self._views.get(slot)
+        if found is None:
+            places = self.manifest.tensors
+            found = {place.name: tensor_at(payload, place) for place in places}
+            self._views[slot] = found
+        return found
+
+    def begin(self, version: int, text: str) -> _ExportedSink | None:
+        """Take a slot; None where the version was skipped."""
+        with translated():
+            write = self._publisher.begin(version, self._slot_bytes, meta=self._meta, text=text)
+        if write is None:
+            return None
+        try:
+            name, payload = self.payload(write.slot)
+        except BaseException as error:
+            write.give_up(str(error))
+            raise
+        return _ExportedSink(self, write, name, payload)
+
+    def close(self, *, remove: bool) -> None:
+        """Leave; the versions go with their memory, but from readers that have mapped it."""
+        self._views = {}
+        self._arena.close()
+        self._publisher.close(remove=remove)
+
+
+class _ExportedSink:
+    """A slot that is being written."""
+
+    def __init__(
+        self,
+        writer: ExportedWriter,
+        write: VersionWrite,
+        name: BufferName,
+        payload: torch.Tensor,
+    ) -> None:
+        self._writer = writer
+        self._write = write
+        self._name = name
+        self._payload = payload
+        self._views = writer.views(write.slot, payload)
+        self._pending: list[Pair] = []
+        self._pending_bytes = 0
+
+    def put(self, piece: LocalPiece) -> int:
+        """Copy a piece to its place, cast if need be; small ones together with what follows."""
+        whole = self._views.get(piece.name)
+        target = target_of_piece(self._writer.places.get(piece.name), whole, piece)
+        size = target.numel() * target.element_size()
+        self._pending.append((target, piece.tensor))
+        self._pending_bytes += size
+        if self._pending_bytes >= PENDING_BYTES:
+            self._flush()
+        return size
+
+    def _flush(self) -> None:
+        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        copy_all(pending)
+
+    def settle(self) -> None:
+        """Wait until all is copied: the parameters may change then."""
+        self._flush()
+        settle_devices([self._payload])
+
+    def finish(self) -> None:
+        """Publish."""
+        self.settle()
+        sums = block_sums(self._payload) if self._writer.digests else []
+        said = Placed(self._name, self._writer.manifest.total, sums).encode()
+        with translated():
+            memoryview(self._write.buffer)[: len(said)] = said
+            # Of the slot, which is small: a scribble over the buffer's name is found.
+            self._write.finish(digests=True)
+
+    def give_up(self, reason: str) -> None:
+        """Leave what was newest in force; its slot is not used before the device has let go."""
+        self._pending = []
+        settle_devices([self._payload])
+        self._write.give_up(reason)
+
+
+class ExportedVersion:
+    """A leased version in another process's memory.
+
+    Parameters
+    ----------
+    lease : VersionLease
+        Of a pool.
+    reader : PoolReader
+        Which has leased it.
+    manifest : Manifest
+        Checked.
+    placed : Placed
+        What the slot says.
+    memory : Memory
+        Mapped.
+    """
+
+    def __init__(
+        self,
+        lease: VersionLease,
+        reader: PoolReader,
+        manifest: Manifest,
+        placed: Placed,
+        memory: Memory,
+    ) -> None:
+        self._lease = lease
+        self._reader = reader
+        self._placed = placed
+        self._memory = memory
+        self._held: _Held | None = _Held(lease.buffer, memory.device)
+        self.version = lease.version
+        self.sequence = lease.sequence
+        self.text = lease.text
+        self.manifest = manifest
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """View every tensor; no byte is copied. The views keep the slot."""
+        payload, life = self._memory.lend()
+        span: Any = life()
+        span.held = self._held
+        return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+
+    def verify(self, *, sample: bool) -> None:
+        """Compare digests, on the device that reads."""
+        sums = self._placed.digests
+        if not sums:
+            raise WeightsError(
+                f"version {self.version} was published without digests, so nothing can be "
+                "verified; make the publisher with digests=True, or subscribe with verify='off'"
+            )
+        payload = self._memory.tensor()[: self.manifest.total]
+        blocks = list(range(len(sums)))
+        for block in random.sample(blocks, min(SAMPLED_BLOCKS, len(blocks))) if sample else blocks:
+            if block_sum(payload, block) != sums[block]:
+                end = min(self.manifest.total, (block + 1) * BLOCK_BYTES)
+                raise TornWeightsError(
+                    f"version {self.version}: bytes {block * BLOCK_BYTES} to {end} do not match "
+                    "their digest; do not load it: publish again, and look for a process that "
+                    "writes where it should not"
+                )
+
+    def applied(self) -> None:
+        """Say that this process runs it, while it has a row."""
+        if not self._reader.pool.closed:
+            self._reader.applied(self._lease)
+
+    def refused(self, code: int, reason: str) -> None:
+        """Say that this process could not take it, while it has a row."""
+        if not self._reader.pool.closed:
+            self._reader.refused(self._lease, code, reason)
+
+    def close(self) -> None:
+        """Let go of the lease; views that are left keep the slot."""
+        self._held = None
+        self._lease.close()
+
+
+class _Held:
+    """A slot's lock, dropped when the device has done what was asked of it on this stream."""
+
+    def __init__(self, buffer: object, device: torch.device) -> None:
+        self._buffer = buffer
+        self._device = device
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        # A forked child has no context, and its parent has the lease.
+        if self._device.type == "cuda" and os.getpid() == self._pid and not sys.is_finalizing():
+            torch.cuda.current_stream(self._device).synchronize()

@@ -1,0 +1,118 @@
+"""Copies of many tensors: small ones of a device together, large ones by themselves.
+
+On a device a copy costs some microseconds of the host whatever its size, so a thousand small ones
+take longer than the model's bytes; one launch for all of them is slower by the byte, so large ones
+go alone. Pure decisions are in `split`; what it returns is executed by `copy_all`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeAlias
+
+import torch
+
+from trainer_adapter.weights.errors import WeightsError
+from trainer_adapter.weights.manifest import TensorPlace
+from trainer_adapter.weights.memory import copy_tensor
+from trainer_adapter.weights.source import LocalPiece
+
+__all__ = ["LARGE_BYTES", "Pair", "copy_all", "settle_devices", "split", "target_of_piece"]
+
+#: A tensor to write, and what is written into it.
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+#: Bytes from which a copy of its own is faster: 2 us on a device of 2 TB/s, what a launch costs.
+LARGE_BYTES: Final = 4 << 20
+
+
+def split(pairs: Iterable[Pair]) -> tuple[list[Pair], list[list[Pair]]]:
+    """Say which copies go alone, and which together.
+
+    Parameters
+    ----------
+    pairs : iterable of (target, source)
+
+    Returns
+    -------
+    (list of pairs, list of lists of pairs)
+        Those that go alone; and for each device those that go together.
+    """
+    alone: list[Pair] = []
+    together: dict[torch.device, list[Pair]] = {}
+    for target, source in pairs:
+        small = target.numel() * target.element_size() < LARGE_BYTES
+        if small and target.is_cuda and target.device == source.device:
+            together.setdefault(target.device, []).append((target, source))
+        else:
+            alone.append((target, source))
+    return alone, list(together.values())
+
+
+def copy_all(pairs: Sequence[Pair]) -> None:
+    """Copy each source into its target; on a device, only ordered on its current stream.
+
+    Parameters
+    ----------
+    pairs : sequence of (target, source)
+        Of equal shapes, of any dtypes and strides.
+    """
+    alone, together = split(pairs)
+    for target, source in alone:
+        copy_tensor(target, source)
+    for group in together:
+        torch._foreach_copy_([target for target, _ in group], [source for _, source in group])
+
+
+def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for the current streams of the devices that these tensors are on.
+
+    Raises
+    ------
+    RuntimeError
+        A copy that was begun before has failed.
+    """
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def target_of_piece(
+    place: TensorPlace | None, whole: torch.Tensor | None, piece: LocalPiece
+) -> torch.Tensor:
+    """Return the part of a published tensor that a piece is.
+
+    Parameters
+    ----------
+    place : TensorPlace | None
+        Of the piece's name in the manifest.
+    whole : Tensor | None
+        What is published under that name.
+    piece : LocalPiece
+        What a rank writes.
+
+    Returns
+    -------
+    Tensor
+        A view of `whole`.
+
+    Raises
+    ------
+    WeightsError
+        There is no such name, or the piece is not inside of it.
+    """
+    if place is None or whole is None:
+        raise WeightsError(f"{piece.name!r} is not in the manifest of these weights")
+    shape = piece.tensor.shape
+    if len(piece.start) != whole.dim() or any(
+        start + size > room
+        for start, size, room in zip(piece.start, shape, whole.shape, strict=False)
+    ):
+        raise WeightsError(
+            f"{piece.name!r}: a piece of shape {list(shape)} at {list(piece.start)} is not inside "
+            f"{list(whole.shape)}, which the manifest has; make a new publisher when the model "
+            "changes"
+        )
+    for dim, (start, size) in enumerate(zip(piece.start, shape, strict=True)):
+        if size != whole.shape[dim]:
+            whole = whole.narrow(dim, start, size)
+    return whole
