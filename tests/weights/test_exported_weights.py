@@ -1,6 +1,6 @@
 """Whole versions in exported memory: by a memfd, on any machine.
 
-`tests/device/test_cuda_weights.py` has the same of a GPU.
+`test_cuda_weights.py` has the same of a GPU.
 """
 
 from __future__ import annotations

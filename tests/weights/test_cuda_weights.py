@@ -1,0 +1,308 @@
+"""Weights over device memory, and over host memory to devices; needs a GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Spawner
+from weight_models import Odd, many
+
+from shmbus import CapacityError
+from shmbus.pool import read_pool
+from shmbus.pool.lifecycle import pool_path
+from trainer_adapter.device.arena import arena_path
+from trainer_adapter.weights import (
+    ModuleSource,
+    TornWeightsError,
+    WeightPublisher,
+    WeightsError,
+    WeightsTimeoutError,
+    WeightSubscriber,
+    probe_carriers,
+)
+from trainer_adapter.weights.carriers.exported import ExportedWriter
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+MakePublisher = Callable[..., WeightPublisher]
+DEVICE = "cuda:0"
+CARRIERS = ["cuda_vmm", "cuda_ipc", "shm"]
+#: Versions that a reader in another process loads while memory is watched.
+SYNCS = int(os.environ.get("SHMBUS_CUDA_SYNCS", "100"))
+
+READER = """
+import sys, time, torch
+sys.path.insert(0, sys.argv[1])
+from weight_models import many, same
+from trainer_adapter.weights import *
+bus, device, last = sys.argv[2], sys.argv[3], int(sys.argv[4])
+replica, wanted = many(300, seed=9).to(device), many(300, seed=1).to(device)
+free = None
+with WeightSubscriber(bus, device=device, label="replica") as subscriber:
+    version, wrong = 0, 0
+    print("ready", flush=True)
+    while version < last:
+        version = subscriber.wait(newer_than=version, timeout=60)
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(replica)
+            for (name, have), want in zip(replica.named_parameters(), wanted.parameters()):
+                wrong += not torch.equal(have, want + weights.version)
+            version = weights.version
+        if free is None and version >= last // 2:
+            torch.cuda.synchronize(); torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info(device)[0]
+    torch.cuda.synchronize(); torch.cuda.empty_cache()
+    grown = max(0, free - torch.cuda.mem_get_info(device)[0])
+    print("read to", version, "wrong", wrong, "grown", grown, flush=True)
+"""
+
+HOLDER = """
+import sys, time, torch
+from trainer_adapter.weights import *
+subscriber = WeightSubscriber(sys.argv[1], device="cuda:0", label="slow")
+weights = subscriber.latest(timeout=60)
+view = weights["p3"]
+print("holds", weights.version, flush=True)
+time.sleep(600)
+"""
+
+PUBLISHER = """
+import sys, time, torch
+from trainer_adapter.weights import *
+model = torch.nn.Linear(400, 400, device="cuda:0")
+publisher = WeightPublisher(sys.argv[1], ModuleSource(model), carrier="cuda_vmm", device="cuda:0")
+for version in range(int(sys.argv[2]), int(sys.argv[3])):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(version)
+    publisher.publish(version=version)
+print("published", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def publishers(bus_name: str) -> Iterator[MakePublisher]:
+    made: list[WeightPublisher] = []
+
+    def make(model: torch.nn.Module, carrier: str, **options: object) -> WeightPublisher:
+        if carrier != "shm":
+            options = {"device": DEVICE, **options}
+        source = ModuleSource(model)
+        made.append(WeightPublisher(bus_name, source, carrier=carrier, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+    assert not os.path.exists(arena_path("weights", bus_name))
+    Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
+
+
+def same_on_devices(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(
+        left[k].cpu().contiguous().view(-1).view(torch.uint8).equal(
+            right[k].cpu().contiguous().view(-1).view(torch.uint8)
+        )
+        for k in left
+        if left[k].numel()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize(
+    "make", [Odd, lambda seed=0: many(300, seed), lambda seed=0: many(1000, seed)]
+)
+def test_every_bit_of_a_model_arrives(
+    carrier: str, make: Callable[..., torch.nn.Module], bus_name: str, publishers: MakePublisher
+) -> None:
+    model, replica = make(seed=1).to(DEVICE), make(seed=2).to(DEVICE)
+    publisher = publishers(model, carrier, digests=True)
+    with WeightSubscriber(bus_name, device=DEVICE) as subscriber:
+        for version in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.is_floating_point() and parameter.element_size() > 1:
+                        parameter.add_(version)
+            publisher.publish(version=version)
+            with subscriber.latest(timeout=5) as weights:
+                weights.load_into(replica)
+                weights._open().verify(sample=False)
+            assert same_on_devices(model, replica)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_large_tensors_masters_and_models_of_the_host_arrive(
+    carrier: str, bus_name: str, publishers: MakePublisher
+) -> None:
+    torch.manual_seed(0)
+    masters = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3)))
+    replica = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3)))
+    options = {} if carrier == "shm" else {"device": DEVICE}
+    source = ModuleSource(masters, dtype=torch.bfloat16)
+    replica = replica.to(DEVICE, torch.bfloat16)
+    with (
+        WeightPublisher(bus_name, source, carrier=carrier, **options) as publisher,  # type: ignore[arg-type]
+        WeightSubscriber(bus_name, device=DEVICE) as subscriber,
+    ):
+        publisher.publish(version=0)
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(replica)
+        for have, want in zip(replica.parameters(), masters.parameters(), strict=True):
+            assert torch.equal(have.cpu(), want.bfloat16())
+        host = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3))).bfloat16()
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(host)
+        assert same_on_devices(host, replica)
+
+
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("device", ["cuda:0", pytest.param("cuda:1", marks=needs_two)])
+def test_another_process_loads_versions_in_flat_memory(
+    carrier: str, device: str, bus_name: str, publishers: MakePublisher, spawn: Spawner
+) -> None:
+    model = many(300, seed=1).to(DEVICE)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    publisher = publishers(model, carrier, timeout=60)
+    here = str(Path(__file__).parent)
+    child = spawn.script(READER, here, bus_name, device, SYNCS)
+    for version in range(1, SYNCS + 1):
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), start, strict=True):
+                parameter.copy_(value + version)
+        publisher.publish(version=version)
+        if version == 1:
+            child.expect("ready", timeout=60)
+    assert f"read to {SYNCS} wrong 0 grown 0" in child.finish(timeout=120)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("carrier", ["cuda_vmm", "cuda_ipc"])
+def test_a_reader_that_is_stopped_or_killed_decides_as_with_shm(
+    carrier: str, bus_name: str, publishers: MakePublisher, spawn: Spawner
+) -> None:
+    publisher = publishers(many(5).to(DEVICE), carrier, timeout=0.3)
+    publisher.publish(version=1)
+    child = spawn.script(HOLDER, bus_name)
+    child.expect("holds 1", timeout=60)
+    child.send_signal(signal.SIGSTOP)
+    publisher.publish(version=2)
+    with pytest.raises(WeightsTimeoutError, match="slow"):
+        publisher.publish(version=3)
+    child.kill()
+    publisher.publish(version=3)
+
+
+@pytest.mark.timeout(100)
+def test_a_killed_publisher_leaves_its_versions_to_who_has_them_and_a_successor(
+    bus_name: str, spawn: Spawner
+) -> None:
+    child = spawn.script(PUBLISHER, bus_name, 1, 3)
+    child.expect("published", timeout=60)
+    with (
+        WeightSubscriber(bus_name, device=DEVICE) as attached,
+        WeightSubscriber(bus_name, device=DEVICE) as late,
+    ):
+        attached.latest(timeout=5).close()
+        child.kill()
+        with attached.latest(timeout=5) as weights:
+            assert bool((weights["weight"] == 2).all())
+        with pytest.raises(WeightsError, match="lay in the memory of its publisher"):
+            late.latest(timeout=0.05)
+        successor = spawn.script(PUBLISHER, bus_name, 5, 6)
+        for reader in (attached, late):
+            assert reader.wait(newer_than=2, timeout=60) == 5
+            with reader.latest(timeout=5) as weights:
+                assert bool((weights["weight"] == 5).all())
+        successor.kill()
+    Path(pool_path(bus_name, "weights")).unlink()
+    Path(arena_path("weights", bus_name)).unlink()
+
+
+def test_a_view_keeps_its_slot_until_the_device_has_read_it(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    model = torch.nn.Linear(1024, 1024, device=DEVICE)
+    publisher = publishers(model, "cuda_vmm", when_held="skip")
+    publisher.publish(version=1)
+    before = model.weight.detach().clone()
+    with WeightSubscriber(bus_name, device=DEVICE) as subscriber:
+        with subscriber.latest(timeout=5) as weights:
+            view = weights["weight"]
+        with torch.no_grad():
+            model.weight.zero_()
+        assert not publisher.publish(version=2).skipped
+        assert publisher.publish(version=3).skipped
+        torch.cuda._sleep(200_000_000)
+        copy = view.clone()  # is begun when the device wakes up
+        del view
+        assert not publisher.publish(version=4).skipped
+        assert torch.equal(copy, before)
+
+
+def test_digests_find_a_scribble(bus_name: str, publishers: MakePublisher) -> None:
+    publisher = publishers(many(20).to(DEVICE), "cuda_vmm", digests=True)
+    publisher.publish(version=1)
+    writer = publisher._writer
+    assert isinstance(writer, ExportedWriter)
+    with WeightSubscriber(bus_name, device=DEVICE, verify="all") as reader:
+        reader.latest(timeout=5).close()
+        writer._arena.buffer(0, 1)[1][100].add_(1)
+        with pytest.raises(TornWeightsError, match="do not match their digest"):
+            reader.latest(timeout=5)
+
+
+def test_versions_that_the_device_has_no_room_for_are_refused_at_once(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(free - (1 << 30), dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(CapacityError, match="Choose fewer slots"):
+        publishers(torch.nn.Linear(16_384, 10_000, dtype=torch.float32), "cuda_vmm")
+    del taken
+    torch.cuda.empty_cache()
+    assert not os.path.exists(pool_path(bus_name, "weights"))
+
+
+def test_publishing_beside_the_next_computation_publishes_what_was_there(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    model = torch.nn.Linear(2048, 2048, device=DEVICE)
+    publisher = publishers(model, "cuda_vmm")
+    with WeightSubscriber(bus_name, device=DEVICE) as subscriber:
+        for version in range(20):
+            with torch.no_grad():
+                torch.cuda._sleep(1_000_000)
+                model.weight.fill_(version)
+            publication = publisher.publish_async(version=version)
+            publication.wait_copied(timeout=20)
+            with torch.no_grad():
+                model.weight.fill_(-1)
+            publication.wait(timeout=20)
+            with subscriber.latest(timeout=5) as weights:
+                assert bool((weights["weight"] == version).all())
+
+
+def test_rows_name_the_device(bus_name: str, publishers: MakePublisher) -> None:
+    publishers(many(2).to(DEVICE), "cuda_vmm").publish(version=1)
+    with WeightSubscriber(bus_name, device=DEVICE, label="r") as subscriber:
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(many(2).to(DEVICE))
+        (row,) = read_pool(bus_name, "weights").readers
+        assert (row.device, row.applied_version) == ("cuda:0", 1)
+
+
+def test_the_probe_says_what_the_device_carriers_take() -> None:
+    refused = probe_carriers(DEVICE).refused
+    assert "ask for it by name" in refused["cuda_vmm"]
+    assert "ask for it by name" in refused["cuda_ipc"]
+    assert "not that of cuda:0" in refused["memfd"]
