@@ -36,8 +36,9 @@ from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import pack
 from trainer_adapter.batches.sample_flags import Truncated
+from trainer_adapter.device.registration import Registration
 from trainer_adapter.gpu.gather import Pending, SeveralRowsError, begin_gather
-from trainer_adapter.gpu.memory import PinnedMemory, Registration, Staging
+from trainer_adapter.gpu.memory import PinnedMemory, Staging
 from trainer_adapter.gpu.one_thread import OneThread
 
 __all__ = ["GpuPacker", "Pending", "Transport", "begin_gather"]

@@ -17,7 +17,15 @@ from trainer_adapter.weights.manifest import TensorPlace
 from trainer_adapter.weights.memory import copy_tensor
 from trainer_adapter.weights.source import LocalPiece
 
-__all__ = ["LARGE_BYTES", "Pair", "copy_all", "settle_devices", "split", "target_of_piece"]
+__all__ = [
+    "LARGE_BYTES",
+    "Pair",
+    "copy_all",
+    "from_host_to_device",
+    "settle_devices",
+    "split",
+    "target_of_piece",
+]
 
 #: A tensor to write, and what is written into it.
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -47,6 +55,30 @@ def split(pairs: Iterable[Pair]) -> tuple[list[Pair], list[list[Pair]]]:
         else:
             alone.append((target, source))
     return alone, list(together.values())
+
+
+def from_host_to_device(
+    pairs: Iterable[Pair],
+) -> tuple[dict[torch.device, list[Pair]], list[Pair]]:
+    """Say which copies cross from the host to which CUDA device.
+
+    Parameters
+    ----------
+    pairs : iterable of (target, source)
+
+    Returns
+    -------
+    (dict of lists of pairs, list of pairs)
+        Those, and the rest.
+    """
+    crossing: dict[torch.device, list[Pair]] = {}
+    rest: list[Pair] = []
+    for target, source in pairs:
+        if target.is_cuda and not source.is_cuda:
+            crossing.setdefault(target.device, []).append((target, source))
+        else:
+            rest.append((target, source))
+    return crossing, rest
 
 
 def copy_all(pairs: Sequence[Pair]) -> None:

@@ -11,11 +11,18 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer_adapter.weights.copies import Pair, copy_all, settle_devices, split
+from trainer_adapter.weights.copies import (
+    Pair,
+    copy_all,
+    from_host_to_device,
+    settle_devices,
+    split,
+)
 from trainer_adapter.weights.errors import ManifestError, TornWeightsError
 from trainer_adapter.weights.manifest import Manifest, Slice
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.source import dtype_name, local_part
+from trainer_adapter.weights.staging import HostTransfers
 
 __all__ = ["Targets", "load", "targets_of"]
 
@@ -96,10 +103,17 @@ def load(
 def _copy(version: int, pairs: Mapping[str, Pair]) -> int:
     """Copy, small tensors of a device together; returns the bytes when they are there."""
     named = {id(pair[0]): name for name, pair in pairs.items()}
-    alone, together = split(pairs.values())
     written = 0
     what = ""
     try:
+        from_host, rest = from_host_to_device(pairs.values())
+        for device, part in from_host.items():
+            what = f"{len(part)} tensors to {device}"
+            transfers = HostTransfers(device)
+            transfers.to_device(part)
+            transfers.settle()
+            written += sum(target.numel() * target.element_size() for target, _ in part)
+        alone, together = split(rest)
         for part in [*([pair] for pair in alone), *together]:
             what = repr(named[id(part[0][0])]) + (f" and {len(part) - 1} more" * (len(part) > 1))
             copy_all(part)

@@ -304,12 +304,14 @@ class Weights(Mapping[str, torch.Tensor]):
             These weights are closed.
         """
         carried = self._open()
+        targets = targets_of(model)
+        carried.prepare({target.device for target in targets.values()})
         try:
             written = load(
                 self.version,
                 self.manifest,
                 self._views(),
-                targets_of(model),
+                targets,
                 strict=strict,
                 cast=cast,
                 slices=slices,

@@ -6,6 +6,7 @@ was newest stays so until then; a reader's views do not change for as long as it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -86,6 +87,9 @@ class CarriedVersion(Protocol):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the manifest's tensors by name."""
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Have copies to those devices be as fast as they can; what cannot be is no error."""
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests, of some blocks or of all."""

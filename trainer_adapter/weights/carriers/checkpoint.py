@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -202,6 +203,9 @@ class CheckpointVersion:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that were read."""
         return self._tensors
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Do nothing: there is no host memory that stays."""
 
     def verify(self, *, sample: bool) -> None:
         """Refuse: the file has no digests."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -307,6 +308,9 @@ class ExportedVersion:
         span: Any = life()
         span.held = self._held
         return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Do nothing: there is no host memory that stays."""
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests, on the device that reads."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
 from trainer_adapter.weights.carriers.base import CarriedVersion, Promises
+from trainer_adapter.weights.copies import Pair
 from trainer_adapter.weights.errors import (
     LOADING_CODE,
     MANIFEST_CODE,
@@ -26,7 +28,9 @@ from trainer_adapter.weights.errors import (
 )
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
+from trainer_adapter.weights.registered import RegisteredSlots
 from trainer_adapter.weights.source import LocalPiece
+from trainer_adapter.weights.staging import HostTransfers
 
 __all__ = ["PROMISES", "ShmReader", "ShmVersion", "ShmWriter", "WhenHeld"]
 
@@ -48,6 +52,9 @@ SAMPLED_BLOCKS: Final = 4
 
 #: Room for a manifest that grows by a few names before the pool has to be made again.
 _META_SPARE: Final = 1.25
+
+#: Bytes of a device's tensors that are gathered before they cross: temporary ones stay until then.
+PENDING_BYTES: Final = 1 << 30
 
 #: Seconds between two attempts to find a pool that is not there yet.
 _RETRY_S: Final = 0.05
@@ -97,6 +104,8 @@ class ShmWriter:
         self._meta = manifest.encode()
         self._places = manifest.by_name()
         self._digests = digests
+        self._registered = RegisteredSlots()
+        self._transfers: dict[torch.device, HostTransfers] = {}
         spec = PoolSpec(
             slot_bytes=manifest.total,
             slots=slots,
@@ -115,6 +124,18 @@ class ShmWriter:
                 timeout=timeout,
             )
 
+    def transfers(self, device: torch.device) -> HostTransfers:
+        """Return what copies from a device, made once."""
+        found = self._transfers.get(device)
+        if found is None:
+            found = self._transfers[device] = HostTransfers(device)
+        return found
+
+    @property
+    def registered(self) -> RegisteredSlots:
+        """Return the slots that devices write directly."""
+        return self._registered
+
     def begin(self, version: int, text: str) -> _ShmSink | None:
         """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
         with translated():
@@ -125,6 +146,7 @@ class ShmWriter:
 
     def close(self, *, remove: bool) -> None:
         """Leave the pool."""
+        self._registered.close()
         self._publisher.close(remove=remove)
 
 
@@ -135,6 +157,8 @@ class _ShmSink:
         self._writer = writer
         self._write = write
         self._payload: torch.Tensor | None = payload_tensor(write.buffer)
+        self._pending: dict[torch.device, list[Pair]] = {}
+        self._pending_bytes = 0
 
     def put(self, piece: LocalPiece) -> int:
         """Copy a piece to its place, cast if need be."""
@@ -155,11 +179,30 @@ class _ShmSink:
         for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
             if size != target.shape[dim]:
                 target = target.narrow(dim, start, size)
-        copy_tensor(target, piece.tensor)
+        self._copy(target, piece)
         return target.numel() * target.element_size()
 
+    def _copy(self, target: torch.Tensor, piece: LocalPiece) -> None:
+        """Copy a piece; whole tensors of a device cross with their neighbours."""
+        source = piece.tensor
+        if not source.is_cuda or self._writer._places[piece.name].shape != tuple(source.shape):
+            copy_tensor(target, source)
+            return
+        pending = self._pending.setdefault(source.device, [])
+        pending.append((target, source))
+        self._pending_bytes += target.numel() * target.element_size()
+        if self._pending_bytes >= PENDING_BYTES:
+            self.settle()
+
     def settle(self) -> None:
-        """Do nothing: a piece is copied when `put` returns."""
+        """Wait until all pieces are copied."""
+        pending, self._pending, self._pending_bytes = self._pending, {}, 0
+        for device, pairs in pending.items():
+            assert self._payload is not None
+            self._writer.registered.add(self._payload)
+            transfers = self._writer.transfers(device)
+            transfers.to_host(pairs)
+            transfers.settle()
 
     def finish(self) -> None:
         """Publish."""
@@ -169,6 +212,7 @@ class _ShmSink:
 
     def give_up(self, reason: str) -> None:
         """Leave what was newest in force."""
+        self._pending = {}
         self._payload = None
         self._write.give_up(reason)
 
@@ -182,11 +226,16 @@ class ShmVersion:
         Of a pool.
     reader : PoolReader
         Which has leased it.
+    registered : RegisteredSlots, optional
+        Slots that devices read directly.
     """
 
-    def __init__(self, lease: VersionLease, reader: PoolReader) -> None:
+    def __init__(
+        self, lease: VersionLease, reader: PoolReader, registered: RegisteredSlots | None = None
+    ) -> None:
         self._lease = lease
         self._reader = reader
+        self._registered = registered
         self.version = lease.version
         self.sequence = lease.sequence
         self.text = lease.text
@@ -197,6 +246,11 @@ class ShmVersion:
         """View every tensor; no byte is copied."""
         payload = payload_tensor(self._lease.buffer)
         return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Register the slot with CUDA, once, where it goes to a device."""
+        if any(device.type == "cuda" for device in devices) and self._registered is not None:
+            self._registered.add(payload_tensor(self._lease.buffer), read_only=True)
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests."""
@@ -250,6 +304,7 @@ class ShmReader:
     def __init__(self, bus: str, *, label: str = "", device: str = "") -> None:
         self._bus, self._label, self._device = bus, label, device
         self._reader: PoolReader | None = None
+        self._registered = RegisteredSlots()
 
     def latest(self, after: int, timeout: float | None) -> CarriedVersion:
         """Wait for a version; one that is removed and made again begins anew.
@@ -281,6 +336,7 @@ class ShmReader:
                 try:
                     lease = reader.latest(after=after, timeout=left)
                 except BusRemovedError:
+                    self._registered.close()
                     reader.close()
                     self._reader = None
                     after = 0  # the pool that follows counts from 1
@@ -318,7 +374,7 @@ class ShmReader:
 
     def open_version(self, lease: VersionLease, reader: PoolReader) -> CarriedVersion:
         """Check a version; what a slot holds is its payload."""
-        return ShmVersion(lease, reader)
+        return ShmVersion(lease, reader, self._registered)
 
     def _checked(self, lease: VersionLease, reader: PoolReader) -> CarriedVersion:
         try:
@@ -343,5 +399,6 @@ class ShmReader:
 
     def close(self) -> None:
         """Leave the pool; versions that are out keep what they need."""
+        self._registered.close()
         if self._reader is not None:
             self._reader.close()
