@@ -1,5 +1,7 @@
 """What publishing and loading weights costs: ``python -m bench.weights``, against memcpy.
 
+With ``--device cuda:0`` the rows are those of `bench.weights_cuda`.
+
 Method: one thread, a model of tensors of a transformer's sizes in memory that was touched before.
 Each contender takes turns with memcpy of the same bytes, from memory to memory in one call, in the
 same process; a figure is the best of its rounds over the best memcpy of the same rounds, since
@@ -27,8 +29,9 @@ from typing import Any, Final
 
 import torch
 
-from bench import machine
+from bench import machine, weights_cuda
 from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+from trainer_adapter.weights.probe import checked_device
 
 __all__ = ["main"]
 
@@ -232,15 +235,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=float, default=2.0, help="GB of weights (2)")
     parser.add_argument("--readers", type=int, default=64, help="processes that wait (64)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each figure ({ROUNDS})")
+    parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0")
     parser.add_argument("--output", type=Path, help="where the JSON goes")
     options = parser.parse_args(argv)
     facts = machine.describe()
     print(machine.summary(facts), flush=True)
-    rows = measure(int(options.size * 1e9), options.readers, options.rounds)
-    print(f"{rows['bytes'] / 1e9:.2f} GB, memcpy {rows['memcpy_gb_per_s']:.1f} GB/s")
-    told = verdicts(rows)
+    size = int(options.size * 1e9)
+    if options.device == "cpu":
+        rows = measure(size, options.readers, options.rounds)
+        print(f"{rows['bytes'] / 1e9:.2f} GB, memcpy {rows['memcpy_gb_per_s']:.1f} GB/s")
+        told = verdicts(rows)
+    else:
+        device = str(checked_device(options.device))
+        facts["gpu"] = torch.cuda.get_device_name(device)
+        shapes = [tuple(value.shape) for value in model_of(size).parameters()]
+        rows = weights_cuda.measure(size, options.rounds, device, shapes)
+        rates = {name: rows[name] / 1e9 for name in weights_cuda.BOUNDS}
+        print(facts["gpu"], {name: f"{rate:.0f} GB/s" for name, rate in rates.items()})
+        told = weights_cuda.verdicts(rows)
     for name, figure, target, met in told:
-        print(f"  {name:40} {figure:>8}   target {target:8} {'' if met else 'MISSED'}")
+        print(f"  {name:44} {figure:>8}   target {target:8} {'' if met else 'MISSED'}")
     if options.output:
         options.output.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
     return 0 if all(met for *_, met in told) else 1

@@ -19,6 +19,7 @@ from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
 from trainer_adapter.device.arena import arena_path
 from trainer_adapter.weights import (
+    ManifestError,
     ModuleSource,
     TornWeightsError,
     WeightPublisher,
@@ -272,3 +273,29 @@ def test_a_slot_that_does_not_say_where_its_bytes_are_is_torn() -> None:
     for data in (b"", bytes(64), b"\x05\x00\x00\x00\x80\x04cpo"):
         with pytest.raises(TornWeightsError, match="does not say where its bytes are"):
             Placed.decode(data)
+
+
+def test_a_model_that_changed_is_compared_again(
+    publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    model, replica = many(4, seed=1), many(4, seed=2)
+    publisher = publishers(model)
+    for version in range(6):  # each slot, and again
+        with torch.no_grad():
+            model.p2.add_(1)  # type: ignore[operator]
+        publisher.publish(version=version)
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(replica)
+        assert same(model, replica)
+    model.p1 = torch.nn.Parameter(model.p1.detach() * 2)  # type: ignore[operator]
+    replica.p2.data = torch.zeros_like(replica.p2)  # type: ignore[assignment, arg-type]
+    publisher.publish(version=6)
+    with subscriber.latest(timeout=5) as weights:
+        weights.load_into(replica)
+        assert same(model, replica)
+        replica.p3 = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
+        with pytest.raises(ManifestError, match="shape of 'p3'"):
+            weights.load_into(replica)
+    model.p3 = torch.nn.Parameter(torch.zeros(1, 99, dtype=torch.bfloat16))
+    with pytest.raises(WeightsError, match="make a new publisher when the model changes"):
+        publisher.publish(version=7)

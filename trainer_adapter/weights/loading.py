@@ -24,7 +24,7 @@ from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.source import dtype_name, local_part
 from trainer_adapter.weights.staging import HostTransfers
 
-__all__ = ["Targets", "load", "targets_of"]
+__all__ = ["LoadCache", "Targets", "copy_pairs", "paired", "targets_of"]
 
 #: What `load_into` writes into: a module, or tensors by name.
 Targets = torch.nn.Module | Mapping[str, torch.Tensor]
@@ -33,12 +33,32 @@ Targets = torch.nn.Module | Mapping[str, torch.Tensor]
 def targets_of(model: Targets) -> dict[str, torch.Tensor]:
     """Return the tensors of a module, or those that were given, by name."""
     found = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
-    return {
-        name: value.detach() for name, value in found.items() if isinstance(value, torch.Tensor)
-    }
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def load(
+class LoadCache:
+    """What was checked of a buffer and a model, for the next version in that buffer.
+
+    A model that is loaded again and again is compared once: after that it is enough that its
+    tensors are the same ones, at the same place, of the same dtypes, shapes and strides.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[tuple[object, ...], object, dict[str, Pair]] | None = None
+
+    def get(self, seen: tuple[object, ...] | None) -> dict[str, Pair] | None:
+        """Return what was paired for a model that was seen so."""
+        if self._kept is None or seen is None or self._kept[0] != seen:
+            return None
+        return self._kept[2]
+
+    def put(self, seen: tuple[object, ...] | None, targets: object, pairs: dict[str, Pair]) -> None:
+        """Keep what was paired, and the tensors: an id is another's once its own has gone."""
+        if seen is not None:
+            self._kept = (seen, targets, pairs)
+
+
+def paired(
     version: int,
     manifest: Manifest,
     tensors: dict[str, torch.Tensor],
@@ -47,9 +67,8 @@ def load(
     strict: bool = True,
     cast: bool = False,
     slices: Mapping[str, Slice] | None = None,
-    begin: Callable[[], None] | None = None,
-) -> int:
-    """Check everything, then copy.
+) -> dict[str, Pair]:
+    """Check everything, and say what is to be copied into what.
 
     Parameters
     ----------
@@ -67,21 +86,18 @@ def load(
         Whether dtypes may differ.
     slices : mapping of Slice, optional
         Where a published tensor is a part of a fused one of the model: its name -> the part.
-    begin : callable, optional
-        Called after the checks, before the first byte.
 
     Returns
     -------
-    int
-        Bytes written.
+    dict of (target, source)
+        By name.
 
     Raises
     ------
     ManifestError
-        What does not fit, all of it; nothing was written.
-    TornWeightsError
-        A copy failed: the model has some of this version.
+        What does not fit, all of it.
     """
+    targets = {name: target.detach() for name, target in targets.items()}
     destinations = _destinations(targets, slices or {})
     faults = _faults(manifest, targets, destinations, strict=strict, cast=cast, slices=slices or {})
     if faults:
@@ -89,19 +105,34 @@ def load(
             f"version {version} does not fit the model, and nothing of it was changed", faults
         )
     names = set(manifest.names())
-    if begin is not None:
-        begin()
-    with torch.no_grad():
-        pairs = {
-            name: _pair(name, view_of(tensors, manifest, name), target)
-            for name, target in destinations.items()
-            if name in names
-        }
-        return _copy(version, pairs)
+    return {
+        name: _pair(name, view_of(tensors, manifest, name), target)
+        for name, target in destinations.items()
+        if name in names
+    }
 
 
-def _copy(version: int, pairs: Mapping[str, Pair]) -> int:
-    """Copy, small tensors of a device together; returns the bytes when they are there."""
+@torch.no_grad()
+def copy_pairs(version: int, pairs: Mapping[str, Pair]) -> int:
+    """Copy what `paired` gave, small tensors of a device together.
+
+    Parameters
+    ----------
+    version : int
+        For messages.
+    pairs : mapping of (target, source)
+        By name.
+
+    Returns
+    -------
+    int
+        Bytes written, and all of them there.
+
+    Raises
+    ------
+    TornWeightsError
+        A copy failed: the model has some of this version.
+    """
     named = {id(pair[0]): name for name, pair in pairs.items()}
     written = 0
     what = ""

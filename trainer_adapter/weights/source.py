@@ -7,7 +7,7 @@ shapes; together their pieces are each tensor exactly once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -15,7 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from trainer_adapter.weights.errors import WeightsError
 from trainer_adapter.weights.manifest import ParamMeta, Slice
 
-__all__ = ["LocalPiece", "ModuleSource", "WeightSource", "dtype_name", "local_part"]
+__all__ = ["LocalPiece", "ModuleSource", "WeightSource", "as_seen", "dtype_name", "local_part"]
+
+#: How a model was seen, its tensors, and what was read of them: tensors by name, aliases.
+_Seen: TypeAlias = tuple[
+    tuple[object, ...], Mapping[str, object], tuple[dict[str, torch.Tensor], dict[str, str]]
+]
 
 
 class LocalPiece:
@@ -160,14 +165,25 @@ class ModuleSource:
         self._rename = rename
         self._slices: Final = dict(slices or {})
         self._buffers = buffers
+        self._seen: _Seen | None = None
+        self._pieces: dict[tuple[int, int], list[LocalPiece]] = {}
 
     def _named(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Tensors by name, and aliases. What is one object under two names is tied."""
+        state = self._model.state_dict(keep_vars=True)
+        seen = as_seen(state)
+        if seen is None or self._seen is None or seen != self._seen[0]:
+            # The tensors are kept with it: an id is another object's once its own has gone.
+            self._seen = (seen or (), state, self._read(state))
+            self._pieces = {}
+        return self._seen[2]
+
+    def _read(self, state: Mapping[str, object]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         kept = None if self._buffers else {name for name, _ in self._model.named_buffers()}
         found: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[object, str] = {}
-        for own_name, tensor in self._model.state_dict(keep_vars=True).items():
+        for own_name, tensor in state.items():
             if not isinstance(tensor, torch.Tensor) or (kept is not None and own_name in kept):
                 continue
             name = own_name if self._rename is None else self._rename(own_name)
@@ -219,8 +235,19 @@ class ModuleSource:
         ------
         LocalPiece
         """
+        named = self._named()[0]
+        pieces = self._pieces.get((rank, world_size))
+        if pieces is None:
+            pieces = list(self._local(named, rank, world_size))
+            if self._seen is not None and self._seen[0]:
+                self._pieces[rank, world_size] = pieces
+        yield from pieces
+
+    def _local(
+        self, named: Mapping[str, torch.Tensor], rank: int, world_size: int
+    ) -> Iterator[LocalPiece]:
         written = [0] * world_size
-        for name, tensor in self._named()[0].items():
+        for name, tensor in named.items():
             detached = tensor.detach()
             if isinstance(detached, DTensor):
                 start, local, first = local_part(name, detached)
@@ -232,6 +259,29 @@ class ModuleSource:
             written[lightest] += detached.numel() * detached.element_size()
             if lightest == rank:
                 yield LocalPiece(name, (0,) * detached.dim(), detached)
+
+
+def as_seen(tensors: Mapping[str, object]) -> tuple[object, ...] | None:
+    """Return what is equal as long as nothing but the values of these tensors has changed.
+
+    Parameters
+    ----------
+    tensors : mapping
+        By name. Whoever keeps the result for a comparison keeps the tensors too.
+
+    Returns
+    -------
+    tuple | None
+        None where it cannot be told: a DTensor's own part may move without a trace.
+    """
+    seen: list[object] = []
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            return None
+        if isinstance(tensor, torch.Tensor):
+            at = tensor.data_ptr()
+            seen.append((name, id(tensor), at, tensor.dtype, tensor.shape, tensor.stride()))
+    return tuple(seen)
 
 
 def _identity(tensor: torch.Tensor) -> object:

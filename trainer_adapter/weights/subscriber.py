@@ -21,6 +21,7 @@ from shmbus import BusClosedError
 from trainer_adapter.weights.carriers.base import CarriedVersion, ReaderCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointReader
 from trainer_adapter.weights.carriers.exported_reader import PooledReader
+from trainer_adapter.weights.copies import Pair
 from trainer_adapter.weights.errors import (
     LOAD_CODE,
     MANIFEST_CODE,
@@ -30,10 +31,11 @@ from trainer_adapter.weights.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
-from trainer_adapter.weights.loading import Targets, load, targets_of
+from trainer_adapter.weights.loading import Targets, copy_pairs, paired, targets_of
 from trainer_adapter.weights.manifest import Manifest, Slice
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.probe import CarrierName, choose
+from trainer_adapter.weights.source import as_seen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -307,16 +309,9 @@ class Weights(Mapping[str, torch.Tensor]):
         targets = targets_of(model)
         carried.prepare({target.device for target in targets.values()})
         try:
-            written = load(
-                self.version,
-                self.manifest,
-                self._views(),
-                targets,
-                strict=strict,
-                cast=cast,
-                slices=slices,
-                begin=carried.loading,
-            )
+            pairs = self._paired(carried, targets, strict=strict, cast=cast, slices=slices)
+            carried.loading()
+            written = copy_pairs(self.version, pairs)
         except WeightsError as error:
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
             carried.refused(code, str(error))
@@ -331,6 +326,35 @@ class Weights(Mapping[str, torch.Tensor]):
         trainer after a death, has a whole version loaded before it generates.
         """
         self._open().loading()
+
+    def _paired(
+        self,
+        carried: CarriedVersion,
+        targets: dict[str, torch.Tensor],
+        *,
+        strict: bool,
+        cast: bool,
+        slices: Mapping[str, Slice] | None,
+    ) -> dict[str, Pair]:
+        """Say what is copied into what; what was checked before is not checked again."""
+        cache = None if slices else carried.cache
+        seen = None if cache is None else as_seen(targets)
+        if seen is not None:
+            seen = (strict, cast, *seen)
+        found = None if cache is None else cache.get(seen)
+        if found is None:
+            found = paired(
+                self.version,
+                self.manifest,
+                self._views() if cache is None else carried.borrow(),
+                targets,
+                strict=strict,
+                cast=cast,
+                slices=slices,
+            )
+            if cache is not None:
+                cache.put(seen, targets, found)
+        return found
 
     def applied(self) -> None:
         """Say that this process runs this version, where something else has loaded it."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 import torch
 
+from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.source import LocalPiece
 
@@ -87,6 +88,13 @@ class CarriedVersion(Protocol):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the manifest's tensors by name."""
+
+    @property
+    def cache(self) -> LoadCache | None:
+        """Return what was checked of the same memory before; None where none of it lasts."""
+
+    def borrow(self) -> dict[str, torch.Tensor]:
+        """Return the same, for as long as this object is open."""
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Have copies to those devices be as fast as they can; what cannot be is no error."""

@@ -204,6 +204,14 @@ class CheckpointVersion:
         """Return the tensors that were read."""
         return self._tensors
 
+    @property
+    def cache(self) -> None:
+        """Return None: its views are made for each lease."""
+
+    def borrow(self) -> dict[str, torch.Tensor]:
+        """Return `tensors()`."""
+        return self.tensors()
+
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Do nothing: there is no host memory that stays."""
 

@@ -33,11 +33,12 @@ from trainer_adapter.weights.block_sums import BLOCK_BYTES, block_sum, block_sum
 from trainer_adapter.weights.carriers.base import Promises
 from trainer_adapter.weights.copies import Pair, copy_all, settle_devices, target_of_piece
 from trainer_adapter.weights.errors import TornWeightsError, WeightsError, translated
+from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.memory import tensor_at
 from trainer_adapter.weights.source import LocalPiece
 
-__all__ = ["KIND_OF", "PROMISES", "ExportedVersion", "ExportedWriter", "Placed", "Said"]
+__all__ = ["KIND_OF", "PROMISES", "Borrowed", "ExportedVersion", "ExportedWriter", "Placed", "Said"]
 
 KIND: Final = "weights"
 
@@ -149,6 +150,8 @@ class ExportedWriter:
         self._meta = msgspec.msgpack.encode(Said(manifest.encode()))
         self._slot_bytes = Placed.room(manifest.total, digests=digests)
         self._views: dict[int, dict[str, torch.Tensor]] = {}
+        # Pieces that a source gives again, by slot; with each the piece, so that its id stays its.
+        self.known: dict[int, dict[int, tuple[LocalPiece, Pair, int]]] = {}
         spec = PoolSpec(
             slot_bytes=self._slot_bytes,
             slots=slots,
@@ -207,7 +210,7 @@ class ExportedWriter:
 
     def close(self, *, remove: bool) -> None:
         """Leave; the versions go with their memory, but from readers that have mapped it."""
-        self._views = {}
+        self._views, self.known = {}, {}
         self._arena.close()
         self._publisher.close(remove=remove)
 
@@ -229,13 +232,20 @@ class _ExportedSink:
         self._views = writer.views(write.slot, payload)
         self._pending: list[Pair] = []
         self._pending_bytes = 0
+        self._known = writer.known.get(write.slot, {})
+        self._put: dict[int, tuple[LocalPiece, Pair, int]] = {}
 
     def put(self, piece: LocalPiece) -> int:
         """Copy a piece to its place, cast if need be; small ones together with what follows."""
-        whole = self._views.get(piece.name)
-        target = target_of_piece(self._writer.places.get(piece.name), whole, piece)
-        size = target.numel() * target.element_size()
-        self._pending.append((target, piece.tensor))
+        found = self._known.get(id(piece))
+        if found is None:
+            whole = self._views.get(piece.name)
+            target = target_of_piece(self._writer.places.get(piece.name), whole, piece)
+            size = target.numel() * target.element_size()
+            found = (piece, (target, piece.tensor), size)
+        self._put[id(piece)] = found
+        size = found[2]
+        self._pending.append(found[1])
         self._pending_bytes += size
         if self._pending_bytes >= PENDING_BYTES:
             self._flush()
@@ -253,6 +263,7 @@ class _ExportedSink:
     def finish(self) -> None:
         """Publish."""
         self.settle()
+        self._writer.known[self._write.slot] = self._put
         sums = block_sums(self._payload) if self._writer.digests else []
         said = Placed(self._name, self._writer.manifest.total, sums).encode()
         with translated():
@@ -265,6 +276,27 @@ class _ExportedSink:
         self._pending = []
         settle_devices([self._payload])
         self._write.give_up(reason)
+
+
+class Borrowed:
+    """A buffer's tensors, which keep no lease, and what was checked of them.
+
+    Parameters
+    ----------
+    name : BufferName
+        Which buffer.
+    memory : Memory
+        Mapped.
+    manifest : Manifest
+        Of what lies in it.
+    """
+
+    def __init__(self, name: BufferName, memory: Memory, manifest: Manifest) -> None:
+        payload = memory.tensor()
+        self.name = name
+        self.manifest = manifest
+        self.tensors = {place.name: tensor_at(payload, place) for place in manifest.tensors}
+        self.cache = LoadCache()
 
 
 class ExportedVersion:
@@ -282,6 +314,8 @@ class ExportedVersion:
         What the slot says.
     memory : Memory
         Mapped.
+    borrowed : Borrowed
+        Of its memory.
     """
 
     def __init__(
@@ -291,7 +325,9 @@ class ExportedVersion:
         manifest: Manifest,
         placed: Placed,
         memory: Memory,
+        borrowed: Borrowed,
     ) -> None:
+        self._borrowed = borrowed
         self._lease = lease
         self._reader = reader
         self._placed = placed
@@ -308,6 +344,15 @@ class ExportedVersion:
         span: Any = life()
         span.held = self._held
         return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+
+    @property
+    def cache(self) -> LoadCache:
+        """Return what was checked of this buffer before."""
+        return self._borrowed.cache
+
+    def borrow(self) -> dict[str, torch.Tensor]:
+        """View every tensor for as long as this object is open: made once for each buffer."""
+        return self._borrowed.tensors
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Do nothing: there is no host memory that stays."""

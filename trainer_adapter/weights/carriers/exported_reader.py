@@ -12,12 +12,24 @@ import msgspec
 import torch
 
 from shmbus.pool import PoolReader, VersionLease
-from trainer_adapter.device.arena import ArenaView, BufferLostError, arena_path
+from trainer_adapter.device.arena import (
+    ArenaView,
+    BufferLostError,
+    BufferName,
+    Memory,
+    arena_path,
+)
 from trainer_adapter.device.descriptors import PeerGoneError as OwnerGoneError
 from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.device.handles import DeviceMismatchError as ForeignDeviceError
 from trainer_adapter.weights.carriers.base import CarriedVersion
-from trainer_adapter.weights.carriers.exported import KIND, ExportedVersion, Placed, Said
+from trainer_adapter.weights.carriers.exported import (
+    KIND,
+    Borrowed,
+    ExportedVersion,
+    Placed,
+    Said,
+)
 from trainer_adapter.weights.carriers.shm import ShmReader
 from trainer_adapter.weights.errors import (
     DeviceMismatchError,
@@ -55,6 +67,7 @@ class PooledReader(ShmReader):
         index = wanted.index or 0 if wanted.type == "cuda" else None
         self._buffers = ArenaView(arena_path(KIND, bus), device=index, or_owner=True)
         self._decoded: tuple[bytes, Manifest] | None = None
+        self._borrowed: dict[int, Borrowed] = {}
 
     def latest(self, after: int, timeout: float | None) -> CarriedVersion:
         """Wait for a version, as `ShmReader.latest` does; one that is lost does not count.
@@ -115,7 +128,15 @@ class PooledReader(ShmReader):
                 f"version {lease.version}: expected a buffer of {manifest.total} bytes, got one of "
                 f"{memory.nbytes}; publish again"
             )
-        return ExportedVersion(lease, reader, manifest, placed, memory)
+        borrowed = self._borrowed_of(placed.buffer, memory, manifest)
+        return ExportedVersion(lease, reader, manifest, placed, memory, borrowed)
+
+    def _borrowed_of(self, name: BufferName, memory: Memory, manifest: Manifest) -> Borrowed:
+        """Return a buffer's tensors, made once for each generation and manifest."""
+        found = self._borrowed.get(name.number)
+        if found is None or found.name != name or found.manifest is not manifest:
+            found = self._borrowed[name.number] = Borrowed(name, memory, manifest)
+        return found
 
     def _manifest(self, data: bytes, total: int) -> Manifest:
         """Return a manifest, decoded and checked once for all versions that have the same."""
@@ -126,4 +147,5 @@ class PooledReader(ShmReader):
     def close(self) -> None:
         """Leave the pool; versions that are out keep what they need."""
         super().close()
+        self._borrowed = {}
         self._buffers.close()

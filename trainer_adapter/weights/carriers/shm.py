@@ -247,6 +247,14 @@ class ShmVersion:
         payload = payload_tensor(self._lease.buffer)
         return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
 
+    @property
+    def cache(self) -> None:
+        """Return None: its views are made for each lease."""
+
+    def borrow(self) -> dict[str, torch.Tensor]:
+        """Return `tensors()`."""
+        return self.tensors()
+
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Register the slot with CUDA, once, where it goes to a device."""
         if any(device.type == "cuda" for device in devices) and self._registered is not None:

@@ -1,0 +1,232 @@
+"""What a channel costs: ``python -m bench.channel``, against a copy of the same bytes.
+
+``--device cpu`` (the default) goes through /dev/shm, ``--device cuda:0`` through memory of that
+device. Method: a sender and a receiver, two processes. A step is 160 MB in three tensors. *Stall*
+is how long `send` keeps its caller, with a receiver that keeps up and the sender's next step 2 ms
+away; *rate* is of steps one behind the other. The bound is a copy of the same three tensors in the
+sender's process, to its end. *One way* is a step of 4 KB from before `send` until after `recv`, by
+a clock that both processes share, beside the same by a futex alone. Figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from bench import machine
+from shmbus.channel import ChannelReceiver, ChannelSender
+from trainer_adapter.channel import ChannelClosedError, TensorChannel
+from trainer_adapter.weights.probe import checked_device
+
+__all__ = ["main"]
+
+#: Elements of bfloat16 of a step's three tensors: 160 MB.
+SHAPES: Final = {"hidden": (8192, 4096), "logits": (4096, 8192), "ids": (12_885_902,)}
+SMALL: Final = {"small": (2048,)}
+WARM_UP: Final = 10
+PAUSE_S: Final = 0.002
+PATIENCE_S: Final = 60.0
+#: Targets: of a copy's time, of its rate, times a futex's wake-up.
+STALL_TARGET: Final = 1.3
+RATE_TARGET: Final = 0.8
+WAKE_TARGET: Final = 2.0
+
+
+def tensors_of(shapes: dict[str, tuple[int, ...]], device: str) -> dict[str, torch.Tensor]:
+    """Make a step's tensors."""
+    return {
+        name: torch.ones(shape, dtype=torch.bfloat16, device=device)
+        for name, shape in shapes.items()
+    }
+
+
+def settled(device: str) -> None:
+    """Wait for the device."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def receive(pipe: Connection, name: str, shapes: dict[str, tuple[int, ...]], views: bool) -> None:
+    """Take every step, a process of its own; sends when each was there."""
+    torch.set_num_threads(1)
+    specs = {key: ("bfloat16", shape) for key, shape in shapes.items()}
+    came = []
+    with TensorChannel.open(name, specs=specs, wait=PATIENCE_S, views=views) as channel:
+        pipe.send(None)
+        try:
+            while True:
+                with channel.recv(PATIENCE_S):
+                    came.append(time.perf_counter_ns())
+        except ChannelClosedError:
+            pipe.send(came)
+
+
+def receive_bytes(pipe: Connection, name: str) -> None:
+    """Take every wake-up, a process of its own."""
+    came = []
+    with ChannelReceiver(name, wait=PATIENCE_S) as channel:
+        pipe.send(None)
+        for _ in range(pipe.recv()):
+            channel.receive(timeout=PATIENCE_S)
+            came.append(time.perf_counter_ns())
+            channel.ack()
+        pipe.send(came)
+
+
+def copy_s(shapes: dict[str, tuple[int, ...]], device: str, rounds: int) -> float:
+    """Return the median seconds of a copy of a step's tensors."""
+    source, target = tensors_of(shapes, device), tensors_of(shapes, device)
+    took = []
+    for _ in range(rounds):
+        settled(device)
+        began = time.perf_counter()
+        for name, tensor in source.items():
+            target[name].copy_(tensor)
+        settled(device)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+def run(
+    device: str, shapes: dict[str, tuple[int, ...]], rounds: int, *, pause_s: float, views: bool
+) -> dict[str, float]:
+    """Send so many steps; returns seconds of a send, of a step, and one way."""
+    name = f"bench-channel-{os.getpid()}-{secrets.token_hex(3)}"
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    tensors = tensors_of(shapes, device)
+    options: dict[str, Any] = {} if device == "cpu" else {"device": device}
+    stalls, sent = [], []
+    with TensorChannel.create(name, timeout=PATIENCE_S, **options) as sender:
+        arguments = (other, name, shapes, views)
+        child = context.Process(target=receive, args=arguments, daemon=True)
+        child.start()
+        pipe.recv()
+        for number in range(rounds + WARM_UP):
+            if number == WARM_UP:
+                settled(device)
+                began = time.perf_counter()
+            before = time.perf_counter_ns()
+            sender.send(tensors, timeout=PATIENCE_S)
+            stalls.append(time.perf_counter_ns() - before)
+            sent.append(before)
+            if pause_s:
+                time.sleep(pause_s)
+        sender.close()
+        took = time.perf_counter() - began
+    came = pipe.recv()
+    child.join(PATIENCE_S)
+    ways = [after - before for before, after in zip(sent, came, strict=True)][WARM_UP:]
+    return {
+        "stall_s": statistics.median(stalls[WARM_UP:]) / 1e9,
+        "step_s": took / rounds,
+        "one_way_s": statistics.median(ways) / 1e9,
+    }
+
+
+def bare_wake_s(rounds: int) -> float:
+    """Return the median seconds of a futex's wake-up: an empty message of the channel in C."""
+    name = f"bench-channel-{os.getpid()}-{secrets.token_hex(3)}"
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    sent = []
+    with ChannelSender(name, timeout=PATIENCE_S) as sender:
+        child = context.Process(target=receive_bytes, args=(other, name), daemon=True)
+        child.start()
+        pipe.recv()
+        pipe.send(rounds + WARM_UP)
+        for _ in range(rounds + WARM_UP):
+            sent.append(time.perf_counter_ns())
+            sender.send(b"")
+            time.sleep(PAUSE_S)
+        came = pipe.recv()
+        child.join(PATIENCE_S)
+    ways = [after - before for before, after in zip(sent, came, strict=True)][WARM_UP:]
+    return statistics.median(ways) / 1e9
+
+
+def measure(device: str, rounds: int) -> dict[str, Any]:
+    """Measure every row."""
+    torch.set_num_threads(1)
+    rows: dict[str, Any] = {"device": device, "rounds": rounds}
+    rows["copy_s"] = copy_s(SHAPES, device, rounds)
+    for views in (False, True):
+        paced = run(device, SHAPES, rounds, pause_s=PAUSE_S, views=views)
+        close = run(device, SHAPES, rounds, pause_s=0.0, views=views)
+        small = run(device, SMALL, rounds, pause_s=PAUSE_S, views=views)
+        how = "views" if views else "copies"
+        rows[how] = {
+            "stall_s": paced["stall_s"],
+            "stall_of_copy": paced["stall_s"] / rows["copy_s"],
+            "step_s": close["step_s"],
+            "rate_of_copy": rows["copy_s"] / close["step_s"],
+            "one_way_s": small["one_way_s"],
+        }
+        if device == "cpu":  # the segment's own slots are always views
+            rows["views"] = rows[how]
+            break
+    rows["bare_one_way_s"] = bare_wake_s(rounds)
+    for how in ("copies", "views"):
+        rows[how]["one_way_of_bare"] = rows[how]["one_way_s"] / rows["bare_one_way_s"]
+    return rows
+
+
+def verdicts(rows: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
+    """Return each figure with its target, and whether it is met."""
+    checks: list[tuple[str, str, float, Callable[[float, float], bool]]] = [
+        ("sender's stall a step, of a copy", "stall_of_copy", STALL_TARGET, float.__le__),
+        ("rate of steps, of a copy's", "rate_of_copy", RATE_TARGET, float.__ge__),
+        ("4 KB one way, of an empty message's", "one_way_of_bare", WAKE_TARGET, float.__le__),
+    ]
+    told = []
+    for how in ("copies", "views") if rows["device"] != "cpu" else ("views",):
+        for name, key, goal, compare in checks:
+            value = rows[how][key]
+            sign = "<=" if compare is float.__le__ else ">="
+            told.append(
+                (f"{how}: {name}", f"{value:.2f}", f"{sign} {goal:g}", compare(value, goal))
+            )
+    return told
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and write the JSON; exit status 1 where a target is missed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.channel", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0")
+    parser.add_argument("--rounds", type=int, default=200, help="steps of each figure (200)")
+    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    options = parser.parse_args(argv)
+    facts = machine.describe()
+    print(machine.summary(facts), flush=True)
+    device = str(checked_device(options.device))
+    if device != "cpu":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    rows = measure(device, options.rounds)
+    print(
+        f"a copy of 160 MB in three tensors: {rows['copy_s'] * 1e6:.0f} us; an empty message one "
+        f"way: {rows['bare_one_way_s'] * 1e6:.0f} us"
+    )
+    told = verdicts(rows)
+    for name, figure, target, met in told:
+        print(f"  {name:44} {figure:>8}   target {target:8} {'' if met else 'MISSED'}")
+    if options.output:
+        options.output.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
+    return 0 if all(met for *_, met in told) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
