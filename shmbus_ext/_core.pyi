@@ -9,14 +9,15 @@ from typing_extensions import Self
 
 from shmbus_ext._blocks import *  # noqa: F403
 from shmbus_ext._channel import *  # noqa: F403
+from shmbus_ext._drops import *  # noqa: F403
 from shmbus_ext._gateway import *  # noqa: F403
 from shmbus_ext._pool import *  # noqa: F403
-from shmbus_ext._relay import *  # noqa: F403
 from shmbus_ext._public import ConsumerBase as ConsumerBase
 from shmbus_ext._public import GroupBase as GroupBase
 from shmbus_ext._public import Trajectory as Trajectory
 from shmbus_ext._public_put import Reservation as Reservation
 from shmbus_ext._public_put import Writer as Writer
+from shmbus_ext._relay import *  # noqa: F403
 from shmbus_ext._requests import *  # noqa: F403
 from shmbus_ext._retries import *  # noqa: F403
 from shmbus_ext._splits import *  # noqa: F403
@@ -43,17 +44,6 @@ SLOT_FREE: int
 SLOT_ACTIVE: int
 SLOT_CLOSED: int
 ACKED: int
-DROP_DUPLICATE: int
-DROP_SIZE_MISMATCH: int
-DROP_SURPLUS: int
-DROP_TIMEOUT: int
-DROP_STALE: int
-DROP_ZERO_VARIANCE: int
-DROP_OVERFLOW: int
-DROP_MALFORMED: int
-DROP_CORRUPT: int
-DROP_FAILED: int
-DROP_FILTERED: int
 RELAYED: int
 LEASE_HELD: int
 REFUSED_DUPLICATE: int

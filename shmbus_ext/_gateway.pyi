@@ -1,4 +1,4 @@
-"""What the HTTP gateway has in the C core, which ``_core`` has. Only ``shmbus.gateway`` calls it."""
+"""What the C core has for the gateway. Only ``shmbus.gateway`` calls it."""
 
 from typing import Any
 

@@ -6,7 +6,7 @@ copy fails after that, the error says that the model is torn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
