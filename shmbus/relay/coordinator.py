@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -147,6 +148,10 @@ class Coordinator:
         self.known: dict[Origin, OriginHead] = {}
         #: Placed for good, or dropped; with the mark of its release once that is known.
         self.taken: dict[Origin, Mark | None] = {}
+        #: The same by bus, the oldest mark first.
+        self._due: dict[str, list[tuple[Mark, Origin]]] = {}
+        #: Of what is assigned, the sink and the group.
+        self.assigned: dict[Origin, tuple[str, frozenset[Origin]]] = {}
         #: Dropped by a policy, and not in a sink's journal yet.
         self.dropped: dict[tuple[Origin, ...], str] = {}
         #: How many were, by reason.
@@ -182,12 +187,11 @@ class Coordinator:
         heads = [OriginHead(bus, head) for head in message.heads]
         named = {head.origin for head in heads}
         if message.whole:
-            assigned = self._assigned()
             self._withdraw(
                 {
                     origin
                     for origin in self.known
-                    if origin[0] == bus and origin not in named and origin not in assigned
+                    if origin[0] == bus and origin not in named and origin not in self.assigned
                 },
                 now_s,
             )
@@ -196,11 +200,12 @@ class Coordinator:
             for head in heads
             if head.origin not in self.known and not self._is_taken(head.origin)
         ]
-        for origin in [each for each in self.taken if each[0] == bus]:
-            if message.whole and origin not in named:
+        if message.whole:
+            for origin in [each for each in self.taken if each[0] == bus and each not in named]:
                 del self.taken[origin]  # it has gone, and older announcements are refused
-            else:
-                self._forget_if_old(origin)
+        due = self._due.get(bus, [])
+        while due and due[0][0] <= mark:
+            self._forget_if_old(heapq.heappop(due)[1])
         self.known.update((head.origin, head) for head in new)
         self.stash.add(new, now_s)
         return [*self.drop_discards(), *self.place()]
@@ -211,17 +216,16 @@ class Coordinator:
     def _is_taken(self, origin: Origin) -> bool:
         return origin in self.taken
 
-    def _assigned(self) -> set[Origin]:
-        return {o for view in self.sinks.values() for origins in view.leases for o in origins}
-
     def _take(self, origin: Origin, mark: Mark | None) -> None:
         """Remember it as placed, until what was said of it before its release cannot come."""
         if mark is not None or origin not in self.taken:
             self.taken[origin] = mark
+        if mark is not None:
+            heapq.heappush(self._due.setdefault(origin[0], []), (mark, origin))
         self._forget_if_old(origin)
 
     def _forget_if_old(self, origin: Origin) -> None:
-        mark = self.taken[origin]
+        mark = self.taken.get(origin)
         if mark is not None and self.newest.get(origin[0], _NEVER) >= mark:
             del self.taken[origin]
 
@@ -233,8 +237,7 @@ class Coordinator:
         frozenset
             What nobody had fetched: lost with it. Their groups are incomplete again.
         """
-        assigned = self._assigned()
-        lost = frozenset(o for o in self.known if o[0] == bus and o not in assigned)
+        lost = frozenset(o for o in self.known if o[0] == bus and o not in self.assigned)
         self._withdraw(lost, now_s)
         return lost
 
@@ -248,6 +251,7 @@ class Coordinator:
         """
         lost = self.source_lost(bus, now_s)
         self.newest.pop(bus, None)
+        self._due.pop(bus, None)
         self.buses = tuple(each for each in self.buses if each != bus)
         for origin in [each for each in self.taken if each[0] == bus]:
             del self.taken[origin]
@@ -350,10 +354,21 @@ class Coordinator:
     def _end_lease(self, view: _SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
         """End an assignment, and return what of it no source has confirmed as released."""
         entry = view.leases.pop(origins)
+        for origin in origins:
+            self.assigned.pop(origin, None)
         view.bytes -= _weight(entry)
         self.stash.end_lease(entry)
         found = (self.known.pop(origin, None) for origin in origins)
         return [sample for sample in found if sample is not None]
+
+    def _groups_at(self, sink: str, origins: Iterable[Origin]) -> list[frozenset[Origin]]:
+        """Return the groups that are assigned to a sink and have one of these."""
+        found = (self.assigned.get(origin) for origin in origins)
+        return list({each[1]: None for each in found if each is not None and each[0] == sink})
+
+    def _unassigned(self, origins: Iterable[Origin]) -> set[Origin]:
+        """Return those of these that are in the stash, and at no sink."""
+        return {o for o in origins if o in self.known and o not in self.assigned}
 
     def _put_back(self, samples: Iterable[OriginHead], now_s: float) -> None:
         """Group heads again whose lease has ended without a put."""
@@ -372,9 +387,9 @@ class Coordinator:
         view = self.sinks[message.sink]
         # Others were confirmed before this came, or are in the sink's state, which is under way.
         known = message.origins & self.known.keys()
-        for origins in [each for each in view.leases if each & message.origins]:
+        for origins in self._groups_at(message.sink, message.origins):
             self._end_lease(view, origins)
-        self._withdraw((known - self._assigned()) & self.known.keys(), now_s)
+        self._withdraw(self._unassigned(known), now_s)
         for origin in known:
             self._take(origin, None)
         self._written_down(message.origins)
@@ -385,9 +400,9 @@ class Coordinator:
         view = self.sinks[message.sink]
         gone = dict(message.gone)
         samples: list[OriginHead] = []
-        for origins in [each for each in view.leases if each & gone.keys()]:
+        for origins in self._groups_at(message.sink, gone):
             samples += self._end_lease(view, origins)
-        self._withdraw((gone.keys() - self._assigned()) & self.known.keys(), now_s)
+        self._withdraw(self._unassigned(gone), now_s)
         for origin, mark in gone.items():
             self._take(origin, mark)
         self._put_back([s for s in samples if s.origin not in gone], now_s)
@@ -395,8 +410,7 @@ class Coordinator:
 
     def confirmed(self, message: Confirmation, now_s: float) -> list[Message]:
         """Remember what a source has released until its announcements are as new as that."""
-        assigned = self._assigned()
-        self._withdraw((message.origins - assigned) & self.known.keys(), now_s)
+        self._withdraw(self._unassigned(message.origins), now_s)
         for origin in message.origins:
             self.known.pop(origin, None)
             self._take(origin, message.mark)
@@ -443,13 +457,13 @@ class Coordinator:
         groups, self._too_large = self._too_large, []
         return groups
 
-    def assign_again(self) -> list[Message]:
+    def assign_again(self, sinks: Iterable[str] | None = None) -> list[Message]:
         """Say once more what was assigned and is not put: a sink ignores what it has."""
         return [
             self._assignment(name, group)
-            for name, view in self.sinks.items()
-            if view.heard
-            for group in view.leases.values()
+            for name in (self.sinks if sinks is None else sinks)
+            if self.sinks[name].heard
+            for group in self.sinks[name].leases.values()
         ]
 
     def _has_room(self, view: _SinkView) -> bool:
@@ -457,7 +471,9 @@ class Coordinator:
 
     def _assign(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
         view = self.sinks[name]
-        view.leases[frozenset(sample.origin for sample in group.samples)] = group
+        origins = frozenset(sample.origin for sample in group.samples)
+        view.leases[origins] = group
+        self.assigned.update(dict.fromkeys(origins, (name, origins)))
         view.bytes += _weight(group)
         return self._assignment(name, group)
 

@@ -37,6 +37,7 @@ from shmbus.relay.messages import (
     Steering,
     Subscription,
 )
+from shmbus.relay.patience import Patience
 from shmbus.stash.stash import StashPolicy
 
 if TYPE_CHECKING:
@@ -159,6 +160,10 @@ class CoordinatorParty:
         self._next_ask_s = 0.0
         self._told: tuple[object, ...] = ()
         self.lost = 0
+        #: How often each sink has put something.
+        self.settled: dict[str, int] = {}
+        self._assignments: dict[str, Patience] = {}
+        self._drops = Patience()
         self.refused = 0
         self._ask_who()
 
@@ -342,6 +347,7 @@ class CoordinatorParty:
             case SinkState() if message.sink in pure.sinks:
                 self._say(pure.sink_state(message, now_s))
             case Settled() if message.sink in pure.sinks:
+                self.settled[message.sink] = self.settled.get(message.sink, 0) + 1
                 self._say(pure.settled(message, now_s))
             case Returned() if message.sink in pure.sinks:
                 self._say(pure.returned(message, now_s))
@@ -376,13 +382,27 @@ class CoordinatorParty:
             return
         self._say(self.pure.ask_sinks())
         self._say(self.pure.ask_sources_again())
-        self._say(self.pure.assign_again())
-        self._say(self.pure.drop_again())
+        now_s = time.monotonic()
+        late = [name for name in self.sinks if self._lacks(name, now_s)]
+        if late:
+            self._say(self.pure.assign_again(late))
+        if self.pure.dropped and self._drops.is_over(len(self.pure.dropped), now_s):
+            self._say(self.pure.drop_again())
         epoch = self.pure.epoch
         unheard = [bus for bus in self.pure.buses if bus not in self.pure.newest]
         self._say([Subscription(bus, epoch) for bus in unheard])
         self._told = ()
         self._tell_peers()
+
+    def _lacks(self, sink: str, now_s: float) -> bool:
+        """Whether a sink has taken on less than it was assigned, and nothing moves there."""
+        assert self.pure is not None
+        hello, _ = self.hellos.get(sink, (None, 0.0))
+        assigned = sum(map(len, self.pure.sinks[sink].leases))
+        patience = self._assignments.setdefault(sink, Patience())
+        if hello is None or hello.moving >= assigned:
+            return False
+        return patience.is_over((self.settled.get(sink), hello.moving), now_s)
 
     # -- seeing ----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Invariant: an entry is written before what it vouches for, and freed after its s
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from shmbus import errors
 from shmbus.ledger import REASONS
@@ -99,13 +99,15 @@ class BusJournal:
         """Write that these were put."""
         _core.relay_settle(writer, self._pack(origins))
 
-    def keep(self, journal: Journal) -> None:
-        """Free the entries of what this does not name."""
-        gone = self._entries.keys() - journal.settled - frozenset(journal.intent)
-        if gone:
-            _core.relay_forget(self._segment, self._pack(gone))
-            for origin in gone:
-                del self._origins[self._entries.pop(origin)]
+    def forget(self, origins: Collection[Origin]) -> None:
+        """Free the entries of these."""
+        _core.relay_forget(self._segment, self._pack(origins))
+        for origin in origins:
+            del self._origins[self._entries.pop(origin)]
+
+    def keep(self, origins: set[Origin]) -> None:
+        """Free the entries of all but these."""
+        self.forget([origin for origin in self._entries if origin not in origins])
 
     def ends(self) -> dict[str, frozenset[Origin]]:
         """Return what the trainer is done with, by reason; empty where nothing has changed."""

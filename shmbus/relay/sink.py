@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shmbus.relay.messages import (
@@ -100,9 +101,19 @@ class Sink:
     ) -> None:
         self.name = name
         self.incarnation = incarnation
-        self.journal = journal
         self.epoch = -1
         self.release_on = release
+        #: What the journal says, which is written as one, and before anything that it vouches for.
+        self.settled: set[Origin] = set(journal.settled)
+        self.intent = journal.intent
+        self.before = journal.before
+        #: Of `settled`, what was dropped and never put, or has ended under an earlier sink.
+        self.dropped: dict[Origin, str] = dict(journal.ended)
+        #: Of `settled`, why their sources may let them go.
+        self.ended: dict[Origin, str] = {}
+        if release == "put":
+            self.ended = dict.fromkeys(journal.settled, RELAYED)
+        self.ended.update(journal.ended)
         #: Assignments that were taken and not begun, in order.
         self.waiting: list[Assignment] = []
         #: Those whose bytes are being fetched, unless an earlier sink has begun them.
@@ -110,29 +121,26 @@ class Sink:
         #: What of them is missing still.
         self.wanted: set[Origin] = set()
         self.fetching: tuple[Origin, ...] = ()
+        #: What it has taken on and not put: of `intent`, `fetching` and `waiting`.
+        self.owed: set[Origin] = set(journal.intent)
         self._gone: dict[Origin, Mark] = {}
-        #: Settled, and why their sources may let them go.
-        self.ended: dict[Origin, str] = {}
-        if release == "put":
-            self.ended = dict.fromkeys(journal.settled, RELAYED)
-        self.ended.update(journal.ended)
         self._block_bytes = block_bytes
 
-    # -- what the coordinator says ---------------------------------------------------------------
-
     @property
-    def owed(self) -> frozenset[Origin]:
-        """What it has taken on and not put."""
-        return frozenset(self.journal.intent).union(
-            self.fetching, *(group.origins for group in self.waiting)
-        )
+    def journal(self) -> Journal:
+        """What its row must say."""
+        ended = frozenset(self.dropped.items())
+        return Journal(frozenset(self.settled), self.intent, self.before, ended)
+
+    # -- what the coordinator says ---------------------------------------------------------------
 
     def begin(self) -> list[Message]:
         """Say what there is, and go on with what an earlier sink had begun."""
         return [self._state(), *self._next()]
 
     def _state(self) -> SinkState:
-        return SinkState(self.name, self.incarnation, self.epoch, self.journal.settled, self.owed)
+        settled, owed = frozenset(self.settled), frozenset(self.owed)
+        return SinkState(self.name, self.incarnation, self.epoch, settled, owed)
 
     def tell(self, message: SinkStateWanted) -> list[Message]:
         """Say what there is to a coordinator, unless it has a successor already."""
@@ -141,29 +149,31 @@ class Sink:
         self.epoch = message.epoch
         return [self._state()]
 
+    def _is_meant(self, message: Assignment | Drop) -> bool:
+        """Whether it is for this sink, by its coordinator, and about nothing that it has."""
+        if (message.incarnation, message.epoch) != (self.incarnation, self.epoch):
+            return False
+        return self.owed.isdisjoint(message.origins) and self.settled.isdisjoint(message.origins)
+
     def assign(self, message: Assignment) -> list[Message]:
         """Take on a group, unless another sink or coordinator was meant."""
-        if (message.incarnation, message.epoch) != (self.incarnation, self.epoch):
-            return []
-        if self.owed.union(self.journal.settled).intersection(message.origins):
+        if not self._is_meant(message):
             return []
         self.waiting.append(message)
+        self.owed.update(message.origins)
         return self._next()
 
     def may_drop(self, message: Drop) -> bool:
         """Whether a drop was meant for this sink, and names nothing that is in its journal."""
-        here = self.owed.union(self.journal.settled).intersection(message.origins)
-        return (message.incarnation, message.epoch) == (self.incarnation, self.epoch) and not here
+        return self._is_meant(message)
 
     def drop(self, message: Drop) -> list[Message]:
         """Have sources let a group go; the caller has written down that it is dropped."""
-        if not self.may_drop(message):
+        if not self._is_meant(message):
             return []
         origins = frozenset(message.origins)
-        self.journal = self.journal._replace(
-            settled=self.journal.settled | origins,
-            ended=self.journal.ended.union((origin, message.reason) for origin in origins),
-        )
+        self.settled |= origins
+        self.dropped.update(dict.fromkeys(origins, message.reason))
         return [Settled(self.name, origins), *self.end(origins, message.reason)]
 
     # -- a block's worth of groups at a time -----------------------------------------------------
@@ -172,8 +182,8 @@ class Sink:
         """Ask for the bytes of what was begun, else of the next groups."""
         if self.fetching:
             return []
-        if self.journal.intent:
-            self.fetching = self.journal.intent
+        if self.intent:
+            self.fetching = self.intent
         elif self.waiting:
             self.batch = self._next_batch()
             # Of one bus behind each other: what is put then lies so in its block.
@@ -185,28 +195,24 @@ class Sink:
         return self.ask_again()
 
     def _next_batch(self) -> list[Assignment]:
-        batch = [self.waiting.pop(0)]
-        nbytes, count = batch[0].nbytes, len(batch[0].origins)
-        while self.waiting:
-            group = self.waiting[0]
+        nbytes = count = taken = 0
+        for group in self.waiting:
             nbytes += group.nbytes
             count += len(group.origins)
-            if nbytes > self._block_bytes or count > BLOCK_RECORDS:
+            if taken and (nbytes > self._block_bytes or count > BLOCK_RECORDS):
                 break
-            batch.append(self.waiting.pop(0))
+            taken += 1
+        batch, self.waiting = self.waiting[:taken], self.waiting[taken:]
         return batch
 
     def ask_again(self) -> list[Message]:
         """Ask for what is missing: at first, and after an answer was lost."""
-        buses = sorted({origin[0] for origin in self.wanted})
+        by_bus: dict[str, list[Origin]] = {}
+        for origin in self.fetching:
+            if origin in self.wanted:
+                by_bus.setdefault(origin[0], []).append(origin)
         return [
-            Fetch(
-                bus,
-                self.name,
-                self.incarnation,
-                tuple(each for each in self.fetching if each in self.wanted and each[0] == bus),
-            )
-            for bus in buses
+            Fetch(bus, self.name, self.incarnation, tuple(by_bus[bus])) for bus in sorted(by_bus)
         ]
 
     def fetched(self, message: Fetched) -> list[Message]:
@@ -224,16 +230,17 @@ class Sink:
     def _give_back(self) -> list[Message]:
         """Nobody holds a part of a group. One that was begun goes on without that part."""
         gone = frozenset(self._gone.items())
-        if self.journal.intent:
+        self.owed.difference_update(self._gone)
+        if self.intent:
             left = tuple(origin for origin in self.fetching if origin not in self._gone)
-            self.journal = self.journal._replace(intent=left)
-            self.fetching = left
+            self.intent = self.fetching = left
             self._gone = {}
             said: list[Message] = [Returned(self.name, gone, frozenset())]
             return said if left else [*said, *self._next()]
         whole = [group for group in self.batch if self._gone.keys().isdisjoint(group.origins)]
-        self.waiting[:0] = whole
+        self.waiting = whole + self.waiting
         rest = frozenset(self.fetching).difference(self._gone, *(group.origins for group in whole))
+        self.owed -= rest
         self._drop_batch()
         return [Returned(self.name, gone, rest), *self._next()]
 
@@ -248,7 +255,7 @@ class Sink:
         return bool(self.fetching) and not self.wanted and not self._gone
 
     def intend(self, committed: int) -> Journal:
-        """Return the journal that must be in the segment before the group's first record is put.
+        """Return the journal that must be in the segment before the first record is put.
 
         Parameters
         ----------
@@ -256,15 +263,15 @@ class Sink:
             Commits of the lane so far.
         """
         assert self.ready
-        self.journal = self.journal._replace(intent=self.fetching, before=committed)
+        self.intent, self.before = self.fetching, committed
         return self.journal
 
     def settle(self) -> list[Message]:
         """All of the intent is on the bus, and the caller writes the journal that this leaves."""
-        origins = frozenset(self.journal.intent)
-        self.journal = self.journal._replace(
-            settled=self.journal.settled | origins, intent=(), before=0
-        )
+        origins = frozenset(self.intent)
+        self.settled |= origins
+        self.owed -= origins
+        self.intent, self.before = (), 0
         self._drop_batch()
         said: list[Message] = [Settled(self.name, origins)]
         if self.release_on == "put":
@@ -276,42 +283,45 @@ class Sink:
     def end(self, origins: frozenset[Origin], reason: str = "acknowledged") -> list[Message]:
         """Have sources let go of these: the trainer is done with them, or need not be."""
         self.ended.update(dict.fromkeys(origins, reason))
-        return [
-            Release(bus, self.name, frozenset(o for o in origins if o[0] == bus), reason)
-            for bus in sorted({origin[0] for origin in origins})
-        ]
+        by_bus: dict[str, list[Origin]] = {}
+        for origin in origins:
+            by_bus.setdefault(origin[0], []).append(origin)
+        return [Release(bus, self.name, frozenset(by_bus[bus]), reason) for bus in sorted(by_bus)]
 
-    def ask_release_again(self) -> list[Message]:
-        """Ask once more for what no source has confirmed."""
+    def ask_release_again(self, waited: Iterable[Origin] | None = None) -> list[Message]:
+        """Ask once more for what no source has confirmed; of these only, where they are given."""
+        by_reason: dict[str, set[Origin]] = {}
+        for origin in list(self.ended) if waited is None else waited:
+            reason = self.ended.get(origin)
+            if reason is not None:
+                by_reason.setdefault(reason, set()).add(origin)
         said: list[Message] = []
-        for reason in sorted(set(self.ended.values())):
-            said += self.end(frozenset(o for o, why in self.ended.items() if why == reason), reason)
+        for reason in sorted(by_reason):
+            said += self.end(frozenset(by_reason[reason]), reason)
         return said
 
     def released(self, message: Released) -> list[Message]:
         """Forget what a source holds no more; the caller writes the journal first."""
-        gone = self.journal.settled & message.origins
+        gone = message.origins & self.settled
         if not gone:
             return []
         self._forget(gone)
         return [Confirmation(message.bus, gone, message.mark)]
 
-    def _forget(self, gone: frozenset[Origin]) -> None:
-        self.journal = self.journal._replace(
-            settled=self.journal.settled - gone,
-            ended=frozenset(each for each in self.journal.ended if each[0] not in gone),
-        )
+    def _forget(self, gone: Iterable[Origin]) -> None:
         for origin in gone:
+            self.settled.discard(origin)
             self.ended.pop(origin, None)
+            self.dropped.pop(origin, None)
 
     def bus_gone(self, bus: str) -> list[Message]:
         """Forget a source that will not come back: no answer of it can be awaited."""
-        gone = frozenset(origin for origin in self.journal.settled if origin[0] == bus)
-        self._forget(gone)
+        self._forget([origin for origin in self.settled if origin[0] == bus])
         lost = [group for group in self.waiting if any(each[0] == bus for each in group.origins)]
         self.waiting = [group for group in self.waiting if group not in lost]
         said: list[Message] = []
         for group in lost:
+            self.owed.difference_update(group.origins)
             theirs = frozenset((each, _LONG_AGO) for each in group.origins if each[0] == bus)
             rest = frozenset(group.origins).difference(each for each, _ in theirs)
             said.append(Returned(self.name, theirs, rest))

@@ -32,6 +32,7 @@ from shmbus.relay.messages import (
     Released,
     SinkStateWanted,
 )
+from shmbus.relay.patience import Patience
 from shmbus.relay.sink import BLOCK_BYTES, Sink
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
@@ -47,8 +48,8 @@ _log = logging.getLogger("shmbus.relay")
 FULL_PAUSE_S = 0.002
 #: Seconds between checks of what the trainer has ended.
 ENDS_S = 0.005
-#: Seconds after which what was not answered is asked for again.
-ASK_AGAIN_S = 1.0
+#: Seconds after which a release that no source has confirmed is asked for again.
+ASK_AGAIN_S = 2.0
 HELLO_S = 1.0
 #: A block is at most this part of the bus, so that the trainer has room for what it holds.
 _BLOCK_SHARE = 8
@@ -105,7 +106,9 @@ class SinkParty:
         self._put = 0
         self._checks: dict[Origin, int] = {}
         self._next_hello_s = self._next_ends_s = self._next_ask_s = 0.0
-        self._full_since_s: float | None = None
+        self._fetches = Patience()
+        #: What sources were to let go at the last time that this was asked for again.
+        self._unconfirmed: set[Origin] = set()
         self.refused = 0
         self.records = 0
         self._hello()
@@ -128,7 +131,7 @@ class SinkParty:
         now = time.monotonic_ns()
         self._next_hello_s = now / 1e9 + HELLO_S
         bus, sink = self._bus, self.sink
-        moving, settled = len(sink.owed), len(sink.journal.settled)
+        moving, settled = len(sink.owed), len(sink.settled)
         self._mailbox.send(
             to or self._coordinator,
             Hello(
@@ -178,7 +181,7 @@ class SinkParty:
         came = new.keys() - self.addresses.keys()
         self.addresses = new
         if message.complete:
-            named = {origin[0] for origin in self.sink.journal.settled | self.sink.owed}
+            named = {origin[0] for origin in self.sink.settled | self.sink.owed}
             for bus in sorted(named - new.keys()):
                 _log.warning(
                     "bus %r: the source bus %s has gone; what it held of groups under way is given "
@@ -205,7 +208,8 @@ class SinkParty:
             index = {origin: i for i, origin in enumerate(message.origins)}
             self._blocks.append((index, payload))
         said = self.sink.fetched(message)
-        self._write()
+        if message.gone:
+            self._write()
         if not self.sink.fetching or self.sink.wanted:
             # Nothing, or the rest of it is to come; what was given back needs no bytes.
             self._blocks = self._blocks if self.sink.wanted else []
@@ -234,15 +238,14 @@ class SinkParty:
         return ""
 
     def _released(self, message: Released) -> None:
-        said = self.sink.released(message)
-        self._write()
-        for each in said:
-            assert isinstance(each, Confirmation)
-        self._say(said)
+        for said in self.sink.released(message):
+            assert isinstance(said, Confirmation)
+            self.journal.forget(said.origins)
+            self._say([said])
 
     def _write(self) -> None:
         """Free what the journal need not say any more."""
-        self.journal.keep(self.sink.journal)
+        self.journal.keep(self.sink.settled.union(self.sink.intent))
 
     # -- doing -----------------------------------------------------------------------------------
 
@@ -259,10 +262,14 @@ class SinkParty:
         if self._tracks_ends and now >= self._next_ends_s:
             self._next_ends_s = now + ENDS_S
             self._tell_ends()
+        if self.sink.wanted and self._fetches.is_over(
+            (self.sink.fetching[0], len(self.sink.wanted)), now
+        ):
+            self._say(self.sink.ask_again())
         if now >= self._next_ask_s:
             self._next_ask_s = now + ASK_AGAIN_S
-            self._say(self.sink.ask_again())
-            self._say(self.sink.ask_release_again())
+            self._say(self.sink.ask_release_again(self._unconfirmed & self.sink.ended.keys()))
+            self._unconfirmed = set(self.sink.ended)
         if now >= self._next_hello_s:
             self._segment.require_name()
             self._hello()
@@ -271,7 +278,7 @@ class SinkParty:
     def _tell_ends(self) -> None:
         """Have sources let go what the trainer is done with, or what was dropped."""
         for reason, origins in self.journal.ends().items():
-            new = origins & self.sink.journal.settled - self.sink.ended.keys()
+            new = frozenset(origins & self.sink.settled - self.sink.ended.keys())
             if new:
                 self._say(self.sink.end(new, reason))
 

@@ -81,6 +81,9 @@ class System:
         other.sink.wanted = set(self.sink.wanted)
         other.sink._gone = dict(self.sink._gone)
         other.sink.ended = dict(self.sink.ended)
+        other.sink.dropped = dict(self.sink.dropped)
+        other.sink.settled = set(self.sink.settled)
+        other.sink.owed = set(self.sink.owed)
         # A group table cannot be copied, so its coordinator hears everything once more.
         other.coordinator = self.kind(self.epoch, self.buses, [SINK], POLICY)
         other.coordinator.begin()
