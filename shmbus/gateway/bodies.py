@@ -54,10 +54,16 @@ class Budget:
         """How many bodies wait for their part."""
         return len(self._queue)
 
+    def acquire_now(self, count: int) -> bool:
+        """Take `count` bytes, if nobody has to wait for them; whether they are taken."""
+        if self._queue or self.used + count > self.total:
+            return False
+        self.used += count
+        return True
+
     async def acquire(self, count: int) -> None:
         """Wait for `count` bytes, after all that came before."""
-        if not self._queue and self.used + count <= self.total:
-            self.used += count
+        if self.acquire_now(count):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (count, turn)
@@ -203,6 +209,8 @@ class Bodies:
             budget.release(reserved)
 
     async def _acquire(self, budget: Budget, count: int, deadline_s: float) -> None:
+        if budget.acquire_now(count):
+            return
         left = max(0.0, deadline_s - time.monotonic())
         try:
             await asyncio.wait_for(budget.acquire(count), left)

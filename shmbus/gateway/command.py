@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib.util
 import os
 import resource
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_parser", "run"]
+
+#: Parameters of glibc's mallopt.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 _NEEDS = ("aiohttp", "isal")
 
@@ -168,6 +173,14 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _keep_memory(spare_bytes: int, own_bytes: int) -> None:
+    """Have the C library keep freed memory for the next body, where it is glibc."""
+    with contextlib.suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_TRIM_THRESHOLD, spare_bytes)
+        mallopt(_M_MMAP_THRESHOLD, own_bytes)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve; 1 with a hint where its extra is not installed."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
@@ -180,6 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     from shmbus.daemon import logs
     from shmbus.gateway.server import serve
+    from shmbus.gateway.settings import OWN_BYTES, SPARE_BYTES
 
     settings = _settings(arguments)
     logs.set_up(settings.log_format, settings.log_level)
@@ -188,5 +202,6 @@ def run(arguments: argparse.Namespace) -> int:
             # Closed and not removed: the bus outlives this process, as with `shmbus serve`.
             shmbus.Bus.create(arguments.name, arguments.create).close()
     _allow_connections()
+    _keep_memory(SPARE_BYTES, OWN_BYTES)
     parent = None if arguments.parent_fd is None else socket.socket(fileno=arguments.parent_fd)
     return serve(settings, parent)

@@ -1,6 +1,7 @@
 """A client's connection: what it was answered, and whether that reached it.
 
-It stands between the transport and aiohttp's parser, and passes everything on.
+It stands between the transport and aiohttp's parser. Polls it answers itself; from the first other
+request on it passes everything on.
 
 Invariants:
 
@@ -64,7 +65,10 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self._inner: Any = connections.make_inner()
+        #: aiohttp's protocol, once something came that is no poll.
+        self._inner: Any = None
+        #: All that came over this connection, while that is one piece.
+        self.received = b""
         self._transport: asyncio.Transport | None = None
         #: Set while the transport has room, so that what was written has left this process.
         self._flushed = asyncio.Event()
@@ -79,18 +83,35 @@ class Connection(asyncio.Protocol):
         """Begin, and have the transport tell when its buffer is empty."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=0)
-        self._inner.connection_made(transport)
         self._connections.admit(self)
 
     def data_received(self, data: bytes) -> None:
         """Pass it on; a client that sends again has had its answers."""
         if self._answers and self._flushed.is_set():
             self._settle(True)
+        if self._inner is None:
+            if self._flushed.is_set() and (found := self._connections.polled(data)):
+                self._answer_poll(*found)
+                return
+            self._inner = self._connections.make_inner()
+            self._inner.connection_made(self._transport)
+            self.received = data
+        else:
+            self.received = b""
         self._inner.data_received(data)
+
+    def _answer_poll(self, answer: bytes, stays: bool) -> None:
+        transport = self._transport
+        if transport is not None:
+            transport.write(answer)
+            if stays:
+                self._connections.touch(self)
+            else:
+                transport.close()
 
     def eof_received(self) -> bool | None:
         """Pass it on."""
-        return cast("bool | None", self._inner.eof_received())
+        return None if self._inner is None else cast("bool | None", self._inner.eof_received())
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """End: what was not written whole, or was reset, is lost."""
@@ -99,17 +120,20 @@ class Connection(asyncio.Protocol):
         self._settle(exc is None and transport is not None and self._flushed.is_set())
         self._flushed.set()
         self._connections.forget(self)
-        self._inner.connection_lost(exc)
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Note that something is not written yet."""
         self._flushed.clear()
-        self._inner.pause_writing()
+        if self._inner is not None:
+            self._inner.pause_writing()
 
     def resume_writing(self) -> None:
         """Note that everything is."""
         self._flushed.set()
-        self._inner.resume_writing()
+        if self._inner is not None:
+            self._inner.resume_writing()
 
     # -- what the routes call -------------------------------------------------------------------
 
@@ -153,8 +177,13 @@ class Connection(asyncio.Protocol):
             # From here on, all of the body is the transport's before anything else happens.
             answer.whole = finish is None
             self._answers.append(answer)
-            writing = self._write(answer, response, sent, finish)
-            await asyncio.wait_for(writing, settings.ANSWER_S)
+            if finish is None:
+                await sent.write_eof()
+                if not self._flushed.is_set():
+                    await asyncio.wait_for(self._flushed.wait(), settings.ANSWER_S)
+            else:
+                writing = self._write(answer, _body_of(response), sent, finish)
+                await asyncio.wait_for(writing, settings.ANSWER_S)
         except BaseException as error:
             if answer.delivered:
                 return sent
@@ -174,15 +203,10 @@ class Connection(asyncio.Protocol):
     async def _write(
         self,
         answer: _Answer,
-        response: web.Response,
+        body: bytes,
         sent: web.StreamResponse,
-        finish: Finish | None,
+        finish: Finish,
     ) -> None:
-        if finish is None:
-            await sent.write_eof()
-            await self._flushed.wait()
-            return
-        body = _body_of(response)
         await sent.write(body[:-1])
         await self._flushed.wait()
         # Past the transport, whose buffer is empty.
@@ -210,10 +234,17 @@ class Connections:
     ----------
     make_inner : callable
         Makes the protocol of aiohttp for one connection.
+    polled : callable
+        Returns the answer to a poll and whether its connection stays, and None for what is none.
     """
 
-    def __init__(self, make_inner: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        make_inner: Callable[[], Any],
+        polled: Callable[[bytes], tuple[bytes, bool] | None],
+    ) -> None:
         self.make_inner = make_inner
+        self.polled = polled
         self._all: dict[Connection, None] = {}
 
     def __len__(self) -> int:

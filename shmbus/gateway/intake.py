@@ -203,6 +203,10 @@ class Intake:
             self.holding -= 1
 
     async def _acquire(self, deadline_s: float) -> None:
+        if self.holding == 1:
+            # Nobody else has it, or waits for it.
+            await self._turn.acquire()
+            return
         left = max(0.0, deadline_s - time.monotonic())
         try:
             await asyncio.wait_for(self._turn.acquire(), left)

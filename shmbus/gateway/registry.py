@@ -96,6 +96,8 @@ class Registry:
         self.state = _State()
         if stored is not None:
             self.state = msgspec.json.decode(stored, type=_State)
+        #: What each environment is weighed against, and shares; None where they are out of date.
+        self._shares: tuple[float, dict[int, float]] | None = None
         ending, self.state.ending = self.state.ending, None
         if ending is not None and ending.number == answer:
             self.state.given.setdefault(ending.kind, []).append(ending.ids)
@@ -145,6 +147,7 @@ class Registry:
 
     def reset(self) -> None:
         """Forget trainer and environments."""
+        self._shares = None
         kept = self.state
         self.state = _State(max_token_len=kept.max_token_len, was_registered=kept.was_registered)
 
@@ -181,6 +184,7 @@ class Registry:
                 "reset the data before the next run",
             )
         same = sum(each.desired_name == new.desired_name for each in state.environments)
+        self._shares = None
         env_id = len(state.environments)
         state.environments.append(Environment(**msgspec.structs.asdict(new)))
         return {
@@ -198,6 +202,7 @@ class Registry:
         if not 0 <= env_id < len(self.state.environments):
             return {"status": "failure", "error": self._unknown(env_id)}
         self.state.environments[env_id].connected = False
+        self._shares = None
         return {"status": "success"}
 
     def _unknown(self, env_id: int) -> str:
@@ -213,11 +218,20 @@ class Registry:
 
     def minimums(self) -> dict[int, float]:
         """Return the least share of each batch, by environment."""
-        return {
-            number: env.min_batch_allocation
-            for number, env in enumerate(self.state.environments)
-            if env.connected and env.min_batch_allocation is not None
-        }
+        return self._all_shares()[1]
+
+    def _all_shares(self) -> tuple[float, dict[int, float]]:
+        """Return the sum of all weights, and the least shares; each poll asks for both."""
+        if self._shares is None:
+            connected = {n: env for n, env in enumerate(self.state.environments) if env.connected}
+            total = sum(env.max_token_length * max(0.0, env.weight) for env in connected.values())
+            minimums = {
+                number: env.min_batch_allocation
+                for number, env in connected.items()
+                if env.min_batch_allocation is not None
+            }
+            self._shares = (total, minimums)
+        return self._shares
 
     def status_env(
         self, env_id: int, counts: Mapping[tuple[int | None, int], int]
@@ -227,11 +241,8 @@ class Registry:
         if not 0 <= env_id < len(environments):
             raise Refusal(HTTPStatus.NOT_FOUND, self._unknown(env_id))
         env = environments[env_id]
-        total = sum(
-            each.max_token_length * max(0.0, each.weight) for each in environments if each.connected
-        )
+        total, minimums = self._all_shares()
         weight = env.max_token_length * env.weight / total if total else 0.0
-        minimums = self.minimums()
         quotas = {each: int(self.batch_size * share) for each, share in minimums.items()}
         queue, own, largest, size = available(counts, env_id, env.group_size, quotas)
         env.group_size = size

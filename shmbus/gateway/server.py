@@ -30,6 +30,7 @@ from shmbus.gateway.answers import SERVER, json_answer, refusal_answer, text_ans
 from shmbus.gateway.atropos_routes import AtroposRoutes
 from shmbus.gateway.connection import Connection, Connections, connection_of
 from shmbus.gateway.gateway import Gateway
+from shmbus.gateway.polls import PATH, Polls
 from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.settings import Settings
 from shmbus.gateway.slime_routes import SlimeRoutes
@@ -89,7 +90,8 @@ class Server:
             read_bufsize=_READ_AHEAD,
             lingering_time=0.0,
         )
-        self.connections = Connections(self._inner)
+        self._polls = Polls(gateway)
+        self.connections = Connections(self._inner, self._polls.answer)
         self._routes: dict[tuple[str, str], Route] = {
             **AtroposRoutes(gateway).routes,
             **SlimeRoutes(gateway).routes,
@@ -157,6 +159,8 @@ class Server:
             response = await self._guarded(request, connection, route)
             status = response.status
             sent = response.body_length if response.prepared else response.content_length or 0
+            if route == PATH and status == HTTPStatus.OK:
+                self._polls.remember(connection.received, request)
             return response
         finally:
             connection.busy -= 1
@@ -240,7 +244,11 @@ class Server:
         return await json_answer(request, answer, status)
 
     async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        gauges = {**self._gateway.gauges(), "connections": len(self.connections)}
+        gauges = {
+            **self._gateway.gauges(),
+            "connections": len(self.connections),
+            "short_polls": self._polls.answered,
+        }
         text = self._gateway.metrics.expose(self._gateway.bus.name, gauges)
         return web.Response(
             body=text.encode(),

@@ -24,31 +24,44 @@ static inline bool is_digit(char byte) {
     return (unsigned char)(byte - '0') < 10;
 }
 
-static inline bool eight_digits(const char *at, uint64_t *value) {
+static const uint64_t powers_of_ten[8] = {1, 10, 100, 1000, 10000, 100000, 1000000, 10000000};
+
+/* Eight bytes, the first one lowest, less '0' each: 0 to 9 where they are digits. */
+static inline uint64_t eight_bytes(const char *at) {
     uint64_t bytes;
     memcpy(&bytes, at, sizeof bytes);
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
     bytes = __builtin_bswap64(bytes);
 #endif
-    if (((bytes & UINT64_C(0xF0F0F0F0F0F0F0F0)) |
-         (((bytes + UINT64_C(0x0606060606060606)) & UINT64_C(0xF0F0F0F0F0F0F0F0)) >> 4)) !=
-        UINT64_C(0x3333333333333333)) {
-        return false;
-    }
-    bytes -= UINT64_C(0x3030303030303030);
-    bytes = bytes * 10 + (bytes >> 8);
-    *value = ((bytes & UINT64_C(0x000000FF000000FF)) * UINT64_C(0x000F424000000064) +
-              ((bytes >> 16) & UINT64_C(0x000000FF000000FF)) * UINT64_C(0x0000271000000001)) >>
-             32;
-    return true;
+    return bytes ^ UINT64_C(0x3030303030303030);
+}
+
+/* The highest bit of the first byte that is no digit, and maybe of others behind it. */
+static inline uint64_t first_other(uint64_t bytes) {
+    return ((bytes + UINT64_C(0x7676767676767676)) | bytes) & UINT64_C(0x8080808080808080);
+}
+
+static inline uint64_t value_of_eight(uint64_t digits) {
+    digits = digits * 10 + (digits >> 8);
+    return ((digits & UINT64_C(0x000000FF000000FF)) * UINT64_C(0x000F424000000064) +
+            ((digits >> 16) & UINT64_C(0x000000FF000000FF)) * UINT64_C(0x0000271000000001)) >>
+           32;
 }
 
 /* Reads digits; returns how many there were. More than MOST_DIGITS leave a wrong value. */
 static inline size_t read_digits(struct json_text *text, uint64_t *value) {
     const char *begin = text->at;
-    uint64_t eight;
-    while (text->end - text->at >= 8 && eight_digits(text->at, &eight)) {
-        *value = *value * 100000000 + eight;
+    while (text->end - text->at >= 8) {
+        uint64_t bytes = eight_bytes(text->at), other = first_other(bytes);
+        if (other != 0) {
+            unsigned count = (unsigned)__builtin_ctzll(other) / 8;
+            if (count > 0) {
+                *value = *value * powers_of_ten[count] + value_of_eight(bytes << (64 - 8 * count));
+                text->at += count;
+            }
+            return (size_t)(text->at - begin);
+        }
+        *value = *value * 100000000 + value_of_eight(bytes);
         text->at += 8;
     }
     while (text->at < text->end && is_digit(*text->at)) {
