@@ -64,8 +64,8 @@ class Answer(NamedTuple):
 class Web:
     """``shmbus web`` as a process of its own."""
 
-    def __init__(self, spawner: Spawner, names: tuple[str, ...]) -> None:
-        self.child: Child = spawner.script(RUN, *names)
+    def __init__(self, spawner: Spawner, names: tuple[str, ...], *, before: str = "") -> None:
+        self.child: Child = spawner.script(before + RUN, *names)
         wait_until(
             lambda: "token=" in self.child.output() or not self.child.running,
             what="the page's server",

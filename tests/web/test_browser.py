@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Daemon, Spawner
+from conftest import Daemon, Spawner, segments_named
 from pages import TRAINER, WORKER, Web
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from shmbus import Bus, Consumer, Producer, unlink
+from shmbus import Bus, BusFullError, Consumer, Producer, unlink
 
 CHROMIUM = os.environ.get("SHMBUS_CHROMIUM", "/usr/bin/chromium")
 Start = Callable[..., Web]
@@ -265,3 +266,160 @@ def test_the_server_that_ends_is_told_and_the_page_comes_back_with_it(
             del os.environ["SHMBUS_WEB_TOKEN"]
         wait_for(page, lambda: not page.locator("[role=alert]").count(), "the server again")
         context.close()
+
+
+#: Becomes another user, once all is imported: this one's libraries may be its own.
+AS_NOBODY = """
+import argparse, os, sys
+from shmbus.web import command, server
+"x".encode("idna")
+os.setgid(65534)
+os.setuid(65534)
+"""
+
+
+def at_peace(page: Page, text: str, what: str) -> None:
+    """Wait until the sentence has a text; the page is whole all along."""
+    wait_for(page, lambda: text in page.inner_text("body"), what)
+    assert page.locator("h1").count() == 1
+
+
+def test_ids_and_scores_of_every_kind_are_text_and_numbers(
+    web: Start, bus_name: str, open_page: Open, daemon: Callable[..., Daemon]
+) -> None:
+    evil = [
+        "<script>document.title='x'</script>", "<img src=x onerror=alert(1)>", "a\x1b[31mb\x00c",
+        "\u202eevil\u2066", "x" * 255, "&lt;&#x41;", "${7*7}", "\n\ndata: {}\n\n", "é" * 127,
+        "\N{PILE OF POO}", "constructor", "__proto__", "toString",
+    ]  # fmt: skip
+    daemon("--capacity", "64MiB")
+    page = open_page(web(bus_name))
+    with Producer(bus_name, label="<b>\u202e\x1b") as producer:
+        for number, name in enumerate(evil):
+            producer.put(name, group_size=3, index=0, score=1e300 * (-1) ** number, tokens=[1])
+            producer.fail(name, group_size=3, index=1, reason=name)
+        for broken in ("\ud800", "a\udfff"):
+            with pytest.raises(ValueError):
+                producer.put(broken, group_size=3, index=0, tokens=[1])
+        for score in (float("nan"), float("inf")):
+            with pytest.raises(ValueError):
+                producer.put("q", group_size=3, index=0, score=score, tokens=[1])
+        wait_for(page, lambda: page.locator(".wall button").count() == len(evil), "the groups")
+        for at in range(len(evil)):
+            button = page.locator(".wall button").nth(at)
+            shown = button.locator(".id").get_attribute("title")
+            button.click()
+            wait_for(page, lambda s=shown: s in page.inner_text("#history"), "its history")
+            assert "3" in page.inner_text("#history")
+        text = page.inner_text("body")
+        assert not {"\u202e", "\u2066", "\x1b", "\x00"} & set(text)
+        page.get_by_label("History of a group").fill("<svg onload=alert(1)>")
+        page.keyboard.press("Enter")
+        wait_for(page, lambda: "not on the bus" in page.inner_text("#history"), "an answer")
+    assert page.title() == f"{bus_name} · shmbus"
+
+
+def test_a_group_of_one_and_one_of_16384_fit_on_a_page(
+    web: Start, bus_name: str, open_page: Open, daemon: Callable[..., Daemon]
+) -> None:
+    daemon("--capacity", "64MiB")
+    page = open_page(web(bus_name), width=390)
+    with Producer(bus_name) as producer:
+        for start in range(0, 16_383, 1024):
+            stop = min(start + 1024, 16_383)
+            producer.put_many(
+                [
+                    {"instance_id": "large", "group_size": 16_384, "index": i, "tokens": [1]}
+                    for i in range(start, stop)
+                ]
+            )
+        producer.put("one", group_size=1, index=0, score=0.0, tokens=[1])
+        at_peace(page, "and 16,256 more", "the large group")
+        wait_for(page, lambda: page.inner_text("[data-stage=complete]") == "1", "the one")
+        page.locator(".wall button").first.click()
+        wait_for(page, lambda: "16,383 of 16,384" in page.inner_text("#history"), "its history")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_bus_that_is_truncated_or_of_another_layout_is_told_in_words(
+    web: Start, bus_name: str, open_page: Open
+) -> None:
+    page = open_page(web(bus_name))
+    with Bus.create(bus_name, "1MiB"):
+        wait_for(page, lambda: page.locator(".flow").count(), "the bus")
+        (path,) = segments_named(bus_name)
+        whole = path.read_bytes()
+    for bytes_, text in (
+        (whole[:9000], "fewer than its header says"),
+        (whole[:8] + b"\x63" + whole[9:], "layout version 99"),
+        (whole[:24] + b"\x63" + whole[25:], "is damaged"),
+        (b"", "never finished"),
+        (b"x" * 5000, "not a shmbus segment"),
+    ):
+        path.write_bytes(bytes_)
+        wait_for(page, lambda t=text: t in sentence(page), f"the damage: {text}")
+        assert bus_name in sentence(page)
+        assert page.locator("#state").inner_text() == "cannot be read"
+    path.write_bytes(whole)
+    wait_for(page, lambda: page.locator(".flow").count(), "the bus again")
+    path.unlink()
+    at_peace(page, "was removed", "its removal")
+
+
+def test_a_bus_of_another_user_is_told_in_words(
+    spawn: Spawner, bus_name: str, open_page: Open
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be two users")
+    server = Web(spawn, (bus_name,), before=AS_NOBODY)
+    page = open_page(server)
+    with Bus.create(bus_name, "1MiB"):
+        at_peace(page, "may not read", "that it is another's")
+    at_peace(page, "There is no bus", "its end")
+
+
+def test_a_worker_that_is_stopped_and_a_full_ring_are_named(
+    web: Start, bus_name: str, spawn: Spawner, open_page: Open, daemon: Callable[..., Daemon]
+) -> None:
+    daemon("--capacity", "1MiB")
+    page = open_page(web(bus_name))
+    trainer = spawn.script(TRAINER, bus_name, "train.py", 600)
+    trainer.expect("ready")
+    workers = [spawn.script(WORKER, bus_name, n, 3, 60, 0.02) for n in range(3)]
+    for worker in workers:
+        worker.expect("ready")
+    workers[1].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    at_peace(page, "rollout-1 (pid", "the stopped worker")
+    wait_for(page, lambda: "is stopped" in sentence(page), "that it is stopped")
+    print(f"a stopped worker was named after {time.monotonic() - stopped:.2f} s")
+    workers[1].send_signal(signal.SIGCONT)
+    with Producer(bus_name) as producer:
+        for number in range(100):
+            try:
+                producer.put(f"z{number}", group_size=1, index=0, tokens=[1] * 9000, timeout=0.2)
+            except BusFullError:
+                break
+        spawn.script(
+            "import sys, shmbus\n"
+            "shmbus.Producer(sys.argv[1]).put('z', group_size=1, index=0, tokens=[1] * 20000)\n",
+            bus_name,
+        )
+        at_peace(page, "Producers wait for space", "the full ring")
+    assert re.search(r"train\.py \(pid \d+\) holds|wait for a trainer", sentence(page))
+
+
+def test_a_daemon_that_is_killed_and_started_again_is_shown_without_a_reload(
+    web: Start, bus_name: str, open_page: Open, daemon: Callable[..., Daemon]
+) -> None:
+    served = daemon("--capacity", "1MiB")
+    page = open_page(web(bus_name))
+    with Producer(bus_name) as producer:
+        producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
+        at_peace(page, "daemon pid", "the daemon")
+        page.locator(".wall button").click()
+        served.kill()
+        at_peace(page, "Nobody reads", "that it is gone")
+        served.start()
+        wait_for(page, lambda: page.locator("#state").inner_text() == "live", "the daemon again")
+        wait_for(page, lambda: "1 of 2 there" in page.inner_text("#history"), "the group")

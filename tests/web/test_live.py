@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,10 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import Daemon, Spawner, segments_named, wait_until
+from msgspec import to_builtins
 from pages import TRAINER, WORKER, Web
 
 from shmbus import Bus, Consumer, Producer, unlink
+from shmbus.inspect.status import read_status
 
 Start = Callable[..., Web]
 Picture = dict[str, Any]
@@ -64,6 +68,133 @@ def test_the_numbers_are_those_of_the_status(
     assert (row["name"], row["pid"], row["committed"]) == ("worker", os.getpid(), 23)
     (holder,) = shown["holders"]
     assert holder["groups"] == sum(lease["groups"] for lease in wanted["daemon"]["leases"])
+
+
+def facts_of_status(status: Picture) -> Picture:
+    """What a status says, by the page's names."""
+    daemon, collector = status["daemon"], status["collector"]
+    holders = {}
+    if daemon is not None:
+        holders = {lease["pid"]: lease["groups"] for lease in daemon["leases"]}
+    elif collector["alive"]:
+        holders = {collector["pid"]: collector["leased_groups"]}
+    return {
+        "free": status["free"],
+        "space_wanted": status["space_wanted"],
+        "policy_version": status["policy_version"],
+        "given_up": status["groups_given_up"],
+        "asked": len(status["wanted"]),
+        "paused": status["paused"] and status["paused"]["reason"],
+        "open": daemon["groups_open"] if daemon else status["groups_incomplete"],
+        "ledger": {**status["ledger"], "exact": True},
+        "producers": {p["label"]: (p["committed"], p["held_bytes"]) for p in status["producers"]},
+        "holders": holders,
+        "delivered": {each["name"]: each["buckets"] for each in status["delivered"]},
+        "sentence": status["verdict"]["sentence"] if not status["verdict"]["findings"] else "",
+    }
+
+
+def facts_of_page(shown: Picture) -> Picture:
+    """The same of a picture."""
+    verdict = shown["verdict"]
+    return {
+        "free": shown["capacity"] - shown["used"],
+        "space_wanted": shown["space_wanted"],
+        "policy_version": shown["policy_version"],
+        "given_up": shown["given_up"],
+        "asked": shown["asked"],
+        "paused": shown.get("paused"),
+        "open": shown["groups"].get("open"),
+        "ledger": {**shown["ledger"], "exact": True},
+        "producers": {
+            row["name"]: (row["committed"], row["held"])
+            for row in shown["producers"]["rows"].values()
+        },
+        "holders": {row["pid"]: row["groups"] for row in shown["holders"]},
+        "delivered": {name: each["buckets"] for name, each in shown["delivered"].items()},
+        "sentence": verdict["sentence"] if not verdict["findings"] else "",
+    }
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_in_each_state_of_the_ledger_the_page_says_what_the_status_says(
+    web: Start, bus_name: str, daemon: Callable[..., Daemon], served: bool
+) -> None:
+    reached: set[str] = set()
+
+    def same(what: str) -> None:
+        """Wait until page and status are one."""
+        seen: list[Picture] = []
+        asked = time.time()
+        for shown in pictures:
+            if shown["now"] < asked:
+                continue  # it was on its way
+            # As --json prints it.
+            seen = [facts_of_status(to_builtins(read_status(bus_name))), facts_of_page(shown)]
+            if seen[0] == seen[1]:
+                break
+            assert time.monotonic() < deadline, (what, seen)
+        ledger = seen[0]["ledger"]
+        reached.update(name for name, count in ledger.items() if count and name != "dropped")
+        reached.update(ledger["dropped"])
+
+    deadline = time.monotonic() + 120
+    with contextlib.ExitStack() as stack:
+        if served:
+            daemon("--capacity", "2MiB", "--sample-retries", "1", "--skip-zero-variance")
+        else:
+            stack.enter_context(Bus.create(bus_name, "2MiB"))
+        pictures = web(bus_name).pictures()
+        producer = stack.enter_context(Producer(bus_name, label="w"))
+
+        def put(key: str, *indices: int, size: int = 2, **more: Any) -> None:
+            for index in indices:
+                producer.put(key, group_size=size, index=index, score=index, tokens=[1], **more)
+
+        same("an empty bus")
+        put("early", 0)
+        same("nobody reads" if not served else "an open group")
+        options: dict[str, Any] = (
+            {} if served else {"sample_retries": 1, "skip_zero_variance": True}
+        )
+        taker = stack.enter_context(Consumer(bus_name, label="train.py", **options))
+        for key in "abcd":
+            put(key, 0, 1)
+        held = taker.take(max_groups=3, timeout=10)
+        while len(held) < 3:
+            held += taker.take(max_groups=3 - len(held), timeout=10)
+        same("leased")
+        held[0].ack()
+        held[1].drop()
+        same("acknowledged and malformed")
+        put("early", 0)
+        put("e", 0, epoch=1)
+        put("e", 0, 1, epoch=1)
+        producer.put("flat", group_size=2, index=0, score=1.0, tokens=[1])
+        producer.put("flat", group_size=2, index=1, score=1.0, tokens=[1])
+        put("early", 1, size=3)
+        taker.policy_version = 3
+        taker.take(timeout=0.5)
+        same("duplicate, size mismatch, zero variance")
+        producer.fail("f", group_size=2, index=1, reason="boom")
+        put("f", 0)
+        taker.take(timeout=0.5)
+        same("asked for again")
+        for _ in producer.wanted():
+            producer.fail("f", group_size=2, index=1, reason="boom again")
+        taker.take(timeout=0.5)
+        same("given up")
+        with Bus.open(bus_name) as bus:
+            bus.pause("new weights")
+            same("paused")
+            bus.resume()
+        held[2].give_back()
+        same("given back")
+        taker.close()
+        same("nobody takes")
+    wanted = {"committed", "acknowledged", "leased", "stashed", "malformed", "duplicate"}
+    wanted |= {"size_mismatch", "zero_variance", "failed", "balanced"}
+    assert reached >= wanted | (set() if served else {"in_ring"}), reached
 
 
 def test_a_worker_that_dies_is_named(
