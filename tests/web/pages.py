@@ -35,7 +35,9 @@ name, index, size, groups, rest = sys.argv[1], *map(int, sys.argv[2:5]), float(s
 with shmbus.Producer(name, label=f"rollout-{index}") as producer:
     for number in range(groups):
         producer.put(f"math-{1000 + number}", group_size=size, index=index,
+                     policy_version=max(0, producer.policy_version - index % 3),
                      score=(number * 7 + index * 3) % 10 / 9, tokens=[1] * (100 + 40 * index))
+        producer.begin(f"math-{1001 + number}", index)
         if number == 0:
             print("ready", flush=True)
         time.sleep(rest)
@@ -46,10 +48,13 @@ TRAINER = """
 import sys, time, shmbus
 with shmbus.Consumer(sys.argv[1], label=sys.argv[2]) as consumer:
     print("ready", flush=True)
+    taken = 0
     while True:
         for group in consumer.take(max_groups=2, timeout=1.0):
             time.sleep(float(sys.argv[3]))
             group.ack()
+            taken += 1
+            consumer.policy_version = taken // 12
 """
 
 

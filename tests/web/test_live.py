@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,28 +116,56 @@ def facts_of_page(shown: Picture) -> Picture:
     }
 
 
+def states_of_a_ledger(name: str, producer: Producer, served: bool) -> Iterator[str]:
+    """Bring a bus from state to state; yields what it is in."""
+
+    def put(key: str, *indices: int, size: int = 2, **more: Any) -> None:
+        for index in indices:
+            producer.put(key, group_size=size, index=index, score=index, tokens=[1], **more)
+
+    yield "empty"
+    put("early", 0)
+    yield "an open group" if served else "nobody reads"
+    options: dict[str, Any] = {} if served else {"sample_retries": 1, "skip_zero_variance": True}
+    with Consumer(name, label="train.py", **options) as taker:
+        for key in "abcd":
+            put(key, 0, 1)
+        held = taker.take(max_groups=3, timeout=10)
+        while len(held) < 3:
+            held += taker.take(max_groups=3 - len(held), timeout=10)
+        yield "leased"
+        held[0].ack()
+        held[1].drop()
+        yield "acknowledged and malformed"
+        put("early", 0)
+        for index in range(2):
+            producer.put("flat", group_size=2, index=index, score=1.0, tokens=[1])
+        put("early", 1, size=3)
+        taker.policy_version = 3
+        taker.take(timeout=0.5)
+        yield "duplicate, size mismatch, zero variance"
+        producer.fail("f", group_size=2, index=1, reason="boom")
+        put("f", 0)
+        taker.take(timeout=0.5)
+        yield "asked for again"
+        for _ in producer.wanted():
+            producer.fail("f", group_size=2, index=1, reason="boom again")
+        taker.take(timeout=0.5)
+        yield "given up"
+        with Bus.open(name) as bus:
+            bus.pause("new weights")
+            yield "paused"
+            bus.resume()
+        held[2].give_back()
+        yield "given back"
+    yield "nobody takes"
+
+
 @pytest.mark.parametrize("served", [False, True])
 def test_in_each_state_of_the_ledger_the_page_says_what_the_status_says(
     web: Start, bus_name: str, daemon: Callable[..., Daemon], served: bool
 ) -> None:
     reached: set[str] = set()
-
-    def same(what: str) -> None:
-        """Wait until page and status are one."""
-        seen: list[Picture] = []
-        asked = time.time()
-        for shown in pictures:
-            if shown["now"] < asked:
-                continue  # it was on its way
-            # As --json prints it.
-            seen = [facts_of_status(to_builtins(read_status(bus_name))), facts_of_page(shown)]
-            if seen[0] == seen[1]:
-                break
-            assert time.monotonic() < deadline, (what, seen)
-        ledger = seen[0]["ledger"]
-        reached.update(name for name, count in ledger.items() if count and name != "dropped")
-        reached.update(ledger["dropped"])
-
     deadline = time.monotonic() + 120
     with contextlib.ExitStack() as stack:
         if served:
@@ -146,52 +174,19 @@ def test_in_each_state_of_the_ledger_the_page_says_what_the_status_says(
             stack.enter_context(Bus.create(bus_name, "2MiB"))
         pictures = web(bus_name).pictures()
         producer = stack.enter_context(Producer(bus_name, label="w"))
-
-        def put(key: str, *indices: int, size: int = 2, **more: Any) -> None:
-            for index in indices:
-                producer.put(key, group_size=size, index=index, score=index, tokens=[1], **more)
-
-        same("an empty bus")
-        put("early", 0)
-        same("nobody reads" if not served else "an open group")
-        options: dict[str, Any] = (
-            {} if served else {"sample_retries": 1, "skip_zero_variance": True}
-        )
-        taker = stack.enter_context(Consumer(bus_name, label="train.py", **options))
-        for key in "abcd":
-            put(key, 0, 1)
-        held = taker.take(max_groups=3, timeout=10)
-        while len(held) < 3:
-            held += taker.take(max_groups=3 - len(held), timeout=10)
-        same("leased")
-        held[0].ack()
-        held[1].drop()
-        same("acknowledged and malformed")
-        put("early", 0)
-        put("e", 0, epoch=1)
-        put("e", 0, 1, epoch=1)
-        producer.put("flat", group_size=2, index=0, score=1.0, tokens=[1])
-        producer.put("flat", group_size=2, index=1, score=1.0, tokens=[1])
-        put("early", 1, size=3)
-        taker.policy_version = 3
-        taker.take(timeout=0.5)
-        same("duplicate, size mismatch, zero variance")
-        producer.fail("f", group_size=2, index=1, reason="boom")
-        put("f", 0)
-        taker.take(timeout=0.5)
-        same("asked for again")
-        for _ in producer.wanted():
-            producer.fail("f", group_size=2, index=1, reason="boom again")
-        taker.take(timeout=0.5)
-        same("given up")
-        with Bus.open(bus_name) as bus:
-            bus.pause("new weights")
-            same("paused")
-            bus.resume()
-        held[2].give_back()
-        same("given back")
-        taker.close()
-        same("nobody takes")
+        for what in states_of_a_ledger(bus_name, producer, served):
+            seen: list[Picture] = []
+            asked = time.time()
+            for shown in pictures:
+                if shown["now"] < asked:
+                    continue  # it was on its way
+                # As --json prints it.
+                seen = [facts_of_status(to_builtins(read_status(bus_name))), facts_of_page(shown)]
+                if seen[0] == seen[1]:
+                    break
+                assert time.monotonic() < deadline, (what, seen)
+            ledger = seen[0]["ledger"]
+            reached |= {name for name, count in ledger.items() if count} | set(ledger["dropped"])
     wanted = {"committed", "acknowledged", "leased", "stashed", "malformed", "duplicate"}
     wanted |= {"size_mismatch", "zero_variance", "failed", "balanced"}
     assert reached >= wanted | (set() if served else {"in_ring"}), reached

@@ -32,7 +32,7 @@ export class Chart extends Component {
     const { ctx, bbox } = plot, now = points[points.length - 1][0];
     const jumps = points.filter((point, i) => i && point[version] !== points[i - 1][version]);
     if (jumps.length > 60) return; // more marks than gaps between them
-    ctx.save(); ctx.fillStyle = ctx.strokeStyle = colour("--dim");
+    ctx.save(); ctx.textAlign = "left"; ctx.textBaseline = "alphabetic"; ctx.lineWidth = 1; ctx.fillStyle = ctx.strokeStyle = colour("--dim");
     ctx.font = `${10 * devicePixelRatio}px system-ui`; ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
     let free = bbox.left; // where the last label ends
     for (const point of jumps) {

@@ -168,9 +168,12 @@ class Distribution extends Same {
   }
 }
 
+// An option is one word: no line ends at its hyphens.
+const whole = (text) => text.split(/(--[a-z-]+)/).map((part, i) => (i % 2 ? html`<span class="whole">${part}</span>` : part));
+
 function Sentence({ verdict }) {
   const rest = (verdict.findings || []).slice(1, 5);
-  return html`<section class=${`card sentence ${verdict.level}`} role="status" aria-live="polite"><p><span aria-hidden="true">${LEVELS[verdict.level]} </span><span id="sentence">${verdict.sentence}</span></p>
+  return html`<section class=${`card sentence ${verdict.level}`} role="status" aria-live="polite"><p><span aria-hidden="true">${LEVELS[verdict.level]} </span><span id="sentence">${whole(verdict.sentence)}</span></p>
     ${rest.length ? html`<ul>${rest.map((f) => html`<li>${f.what}${f.cause ? `: ${f.cause}` : ""}</li>`)}</ul>` : ""}</section>`;
 }
 
