@@ -63,6 +63,8 @@ collect_ignore = [
         "engines": ("aiohttp",),
         "gateway": ("aiohttp", "isal"),
         "peers/atropos": ("atroposlib",),
+        "peers/skyrl": ("skyrl",),
+        "peers/torchtitan": ("torchtitan",),
         "peers/trl": ("trl",),
         "peers/openenv": ("openenv",),
         "peers/verifiers": ("verifiers",),

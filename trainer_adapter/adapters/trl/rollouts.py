@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 import shmbus
+from trainer_adapter.adapters.splits import SplitConsumer
 from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
 from trainer_adapter.adapters.trl.samples import Expected, check_size, rewards_of
 from trainer_adapter.adapters.trl.stack import needed, versions
@@ -84,8 +85,7 @@ class ShmbusRollouts:
         self._timeout_s = timeout
         self._tokenize = tokenize
         self._options = consumer_options
-        self._consumer: shmbus.Consumer | None = None
-        self._evaluation: shmbus.Consumer | None = None
+        self._consumers: SplitConsumer | None = None
         # Epochs of one process rise, and those of the next process are higher: a prompt's rounds
         # never mix, whatever became of the process before.
         self._epochs = itertools.count(time.time_ns())
@@ -200,34 +200,19 @@ class ShmbusRollouts:
 
     def close(self) -> None:
         """Leave the bus."""
-        both = (self._evaluation, self._consumer)
-        self._evaluation = self._consumer = None
-        for consumer in both:
-            if consumer is not None:
-                consumer.close()
+        consumers, self._consumers = self._consumers, None
+        if consumers is not None:
+            consumers.close()
 
     # -- the main process's part ----------------------------------------------------------------
 
-    def _attached(self) -> shmbus.Consumer:
-        if self._consumer is None:
-            self._consumer = shmbus.Consumer(self.bus, **{"label": "TRL", **self._options})
-        return self._consumer
-
-    def _take(self, split: str, timeout_s: float) -> tuple[shmbus.Consumer, list[shmbus.Group]]:
-        """Take groups of a split; with a daemon each split has a Consumer of its own."""
-        consumer = self._attached()
-        if split == "train":
-            return consumer, consumer.take(_TAKE_GROUPS, timeout_s)
-        if self._evaluation is None:
-            try:
-                return consumer, consumer.take(_TAKE_GROUPS, timeout_s, split=split)
-            except ValueError:
-                options = {"label": "TRL's evaluation", **self._options, "split": split}
-                self._evaluation = shmbus.Consumer(self.bus, **options)
-        return self._evaluation, self._evaluation.take(_TAKE_GROUPS, timeout_s)
+    def _attached(self) -> SplitConsumer:
+        if self._consumers is None:
+            self._consumers = SplitConsumer(self.bus, **{"label": "TRL", **self._options})
+        return self._consumers
 
     def _next_version(self) -> None:
-        consumer = self._attached()
+        consumer = self._attached().consumer
         version = consumer.policy_version + 1
         if self._publish is not None:
             self._publish(version)
@@ -269,7 +254,7 @@ class ShmbusRollouts:
     ) -> bool:
         fields = {"prompt": _token_ids(prompt, trainer)} if self._tokenize else {}
         try:
-            self._attached().request(
+            self._attached().consumer.request(
                 key[0], group_size=size, epoch=key[1], split=split,
                 meta={"prompt": prompt, "split": split}, timeout=0, **fields,
             )  # fmt: skip
@@ -286,21 +271,20 @@ class ShmbusRollouts:
         timeout_s: float,
         deadline: float,
     ) -> None:
-        consumer = self._attached()
         if time.monotonic() > deadline:
-            requests = consumer.stats().requests
+            requests = self._attached().consumer.stats().requests
             raise TimeoutError(
                 f"bus {self.bus!r}: {len(wanted)} groups did not come in {self._timeout_s:g} s, "
                 f"the first is {next(iter(wanted), None)!r}; requests: {requests.open} open, "
                 f"{requests.claimed} with workers; `shmbus status {self.bus}` shows the workers"
             )
-        holder, groups = self._take(split, timeout_s)
+        consumer, groups = self._attached().take(split, _TAKE_GROUPS, timeout_s)
         for group in groups:
             epoch = group.epoch
             slot = None if epoch is None else wanted.get((group.instance_id, epoch))
             if slot is None or epoch is None:
                 # Somebody else's prompt, or one of a trainer before: nobody waits for it.
-                holder.drop(group)
+                consumer.drop(group)
                 continue
             try:
                 check_size(group, expected)
@@ -308,12 +292,12 @@ class ShmbusRollouts:
                 rewards, zeroed = rewards_of(group)
                 _check_for_grpo(group, rows, zeroed)
             except ValueError:
-                holder.drop(group)
+                consumer.drop(group)
                 raise
             scores = [None if score != score else score for score in rewards.tolist()]
             found[slot] = list(zip(rows, scores, strict=True))
             del wanted[group.instance_id, epoch]
-            holder.ack(group)
+            consumer.ack(group)
 
 
 def _one_row_each(group: shmbus.Group, rows: list[list[RowArrays]]) -> list[RowArrays]:

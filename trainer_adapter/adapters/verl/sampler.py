@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, Final
 
-import shmbus
+from trainer_adapter.adapters.splits import SplitConsumer
 from trainer_adapter.adapters.verl.manager import PROMPTS
 from trainer_adapter.adapters.verl.stack import BUS_VARIABLE, needed
 from trainer_adapter.adapters.verl.trajectories import trajectories_of
@@ -66,7 +66,7 @@ class _FromBus:
             raise ValueError(f"refused: expected 'raise' or 'drop', got {self._refused!r}")
         self._logprobs = bool(given.get("logprobs", True))
         more = {name: value for name, value in given.items() if name not in _OWN}
-        self._consumer = shmbus.Consumer(str(bus), **{"label": "verl", **more})
+        self._consumers = SplitConsumer(str(bus), **{"label": "verl", **more})
 
     def _sync_metadata_from_transfer_queue(self) -> None:
         for partition, split in SPLITS.items():
@@ -88,12 +88,13 @@ class _FromBus:
         KVBatchMeta, dict
             As verl's.
         """
-        if global_steps > self._consumer.policy_version:
-            self._consumer.policy_version = global_steps
+        consumer = self._consumers.consumer
+        if global_steps > consumer.policy_version:
+            consumer.policy_version = global_steps
         return super().sample(global_steps, partition_id, batch_size)  # type: ignore[misc]
 
     def _fill(self, partition: str, split: str) -> None:
-        groups = self._consumer.take(_TAKE_GROUPS, 0, split=split)
+        consumer, groups = self._consumers.take(split, _TAKE_GROUPS, 0)
         if not groups:
             return
         known = (kv_list(partition_id=partition) or {}).get(partition, {})
@@ -110,7 +111,7 @@ class _FromBus:
                 _LOG.warning("dropped: %s", error)
                 if asked:
                     kv_put(key=uid, partition_id=partition, tag={"status": "failure"})
-                self._consumer.drop(group)
+                consumer.drop(group)
                 continue
             keys, fields, tags = made
             kv_batch_put(keys=keys, fields=to_tensordict(fields), tags=tags, partition_id=partition)
@@ -118,16 +119,16 @@ class _FromBus:
                 key=uid, partition_id=partition,
                 tag={"is_prompt": True, "status": "finished", "global_steps": steps},
             )  # fmt: skip
-            self._consumer.ack(group)
+            consumer.ack(group)
 
     def close(self) -> None:
         """Leave the bus."""
-        self._consumer.close()
+        self._consumers.close()
 
 
-class ShmbusSampler(_FromBus, ReplayBuffer):
+class ShmbusSampler(_FromBus, ReplayBuffer):  # type: ignore[misc, valid-type]
     """For ``trainer_mode: sync``."""
 
 
-class ShmbusSamplerAsync(_FromBus, ReplayBufferAsync):
+class ShmbusSamplerAsync(_FromBus, ReplayBufferAsync):  # type: ignore[misc, valid-type]
     """For the asynchronous trainer modes."""

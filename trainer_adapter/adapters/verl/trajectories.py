@@ -11,16 +11,15 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 import shmbus
+from trainer_adapter.adapters.parted import part_row
 from trainer_adapter.adapters.verl.stack import needed
 
 __all__ = ["trajectories_of"]
-
-_NEEDED: Final = ("tokens", "loss_mask")
 
 
 def trajectories_of(
@@ -81,23 +80,12 @@ def _fields_of(t: shmbus.Trajectory, row: Mapping[str, Any], logprobs: bool) -> 
     import torch
 
     (output,) = needed("verl.experimental.agent_loop.agent_loop", "AgentLoopOutput")
-    tokens = row.get("tokens")
-    length = 0 if tokens is None else len(tokens)
-    for name in (*_NEEDED, *(("logprobs",) if logprobs else ())):
-        array = row.get(name)
-        if array is None or array.ndim != 1 or len(array) != length or not length:
-            got = "none" if array is None else f"shape {array.shape}"
-            raise _bad(t, name, "one value a token", got)
-    mask = row["loss_mask"] != 0
-    sampled = np.flatnonzero(mask)
-    if not len(sampled) or sampled[0] == 0:
-        raise _bad(t, "loss_mask", "a prompt, and then a sampled token", f"{len(sampled)} sampled")
-    begin = int(sampled[0])
+    parted = part_row(t, row, logprobs)
     meta = t.meta if isinstance(t.meta, dict) else {}
     found = output(
-        prompt_ids=tokens[:begin].tolist(),
-        response_ids=tokens[begin:].tolist(),
-        response_mask=mask[begin:].astype(np.int64).tolist(),
+        prompt_ids=parted.prompt,
+        response_ids=parted.response,
+        response_mask=parted.mask,
         reward_score=t.score,
         num_turns=int(meta.get("num_turns", 2)),
         metrics={},
@@ -107,24 +95,14 @@ def _fields_of(t: shmbus.Trajectory, row: Mapping[str, Any], logprobs: bool) -> 
             "reward_extra_info": meta.get("reward_extra_info", {}),
         },
     )
-    if logprobs:
-        values = np.where(mask, row["logprobs"], 0)[begin:]
-        if not np.isfinite(values).all():
-            raise _bad(t, "logprobs", "finite numbers", "others")
-        found.response_logprobs = values.tolist()
+    if parted.logprobs is not None:
+        found.response_logprobs = parted.logprobs
     experts = row.get("routed_experts")
     if experts is not None:
         found.routed_experts = np.asarray(experts).astype(np.int16).tolist()
     field: dict[str, Any] = found.as_dict()
     field["loss_mask"] = field["response_mask"]
     field["input_ids"] = torch.cat([field["prompts"], field["responses"]])
-    field["position_ids"] = torch.arange(length)
+    field["position_ids"] = torch.arange(len(field["input_ids"]))
     field["multi_modal_inputs"] = {}
     return field
-
-
-def _bad(t: shmbus.Trajectory, field: str, expected: str, got: str) -> ValueError:
-    return ValueError(
-        f"group {t.instance_id!r}, sample {t.index}, field {field!r}: expected {expected}, got "
-        f"{got}; put the whole sequence, a mask of what was sampled, and the sampler's logprobs"
-    )

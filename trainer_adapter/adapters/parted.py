@@ -1,0 +1,93 @@
+"""A token row as prompt and response, as stacks want it that have the two apart.
+
+Invariants:
+
+- What comes before the first sampled token is the prompt; all else is the response, with its mask.
+- What is missing is an error that names the sample and the field, and is never filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import shmbus
+
+__all__ = ["Parted", "part_row"]
+
+
+class Parted(NamedTuple):
+    """A row of p prompt tokens and n response tokens.
+
+    Attributes
+    ----------
+    prompt : list of int, [p]
+    response : list of int, [n]
+    mask : list of int, [n]
+        1 for what was sampled.
+    logprobs : list of float, [n] or None
+        The sampler's; 0 where the mask is.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    mask: list[int]
+    logprobs: list[float] | None
+
+
+def part_row(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]], logprobs: bool) -> Parted:
+    """Part a row of a sample.
+
+    Parameters
+    ----------
+    t : Trajectory
+        For messages.
+    row : mapping of str to array
+        With "tokens" and "loss_mask" [n], and "logprobs" [n] where they are needed.
+    logprobs : bool
+        Whether they are.
+
+    Returns
+    -------
+    Parted
+        Of copies.
+
+    Raises
+    ------
+    ValueError
+        A field is missing, does not fit the others, or is not finite; or there is no prompt, or
+        nothing was sampled.
+    """
+    length = len(row["tokens"]) if "tokens" in row else 0
+    for name in ("tokens", "loss_mask", *(("logprobs",) if logprobs else ())):
+        array = row.get(name)
+        if array is None or array.ndim != 1 or len(array) != length or not length:
+            got = "none" if array is None else f"shape {array.shape}"
+            raise _bad(t, name, "one value a token", got)
+    mask = row["loss_mask"] != 0
+    sampled = np.flatnonzero(mask)
+    if not len(sampled) or sampled[0] == 0:
+        got = f"{len(sampled)} sampled of {length}"
+        raise _bad(t, "loss_mask", "a prompt, and then a sampled token", got)
+    begin = int(sampled[0])
+    values = None
+    if logprobs:
+        values = np.where(mask, row["logprobs"], 0)[begin:]
+        if not np.isfinite(values).all():
+            raise _bad(t, "logprobs", "finite numbers", "others")
+    return Parted(
+        row["tokens"][:begin].tolist(),
+        row["tokens"][begin:].tolist(),
+        mask[begin:].astype(int).tolist(),
+        None if values is None else values.tolist(),
+    )
+
+
+def _bad(t: shmbus.Trajectory, field: str, expected: str, got: str) -> ValueError:
+    return ValueError(
+        f"group {t.instance_id!r}, sample {t.index}, field {field!r}: expected {expected}, got "
+        f"{got}; put the whole sequence, a mask of what was sampled, and the sampler's logprobs"
+    )

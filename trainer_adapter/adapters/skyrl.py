@@ -1,0 +1,294 @@
+"""SkyRL's generator over a bus: its prompts go out as requests, groups come back in its order.
+
+::
+
+    class Experiment(BasePPOExp):
+        def get_generator(self, cfg, tokenizer, inference_engine_client):
+            return make_generator("run1", sample_retries=2)
+
+SkyRL's TrajectoryID(instance_id, repetition_id) is the key of a bus and a sample's index. A rollout
+that fails is asked for again alone (`sample_retries`), where SkyRL would end the step.
+
+Invariants:
+
+- Each output stands at the place of its input, whatever order the workers answer in.
+- Calls that overlap, as in the fully asynchronous trainer, each get their own groups.
+- Importing this loads neither torch nor SkyRL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import itertools
+import time
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+import shmbus
+from trainer_adapter.adapters.parted import Parted, part_row
+from trainer_adapter.adapters.splits import SplitConsumer
+
+__all__ = ["TESTED", "GenerateByBus", "make_generator"]
+
+#: What the tests ran with; its generators need Python 3.12.
+TESTED: Final = "skyrl 0.3.0 on Python 3.12"
+#: Seconds of one wait for groups, and of a call's default in all.
+_LOOK_S: Final = 0.2
+GENERATE_TIMEOUT_S: Final = 3600.0
+_TAKE_GROUPS: Final = 64
+
+
+class _Output(NamedTuple):
+    parted: Parted
+    experts: list[Any] | None
+    reward: float
+    stop_reason: str
+
+
+class GenerateByBus:
+    """What `make_generator` adds to SkyRL's GeneratorInterface.
+
+    Parameters
+    ----------
+    bus : str
+    logprobs : bool
+        Whether the sampler's logprobs are needed, as for SkyRL's off-policy correction.
+    timeout : float
+        Seconds for the groups of one call.
+    **options : object
+        Of `shmbus.Consumer`, such as `sample_retries`.
+
+    Raises
+    ------
+    TypeError
+        An option is unknown.
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        *,
+        logprobs: bool = True,
+        timeout: float = GENERATE_TIMEOUT_S,
+        **options: Any,
+    ) -> None:
+        inspect.signature(shmbus.Consumer).bind(bus, **options)
+        self.bus: Final = bus
+        self._logprobs = logprobs
+        self._timeout_s = timeout
+        self._options = options
+        self._consumers: SplitConsumer | None = None
+        self._epochs = itertools.count(time.time_ns())
+        self._wanted: set[tuple[str, int | None]] = set()
+        self._arrived: dict[tuple[str, int | None], list[_Output] | Exception] = {}
+        self._taking = asyncio.Lock()
+
+    async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a batch sampled.
+
+        Parameters
+        ----------
+        input_batch : GeneratorInput
+            With trajectory_ids. A request's ``meta`` has "prompt", "env_class", "env_extras" and
+            "sampling_params" of its prompt.
+
+        Returns
+        -------
+        GeneratorOutput
+            In the order of the input.
+
+        Raises
+        ------
+        TimeoutError
+            Groups are missing; says which, and what workers there are.
+        ValueError
+            There are no trajectory_ids, or a sample is not what the trainer can take.
+        """
+        ids = input_batch.get("trajectory_ids")
+        if not ids or len(ids) != len(input_batch["prompts"]):
+            raise ValueError(
+                "generate: expected a trajectory_id for each prompt, got "
+                f"{'none' if not ids else len(ids)}; SkyRL's trainers give them"
+            )
+        metadata = input_batch.get("batch_metadata")
+        # SkyRL's phases are called as the splits are.
+        split = str(metadata.training_phase) if metadata is not None else "train"
+        consumer = self._attached().consumer
+        if metadata is not None and metadata.global_step > consumer.policy_version:
+            consumer.policy_version = metadata.global_step
+        deadline = time.monotonic() + self._timeout_s
+        places: dict[str, list[int]] = {}
+        for place, each in enumerate(ids):
+            places.setdefault(str(each.instance_id), []).append(place)
+        keys: dict[tuple[str, int | None], list[int]] = {}
+        try:
+            for instance_id, of_group in places.items():
+                of_group.sort(key=lambda place: ids[place].repetition_id)
+                key = (instance_id, next(self._epochs))
+                self._wanted.add(key)
+                keys[key] = of_group
+                await self._offer(key, input_batch, of_group, split, deadline)
+            found: dict[int, _Output] = {}
+            for key, of_group in keys.items():
+                outputs = await self._group(key, split, deadline)
+                found |= dict(zip(of_group, outputs, strict=True))
+        finally:
+            self._wanted -= set(keys)
+        return self._output([found[place] for place in range(len(ids))], ids)
+
+    def close(self) -> None:
+        """Leave the bus."""
+        consumers, self._consumers = self._consumers, None
+        if consumers is not None:
+            consumers.close()
+
+    def _attached(self) -> SplitConsumer:
+        if self._consumers is None:
+            self._consumers = SplitConsumer(self.bus, **{"label": "SkyRL", **self._options})
+        return self._consumers
+
+    async def _offer(
+        self,
+        key: tuple[str, int | None],
+        batch: Mapping[str, Any],
+        places: list[int],
+        split: str,
+        deadline: float,
+    ) -> None:
+        first = places[0]
+        extras = batch.get("env_extras")
+        meta = {
+            "prompt": batch["prompts"][first],
+            "env_class": batch["env_classes"][first],
+            "env_extras": extras[first] if extras else None,
+            "sampling_params": batch.get("sampling_params"),
+        }
+        plain = msgspec.msgpack.decode(msgspec.msgpack.encode(meta, enc_hook=_plain))
+        while True:
+            try:
+                self._attached().consumer.request(
+                    key[0], group_size=len(places), epoch=key[1], split=split, meta=plain,
+                    timeout=0,
+                )  # fmt: skip
+                return
+            except shmbus.BusFullError:
+                # A full lane is emptied by groups that are taken meanwhile.
+                self._check(key, deadline)
+                await self._take(split)
+
+    async def _group(
+        self, key: tuple[str, int | None], split: str, deadline: float
+    ) -> list[_Output]:
+        while key not in self._arrived:
+            self._check(key, deadline)
+            await self._take(split)
+        found = self._arrived.pop(key)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _check(self, key: tuple[str, int | None], deadline: float) -> None:
+        if time.monotonic() <= deadline:
+            return
+        requests = self._attached().consumer.stats().requests
+        raise TimeoutError(
+            f"bus {self.bus!r}: the group {key!r} did not come in {self._timeout_s:g} s; requests: "
+            f"{requests.open} open, {requests.claimed} with workers; `shmbus status {self.bus}` "
+            "shows the workers"
+        )
+
+    async def _take(self, split: str) -> None:
+        """Take what is there, for whoever waits for it."""
+        async with self._taking:
+            consumer, groups = await asyncio.to_thread(
+                self._attached().take, split, _TAKE_GROUPS, _LOOK_S
+            )
+            for group in groups:
+                key = (group.instance_id, group.epoch)
+                if key not in self._wanted:
+                    # Of a call that gave up, or of a trainer before.
+                    consumer.drop(group)
+                    continue
+                try:
+                    self._arrived[key] = [_read(t, self._logprobs) for t in group]
+                except ValueError as error:
+                    self._arrived[key] = error
+                    consumer.drop(group)
+                    continue
+                consumer.ack(group)
+
+    def _output(self, found: list[_Output], ids: list[Any]) -> dict[str, Any]:
+        experts = [each.experts for each in found]
+        if any(each is None for each in experts) and not all(each is None for each in experts):
+            raise ValueError(
+                "generate: expected routed_experts in each sample or in none; put them in all"
+            )
+        logprobs = [each.parted.logprobs for each in found]
+        return {
+            "prompt_token_ids": [each.parted.prompt for each in found],
+            "response_ids": [each.parted.response for each in found],
+            "rewards": [each.reward for each in found],
+            "loss_masks": [each.parted.mask for each in found],
+            "stop_reasons": [each.stop_reason for each in found],
+            "rollout_metrics": {},
+            "rollout_logprobs": logprobs if self._logprobs else None,
+            "trajectory_ids": list(ids),
+            "rollout_expert_indices": None if experts[0] is None else experts,
+            "is_last_step": None,
+        }
+
+
+def _read(t: shmbus.Trajectory, logprobs: bool) -> _Output:
+    where = f"group {t.instance_id!r}, sample {t.index}"
+    rows = t.rows
+    if len(rows) != 1:
+        raise ValueError(
+            f"{where}: expected one row, got {len(rows)}: SkyRL has one output a trajectory; put "
+            "one row, or give each its own instance"
+        )
+    experts = rows[0].get("routed_experts")
+    meta = t.meta if isinstance(t.meta, dict) else {}
+    return _Output(
+        part_row(t, rows[0], logprobs),
+        None if experts is None else experts.tolist(),
+        float(t.score),
+        str(meta.get("finish_reason", "stop")),
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def make_generator(bus: str, **options: Any) -> Any:
+    """Make a generator for SkyRL's ``get_generator``.
+
+    Parameters
+    ----------
+    bus : str
+    **options : object
+        As for `GenerateByBus`.
+
+    Returns
+    -------
+    skyrl.train.generators.base.GeneratorInterface
+
+    Raises
+    ------
+    ImportError
+        SkyRL is not there, or has other names.
+    """
+    module = "skyrl.train.generators.base"
+    try:
+        interface = importlib.import_module(module).GeneratorInterface
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ImportError(
+            f"the SkyRL adapter needs GeneratorInterface of {module}, and it is not there "
+            f"({error}); tested with {TESTED}",
+            name=module,
+        ) from error
+    return type("ShmbusGenerator", (GenerateByBus, interface), {})(bus, **options)

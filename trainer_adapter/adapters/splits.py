@@ -1,0 +1,69 @@
+"""Groups of training and of evaluation for one trainer, with a daemon or without.
+
+Invariant: without a daemon one Consumer takes every split, as it is the only reader; with one each
+split has a Consumer of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import shmbus
+
+__all__ = ["SplitConsumer"]
+
+
+class SplitConsumer:
+    """A Consumer of "train" that takes other splits, too.
+
+    Parameters
+    ----------
+    bus : str
+    **options : object
+        Of `shmbus.Consumer`.
+
+    Attributes
+    ----------
+    consumer : Consumer
+        Of "train".
+    """
+
+    def __init__(self, bus: str, **options: Any) -> None:
+        self._bus: Final = bus
+        self._options: Final = options
+        self.consumer: Final = shmbus.Consumer(bus, **options)
+        self._others: dict[str, shmbus.Consumer] = {}
+
+    def take(
+        self, split: str, max_groups: int, timeout: float
+    ) -> tuple[shmbus.Consumer, list[shmbus.Group]]:
+        """Take groups of a split.
+
+        Parameters
+        ----------
+        split : str
+        max_groups : int
+        timeout : float
+            Seconds.
+
+        Returns
+        -------
+        consumer : Consumer
+            Whose leases they are.
+        groups : list of Group
+        """
+        if split == "train":
+            return self.consumer, self.consumer.take(max_groups, timeout)
+        other = self._others.get(split)
+        if other is None:
+            try:
+                return self.consumer, self.consumer.take(max_groups, timeout, split=split)
+            except ValueError:  # there is a daemon
+                options = {**self._options, "split": split}
+                other = self._others[split] = shmbus.Consumer(self._bus, **options)
+        return other, other.take(max_groups, timeout)
+
+    def close(self) -> None:
+        """Leave the bus."""
+        for each in (*self._others.values(), self.consumer):
+            each.close()

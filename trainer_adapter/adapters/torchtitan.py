@@ -1,0 +1,293 @@
+"""torchtitan on a bus: groups of any processes for its RL batcher, and for its fork's data handler.
+
+::
+
+    batches = ShmbusBatches("run1", Batcher.Config(...).build(...))     # torchtitan.experiments.rl
+    batch = batches.next(timeout=60.0); train(batch); batches.ack()
+
+    use_bus(torchtitan.grpo.data_handling, "run1")                      # the fork with Atropos
+    handler = torchtitan.grpo.data_handling.OnlineDataHandler()         # its own, without HTTP
+
+Invariants:
+
+- torchtitan packs: what comes out is what its Batcher makes of its own TrainingSampleGroup.
+- A group is acknowledged when the caller has trained on the batch that has its last sample.
+- Importing this loads neither torch nor torchtitan.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+
+import shmbus
+
+__all__ = ["TESTED", "ShmbusBatches", "sample_group", "use_bus"]
+
+#: What the tests ran with. The package's own ``__init__`` imports vLLM; its batcher does not.
+TESTED: Final = "torchtitan 0.3.0 (RL batcher), NousResearch/torchtitan 26870b6 by its interface"
+#: Seconds of one wait for groups; between two of them Ctrl-C is seen to.
+_LOOK_S: Final = 1.0
+_TYPES: Final = "torchtitan.experiments.rl.types"
+_NEEDED: Final = ("RolloutTurnID", "TrainingSample", "TrainingSampleGroup")
+
+
+def sample_group(
+    group: shmbus.Group,
+    group_id: int,
+    *,
+    advantages: str = "dr_grpo",
+    drop_equal: bool = True,
+    types: ModuleType | None = None,
+) -> Any:
+    """Make torchtitan's TrainingSampleGroup of a group.
+
+    Parameters
+    ----------
+    group : Group
+        Leased; the result has copies. Each row of a sample becomes a TrainingSample.
+    group_id : int
+        Unique in the run.
+    advantages : str
+        "dr_grpo", torchtitan's default: the score less the group's mean; or another kind of
+        `trainer_adapter.group_advantages`.
+    drop_equal : bool
+        Whether a group of equal scores has no samples, as with torchtitan's
+        ``drop_zero_std_reward_groups``.
+    types : module, optional
+        torchtitan's.
+
+    Returns
+    -------
+    torchtitan.experiments.rl.types.TrainingSampleGroup
+
+    Raises
+    ------
+    ValueError
+        A sample lacks a field, or one that does not fit; says which.
+    ImportError
+        torchtitan is not there, or has other names.
+    """
+    from trainer_adapter.advantages import group_advantages
+
+    found = types or _types()
+    scores = np.array([t.score for t in group], np.float64)
+    if drop_equal and len(scores) > 1 and np.ptp(scores) == 0:
+        return found.TrainingSampleGroup(group_id=group_id, training_samples=[], metrics=[])
+    values = np.asarray(group_advantages(scores, advantages), np.float64)
+    samples = []
+    for t, advantage in zip(group, values.tolist(), strict=True):
+        for place, row in enumerate(t.rows):
+            tokens, mask, logprobs = (_field(t, row, name) for name in _FIELDS)
+            sampled = mask != 0
+            own = row.get("advantages")
+            credit = np.full(len(tokens), advantage) if own is None else np.asarray(own, np.float64)
+            samples.append(
+                found.TrainingSample(
+                    min_policy_version=t.policy_version,
+                    max_policy_version=t.newest_policy_version,
+                    rollout_id=found.RolloutTurnID(
+                        group_id=group_id, rollout_id=t.index, turn_id=place
+                    ),
+                    token_ids=tokens.tolist(),
+                    loss_mask=sampled.tolist(),
+                    logprobs=np.where(sampled, logprobs, 0.0).tolist(),
+                    advantage=np.where(sampled, credit, 0.0).tolist(),
+                )
+            )
+    return found.TrainingSampleGroup(group_id=group_id, training_samples=samples, metrics=[])
+
+
+_FIELDS: Final = ("tokens", "loss_mask", "logprobs")
+
+
+def _field(t: shmbus.Trajectory, row: Any, name: str) -> Any:
+    array, tokens = row.get(name), row.get("tokens")
+    if array is None or tokens is None or array.ndim != 1 or len(array) != len(tokens):
+        got = "none" if array is None else f"shape {array.shape}"
+        raise ValueError(
+            f"group {t.instance_id!r}, sample {t.index}, field {name!r}: expected one value a "
+            f"token, got {got}; put tokens, loss_mask and the sampler's logprobs of the whole "
+            "sequence"
+        )
+    return array
+
+
+def _types() -> ModuleType:
+    try:
+        found = importlib.import_module(_TYPES)
+        missing = [name for name in _NEEDED if not hasattr(found, name)]
+    except ModuleNotFoundError as error:
+        missing = [f"the module {error.name}"]
+    if missing:
+        raise ImportError(
+            f"the torchtitan adapter needs {', '.join(_NEEDED)} of {_TYPES}, and "
+            f"{', '.join(missing)} is not there; tested with {TESTED}",
+            name=_TYPES,
+        )
+    return found
+
+
+class ShmbusBatches:
+    """Batches of torchtitan, of the groups of a bus.
+
+    Parameters
+    ----------
+    bus : str
+    batcher : torchtitan.experiments.rl.components.batcher.Batcher
+        Built as its controller builds it; it says how many groups make a batch.
+    advantages : str
+    drop_equal : bool
+        As for `sample_group`.
+    types : module, optional
+        torchtitan's.
+    **options : object
+        Of `shmbus.Consumer`, such as `max_policy_lag`.
+
+    Raises
+    ------
+    ImportError
+        torchtitan is not there, or has other names.
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        batcher: Any,
+        *,
+        advantages: str = "dr_grpo",
+        drop_equal: bool = True,
+        types: ModuleType | None = None,
+        **options: Any,
+    ) -> None:
+        self._types = types or _types()
+        self._batcher = batcher
+        self._advantages = advantages
+        self._drop_equal = drop_equal
+        self._number = 0
+        self._collected: list[shmbus.Group] = []
+        self._given: list[shmbus.Group] = []
+        self._consumer = shmbus.Consumer(bus, **{"label": "torchtitan", **options})
+
+    def next(self, timeout: float | None = None) -> Any:
+        """Return the next batch.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for its groups; None waits for ever.
+
+        Returns
+        -------
+        TrainingBatch or None
+            None where groups are missing; those that came stay for the next call.
+
+        Raises
+        ------
+        ValueError
+            As for `sample_group`; the group stays leased, and comes again to a next trainer.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+            for group in self._consumer.take(1, max(0.0, left_s)):
+                made = sample_group(
+                    group, self._number, advantages=self._advantages,
+                    drop_equal=self._drop_equal, types=self._types,
+                )  # fmt: skip
+                self._number += 1
+                if not made.training_samples:
+                    self._consumer.drop(group, useless=True)
+                    continue
+                self._collected.append(group)
+                batch = self._batcher.add_training_samples(training_sample_group=made)
+                if batch is not None:
+                    self._given += self._collected
+                    self._collected = []
+                    return batch
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+
+    def ack(self, policy_version: int | None = None) -> None:
+        """Acknowledge the groups of all batches that were returned: they were trained.
+
+        Parameters
+        ----------
+        policy_version : int, optional
+            The version that the step made, for the workers.
+        """
+        given, self._given = self._given, []
+        if given:
+            self._consumer.ack(given)
+        if policy_version is not None:
+            self._consumer.policy_version = policy_version
+
+    def close(self) -> None:
+        """Leave the bus; what was not acknowledged is delivered to the next trainer."""
+        self._consumer.close()
+
+
+def use_bus(data_handling: ModuleType, bus: str, **options: Any) -> None:
+    """Have the fork's OnlineDataHandler take its batches from a bus in place of HTTP.
+
+    Its handler asks an Atropos server by the module's ``requests``: this puts an object there that
+    answers from the bus, so everything else of the handler is its own. The environments send
+    through `trainer_adapter.adapters.atropos.ShmbusEnv`, or the gateway.
+
+    Parameters
+    ----------
+    data_handling : module
+        ``torchtitan.grpo.data_handling`` of NousResearch/torchtitan.
+    bus : str
+    **options : object
+        Of `trainer_adapter.adapters.atropos.AtroposTrainer`.
+
+    Raises
+    ------
+    ImportError
+        The module has no OnlineDataHandler, or no requests.
+    """
+    missing = [n for n in ("OnlineDataHandler", "requests") if not hasattr(data_handling, n)]
+    if missing:
+        raise ImportError(
+            f"use_bus: expected torchtitan.grpo.data_handling of the fork, got "
+            f"{data_handling.__name__} without {', '.join(missing)}; written for {TESTED}"
+        )
+    vars(data_handling)["requests"] = _BusAnswers(bus, options)
+
+
+class _BusAnswers:
+    """What the handler asks of ``requests``: one registration, and then batches."""
+
+    def __init__(self, bus: str, options: dict[str, Any]) -> None:
+        self._bus = bus
+        self._options = options
+        self._trainer: Any = None
+
+    def post(self, url: str, json: dict[str, Any]) -> None:
+        from trainer_adapter.adapters.atropos import AtroposTrainer
+
+        if not url.endswith("/register"):
+            raise ValueError(f"use_bus: expected /register, got {url}; {TESTED}")
+        if self._trainer is not None:
+            self._trainer.close()
+        self._trainer = AtroposTrainer(self._bus, int(json["batch_size"]), **self._options)
+
+    def get(self, url: str) -> _Answer:
+        if not url.endswith("/batch"):
+            raise ValueError(f"use_bus: expected /batch, got {url}; {TESTED}")
+        if self._trainer is None:
+            raise RuntimeError("use_bus: expected register_atropos first, and it was not called")
+        return _Answer(self._trainer.get_batch(timeout=_LOOK_S))
+
+
+class _Answer:
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = content
+
+    def json(self) -> dict[str, Any]:
+        return self._content
