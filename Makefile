@@ -36,7 +36,7 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets must not install into one environment at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test test-peers test-adapters test-engines test-web check docs bench bench-calls
+.PHONY: help demo test test-peers test-peers-all test-adapters test-engines test-web check docs bench bench-calls
 .PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
 
@@ -85,6 +85,22 @@ test-adapters: build/peers/trl/.made ## Test the TRL adapter against TRL itself,
 	    -p no:cacheprovider -W ignore -o faulthandler_timeout=1000 $(ARGS) tests/peers/trl
 
 build/peers/trl/.made: tests/peers/trl/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e . \
+	    pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+# SkyRL's generators need Python 3.12; its target is left out where there is none (PYTHON312).
+PYTHON312 ?= python3.12
+PEERS := openenv torchtitan verifiers verl $(if $(shell $(PYTHON312) --version 2>/dev/null),skyrl)
+test-peers-all: $(PEERS:%=test-peer-%) ## Test the adapters of other trainers and environments, each in an environment of its own (gigabytes, minutes)
+
+test-peer-%: build/peers/%/.made
+	HF_HUB_OFFLINE=1 RAY_AUTH_MODE=disabled build/peers/$*/bin/python -m pytest -p no:cacheprovider \
+	    -W ignore $(ARGS) tests/peers/$*
+
+build/peers/skyrl/.made: PYTHON := $(PYTHON312)
+build/peers/%/.made: tests/peers/%/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e . \
 	    pytest pytest-asyncio pytest-timeout

@@ -85,6 +85,17 @@ REFERENCE = {
         ],
     ),
     "trl": ("TRL", "Rollouts and weights of TRL's trainers.", ["trainer_adapter.adapters.trl"]),
+    "stacks": (
+        "Other trainers and environments",
+        "prime-rl, SkyRL, torchtitan, verifiers and OpenEnv on a bus.",
+        [
+            "trainer_adapter.adapters.openenv",
+            "trainer_adapter.adapters.prime_rl",
+            "trainer_adapter.adapters.skyrl",
+            "trainer_adapter.adapters.torchtitan",
+            "trainer_adapter.adapters.verifiers",
+        ],
+    ),
     "engines": (
         "trainer_adapter.engines",
         "Inference servers that get new weights whole, or not at all.",

@@ -25,6 +25,10 @@ WITHOUT_A_PAGE = {
     "shmbus.batch.field_presence": "a check that gather makes",
     "shmbus.batch.uninterrupted": "how batches are made whole under signals",
     "shmbus.peers.atropos_queue": "the gateway's order of groups",
+    "trainer_adapter.adapters.micro_batches": "the bytes of the prime-rl adapter",
+    "trainer_adapter.adapters.parted": "prompt and response, for the verl and SkyRL adapters",
+    "trainer_adapter.adapters.place": "where put_episode puts",
+    "trainer_adapter.adapters.splits": "how adapters take evaluations",
 }
 
 

@@ -128,7 +128,7 @@ class GenerateByBus:
         try:
             for instance_id, of_group in places.items():
                 of_group.sort(key=lambda place: ids[place].repetition_id)
-                key = (instance_id, next(self._epochs))
+                key: tuple[str, int | None] = (instance_id, next(self._epochs))
                 self._wanted.add(key)
                 keys[key] = of_group
                 await self._offer(key, input_batch, of_group, split, deadline)

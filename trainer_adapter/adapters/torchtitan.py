@@ -53,8 +53,8 @@ def sample_group(
     group_id : int
         Unique in the run.
     advantages : str
-        "dr_grpo", torchtitan's default: the score less the group's mean; or another kind of
-        `trainer_adapter.group_advantages`.
+        "dr_grpo", torchtitan's default: the score less the group's mean; or "grpo", "rloo" or
+        "none", as for `trainer_adapter.group_advantages`.
     drop_equal : bool
         Whether a group of equal scores has no samples, as with torchtitan's
         ``drop_zero_std_reward_groups``.
@@ -68,7 +68,7 @@ def sample_group(
     Raises
     ------
     ValueError
-        A sample lacks a field, or one that does not fit; says which.
+        A sample lacks a field, or one does not fit; says which. Or the kind compares across groups.
     ImportError
         torchtitan is not there, or has other names.
     """
@@ -78,7 +78,13 @@ def sample_group(
     scores = np.array([t.score for t in group], np.float64)
     if drop_equal and len(scores) > 1 and np.ptp(scores) == 0:
         return found.TrainingSampleGroup(group_id=group_id, training_samples=[], metrics=[])
-    values = np.asarray(group_advantages(scores, advantages), np.float64)
+    if advantages not in _KINDS:
+        raise ValueError(
+            f"advantages: expected one of {', '.join(_KINDS)}, got {advantages!r}: torchtitan "
+            "compares within a group"
+        )
+    kind: Any = advantages
+    values = np.asarray(group_advantages(scores, kind), np.float64)
     samples = []
     for t, advantage in zip(group, values.tolist(), strict=True):
         for place, row in enumerate(t.rows):
@@ -102,6 +108,7 @@ def sample_group(
     return found.TrainingSampleGroup(group_id=group_id, training_samples=samples, metrics=[])
 
 
+_KINDS: Final = ("dr_grpo", "grpo", "rloo", "none")
 _FIELDS: Final = ("tokens", "loss_mask", "logprobs")
 
 
