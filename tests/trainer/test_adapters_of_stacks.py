@@ -1,0 +1,117 @@
+"""What the adapters of other trainers share, and what they say where their stack is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import wait_until
+
+import shmbus
+from trainer_adapter.adapters.parted import part_row
+from trainer_adapter.adapters.place import place_of
+from trainer_adapter.adapters.skyrl import make_generator
+from trainer_adapter.adapters.splits import SplitConsumer
+from trainer_adapter.adapters.verifiers import put_episode
+
+
+def test_importing_an_adapter_loads_neither_torch_nor_the_stack() -> None:
+    code = (
+        "import sys\n"
+        "from trainer_adapter.adapters import openenv, prime_rl, skyrl, torchtitan\n"
+        "from trainer_adapter.adapters import verifiers, verl\n"
+        "names = ('torch', 'openenv', 'prime_rl', 'skyrl', 'torchtitan', 'verifiers', 'verl')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is installed here")
+def test_without_its_stack_an_adapter_says_what_it_needs() -> None:
+    with pytest.raises(ImportError, match=r"GeneratorInterface of skyrl.*tested with skyrl 0\.3"):
+        make_generator("none")
+    with pytest.raises(ImportError, match=r"needs kv_put of transfer_queue.*no verl \(tested"):
+        importlib.import_module("trainer_adapter.adapters.verl.manager")
+    with pytest.raises(TypeError, match=r"expected an episode of verifiers\.v1, got SimpleNames"):
+        put_episode(None, SimpleNamespace())  # type: ignore[arg-type]
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    good = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 1, 0, 1], "logprobs": [0, -1, np.nan, -2.0]}
+    return {name: np.array(value) for name, value in (good | changes).items() if value is not None}
+
+
+def test_a_row_is_parted_at_its_first_sampled_token() -> None:
+    t: Any = SimpleNamespace(instance_id="q", index=2)
+    parted = part_row(t, row(), logprobs=True)
+    assert (parted.prompt, parted.response) == ([1], [2, 3, 4])
+    assert (parted.mask, parted.logprobs) == ([1, 0, 1], [-1, 0, -2])
+    assert part_row(t, row(logprobs=None), logprobs=False).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": None}, "'tokens': expected one value a token, got none"),
+        ({"loss_mask": [0, 1]}, r"'loss_mask': expected one value a token, got shape \(2,\)"),
+        ({"logprobs": None}, "'logprobs': expected one value a token, got none"),
+        ({"logprobs": [0, np.inf, 0, 0]}, "'logprobs': expected finite numbers"),
+        ({"loss_mask": [0] * 4}, "expected a prompt, and then a sampled token, got 0 sampled of 4"),
+        ({"loss_mask": [1] * 4}, "expected a prompt, and then a sampled token, got 4 sampled of 4"),
+    ],
+)
+def test_a_row_that_lacks_something_is_named(changes: dict[str, Any], words: str) -> None:
+    t: Any = SimpleNamespace(instance_id="q", index=2)
+    with pytest.raises(ValueError, match=f"group 'q', sample 2, field {words}|{words}"):
+        part_row(t, row(**changes), logprobs=True)
+
+
+def test_a_sample_has_one_place(bus: shmbus.Bus) -> None:
+    with shmbus.Feeder(bus.name) as feeder, shmbus.Producer(bus.name) as producer:
+        feeder.request("q", group_size=2, epoch=4, split="eval", prompt=np.arange(2))
+        request = producer.next_request(timeout=5.0)
+        place = place_of(request, None, None, None, None, None)
+        assert (place.instance_id, place.epoch, place.split) == ("q", 4, "eval")
+        with pytest.raises(TypeError, match="epoch is the request's; leave it out"):
+            place_of(request, None, None, None, 4, None)
+        with pytest.raises(TypeError, match="expected a request, or index beside the others"):
+            place_of(None, "q", 2, None, None, None)
+    plain = place_of(None, "q", 2, 0, None, None)
+    with shmbus.Producer(bus.name) as producer:
+        assert plain.put(producer, {"score": 1.0, "tokens": [1]}, None)
+        place_of(None, "q", 2, 1, None, None).fail(producer, "no sandbox", None)
+        assert producer.stats().committed == 2
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_evaluations_are_taken_beside_training_with_a_daemon_and_without(
+    served: bool, bus_name: str, daemon: Callable[..., Any]
+) -> None:
+    if served:
+        daemon("--capacity", "1MiB")
+    with (
+        shmbus.Bus.ensure(bus_name, capacity="1MiB") as handle,
+        shmbus.Producer(bus_name) as producer,
+    ):
+        for split in ("train", "eval", "train"):
+            epoch = producer.next_round()
+            producer.put("q", group_size=1, index=0, split=split, epoch=epoch, tokens=[1])
+        consumers = SplitConsumer(bus_name)
+        for split, count in (("eval", 1), ("train", 2), ("eval", 0)):
+            taken: list[shmbus.Group] = []
+            for _ in range(50 if count else 1):
+                consumer, groups = consumers.take(split, 8, 0.1)
+                consumer.ack(groups)
+                taken += groups
+                if len(taken) >= count:
+                    break
+            assert len(taken) == count, split
+        wait_until(lambda: handle.stats().acknowledged == 3)
+        consumers.close()
