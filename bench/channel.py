@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -32,9 +32,11 @@ from trainer_adapter.weights.probe import checked_device
 
 __all__ = ["main"]
 
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+
 #: Elements of bfloat16 of a step's three tensors: 160 MB.
-SHAPES: Final = {"hidden": (8192, 4096), "logits": (4096, 8192), "ids": (12_885_902,)}
-SMALL: Final = {"small": (2048,)}
+SHAPES: Final[Shapes] = {"hidden": (8192, 4096), "logits": (4096, 8192), "ids": (12_885_902,)}
+SMALL: Final[Shapes] = {"small": (2048,)}
 WARM_UP: Final = 10
 PAUSE_S: Final = 0.002
 PATIENCE_S: Final = 60.0
@@ -44,7 +46,7 @@ RATE_TARGET: Final = 0.8
 WAKE_TARGET: Final = 2.0
 
 
-def tensors_of(shapes: dict[str, tuple[int, ...]], device: str) -> dict[str, torch.Tensor]:
+def tensors_of(shapes: Shapes, device: str) -> dict[str, torch.Tensor]:
     """Make a step's tensors."""
     return {
         name: torch.ones(shape, dtype=torch.bfloat16, device=device)
@@ -58,7 +60,7 @@ def settled(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def receive(pipe: Connection, name: str, shapes: dict[str, tuple[int, ...]], views: bool) -> None:
+def receive(pipe: Connection, name: str, shapes: Shapes, views: bool) -> None:
     """Take every step, a process of its own; sends when each was there."""
     torch.set_num_threads(1)
     specs = {key: ("bfloat16", shape) for key, shape in shapes.items()}
@@ -85,7 +87,7 @@ def receive_bytes(pipe: Connection, name: str) -> None:
         pipe.send(came)
 
 
-def copy_s(shapes: dict[str, tuple[int, ...]], device: str, rounds: int) -> float:
+def copy_s(shapes: Shapes, device: str, rounds: int) -> float:
     """Return the median seconds of a copy of a step's tensors."""
     source, target = tensors_of(shapes, device), tensors_of(shapes, device)
     took = []
@@ -100,7 +102,7 @@ def copy_s(shapes: dict[str, tuple[int, ...]], device: str, rounds: int) -> floa
 
 
 def run(
-    device: str, shapes: dict[str, tuple[int, ...]], rounds: int, *, pause_s: float, views: bool
+    device: str, shapes: Shapes, rounds: int, *, pause_s: float, views: bool
 ) -> dict[str, float]:
     """Send so many steps; returns seconds of a send, of a step, and one way."""
     name = f"bench-channel-{os.getpid()}-{secrets.token_hex(3)}"
@@ -154,7 +156,7 @@ def bare_wake_s(rounds: int) -> float:
         came = pipe.recv()
         child.join(PATIENCE_S)
     ways = [after - before for before, after in zip(sent, came, strict=True)][WARM_UP:]
-    return statistics.median(ways) / 1e9
+    return float(statistics.median(ways)) / 1e9
 
 
 def measure(device: str, rounds: int) -> dict[str, Any]:

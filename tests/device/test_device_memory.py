@@ -178,6 +178,21 @@ def test_a_descriptor_of_something_else_is_refused() -> None:
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_may_open_what_it_has_allocated_itself(kind: Kind) -> None:
+    memory = DeviceMemory.allocate(100, 0, kind)
+    descriptor = memory.descriptor() if kind == "vmm" else None
+    again = DeviceMemory.open(memory.handle, descriptor)
+    if descriptor is not None:
+        os.close(descriptor)
+    memory.tensor().fill_(7)
+    memory.close()
+    torch.cuda.synchronize()
+    assert again.tensor().tolist() == [7] * 100
+
+
+@gpu
+@needs_gpu
 def test_more_than_the_device_has_is_refused_with_the_drivers_word() -> None:
     with pytest.raises(CudaDriverError, match="OUT_OF_MEMORY"):
         DeviceMemory.allocate(1 << 43, 0)

@@ -109,6 +109,11 @@ class _Mapping:
                 call("cuMemRelease", handle)
 
 
+#: Memory of kind "ipc" that this process has allocated, by its handle: the driver opens a handle in
+#: other processes only.
+_own: weakref.WeakValueDictionary[bytes, _Mapping] = weakref.WeakValueDictionary()
+
+
 class _Span:
     """Bytes of a mapping as torch takes them; a tensor of it keeps the mapping."""
 
@@ -194,7 +199,9 @@ class DeviceMemory:
         mapping.address = address.value
         handle = driver.IpcMemoryHandle()
         call("cuIpcGetMemHandle", ctypes.byref(handle), mapping.address)
-        return cls(mapping, DeviceHandle("ipc", uuid, nbytes, nbytes, bytes(handle.reserved)))
+        raw = bytes(handle.reserved)
+        _own[raw] = mapping
+        return cls(mapping, DeviceHandle("ipc", uuid, nbytes, nbytes, raw))
 
     @classmethod
     def open(
@@ -248,6 +255,9 @@ class DeviceMemory:
                 f"memory of cuda:{owner} for cuda:{reader}: the two have no peer access; choose "
                 "the carrier 'shm'"
             )
+        own = _own.get(handle.handle) if handle.kind == "ipc" else None
+        if own is not None:
+            return cls(own, handle)
         mapping = _Mapping(reader, handle.mapped_nbytes)
         with in_context(reader):
             if handle.kind == "ipc":

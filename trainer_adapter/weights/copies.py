@@ -2,7 +2,7 @@
 
 On a device a copy costs some microseconds of the host whatever its size, so a thousand small ones
 take longer than the model's bytes; one launch for all of them is slower by the byte, so large ones
-go alone. Pure decisions are in `split`; what it returns is executed by `copy_all`.
+go alone. Pure decisions are in `split`; what it returns is executed by `Batch`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trainer_adapter.weights.source import LocalPiece
 
 __all__ = [
     "LARGE_BYTES",
+    "Batch",
     "Pair",
-    "copy_all",
     "from_host_to_device",
     "settle_devices",
     "split",
@@ -81,19 +81,45 @@ def from_host_to_device(
     return crossing, rest
 
 
-def copy_all(pairs: Sequence[Pair]) -> None:
-    """Copy each source into its target; on a device, only ordered on its current stream.
+class Batch:
+    """Copies that are begun together, again and again: sorted once.
 
     Parameters
     ----------
     pairs : sequence of (target, source)
         Of equal shapes, of any dtypes and strides.
+
+    Attributes
+    ----------
+    nbytes : int
+        Of all targets.
     """
-    alone, together = split(pairs)
-    for target, source in alone:
-        copy_tensor(target, source)
-    for group in together:
-        torch._foreach_copy_([target for target, _ in group], [source for _, source in group])
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._alone, together = split(pairs)
+        self._together = [
+            ([target for target, _ in group], [source for _, source in group]) for group in together
+        ]
+        self.nbytes = sum(target.numel() * target.element_size() for target, _ in pairs)
+        self._devices = {tensor.device for pair in pairs for tensor in pair if tensor.is_cuda}
+
+    def begin(self) -> None:
+        """Copy each source into its target; on a device, only ordered on its current stream."""
+        for target, source in self._alone:
+            copy_tensor(target, source)
+        for targets, sources in self._together:
+            torch._foreach_copy_(targets, sources)
+
+    def settle(self) -> None:
+        """Wait for the current streams of the devices of these tensors.
+
+        Raises
+        ------
+        RuntimeError
+            A copy has failed.
+        """
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def settle_devices(tensors: Iterable[torch.Tensor]) -> None:

@@ -12,19 +12,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer_adapter.weights.copies import (
+    Batch,
     Pair,
-    copy_all,
     from_host_to_device,
-    settle_devices,
     split,
 )
 from trainer_adapter.weights.errors import ManifestError, TornWeightsError
 from trainer_adapter.weights.manifest import Manifest, Slice
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.source import dtype_name, local_part
-from trainer_adapter.weights.staging import HostTransfers
+from trainer_adapter.weights.staging import HostBatch, transfers_of
 
-__all__ = ["LoadCache", "Targets", "copy_pairs", "paired", "targets_of"]
+__all__ = ["LoadCache", "Loading", "Targets", "paired", "targets_of"]
 
 #: What `load_into` writes into: a module, or tensors by name.
 Targets = torch.nn.Module | Mapping[str, torch.Tensor]
@@ -44,18 +43,18 @@ class LoadCache:
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[tuple[object, ...], object, dict[str, Pair]] | None = None
+        self._kept: tuple[tuple[object, ...], object, Loading] | None = None
 
-    def get(self, seen: tuple[object, ...] | None) -> dict[str, Pair] | None:
+    def get(self, seen: tuple[object, ...] | None) -> Loading | None:
         """Return what was paired for a model that was seen so."""
         if self._kept is None or seen is None or self._kept[0] != seen:
             return None
         return self._kept[2]
 
-    def put(self, seen: tuple[object, ...] | None, targets: object, pairs: dict[str, Pair]) -> None:
+    def put(self, seen: tuple[object, ...] | None, targets: object, loading: Loading) -> None:
         """Keep what was paired, and the tensors: an id is another's once its own has gone."""
         if seen is not None:
-            self._kept = (seen, targets, pairs)
+            self._kept = (seen, targets, loading)
 
 
 def paired(
@@ -112,51 +111,73 @@ def paired(
     }
 
 
-@torch.no_grad()
-def copy_pairs(version: int, pairs: Mapping[str, Pair]) -> int:
-    """Copy what `paired` gave, small tensors of a device together.
+class Loading:
+    """What is copied into a model, checked and sorted; the same again for each version.
 
     Parameters
     ----------
-    version : int
-        For messages.
     pairs : mapping of (target, source)
-        By name.
-
-    Returns
-    -------
-    int
-        Bytes written, and all of them there.
-
-    Raises
-    ------
-    TornWeightsError
-        A copy failed: the model has some of this version.
+        By name, as `paired` gave them.
     """
-    named = {id(pair[0]): name for name, pair in pairs.items()}
-    written = 0
-    what = ""
-    try:
-        from_host, rest = from_host_to_device(pairs.values())
-        for device, part in from_host.items():
-            what = f"{len(part)} tensors to {device}"
-            transfers = HostTransfers(device)
-            transfers.to_device(part)
-            transfers.settle()
-            written += sum(target.numel() * target.element_size() for target, _ in part)
+
+    def __init__(self, pairs: Mapping[str, Pair]) -> None:
+        crossing, rest = from_host_to_device(pairs.values())
+        ways = {device: transfers_of(device) for device in crossing}
+        self._crossing = [
+            (ways[device], HostBatch(ways[device], part)) for device, part in crossing.items()
+        ]
+        named = {id(target): name for name, (target, _) in pairs.items()}
         alone, together = split(rest)
-        for part in [*([pair] for pair in alone), *together]:
-            what = repr(named[id(part[0][0])]) + (f" and {len(part) - 1} more" * (len(part) > 1))
-            copy_all(part)
-            written += sum(target.numel() * target.element_size() for target, _ in part)
-        # The slot is given back afterwards, and a copy that fails on a device is known by then.
-        settle_devices(tensor for pair in pairs.values() for tensor in pair)
-    except (RuntimeError, OSError) as error:
-        raise TornWeightsError(
-            f"version {version}: copying {what} failed after {written} bytes: {error}. The model "
-            "is torn: load a whole version before it is used"
-        ) from error
-    return written
+        parts = [*([pair] for pair in alone), *together]
+        self._sorted = [
+            (
+                repr(named[id(part[0][0])]) + f" and {len(part) - 1} more" * (len(part) > 1),
+                Batch(part),
+            )
+            for part in parts
+        ]
+
+    @torch.no_grad()
+    def copy(self, version: int) -> int:
+        """Copy, small tensors of a device together.
+
+        Parameters
+        ----------
+        version : int
+            For messages.
+
+        Returns
+        -------
+        int
+            Bytes written, and all of them there.
+
+        Raises
+        ------
+        TornWeightsError
+            A copy failed: the model has some of this version.
+        """
+        written = 0
+        what = ""
+        try:
+            for way, crossing in self._crossing:
+                what = f"from the host to {way.device}"
+                with way.lock:
+                    crossing.begin()
+                    way.settle()
+                written += crossing.nbytes
+            for named, batch in self._sorted:
+                what = named
+                batch.begin()
+                written += batch.nbytes
+            # The slot is given back afterwards, and what fails on a device is known by then.
+            for _, batch in self._sorted:
+                batch.settle()
+        except (RuntimeError, OSError) as error:
+            raise TornWeightsError(
+                f"version {version}: copying {what} failed after {written} bytes: {error}. The "
+                "model is torn: load a whole version before it is used"
+            ) from error
+        return written
 
 
 def _destinations(

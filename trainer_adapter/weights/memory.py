@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import warnings
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from shmbus.pool import copy_bytes
 from trainer_adapter.weights.manifest import Manifest, TensorPlace
 
-__all__ = ["copy_tensor", "payload_tensor", "tensor_at", "view_of"]
+__all__ = ["copy_tensor", "payload_tensor", "tensor_at", "unowned", "view_of"]
 
 _first_use = threading.Lock()
 _warned = False
@@ -42,6 +43,23 @@ def payload_tensor(memory: Any) -> torch.Tensor:
         made = torch.frombuffer(memory, dtype=torch.uint8)
         _warned = True
         return made
+
+
+def unowned(payload: torch.Tensor) -> torch.Tensor:
+    """View the same bytes without keeping them: for whoever keeps their memory in another way.
+
+    Parameters
+    ----------
+    payload : uint8 [bytes]
+        In host memory.
+
+    Returns
+    -------
+    uint8 [bytes]
+        Not to be used once that memory may have been unmapped.
+    """
+    span: Any = (ctypes.c_uint8 * payload.numel()).from_address(payload.data_ptr())
+    return torch.frombuffer(span, dtype=torch.uint8)
 
 
 def tensor_at(payload: torch.Tensor, place: TensorPlace) -> torch.Tensor:

@@ -34,14 +34,20 @@ class LocalPiece:
         Where the part begins in each dimension of the whole.
     tensor : Tensor
         The part, of any dtype and strides; it is cast while it is copied.
+    lasting : bool
+        Whether the source gives this object again for the next version, so that what was found out
+        about it may be kept; a tensor that is made for one version would be kept with it.
     """
 
-    __slots__ = ("name", "start", "tensor")
+    __slots__ = ("lasting", "name", "start", "tensor")
 
-    def __init__(self, name: str, start: tuple[int, ...], tensor: torch.Tensor) -> None:
+    def __init__(
+        self, name: str, start: tuple[int, ...], tensor: torch.Tensor, *, lasting: bool = False
+    ) -> None:
         self.name = name
         self.start = start
         self.tensor = tensor
+        self.lasting = lasting
 
 
 @runtime_checkable
@@ -241,6 +247,8 @@ class ModuleSource:
             pieces = list(self._local(named, rank, world_size))
             if self._seen is not None and self._seen[0]:
                 self._pieces[rank, world_size] = pieces
+                for piece in pieces:
+                    piece.lasting = True
         yield from pieces
 
     def _local(

@@ -11,6 +11,8 @@ when the device has done with it; `settle` returns when every byte is where it b
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -20,7 +22,7 @@ from trainer_adapter.weights.copies import LARGE_BYTES, Pair
 from trainer_adapter.weights.manifest import ALIGNMENT
 from trainer_adapter.weights.memory import copy_tensor
 
-__all__ = ["CHUNK_BYTES", "HostTransfers", "Run", "plan"]
+__all__ = ["CHUNK_BYTES", "HostBatch", "HostTransfers", "Run", "plan", "transfers_of"]
 
 #: Bytes of a chunk: a millisecond of PCIe, beside which what a launch costs is nothing.
 CHUNK_BYTES: Final = 64 << 20
@@ -68,66 +70,25 @@ def plan(spans: Sequence[tuple[int, int]], most: int = CHUNK_BYTES) -> list[Run]
 
 
 class HostTransfers:
-    """Copies between host memory and one device, ordered after its current stream.
+    """The way between host memory and one device: a stream and two chunks; one for a process.
 
-    Parameters
+    Attributes
     ----------
-    device : torch.device
-        A CUDA device.
+    lock : RLock
+        To be held from the first `HostBatch.begin` to `settle`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._chunks: list[torch.Tensor] = []
-        self._free: list[torch.cuda.Event | None] = [None] * CHUNKS
-        self._turn = 0
-
-    def to_device(self, pairs: Sequence[Pair]) -> None:
-        """Begin to copy tensors of the host to the device.
-
-        Parameters
-        ----------
-        pairs : sequence of (target, source)
-            Targets on the device; sources contiguous, in host memory, which is registered for
-            speed. They must stay until `settle`.
-        """
-        self._begin()
-        current = torch.cuda.current_stream(self._device)
-        for run, members in _runs(self._alone(pairs, host=1), host=1):
-            turn, chunk = self._next_chunk(run)
-            with torch.cuda.stream(self._stream):
-                chunk.copy_(_bytes(members[0][1], run), non_blocking=True)
-            current.wait_stream(self._stream)
-            torch._foreach_copy_(
-                [target for target, _ in members],
-                [_in_chunk(chunk, source, run) for _, source in members],
-            )
-            self._free[turn] = current.record_event()
-
-    def to_host(self, pairs: Sequence[Pair]) -> None:
-        """Begin to copy tensors of the device to the host.
-
-        Parameters
-        ----------
-        pairs : sequence of (target, source)
-            Sources on the device; targets whole tensors of a payload in host memory: what pads
-            them is written too. Cast on the device.
-        """
-        self._begin()
-        current = torch.cuda.current_stream(self._device)
-        for run, members in _runs(self._alone(pairs, host=0), host=0):
-            turn, chunk = self._next_chunk(run)
-            if (free := self._free[turn]) is not None:
-                current.wait_event(free)
-            torch._foreach_copy_(
-                [_in_chunk(chunk, target, run) for target, _ in members],
-                [source for _, source in members],
-            )
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                _bytes(members[0][0], run).copy_(chunk, non_blocking=True)
-                self._free[turn] = self._stream.record_event()
+        self.device = device
+        self.lock = threading.RLock()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.chunks = [
+            torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device) for _ in range(CHUNKS)
+        ]
+        #: What a chunk's last use has to do before the next.
+        self.free: list[torch.cuda.Event | None] = [None] * CHUNKS
+        self._first = torch.cuda.current_stream(device).record_event()  # the memory was torch's
+        self.stream.wait_event(self._first)
 
     def settle(self) -> None:
         """Wait until every byte is there.
@@ -137,39 +98,120 @@ class HostTransfers:
         RuntimeError
             A copy has failed.
         """
-        self._stream.synchronize()
-        torch.cuda.current_stream(self._device).synchronize()
+        self.stream.synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
 
-    def _begin(self) -> None:
-        # What was asked of the device before, such as the optimizer's step, comes first.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def _alone(self, pairs: Sequence[Pair], host: int) -> list[Pair]:
-        """Begin what crosses by itself; returns the rest."""
+@functools.cache
+def transfers_of(device: torch.device) -> HostTransfers:
+    """Return the way between host memory and a CUDA device.
+
+    Parameters
+    ----------
+    device : torch.device
+        With its number.
+
+    Returns
+    -------
+    HostTransfers
+    """
+    return HostTransfers(device)
+
+
+class _Step(NamedTuple):
+    """A run, made ready: which chunk it takes, its bytes on both sides, and what is in it."""
+
+    turn: int
+    memory: torch.Tensor
+    chunk: torch.Tensor
+    outside: list[torch.Tensor]
+    inside: list[torch.Tensor]
+
+
+class HostBatch:
+    """Copies between host memory and a device that are begun together, again and again.
+
+    Parameters
+    ----------
+    transfers : HostTransfers
+        The way.
+    pairs : sequence of (target, source)
+        All in one direction. What is in host memory, which is registered for speed, is contiguous;
+        where it is written, it is whole tensors of a payload: what pads them is written too.
+
+    Attributes
+    ----------
+    nbytes : int
+        Of all targets.
+    """
+
+    def __init__(self, transfers: HostTransfers, pairs: Sequence[Pair]) -> None:
+        self._transfers = transfers
+        self._to_device = bool(pairs) and pairs[0][0].is_cuda
+        self._alone: list[Pair] = []
+        self._odd: list[Pair] = []
         small = []
+        host = 1 if self._to_device else 0
         for pair in pairs:
             target, source = pair
             plain = pair[host].is_contiguous() and target.numel() > 0
             if plain and _size(pair[host]) < LARGE_BYTES:
                 small.append(pair)
             elif plain and source.is_contiguous() and target.dtype == source.dtype:
-                with torch.cuda.stream(self._stream):
-                    target.copy_(source, non_blocking=True)
+                self._alone.append(pair)
             else:
-                copy_tensor(target, source)
-        return small
+                self._odd.append(pair)
+        self._steps = [
+            self._ready(index % CHUNKS, run, members, host)
+            for index, (run, members) in enumerate(_runs(small, host))
+        ]
+        self.nbytes = sum(_size(target) for target, _ in pairs)
 
-    def _next_chunk(self, run: Run) -> tuple[int, torch.Tensor]:
-        if not self._chunks:
-            self._chunks = [
-                torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=self._device)
-                for _ in range(CHUNKS)
-            ]
-            self._begin()  # the memory may have been torch's a moment ago
-        turn, self._turn = self._turn, (self._turn + 1) % CHUNKS
-        if (free := self._free[turn]) is not None:
-            self._stream.wait_event(free)
-        return turn, self._chunks[turn][: run.end - run.start]
+    def _ready(self, turn: int, run: Run, members: list[Pair], host: int) -> _Step:
+        chunk = self._transfers.chunks[turn][: run.end - run.start]
+        return _Step(
+            turn,
+            _bytes(members[0][host], run),
+            chunk,
+            [pair[1 - host] for pair in members],
+            [_in_chunk(chunk, pair[host], run) for pair in members],
+        )
+
+    def begin(self) -> None:
+        """Begin to copy, after what the device's current stream was asked to do before."""
+        way = self._transfers
+        current = torch.cuda.current_stream(way.device)
+        way.stream.wait_stream(current)
+        with torch.cuda.stream(way.stream):
+            for target, source in self._alone:
+                target.copy_(source, non_blocking=True)
+        for step in self._steps:
+            if self._to_device:
+                self._into_device(step, current)
+            else:
+                self._out_of(step, current)
+        for target, source in self._odd:
+            copy_tensor(target, source)
+
+    def _into_device(self, step: _Step, current: torch.cuda.Stream) -> None:
+        way = self._transfers
+        if (free := way.free[step.turn]) is not None:
+            way.stream.wait_event(free)
+        with torch.cuda.stream(way.stream):
+            step.chunk.copy_(step.memory, non_blocking=True)
+        current.wait_event(way.stream.record_event())
+        torch._foreach_copy_(step.outside, step.inside)
+        way.free[step.turn] = current.record_event()
+
+    def _out_of(self, step: _Step, current: torch.cuda.Stream) -> None:
+        way = self._transfers
+        if (free := way.free[step.turn]) is not None:
+            current.wait_event(free)
+        torch._foreach_copy_(step.inside, step.outside)
+        way.stream.wait_event(current.record_event())
+        with torch.cuda.stream(way.stream):
+            step.memory.copy_(step.chunk, non_blocking=True)
+        way.free[step.turn] = way.stream.record_event()
 
 
 def _runs(pairs: Sequence[Pair], host: int) -> Iterator[tuple[Run, list[Pair]]]:

@@ -21,7 +21,6 @@ from shmbus import BusClosedError
 from trainer_adapter.weights.carriers.base import CarriedVersion, ReaderCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointReader
 from trainer_adapter.weights.carriers.exported_reader import PooledReader
-from trainer_adapter.weights.copies import Pair
 from trainer_adapter.weights.errors import (
     LOAD_CODE,
     MANIFEST_CODE,
@@ -31,7 +30,7 @@ from trainer_adapter.weights.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
-from trainer_adapter.weights.loading import Targets, copy_pairs, paired, targets_of
+from trainer_adapter.weights.loading import Loading, Targets, paired, targets_of
 from trainer_adapter.weights.manifest import Manifest, Slice
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.probe import CarrierName, choose
@@ -309,9 +308,9 @@ class Weights(Mapping[str, torch.Tensor]):
         targets = targets_of(model)
         carried.prepare({target.device for target in targets.values()})
         try:
-            pairs = self._paired(carried, targets, strict=strict, cast=cast, slices=slices)
+            prepared = self._prepared(carried, targets, strict=strict, cast=cast, slices=slices)
             carried.loading()
-            written = copy_pairs(self.version, pairs)
+            written = prepared.copy(self.version)
         except WeightsError as error:
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
             carried.refused(code, str(error))
@@ -327,7 +326,7 @@ class Weights(Mapping[str, torch.Tensor]):
         """
         self._open().loading()
 
-    def _paired(
+    def _prepared(
         self,
         carried: CarriedVersion,
         targets: dict[str, torch.Tensor],
@@ -335,7 +334,7 @@ class Weights(Mapping[str, torch.Tensor]):
         strict: bool,
         cast: bool,
         slices: Mapping[str, Slice] | None,
-    ) -> dict[str, Pair]:
+    ) -> Loading:
         """Say what is copied into what; what was checked before is not checked again."""
         cache = None if slices else carried.cache
         seen = None if cache is None else as_seen(targets)
@@ -343,7 +342,7 @@ class Weights(Mapping[str, torch.Tensor]):
             seen = (strict, cast, *seen)
         found = None if cache is None else cache.get(seen)
         if found is None:
-            found = paired(
+            pairs = paired(
                 self.version,
                 self.manifest,
                 self._views() if cache is None else carried.borrow(),
@@ -352,6 +351,7 @@ class Weights(Mapping[str, torch.Tensor]):
                 cast=cast,
                 slices=slices,
             )
+            found = Loading(pairs)
             if cache is not None:
                 cache.put(seen, targets, found)
         return found

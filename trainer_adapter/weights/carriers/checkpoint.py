@@ -32,6 +32,7 @@ from trainer_adapter.weights.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
+from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.source import LocalPiece, dtype_name
 
@@ -205,7 +206,7 @@ class CheckpointVersion:
         return self._tensors
 
     @property
-    def cache(self) -> None:
+    def cache(self) -> LoadCache | None:
         """Return None: its views are made for each lease."""
 
     def borrow(self) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import os
 import random
 import sys
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 import torch
@@ -31,7 +31,7 @@ from trainer_adapter.device.arena import (
 from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
 from trainer_adapter.weights.carriers.base import Promises
-from trainer_adapter.weights.copies import Pair, copy_all, settle_devices, target_of_piece
+from trainer_adapter.weights.copies import Batch, Pair, settle_devices, target_of_piece
 from trainer_adapter.weights.errors import TornWeightsError, WeightsError, translated
 from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
@@ -65,6 +65,10 @@ SAMPLED_BLOCKS: Final = 4
 
 #: Bytes of small tensors that are kept until they are copied together.
 PENDING_BYTES: Final = 64 << 20
+
+
+#: Pairs that were copied together, by their ids, and sorted.
+_Batches: TypeAlias = dict[tuple[int, ...], tuple[list[Pair], Batch]]
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exported/1"):
@@ -152,6 +156,8 @@ class ExportedWriter:
         self._views: dict[int, dict[str, torch.Tensor]] = {}
         # Pieces that a source gives again, by slot; with each the piece, so that its id stays its.
         self.known: dict[int, dict[int, tuple[LocalPiece, Pair, int]]] = {}
+        # What of them was copied together.
+        self.batches: dict[int, _Batches] = {}
         spec = PoolSpec(
             slot_bytes=self._slot_bytes,
             slots=slots,
@@ -210,7 +216,7 @@ class ExportedWriter:
 
     def close(self, *, remove: bool) -> None:
         """Leave; the versions go with their memory, but from readers that have mapped it."""
-        self._views, self.known = {}, {}
+        self._views, self.known, self.batches = {}, {}, {}
         self._arena.close()
         self._publisher.close(remove=remove)
 
@@ -233,6 +239,9 @@ class _ExportedSink:
         self._pending: list[Pair] = []
         self._pending_bytes = 0
         self._known = writer.known.get(write.slot, {})
+        self._sorted = writer.batches.get(write.slot, {})
+        self._flushed: _Batches = {}
+        self._all_last = True
         self._put: dict[int, tuple[LocalPiece, Pair, int]] = {}
 
     def put(self, piece: LocalPiece) -> int:
@@ -243,7 +252,9 @@ class _ExportedSink:
             target = target_of_piece(self._writer.places.get(piece.name), whole, piece)
             size = target.numel() * target.element_size()
             found = (piece, (target, piece.tensor), size)
-        self._put[id(piece)] = found
+        if piece.lasting:
+            self._put[id(piece)] = found
+        self._all_last = self._all_last and piece.lasting
         size = found[2]
         self._pending.append(found[1])
         self._pending_bytes += size
@@ -253,7 +264,13 @@ class _ExportedSink:
 
     def _flush(self) -> None:
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        copy_all(pending)
+        key = tuple(map(id, pending))
+        found = self._sorted.get(key)
+        if found is None:
+            found = (pending, Batch(pending))
+        if self._all_last:  # the pairs are kept: an id is another's once its own has gone
+            self._flushed[key] = found
+        found[1].begin()
 
     def settle(self) -> None:
         """Wait until all is copied: the parameters may change then."""
@@ -264,6 +281,7 @@ class _ExportedSink:
         """Publish."""
         self.settle()
         self._writer.known[self._write.slot] = self._put
+        self._writer.batches[self._write.slot] = self._flushed
         sums = block_sums(self._payload) if self._writer.digests else []
         said = Placed(self._name, self._writer.manifest.total, sums).encode()
         with translated():
@@ -278,6 +296,13 @@ class _ExportedSink:
         self._write.give_up(reason)
 
 
+class HasBytes(Protocol):
+    """Memory, or a slot of a pool."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return all its bytes, uint8."""
+
+
 class Borrowed:
     """A buffer's tensors, which keep no lease, and what was checked of them.
 
@@ -285,13 +310,13 @@ class Borrowed:
     ----------
     name : BufferName
         Which buffer.
-    memory : Memory
+    memory : HasBytes
         Mapped.
     manifest : Manifest
         Of what lies in it.
     """
 
-    def __init__(self, name: BufferName, memory: Memory, manifest: Manifest) -> None:
+    def __init__(self, name: BufferName, memory: HasBytes, manifest: Manifest) -> None:
         payload = memory.tensor()
         self.name = name
         self.manifest = manifest
@@ -375,6 +400,11 @@ class ExportedVersion:
                     "their digest; do not load it: publish again, and look for a process that "
                     "writes where it should not"
                 )
+
+    def loading(self) -> None:
+        """Say that this process has begun to load it, while it has a row."""
+        if not self._reader.pool.closed:
+            self._reader.loading(self._lease)
 
     def applied(self) -> None:
         """Say that this process runs it, while it has a row."""

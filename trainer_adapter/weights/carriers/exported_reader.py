@@ -30,14 +30,16 @@ from trainer_adapter.weights.carriers.exported import (
     Placed,
     Said,
 )
-from trainer_adapter.weights.carriers.shm import ShmReader
+from trainer_adapter.weights.carriers.shm import ShmReader, ShmVersion
 from trainer_adapter.weights.errors import (
     DeviceMismatchError,
     WeightsError,
     WeightsTimeoutError,
     translated,
 )
+from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.memory import payload_tensor, unowned
 
 __all__ = ["PooledReader"]
 
@@ -48,6 +50,32 @@ class _LostVersionError(WeightsError):
     def __init__(self, message: str, sequence: int) -> None:
         super().__init__(message)
         self.sequence = sequence
+
+
+class _Slot:
+    """A slot's bytes, as `Borrowed` takes memory; the pool's mapping keeps them."""
+
+    def __init__(self, payload: torch.Tensor) -> None:
+        self._payload = payload
+
+    def tensor(self) -> torch.Tensor:
+        """Return all of them."""
+        return self._payload
+
+
+class _SlotVersion(ShmVersion):
+    """A version in a slot, of which what was checked is kept."""
+
+    borrowed: Borrowed
+
+    @property
+    def cache(self) -> LoadCache:
+        """Return what was checked of this slot before."""
+        return self.borrowed.cache
+
+    def borrow(self) -> dict[str, torch.Tensor]:
+        """View every tensor for as long as this object is open: made once for each slot."""
+        return self.borrowed.tensors
 
 
 class PooledReader(ShmReader):
@@ -68,6 +96,8 @@ class PooledReader(ShmReader):
         self._buffers = ArenaView(arena_path(KIND, bus), device=index, or_owner=True)
         self._decoded: tuple[bytes, Manifest] | None = None
         self._borrowed: dict[int, Borrowed] = {}
+        self._in_slots: dict[int, Borrowed] = {}
+        self._slots_of: PoolReader | None = None
 
     def latest(self, after: int, timeout: float | None) -> CarriedVersion:
         """Wait for a version, as `ShmReader.latest` does; one that is lost does not count.
@@ -102,7 +132,7 @@ class PooledReader(ShmReader):
         try:
             said = msgspec.msgpack.decode(meta, type=Said)
         except msgspec.MsgspecError:
-            return super().open_version(lease, reader)
+            return self._in_slot(lease, reader)
         placed = Placed.decode(bytes(memoryview(lease.buffer)))
         manifest = self._manifest(said.manifest, placed.total)
         try:
@@ -131,6 +161,20 @@ class PooledReader(ShmReader):
         borrowed = self._borrowed_of(placed.buffer, memory, manifest)
         return ExportedVersion(lease, reader, manifest, placed, memory, borrowed)
 
+    def _in_slot(self, lease: VersionLease, reader: PoolReader) -> CarriedVersion:
+        """Return a version of the carrier "shm"; what was checked of its slot is kept."""
+        version = _SlotVersion(lease, reader, self._registered)
+        if reader is not self._slots_of:  # the pool was made again: other memory
+            self._slots_of, self._in_slots = reader, {}
+        payload = payload_tensor(lease.buffer)
+        address = payload.data_ptr()
+        found = self._in_slots.get(address)
+        if found is None or found.manifest != version.manifest:
+            found = Borrowed(BufferName(0, 0), _Slot(unowned(payload)), version.manifest)
+            self._in_slots[address] = found
+        version.borrowed = found
+        return version
+
     def _borrowed_of(self, name: BufferName, memory: Memory, manifest: Manifest) -> Borrowed:
         """Return a buffer's tensors, made once for each generation and manifest."""
         found = self._borrowed.get(name.number)
@@ -147,5 +191,5 @@ class PooledReader(ShmReader):
     def close(self) -> None:
         """Leave the pool; versions that are out keep what they need."""
         super().close()
-        self._borrowed = {}
+        self._borrowed, self._in_slots = {}, {}
         self._buffers.close()

@@ -9,14 +9,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
 from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
 from trainer_adapter.weights.carriers.base import CarriedVersion, Promises
-from trainer_adapter.weights.copies import Pair
 from trainer_adapter.weights.errors import (
     LOADING_CODE,
     MANIFEST_CODE,
@@ -26,11 +25,12 @@ from trainer_adapter.weights.errors import (
     WeightsTimeoutError,
     translated,
 )
+from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
-from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
+from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at, unowned
 from trainer_adapter.weights.registered import RegisteredSlots
 from trainer_adapter.weights.source import LocalPiece
-from trainer_adapter.weights.staging import HostTransfers
+from trainer_adapter.weights.staging import HostBatch, transfers_of
 
 __all__ = ["PROMISES", "ShmReader", "ShmVersion", "ShmWriter", "WhenHeld"]
 
@@ -58,6 +58,10 @@ PENDING_BYTES: Final = 1 << 30
 
 #: Seconds between two attempts to find a pool that is not there yet.
 _RETRY_S: Final = 0.05
+
+
+#: What was copied together: the pieces, which keep their ids, and how.
+_Batches: TypeAlias = dict[tuple[int, ...], tuple[list[LocalPiece], HostBatch]]
 
 
 class ShmWriter:
@@ -105,7 +109,8 @@ class ShmWriter:
         self._places = manifest.by_name()
         self._digests = digests
         self._registered = RegisteredSlots()
-        self._transfers: dict[torch.device, HostTransfers] = {}
+        # What was copied together into a slot, by the ids of its pieces, which are kept with it.
+        self.batches: dict[int, _Batches] = {}
         spec = PoolSpec(
             slot_bytes=manifest.total,
             slots=slots,
@@ -124,13 +129,6 @@ class ShmWriter:
                 timeout=timeout,
             )
 
-    def transfers(self, device: torch.device) -> HostTransfers:
-        """Return what copies from a device, made once."""
-        found = self._transfers.get(device)
-        if found is None:
-            found = self._transfers[device] = HostTransfers(device)
-        return found
-
     @property
     def registered(self) -> RegisteredSlots:
         """Return the slots that devices write directly."""
@@ -146,6 +144,7 @@ class ShmWriter:
 
     def close(self, *, remove: bool) -> None:
         """Leave the pool."""
+        self.batches = {}
         self._registered.close()
         self._publisher.close(remove=remove)
 
@@ -157,7 +156,9 @@ class _ShmSink:
         self._writer = writer
         self._write = write
         self._payload: torch.Tensor | None = payload_tensor(write.buffer)
-        self._pending: dict[torch.device, list[Pair]] = {}
+        self._pending: dict[torch.device, list[tuple[LocalPiece, torch.Tensor]]] = {}
+        self._sorted = writer.batches.get(write.slot, {})
+        self._flushed: _Batches = {}
         self._pending_bytes = 0
 
     def put(self, piece: LocalPiece) -> int:
@@ -188,8 +189,7 @@ class _ShmSink:
         if not source.is_cuda or self._writer._places[piece.name].shape != tuple(source.shape):
             copy_tensor(target, source)
             return
-        pending = self._pending.setdefault(source.device, [])
-        pending.append((target, source))
+        self._pending.setdefault(source.device, []).append((piece, target))
         self._pending_bytes += target.numel() * target.element_size()
         if self._pending_bytes >= PENDING_BYTES:
             self.settle()
@@ -197,15 +197,29 @@ class _ShmSink:
     def settle(self) -> None:
         """Wait until all pieces are copied."""
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
-        for device, pairs in pending.items():
+        for device, found in pending.items():
             assert self._payload is not None
             self._writer.registered.add(self._payload)
-            transfers = self._writer.transfers(device)
-            transfers.to_host(pairs)
-            transfers.settle()
+            way = transfers_of(device)
+            key = tuple(id(piece) for piece, _ in found)
+            batch = self._sorted[key][1] if key in self._sorted else None
+            if batch is None:
+                # Their own views of the slot: the payload's would keep it from being finished.
+                whole = unowned(self._payload)
+                pairs = [
+                    (tensor_at(whole, self._writer._places[piece.name]), piece.tensor)
+                    for piece, _ in found
+                ]
+                batch = HostBatch(way, pairs)
+            if all(piece.lasting for piece, _ in found):
+                self._flushed[key] = ([piece for piece, _ in found], batch)
+            with way.lock:
+                batch.begin()
+                way.settle()
 
     def finish(self) -> None:
         """Publish."""
+        self._writer.batches[self._write.slot] = self._flushed
         self._payload = None
         with translated():
             self._write.finish(digests=self._writer._digests)
@@ -248,7 +262,7 @@ class ShmVersion:
         return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
 
     @property
-    def cache(self) -> None:
+    def cache(self) -> LoadCache | None:
         """Return None: its views are made for each lease."""
 
     def borrow(self) -> dict[str, torch.Tensor]:
