@@ -15,6 +15,7 @@ import torch
 from trainer_adapter.weights.errors import WeightsError
 from trainer_adapter.weights.manifest import TensorPlace
 from trainer_adapter.weights.memory import copy_tensor
+from trainer_adapter.weights.pieces import CopyTable, is_alike, may_cut
 from trainer_adapter.weights.source import LocalPiece
 
 __all__ = [
@@ -33,6 +34,9 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 #: Bytes from which a copy of its own is faster: 2 us on a device of 2 TB/s, what a launch costs.
 LARGE_BYTES: Final = 4 << 20
 
+#: The same beside a launch that cuts tensors into pieces.
+HUGE_BYTES: Final = 64 << 20
+
 
 def split(pairs: Iterable[Pair]) -> tuple[list[Pair], list[list[Pair]]]:
     """Say which copies go alone, and which together.
@@ -49,8 +53,7 @@ def split(pairs: Iterable[Pair]) -> tuple[list[Pair], list[list[Pair]]]:
     alone: list[Pair] = []
     together: dict[torch.device, list[Pair]] = {}
     for target, source in pairs:
-        small = target.numel() * target.element_size() < LARGE_BYTES
-        if small and target.is_cuda and target.device == source.device:
+        if target.is_cuda and target.device == source.device and _is_small(target, source):
             together.setdefault(target.device, []).append((target, source))
         else:
             alone.append((target, source))
@@ -81,6 +84,11 @@ def from_host_to_device(
     return crossing, rest
 
 
+def _is_small(target: torch.Tensor, source: torch.Tensor) -> bool:
+    size = target.numel() * target.element_size()
+    return size < LARGE_BYTES or (size < HUGE_BYTES and may_cut() and is_alike(target, source))
+
+
 class Batch:
     """Copies that are begun together, again and again: sorted once.
 
@@ -97,14 +105,23 @@ class Batch:
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._alone, together = split(pairs)
-        self._together = [
-            ([target for target, _ in group], [source for _, source in group]) for group in together
-        ]
+        self._tables: list[CopyTable] = []
+        self._together: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        for group in together:
+            alike = [pair for pair in group if may_cut() and is_alike(*pair)]
+            if alike:
+                self._tables.append(CopyTable(alike))
+            others = [pair for pair in group if not (may_cut() and is_alike(*pair))]
+            if others:
+                targets, sources = zip(*others, strict=True)
+                self._together.append((list(targets), list(sources)))
         self.nbytes = sum(target.numel() * target.element_size() for target, _ in pairs)
         self._devices = {tensor.device for pair in pairs for tensor in pair if tensor.is_cuda}
 
     def begin(self) -> None:
         """Copy each source into its target; on a device, only ordered on its current stream."""
+        for table in self._tables:
+            table.begin()
         for target, source in self._alone:
             copy_tensor(target, source)
         for targets, sources in self._together:

@@ -63,7 +63,7 @@ _LENGTH_BYTES: Final = 4
 #: Blocks that a sample compares, as with "shm".
 SAMPLED_BLOCKS: Final = 4
 
-#: Bytes of small tensors that are kept until they are copied together.
+#: Bytes of tensors, made for this version only, that are kept until they are copied together.
 PENDING_BYTES: Final = 64 << 20
 
 
@@ -257,7 +257,8 @@ class _ExportedSink:
         self._all_last = self._all_last and piece.lasting
         size = found[2]
         self._pending.append(found[1])
-        self._pending_bytes += size
+        if not piece.lasting:
+            self._pending_bytes += size
         if self._pending_bytes >= PENDING_BYTES:
             self._flush()
         return size

@@ -1,0 +1,85 @@
+"""The kernel that copies many tensors of a device by one launch.
+
+It needs Triton, so it is imported just before it runs.
+
+Invariant: a program copies one piece, which no other program writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["launch"]
+
+#: 64-bit numbers of a piece in the table: target, source, words, none.
+ENTRY: Final = 4
+#: Warps of a program. A thread then moves 128 bytes of a whole piece in vectors of 16.
+WARPS: Final = 8
+#: Bytes of the last words of tensors that a program moves at a time.
+ODD_LANES: Final = 1024
+
+# The compiled kernel by its constants and device. Triton has a cache too, but inspects each
+# argument at each launch.
+_compiled: dict[tuple[bool, bool, int, int | None], Any] = {}
+
+
+def launch(table: torch.Tensor, pieces: int, *, words: int, whole: bool, odd: bool) -> None:
+    """Start copying on the current stream.
+
+    Parameters
+    ----------
+    table : int64 [pieces, 4]
+        On the device: where to, where from, how many words.
+    pieces : int
+        How many.
+    words : int
+        Of a whole piece.
+    whole : bool
+        Whether all of them are whole.
+    odd : bool
+        Whether words are bytes, at any address; else they are of 8 bytes, at multiples of 16.
+    """
+    lanes = ODD_LANES if odd else words
+    grid = (pieces, 1, 1)
+    constants = (whole, tl.uint8 if odd else tl.int64, ENTRY, lanes)
+    key = (whole, odd, lanes, table.device.index)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[grid](table.data_ptr(), *constants)
+        return
+    compiled = copy_pieces[grid](table, *constants, num_warps=WARPS)
+    if compiled is not None:  # the interpreter compiles nothing
+        _compiled[key] = compiled
+
+
+@triton.jit
+def copy_pieces(
+    table,  # int64 [pieces, ENTRY]
+    WHOLE: tl.constexpr,
+    WORD: tl.constexpr,
+    ENTRY_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Copy one piece."""
+    program = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, ENTRY_WORDS)
+    entry = tl.load(table + program * ENTRY_WORDS + place)
+    target = tl.sum(tl.where(place == 0, entry, 0), axis=0).to(tl.pointer_type(WORD))
+    source = tl.sum(tl.where(place == 1, entry, 0), axis=0).to(tl.pointer_type(WORD))
+    lane = tl.arange(0, LANES)
+    if WHOLE:
+        target = tl.multiple_of(target, 16)
+        source = tl.multiple_of(source, 16)
+        tl.store(target + lane, tl.load(source + lane))
+    else:
+        count = tl.sum(tl.where(place == 2, entry, 0), axis=0)
+        first = tl.zeros_like(count)
+        while first < count:
+            inside = first + lane < count
+            words = tl.load(source + first + lane, mask=inside, other=0)
+            tl.store(target + first + lane, words, mask=inside)
+            first += LANES
