@@ -32,7 +32,12 @@ from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
 from trainer_adapter.weights.carriers.base import Promises
 from trainer_adapter.weights.copies import Batch, Pair, settle_devices, target_of_piece
-from trainer_adapter.weights.errors import TornWeightsError, WeightsError, translated
+from trainer_adapter.weights.errors import (
+    LOADING_CODE,
+    TornWeightsError,
+    WeightsError,
+    translated,
+)
 from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.memory import tensor_at
@@ -405,7 +410,7 @@ class ExportedVersion:
     def loading(self) -> None:
         """Say that this process has begun to load it, while it has a row."""
         if not self._reader.pool.closed:
-            self._reader.loading(self._lease)
+            self._reader.loading(self._lease, LOADING_CODE)
 
     def applied(self) -> None:
         """Say that this process runs it, while it has a row."""
