@@ -217,15 +217,11 @@ def _space(status: BusStatus) -> list[Finding]:
     if not status.space_wanted:
         return []
     ledger = status.ledger
-    held = {
-        "leased": ledger.leased,
-        "stashed": ledger.stashed,
-        "ring": ledger.in_ring,
-    }
+    held = {"leased": ledger.leased, "stashed": ledger.stashed, "ring": ledger.in_ring}
     most = max(held, key=lambda key: held[key])
     what = f"Producers wait for space, the ring is {status.fill:.0%} full"
     if not held[most]:
-        return [Finding(kind="producers_wait", cost=0.5, what=what, advice="give it more capacity")]
+        return [_empty(status, what)]
     if most == "leased":
         cause, who = _holder(status)
         advice = "acknowledge groups sooner, or give the bus more capacity"
@@ -246,6 +242,16 @@ def _space(status: BusStatus) -> list[Finding]:
     return [
         Finding(kind="producers_wait", cost=0.85, what=what, cause=cause, advice=advice, who=who)
     ]
+
+
+def _empty(status: BusStatus, what: str) -> Finding:
+    """Say why a ring without a trajectory is full: the reader frees what was aborted."""
+    aborted = sum(producer.aborted for producer in status.producers)
+    cost, cause, advice = 0.5, "", "give it more capacity"
+    if aborted and not status.collector.alive:
+        cost, advice = 0.85, "start the trainer, or `shmbus serve`"
+        cause = f"{_count(aborted, 'aborted reservation')} stay until somebody reads the bus"
+    return Finding(kind="producers_wait", cost=cost, what=what, cause=cause, advice=advice)
 
 
 def _holder(status: BusStatus) -> tuple[str, list[str]]:

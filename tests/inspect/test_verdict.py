@@ -104,6 +104,26 @@ def test_a_full_ring_names_who_holds_it(bus_name: str) -> None:
             filler.wait()
 
 
+def test_aborted_reservations_that_nobody_reads_are_not_a_lack_of_capacity(bus_name: str) -> None:
+    script = (
+        "import sys, shmbus\n"
+        "producer = shmbus.Producer(sys.argv[1])\n"
+        "fields = {'tokens': ('int32', 8000)}\n"
+        "while True:\n"
+        "    producer.reserve('q', group_size=1, index=0, fields=fields).abort()\n"
+    )
+    with Bus.create(bus_name, "1MiB"):
+        filler = subprocess.Popen([sys.executable, "-c", script, bus_name])
+        try:
+            wait_until(lambda: read_status(bus_name).space_wanted, what="a full ring")
+            sentence = said(bus_name).sentence
+            assert "reservations stay until somebody reads the bus" in sentence, sentence
+            assert "Start the trainer" in sentence
+        finally:
+            filler.kill()
+            filler.wait()
+
+
 @pytest.mark.parametrize(
     ("number", "kind", "words"),
     [
