@@ -36,7 +36,8 @@ comma := ,
 .DELETE_ON_ERROR:
 # Two targets must not install into one environment at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test test-peers test-peers-all test-adapters test-engines test-web check docs bench bench-calls
+.PHONY: help demo test test-peers test-peers-all test-adapters test-engines test-relay test-web check docs
+.PHONY: bench bench-calls
 .PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
 
@@ -69,6 +70,15 @@ build/peers/vllm/.made: tests/peers/vllm/requirements.txt pyproject.toml $(C_SOU
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e '.[engines]' \
 	    pytest pytest-asyncio pytest-timeout
 	$(@D)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-relay: build/peers/ray/.made ## Test the relay on a Ray cluster of several nodes on this machine, in an environment of its own
+	build/peers/ray/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/ray
+
+build/peers/ray/.made: tests/peers/ray/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e '.[ray]' \
+	    pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 test-web: build/web/.made ## Test the page in a real headless browser (SHMBUS_CHROMIUM), in an environment of its own

@@ -9,3 +9,62 @@ Invariants:
   messages come in, and messages go out. A party has one of them, a bus, and a mailbox.
 - Messages may be late, lost or doubled. What a party awaits it asks for again.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from shmbus.relay.on_ray import Relay
+
+__all__ = ["start"]
+
+
+def start(
+    source: str | Sequence[str],
+    trainers: Sequence[str],
+    *,
+    release: Literal["acknowledged", "put"] = "acknowledged",
+    address: str | None = None,
+    **policy: Any,
+) -> Relay:
+    """Relay buses of a Ray cluster's nodes: the rollout workers' to the trainers'.
+
+    One small actor runs beside each bus, and one groups and places. They outlive the caller, and
+    Ray starts them again when they die. Needs the extra `ray`.
+
+    Parameters
+    ----------
+    source : str or sequence of str
+        The rollout workers' bus, on every node that has one of that name. "NAME@RESOURCE" means
+        that of the nodes with this custom resource of Ray.
+    trainers : sequence of str
+        The trainers' buses, likewise.
+    release : "acknowledged" | "put"
+        When a source lets go of a record: once the trainer has acknowledged its group, so that the
+        death of a trainer's node loses nothing; or once it is on the trainer's bus, which frees its
+        space earlier.
+    address : str, optional
+        Of the Ray cluster; None for the one that this process is connected to, or the local one.
+    **policy : object
+        What happens to groups before they cross the network, by the names that a Consumer has:
+        `group_timeout`, `on_timeout`, `max_policy_lag`, `skip_zero_variance`.
+
+    Returns
+    -------
+    Relay
+        Shows it, and ends it.
+
+    Raises
+    ------
+    ImportError
+        Ray is not installed.
+    BusNotFoundError
+        No node has such a bus; the message has the names of those that were asked.
+    TypeError, ValueError
+        A bad name or policy.
+    """
+    from shmbus.relay.on_ray import start as start_on_ray
+
+    return start_on_ray(source, trainers, release=release, address=address, **policy)

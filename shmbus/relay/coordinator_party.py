@@ -160,6 +160,8 @@ class CoordinatorParty:
         self._next_ask_s = 0.0
         self._told: tuple[object, ...] = ()
         self.lost = 0
+        #: Peers that will not come back, as another thread has said.
+        self.forgotten: list[str] = []
         #: How often each sink has put something.
         self.settled: dict[str, int] = {}
         self._assignments: dict[str, Patience] = {}
@@ -182,10 +184,12 @@ class CoordinatorParty:
         if address not in (self.sinks if hello.is_sink else self.sources):
             self._count_refused(f"{address} is not among the relay's peers; start it with them all")
             return
-        if self.pure is not None and hello.epoch > self.pure.epoch:
+        elsewhere = hello.coordinator != self._mailbox.address
+        if self.pure is not None and hello.epoch > self.pure.epoch and elsewhere:
             raise errors.BusBusyError(
-                f"relay: {address} follows coordinator {hello.epoch}, and this is "
-                f"{self.pure.epoch}: another one was started for the same trainers; this one ends"
+                f"relay: {address} follows coordinator {hello.epoch} at {hello.coordinator}, and "
+                f"this is {self.pure.epoch} at {self._mailbox.address}: another one was started "
+                "for the same trainers; this one ends"
             )
         before = self._bus_of.get(address)
         double = [a for a, b in self._bus_of.items() if b == hello.bus and a != address]
@@ -199,6 +203,9 @@ class CoordinatorParty:
         self.hellos[address] = (hello, time.monotonic())
         if self.pure is None:
             self._begin_if_all_sinks_are_there()
+        elif hello.epoch > self.pure.epoch:
+            # Of one that was here before, and whose last words came late.
+            self._begin()
         elif before is not None and before != hello.bus:
             self._bus_changed(hello, before)
         elif not hello.is_sink and hello.bus not in self.pure.buses:
@@ -211,13 +218,18 @@ class CoordinatorParty:
     def _begin_if_all_sinks_are_there(self) -> None:
         if not all(address in self.hellos for address in self.sinks):
             return
-        newest = max(self.hellos[address][0].epoch for address in self.sinks)
-        self._begin((newest >> _RANDOM_BITS) + 1)
+        self._begin()
 
-    def _begin(self, number: int) -> None:
-        epoch = number << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+    def _begin(self) -> None:
+        """Begin, or begin again, under a number above all that anybody has heard."""
+        heard = [hello.epoch for hello, _ in self.hellos.values()]
+        newest = max([*heard, 0 if self.pure is None else self.pure.epoch])
+        epoch = (newest >> _RANDOM_BITS) + 1 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
         buses = [self._bus_of[address] for address in self.sources if address in self._bus_of]
+        drops = self.pure.drops if self.pure is not None else None
         self.pure = Coordinator(epoch, buses, self.sinks, self._policy, self._window)
+        if drops is not None:
+            self.pure.drops = drops
         for address in self.sinks:
             if address in self.hellos:
                 self._note_limits(self.hellos[address][0])
@@ -243,7 +255,7 @@ class CoordinatorParty:
                 "relay: %s has another bus now (%s, before %s): what that one held is asked for "
                 "again at its sources", hello.address, hello.bus, before,
             )  # fmt: skip
-            self._begin((self.pure.epoch >> _RANDOM_BITS) + 1)
+            self._begin()
         else:
             self._forget_bus(before)
             self._meet_source(hello.bus)
@@ -274,7 +286,7 @@ class CoordinatorParty:
         if address in self.sinks:
             self.sinks.remove(address)
             if self.pure is not None:
-                self._begin((self.pure.epoch >> _RANDOM_BITS) + 1)
+                self._begin()
         self._tell_peers()
 
     def _tell_peers(self) -> None:
@@ -359,6 +371,8 @@ class CoordinatorParty:
     def round(self) -> float:
         """Do what time asks for, and return the seconds until it is to be called again."""
         now_s = time.monotonic()
+        while self.forgotten:
+            self.peer_lost(self.forgotten.pop())
         pure = self.pure
         if pure is not None:
             pure.stash.expire(now_s)

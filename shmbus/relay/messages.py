@@ -186,7 +186,7 @@ class Hello(NamedTuple):
     `largest_record` and `largest_group` are bytes that its bus takes, `largest_count` records of a
     group; 0 of a source. `paused` is why its bus is paused. `clock_ns` is its CLOCK_MONOTONIC, and
     `held`, `moving` and `settled` count records, for messages. `epoch` is that of the newest
-    coordinator that it has heard.
+    coordinator that it has heard, and `coordinator` where that one is.
     """
 
     address: str
@@ -195,6 +195,7 @@ class Hello(NamedTuple):
     bus: str
     incarnation: int
     epoch: int
+    coordinator: str
     policy_version: int
     paused: str | None
     largest_record: int

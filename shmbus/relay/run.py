@@ -47,14 +47,18 @@ def run_party(make: Callable[[], Party], mailbox: Mailbox, goes_on: Callable[[],
     goes_on : callable
         Whether to go on.
     """
+    told = logging.WARNING
     while goes_on():
         try:
             party = make()
-        except errors.BusNotFoundError as error:
-            _log.info("relay: %s; it is looked for again", error)
+        except (errors.BusNotFoundError, errors.BusBusyError) as error:
+            # Whoever has the bus may be this party's own predecessor, which is ending.
+            _log.log(told, "relay: %s; it is tried again", error)
+            told = logging.DEBUG
             time.sleep(_REOPEN_S)
             mailbox.receive(0.0)
             continue
+        told = logging.WARNING
         try:
             _work(party, mailbox, goes_on)
         except errors.BusRemovedError as error:

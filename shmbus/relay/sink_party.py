@@ -136,6 +136,7 @@ class SinkParty:
             to or self._coordinator,
             Hello(
                 sink.name, True, bus.name, bus.identity, sink.incarnation, sink.epoch,
+                self._coordinator,
                 bus.policy_version, bus.paused, bus.record_limit, bus.capacity // _GROUP_SHARE,
                 self.journal.capacity // _GROUP_SHARE, now, 0, moving, settled,
             ),

@@ -107,7 +107,8 @@ class SourceParty:
             to or self._coordinator,
             Hello(
                 self._mailbox.address, False, self.reader.name, self.source.bus,
-                self.source.incarnation, self.epoch, self.reader.policy_version, self._bus.paused,
+                self.source.incarnation, self.epoch, self._coordinator,
+                self.reader.policy_version, self._bus.paused,
                 0, 0, 0, time.monotonic_ns(), len(self.source.held), 0, self.released,
             ),
         )  # fmt: skip

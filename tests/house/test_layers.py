@@ -74,7 +74,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.__main__", "shmbus.batch"),
     # Other stacks: their groups as records, and their HTTP. Nothing knows the gateway.
     ("shmbus.peers",),
-    ("shmbus.gateway",),
+    ("shmbus.gateway", "shmbus.relay.command"),
     # A page over what can be seen from outside. Nothing knows it.
     ("shmbus.web",),
     # The trainer's side.

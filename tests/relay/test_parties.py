@@ -315,6 +315,18 @@ def test_of_two_coordinators_the_older_one_ends(buses: dict[str, str]) -> None:
         made.stop()
 
 
+def test_a_source_that_heard_a_coordinator_which_no_sink_heard_is_not_cut_off(
+    buses: dict[str, str],
+) -> None:
+    with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
+        wait_until(lambda: made.coordinator.pure is not None and buses["a"] in made.parties)
+        bus = made.parties[buses["a"]].source.bus
+        made.send(COORDINATOR, buses["a"], m.Subscription(bus, 1 << 40))
+        wait_until(lambda: made.coordinator.pure and made.coordinator.pure.epoch > 1 << 40)
+        put_group([buses["a"]], 1)
+        take(consumer, 1)
+
+
 def test_a_bus_that_two_relays_announce_is_refused_by_both_names(
     buses: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:

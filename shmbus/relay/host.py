@@ -1,0 +1,182 @@
+"""A party in a thread of a process that gives it messages: what an actor has inside. Knows no Ray.
+
+Invariant: a party that fails ends its process, so that whoever watches that starts it again; one
+that has a newer one in its place says so and rests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from typing import Any, Protocol
+
+import msgspec
+
+from shmbus import errors
+from shmbus.relay.codec import Envelope, pack
+from shmbus.relay.coordinator_party import CoordinatorParty
+from shmbus.relay.mailbox import Mailbox, Opener
+from shmbus.relay.messages import Message
+from shmbus.relay.run import Party, run_party
+from shmbus.relay.sink_party import SinkParty
+from shmbus.relay.source_party import SourceParty
+from shmbus.stash.stash import StashPolicy
+
+__all__ = ["Carry", "Host", "PartyPlan"]
+
+_log = logging.getLogger("shmbus.relay")
+
+#: Exit status of a process whose party failed.
+_FAILED = 70
+#: Seconds in which the text of a failure is written before the process ends.
+_LAST_WORDS_S = 0.2
+
+
+class PartyPlan(msgspec.Struct, frozen=True):
+    """What a party is, in names and numbers.
+
+    Attributes
+    ----------
+    kind : "source" | "sink" | "coordinator"
+        What it does.
+    address : str
+        Its own.
+    bus : str
+        Its bus's name; empty of a coordinator.
+    coordinator : str
+        The coordinator's address.
+    release : str
+        When a source lets go of a record.
+    sources, sinks : list of str
+        Addresses; of a coordinator.
+    policy : StashPolicy
+        The same.
+    """
+
+    kind: str
+    address: str
+    coordinator: str
+    bus: str = ""
+    release: str = "acknowledged"
+    sources: list[str] = []
+    sinks: list[str] = []
+    policy: StashPolicy = StashPolicy()
+
+    def make(self, mailbox: Mailbox) -> Party:
+        """Make the party."""
+        if self.kind == "source":
+            return SourceParty(self.bus, mailbox, self.coordinator)
+        if self.kind == "sink":
+            return SinkParty(self.bus, mailbox, self.coordinator, self.release)
+        return CoordinatorParty(mailbox, self.sources, self.sinks, self.policy)
+
+
+class Carry(Protocol):
+    """Takes bytes to another address, or loses them."""
+
+    def __call__(self, to: str, packed: bytes, payload: bytes | bytearray | memoryview) -> None:
+        """Take them."""
+
+
+class HostMailbox:
+    """A mailbox whose messages are carried by somebody else.
+
+    Parameters
+    ----------
+    address : str
+        Its own.
+    carry : Carry
+        Takes messages away.
+    """
+
+    def __init__(self, address: str, carry: Carry) -> None:
+        self.address = address
+        self._carry = carry
+        self._box: deque[tuple[bytes, bytes | memoryview]] = deque()
+        self._changed = threading.Condition()
+        self.opener = Opener()
+
+    def put(self, packed: bytes, payload: bytes | memoryview) -> None:
+        """Take what has come."""
+        with self._changed:
+            self._box.append((packed, payload))
+            self._changed.notify()
+
+    def send(
+        self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
+    ) -> None:
+        """Send a message, or lose it where nobody has that address now."""
+        self._carry(to, pack(self.address, message), payload)
+
+    def receive(self, timeout_s: float) -> list[Envelope]:
+        """Return what has come, after at most so long where nothing has."""
+        with self._changed:
+            if not self._box and timeout_s > 0:
+                self._changed.wait(timeout_s)
+            taken = [self._box.popleft() for _ in range(len(self._box))]
+        return [found for each in taken for found in self.opener.open(*each)]
+
+    def close(self) -> None:
+        """There is nothing that it holds."""
+
+
+class Host:
+    """Runs a party, and gives it what comes.
+
+    Parameters
+    ----------
+    plan : bytes
+        A PartyPlan, as JSON.
+    carry : Carry
+        Takes messages away.
+    """
+
+    def __init__(self, plan: bytes, carry: Carry) -> None:
+        self.plan = msgspec.json.decode(plan, type=PartyPlan)
+        self._mailbox = HostMailbox(self.plan.address, carry)
+        self._party: Any = None
+        self._superseded = ""
+        self._thread = threading.Thread(target=self._work, name="shmbus relay", daemon=True)
+        self._thread.start()
+
+    def _make(self) -> Party:
+        self._party = self.plan.make(self._mailbox)
+        found: Party = self._party
+        return found
+
+    def _work(self) -> None:
+        try:
+            run_party(self._make, self._mailbox, lambda: True)
+        except errors.BusBusyError as error:
+            self._superseded = str(error)
+            _log.error("%s", error)
+        except BaseException:
+            traceback.print_exc()
+            time.sleep(_LAST_WORDS_S)
+            os._exit(_FAILED)
+
+    def deliver(self, packed: bytes, payload: bytes | memoryview = b"") -> None:
+        """Take a message for the party."""
+        self._mailbox.put(packed, payload)
+
+    def describe(self) -> dict[str, Any]:
+        """Say what it is and does, in plain values."""
+        said = {
+            "address": self.plan.address, "kind": self.plan.kind, "bus": self.plan.bus,
+            "pid": os.getpid(), "refused": self._mailbox.opener.refused,
+            "superseded": self._superseded,
+        }  # fmt: skip
+        if self.plan.kind == "coordinator" and self._party is not None:
+            said["relay"] = msgspec.to_builtins(self._party.note())
+        return said
+
+    def forget(self, address: str) -> bool:
+        """Have a coordinator go on without a peer that will not come back."""
+        known = address in (*self._party.sources, *self._party.sinks)
+        if known:
+            self._party.forgotten.append(address)
+        return known

@@ -1,0 +1,350 @@
+"""The relay on Ray: an actor beside each bus, one that coordinates, and messages as actor calls.
+
+Invariants:
+
+- An actor has a name, no arguments but names and numbers, and nothing that a restart must restore.
+- A call is made once and its result is not awaited: what is lost is asked for again by the parties.
+- Blocks are objects of Ray's store; a receiver reads them in place.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from shmbus import errors
+from shmbus.relay.coordinator_party import RelayNote
+from shmbus.relay.host import Host, PartyPlan
+from shmbus.segment.names import bus_names
+from shmbus.stash.stash import StashPolicy
+
+try:
+    import ray
+except ImportError as error:
+    raise ImportError(
+        "shmbus.relay carries records by Ray, which is not installed; install the extra on every "
+        "node: pip install 'shmbus[ray]'"
+    ) from error
+
+__all__ = ["Relay", "RelayActor", "find", "start"]
+
+#: Ray's namespace of all relays; an actor's name has the relay's.
+NAMESPACE: Final = "shmbus"
+#: Of a resource that a node has at least 1 of: as many actors as anybody may want.
+_A_LITTLE: Final = 0.001
+#: Calls that may wait for an actor that is starting; more are lost, and asked for again.
+_MOST_PENDING: Final = 10_000
+#: Seconds for which a name that no actor has is not looked up again.
+_ABSENT_S: Final = 0.5
+#: Seconds that a question to an actor may take.
+_ANSWER_S: Final = 10.0
+_PREFIX: Final = "relay"
+
+
+class _Carrier:
+    """Takes messages to named actors."""
+
+    def __init__(self) -> None:
+        self._actors: dict[str, Any] = {}
+        self._absent: dict[str, float] = {}
+
+    def __call__(self, to: str, packed: bytes, payload: bytes | bytearray | memoryview) -> None:
+        actor = self._actors.get(to) or self._look_up(to)
+        if actor is None:
+            return
+        # An array is read in place at the other end; bytes would be copied out of the store.
+        block = np.frombuffer(payload, np.uint8) if len(payload) else None
+        try:
+            actor.deliver.options(enable_task_events=False).remote(packed, block)
+        except ray.exceptions.RayError:
+            self._actors.pop(to, None)
+
+    def _look_up(self, to: str) -> Any:
+        now_s = time.monotonic()
+        if now_s < self._absent.get(to, 0.0):
+            return None
+        try:
+            actor = ray.get_actor(to, namespace=NAMESPACE)
+        except (ValueError, ray.exceptions.RayError):
+            self._absent[to] = now_s + _ABSENT_S
+            return None
+        self._actors[to] = actor
+        return actor
+
+
+class RelayActor:
+    """What Ray runs beside a bus.
+
+    Parameters
+    ----------
+    plan : bytes
+        A PartyPlan, as JSON.
+    """
+
+    def __init__(self, plan: bytes) -> None:
+        self._host = Host(plan, _Carrier())
+
+    def deliver(self, packed: bytes, block: Any = None) -> None:
+        """Take a message, with the records that it carries."""
+        self._host.deliver(packed, b"" if block is None else memoryview(block))
+
+    def describe(self) -> dict[str, Any]:
+        """Say what it is and does."""
+        return self._host.describe()
+
+    def forget(self, address: str) -> bool:
+        """Go on without a peer that will not come back."""
+        return self._host.forget(address)
+
+
+class _Place(NamedTuple):
+    """A bus on a node, and what of Ray's names that node."""
+
+    bus: str
+    resource: str
+
+    def address(self, relay: str) -> str:
+        node = re.sub(r"[^A-Za-z0-9_.-]", "-", self.resource)
+        return f"{_PREFIX}.{relay}.{self.bus}@{node}"
+
+
+def _probe(name: str) -> bool:
+    return name in bus_names()
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _own_resource(node: dict[str, Any]) -> str:
+    """Return the resource that Ray gives this node alone."""
+    found = [
+        each
+        for each in node["Resources"]
+        if each.startswith("node:") and not each.startswith("node:__")
+    ]
+    return str(found[0])
+
+
+def _places(spec: str) -> list[_Place]:
+    """Find the nodes of a bus: those with the named resource, or those that have the bus."""
+    bus, _, resource = spec.partition("@")
+    nodes = _nodes()
+    if resource:
+        having = [node for node in nodes if resource in node["Resources"]]
+        if len(having) == 1:
+            return [_Place(bus, resource)]
+        return [_Place(bus, _own_resource(node)) for node in having]
+    probe = ray.remote(num_cpus=0, max_retries=0)(_probe)
+    asked = [
+        (_own_resource(node), probe.options(resources={_own_resource(node): _A_LITTLE}).remote(bus))
+        for node in nodes
+    ]
+    return [_Place(bus, own) for own, answer in asked if ray.get(answer, timeout=_ANSWER_S)]
+
+
+def _find_all(what: str, specs: Sequence[str]) -> list[_Place]:
+    found: list[_Place] = []
+    for spec in specs:
+        places = _places(spec)
+        if not places:
+            names = ", ".join(str(node["NodeManagerHostname"]) for node in _nodes())
+            raise errors.BusNotFoundError(
+                f"relay: no node has the {what} {spec!r}; asked were {names}. Create it there "
+                "first, or name nodes by a resource: NAME@RESOURCE"
+            )
+        found += places
+    return found
+
+
+def _policy(options: dict[str, Any]) -> StashPolicy:
+    names = {"group_timeout": "group_timeout_s"}
+    known = {"group_timeout", "on_timeout", "max_policy_lag", "skip_zero_variance"}
+    unknown = options.keys() - known
+    if unknown:
+        raise TypeError(f"relay: expected options among {sorted(known)}, got {sorted(unknown)}")
+    given = {names.get(name, name): value for name, value in options.items()}
+    return msgspec.convert(given, StashPolicy)
+
+
+def start(
+    source: str | Sequence[str],
+    trainers: Sequence[str],
+    *,
+    release: str = "acknowledged",
+    address: str | None = None,
+    **policy: Any,
+) -> Relay:
+    """Start a relay, as `shmbus.relay.start` says."""
+    sources = [source] if isinstance(source, str) else list(source)
+    if isinstance(trainers, str) or not sources or not trainers:
+        raise TypeError("relay: expected a bus of rollout workers, and a list of trainers' buses")
+    if release not in ("acknowledged", "put"):
+        raise ValueError(f"release: expected 'acknowledged' or 'put', got {release!r}")
+    stash_policy = _policy(policy)
+    _connect(address)
+    from_places = _find_all("rollout workers' bus", sources)
+    to_places = _find_all("trainer's bus", list(trainers))
+    name = sources[0].partition("@")[0]
+    coordinator = f"{_PREFIX}.{name}.coordinator"
+    plans = [
+        (place, PartyPlan("source", place.address(name), coordinator, place.bus))
+        for place in from_places
+    ] + [
+        (place, PartyPlan("sink", place.address(name), coordinator, place.bus, release))
+        for place in to_places
+    ]
+    lead = PartyPlan(
+        "coordinator", coordinator, coordinator, "", release,
+        [place.address(name) for place in from_places],
+        [place.address(name) for place in to_places], stash_policy,
+    )  # fmt: skip
+    for place, plan in plans:
+        _start_actor(plan, {place.resource: _A_LITTLE})
+    _start_actor(lead, {to_places[0].resource: _A_LITTLE})
+    return Relay(name, [plan.address for _, plan in plans] + [coordinator])
+
+
+def _connect(address: str | None) -> None:
+    if not ray.is_initialized():
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
+
+
+def _start_actor(plan: PartyPlan, resources: dict[str, float]) -> None:
+    kind = ray.remote(RelayActor)
+    kind.options(
+        name=plan.address, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
+        max_restarts=-1, max_task_retries=0, max_pending_calls=_MOST_PENDING, num_cpus=0,
+        resources=resources,
+    ).remote(msgspec.json.encode(plan))  # fmt: skip
+
+
+def find(name: str, address: str | None = None) -> Relay:
+    """Return the relay of this bus name that runs already.
+
+    Raises
+    ------
+    BusNotFoundError
+        There is none.
+    """
+    _connect(address)
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    prefix = f"{_PREFIX}.{name}."
+    found = [
+        each["name"]
+        for each in listed
+        if each["namespace"] == NAMESPACE and each["name"].startswith(prefix)
+    ]
+    if not found:
+        raise errors.BusNotFoundError(
+            f"relay: none of bus {name!r} runs in this cluster; start it: shmbus relay {name} "
+            "--trainer NAME"
+        )
+    return Relay(name, sorted(found))
+
+
+class Relay:
+    """A relay that runs on a Ray cluster, seen from a driver.
+
+    Parameters
+    ----------
+    name : str
+        The rollout workers' bus.
+    addresses : list of str
+        Names of its actors.
+    """
+
+    def __init__(self, name: str, addresses: list[str]) -> None:
+        self.name = name
+        self.addresses = addresses
+        self._coordinator = f"{_PREFIX}.{name}.coordinator"
+
+    def describe(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
+        """Return what each actor says of itself; one that does not answer has "error".
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds for all answers together.
+        """
+        asked: dict[str, Any] = {}
+        said: list[dict[str, Any]] = []
+        for address in self.addresses:
+            try:
+                actor = ray.get_actor(address, namespace=NAMESPACE)
+                asked[address] = actor.describe.remote()
+            except (ValueError, ray.exceptions.RayError) as error:
+                said.append({"address": address, "error": str(error).splitlines()[0]})
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout)
+        for address, answer in asked.items():
+            try:
+                said.append(ray.get(answer, timeout=0.1))
+            except ray.exceptions.RayError as error:
+                said.append({"address": address, "error": type(error).__name__})
+        return said
+
+    def status(self, timeout: float = _ANSWER_S) -> RelayNote:
+        """Return what its coordinator knows of all of it.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds for its answer.
+
+        Raises
+        ------
+        DaemonUnavailableError
+            The coordinator does not answer.
+        """
+        deadline = time.monotonic() + timeout
+        why = "it has just begun"
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                actor = ray.get_actor(self._coordinator, namespace=NAMESPACE)
+                said = ray.get(actor.describe.remote(), timeout=left)
+                if "relay" in said:
+                    return msgspec.convert(said["relay"], RelayNote)
+            except (ValueError, ray.exceptions.RayError) as error:
+                why = type(error).__name__
+            time.sleep(_ABSENT_S)
+        raise errors.DaemonUnavailableError(
+            f"relay {self.name!r}: its coordinator does not answer within {timeout:g} s ({why}); "
+            "Ray starts it again by itself, so ask again"
+        )
+
+    def forget(self, address: str) -> None:
+        """Go on without a source or a sink whose node will not come back.
+
+        What a source had announced and nobody had fetched is counted as lost. What a sink had and
+        its trainer had not acknowledged is placed again, so its bus must not come back.
+
+        Parameters
+        ----------
+        address : str
+            As `status` names it.
+
+        Raises
+        ------
+        KeyError
+            The relay has no such peer.
+        """
+        actor = ray.get_actor(self._coordinator, namespace=NAMESPACE)
+        if not ray.get(actor.forget.remote(address), timeout=_ANSWER_S):
+            raise KeyError(f"relay {self.name!r} has no peer {address!r}; status() names them")
+        self._kill(address)
+
+    def _kill(self, address: str) -> None:
+        try:
+            ray.kill(ray.get_actor(address, namespace=NAMESPACE), no_restart=True)
+        except (ValueError, ray.exceptions.RayError):
+            return  # it has gone already
+
+    def stop(self) -> None:
+        """End it. What was not released is in its source's ring, and goes on with the next one."""
+        for address in self.addresses:
+            self._kill(address)

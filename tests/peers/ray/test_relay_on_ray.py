@@ -1,0 +1,186 @@
+"""The relay on a Ray cluster of several nodes on this machine, with token authentication on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmbus
+import shmbus.relay
+
+# Ray reads these when it is imported, and its processes inherit them.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(240)
+DEADLINE_S = 60.0
+
+
+def wait_until(holds: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if found := holds():
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(f"waited {DEADLINE_S:g} s for {what}")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Nodes with resources "left", "right" and "trainer" beside a head."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 1,
+            "object_store_memory": 100 << 20,
+            "include_dashboard": False,
+        },
+    )
+    for name in ("left", "right", "trainer"):
+        made.add_node(num_cpus=1, resources={name: 1}, object_store_memory=100 << 20)
+    ray.init(address=made.address, namespace="shmbus", log_to_driver=True)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture
+def buses() -> Iterator[dict[str, str]]:
+    prefix = f"test-ray-{os.getpid()}-{secrets.token_hex(3)}"
+    names = {each: f"{prefix}.{each}" for each in ("left", "right", "trainer")}
+    for name in names.values():
+        shmbus.Bus.create(name, "16MiB").close()
+    yield names
+    for name in names.values():
+        shmbus.unlink(name)
+
+
+def put(names: list[str], first: int, groups: int) -> None:
+    producers = [shmbus.Producer(name) for name in names]
+    for group in range(first, first + groups):
+        for index in range(4):
+            producers[index % 2].put(
+                f"q{group}", group_size=4, index=index, score=float(index),
+                tokens=np.full(500, group, np.int32),
+            )  # fmt: skip
+    for producer in producers:
+        producer.close()
+
+
+def take(consumer: shmbus.Consumer, first: int, groups: int) -> None:
+    """Take these groups, each once."""
+    seen: set[str] = set()
+    deadline = time.monotonic() + DEADLINE_S
+    while len(seen) < groups:
+        assert time.monotonic() < deadline, f"{len(seen)} of {groups} groups"
+        for group in consumer.take(timeout=0.2):
+            assert group.instance_id not in seen
+            seen.add(group.instance_id)
+            assert all((t["tokens"] == int(group.instance_id[1:])).all() for t in group)
+            group.ack()
+    assert seen == {f"q{i}" for i in range(first, first + groups)}
+
+
+def acknowledged(name: str) -> int:
+    with shmbus.Bus.open(name) as bus:
+        return bus.stats().acknowledged
+
+
+def test_groups_of_two_nodes_reach_the_third_and_every_actor_may_die(
+    cluster: Any, buses: dict[str, str]
+) -> None:
+    sources = [buses["left"], buses["right"]]
+    relay = shmbus.relay.start(
+        [f"{buses['left']}@left", f"{buses['right']}@right"], [f"{buses['trainer']}@trainer"]
+    )
+    try:
+        with shmbus.Consumer(buses["trainer"]) as consumer:
+            put(sources, 0, 50)
+            take(consumer, 0, 50)
+            said = relay.describe()
+            assert sorted(each["kind"] for each in said) == [
+                "coordinator", "sink", "source", "source"
+            ]  # fmt: skip
+            for round_, each in enumerate(said):
+                first = 50 + 50 * round_
+                put(sources, first, 25)
+                os.kill(each["pid"], signal.SIGKILL)
+                put(sources, first + 25, 25)
+                take(consumer, first, 50)
+            wait_until(
+                lambda: all(acknowledged(name) == 500 for name in sources),
+                "all sources to let go of what was acknowledged",
+            )
+            note = wait_until(lambda: idle(relay), "a relay with nothing under way")
+            assert (note.lost, note.refused, note.missing) == (0, 0, [])
+    finally:
+        relay.stop()
+
+
+def idle(relay: shmbus.relay.Relay) -> Any:
+    note = relay.status()
+    return note if not (note.announced or note.ready or note.assigned) else None
+
+
+def test_a_trainers_node_that_will_not_come_back_is_forgotten_and_its_groups_go_elsewhere(
+    cluster: Any, buses: dict[str, str]
+) -> None:
+    node = cluster.add_node(num_cpus=1, resources={"gone": 1}, object_store_memory=100 << 20)
+    doomed = f"{buses['trainer']}.doomed"
+    shmbus.Bus.create(doomed, "16MiB").close()
+    relay = shmbus.relay.start(
+        [f"{buses['left']}@left", f"{buses['right']}@right"],
+        [f"{buses['trainer']}@trainer", f"{doomed}@gone"],
+    )
+    try:
+        put([buses["left"], buses["right"]], 0, 40)
+
+        def committed() -> int:
+            with shmbus.Bus.open(doomed) as bus:
+                return bus.stats().committed
+
+        wait_until(committed, "groups at the node that dies")
+        cluster.remove_node(node)
+        shmbus.unlink(doomed)
+        (lost,) = [each for each in relay.addresses if "doomed" in each]
+        relay.forget(lost)
+        with shmbus.Consumer(buses["trainer"]) as consumer:
+            take(consumer, 0, 40)
+        with pytest.raises(KeyError, match="no peer"):
+            relay.forget(lost)
+    finally:
+        relay.stop()
+
+
+def test_a_bus_that_no_node_has_is_named(cluster: Any, buses: dict[str, str]) -> None:
+    with pytest.raises(shmbus.BusNotFoundError, match="no node has the trainer's bus 'nowhere'"):
+        shmbus.relay.start(f"{buses['left']}@left", ["nowhere"])
+    with pytest.raises(TypeError, match="max_policy_lag"):
+        shmbus.relay.start(f"{buses['left']}@left", ["nowhere"], max_lag=3)
+
+
+def test_the_command_starts_shows_and_stops_it(cluster: Any, buses: dict[str, str]) -> None:
+    def command(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "shmbus", "relay", *words, "--ray", cluster.address],
+            check=False, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    said = command(f"{buses['left']}@left", "--trainer", f"{buses['trainer']}@trainer")
+    assert "relays" in said
+    shown = command(buses["left"], "--status")
+    assert buses["trainer"] in shown and "source" in shown
+    assert "ended" in command(buses["left"], "--stop")
