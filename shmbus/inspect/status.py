@@ -25,6 +25,7 @@ from shmbus.inspect.histograms import read_histograms
 from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
 from shmbus.inspect.processes import ProducerChecks
 from shmbus.inspect.records import Run
+from shmbus.inspect.relay_journal import read_relay
 from shmbus.inspect.request_lane import read_lead, read_requests
 from shmbus.inspect.retry_table import read_wanted
 from shmbus.inspect.schema import read_schema
@@ -201,6 +202,7 @@ def status_of(
         groups_given_up=int(header["groups_failed"]),
         lead=read_lead(file),
         requests=read_requests(file),
+        relay=read_relay(file),
         groups_useless=useless,
         delivered=histograms,
         waited=waited,

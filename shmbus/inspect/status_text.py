@@ -8,7 +8,7 @@ from __future__ import annotations
 from shmbus._arguments import TRAIN
 from shmbus._format import bar, show_count, show_duration, show_size, table
 from shmbus.inspect.schema import schema_text
-from shmbus.inspect.types import BusStatus, DaemonStatus
+from shmbus.inspect.types import BusStatus, DaemonStatus, RelayStatus
 
 __all__ = ["status_text"]
 
@@ -27,6 +27,8 @@ def status_text(status: BusStatus) -> str:
         blocks.append(_wanted(status))
     if status.lead is not None or status.requests is not None:
         blocks.append(_requests(status))
+    if status.relay is not None:
+        blocks.append(_relay(status.relay))
     blocks.append(_collector(status))
     if status.daemon is not None:
         blocks.append(_daemon(status.daemon))
@@ -154,6 +156,29 @@ def _requests(status: BusStatus) -> str:
             f"lead  {show_count(status.lead.held)} groups are begun and not delivered, of at most "
             f"{show_count(status.lead.limit)} now"
         )
+    return "\n".join(lines)
+
+
+def _relay(relay: RelayStatus) -> str:
+    seen = "never seen" if relay.seen_s is None else f"seen {show_duration(relay.seen_s)} ago"
+    if not relay.is_sink:
+        line = (
+            f"relay  takes this bus's records to trainers; {seen}; holds "
+            f"{show_count(relay.held)}, has let {show_count(relay.released)} go"
+        )
+        kept = f"; {show_count(relay.kept)} of other splits stay here" if relay.kept else ""
+        return line + kept
+    lines = [
+        f"relay  puts other buses' records here; {seen}; {show_count(relay.moving)} under way, "
+        f"{show_count(relay.intended)} being put, {show_count(relay.settled)} of "
+        f"{show_count(relay.entries)} entries wait for their source"
+    ]
+    if relay.refused:
+        lines.append(f"  {show_count(relay.refused)} blocks were refused; the relay's log says why")
+    lines += [
+        f"  bus {bus}: {show_count(count)} are held there too"
+        for bus, count in sorted(relay.held_for.items())
+    ]
     return "\n".join(lines)
 
 

@@ -377,6 +377,45 @@ class LeadStatus(msgspec.Struct, frozen=True):
     max_lead_versions: int | None
 
 
+class RelayStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A relay at this bus, as it last said; what its journal has is counted entry by entry.
+
+    Attributes
+    ----------
+    is_sink : bool
+        Whether it puts records of other buses onto this one; else it takes this one's away.
+    seen_s : float | None
+        Seconds since it last said that it is there; None where it never did.
+    begun : int
+        How often a relay has begun here.
+    entries : int
+        Records of other buses that the journal has room for.
+    held, kept, released : int
+        Of a source: records that it holds; those of other splits, which stay; those let go.
+    moving, put, refused : int
+        Of a sink: records under way to this bus; put by this process; blocks that were refused.
+    settled, intended : int
+        Entries of records that are here, or were dropped, and that their source may hold too; and
+        of those that are being put.
+    held_for : dict[str, int]
+        Those settled, by the identity of the bus that has not let them go.
+    """
+
+    is_sink: bool
+    seen_s: float | None
+    begun: int
+    entries: int
+    held: int
+    kept: int
+    released: int
+    moving: int
+    put: int
+    refused: int
+    settled: int
+    intended: int
+    held_for: dict[str, int]
+
+
 class RequestsStatus(msgspec.Struct, frozen=True):
     """Samples that were requested, by what became of them.
 
@@ -471,6 +510,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         How far producers are ahead, where the bus bounds it.
     requests : RequestsStatus | None
         Samples that were requested, where any was.
+    relay : RelayStatus | None
+        The relay that carries records to or from this bus, where one has.
     groups_useless : int
         Groups without variance, or refused by a filter, since the bus was created.
     delivered : list[Histogram]
@@ -515,6 +556,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups_given_up: int = 0
     lead: LeadStatus | None = None
     requests: RequestsStatus | None = None
+    relay: RelayStatus | None = None
     groups_useless: int = 0
     delivered: list[Histogram] = []
     waited: WaitedStatus = WaitedStatus()

@@ -7,7 +7,7 @@ struct field_note {
     const char *name;
     size_t offset;
     size_t bytes;
-    char kind; /* u or i */
+    char kind; /* u, i or V */
 };
 #define FIELD(type, field, kind) \
     {#field, offsetof(struct type, field), sizeof(((struct type *)0)->field), kind}
@@ -53,6 +53,7 @@ static const struct field_note journal_fields[] = {
     FIELD(relay_journal, batch, 'u'),       FIELD(relay_journal, incarnation, 'u'),
     FIELD(relay_journal, source_incarnation, 'u'), FIELD(relay_journal, epoch, 'i'),
     FIELD(relay_journal, ended, 'u'),       FIELD(relay_journal, seen_ns, 'u'),
+    FIELD(relay_journal, figures, 'V'),     FIELD(relay_journal, sources, 'V'),
     {NULL, 0, 0, 0},
 };
 
@@ -87,7 +88,8 @@ static PyObject *describe(const struct field_note *fields, size_t bytes) {
     bool good = names != NULL && formats != NULL && offsets != NULL;
     for (const struct field_note *f = fields; good && f->name != NULL; f++) {
         good = append(names, PyUnicode_FromString(f->name)) &&
-               append(formats, PyUnicode_FromFormat("<%c%zu", f->kind, f->bytes)) &&
+               append(formats, PyUnicode_FromFormat(f->kind == 'V' ? "%c%zu" : "<%c%zu", f->kind,
+                                              f->bytes)) &&
                append(offsets, PyLong_FromSize_t(f->offset));
     }
     PyObject *result = good ? Py_BuildValue("{s:O,s:O,s:O,s:n}", "names", names, "formats", formats,

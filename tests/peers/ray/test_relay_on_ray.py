@@ -181,6 +181,9 @@ def test_the_command_starts_shows_and_stops_it(cluster: Any, buses: dict[str, st
 
     said = command(f"{buses['left']}@left", "--trainer", f"{buses['trainer']}@trainer")
     assert "relays" in said
+    wait_until(
+        lambda: "not answered" not in command(buses["left"], "--status"), "all peers to answer"
+    )
     shown = command(buses["left"], "--status")
     assert buses["trainer"] in shown and "source" in shown
     assert "ended" in command(buses["left"], "--stop")
