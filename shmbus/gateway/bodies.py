@@ -22,6 +22,7 @@ from aiohttp import web
 from isal import igzip_lib, isal_zlib
 
 from shmbus.gateway import settings
+from shmbus.gateway.connection import connection_of
 from shmbus.gateway.refusal import Refusal
 
 __all__ = ["Bodies", "Budget"]
@@ -184,7 +185,12 @@ class Bodies:
         too_large = self._too_large("more")
         await self._acquire(budget, reserved, deadline_s)
         try:
-            body = await self._read(request, limit, too_large)
+            connection = connection_of(request)
+            connection.admitted = True
+            try:
+                body = await self._read(request, limit, too_large)
+            finally:
+                connection.admitted = False
             if said is None:
                 budget.release(reserved - len(body))
                 reserved = len(body)

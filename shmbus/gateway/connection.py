@@ -54,7 +54,7 @@ class _Answer:
                 self._on_end(delivered)
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One client.
 
     Parameters
@@ -74,6 +74,8 @@ class Connection(asyncio.Protocol):
         self._flushed = asyncio.Event()
         self._flushed.set()
         self._answers: list[_Answer] = []
+        #: Whether what comes is in the budget, so that it may come in large pieces.
+        self.admitted = False
         self.busy = 0
         self.idle_since_s = time.monotonic()
 
@@ -84,6 +86,14 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=0)
         self._connections.admit(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes go, of any connection: they are copied out at once."""
+        return self._connections.large if self.admitted else self._connections.small
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take what came."""
+        self.data_received(bytes(self.get_buffer(0)[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         """Pass it on; a client that sends again has had its answers."""
@@ -245,6 +255,8 @@ class Connections:
     ) -> None:
         self.make_inner = make_inner
         self.polled = polled
+        self.large = memoryview(bytearray(settings.LARGE_PIECE_BYTES))
+        self.small = self.large[: settings.SMALL_PIECE_BYTES]
         self._all: dict[Connection, None] = {}
 
     def __len__(self) -> int:

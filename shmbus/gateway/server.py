@@ -32,7 +32,7 @@ from shmbus.gateway.connection import Connection, Connections, connection_of
 from shmbus.gateway.gateway import Gateway
 from shmbus.gateway.polls import PATH, Polls
 from shmbus.gateway.refusal import Refusal
-from shmbus.gateway.settings import Settings
+from shmbus.gateway.settings import SMALL_PIECE_BYTES, Settings
 from shmbus.gateway.slime_routes import SlimeRoutes
 
 __all__ = ["Server", "serve"]
@@ -50,9 +50,9 @@ _POLLED: Final = frozenset({"/status-env", "/status", "/healthz", "/metrics"})
 _SWEEP_S: Final = 5.0
 #: Connections that wait to be accepted: environments connect anew for each request.
 _BACKLOG: Final = 4096
-#: Bytes that are read ahead of a body that waits for its part of the budget. Times MAX_CONNECTIONS
-#: this is what the budget does not show.
-_READ_AHEAD: Final = 64 << 10
+#: Bytes of a body that waits for its part of the budget, twice as many at the most and one piece:
+#: what the budget does not show of a connection.
+_READ_AHEAD: Final = SMALL_PIECE_BYTES
 #: Bytes of one header and of the request line.
 _HEADER_BYTES: Final = 16 << 10
 
