@@ -16,8 +16,8 @@ EXAMPLES = ROOT / "examples"
 #: Lines with something on them: an example is read at one go. A whole model's is longer.
 MAX_LINES = 150
 LONG = {"grpo_transformers.py"}
-#: What needs TRL, in an environment of its own (`make test-adapters`), and is not run here.
-ELSEWHERE = {"trl_async.py", "trl_sync.py"}
+#: What needs a stack in an environment of its own (tests/peers), and is not run here.
+ELSEWHERE = {"openenv_episodes.py", "trl_async.py", "trl_sync.py"}
 # Processes that share the machine with whatever else runs there.
 DEADLINE_S = 200
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +26,7 @@ from openenv.core.env_server.types import Action, Observation, State
 import shmbus
 from trainer_adapter.adapters.openenv import EpisodeRecord, put_episode
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 class Guess(Action):
@@ -144,6 +149,18 @@ def test_what_cannot_be_trained_is_reported_and_asked_for_again(
         assert consumer.take(1, 0.2) == []
         [wanted] = wait_until(producer.wanted)
         assert words in wanted.reason
+
+
+def test_the_example_does_what_it_says() -> None:
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(root / "examples" / "openenv_episodes.py"), "--quick"],
+        capture_output=True, text=True, timeout=150, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.fullmatch(
+        r"32 episodes, mean score 0\.\d\d, \d+ sampled tokens, 8 asked for again\n", done.stdout
+    )
 
 
 def test_wrong_arguments_are_named() -> None:
