@@ -47,6 +47,8 @@ PRODUCERS: Final = 2
 PAGES: Final = 10
 GROUP: Final = 8
 START_S: Final = 60.0
+#: Seconds between two looks at the browser's heap: it goes up and down with compiled code.
+HEAP_EVERY_S: Final = 30.0
 
 #: Puts complete groups at a steady rate, until its standard input ends.
 PRODUCER: Final = """
@@ -303,14 +305,17 @@ def browser(seconds: float) -> dict[str, Any] | None:
             return int(session.send("Runtime.getHeapUsage")["usedSize"])
 
         page.wait_for_timeout(min(60.0, seconds) * 1000)
-        early = heap()
-        page.wait_for_timeout(max(0.0, seconds - 60.0) * 1000)
-        late = heap()
+        heaps = [heap()]
+        until = began + seconds
+        while time.monotonic() < until:
+            page.wait_for_timeout(HEAP_EVERY_S * 1000)
+            heaps.append(heap())
         return {
             "first_groups_s": first_s,
-            "heap_after_a_minute": early,
-            "heap_at_the_end": late,
-            "heap_ratio": late / early,
+            "heap_after_a_minute": heaps[0],
+            "heap_ratio_at_the_end": heaps[-1] / heaps[0],
+            "heap_ratio_at_most": max(heaps) / heaps[0],
+            "heaps": heaps,
             "seconds": seconds,
         }
 

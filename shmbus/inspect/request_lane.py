@@ -122,13 +122,14 @@ def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tu
         return found
     _, rows, cells, units_at = tables
     at_name = {
-        (group.instance_id.encode("utf-8", "surrogateescape"), _epoch(group.epoch)): at
+        (_bytes(group.instance_id), _epoch(group.epoch), group.split): at
         for at, group in enumerate(groups)
     }
     is_open = (rows["word"] & np.uint64(3)) == _OPEN
-    asked = np.isin(rows["epoch"], [epoch for _, epoch in at_name])
+    asked = np.isin(rows["epoch"], [epoch for _, epoch, _ in at_name])
     for row in rows[is_open & asked]:
-        at = at_name.get((_id_of(file, row, units_at), int(row["epoch"])))
+        split = file.split_label(int(row["split"]))
+        at = at_name.get((_id_of(file, row, units_at), int(row["epoch"]), split))
         if at is None or groups[at].size != int(row["group_size"]):
             continue
         first = int(row["first_cell"])
@@ -137,6 +138,10 @@ def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tu
             # A claim has the number of its producer, plus 1.
             found[at].append((index, (int(claims[index]) >> 28 & _NOBODY) - 1))
     return found
+
+
+def _bytes(instance_id: str) -> bytes:
+    return instance_id.encode("utf-8", "surrogateescape")
 
 
 def _epoch(epoch: int | None) -> int:

@@ -23,8 +23,8 @@ def begun(name: str) -> dict[tuple[str, int], int | None]:
     }
 
 
-def put(producer: Producer, index: int, key: str = "q", **more: object) -> None:
-    producer.put(key, group_size=8, index=index, score=1.0, tokens=[1], **more)  # type: ignore[arg-type]
+def put(producer: Producer, index: int, key: str = "q", size: int = 8, **more: object) -> None:
+    producer.put(key, group_size=size, index=index, score=1.0, tokens=[1], **more)  # type: ignore[arg-type]
 
 
 def test_a_sample_that_was_begun_names_its_producer_until_it_is_there(bus_name: str) -> None:
@@ -82,6 +82,20 @@ def test_a_request_in_hand_is_a_sample_that_was_begun(bus_name: str) -> None:
         assert begun(bus_name) == {("q", second.index): two.producer_id}
         two.release(second)
         assert begun(bus_name) == {}
+
+
+def test_a_request_in_hand_is_of_its_split_only(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Feeder(bus_name) as feeder:
+        feeder.request("q", group_size=4, split="eval")
+        first, second = producer.next_request(5.0), producer.next_request(5.0)
+        assert first is not None and second is not None
+        producer.put_for(first, score=1.0, tokens=[1])
+        put(producer, 0, size=4)
+        found = {
+            group.split: [cell.index for cell in group.cells if cell.state == "begun"]
+            for group in read_groups(bus_name).groups
+        }
+    assert found == {"eval": [second.index], "train": []}
 
 
 BEGINNER = """
