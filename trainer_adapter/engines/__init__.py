@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer_adapter.engines.adapters import AdapterFleet, AdapterServer
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
 from trainer_adapter.engines.fleet import EngineFleet
 from trainer_adapter.engines.report import ServerReport, UpdateReport
@@ -10,6 +11,8 @@ from trainer_adapter.engines.sglang import SglangServer
 from trainer_adapter.engines.vllm import VllmServer
 
 __all__ = [
+    "AdapterFleet",
+    "AdapterServer",
     "EngineError",
     "EngineFleet",
     "EngineServer",

@@ -20,24 +20,19 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Protocol
 
 import shmbus
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
 from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
+from trainer_adapter.engines.pauses import SETTLED, Pairs, Step, uninterrupted
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.engines.rows import RankRows
 from trainer_adapter.engines.server import EngineServer, PauseMode
+from trainer_adapter.engines.shared_steps import SharedSteps
 
 __all__ = ["EngineFleet"]
-
-#: Seconds between two tries to resume.
-RETRY_S = 0.2
-#: States of servers of which nobody has to think any more.
-SETTLED = ("serving", "gone")
-PAUSE_MODES = ("keep", "wait", "abort")
 
 
 class Publisher(Protocol):
@@ -47,7 +42,7 @@ class Publisher(Protocol):
         """Publish that version; return once it is whole."""
 
 
-class EngineFleet:
+class EngineFleet(SharedSteps):
     """Brings new weights to inference servers.
 
     Parameters
@@ -85,26 +80,9 @@ class EngineFleet:
         timeout: float = 120.0,
         quorum: int | None = None,
     ) -> None:
-        addresses = [server.address for server in servers]
-        if not servers or len(set(addresses)) < len(addresses):
-            raise ValueError(f"servers: expected one or more, each once, got {addresses}")
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"mode: expected one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-        for server in servers:
-            if mode not in server.modes:
-                raise ValueError(
-                    f"mode: {server.address} ({type(server).__name__}) has no {mode!r}; it has "
-                    f"{', '.join(server.modes)}"
-                )
-        if quorum is not None and not 1 <= quorum <= len(servers):
-            raise ValueError(f"quorum: expected 1 to {len(servers)}, got {quorum}")
-        self.servers = list(servers)
-        self.bus = bus
-        self.mode = mode
-        self.clear_cache = clear_cache
-        self.timeout = timeout
-        self.quorum = len(servers) if quorum is None else quorum
-        self._busy = asyncio.Lock()
+        super().__init__(
+            servers, bus=bus, mode=mode, clear_cache=clear_cache, timeout=timeout, quorum=quorum
+        )
         self._rows = RankRows(bus)
 
     # -- for users ------------------------------------------------------------------------------
@@ -144,7 +122,7 @@ class EngineFleet:
                 return await asyncio.shield(task)
             except asyncio.CancelledError:
                 with contextlib.suppress(shmbus.ShmbusError):
-                    await _uninterrupted(task)
+                    await uninterrupted(task)
                 raise
 
     def update_sync(self, publisher: Publisher, version: int) -> UpdateReport:
@@ -192,22 +170,6 @@ class EngineFleet:
         async with self._busy:
             with PauseNote(self.bus) as note:
                 return await self._recover(note)
-
-    async def close(self) -> None:
-        """Let go of connections to the servers; may be called twice."""
-        for server in self.servers:
-            await server.close()
-
-    async def __aenter__(self) -> EngineFleet:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     # -- an update ------------------------------------------------------------------------------
 
@@ -266,18 +228,13 @@ class EngineFleet:
         torn = [each for _, each in behind if each.state not in SETTLED]
         self._judge(loaded, torn, report)
 
-    def _clear(self, note: PauseNote, pairs: _Pairs) -> None:
-        """Take the note back, unless one that was paused is so still, or says nothing."""
-        if all(each.state in SETTLED for _, each in pairs):
-            note.clear()
-
-    async def _restore(self, behind: _Pairs, report: UpdateReport) -> _Pairs:
+    async def _restore(self, behind: Pairs, report: UpdateReport) -> Pairs:
         """Load the version that ran before; a server that has none stays as it is."""
         if report.previous is None:
             return []
         return await self._each(behind, self._load(report.previous))
 
-    def _judge(self, loaded: _Pairs, torn: list[ServerReport], report: UpdateReport) -> None:
+    def _judge(self, loaded: Pairs, torn: list[ServerReport], report: UpdateReport) -> None:
         if torn and (len(loaded) < self.quorum or not loaded):
             raise EngineError(
                 ", ".join(each.address for each in torn),
@@ -291,7 +248,7 @@ class EngineFleet:
             causes = [f"{each.address}: {each.error}" for each in report.servers if each.error]
             raise UpdateRolledBackError(report.version, report.previous, "; ".join(causes))
 
-    def _require(self, pairs: _Pairs, report: UpdateReport, advice: str) -> None:
+    def _require(self, pairs: Pairs, report: UpdateReport, advice: str) -> None:
         if len(pairs) >= self.quorum:
             return
         failed = next(each for each in report.servers if each.error)
@@ -299,7 +256,7 @@ class EngineFleet:
 
     # -- one step at one server -------------------------------------------------------------------
 
-    def _prepare(self, version: int) -> _Step:
+    def _prepare(self, version: int) -> Step:
         async def prepare(server: EngineServer, report: ServerReport) -> None:
             report.ranks = await server.ranks(self.timeout)
             if await server.prepare(self.bus, self.timeout):
@@ -307,7 +264,7 @@ class EngineFleet:
 
         return prepare
 
-    def _attach(self, version: int) -> _Step:
+    def _attach(self, version: int) -> Step:
         async def attach(server: EngineServer, report: ServerReport) -> None:
             if self._rows.are_attached(server, report.ranks):
                 return
@@ -316,13 +273,7 @@ class EngineFleet:
 
         return attach
 
-    async def _pause(self, server: EngineServer, report: ServerReport) -> None:
-        report.state = "unknown"
-        report.paused_s = -time.monotonic()
-        await server.pause(self.mode, self.clear_cache, self.timeout)
-        report.state = "paused"
-
-    def _load(self, version: int) -> _Step:
+    def _load(self, version: int) -> Step:
         async def load(server: EngineServer, report: ServerReport) -> None:
             began = time.monotonic()
             error: EngineError | None = None
@@ -342,31 +293,14 @@ class EngineFleet:
 
         return load
 
-    async def _resume(self, server: EngineServer, report: ServerReport) -> None:
-        deadline = time.monotonic() + self.timeout
-        while True:
-            try:
-                await server.resume(self.timeout)
-                if not await server.paused(self.timeout):
-                    break
-            except EngineError:
-                if time.monotonic() >= deadline:
-                    raise
-            if time.monotonic() >= deadline:
-                raise EngineError(
-                    server.address, "resume", 200, "it says that it is paused", "resume it by hand"
-                )
-            await asyncio.sleep(RETRY_S)
-        report.state = "serving"
-        if report.paused_s < 0:
-            report.paused_s += time.monotonic()
-
     # -- what a dead process has left -------------------------------------------------------------
 
     async def _recover(self, note: PauseNote) -> UpdateReport | None:
         left = note.left
         if left is None:
             return None
+        if left.shared:
+            return await self._resume_whole(note, left)
         newest = await asyncio.to_thread(self._rows.newest, self.timeout)
         version = None if newest is None else newest.version
         report = UpdateReport(
@@ -398,65 +332,3 @@ class EngineFleet:
         report.ranks = await server.ranks(self.timeout)
         was_open = await server.settle(self.timeout)
         report.version = None if was_open else self._rows.whole_version(server, report.ranks)
-
-    # -- the bus ----------------------------------------------------------------------------------
-
-    @contextlib.asynccontextmanager
-    async def _workers_held(self, version: int) -> AsyncIterator[None]:
-        """Pause the bus where requests in flight end, so that workers begin no new ones."""
-        bus = self._open_bus() if self.mode != "keep" else None
-        if bus is None:
-            yield
-            return
-        with bus:
-            bus.pause(f"weights of version {version} are being loaded")
-            try:
-                yield
-            finally:
-                bus.resume()
-
-    def _release_workers(self) -> None:
-        bus = self._open_bus()
-        if bus is not None:
-            with bus:
-                bus.resume()
-
-    def _say(self, version: int) -> None:
-        bus = self._open_bus()
-        if bus is not None:
-            with bus:
-                bus.policy_version = version
-
-    def _open_bus(self) -> shmbus.Bus | None:
-        """Open the bus; None where weights are all that is shared under that name."""
-        try:
-            return shmbus.Bus.open(self.bus)
-        except shmbus.BusNotFoundError:
-            return None
-
-    async def _each(self, pairs: _Pairs, step: _Step) -> _Pairs:
-        """Take a step at all servers at once; return those where it succeeded."""
-
-        async def take(server: EngineServer, report: ServerReport) -> bool:
-            try:
-                await step(server, report)
-            except EngineError as error:
-                report.error = str(error)
-                if error.gone:
-                    report.state = "gone"
-                return False
-            return True
-
-        done = await asyncio.gather(*(take(server, report) for server, report in pairs))
-        return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
-
-
-_Pairs = list[tuple[EngineServer, ServerReport]]
-_Step = Callable[[EngineServer, ServerReport], Awaitable[None]]
-
-
-async def _uninterrupted(task: asyncio.Task[UpdateReport]) -> None:
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(task)
-    task.result()

@@ -39,12 +39,15 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
         What they are to run.
     previous : int or None
         What they ran.
+    shared : bool
+        Whether they and the trainer have one copy of the model, which a step was to change.
     """
 
     pid: int
     servers: list[tuple[str, str]]
     version: int
     previous: int | None
+    shared: bool = False
 
 
 class PauseNote:

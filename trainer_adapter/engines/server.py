@@ -26,6 +26,13 @@ PauseMode = Literal["keep", "wait", "abort"]
 MAX_ANSWER_BYTES = 1 << 20
 
 
+class _Card(msgspec.Struct):
+    """A model of a server's list; what else it says is left alone."""
+
+    id: str
+    root: str | None = None
+
+
 class EngineServer(Protocol):
     """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""
 
@@ -175,6 +182,16 @@ class HttpServer:
             raise EngineError(
                 self.address, step, 200, f"{text!r} (expected a JSON object)", advice
             ) from error
+
+    async def models_with_paths(self, timeout: float) -> dict[str, str]:
+        """Return what the server lists as models, as OpenAI's API has it, with their roots."""
+        advice = "is it a server with OpenAI's routes?"
+        answer = await self.ask("models", "GET", "/v1/models", timeout, advice=advice)
+        try:
+            cards = msgspec.convert(answer.get("data"), list[_Card])
+        except msgspec.ValidationError as error:
+            raise self.refuse("models", answer, advice) from error
+        return {card.id: card.root or "" for card in cards}
 
     def refuse(self, step: str, answer: Mapping[str, Any], advice: str) -> EngineError:
         """Make the error of an answer that is a 200 and no success."""

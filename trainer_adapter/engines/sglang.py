@@ -32,6 +32,7 @@ _LOADER = (
     f"start the server with --custom-weight-loader {LOADER} in an environment that has shmbus "
     "installed"
 )
+_ADAPTERS = "start the server with --enable-lora and --max-lora-rank"
 _AGAIN = "look at the server's own log"
 #: The status of an answer that says that no session is open.
 _NO_SESSION = 400
@@ -194,6 +195,25 @@ class SglangServer(HttpServer):
         if status not in (200, _NO_SESSION):
             raise EngineError(self.address, "end", status, text, _AGAIN)
         return status == 200
+
+    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
+        """Load an adapter from a folder on its machine."""
+        body = {"lora_name": name, "lora_path": path}
+        await self._adapter("load adapter", "/load_lora_adapter", body, timeout)
+
+    async def unload_adapter(self, name: str, timeout: float) -> None:
+        """Unload an adapter; requests in flight keep what they have."""
+        body = {"lora_name": name}
+        await self._adapter("unload adapter", "/unload_lora_adapter", body, timeout)
+
+    async def _adapter(self, step: str, path: str, body: Mapping[str, str], timeout: float) -> None:
+        status, text = await self.call(step, "POST", path, timeout, body=body, advice=_ADAPTERS)
+        if status != 200:
+            raise EngineError(self.address, step, status, text, _ADAPTERS)
+
+    async def adapters(self, timeout: float) -> dict[str, str]:
+        """Return the adapters that it lists, and their paths."""
+        return await self.models_with_paths(timeout)
 
     async def resume(self, timeout: float) -> None:
         """Go on generating."""

@@ -10,6 +10,7 @@ Source: vllm/entrypoints/rl/online/api_router.py, vllm/distributed/weight_transf
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 from trainer_adapter.engines.errors import EngineError
 from trainer_adapter.engines.server import HttpServer, PauseMode
@@ -20,6 +21,10 @@ _ROUTES = "start the server with VLLM_SERVER_DEV_MODE=1, which has these routes"
 _BACKEND = (
     'start the server with --weight-transfer-config \'{"backend": "shmbus"}\' in an environment '
     "that has shmbus installed"
+)
+_ADAPTERS = (
+    "start the server with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
+    "environment"
 )
 _AGAIN = "look at the server's own log"
 
@@ -113,6 +118,26 @@ class VllmServer(HttpServer):
         """Do nothing: each rank's row says that an update is open, and `load` ends it."""
         del timeout
         return False
+
+    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
+        """Load an adapter from a folder on its machine."""
+        body = {"lora_name": name, "lora_path": path}
+        await self._adapter("load adapter", "/v1/load_lora_adapter", body, timeout)
+
+    async def unload_adapter(self, name: str, timeout: float) -> None:
+        """Unload an adapter; requests in flight keep what they have."""
+        await self._adapter(
+            "unload adapter", "/v1/unload_lora_adapter", {"lora_name": name}, timeout
+        )
+
+    async def _adapter(self, step: str, path: str, body: Mapping[str, str], timeout: float) -> None:
+        status, text = await self.call(step, "POST", path, timeout, body=body, advice=_ADAPTERS)
+        if status != 200:
+            raise EngineError(self.address, step, status, text, _ADAPTERS)
+
+    async def adapters(self, timeout: float) -> dict[str, str]:
+        """Return the adapters that it lists, and their paths."""
+        return await self.models_with_paths(timeout)
 
     async def resume(self, timeout: float) -> None:
         """Go on generating."""

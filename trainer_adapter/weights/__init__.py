@@ -16,11 +16,18 @@ Invariants:
 
 from __future__ import annotations
 
+from trainer_adapter.weights.adapters import (
+    AdapterFiles,
+    AdapterVersion,
+    adapter_source,
+    adapter_state,
+)
 from trainer_adapter.weights.carriers.base import Promises
 from trainer_adapter.weights.errors import (
     DeviceMismatchError,
     ManifestError,
     PeerGoneError,
+    StaleBridgeError,
     TornWeightsError,
     WeightsBusyError,
     WeightsError,
@@ -29,10 +36,13 @@ from trainer_adapter.weights.errors import (
 from trainer_adapter.weights.manifest import Manifest, ParamMeta, Slice, TensorPlace
 from trainer_adapter.weights.probe import Choice, probe_carriers
 from trainer_adapter.weights.publisher import Publication, Published, WeightPublisher
+from trainer_adapter.weights.shared import SharedModel, attach, share
 from trainer_adapter.weights.source import LocalPiece, ModuleSource, WeightSource
 from trainer_adapter.weights.subscriber import Weights, WeightSubscriber
 
 __all__ = [
+    "AdapterFiles",
+    "AdapterVersion",
     "Choice",
     "DeviceMismatchError",
     "LocalPiece",
@@ -44,7 +54,9 @@ __all__ = [
     "Promises",
     "Publication",
     "Published",
+    "SharedModel",
     "Slice",
+    "StaleBridgeError",
     "TensorPlace",
     "TornWeightsError",
     "WeightPublisher",
@@ -54,5 +66,9 @@ __all__ = [
     "WeightsBusyError",
     "WeightsError",
     "WeightsTimeoutError",
+    "adapter_source",
+    "adapter_state",
+    "attach",
     "probe_carriers",
+    "share",
 ]

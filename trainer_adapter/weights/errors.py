@@ -9,6 +9,7 @@
           +-- DeviceMismatchError    a device that is not here
           +-- PeerGoneError          another rank of the publisher has ended
           +-- WeightsBusyError       a second publisher, or no place for another reader
+          +-- StaleBridgeError       a bridge file whose writer has ended
           +-- WeightsTimeoutError    a deadline passed; a TimeoutError too
 """
 
@@ -29,6 +30,7 @@ __all__ = [
     "DeviceMismatchError",
     "ManifestError",
     "PeerGoneError",
+    "StaleBridgeError",
     "TornWeightsError",
     "WeightsBusyError",
     "WeightsError",
@@ -98,6 +100,10 @@ class PeerGoneError(WeightsError):
 
 class WeightsBusyError(WeightsError):
     """Another process publishes these weights, or all places of readers are taken."""
+
+
+class StaleBridgeError(WeightsError):
+    """A bridge file whose writer has ended: what it leads to may be somebody else's memory."""
 
 
 class WeightsTimeoutError(WeightsError, TimeoutError):

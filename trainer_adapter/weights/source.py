@@ -155,6 +155,8 @@ class ModuleSource:
         Names for parts, in the checkpoint's names.
     buffers : bool
         Whether persistent buffers are published too.
+    only : callable, optional
+        By the module's names, which tensors are published, such as those of an adapter.
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class ModuleSource:
         rename: Callable[[str], str] | None = None,
         slices: Mapping[str, Slice] | None = None,
         buffers: bool = True,
+        only: Callable[[str], bool] | None = None,
     ) -> None:
         self._model = model
         self._dtype = dtype
@@ -173,6 +176,7 @@ class ModuleSource:
         self._buffers = buffers
         self._seen: _Seen | None = None
         self._pieces: dict[tuple[int, int], list[LocalPiece]] = {}
+        self._only = only
 
     def _named(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Tensors by name, and aliases. What is one object under two names is tied."""
@@ -191,6 +195,8 @@ class ModuleSource:
         first: dict[object, str] = {}
         for own_name, tensor in state.items():
             if not isinstance(tensor, torch.Tensor) or (kept is not None and own_name in kept):
+                continue
+            if self._only is not None and not self._only(own_name):
                 continue
             name = own_name if self._rename is None else self._rename(own_name)
             if tensor.is_meta:

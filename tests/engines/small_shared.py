@@ -1,0 +1,26 @@
+"""A small server with vLLM's pause routes, whose model is the trainer's own memory."""
+
+from __future__ import annotations
+
+import torch
+from aiohttp import web
+from small_vllm import SmallVllm
+
+from trainer_adapter.weights import SharedModel, attach
+
+
+class SmallShared(SmallVllm):
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.shared: SharedModel | None = None
+
+    async def attach(self, request: web.Request) -> web.Response:
+        with torch.device("meta"):
+            model = torch.nn.Module()
+            model.value = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
+        self.shared = attach((await request.json())["bus"], model)
+        self.models = [{"value": model.value.detach()}]
+        return web.json_response({})
+
+    def routes(self) -> list[web.RouteDef]:
+        return [*super().routes(), web.post("/attach", self.attach)]

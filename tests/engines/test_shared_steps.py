@@ -1,0 +1,115 @@
+"""Steps of a trainer that has one copy of the model with servers in flight: paused, never mixed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from small_engine import Running
+from small_shared import SmallShared
+from trainers import TIMEOUT_S
+
+from shmbus import Bus
+from trainer_adapter.engines import EngineError, EngineFleet, VllmServer
+from trainer_adapter.engines.pause_note import PauseNote, PauseNotice, paused_by
+from trainer_adapter.weights import TornWeightsError, share
+
+pytest_plugins = ["engine_fixtures"]
+
+
+def model_of(value: float) -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.value = torch.nn.Parameter(torch.full((1000,), float(value)), requires_grad=False)
+    return model
+
+
+async def attached(bus: str, *running: Running) -> None:
+    for each in running:
+        await each.post("/attach", {"bus": bus})
+
+
+def fleet_of(bus: str, *running: Running, **options: Any) -> EngineFleet:
+    servers = [VllmServer(each.url) for each in running]
+    return EngineFleet(servers, bus=bus, timeout=TIMEOUT_S, **options)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_requests_in_flight_meet_whole_versions_of_the_one_copy(
+    mode: Any, bus: Bus, servers: Any
+) -> None:
+    running = [servers(1, SmallShared), servers(1, SmallShared)]
+    model = model_of(0)
+    with share(bus.name, model, version=0) as shared:
+        await attached(bus.name, *running)
+        requests = [asyncio.ensure_future(each.complete(100)) for each in running]
+        await asyncio.sleep(0.02)
+        async with fleet_of(bus.name, *running, mode=mode) as fleet:
+            for version in (1, 2, 3):
+                await fleet.step(shared, lambda: model.value.add_(1), version)
+        assert bus.policy_version == 3 and bus.paused is None and shared.version == 3
+        for request in requests:
+            answer = await request
+            assert "torn" not in answer["tokens"]
+            assert answer["tokens"] == sorted(answer["tokens"])
+        assert (await running[0].complete(1))["tokens"] == [3.0]
+    assert paused_by(bus.name) is None
+
+
+async def test_a_step_that_failed_leaves_the_servers_paused_until_it_is_healed(
+    bus: Bus, servers: Any
+) -> None:
+    running = servers(1, SmallShared)
+    model = model_of(1)
+
+    def broken() -> None:
+        model.value[:500] = 2
+        raise RuntimeError("the optimizer failed")
+
+    with share(bus.name, model, version=1) as shared:
+        await attached(bus.name, running)
+        async with fleet_of(bus.name, running) as fleet:
+            with pytest.raises(TornWeightsError, match="stay paused"):
+                await fleet.step(shared, broken, 2)
+            assert paused_by(bus.name) is not None
+            report = await fleet.recover()
+            assert report is not None and report.torn == [running.url]
+            with pytest.raises(TornWeightsError, match="stay paused"):
+                await fleet.step(shared, lambda: model.value.fill_(2), 2)
+            await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
+        assert (await running.complete(2))["tokens"] == [2.0, 2.0]
+    assert paused_by(bus.name) is None
+
+
+@pytest.mark.parametrize("kind", ["500", "close"])
+async def test_a_server_that_cannot_be_paused_keeps_the_model_as_it_is(
+    kind: str, bus: Bus, servers: Any
+) -> None:
+    running = [servers(1, SmallShared), servers(1, SmallShared)]
+    model = model_of(1)
+    with share(bus.name, model, version=1) as shared:
+        await attached(bus.name, *running)
+        await running[1].fault("pause", kind)
+        async with fleet_of(bus.name, *running) as fleet:
+            with pytest.raises(EngineError, match="nothing was changed"):
+                await fleet.step(shared, lambda: model.value.fill_(2), 2)
+        for each in running:
+            assert (await each.complete(1))["tokens"] == [1.0]
+    assert paused_by(bus.name) is None and shared.version == 1
+
+
+async def test_a_pause_around_a_step_that_was_not_begun_is_ended(bus: Bus, servers: Any) -> None:
+    running = servers(1, SmallShared)
+    with share(bus.name, model_of(1), version=1):
+        await attached(bus.name, running)
+        with PauseNote(bus.name) as note:
+            note.write(PauseNotice(1, [("vllm", running.url)], 2, 1, shared=True))
+        server = VllmServer(running.url)
+        await server.pause("keep", False, TIMEOUT_S)
+        await server.close()
+        async with fleet_of(bus.name, running) as fleet:
+            report = await fleet.recover()
+        assert report is not None and report.servers[0].version == 1
+        assert (await running.complete(1))["tokens"] == [1.0]
+    assert paused_by(bus.name) is None

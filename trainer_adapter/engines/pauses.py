@@ -1,0 +1,177 @@
+"""Inference servers that are paused and resumed together, and the bus that says so to workers.
+
+Invariants:
+
+- One pause at a time: in this process by a lock, among processes by the note's.
+- Servers are resumed until they say so, or their deadline has passed; the note is taken back only
+  when nobody that was paused is left so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import shmbus
+from trainer_adapter.engines.errors import EngineError
+from trainer_adapter.engines.pause_note import PauseNote
+from trainer_adapter.engines.report import ServerReport
+from trainer_adapter.engines.server import EngineServer, PauseMode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["SETTLED", "Pairs", "Pauses", "Step", "uninterrupted"]
+
+Pairs: TypeAlias = list[tuple[EngineServer, ServerReport]]
+Step: TypeAlias = Callable[[EngineServer, ServerReport], Awaitable[None]]
+
+#: Seconds between two tries to resume.
+RETRY_S = 0.2
+#: States of servers of which nobody has to think any more.
+SETTLED = ("serving", "gone")
+PAUSE_MODES = ("keep", "wait", "abort")
+
+
+class Pauses:
+    """What every kind of update shares; its parameters are those of `EngineFleet`."""
+
+    def __init__(
+        self,
+        servers: Sequence[EngineServer],
+        *,
+        bus: str,
+        mode: PauseMode,
+        clear_cache: bool,
+        timeout: float,
+        quorum: int | None,
+    ) -> None:
+        addresses = [server.address for server in servers]
+        if not servers or len(set(addresses)) < len(addresses):
+            raise ValueError(f"servers: expected one or more, each once, got {addresses}")
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"mode: expected one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        for server in servers:
+            if mode not in server.modes:
+                raise ValueError(
+                    f"mode: {server.address} ({type(server).__name__}) has no {mode!r}; it has "
+                    f"{', '.join(server.modes)}"
+                )
+        if quorum is not None and not 1 <= quorum <= len(servers):
+            raise ValueError(f"quorum: expected 1 to {len(servers)}, got {quorum}")
+        self.servers = list(servers)
+        self.bus = bus
+        self.mode = mode
+        self.clear_cache = clear_cache
+        self.timeout = timeout
+        self.quorum = len(servers) if quorum is None else quorum
+        self._busy = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Let go of connections to the servers; may be called twice."""
+        for server in self.servers:
+            await server.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _pause(self, server: EngineServer, report: ServerReport) -> None:
+        report.state = "unknown"
+        report.paused_s = -time.monotonic()
+        await server.pause(self.mode, self.clear_cache, self.timeout)
+        report.state = "paused"
+
+    async def _resume(self, server: EngineServer, report: ServerReport) -> None:
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                await server.resume(self.timeout)
+                if not await server.paused(self.timeout):
+                    break
+            except EngineError:
+                if time.monotonic() >= deadline:
+                    raise
+            if time.monotonic() >= deadline:
+                raise EngineError(
+                    server.address, "resume", 200, "it says that it is paused", "resume it by hand"
+                )
+            await asyncio.sleep(RETRY_S)
+        report.state = "serving"
+        if report.paused_s < 0:
+            report.paused_s += time.monotonic()
+
+    def _clear(self, note: PauseNote, pairs: Pairs) -> None:
+        """Take the note back, unless one that was paused is so still, or says nothing."""
+        if all(each.state in SETTLED for _, each in pairs):
+            note.clear()
+
+    # -- the bus ----------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _workers_held(self, version: int) -> AsyncIterator[None]:
+        """Pause the bus where requests in flight end, so that workers begin no new ones."""
+        bus = self._open_bus() if self.mode != "keep" else None
+        if bus is None:
+            yield
+            return
+        with bus:
+            bus.pause(f"weights of version {version} are being loaded")
+            try:
+                yield
+            finally:
+                bus.resume()
+
+    def _release_workers(self) -> None:
+        bus = self._open_bus()
+        if bus is not None:
+            with bus:
+                bus.resume()
+
+    def _say(self, version: int) -> None:
+        bus = self._open_bus()
+        if bus is not None:
+            with bus:
+                bus.policy_version = version
+
+    def _open_bus(self) -> shmbus.Bus | None:
+        """Open the bus; None where weights are all that is shared under that name."""
+        try:
+            return shmbus.Bus.open(self.bus)
+        except shmbus.BusNotFoundError:
+            return None
+
+    async def _each(self, pairs: Pairs, step: Step) -> Pairs:
+        """Take a step at all servers at once; return those where it succeeded."""
+
+        async def take(server: EngineServer, report: ServerReport) -> bool:
+            try:
+                await step(server, report)
+            except EngineError as error:
+                report.error = str(error)
+                if error.gone:
+                    report.state = "gone"
+                return False
+            return True
+
+        done = await asyncio.gather(*(take(server, report) for server, report in pairs))
+        return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
+
+
+async def uninterrupted(task: asyncio.Task[Any]) -> None:
+    """Wait for a task's end, whoever cancels this one."""
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    task.result()

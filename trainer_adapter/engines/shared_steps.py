@@ -1,0 +1,151 @@
+"""Steps of a trainer that has one copy of the model with its servers: pause, step, resume.
+
+Invariants:
+
+- The parameters change only while every server says that it is paused; there is no quorum, since
+  all of them have the same memory.
+- A step that failed leaves the servers paused: the model is a mix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from trainer_adapter.engines.errors import EngineError
+from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
+from trainer_adapter.engines.pauses import Pairs, Pauses, uninterrupted
+from trainer_adapter.engines.report import ServerReport, UpdateReport
+from trainer_adapter.engines.server import EngineServer
+from trainer_adapter.weights.errors import TornWeightsError
+from trainer_adapter.weights.shared_file import shared_state
+
+if TYPE_CHECKING:
+    from trainer_adapter.weights.shared import SharedModel
+
+__all__ = ["SharedSteps"]
+
+
+class SharedSteps(Pauses):
+    """The verb `step` of a fleet."""
+
+    async def step(
+        self,
+        shared: SharedModel,
+        action: Callable[[], object],
+        version: int,
+        *,
+        heal: bool = False,
+    ) -> None:
+        """Change the one copy of a model that the servers and this process share, between pauses.
+
+        Parameters
+        ----------
+        shared : SharedModel
+            Of this bus, as `share` made it.
+        action : callable
+            Changes the parameters, such as ``optimizer.step``; it is called in a thread.
+        version : int
+            What the weights are after it.
+        heal : bool
+            Whether the action loads all weights anew, so that it may begin with torn ones.
+
+        Raises
+        ------
+        EngineError
+            A server could not be paused, and nothing was changed; or it could not be resumed.
+        TornWeightsError
+            The action failed, from its error: the servers stay paused, since the model is a mix.
+            Load whole weights with another step, and heal=True.
+        BlockingIOError
+            Another process is updating servers of this bus.
+        """
+        async with self._busy:
+            with PauseNote(self.bus) as note:
+                task = asyncio.ensure_future(self._step(note, shared, action, version, heal))
+                try:
+                    await asyncio.shield(task)
+                except asyncio.CancelledError:
+                    await uninterrupted(task)
+                    raise
+
+    async def _step(
+        self,
+        note: PauseNote,
+        shared: SharedModel,
+        action: Callable[[], object],
+        version: int,
+        heal: bool,
+    ) -> None:
+        reports = [ServerReport(address=server.address) for server in self.servers]
+        pairs = list(zip(self.servers, reports, strict=True))
+        if note.left is not None:
+            await self._resume_whole(note, note.left)
+        await self._all(await self._each(pairs, self._ask), reports)
+        servers = [(server.kind, server.address) for server in self.servers]
+        previous = shared.version
+        note.write(PauseNotice(os.getpid(), servers, version, previous, shared=True))
+        async with self._workers_held(version):
+            paused = await self._each(pairs, self._pause)
+            if len(paused) < len(pairs):
+                await self._each(pairs, self._resume)
+                self._clear(note, pairs)
+                await self._all(paused, reports)
+            try:
+                await asyncio.to_thread(_change, shared, action, version, heal)
+            except Exception as error:
+                if not shared.torn:  # it was refused before anything was changed
+                    await self._each(pairs, self._resume)
+                    self._clear(note, pairs)
+                    raise
+                raise TornWeightsError(
+                    f"the step to version {version} failed, so the model is a mix; "
+                    f"{', '.join(server.address for server in self.servers)} stay paused: load "
+                    "whole weights in a step with heal=True"
+                ) from error
+            resumed = await self._each(pairs, self._resume)
+        self._clear(note, pairs)
+        self._say(version)
+        await self._all(resumed, reports)
+
+    async def _ask(self, server: EngineServer, report: ServerReport) -> None:
+        """Find out that it is there before anybody is paused."""
+        await server.paused(self.timeout)
+
+    async def _all(self, pairs: Pairs, reports: list[ServerReport]) -> None:
+        if len(pairs) < len(reports):
+            failed = next(each for each in reports if each.error)
+            raise EngineError(failed.address, "step", None, failed.error, "nothing was changed")
+
+    async def _resume_whole(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
+        """End the pause of a trainer that died around a step, unless it died in it."""
+        report = UpdateReport(
+            version=left.version,
+            previous=left.previous,
+            servers=[
+                ServerReport(address=server.address, state="paused") for server in self.servers
+            ],
+        )
+        state = shared_state(self.bus)
+        if state is None or state[1]:
+            why = "its memory is gone" if state is None else "the trainer died in a step"
+            for each in report.servers:
+                each.error = f"the shared model is no whole one: {why}"
+            return report
+        report.version = state[0]
+        pairs = list(zip(self.servers, report.servers, strict=True))
+        for server, each in await self._each(pairs, self._resume):
+            del server
+            each.version = state[0]
+        self._clear(note, pairs)
+        if note.left is None:
+            self._release_workers()
+        return report
+
+
+def _change(shared: SharedModel, action: Callable[[], object], version: int, heal: bool) -> None:
+    # The servers are paused, which is the guard; none of them holds a lock meanwhile.
+    with shared.stepping(version, guard="none", heal=heal):
+        action()

@@ -1,0 +1,254 @@
+"""Adapters alone: LoRA tensors as weights of their own, or as files in PEFT's form.
+
+A trainer that has frozen the rest of the model sends megabytes instead of gigabytes. Servers that
+take paths get a folder on tmpfs, under a name that carries the version; who reads tensors gets them
+through `WeightPublisher` and `adapter_source`.
+
+Invariant: a folder is written whole under another name, synced, and renamed; what has a version's
+name is whole.
+
+Source: PEFT's `get_peft_model_state_dict` and `save_pretrained` (adapter_config.json,
+adapter_model.safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from trainer_adapter.weights.errors import WeightsError
+from trainer_adapter.weights.source import ModuleSource
+
+__all__ = ["AdapterFiles", "AdapterVersion", "adapter_source", "adapter_state"]
+
+_TENSORS: Final = "adapter_model.safetensors"
+_CONFIG: Final = "adapter_config.json"
+#: What PEFT's tensors of an adapter have in their names: the kind, then the adapter's own name.
+_LORA: Final = re.compile(r"\.(lora_[A-Za-z_]+)\.([^.]+)(?=\.|$)")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that was written.
+
+    Attributes
+    ----------
+    name : str
+        What servers call it: the adapter's name and its version.
+    path : str
+        Its folder.
+    version : int
+        As given.
+    size : int
+        Bytes of its tensors.
+    """
+
+    name: str
+    path: str
+    version: int
+    size: int
+
+
+class AdapterFiles:
+    """Writes versions of an adapter in PEFT's form.
+
+    Parameters
+    ----------
+    directory : path
+        Made if need be; on tmpfs, such as "/dev/shm/run1-adapters", for speed.
+    name : str
+        The adapter's: letters, digits, dots, dashes, underscores.
+    config : mapping
+        PEFT's adapter_config.json, such as ``peft_config.to_dict()``.
+    keep : int
+        Versions that stay, with those that servers still have (`forget`).
+
+    Raises
+    ------
+    ValueError
+        The name is none, or `keep` is less than 1.
+    WeightsError
+        The config is none of PEFT's.
+    """
+
+    def __init__(
+        self, directory: Path | str, name: str, config: Mapping[str, Any], *, keep: int = 3
+    ) -> None:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"name: expected letters, digits, '.', '-' and '_', got {name!r}")
+        if keep < 1:
+            raise ValueError(f"keep: expected at least 1 version, got {keep}")
+        missing = [key for key in ("peft_type", "r", "target_modules") if key not in config]
+        if missing:
+            raise WeightsError(
+                f"config: expected PEFT's adapter_config.json, {', '.join(missing)} is missing; "
+                "give peft_config.to_dict(). Nothing was written"
+            )
+        self._directory = Path(directory)
+        self._name = name
+        self._keep = keep
+        self._config = json.dumps(dict(config), indent=2, sort_keys=True, default=_plain).encode()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for left in self._directory.glob(".new-*"):  # by a trainer that died
+            shutil.rmtree(left, ignore_errors=True)
+
+    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> AdapterVersion:
+        """Write a version.
+
+        Parameters
+        ----------
+        state : mapping of Tensor
+            By PEFT's names, such as `adapter_state` gives.
+        version : int
+            0 or more; 0 is a version as any other.
+
+        Returns
+        -------
+        AdapterVersion
+
+        Raises
+        ------
+        ValueError
+            The version is negative.
+        WeightsError
+            There are no tensors, or that version was written before.
+        """
+        from safetensors.torch import save_file
+
+        if version < 0:
+            raise ValueError(f"version: expected 0 or more, got {version}")
+        name = f"{self._name}-v{version}"
+        target = self._directory / name
+        if not state or target.exists():
+            what = "that version is there already" if state else "it has no tensors"
+            raise WeightsError(f"adapter {name!r}: {what}; nothing was written")
+        tensors = {key: value.detach().to("cpu").contiguous() for key, value in state.items()}
+        fresh = self._directory / f".new-{secrets.token_hex(4)}"
+        fresh.mkdir()
+        try:
+            save_file(tensors, fresh / _TENSORS, {"format": "pt"})
+            (fresh / _CONFIG).write_bytes(self._config)
+            for each in (fresh / _TENSORS, fresh / _CONFIG, fresh):
+                _sync(each)
+            fresh.rename(target)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        for old in self.versions()[: -self._keep]:
+            self.forget(old)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return AdapterVersion(name=name, path=str(target.resolve()), version=version, size=size)
+
+    def versions(self) -> list[int]:
+        """List what is there, oldest first.
+
+        Returns
+        -------
+        list of int
+        """
+        ends = re.compile(re.escape(self._name) + r"-v(\d+)")
+        found = (ends.fullmatch(each.name) for each in self._directory.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def forget(self, version: int) -> None:
+        """Remove a version, if it is there; servers that have loaded it keep it.
+
+        Parameters
+        ----------
+        version : int
+            Which one.
+        """
+        shutil.rmtree(self._directory / f"{self._name}-v{version}", ignore_errors=True)
+
+
+def adapter_state(model: torch.nn.Module, *, adapter: str = "default") -> dict[str, torch.Tensor]:
+    """Collect an adapter's tensors of a PEFT model, by the names of PEFT's files.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Such as ``get_peft_model(...)``.
+    adapter : str
+        Which one.
+
+    Returns
+    -------
+    dict of Tensor
+        Detached; of the model's own memory.
+
+    Raises
+    ------
+    WeightsError
+        The model has no such adapter.
+    """
+    named = model.state_dict(keep_vars=True)
+    found = {
+        _file_name(name): tensor.detach()
+        for name, tensor in named.items()
+        if isinstance(tensor, torch.Tensor) and _is_of(name, adapter)
+    }
+    if not found:
+        there = {match[2] for name in named if (match := _LORA.search(name))}
+        raise WeightsError(
+            f"adapter {adapter!r}: the model has no LoRA tensors of it; there are: "
+            f"{', '.join(sorted(there)) or 'none'}"
+        )
+    return found
+
+
+def adapter_source(model: torch.nn.Module, *, adapter: str = "default") -> ModuleSource:
+    """Make a source of an adapter's tensors alone, for `WeightPublisher`.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A PEFT model.
+    adapter : str
+        Which one.
+
+    Returns
+    -------
+    ModuleSource
+        Of the names of PEFT's files.
+
+    Raises
+    ------
+    WeightsError
+        The model has no such adapter.
+    """
+    adapter_state(model, adapter=adapter)
+    return ModuleSource(model, only=lambda name: _is_of(name, adapter), rename=_file_name)
+
+
+def _is_of(name: str, adapter: str) -> bool:
+    match = _LORA.search(name)
+    return match is not None and match[2] == adapter
+
+
+def _file_name(name: str) -> str:
+    """Take the adapter's own name out: PEFT's files have none."""
+    return _LORA.sub(r".\1", name)
+
+
+def _plain(value: object) -> object:
+    """Say sets and enumerations as JSON has them."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(getattr(value, "value", value))
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
