@@ -34,6 +34,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from trainer_adapter.weights.errors import (
     ManifestError,
@@ -273,17 +274,23 @@ def share(
     WeightsBusyError
         A living process shares or reads that bus's weights already.
     WeightsError
-        A parameter is not on the CPU.
+        A parameter is not on the CPU, or is a shard of one.
     ManifestError
         Names or slices contradict each other.
     """
     source = ModuleSource(model, slices=slices)
     tensors, _ = source._named()
-    strange = [name for name, tensor in tensors.items() if tensor.device.type != "cpu"]
+    strange = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.device.type != "cpu" or isinstance(tensor, DTensor)
+    ]
     if strange:
+        first = tensors[strange[0]]
         raise WeightsError(
-            f"one copy is shared in host memory, and {', '.join(map(repr, strange[:5]))} is on "
-            f"{tensors[strange[0]].device}; publish versions with WeightPublisher instead"
+            f"one copy is shared of whole tensors in host memory, and {strange[0]!r} is a "
+            f"{type(first).__name__} on {first.device} ({len(strange)} in all); publish versions "
+            "with WeightPublisher instead. Nothing was changed"
         )
     manifest = Manifest.plan(source.params(), aliases=source.aliases(), slices=source.slices())
     path = path_of(bus)
