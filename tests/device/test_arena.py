@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import wait_until
+from conftest import Spawner, wait_until
 
+from shmbus.inspect.leftovers import remove, survey
 from trainer_adapter.device.arena import (
     Arena,
     ArenaView,
@@ -156,3 +157,30 @@ def test_what_an_action_raises_is_raised_where_its_end_is_awaited() -> None:
     completion.close()
     completion.close()
     assert done == [1]
+
+
+OWNER = """
+import sys, time
+from trainer_adapter.device.arena import Arena, allocator, arena_path
+arena = Arena(arena_path("channel", sys.argv[1]), allocator("memfd"))
+print("listens", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_the_socket_of_an_owner_is_in_use_while_it_lives_and_removable_after(
+    bus_name: str, spawn: Spawner
+) -> None:
+    path = arena_path("channel", bus_name)
+
+    def verdict() -> str:
+        return next(found.verdict for found in survey() if found.path == path)
+
+    child = spawn.script(OWNER, bus_name)
+    child.expect("listens")
+    assert verdict() == "in_use"
+    child.kill()
+    assert verdict() == "removable"
+    remove(next(found for found in survey() if found.path == path))
+    assert not os.path.exists(path)

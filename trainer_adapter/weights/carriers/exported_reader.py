@@ -132,7 +132,7 @@ class PooledReader(ShmReader):
         try:
             said = msgspec.msgpack.decode(meta, type=Said)
         except msgspec.MsgspecError:
-            return self._in_slot(lease, reader)
+            return self._in_slot(lease, reader, self._manifest(meta, lease.size))
         placed = Placed.decode(bytes(memoryview(lease.buffer)))
         manifest = self._manifest(said.manifest, placed.total)
         try:
@@ -161,16 +161,18 @@ class PooledReader(ShmReader):
         borrowed = self._borrowed_of(placed.buffer, memory, manifest)
         return ExportedVersion(lease, reader, manifest, placed, memory, borrowed)
 
-    def _in_slot(self, lease: VersionLease, reader: PoolReader) -> CarriedVersion:
+    def _in_slot(
+        self, lease: VersionLease, reader: PoolReader, manifest: Manifest
+    ) -> CarriedVersion:
         """Return a version of the carrier "shm"; what was checked of its slot is kept."""
-        version = _SlotVersion(lease, reader, self._registered)
+        version = _SlotVersion(lease, reader, self._registered, manifest)
         if reader is not self._slots_of:  # the pool was made again: other memory
             self._slots_of, self._in_slots = reader, {}
         payload = payload_tensor(lease.buffer)
         address = payload.data_ptr()
         found = self._in_slots.get(address)
-        if found is None or found.manifest != version.manifest:
-            found = Borrowed(BufferName(0, 0), _Slot(unowned(payload)), version.manifest)
+        if found is None or found.manifest is not manifest:
+            found = Borrowed(BufferName(0, 0), _Slot(unowned(payload)), manifest)
             self._in_slots[address] = found
         version.borrowed = found
         return version

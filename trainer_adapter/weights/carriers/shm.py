@@ -242,10 +242,16 @@ class ShmVersion:
         Which has leased it.
     registered : RegisteredSlots, optional
         Slots that devices read directly.
+    manifest : Manifest, optional
+        The version's, where it was decoded and checked before.
     """
 
     def __init__(
-        self, lease: VersionLease, reader: PoolReader, registered: RegisteredSlots | None = None
+        self,
+        lease: VersionLease,
+        reader: PoolReader,
+        registered: RegisteredSlots | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         self._lease = lease
         self._reader = reader
@@ -253,8 +259,10 @@ class ShmVersion:
         self.version = lease.version
         self.sequence = lease.sequence
         self.text = lease.text
-        with translated():
-            self.manifest = Manifest.decode(lease.meta(), lease.size)
+        if manifest is None:
+            with translated():
+                manifest = Manifest.decode(lease.meta(), lease.size)
+        self.manifest = manifest
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """View every tensor; no byte is copied."""
