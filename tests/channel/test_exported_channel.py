@@ -33,7 +33,7 @@ from trainer_adapter.channel.writers import ExportedWriter
 from trainer_adapter.device.arena import arena_path
 
 SPECS = {"x": ("int64", (None,)), "y": ("bfloat16", (None, 8))}
-STEPS = 400
+STEPS = 150
 NEVER_S = 3600.0
 
 RECEIVER = """
@@ -99,7 +99,7 @@ def test_steps_arrive_bit_for_bit_in_order_in_at_most_one_buffer_more_than_slots
     most = 0
     with TensorChannel.create(bus_name, carrier="memfd") as sender:
         child = spawn.script(RECEIVER, bus_name, how)
-        child.expect("ready")
+        child.expect("ready", timeout=60)
         for step in range(STEPS):
             sender.send(made(step), step=step, timeout=60)
             most = max(most, buffers_of(sender))
@@ -176,7 +176,7 @@ def test_a_receiver_that_has_the_memory_gets_what_a_killed_sender_has_sent(
     bus_name: str, spawn: Spawner
 ) -> None:
     child = spawn.script(SENDER, bus_name, 1, 1)
-    child.expect("sent")
+    child.expect("sent", timeout=60)
     with TensorChannel.open(bus_name, specs=SPECS) as receiver:
         with pytest.raises(ZeroDivisionError), receiver.recv(5) as item:
             raise ZeroDivisionError
@@ -196,7 +196,7 @@ def test_a_step_whose_memory_died_with_its_sender_fails_and_the_next_one_comes(
     bus_name: str, spawn: Spawner
 ) -> None:
     child = spawn.script(SENDER, bus_name, 2, 2)
-    child.expect("sent")
+    child.expect("sent", timeout=60)
     with TensorChannel.open(bus_name, specs=SPECS) as receiver:
         child.kill()
         for step in range(2):
@@ -204,7 +204,7 @@ def test_a_step_whose_memory_died_with_its_sender_fails_and_the_next_one_comes(
                 receiver.recv(5)
             assert lost.value.step == step
         successor = spawn.script(SENDER, bus_name, 1, 2)
-        successor.expect("sent")
+        successor.expect("sent", timeout=60)
         while True:
             try:
                 with receiver.recv(30) as item:
@@ -218,7 +218,7 @@ def test_a_step_whose_memory_died_with_its_sender_fails_and_the_next_one_comes(
 @pytest.mark.timeout(60)
 def test_a_successor_sends_again_what_nobody_had_received(bus_name: str, spawn: Spawner) -> None:
     child = spawn.script(SENDER, bus_name, 2, 2)
-    child.expect("sent")
+    child.expect("sent", timeout=60)
     child.kill()
     with TensorChannel.create(bus_name, carrier="memfd", timeout=0.1) as sender:
         assert sender.next_step == 0
@@ -285,7 +285,7 @@ def test_a_device_that_is_not_here_is_an_error_at_construction() -> None:
 
 def test_a_stopped_sender_is_slow_and_nothing_is_lost(bus_name: str, spawn: Spawner) -> None:
     child = spawn.script(SENDER, bus_name, 1, 1)
-    child.expect("sent")
+    child.expect("sent", timeout=60)
     with TensorChannel.open(bus_name, specs=SPECS) as receiver:
         receiver._reader._buffers._timeout = 0.2
         child.send_signal(signal.SIGSTOP)
