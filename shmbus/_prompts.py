@@ -15,7 +15,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus._encoding import as_array, decode_dtype, decode_meta, encode_dtype, encode_meta
+from shmbus._encoding import (
+    as_array,
+    decode_dtype,
+    decode_meta,
+    encode_dtype,
+    encode_meta,
+    unknown_field,
+)
+from shmbus._fields import is_argument
 from shmbus_ext import _core
 
 __all__ = ["Claim", "Prompt", "Request", "RequestText", "encode_prompt"]
@@ -36,33 +44,93 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def encode_prompt(fields: Mapping[str, object], meta: object) -> bytes:
+def encode_prompt(
+    fields: Mapping[str, object], meta: object, declared: _core.DeclaredSchema | None = None
+) -> bytes:
     """Encode a prompt.
 
     Parameters
     ----------
     fields : mapping of str to array
-        Any shape, any dtype of fixed size.
+        Any shape, any dtype of fixed size; lists too, where their dtype is known.
     meta : object
         What msgspec can encode; None for none.
+    declared : DeclaredSchema, optional
+        The fields that a prompt has.
 
     Raises
     ------
     TypeError, ValueError
-        A value is no array, there are too many fields, or as for meta.
+        A value is no array, is none of the schema's, or there are too many; or as for meta.
     """
+    for name in fields:
+        if is_argument(name):
+            raise TypeError(
+                f"{name}: a request says no {name}, which is for the worker's put; leave it out, "
+                "or call the prompt's field something else"
+            )
+    if declared is not None:
+        fields = _by_schema(fields, declared)
     if len(fields) > _core.MAX_FIELDS:
         raise ValueError(f"prompt: expected at most {_core.MAX_FIELDS} fields, got {len(fields)}")
     table: list[tuple[str, bytes, tuple[int, ...]]] = []
     parts: list[bytes] = []
     for name, value in fields.items():
-        array = as_array(name, value)
+        array = _as_field(name, value)
         table.append((name, encode_dtype(name, array.dtype), array.shape))
         raw = array.tobytes()
         parts += (raw, bytes(_padded(len(raw)) - len(raw)))
     head = _encoder.encode((None if meta is None else encode_meta(meta), table))
     start = _LENGTH.size + len(head)
     return b"".join((_LENGTH.pack(len(head)), head, bytes(_padded(start) - start), *parts))
+
+
+def _as_field(name: str, value: object, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
+    """Make an array of a value, with a dtype if one is declared; lists need one."""
+    known = _core.STANDARD_DTYPES.get(name) if dtype is None else dtype
+    if isinstance(value, (list, tuple)):
+        if known is None:
+            raise TypeError(
+                f"{name}: expected an array, got {type(value).__name__}; declare its dtype, as in "
+                f"Feeder(..., schema={{{name!r}: 'int32'}}), or wrap it: np.asarray({name}, "
+                "dtype=np.int32)"
+            )
+        return _core.convert_field(name, value, known)
+    if dtype is not None and isinstance(value, (bool, int, float)):
+        return _core.convert_field(name, value, dtype)
+    array = as_array(name, value, dtype is not None)
+    return array if dtype in (None, array.dtype) else _core.convert_field(name, array, dtype)
+
+
+def _by_schema(
+    fields: Mapping[str, object], declared: _core.DeclaredSchema
+) -> dict[str, NDArray[Any]]:
+    found: dict[str, NDArray[Any]] = {}
+    dimensions: dict[str, tuple[int, str]] = {}
+    for name in fields:
+        if name not in declared.names:
+            raise unknown_field(name, declared.names)
+    for name, dtype, shape, required in declared.fields():
+        if name not in fields:
+            if required:
+                raise TypeError(f"missing the field {name!r}, which the schema requires")
+            continue
+        array = found[name] = _as_field(name, fields[name], dtype)
+        if shape is None:
+            continue
+        sizes = list(zip(shape, array.shape, strict=False))
+        if len(shape) != array.ndim or any(
+            isinstance(size, int) and size != got for size, got in sizes
+        ):
+            raise ValueError(f"{name}: expected the shape {shape}, got {array.shape}")
+        for size, got in sizes:
+            if isinstance(size, str) and dimensions.setdefault(size, (got, name))[0] != got:
+                other, first = dimensions[size]
+                raise ValueError(
+                    f"{name}: expected the shape {shape} with {size} = {other}, as {first} has it, "
+                    f"got {array.shape}"
+                )
+    return found
 
 
 class Prompt:

@@ -17,6 +17,7 @@ from shmbus import errors, limits
 from shmbus._arguments import TRAIN, check_count, check_int, check_timeout
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import encode_prompt
+from shmbus._schema import Schema, mapping_of, parse
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import requests_full_error
 from shmbus.segment.names import check_name
@@ -97,6 +98,9 @@ class Feeder:
     ----------
     name : str
         The bus.
+    schema : mapping of str to dtype or (dtype, shape), optional
+        The fields of a prompt, as `Bus.create` takes those of a sample. Lists are welcome then, and
+        a field that is missing, misnamed or of another shape is an error where it is offered.
     on_stall : "log" | "raise" | callable | None
         What happens each time that nothing has moved on the bus for `stall_timeout` seconds while
         `request` waits for room, as for `Consumer`.
@@ -121,11 +125,13 @@ class Feeder:
         self,
         name: str,
         *,
+        schema: Schema | None = None,
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
     ) -> None:
         self.name = check_name(name)
         self._watch = Watch(name, on_stall, stall_timeout)
+        self._declared = None if schema is None else parse(schema)
         self._room = LoopWaits()
         self._segment = lifecycle.open_segment(name)
 
@@ -163,8 +169,8 @@ class Feeder:
         timeout : float, optional
             Seconds to wait for room: None waits for ever, 0 does not wait.
         **prompt : array
-            The prompt: any fields, of any shape and any dtype of fixed size; workers read them as
-            ``request[name]``.
+            The prompt: any fields, of any shape and any dtype of fixed size; lists of those that a
+            schema declares. Workers read them as ``request[name]``.
 
         Returns
         -------
@@ -238,7 +244,7 @@ class Feeder:
         meta: Any = None,
         **prompt: Any,
     ) -> Offer:
-        encoded = encode_prompt(prompt, meta)
+        encoded = encode_prompt(prompt, meta, self._declared)
         return check_offer(
             self._segment, instance_id, group_size, need, epoch, split, priority, encoded
         )
@@ -387,11 +393,14 @@ class Feeder:
         self.close()
 
     def __reduce__(self) -> tuple[Callable[..., Feeder], tuple[Any, ...]]:
-        return _rebuild, (type(self), self.name, self._watch.options)
+        schema = None if self._declared is None else mapping_of(self._declared)
+        return _rebuild, (type(self), self.name, self._watch.options, schema)
 
     def __repr__(self) -> str:
         return f"<Feeder {self.name!r}{' closed' if self.closed else ''}>"
 
 
-def _rebuild(cls: type[Feeder], name: str, stall: tuple[OnStall, float]) -> Feeder:
-    return cls(name, on_stall=stall[0], stall_timeout=stall[1])
+def _rebuild(
+    cls: type[Feeder], name: str, stall: tuple[OnStall, float], schema: Schema | None
+) -> Feeder:
+    return cls(name, schema=schema, on_stall=stall[0], stall_timeout=stall[1])

@@ -166,7 +166,7 @@ class RecordReader:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         self._segment.policy_version = version
-        self._lead.follow_version()
+        self._lead.follow(0)
 
     def _require_open(self) -> None:
         if not self._reader.attached or self._segment.closed:
@@ -338,8 +338,7 @@ class RecordReader:
                 if self._lead.bounded:
                     _core.lead_leave(self._segment, *split_key(t.key))
                 self._requests.ended([t])
-        if self._lead.bounded:
-            _core.lead_delivered(self._segment, ended)
+        self._lead.follow(0, ended)
         self._note_held()
 
     # -- maintenance and state ------------------------------------------------------------------
@@ -386,7 +385,7 @@ class RecordReader:
         if now >= self._next_sweep_s:
             self._next_sweep_s = now + limits.SWEEP_INTERVAL_S
             reader.sweep()
-            self._lead.follow_version()
+            self._lead.follow(0)
             if segment.attach_epoch != self._attach_epoch:
                 self._attach_epoch = segment.attach_epoch
                 self._lead.doubt()

@@ -29,6 +29,8 @@ class SupportsItem(Protocol):
 #: The value of a field: no number, which is probably meant for an argument of another name.
 FieldValue: TypeAlias = SupportsArray | Buffer | list[Any] | tuple[Any, ...]
 
+def convert_field(name: str, value: object, dtype: np.dtype[Any], /) -> np.ndarray[Any, Any]: ...
+
 class DeclaredSchema:
     encoded: bytes
     names: tuple[str, ...]

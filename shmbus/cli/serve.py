@@ -29,6 +29,7 @@ examples:
   shmbus serve run1 --capacity 1GiB --group-timeout 600 --on-timeout partial
   shmbus serve run1 --capacity 4GiB --http 127.0.0.1:8000
   shmbus serve run1 --capacity 4GiB --web 8123
+  shmbus serve run1 --schema '{"tokens": "int32", "logprobs": "float32"}'
   shmbus serve run1 --metrics-port 9464 --restore /data/run1-before-reboot
   SHMBUS_LOG_FORMAT=json shmbus serve run1 --config run1.toml
 
@@ -77,13 +78,7 @@ def run(parsed: argparse.Namespace) -> int:
             _restore(parsed.name, settings.restore)
         if creation.remove_unfinished(parsed.name):
             logger.warning("removed what a creator that died had left of bus %r", parsed.name)
-        with contextlib.suppress(errors.BusExistsError):
-            creation.create_segment(
-                parsed.name,
-                settings.capacity,
-                settings.max_producers,
-                bounds=settings.bounds(),
-            ).close()
+        _create(parsed.name, settings)
         on_stop = _start_beside(parsed.name, settings, stack)
         ours = server.serve(
             parsed.name,
@@ -97,6 +92,22 @@ def run(parsed: argparse.Namespace) -> int:
         with contextlib.suppress(errors.BusNotFoundError):
             lifecycle.unlink(parsed.name)
     return 0
+
+
+def _create(name: str, settings: config.Settings) -> None:
+    """Create the bus, or leave the one that is there as it is, if it has the schema asked for."""
+    schema = settings.declared()
+    try:
+        creation.create_segment(
+            name,
+            settings.capacity,
+            settings.max_producers,
+            bounds=settings.bounds(),
+            schema=schema,
+        ).close()
+    except errors.BusExistsError:
+        if schema is not None:
+            creation.ensure_segment(name, schema=schema).close()
 
 
 def _start_beside(

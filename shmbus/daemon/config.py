@@ -18,6 +18,7 @@ import msgspec
 
 from shmbus import limits
 from shmbus._arguments import parse_size
+from shmbus._schema import parse
 from shmbus.segment.bounds import Bounds, check_bounds
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
@@ -46,6 +47,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         How far producers may be ahead, if the bus is created; as for `shmbus.Bus.create`.
     request_capacity : str | int | None
         Bytes for requests, if the bus is created.
+    schema : str | dict | None
+        The fields of samples, as JSON or as a table of the file: names to dtypes or
+        [dtype, shape]. A bus that is there must have the same.
     group_timeout, on_timeout, max_policy_lag, skip_zero_variance, duplicate, max_stash_bytes,
     on_overflow, sample_retries, retry_timeout, on_failure
         As for `shmbus.Consumer`.
@@ -74,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_lead: int | None = None
     max_lead_versions: int | None = None
     request_capacity: str | int | None = None
+    schema: str | dict[str, Any] | None = None
     group_timeout: float | None = None
     on_timeout: Literal["wait", "drop", "partial"] = "wait"
     max_policy_lag: int | None = None
@@ -104,6 +109,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return what a bus is made with beside its space."""
         return check_bounds(self.request_capacity, self.max_lead, self.max_lead_versions)
 
+    def declared(self) -> _core.DeclaredSchema | None:
+        """Return the schema that the bus is to have; None where any will do."""
+        return None if self.schema is None else _parse_schema(self.schema)
+
     def policy(self) -> StashPolicy:
         """Return the settings of the stash."""
         size = self.max_stash_bytes
@@ -128,6 +137,8 @@ _HELP = {
     "max_lead": "groups that may be begun and not delivered yet, if the bus is created",
     "max_lead_versions": "the same in policy versions",
     "request_capacity": "bytes for requests, if the bus is created",
+    "schema": 'fields of samples as JSON, such as \'{"tokens": "int32"}\', if the bus is created; '
+    "one that is there must have them",
     "group_timeout": "seconds that a group may stay incomplete",
     "on_timeout": "what happens to it then: wait, drop or partial",
     "max_policy_lag": "versions that a group's oldest sample may be behind",
@@ -179,6 +190,8 @@ def _check_bounds(name: str, value: Any) -> None:
         parse_size(value)
     elif name in ("request_capacity", "max_lead", "max_lead_versions"):
         check_bounds(**{name: value})
+    elif name == "schema":
+        _parse_schema(value)
     elif name in _AT_LEAST_0 and not value >= 0:
         raise ValueError(f"{name}: expected 0 or more, got {value}")
     elif name in _ABOVE_0 and not value > 0:
@@ -187,6 +200,35 @@ def _check_bounds(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected 0 to 65535, got {value}")
     elif name == "max_producers" and not 1 <= value <= _core.MAX_PRODUCERS:
         raise ValueError(f"{name}: expected 1 to {_core.MAX_PRODUCERS}, got {value}")
+
+
+def _parse_schema(value: str | Mapping[str, Any]) -> _core.DeclaredSchema:
+    """Read a schema as JSON and TOML have it: lists for tuples, "..." for any shape."""
+    try:
+        given = msgspec.json.decode(value) if isinstance(value, str) else value
+    except msgspec.DecodeError as error:
+        raise ValueError(
+            f"schema: expected JSON of names to dtypes, got {value!r}: {error}"
+        ) from error
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f'schema: expected names to dtypes, such as {{"tokens": "int32"}}, got {value!r}'
+        )
+    fields: dict[str, Any] = {}
+    for name, spec in given.items():
+        if isinstance(spec, list):
+            shape = spec[1:]
+            fields[name] = (*spec[:1], *(... if each == "..." else _tuple(each) for each in shape))
+        else:
+            fields[name] = spec
+    try:
+        return parse(fields)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, Any]:

@@ -203,8 +203,7 @@ class Collector:
 
     def _end_checks(self) -> None:
         """Clear up after deaths and discards, with all that was committed before in the stash."""
-        samples = self.stash.waiting_samples()
-        present: set[Hashable] = {sample.key for sample in samples}
+        present: set[Hashable] = {sample.key for sample in self.stash.waiting_samples()}
         if self._requests.checks:
             # First: a request that has ended holds no place for its group.
             self._end_requests(present)
@@ -255,7 +254,7 @@ class Collector:
             self.release_discarded()
         if leased:
             if self._lead.bounded:
-                self._lead.delivered(leased)
+                self._lead.delivered(leased, stash.leased_groups)
             self._requests.delivered(leased)
             if split == _core.SPLIT_TRAIN:
                 _core.count_delivered(self.segment, leased)
@@ -287,7 +286,7 @@ class Collector:
                 self._doubt()
             self._retries.check_claimants()
             self._log_drops(now)
-            self._lead.follow_version()
+            self._lead.follow(self.stash.leased_groups)
         if now >= self._next_evacuation_s:
             self._next_evacuation_s = now + _EVACUATE_INTERVAL_S
             self._free_space()
@@ -361,7 +360,7 @@ class Collector:
 
         Ring, table and group change in one call of C: no exception comes between.
         """
-        if not reason and not self.stash.reports and not self._requests.used:
+        if not (reason or self.stash.reports or self._requests.used or self._lead.in_versions):
             return _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
         ended = _core.uninterrupted(self._end_noted, consumer, groups, reason, state)
         self.drops.flush()
@@ -380,6 +379,7 @@ class Collector:
                 self.drops.note(REASONS[reason], group._lease.samples, now)
             self.stash.end_reports(group._lease)
             self._requests.ended(group._lease.samples)
+        self._lead.follow(self.stash.leased_groups, ended)
         self.release_discards()
         return ended
 
@@ -399,6 +399,7 @@ class Collector:
         self.reader.release(group.samples, reason)
         self.stash.end_lease(group)
         self._requests.ended(group.samples)
+        self._lead.follow(self.stash.leased_groups, 1)
         if reason:
             self.drops.flush()
         if self.stash.discards:
@@ -427,7 +428,7 @@ class Collector:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         self.segment.policy_version = version
-        self._lead.follow_version()
+        self._lead.follow(self.stash.leased_groups)
 
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""

@@ -33,29 +33,33 @@ class Lead:
     ----------
     bounded : bool
         Whether the bus has a bound.
+    in_versions : bool
+        Whether it is one in policy versions, which needs to know what was trained.
     """
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment
         limit, _, _, max_versions, _ = _core.lead_state(segment)
         self.bounded = limit > 0
-        self._in_versions = max_versions >= 0
+        self.in_versions = max_versions >= 0
         #: Whether rows may be taken whose groups have gone, as after another collector's death.
         self._doubtful = self.bounded
         #: Rows that had no claimant when `begin_check` looked.
         self._settled: dict[int, int] | None = None
 
-    def delivered(self, groups: list[_core.GroupEntry[_core.Trajectory]]) -> None:
+    def delivered(
+        self, groups: list[_core.GroupEntry[_core.Trajectory]], leased_groups: int
+    ) -> None:
         """Let others begin in the place of these groups."""
         for group in groups:
             sample = group.samples[0]
             _core.lead_leave(self._segment, *split_key(sample.key))
-        _core.lead_delivered(self._segment, len(groups))
+        self.follow(leased_groups)
 
-    def follow_version(self) -> None:
-        """Let a bound in versions follow the policy version."""
-        if self._in_versions:
-            _core.lead_delivered(self._segment, 0)
+    def follow(self, leased_groups: int, ended_groups: int = 0) -> None:
+        """Let a bound in versions follow the policy version, and what was trained under it."""
+        if self.in_versions:
+            _core.lead_follow(self._segment, leased_groups, ended_groups)
 
     def doubt(self) -> None:
         """Check the table soon: samples were discarded, or a producer died."""

@@ -49,6 +49,11 @@ class AttachedConsumer(_core.ConsumerBase[Group]):
         source.require()
         return source
 
+    @property
+    def served(self) -> bool:
+        """Whether it leases from a daemon; False where it reads the ring itself."""
+        return isinstance(self._require_source(), DaemonClient)
+
     def _attach(self) -> Collector | DaemonClient:
         """Attach, or, after an exception, leave nothing attached."""
         opened: list[Collector | DaemonClient] = []

@@ -26,6 +26,7 @@
 #include "python/pool/pool_write.h"
 #include "python/record/declared.h"
 #include "python/put/begun_samples.h"
+#include "python/put/convert_lists.h"
 #include "python/put/plan_fields.h"
 #include "python/put/import_block.h"
 #include "python/put/reservation.h"
@@ -176,6 +177,7 @@ static bool add_functions(PyObject *module) {
         py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,
         py_channel_add_constants,      py_channel_messages_add_functions,
         py_arguments_add_constants,    py_answer_add_functions,      py_lift_add_functions,
+        py_convert_add_functions,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

@@ -47,10 +47,10 @@ struct lead_table {
     uint32_t max_groups;   /* 0 for no bound in groups */
     uint32_t max_versions; /* one more than the bound in versions, or 0 */
     uint32_t reserved0;
-    int64_t version;           /* the policy version that `delivered_before` is of */
-    uint64_t delivered;        /* groups, since the bus was created */
-    uint64_t delivered_before; /* the same when the present version began */
-    uint64_t a_version;        /* groups that the last version had */
+    int64_t version;       /* the policy version that `ended_before` is of */
+    uint64_t ended;        /* groups that were delivered and have ended, since the bus was created */
+    uint64_t ended_before; /* the same when the present version began, with what was trained by then */
+    uint64_t a_version;    /* groups that the last version had */
     uint64_t reserved1[2];
     _Atomic uint64_t rows[]; /* SHMBUS_LEAD_ROWS */
 };

@@ -164,16 +164,35 @@ void lead_free(struct segment *segment, uint32_t row, uint64_t word) {
     }
 }
 
+static uint64_t less(uint64_t from, uint64_t what) {
+    return from > what ? from - what : 0;
+}
+
 /* AReaL's capacity, counted in groups: (versions + 1) * groups a version, less what this version has
  * had already; and never none, so that a version that needs more groups than the last gets them. */
-static uint64_t bound_in_versions(const struct lead_table *lead) {
-    uint64_t here = lead->delivered - lead->delivered_before;
-    uint64_t each = lead->a_version > here ? lead->a_version : here;
-    uint64_t bound = (uint64_t)lead->max_versions * each - here;
+static uint64_t bound_in_versions(const struct lead_table *lead, uint64_t leased) {
+    uint64_t ended = less(lead->ended, lead->ended_before);
+    uint64_t here = less(lead->ended + leased, lead->ended_before);
+    uint64_t each = lead->a_version == 0 ? here : lead->a_version > ended ? lead->a_version : ended;
+    uint64_t bound = less(lead->max_versions * each, here);
     return bound > 0 ? bound : 1;
 }
 
-void lead_delivered(struct segment *segment, uint32_t groups) {
+/* A trainer announces its new version before it acknowledges the batch that made it. So of what is
+ * leased at that moment, as much as a version has was trained; the rest is taken ahead. Groups that
+ * are taken ahead are no measure of a version: a trainer that takes what there is would raise its own
+ * bound each time. */
+static void begin_version(struct lead_table *lead, int64_t version, uint64_t leased) {
+    uint64_t trained = lead->a_version == 0 || leased < lead->a_version ? leased : lead->a_version;
+    uint64_t until = lead->ended + trained;
+    if (until > lead->ended_before) {
+        lead->a_version = until - lead->ended_before;
+        lead->ended_before = until;
+    }
+    lead->version = version;
+}
+
+void lead_follow(struct segment *segment, uint64_t leased, uint64_t ended) {
     struct lead_table *lead = segment->lead;
     if (lead->max_versions == 0) {
         return;
@@ -181,14 +200,10 @@ void lead_delivered(struct segment *segment, uint32_t groups) {
     int64_t version =
         atomic_load_explicit(&segment->header->policy_version, memory_order_relaxed);
     if (version != lead->version) {
-        if (lead->delivered > lead->delivered_before) {
-            lead->a_version = lead->delivered - lead->delivered_before;
-        }
-        lead->delivered_before = lead->delivered;
-        lead->version = version;
+        begin_version(lead, version, leased + ended);
     }
-    lead->delivered += groups;
-    uint64_t bound = bound_in_versions(lead);
+    lead->ended += ended;
+    uint64_t bound = bound_in_versions(lead, leased);
     uint64_t most = lead->max_groups != 0 ? lead->max_groups : SHMBUS_LEAD_ROWS;
     uint32_t limit = (uint32_t)(bound < most ? bound : most);
     uint32_t before = atomic_exchange_explicit(&lead->limit, limit, memory_order_relaxed);

@@ -50,8 +50,9 @@ bool lead_leave(struct segment *segment, uint64_t key);
 /* The word of a row if it is settled, else 0; and freeing a row that still has that word. */
 uint64_t lead_settled(const struct segment *segment, uint32_t row);
 void lead_free(struct segment *segment, uint32_t row, uint64_t word);
-/* So many groups were delivered under the present policy version: a bound in versions follows. */
-void lead_delivered(struct segment *segment, uint32_t groups);
+/* A bound in versions follows: so many groups are delivered and have not ended, and so many others
+ * have since the last call. */
+void lead_follow(struct segment *segment, uint64_t leased, uint64_t ended);
 
 /* Rows that are taken. */
 uint32_t lead_held(const struct segment *segment);

@@ -57,6 +57,11 @@ def test_text_becomes_what_the_setting_is() -> None:
         ({"capacity": "12 parsecs"}, {}, "--capacity: capacity = '12 parsecs': size: expected"),
         ({}, {"SHMBUS_MAX_STASH_BYTES": "5"}, "SHMBUS_MAX_STASH_BYTES.*expected 4096 bytes to"),
         ({}, {"SHMBUS_LOG_FORMAT": "xml"}, "SHMBUS_LOG_FORMAT"),
+        ({"schema": "tokens"}, {}, "--schema: .*expected JSON of names to dtypes, got 'tokens'"),
+        ({"schema": "[1]"}, {}, "--schema: .*expected names to dtypes"),
+        ({"schema": '{"x": "int33"}'}, {}, "--schema: .*schema: x: expected a dtype"),
+        ({"schema": '{"x": ["int32"]}'}, {}, "--schema: .*schema: x: expected a dtype or"),
+        ({"schema": '{"x": ["int32", [true]]}'}, {}, "--schema: .*expected a size"),
     ],
 )
 def test_a_wrong_value_names_where_it_comes_from(
@@ -181,6 +186,35 @@ def test_a_bus_that_is_there_is_adopted_as_it_is(
         served = daemon("--capacity", "8MiB")
         served.stop()
         assert bus.capacity == 2 << 20 and os.path.exists(f"/dev/shm/shmbus.{bus_name}")
+
+
+SCHEMA = '{"tokens": "int32", "experts": ["uint8", ["T", 48, 8]], "pixels?": ["float32", "..."]}'
+
+
+def test_a_schema_is_declared_and_one_that_is_there_must_be_the_same(
+    daemon: Callable[..., Daemon], bus_name: str, spawn: Spawner
+) -> None:
+    declared = {
+        "tokens": "int32", "experts": ("uint8", ("T", 48, 8)), "pixels?": ("float32", ...)
+    }  # fmt: skip
+    daemon("--capacity", "4MiB", "--schema", SCHEMA).stop()
+    with Bus.ensure(bus_name, schema=declared) as bus:
+        assert list(bus.schema or ()) == ["tokens", "experts", "pixels?"]
+        daemon("--schema", SCHEMA).stop()  # after a restart
+        daemon().stop()
+        other = spawn.module("shmbus", "serve", bus_name, "--schema", '{"tokens": "int64"}')
+        assert other.wait() == 1
+        assert "does not fit: schema: field 'tokens': schema= has int64" in other.output()
+
+
+@needs_toml
+def test_a_schema_may_be_a_table_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[schema]\ntokens = "int32"\nexperts = ["uint8", ["T", 48, 8]]\n')
+    declared = load({}, {}, str(path)).declared()
+    assert declared is not None
+    assert load({"schema": SCHEMA}, {}, str(path)).declared() != declared
+    assert [field[0] for field in declared.fields()] == ["tokens", "experts"]
 
 
 @needs_toml

@@ -6,6 +6,7 @@ counts from the root, from the page's folder, or as the end of a path (`ring/rea
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -175,3 +176,14 @@ def test_every_decision_is_a_short_page_of_the_index() -> None:
         assert len(lines) <= MAX_DECISION_LINES
         for heading in ("## Context", "## Decision", "## Measured", "## Rejected"):
             assert heading in lines, f"{page.name}: no {heading!r}"
+
+
+def test_external_links_are_found_without_the_sentence_around_them() -> None:
+    spec = importlib.util.spec_from_file_location("links", ROOT / "docs" / "links.py")
+    assert spec is not None and spec.loader is not None
+    links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(links)
+    text = "See (https://a.example/b_c#d), `http://x.org.` and arXiv:2503.14476; {url} http://%s/"
+    assert list(links.links_of(text)) == [
+        "https://a.example/b_c#d", "http://x.org", "https://arxiv.org/abs/2503.14476"
+    ]  # fmt: skip

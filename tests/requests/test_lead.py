@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -272,6 +273,32 @@ def test_a_bound_in_versions_follows_what_the_trainer_takes(bus_name: str) -> No
         assert fill() == 6
         consumer.policy_version = 2
         assert fill() == 12
+
+
+def test_a_trainer_that_takes_what_there_is_does_not_raise_its_own_bound(bus_name: str) -> None:
+    """Groups are taken ahead of the batch, and the version is set before the acknowledgement."""
+    with (
+        Bus.create(bus_name, "1MiB", max_lead_versions=1) as bus,
+        Producer(bus_name) as producer,
+        Consumer(bus_name) as consumer,
+    ):
+        number = 0
+        pool: list[shmbus.Group] = []
+        ahead = []
+        for version in range(1, 12):
+            while len(pool) < 4:
+                with contextlib.suppress(shmbus.BusFullError):
+                    while True:
+                        put(producer, f"g{number}", 0, size=1)
+                        number += 1
+                pool += consumer.take(64, timeout=10)
+            ahead.append(held(bus) + len(pool) - 4)
+            batch, pool = pool[:4], pool[4:]
+            consumer.policy_version = version
+            consumer.ack(batch)
+        # What is begun and not trained: this version's batch, and that of one more.
+        assert max(ahead[3:]) <= 8, ahead
+        assert _core.lead_state(bus._segment)[4] == 4
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import Daemon
 
 import shmbus
 from shmbus import Consumer, Producer
 from shmbus.batch.gather_plan import plan_gather
 from trainer_adapter import Batch, ExtraField, OnlineDataHandler, pack
 from trainer_adapter.gpu.packer import GpuPacker
-from trainer_adapter.microbatch import micro_batches
+from trainer_adapter.microbatch import MicroBatch, micro_batches
 
 #: The samples of one group, each a list of its rows' lengths; None for one without rows=.
 SHAPES: list[list[int] | None] = [[4, 3], None, [2], [5, 1, 6]]
@@ -189,6 +191,76 @@ def test_a_batch_of_rows_pickles_and_moves_whole(
     batch = pack(consumer.take(3, 10))
     for other in (pickle.loads(pickle.dumps(batch)), batch.to("cpu")):
         assert_rows(other, groups)
+
+
+def assert_whole(batch: Batch | MicroBatch, every: list[tuple[int, Any, Any]]) -> None:
+    """Tokens, newest versions and extra fields of these rows, in whatever layout."""
+    assert batch.newest_policy_versions.tolist() == [
+        one["policy_version"][1] for _, one, _ in every
+    ]
+    assert batch.policy_versions.tolist() == [one["policy_version"][0] for _, one, _ in every]
+    assert batch.extra["env"] == [one["whole"]["meta"]["env"] for _, one, _ in every]
+    patches = np.concatenate([row["patches"] for _, _, row in every])
+    assert np.array_equal(batch.extra["patches"].numpy(), patches)
+    refs = batch.extra["ref_logprobs"]
+    starts = batch.cu_seqlens.tolist()
+    for at, (_, _, row) in enumerate(every):
+        n = len(row["tokens"])
+        here = slice(starts[at], starts[at] + n)
+        place = (at, slice(n)) if batch.layout == "padded" else here
+        tokens, ref = batch.tokens[place], refs[place]
+        assert tokens.tolist() == row["tokens"].tolist()
+        assert np.array_equal(ref.numpy(), row["ref_logprobs"])
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_rows_go_through_a_handler_its_state_and_micro_batches(
+    bus: shmbus.Bus, groups: list[list[dict[str, Any]]], layout: Any, prefetch: int
+) -> None:
+    options: dict[str, Any] = {
+        "groups_per_batch": 1, "extra_fields": EXTRA, "layout": layout, "prefetch": prefetch,
+    }  # fmt: skip
+    with OnlineDataHandler(bus.name, **options) as handler:
+        assert_whole(handler.next_batch(10), sequences(groups[:1]))
+        state = handler.state_dict()
+    with OnlineDataHandler(bus.name, **options) as handler:
+        handler.load_state_dict(state)
+        for group in groups[1:]:
+            batch = handler.next_batch(10)
+            every = sequences([group])
+            assert_whole(batch, every)
+            for part in micro_batches(batch, count=2):
+                assert_whole(part, [every[i] for i in part.sequence_indices.tolist()])
+            handler.ack(batch)
+        assert handler.stats().balanced and handler.stats().dropped == {}
+
+
+def test_each_rank_has_the_rows_of_its_shard(
+    daemon: Callable[..., Daemon], bus_name: str, seed: int
+) -> None:
+    daemon("--capacity", "8MiB")
+    rng = np.random.default_rng(seed)
+    sent = {f"k{number}": make_group(rng) for number in range(4)}
+    with Producer(bus_name) as producer, contextlib.ExitStack() as stack:
+        for key, group in sent.items():
+            put(producer, key, group)
+        handlers = [
+            stack.enter_context(
+                OnlineDataHandler(
+                    bus_name, rank=rank, world_size=2, groups_per_batch=2, extra_fields=EXTRA
+                )
+            )
+            for rank in range(2)
+        ]
+        seen: list[str] = []
+        for handler in handlers:
+            batch = handler.next_batch(20)
+            keys = list(dict.fromkeys(batch.instance_ids))
+            assert_whole(batch, sequences([sent[key] for key in keys]))
+            seen += keys
+            handler.ack(batch)
+        assert sorted(seen) == sorted(sent)
 
 
 def test_a_token_budget_counts_all_rows(bus: shmbus.Bus, producer: Producer) -> None:

@@ -105,16 +105,23 @@ def test_a_handler_packs_them_beside_the_tokens(
         assert handler.stats().dropped == {}
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_checkpoint_goes_on_behind_the_batches_that_had_them(
-    bus: Bus, samples: list[dict[str, Any]]
+    bus: Bus, samples: list[dict[str, Any]], layout: Any, prefetch: int
 ) -> None:
-    options: dict[str, Any] = {"groups_per_batch": 2, "extra_fields": FIELDS}
+    options: dict[str, Any] = {
+        "groups_per_batch": 2, "extra_fields": FIELDS, "layout": layout, "prefetch": prefetch,
+    }  # fmt: skip
     with OnlineDataHandler(bus.name, **options) as handler:
         assert_extra(handler.next_batch(10), samples[:6])
         state = handler.state_dict()
     with OnlineDataHandler(bus.name, **options) as handler:
         handler.load_state_dict(state)
-        assert_extra(handler.next_batch(10), samples[6:12])
+        batch = handler.next_batch(10)
+        assert_extra(batch, samples[6:12])
+        for part in micro_batches(batch, count=3):
+            assert_extra(part, [samples[6 + i] for i in part.sequence_indices.tolist()])
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

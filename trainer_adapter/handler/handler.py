@@ -46,6 +46,7 @@ from trainer_adapter.handler.admission import Admission
 from trainer_adapter.handler.checkpoint import HandlerState, identities
 from trainer_adapter.handler.consumer_options import ConsumerOptions
 from trainer_adapter.handler.drops import DropNotes
+from trainer_adapter.handler.evaluation import EvaluatingHandler
 from trainer_adapter.handler.iteration import BatchIteration
 from trainer_adapter.handler.metrics import MeteredHandler, OnMetrics, check_on_metrics
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
@@ -64,7 +65,7 @@ __all__ = ["OnlineDataHandler"]
 logger = logging.getLogger(__name__)
 
 
-class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
+class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, BatchIteration):
     """Takes complete groups from a bus and yields them as batches of tensors.
 
     It is a torch `IterableDataset`, for a DataLoader with ``batch_size=None`` and no workers.
@@ -212,6 +213,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
             raise
 
     def _begin(self, world_size: int, prefetch: int, max_policy_lag: int | None) -> None:
+        self._begin_evaluation()
         self._awaited = "complete group" if world_size == 1 else "step"
         self._take = self._taking(world_size)
         self._prefetcher = (
@@ -557,6 +559,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, BatchIteration):
             self._prefetcher.stop()
         if self._gpu is not None:
             self._gpu.close()
+        self._end_evaluation()
         self._consumer.close()
 
     @property

@@ -361,3 +361,29 @@ PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_De
     Py_XDECREF(plain);
     return made;
 }
+
+/* convert_field(name, value, dtype) -> array: of a list, a tuple, a number or an array. */
+static PyObject *py_convert_field(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *name, *value, *given;
+    uint64_t sizes[SHMBUS_MAX_NDIM];
+    if (!PyArg_ParseTuple(args, "UOO!", &name, &value, &PyArrayDescr_Type, &given)) {
+        return NULL;
+    }
+    PyArray_Descr *dtype = (PyArray_Descr *)given;
+    enum stored_kind kind = py_stored_kind(dtype);
+    if (PyArray_Check(value)) {
+        return (PyObject *)py_convert_array(name, (PyArrayObject *)value, dtype, kind);
+    }
+    int ndim = py_is_list(value) ? py_list_sizes(name, value, sizes) : 0;
+    return ndim < 0 ? NULL : (PyObject *)py_convert_list(name, value, dtype, kind, ndim, sizes);
+}
+
+static PyMethodDef functions[] = {
+    {"convert_field", py_convert_field, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_convert_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
+}

@@ -22,4 +22,6 @@ PyArrayObject *py_convert_list(PyObject *name, PyObject *value, PyArray_Descr *d
 PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_Descr *dtype,
                                 enum stored_kind kind);
 
+bool py_convert_add_functions(PyObject *module);
+
 #endif

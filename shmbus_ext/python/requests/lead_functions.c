@@ -59,16 +59,18 @@ static PyObject *py_lead_key(PyObject *module, PyObject *args) {
     return take_key(args, &segment, &key) ? PyLong_FromUnsignedLongLong(key) : NULL;
 }
 
-/* lead_delivered(segment, groups): under the present policy version; for the collector. */
-static PyObject *py_lead_delivered(PyObject *module, PyObject *args) {
+/* lead_follow(segment, leased, ended): groups that are leased, and those that have ended since the
+ * last call; for the collector. */
+static PyObject *py_lead_follow(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object;
     SegmentObject *segment;
-    unsigned int groups;
-    if (!PyArg_ParseTuple(args, "OI", &object, &groups) || !py_take_segment(object, &segment)) {
+    unsigned long long leased, ended;
+    if (!PyArg_ParseTuple(args, "OKK", &object, &leased, &ended) ||
+        !py_take_segment(object, &segment)) {
         return NULL;
     }
-    lead_delivered(&segment->c, groups);
+    lead_follow(&segment->c, leased, ended);
     Py_RETURN_NONE;
 }
 
@@ -120,7 +122,7 @@ static PyMethodDef functions[] = {
     {"lead_leave", py_lead_leave, METH_VARARGS, NULL},
     {"lead_knows", py_lead_knows, METH_VARARGS, NULL},
     {"lead_key", py_lead_key, METH_VARARGS, NULL},
-    {"lead_delivered", py_lead_delivered, METH_VARARGS, NULL},
+    {"lead_follow", py_lead_follow, METH_VARARGS, NULL},
     {"lead_settled", py_lead_settled, METH_O, NULL},
     {"lead_free", py_lead_free, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -15,7 +15,7 @@ struct field_note {
 static const struct field_note lead_fields[] = {
     FIELD(lead_table, limit, 'u'),     FIELD(lead_table, max_groups, 'u'),
     FIELD(lead_table, max_versions, 'u'), FIELD(lead_table, version, 'i'),
-    FIELD(lead_table, delivered, 'u'), FIELD(lead_table, delivered_before, 'u'),
+    FIELD(lead_table, ended, 'u'),     FIELD(lead_table, ended_before, 'u'),
     FIELD(lead_table, a_version, 'u'), {NULL, 0, 0, 0},
 };
 

@@ -1,0 +1,123 @@
+"""What workers and feeders get wrong: refused by its name and place, and the bus as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import RUN_PREFIX
+
+import shmbus
+from shmbus import Bus, Consumer, Feeder, Producer
+
+SCHEMA = {
+    "tokens": "int32", "logprobs?": "float32", "loss_mask?": "uint8",
+    "experts?": ("uint8", ("T", 2, 2)),
+}  # fmt: skip
+CELL = [[1, 2], [3, 4]]
+
+#: Arguments beside tokens=[1, 2, 3] of group "q" of 2; the error and how its message begins.
+BAD_SAMPLES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "ragged rows": (
+        {"experts": [CELL, CELL, [[1, 2]]]}, ValueError, r"experts\[2\]: expected 2 .*got 1",
+    ),
+    "ragged rows, deeper": (
+        {"experts": [CELL, [[1, 2], [3]], CELL]}, ValueError, r"experts\[1\]\[1\]: expected 2 elem",
+    ),
+    "a list among tokens": ({"tokens": [1, [2], 3]}, TypeError, r"tokens\[1\]: expected a number"),
+    "None in logprobs": (
+        {"logprobs": [0.1, None, 0.3]}, TypeError, r"logprobs\[1\]: expected a number.*got None",
+    ),
+    "an int beyond int32": (
+        {"tokens": [1, 2**31, 3]}, ValueError, r"tokens\[1\]: .*int32 holds, got 2147483648",
+    ),
+    "an int beyond uint8": (
+        {"loss_mask": [1, 256, 0]}, ValueError, r"loss_mask\[1\]: .*uint8 holds, got 256",
+    ),
+    "a negative mask": ({"loss_mask": [1, -1, 0]}, ValueError, r"loss_mask\[1\]: .*got -1"),
+    "an array beyond int32": (
+        {"tokens": np.array([1, 2**40, 3])}, ValueError, r"tokens\[1\]: .*got 1099511627776",
+    ),
+    "a bool for a token": ({"tokens": [1, True, 3]}, TypeError, r"tokens\[1\]: .*int32, got bool"),
+    "bools for tokens": (
+        {"tokens": np.ones(3, bool)}, TypeError, r"tokens: expected an array of int32, got.* bool",
+    ),
+    "a million of mixed types": (
+        {"tokens": [1, 2.5, "x", None] * 250_000}, TypeError, r"tokens\[1\]: .*int32, got float",
+    ),
+    "a million, the last one wrong": (
+        {"tokens": [1] * 999_999 + ["x"]}, TypeError, r"tokens\[999999\]: .*int32, got str",
+    ),
+    "an unknown field": (
+        {"log_probs": [0.1] * 3}, TypeError, r"log_probs: the schema has no such.*mean logprobs=",
+    ),
+    "need above the size": ({"need": 3, "epoch": 0}, ValueError, r"need: expected 1 to 2 .*got 3"),
+    "no rows": ({"rows": []}, ValueError, r"rows: expected at least one, got none"),
+    "an empty row": ({"rows": [{}]}, ValueError, r"rows: row 0: expected at least one field"),
+}  # fmt: skip
+
+BAD_REQUESTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "need above the size": ({"need": 3, "epoch": 0}, ValueError, r"need: .*group_size=2, got 3"),
+    "need without an epoch": ({"need": 1}, ValueError, r"need: 1 of 2 needs an epoch"),
+    "a score": ({"score": 1.0}, TypeError, r"score: a request says no score"),
+    "an index": ({"index": np.int32(1)}, TypeError, r"index: a request says no index"),
+    "a list": ({"prompt": [1, 2]}, TypeError, r"prompt: expected an array, got list; declare"),
+    "text": ({"prompt": "1 + 1?"}, TypeError, r"prompt: expected an array, got str; .*meta="),
+    "too large": (
+        {"prompt": np.zeros(1 << 21)}, shmbus.RecordTooLargeError, r"bus .*request_capacity",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wide() -> Iterator[tuple[Bus, Producer, Consumer, Feeder]]:
+    """A bus that has room for a list of a million tokens; nothing is ever put into it."""
+    name = f"{RUN_PREFIX}bad-input"
+    with (
+        Bus.create(name, "32MiB", max_producers=2, schema=SCHEMA) as bus,
+        Producer(name) as producer,
+        Consumer(name) as consumer,
+        Feeder(name) as feeder,
+    ):
+        yield bus, producer, consumer, feeder
+
+
+def require_untouched(consumer: Consumer) -> None:
+    counts = consumer.stats()
+    assert counts.balanced and counts.committed == 0 and counts.requests.offered == 0
+    assert consumer.take(timeout=0) == []
+
+
+@pytest.mark.parametrize("what", BAD_SAMPLES)
+def test_a_bad_sample_is_refused_by_field_and_index_however_it_is_put(
+    wide: tuple[Bus, Producer, Consumer, Feeder], what: str
+) -> None:
+    _, producer, consumer, _ = wide
+    given, kind, message = BAD_SAMPLES[what]
+    sample = {"tokens": [1, 2, 3], **given}
+    if "rows" in given:
+        del sample["tokens"]
+    good = {"tokens": [1, 2, 3]}
+    of_group = {key: sample.pop(key) for key in ("need", "epoch") if key in sample}
+    place = {"instance_id": "q", "group_size": 2, **of_group}
+    with pytest.raises(kind, match=f"^{message}"):
+        producer.put(**place, index=0, **sample, timeout=0)
+    first = {"instance_id": "p", "group_size": 2, "index": 0, **good}
+    with pytest.raises(kind, match=f"put_many: item 1: {message}"):
+        producer.put_many([first, {**place, "index": 1, **sample}], timeout=0)
+    with pytest.raises(kind, match=f"put_group: sample {0 if of_group else 1}: {message}"):
+        producer.put_group("q", [good, sample], **of_group, timeout=0)
+    require_untouched(consumer)
+
+
+@pytest.mark.parametrize("what", BAD_REQUESTS)
+def test_a_bad_request_is_refused_and_offers_nothing(
+    wide: tuple[Bus, Producer, Consumer, Feeder], what: str
+) -> None:
+    _, _, consumer, feeder = wide
+    given, kind, message = BAD_REQUESTS[what]
+    with pytest.raises(kind, match=f"^{message}"):
+        feeder.request("q", group_size=2, **given, timeout=0)
+    require_untouched(consumer)
