@@ -33,8 +33,7 @@ from shmbus_ext import _core
 
 __all__ = ["Collector"]
 
-#: Portions of `limits.POLL_RECORDS` that one `take` reads at the most, so that it returns under any
-#: load.
+#: Portions of `limits.POLL_RECORDS` that a `take` reads at most, so that it returns under any load.
 _TAKE_POLLS = 16
 #: Stragglers are moved when less than this fraction of the extents is free ...
 _EVACUATE_FREE_FRACTION = 0.125
