@@ -24,7 +24,8 @@ from shmbus.channel.errors import (
     ChannelTimeoutError,
     PeerGoneError,
 )
-from shmbus.channel.lifecycle import channel_path, leads_to
+from shmbus.channel.lifecycle import channel_path
+from shmbus.segment.names import leads_to
 from shmbus_ext import _core
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import stat
 import time
 
 from shmbus import errors
-from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
 from shmbus_ext import _core
 
-__all__ = ["channel_path", "create_handle", "leads_to", "open_handle", "unlink_channel"]
+__all__ = ["channel_path", "create_handle", "open_handle", "unlink_channel"]
 
 #: What the files of channels are called: ``shmbus-channel.NAME``.
 KIND = "channel"
@@ -109,14 +109,6 @@ def _open_once(name: str, path: str, read_only: bool) -> _core.Channel | tuple[i
         opened.close()
         return _core.CHANNEL_UNFINISHED, 0
     return opened
-
-
-def leads_to(path: str, known: os.stat_result) -> bool:
-    """Whether a name still leads to that file."""
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), known)
-    except FileNotFoundError:
-        return False
 
 
 def _layout_error(name: str, path: str, status: int, found: int) -> errors.LayoutMismatchError:

@@ -18,7 +18,7 @@ import msgspec
 from shmbus import errors
 from shmbus._arguments import parse_size
 from shmbus._format import show_size
-from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
 from shmbus_ext import _core
 
 __all__ = ["PoolSpec", "create_pool", "open_pool", "pool_path", "unlink_pool"]
@@ -199,14 +199,6 @@ def _open_once(bus: str, kind: str, path: str, read_only: bool) -> _core.SlotPoo
         opened.close()
         return _core.POOL_UNFINISHED, 0
     return opened
-
-
-def leads_to(path: str, known: os.stat_result) -> bool:
-    """Whether a name still leads to that file."""
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), known)
-    except FileNotFoundError:
-        return False
 
 
 def _layout_error(

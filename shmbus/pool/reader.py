@@ -19,9 +19,10 @@ import numpy.typing as npt
 from shmbus import errors
 from shmbus._format import show_wait
 from shmbus.pool.errors import PoolBusyError, PoolDamagedError, PoolTimeoutError
-from shmbus.pool.lifecycle import leads_to, open_pool, pool_path
+from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.pool.publisher import SLICE_S, _fit
 from shmbus.pool.status import status_of_pool
+from shmbus.segment.names import leads_to
 from shmbus_ext import _core
 
 if TYPE_CHECKING:

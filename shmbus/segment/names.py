@@ -28,6 +28,7 @@ __all__ = [
     "companion_name",
     "identity",
     "is_named",
+    "leads_to",
     "parse_companion",
     "shm_path",
 ]
@@ -121,3 +122,11 @@ def is_named(name: str, known: os.stat_result) -> bool:
     """Whether the name still leads to that file."""
     found = identity(name)
     return found is not None and os.path.samestat(found, known)
+
+
+def leads_to(path: str, known: os.stat_result) -> bool:
+    """Whether a path still leads to that file, and not over a link."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), known)
+    except FileNotFoundError:
+        return False
