@@ -43,6 +43,7 @@ def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("retry_points", "collector"),
         ("retry_points", "producer"),
         ("group_points", "whole"),
+        ("relay_points", "whole"),
     ],
 )
 def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(

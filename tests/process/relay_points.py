@@ -1,0 +1,184 @@
+"""A death of a whole relay at each named point of putting, healing and forgetting, as a program.
+
+Prints one JSON line for each case. Runs in a build with SHMBUS_FAILPOINTS=1. Each case forks a
+process with all parties of a relay, which dies at its point, and another one that goes on; the
+trainer is here, and audits the result. test_failpoints.py builds, runs and judges it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import shmbus
+from shmbus.relay.coordinator_party import CoordinatorParty
+from shmbus.relay.mailbox import Exchange
+from shmbus.relay.run import run_party
+from shmbus.relay.sink_party import SinkParty
+from shmbus.relay.source_party import SourceParty
+from shmbus.segment import lifecycle
+from shmbus.stash.stash import StashPolicy
+from shmbus_ext import _core
+
+GROUPS, SIZE, USELESS = 12, 4, 3
+COORDINATOR = "coordinator"
+DEADLINE_S = 30.0
+
+#: Points, and passes at which the signal comes. A point of healing follows a death in a put.
+POINTS: dict[str, tuple[int, ...]] = {
+    "relay-prepared": (1, 5),
+    "relay-intended": (1, 2),
+    "commit-intended": (1, 6),
+    "record-published": (2,),
+    "record-exposed": (3,),
+    "commit-marked": (1, 6),
+    "relay-put": (1,),
+    "relay-settled": (1, 7),
+    "relay-forgotten": (1, 9),
+    "release-half": (1, 9),
+    "release-counted": (1,),
+}
+HEALING: dict[str, tuple[int, ...]] = {
+    "relay-healing": (1, 3),
+    "relay-healed": (1,),
+    "take-over-counted": (1,),
+    "take-over-sealed": (1,),
+}
+BEFORE = "commit-intended:3:kill"
+
+
+def relay(sources: list[str], sink: str, point: str) -> None:
+    """Be a relay, until the signal."""
+    os.environ["SHMBUS_FAILPOINT"] = point
+    exchange = Exchange()
+    policy = StashPolicy(skip_zero_variance=True)
+    makers: dict[str, Callable[[Any], Any]] = {
+        sink: lambda box: SinkParty(sink, box, COORDINATOR),
+        COORDINATOR: lambda box: CoordinatorParty(box, sources, [sink], policy),
+    }
+    for name in sources:
+        makers[name] = lambda box, name=name: SourceParty(name, box, COORDINATOR)
+    for address, make in makers.items():
+        box = exchange.open(address)
+        threading.Thread(
+            target=run_party, args=(lambda make=make, box=box: make(box), box, lambda: True)
+        ).start()
+
+
+def fork(sources: list[str], sink: str, point: str) -> int:
+    child = os.fork()
+    if not child:
+        try:
+            relay(sources, sink, point)
+            threading.Event().wait()
+        finally:
+            os._exit(70)
+    return child
+
+
+def put(sources: list[str]) -> None:
+    for half, name in enumerate(sources):
+        with shmbus.Producer(name) as producer:
+            for group in range(GROUPS):
+                for index in range(half, SIZE, 2):
+                    producer.put(
+                        f"q{group}", group_size=SIZE, index=index, epoch=1,
+                        score=0.0 if group < USELESS else float(index),
+                        x=np.full(300, group * SIZE + index),
+                    )  # fmt: skip
+
+
+def ends(child: int, consumer: shmbus.Consumer, seen: Counter[str], faults: list[str]) -> bool:
+    """Take until the child ends, or all is there; whether the signal came."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        take(consumer, seen, faults)
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def take(consumer: shmbus.Consumer, seen: Counter[str], faults: list[str]) -> None:
+    for group in consumer.take(timeout=0.02):
+        seen[group.instance_id] += 1
+        for t in group:
+            if not (t["x"] == int(group.instance_id[1:]) * SIZE + t.index).all():
+                faults.append(f"torn: {t!r}")
+        if len(group) != SIZE:
+            faults.append(f"{group.instance_id} has {len(group)} samples")
+        group.ack()
+
+
+def audit(sources: list[str], sink: str, faults: list[str]) -> bool:
+    """Whether all is at rest; then the ledgers must balance."""
+    segment = lifecycle.open_segment(sink)
+    left = len(_core.relay_notes(segment))
+    segment.close()
+    ledgers = []
+    for name in sources:
+        with shmbus.Bus.open(name) as bus:
+            ledgers.append(bus.stats())
+    if left or any(ledger.undelivered for ledger in ledgers):
+        return False
+    half = SIZE // 2
+    for ledger in ledgers:
+        useful = (GROUPS - USELESS) * half
+        if ledger.acknowledged != useful or ledger.dropped != {"zero_variance": USELESS * half}:
+            faults.append(f"a source's ledger: {ledger}")
+    return True
+
+
+def case(name: str, points: list[str]) -> dict[str, Any]:
+    """Have one relay after the other die at these points, and a last one go on."""
+    sources, sink = [f"{name}.a", f"{name}.b"], f"{name}.t"
+    faults: list[str] = []
+    seen: Counter[str] = Counter()
+    buses = [shmbus.Bus.create(each, "1MiB", max_producers=8) for each in [*sources, sink]]
+    signalled = True
+    try:
+        put(sources)
+        with shmbus.Consumer(sink) as consumer:
+            for point in points:
+                child = fork(sources, sink, point)
+                signalled = ends(child, consumer, seen, faults) and signalled
+            child = fork(sources, sink, "")
+            deadline = time.monotonic() + DEADLINE_S
+            while not audit(sources, sink, faults):
+                take(consumer, seen, faults)
+                if time.monotonic() > deadline:
+                    faults.append(f"not at rest: {[bus.stats() for bus in buses]}")
+                    break
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        expected = {f"q{group}": 1 for group in range(USELESS, GROUPS)}
+        if seen != expected:
+            faults.append(f"expected each group once, got {dict(seen)}")
+    finally:
+        for bus in buses:
+            bus.unlink()
+    return {"points": points, "signalled": signalled, "faults": faults}
+
+
+def main() -> None:
+    """Print a line for each case."""
+    name = sys.argv[1]
+    cases = [[f"{point}:{hit}:kill"] for point, hits in POINTS.items() for hit in hits]
+    cases += [[BEFORE, f"{point}:{hit}:kill"] for point, hits in HEALING.items() for hit in hits]
+    for number, points in enumerate(cases):
+        sys.stdout.write(json.dumps(case(f"{name}.{number}", points)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
