@@ -149,7 +149,7 @@ class Bodies:
             close=True,
         )
 
-    async def small(self, request: web.BaseRequest) -> bytes:
+    async def small(self, request: web.BaseRequest) -> bytes | bytearray:
         """Return the body of a request that has a few names and numbers."""
         require_json(request)
         if (request.content_length or 0) > settings.SMALL_BYTES:
@@ -168,7 +168,9 @@ class Bodies:
         )
 
     @contextlib.asynccontextmanager
-    async def large(self, request: web.BaseRequest, deadline_s: float) -> AsyncIterator[bytes]:
+    async def large(
+        self, request: web.BaseRequest, deadline_s: float
+    ) -> AsyncIterator[bytes | bytearray]:
         """Have the body of a request with groups; its bytes are in the budget for the block.
 
         `deadline_s` says until when it may wait for its part, by `time.monotonic`.
@@ -228,7 +230,9 @@ class Bodies:
                 close=True,
             ) from None
 
-    async def _read(self, request: web.BaseRequest, limit: int, too_large: Refusal) -> bytes:
+    async def _read(
+        self, request: web.BaseRequest, limit: int, too_large: Refusal
+    ) -> bytes | bytearray:
         seconds = settings.BODY_S * (1 + (request.content_length or limit) / settings.SLOW_BYTES)
         if request.headers.get("Expect", "").lower() == "100-continue":
             transport = request.transport
@@ -243,22 +247,26 @@ class Bodies:
                 close=True,
             ) from None
 
-    async def _collect(self, request: web.BaseRequest, limit: int, too_large: Refusal) -> bytes:
-        parts: list[bytes] = []
-        total = 0
+    async def _collect(
+        self, request: web.BaseRequest, limit: int, too_large: Refusal
+    ) -> bytes | bytearray:
         content = request.content
-        while True:
-            part = await content.readany()
-            if not part:
-                break
+        part = await content.readany()
+        if len(part) == request.content_length:
+            return part
+        # In place: pieces and what they are joined to would be twice what the budget counts.
+        body = bytearray(request.content_length or 0)
+        total = 0
+        while part:
+            body[total : total + len(part)] = part
             total += len(part)
             if total > limit:
                 raise too_large
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            part = await content.readany()
+        return body
 
 
-def _said_size(body: bytes) -> int:
+def _said_size(body: bytes | bytearray) -> int:
     """Return how long a gzip stream says that its last member is."""
     if len(body) < _SHORTEST or body[:2] != b"\x1f\x8b":
         raise _bad_gzip("a body that is no gzip stream")
@@ -273,7 +281,7 @@ def _bad_gzip(got: str) -> Refusal:
     )
 
 
-def _inflate(body: bytes, limit: int, too_large: Refusal) -> bytes:
+def _inflate(body: bytes | bytearray, limit: int, too_large: Refusal) -> bytes:
     """Return what a gzip stream of one member holds, at most `limit` bytes."""
     stream = isal_zlib.decompressobj(wbits=_GZIP)
     try:

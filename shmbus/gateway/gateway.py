@@ -129,7 +129,9 @@ class Gateway:
     # -- what routes share ----------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def body(self, request: web.BaseRequest) -> AsyncIterator[tuple[bytes, float]]:
+    async def body(
+        self, request: web.BaseRequest
+    ) -> AsyncIterator[tuple[bytes | bytearray, float]]:
         """Have the body of a request with groups, and until when it may be held."""
         deadline_s = time.monotonic() + self.settings.hold_s
         try:
@@ -141,7 +143,7 @@ class Gateway:
     async def put(
         self,
         request: web.BaseRequest,
-        raw: bytes,
+        raw: bytes | bytearray,
         deadline_s: float,
         count: int,
         records: Callable[[Callable[[int], str]], Sequence[Records]],
