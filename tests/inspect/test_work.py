@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from conftest import Spawner, wait_until
 
 from shmbus import Bus, BusFullError, Consumer, Feeder, Producer
 from shmbus.inspect.groups import read_groups
-from shmbus.inspect.status import read_status
+from shmbus.inspect.processes import ProducerChecks
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.status import read_status, status_of
 from shmbus_ext import _core
 
 
@@ -202,3 +205,36 @@ def test_a_wait_in_an_event_loop_counts_too(bus_name: str) -> None:
         asyncio.run(wait(producer))
         waited_s = read_status(bus_name).waited.paused_s
         assert waited_s > 0.1
+
+
+class Counted(SegmentFile):
+    """Counts how many slots are checked."""
+
+    checks = 0
+
+    def slot_alive(self, slot: int) -> bool:
+        self.checks += 1
+        return super().slot_alive(slot)
+
+
+def test_of_many_producers_some_are_checked_in_each_look_and_all_in_turn(
+    bus_name: str, spawn: Spawner
+) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(Bus.create(bus_name, "1MiB"))
+        for number in range(8):
+            stack.enter_context(Producer(bus_name, label=f"w{number}"))
+        child = spawn.script(BEGINNER, bus_name)
+        child.expect("begun")
+        checks = ProducerChecks(3)
+
+        def look() -> tuple[int, str]:
+            with Counted(bus_name) as file:
+                rows = status_of(file, walk=False, checks=checks).producers
+                return file.checks, rows[-1].state
+
+        assert look() == (9, "alive")  # nobody was known
+        child.kill()
+        looks = [look() for _ in range(3)]
+    assert [count for count, _ in looks] == [3, 3, 3]
+    assert looks[-1][1] == "dead"

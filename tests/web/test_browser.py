@@ -250,6 +250,50 @@ def test_a_screen_reader_finds_names_and_states(web: Start, bus_name: str, open_
         assert page.evaluate(moving) in ("none", "")
 
 
+#: What a page of a bus with a daemon has, by the names that a screen reader gives.
+PARTS = {
+    "flow of trajectories", "groups filling up", "producers", "holders", "what happened",
+    "Trajectories a second", "Reward of delivered samples", "Age at delivery",
+    "Fill of the ring", "Tokens a second", "Reward", "Solved", "Policy lag", "Length",
+}  # fmt: skip
+
+
+def test_every_part_has_a_name_and_is_reached_by_keys(
+    web: Start, bus_name: str, daemon: Callable[..., Daemon], open_page: Open
+) -> None:
+    daemon("--capacity", "2MiB")
+    with Producer(bus_name, label="worker") as producer, Consumer(bus_name) as taker:
+        for index in range(2):
+            producer.put("done", group_size=2, index=index, score=index, tokens=[1])
+        taker.ack(taker.take(timeout=10))
+        producer.put("q1", group_size=3, index=0, score=1.0, tokens=[1])
+        page = open_page(web(bus_name))
+        page.get_by_role("button", name=re.compile("q1: 1 of 3 there")).wait_for()
+        wait_for(page, lambda: page.get_by_role("region", name="Solved").count(), "what was taken")
+        tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")
+        nodes = [
+            (node["role"]["value"], node.get("name", {}).get("value", ""))
+            for node in tree["nodes"] if not node["ignored"]
+        ]  # fmt: skip
+        named = {"button", "textbox", "region", "image", "img", "link"}
+        assert [role for role, name in nodes if role in named and not name] == []
+        assert {name for role, name in nodes if role == "region"} >= PARTS
+        assert any(role == "textbox" and "History of a group" in name for role, name in nodes)
+        reached = []
+        for _ in range(6):
+            page.keyboard.press("Tab")
+            reached.append(page.evaluate("document.activeElement.tagName"))
+        assert {"BUTTON", "INPUT"} <= set(reached), reached
+        page.locator(".wall button").focus()
+        page.keyboard.press("Enter")
+        wait_for(page, lambda: page.locator("#history").count(), "the history")
+        page.wait_for_timeout(2200)
+        # Pictures came meanwhile, and the focus is where it was.
+        assert page.evaluate("document.activeElement.tagName") == "BUTTON"
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#history", state="detached")
+
+
 def test_the_server_that_ends_is_told_and_the_page_comes_back_with_it(
     web: Start, bus_name: str, browser: Browser, spawn: Spawner
 ) -> None:

@@ -136,7 +136,7 @@ def _answers(page: Web) -> bool:
         return False
 
 
-def test_a_client_that_never_reads_is_closed_and_others_go_on(page: Web, bus_name: str) -> None:
+def test_a_client_that_never_reads_disturbs_no_other(page: Web, bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), page.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         connection.sendall(page.request("/events"))

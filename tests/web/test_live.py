@@ -21,6 +21,7 @@ from pages import TRAINER, WORKER, Web
 
 from shmbus import Bus, Consumer, Producer, unlink
 from shmbus.inspect.status import read_status
+from shmbus.web import settings
 
 Start = Callable[..., Web]
 Picture = dict[str, Any]
@@ -389,3 +390,12 @@ def test_nobody_who_watches_means_no_look(web: Start, bus_name: str) -> None:
             return reads() - before <= 8
 
         wait_until(reads_stop, what="an end of the looks")
+
+
+def test_a_page_that_comes_back_begins_with_what_is_there_now(web: Start, bus_name: str) -> None:
+    page = web(bus_name)
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        assert next(page.pictures())["ledger"]["committed"] == 0
+        time.sleep(settings.OLD_S + 1.0)
+        producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
+        assert next(page.pictures())["ledger"]["committed"] == 1

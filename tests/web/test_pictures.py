@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
 import pytest
 
+from shmbus.web import settings
 from shmbus.web.curves import NAMES, Curves, percentile
 from shmbus.web.differences import apply, difference
+from shmbus.web.looks import Viewer
 
 
 def random_picture(draw: random.Random, depth: int = 3) -> dict[str, Any]:
@@ -67,3 +70,18 @@ def test_a_percentile_is_within_its_bucket(
     buckets: list[int], part: float, expected: float
 ) -> None:
     assert percentile([0.0, 0.5, 1.0], buckets, part) == pytest.approx(expected)
+
+
+def test_what_waits_for_a_page_that_reads_nothing_is_bounded() -> None:
+    async def fill(size: int) -> int:
+        viewer = Viewer()
+        offered = 0
+        while not viewer.closed:
+            viewer.offer(bytes(size))
+            offered += 1
+            assert offered < 1000
+        assert await viewer.next() is None  # and nothing of what waited
+        return (offered - 1) * size
+
+    for size in (10, 100_000, settings.MAX_BEHIND_BYTES + 1):
+        assert asyncio.run(fill(size)) <= settings.MAX_BEHIND_BYTES
