@@ -60,7 +60,8 @@ build/peers/atropos/.made: tests/peers/atropos/requirements.txt constraints.txt 
 	    -r $< -e '.[gateway]' pytest pytest-asyncio pytest-timeout
 	@touch $@
 
-test-engines: build/peers/vllm/.made ## Test the update of real vLLM servers on the CPU, in an environment of its own (some minutes)
+test-engines: build/peers/vllm/.made build/peers/sglang/.made ## Test the update of real vLLM servers on the CPU, and what SGLang decodes, in environments of their own (some minutes)
+	build/peers/sglang/bin/pytest -p no:cacheprovider -W ignore $(ARGS) tests/engines/test_sglang.py tests/peers/sglang
 	HF_HUB_OFFLINE=1 build/peers/vllm/bin/pytest -p no:cacheprovider -o faulthandler_timeout=1900 \
 	    $(ARGS) tests/peers/vllm
 
@@ -70,6 +71,13 @@ build/peers/vllm/.made: tests/peers/vllm/requirements.txt pyproject.toml $(C_SOU
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e '.[engines]' \
 	    pytest pytest-asyncio pytest-timeout
 	$(@D)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+build/peers/sglang/.made: tests/peers/sglang/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e '.[engines]' \
+	    pytest pytest-asyncio pytest-timeout
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps sglang==0.5.23
 	@touch $@
 
 test-relay: build/peers/ray/.made ## Test the relay on a Ray cluster of several nodes on this machine, in an environment of its own

@@ -63,6 +63,7 @@ collect_ignore = [
         "engines": ("aiohttp",),
         "gateway": ("aiohttp", "isal"),
         "peers/atropos": ("atroposlib",),
+        "peers/sglang": ("sglang",),
         "peers/skyrl": ("skyrl",),
         "peers/torchtitan": ("torchtitan",),
         "peers/trl": ("trl",),

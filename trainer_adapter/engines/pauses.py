@@ -100,8 +100,8 @@ class Pauses:
                 await server.resume(self.timeout)
                 if not await server.paused(self.timeout):
                     break
-            except EngineError:
-                if time.monotonic() >= deadline:
+            except EngineError as error:
+                if error.gone or time.monotonic() >= deadline:
                     raise
             if time.monotonic() >= deadline:
                 raise EngineError(

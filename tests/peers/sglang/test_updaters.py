@@ -1,0 +1,111 @@
+"""SGLang's own session and weight updater, as they run in a scheduler, take a version from us.
+
+What is not SGLang's here is the model, which is a module with `load_weights`, and the scheduler
+around the session: it needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang.srt.managers.scheduler_components.weight_updater as sessions
+import sglang.srt.model_executor.model_runner_components.weight_updater as updaters
+import torch
+from sglang.srt.managers import io_struct
+from sglang.srt.utils.common import MultiprocessingSerializer
+
+from shmbus.pool import read_pool
+from trainer_adapter.engines.sglang_order import LOADER, Order, order_for_rank
+from trainer_adapter.weights import ModuleSource, WeightPublisher
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.breaks = False
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if self.breaks:
+                raise RuntimeError("injected")
+            self.get_parameter(name).copy_(tensor)
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Model]]:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    group = SimpleNamespace(cpu_group=torch.distributed.group.WORLD)
+    parallel = SimpleNamespace(tp_group=group, tp_rank=0)
+    for module in (sessions, updaters):
+        monkeypatch.setattr(module, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(updaters, "get_model", lambda: SimpleNamespace(weight_cache_mode="off"))
+    model = Model()
+    updater = updaters.WeightUpdater(
+        tp_rank=0, device="cpu", gpu_id=0, model_config=None,
+        custom_weight_loaders={LOADER: None}, get_model=lambda: model,
+        update_model_fields=lambda **_: None, recapture_cuda_graph=lambda: None,
+        get_model_runner=lambda: None,
+    )  # fmt: skip
+    runner = SimpleNamespace(weight_updater=updater)
+    worker = SimpleNamespace(
+        weight_update_runners=lambda: [("target", runner)],
+        deserialize_own_rank=lambda payloads: MultiprocessingSerializer.deserialize(payloads[0]),
+    )
+    yield (
+        sessions.SchedulerWeightUpdaterManager(
+            tp_worker=worker, draft_worker=None, memory_saver_adapter=None,
+            flush_cache=lambda **_: True, is_fully_idle=lambda **_: True,
+            scheduler=SimpleNamespace(record_weight_version_change=lambda **_: None),
+        ),
+        model,
+    )  # fmt: skip
+    torch.distributed.destroy_process_group()
+
+
+def request(order: Order) -> Any:
+    from pydantic import TypeAdapter
+
+    body = {
+        "serialized_named_tensors": [order_for_rank(order)], "load_format": LOADER,
+        "flush_cache": False, "selector": "target", "weight_version": str(order.version),
+    }  # fmt: skip
+    return TypeAdapter(io_struct.UpdateWeightsFromTensorReqInput).validate_python(body)
+
+
+def test_a_session_of_sglangs_own_loads_a_version_and_the_row_says_so(
+    manager: tuple[Any, Model], bus_name: str
+) -> None:
+    session, model = manager
+    source = torch.nn.Module()
+    source.value = torch.nn.Parameter(torch.full((8,), 3.0), requires_grad=False)
+    begin = io_struct.BeginWeightUpdateReqInput(selector="target")
+    with WeightPublisher(bus_name, ModuleSource(source)) as publisher:
+        publisher.publish(version=3)
+
+        def run(order: Order) -> Any:
+            assert session.begin_weight_update(begin).success
+            assert not session.begin_weight_update(begin).success, "one session at a time"
+            answer = session.update_weights_from_tensor(request(order))
+            assert session.end_weight_update(io_struct.EndWeightUpdateReqInput()).success
+            return answer
+
+        def row() -> Any:
+            readers = read_pool(bus_name, "weights").readers
+            return next(each for each in readers if each.label == "s rank 0")
+
+        assert run(Order("attach", bus_name, "s", 0)).success
+        assert row().applied_version is None and not model.value.any()
+        assert run(Order("load", bus_name, "s", 0, 3)).success
+        assert row().applied_version == 3 and (model.value == 3).all()
+        model.breaks = True
+        # Its answer is success; the row is not.
+        assert run(Order("load", bus_name, "s", 0, 3)).success
+        assert "injected" in row().error
+        outside = session.update_weights_from_tensor(request(Order("load", bus_name, "s", 0, 3)))
+        assert not outside.success and "must run between" in outside.message
