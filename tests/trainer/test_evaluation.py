@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from conftest import Daemon
+from conftest import Daemon, wait_until
 
 import shmbus
 from shmbus import Bus, Producer
@@ -103,9 +103,10 @@ def test_a_trainer_evaluates_while_it_trains(
         worker()
         with OnlineDataHandler(bus_name, groups_per_batch=4, prefetch=prefetch) as handler:
             evaluations = train(handler)
-            counts = handler.stats()
-            assert counts.splits["eval"].acknowledged == 3 * DIGITS * 2
-            assert counts.balanced and not counts.dropped
+            # A daemon hears of an acknowledgement a moment later.
+            wanted = 3 * DIGITS * 2
+            wait_until(lambda: handler.stats().splits["eval"].acknowledged == wanted)
+            assert handler.stats().balanced and not handler.stats().dropped
     finally:
         if bus is not None:
             bus.close()
